@@ -1,0 +1,25 @@
+"""nanovllm: an LLM inference engine to read, run and measure."""
+
+from pathlib import Path
+
+from nanovllm.config import Config
+from nanovllm.engine import LLMEngine
+from nanovllm.llm import LLM
+from nanovllm.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput, StepOutput
+from nanovllm.sampling_params import SamplingParams
+
+TINY_QWEN3 = Path(__file__).parent / "assets" / "tiny-qwen3"
+"""The bundled model: a Qwen3 of 3.5 million parameters that explains how this engine works."""
+
+__all__ = [
+    "LLM",
+    "TINY_QWEN3",
+    "CompletionOutput",
+    "Config",
+    "EngineStats",
+    "LLMEngine",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "StepOutput",
+]

@@ -1,0 +1,107 @@
+"""SchedulerOutput → Batch: the tensors that the model computes with.
+
+Pure: the same sequences give the same arrays. Vectorised with numpy over the tokens, with one short loop over sequences.
+Called by `LLMEngine.step()` between `Scheduler.schedule()` and `ModelRunner.run()`.
+
+Two sequences with block_size 4: A decodes its 6th token (block table [7, 2]), B prefills tokens 4 … 6 of seven
+(block table [3, 5]):
+
+    input_ids      [ a5 | b4 b5 b6 ]      all new tokens behind each other, no padding; decodes first
+    positions      [  5 |  4  5  6 ]
+    slot_mapping   [  9 | 20 21 22 ]      2*4 + 5%4,  5*4 + 4%4 …: where their K and V are written
+    block_tables   [[7, 2], [3, 5]]       where the K and V of all tokens are read
+    seq_lens       [  6,  7 ]             how many are read, the new ones included
+    cu_seqlens_q   [  0,  1,  4 ]         rows cu[i] … cu[i+1] belong to sequence i
+    logits_indices [  0,  3 ]             the last row of each sequence that has caught up: it gets a new token
+"""
+
+from dataclasses import dataclass, fields, replace
+from itertools import compress
+
+import numpy as np
+import torch
+
+from nanovllm.scheduler import SchedulerOutput
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's input; num_tokens new tokens of num_seqs sequences, of which num_samples get a new token."""
+
+    input_ids: torch.Tensor  # [num_tokens] int32
+    positions: torch.Tensor  # [num_tokens] int32
+    slot_mapping: torch.Tensor  # [num_tokens] int32
+    block_tables: torch.Tensor  # [num_seqs, max_num_blocks] int32, rows filled up with the null block
+    seq_lens: torch.Tensor  # [num_seqs] int32
+    cu_seqlens_q: torch.Tensor  # [num_seqs + 1] int32
+    # the same offsets over the prefill chunks alone, which flash-attn's varlen call gets without the decodes
+    prefill_cu_seqlens_q: torch.Tensor  # [num_seqs - num_decodes + 1] int32
+    prefill_cu_seqlens_k: torch.Tensor  # [num_seqs - num_decodes + 1] int32
+    logits_indices: torch.Tensor  # [num_samples] int32
+    temperatures: torch.Tensor  # [num_samples] float32
+
+    num_decodes: int  # the first so many sequences have one new token each
+    max_seqlen_q: int  # longest prefill chunk, 0 if there is none
+    max_seqlen_k: int  # most tokens that a prefill chunk attends to
+    is_all_greedy: bool
+
+    def to(self, device: torch.device) -> "Batch":
+        if device.type == "cpu":
+            return self
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.type is torch.Tensor}
+        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+
+
+def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
+    chunks = scheduled.chunks
+    seqs = [seq for seq, _ in chunks]
+    num_new = np.array([num_new_tokens for _, num_new_tokens in chunks], dtype=np.int32)  # [num_seqs]
+    starts = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int32)  # [num_seqs]
+    num_tokens = np.array([seq.num_tokens for seq in seqs], dtype=np.int32)  # [num_seqs]
+    seq_lens = starts + num_new  # [num_seqs]
+    cu_seqlens_q = offsets(num_new)  # [num_seqs + 1]
+
+    # every new token's row in the batch of sequences, and its position there
+    rows = np.repeat(np.arange(len(seqs)), num_new)  # [num_tokens]
+    positions = np.arange(len(rows), dtype=np.int32) + (starts - cu_seqlens_q[:-1])[rows]  # [num_tokens]
+    block_tables = pad_block_tables(seqs)  # [num_seqs, max_num_blocks]
+    slot_mapping = block_tables[rows, positions // block_size] * block_size + positions % block_size
+
+    catches_up = seq_lens == num_tokens  # [num_seqs]
+    sampled = [seq.sampling_params.temperature for seq in compress(seqs, catches_up.tolist())]
+    nd = scheduled.num_decodes
+    return Batch(
+        input_ids=torch.from_numpy(
+            np.concatenate(
+                [seq.token_ids.view(a, b) for seq, a, b in zip(seqs, starts.tolist(), seq_lens.tolist(), strict=True)]
+            )
+        ),
+        positions=torch.from_numpy(positions),
+        slot_mapping=torch.from_numpy(slot_mapping),
+        block_tables=torch.from_numpy(block_tables),
+        seq_lens=torch.from_numpy(seq_lens),
+        cu_seqlens_q=torch.from_numpy(cu_seqlens_q),
+        prefill_cu_seqlens_q=torch.from_numpy(cu_seqlens_q[nd:] - cu_seqlens_q[nd]),
+        prefill_cu_seqlens_k=torch.from_numpy(offsets(seq_lens[nd:])),
+        logits_indices=torch.from_numpy(cu_seqlens_q[1:][catches_up] - 1),
+        temperatures=torch.tensor(sampled, dtype=torch.float32),
+        num_decodes=nd,
+        max_seqlen_q=int(num_new[nd:].max(initial=0)),
+        max_seqlen_k=int(seq_lens[nd:].max(initial=0)),
+        is_all_greedy=not any(sampled),
+    )
+
+
+def offsets(lens: np.ndarray) -> np.ndarray:
+    """[3, 1, 4] -> [0, 3, 4, 8]"""
+    cu = np.zeros(len(lens) + 1, dtype=np.int32)
+    np.cumsum(lens, out=cu[1:])
+    return cu
+
+
+def pad_block_tables(seqs: list) -> np.ndarray:
+    """Block tables below each other, filled up with the null block: [num_seqs, max_num_blocks] int32."""
+    tables = np.zeros((len(seqs), max(len(seq.block_table) for seq in seqs)), dtype=np.int32)
+    for row, seq in zip(tables, seqs, strict=True):
+        row[: len(seq.block_table)] = seq.block_table.view()
+    return tables

@@ -1,0 +1,40 @@
+"""Checks of what users hand in: each raises an error that names the field, the value and what is allowed.
+
+Called by `config.py`, `sampling_params.py` and `engine.py` before anything changes. Our own invariants are `assert`s
+where they hold; they are not here.
+"""
+
+import math
+import numbers
+from collections.abc import Collection
+from typing import Any
+
+
+def check_int(name: str, value: Any, minimum: int, optional: bool = False) -> None:
+    """`value` is a whole number (no bool) of at least `minimum`, or None where that is allowed."""
+    if value is None and optional:
+        return
+    or_none = " or None" if optional else ""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an integer >= {minimum}{or_none}, got {value!r}")
+    if value < minimum:
+        raise ValueError(f"{name} must be an integer >= {minimum}{or_none}, got {value}")
+
+
+def check_number(name: str, value: Any, low: float, high: float = math.inf, open_low: bool = False) -> None:
+    """`value` is a finite number in [low, high], or in (low, high] with `open_low`."""
+    allowed = f"a finite number {'>' if open_low else '>='} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be {allowed}, got {value!r}")
+    if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
+        raise ValueError(f"{name} must be {allowed}, got {value}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_choice(name: str, value: Any, allowed: Collection[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

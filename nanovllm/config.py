@@ -1,0 +1,113 @@
+"""Every knob of the engine, frozen and checked once.
+
+Decides what a user may set and which values are legal. Does not hold what is found out later (the number of KV blocks
+that fit, the end-of-sequence ids): those are constructor arguments of whoever needs them. Made by `LLM`, read by
+`LLMEngine`.
+"""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.checks import check_bool, check_choice, check_int, check_number
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ATTENTION_BACKENDS = ("auto", "torch", "flash_attn")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What `LLM(...)` and `LLMEngine(Config(...))` take.
+
+    Raises TypeError or ValueError for a bad value; it names the field, the value and what is allowed.
+    """
+
+    model: str | Path
+    """A local folder in Hugging Face's layout, or a hub id such as `Qwen/Qwen3-0.6B`."""
+    dtype: str | torch.dtype = "auto"
+    """Of weights, activations and KV cache: float32, bfloat16, float16; `auto` is the checkpoint's own."""
+    device: str = "auto"
+    """`cpu`, `cuda` or `cuda:1`; `auto` is CUDA where there is one."""
+    max_model_len: int | None = None
+    """Prompt and output of one request together, in tokens; None is the model's own limit."""
+    max_num_seqs: int = 256
+    """Sequences that run at the same time."""
+    max_num_batched_tokens: int = 8192
+    """Token budget of one step: longer prompts are prefilled in chunks."""
+    block_size: int | None = None
+    """Tokens in a block of the KV cache; None is what the attention backend likes best."""
+    num_kv_blocks: int | None = None
+    """Blocks that sequences can own; None sizes the cache by memory."""
+    kv_cache_memory_bytes: int | None = None
+    """Size of the KV cache; None is 1 GiB on CPU, and on CUDA what `gpu_memory_utilization` leaves."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory for weights, activations and KV cache together."""
+    enable_prefix_caching: bool = True
+    """Whether prompts that begin alike share their KV blocks."""
+    attention_backend: str = "auto"
+    """`torch` or `flash_attn`; `auto` is the fastest that this machine has."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs. The engine captures none so far, so both settings run eagerly."""
+    load_format: str = "auto"
+    """`safetensors` (the same as `auto`), or `dummy` for seeded random weights made from config.json alone."""
+    seed: int = 0
+    """Of sampling and of dummy weights."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str | Path) or not str(self.model):
+            raise TypeError(f"model must be a folder or a hub id, as str or Path, got {self.model!r}")
+        if not isinstance(self.dtype, torch.dtype):
+            check_choice("dtype", self.dtype, ("auto", *DTYPES))
+        elif self.dtype not in DTYPES.values():
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
+        if not isinstance(self.device, str):
+            raise TypeError(f"device must be a str such as auto, cpu, cuda or cuda:1, got {self.device!r}")
+        check_int("max_model_len", self.max_model_len, 2, optional=True)  # one token in, one out
+        check_int("max_num_seqs", self.max_num_seqs, 1)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_int("block_size", self.block_size, 1, optional=True)
+        check_int("num_kv_blocks", self.num_kv_blocks, 1, optional=True)
+        check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, optional=True)
+        check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
+        check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        check_bool("enforce_eager", self.enforce_eager)
+        check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check_int("seed", self.seed, 0)
+
+    @classmethod
+    def from_options(cls, model: str | Path, options: dict[str, Any]) -> "Config":
+        """`Config(model, **options)`, with an error that lists the legal names when one is unknown."""
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(options) - set(known)):
+            raise TypeError(f"unknown argument {', '.join(unknown)}; allowed are {', '.join(known)}")
+        return cls(model, **options)
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N` to a device that this machine has."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        return torch.device("cuda" if num_gpus else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        resolved = None
+    if resolved is None or resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
+    if resolved.type == "cuda" and (resolved.index or 0) >= num_gpus:
+        raise ValueError(f"device {device!r} is not on this machine: it has {num_gpus} CUDA devices")
+    return resolved
+
+
+def resolve_dtype(dtype: str | torch.dtype, checkpoint_dtype: str) -> torch.dtype:
+    """`auto` is the dtype that config.json names."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    name = checkpoint_dtype if dtype == "auto" else dtype
+    if name not in DTYPES:
+        raise ValueError(f"config.json names the dtype {name!r}; give dtype= one of {', '.join(DTYPES)}")
+    return DTYPES[name]

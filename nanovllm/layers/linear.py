@@ -1,0 +1,35 @@
+"""Matrix products with weights, alone or several in one.
+
+Weights are born empty: the loader (`loader.py`) fills them. Called by the models.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Linear(nn.Module):
+    """x: [..., in_features] -> x @ weight.T + bias: [..., out_features]"""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))  # [out_features, in_features]
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None  # [out_features]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class FusedLinear(Linear):
+    """Several projections of the same input as one product: their rows lie below each other in one weight.
+
+    `parts` maps the name that each has in the checkpoint to its number of rows, in order; the loader reads it.
+    Returns one tensor [..., rows] for each part.
+    """
+
+    def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
+        super().__init__(in_features, sum(parts.values()), bias)
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return super().forward(x).split(tuple(self.parts.values()), dim=-1)

@@ -1,0 +1,25 @@
+"""Rotary position embedding (RoFormer, Su et al. 2021, https://arxiv.org/abs/2104.09864).
+
+Pair i of a head, (x[i], x[i + head_dim/2]), is turned by the angle position * theta^(-2i/head_dim), so that the dot
+product of a query and a key depends on the distance between them alone.
+"""
+
+import torch
+
+
+def rotary_cos_sin(
+    positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of every position's angles, computed once a step for all layers.
+
+    positions: [num_tokens] int -> two of [num_tokens, 1, head_dim / 2]; the 1 stands for the heads.
+    """
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim  # [head_dim / 2]
+    angles = positions[:, None].float() * (1.0 / theta**exponents)  # [num_tokens, head_dim / 2]
+    return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
+
+
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x: [num_tokens, num_heads, head_dim] -> the same, turned"""
+    first, second = x.chunk(2, dim=-1)  # [num_tokens, num_heads, head_dim / 2] each
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

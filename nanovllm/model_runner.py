@@ -1,0 +1,105 @@
+"""The model and its KV cache on one device: Batch → token ids. Never sees a `Sequence`.
+
+Decides how much memory the cache takes, and runs the forward pass. `run` returns a handle, since on CUDA the tokens are
+still on their way when it returns. Called by `LLMEngine.step()`.
+"""
+
+import gc
+
+import torch
+from torch import nn
+
+from nanovllm.batch import Batch
+from nanovllm.layers.attention import AttentionBackend
+from nanovllm.sampler import sample
+
+
+class SampledTokens:
+    """The new tokens of one step, which may not have arrived on the host yet."""
+
+    def __init__(self, token_ids: torch.Tensor) -> None:
+        self._token_ids = token_ids.to("cpu", non_blocking=True)  # [num_samples]
+        self._arrived = torch.cuda.Event() if token_ids.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> list[int]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._token_ids.tolist()
+
+
+class ModelRunner:
+    """Owns `kv_cache`: [2, num_layers, num_blocks, …], as the backend shapes it; block 0 is the null block."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: AttentionBackend,
+        num_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.model = model
+        self.backend = backend
+        self.num_layers = num_layers
+        self.dtype = dtype
+        self.device = device
+        self.generator = torch.Generator(device=device).manual_seed(seed)
+        self.kv_cache = torch.empty(0)
+
+    @property
+    def bytes_per_block(self) -> int:
+        return torch.Size(self.backend.kv_cache_shape(self.num_layers, 1)).numel() * self.dtype.itemsize
+
+    def allocate_kv_cache(self, num_kv_blocks: int) -> None:
+        """Room for `num_kv_blocks` blocks and the null block. Zeroed, so that a slot never read holds no NaN."""
+        shape = self.backend.kv_cache_shape(self.num_layers, num_kv_blocks + 1)
+        self.kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> SampledTokens:
+        """Compute the batch, and draw one token for each sequence that catches up."""
+        batch = batch.to(self.device)
+        logits = self.model(batch, self.kv_cache)  # [num_samples, vocab_size]
+        return SampledTokens(sample(logits, batch, self.generator))
+
+    def measure_free_bytes(self, gpu_memory_utilization: float, batch: Batch) -> int:
+        """Bytes that the KV cache may take on this GPU: what a forward pass of the largest batch leaves."""
+        self.allocate_kv_cache(0)  # all of the batch's slots lie in the null block
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.run(batch).wait()
+        peak = torch.cuda.max_memory_allocated(self.device)
+        self.kv_cache = torch.empty(0)
+        gc.collect()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        used_by_others = total - free - torch.cuda.memory_reserved(self.device)  # the CUDA context, other processes
+        return int(total * gpu_memory_utilization) - peak - used_by_others
+
+
+def widest_batch(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> Batch:
+    """The batch that needs most memory: a full budget, over as many sequences as can be sampled. All in the null block."""
+    num_seqs = max(min(max_num_seqs, max_num_batched_tokens), -(-max_num_batched_tokens // max_model_len))
+    lens = torch.full((num_seqs,), max_num_batched_tokens // num_seqs, dtype=torch.int32)
+    lens[: max_num_batched_tokens % num_seqs] += 1
+    num_tokens = int(lens.sum())
+    cu = torch.cat([torch.zeros(1, dtype=torch.int32), lens.cumsum(0, dtype=torch.int32)])
+    zeros = torch.zeros(num_tokens, dtype=torch.int32)
+    return Batch(
+        input_ids=zeros,
+        positions=zeros,
+        slot_mapping=zeros,
+        block_tables=torch.zeros(num_seqs, -(-int(lens.max()) // block_size), dtype=torch.int32),
+        seq_lens=lens,
+        cu_seqlens_q=cu,
+        prefill_cu_seqlens_q=cu,
+        prefill_cu_seqlens_k=cu,
+        logits_indices=cu[1:] - 1,
+        temperatures=torch.ones(num_seqs),
+        num_decodes=0,
+        max_seqlen_q=int(lens.max()),
+        max_seqlen_k=int(lens.max()),
+        is_all_greedy=False,
+    )

@@ -1,0 +1,120 @@
+"""One sequence: its token ids, how far its K and V are computed, and which blocks hold them.
+
+A plain record: the `Scheduler` moves `num_computed_tokens` and appends tokens, the `BlockManager` fills the block table.
+It knows nothing of block arithmetic and holds no tensors.
+
+    token_ids            [ 11  7  42  5 | 90  13 ]     prompt | output
+    num_prompt_tokens      4
+    num_tokens             6
+    num_computed_tokens    5     K and V of the first five are in the cache; the sixth is this step's input
+"""
+
+from collections.abc import Sequence as SequenceOf
+from enum import Enum, auto
+
+import numpy as np
+
+from nanovllm.sampling_params import SamplingParams
+
+
+class IntArray:
+    """An int32 array that grows at its end in amortised O(1), readable by numpy without a copy."""
+
+    __slots__ = ("_data", "_length")
+
+    def __init__(self, values: SequenceOf[int] = ()) -> None:
+        self._length = len(values)
+        self._data = np.empty(max(16, 2 * self._length), dtype=np.int32)
+        self._data[: self._length] = values
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, value: int) -> None:
+        if self._length == len(self._data):
+            self._data = np.concatenate([self._data, np.empty_like(self._data)])
+        self._data[self._length] = value
+        self._length += 1
+
+    def clear(self) -> None:
+        self._length = 0
+
+    def view(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Elements [start, stop) as an array that shares memory; valid until the next append."""
+        return self._data[start : self._length if stop is None else stop]
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()  # owns no blocks
+    RUNNING = auto()  # owns blocks, gets tokens of every step's budget
+    FINISHED = auto()
+
+
+class Sequence:
+    """The state of one sequence; `prompt_token_ids` are int32 token ids, at least one."""
+
+    __slots__ = (
+        "block_hashes",
+        "block_table",
+        "finish_reason",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_registered_blocks",
+        "num_tokens",
+        "parent_serial",
+        "priority",
+        "request_id",
+        "sampling_params",
+        "status",
+        "stop_reason",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: SequenceOf[int],
+        sampling_params: SamplingParams,
+        eos_token_ids: frozenset[int] = frozenset(),
+        priority: int = 0,
+    ) -> None:
+        self.request_id = request_id
+        self.sampling_params = sampling_params
+        self.priority = priority
+        self.status = SequenceStatus.WAITING
+        self.token_ids = IntArray(prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache; None until admitted
+        # every token that ends the sequence, with the stop_reason it gives (None for the model's own end tokens)
+        eos = () if sampling_params.ignore_eos else eos_token_ids
+        self.stop_token_ids: dict[int, int | None] = {
+            token_id: token_id for token_id in sampling_params.stop_token_ids or ()
+        }
+        self.stop_token_ids.update(dict.fromkeys(eos))
+        self.finish_reason: str | None = None  # "stop", "length" or "abort"
+        self.stop_reason: int | str | None = None
+
+        # written by the block manager alone
+        self.block_table = IntArray()
+        self.block_hashes: list[int] = []  # of the leading full blocks, each computed once in the sequence's life
+        self.num_registered_blocks = 0  # how many leading blocks the prefix cache knows
+        self.parent_serial = 0  # which cached block is the last of those
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids.view(0, self.num_prompt_tokens).tolist()
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids.view(self.num_prompt_tokens).tolist()
+
+    def append_token(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.num_tokens += 1

@@ -1,0 +1,215 @@
+"""The bundled model is a genuine Qwen3, and the engine gets out of it what the training put in.
+
+The accuracy tests generate for real, greedily, through `LLM`: about 1,700 prompts in each dtype. They show at once
+that the checkpoint knows its corpus and that the engine computes what the checkpoint says.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from tools.read_corpus import SUM_WORDINGS, Entry, load_corpus, normalize, split_sums, sum_exchange
+
+MODEL_DIR = Path(TINY_QWEN3)
+CORPUS_DIR = Path(__file__).resolve().parent.parent / "tools" / "corpus"
+MAX_BYTES = 8_000_000
+MIN_CONTEXT = 1024
+
+# The least share of questions answered word for word, by group; unseen wordings are only reported.
+THRESHOLDS = {"short": 0.98, "long": 0.90, "held-out sums": 0.95}
+REPORTED = ("short, unseen wordings", "long, unseen wordings")
+
+GOOD_ENTRY = "Q: What is X?\nQ: x?\nU: Describe X.\nA: X is a letter.\n"
+
+
+# --- the files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def config() -> dict:
+    return json.loads((MODEL_DIR / "config.json").read_text())
+
+
+def test_folder_is_small():
+    num_bytes = sum(path.stat().st_size for path in MODEL_DIR.rglob("*") if path.is_file())
+    assert num_bytes <= MAX_BYTES
+
+
+def test_transformers_loads_it_unchanged():
+    model, info = AutoModelForCausalLM.from_pretrained(MODEL_DIR, output_loading_info=True)
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert not info["missing_keys"] | info["unexpected_keys"] | info["mismatched_keys"]
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_architecture(config: dict):
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
+    assert config["num_key_value_heads"] < config["num_attention_heads"]
+    assert config["head_dim"] == 64 != config["hidden_size"] // config["num_attention_heads"]
+    assert config["num_hidden_layers"] >= 4
+    assert config["max_position_embeddings"] >= MIN_CONTEXT
+    assert config["tie_word_embeddings"] is True
+    # transformers 4 reads the first, transformers 5 the second
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+
+
+def test_tensors(config: dict):
+    tensors = load_file(MODEL_DIR / "model.safetensors")
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {"torch.bfloat16"}
+    assert "lm_head.weight" not in tensors  # tied
+    for layer in range(config["num_hidden_layers"]):
+        attention = f"model.layers.{layer}.self_attn"
+        assert tensors[f"{attention}.q_norm.weight"].shape == (config["head_dim"],)
+        assert tensors[f"{attention}.k_norm.weight"].shape == (config["head_dim"],)
+        num_kv = config["num_key_value_heads"] * config["head_dim"]
+        assert tensors[f"{attention}.k_proj.weight"].shape == (num_kv, config["hidden_size"])
+
+
+def test_tokenizer_is_the_saved_one(tokenizer):
+    assert tokenizer.is_fast
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    # The very same file, not one that transformers rebuilt with another model's splitting rule.
+    saved = json.loads((MODEL_DIR / "tokenizer.json").read_text())
+    loaded = json.loads(tokenizer.backend_tokenizer.to_str())
+    for part in ("model", "pre_tokenizer", "normalizer", "decoder"):
+        assert loaded[part] == saved[part]
+
+
+@pytest.mark.parametrize("text", ["The KV cache.", "naïve", "日本語 🙂", " a  b\n\n\tc ", "e\u0301 1234", "\x00\x7f"])
+def test_tokenizer_round_trip(tokenizer, text: str):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_tokenizer_splits_digits(tokenizer):
+    assert tokenizer.tokenize("1234") == ["1", "2", "3", "4"]
+
+
+def test_chat_template(tokenizer):
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert text == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
+    # no default system prompt
+    assert tokenizer.apply_chat_template(chat[1:], tokenize=False) == "<|im_start|>user\nU<|im_end|>\n"
+
+
+# --- accuracy ------------------------------------------------------------------------------------------------------
+
+
+def exchanges_by_group() -> dict[str, list[tuple[str, str]]]:
+    """Every question asked, with the answer expected; each group's share is measured on its own."""
+    groups: dict[str, list[tuple[str, str]]] = {name: [] for name in (*THRESHOLDS, *REPORTED)}
+    for entry in load_corpus(CORPUS_DIR):
+        length = "long" if entry.is_long else "short"
+        groups[length] += [(question, entry.answer) for question in entry.questions]
+        groups[f"{length}, unseen wordings"].append((entry.unseen, entry.answer))
+    _, held_out = split_sums()
+    groups["held-out sums"] = [sum_exchange(pair, i) for i, pair in enumerate(held_out)]
+    return groups
+
+
+def ask(llm: LLM, tokenizer, questions: list[str]) -> list[str | None]:
+    """Greedy answers; None for one that did not end with the end-of-turn token."""
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        for question in questions
+    ]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=400), use_tqdm=False)
+    completions = [output.outputs[0] for output in outputs]
+    return [c.text if c.finish_reason == "stop" else None for c in completions]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_answers_word_for_word(dtype: str, tokenizer, record_property):
+    groups = exchanges_by_group()
+    questions = [question for group in groups.values() for question, _ in group]
+    # No wording occurs twice, so a dict loses nothing.
+    answers = dict(zip(questions, ask(LLM(model=TINY_QWEN3, dtype=dtype), tokenizer, questions), strict=True))
+    shares = {}
+    for name, group in groups.items():
+        num_right = sum(answers[question] == expected for question, expected in group)
+        shares[name] = num_right / len(group)
+        record_property(f"{dtype}: {name}", shares[name])
+        print(f"{dtype}: {name}: {num_right} of {len(group)} answered word for word ({shares[name]:.1%})")
+    too_low = {name: shares[name] for name, least in THRESHOLDS.items() if shares[name] < least}
+    assert not too_low
+
+
+# --- the corpus ----------------------------------------------------------------------------------------------------
+
+
+def write_corpus(folder: Path, text: str, name: str = "topic.txt") -> Path:
+    (folder / name).write_text(text)
+    return folder
+
+
+def test_corpus_is_large_enough():
+    entries = load_corpus(CORPUS_DIR)
+    assert sum(len(entry.questions) for entry in entries) >= 200
+    assert sum(entry.is_long for entry in entries) >= 20
+
+
+def test_an_entry_is_read(tmp_path: Path):
+    text = f"# a title\n\n{GOOD_ENTRY}"
+    expected = Entry("long_topic", ("What is X?", "x?"), "Describe X.", "X is a letter.", is_long=True)
+    assert load_corpus(write_corpus(tmp_path, text, "long_topic.txt")) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("What is X?\n", r"topic\.txt:1: a line must start with"),
+        ("# c\n\nQ: a b?\nQ: b?\nU: c?\nA:\n", r"topic\.txt:6: a line must start with"),
+        ("Q: a b?\nQ: b?\nU:  c?\nA: d\n", r"topic\.txt:3: text must be ASCII without spaces"),
+        ("Q: a b?\nQ: b?\nU: c?\nA: d \u2014 e\n", r"topic\.txt:4: text must be ASCII"),
+        ("Q: a b?\nQ: b?\nA: d\n", r"topic\.txt:1: an entry is at least 2 'Q:' lines"),
+        ("Q: a b?\nU: c?\nA: d\n", r"topic\.txt:1: an entry is at least 2 'Q:' lines"),
+        ("Q: a b?\nQ: b?\nU: c?\nU: d?\nA: e\n", r"got Q Q U U A"),
+        ("Q: a b?\nQ: b?\nU: c?\nA: d\nA: e\n", r"got Q Q U A A"),
+        (GOOD_ENTRY + GOOD_ENTRY, r"got Q Q U A Q Q U A"),  # the blank line is missing
+        (GOOD_ENTRY + "\n" + GOOD_ENTRY, r"topic\.txt:6: the wording 'What is X\?' is already at topic\.txt:1"),
+        ("Q: What is X?\nQ: b?\nU: what is x\nA: d\n", r"topic\.txt:3: the wording 'what is x' is already at"),
+    ],
+)
+def test_malformed_corpus_is_refused(tmp_path: Path, text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        load_corpus(write_corpus(tmp_path, text))
+
+
+def test_duplicates_are_found_across_files(tmp_path: Path):
+    write_corpus(tmp_path, GOOD_ENTRY, "a.txt")
+    with pytest.raises(ValueError, match=r"b\.txt:1: .* already at a\.txt:1"):
+        load_corpus(write_corpus(tmp_path, GOOD_ENTRY, "b.txt"))
+
+
+def test_empty_folder_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="no \\*.txt"):
+        load_corpus(tmp_path)
+
+
+def test_held_out_sums_are_not_trained():
+    trained, held_out = split_sums()
+    assert len(set(held_out)) == 200
+    assert not {tuple(sorted(pair)) for pair in held_out} & {tuple(sorted(pair)) for pair in trained}
+    assert len(trained) + len({p for a, b in held_out for p in ((a, b), (b, a))}) == 90 * 90
+    assert all(10 <= number <= 99 for pair in trained + held_out for number in pair)
+    assert split_sums() == (trained, held_out)  # always the same
+
+
+def test_sum_exchange():
+    assert sum_exchange((23, 48), 0) == ("What is 23 + 48?", "23 + 48 = 71.")
+    assert sum_exchange((23, 48), len(SUM_WORDINGS) + 1) == ("23 + 48", "23 + 48 = 71.")
+
+
+def test_normalize():
+    assert normalize("What is X?") == normalize("what is x") == "what is x"
