@@ -1,6 +1,6 @@
 """SchedulerOutput → Batch: the tensors that the model computes with.
 
-Pure: the same sequences give the same arrays. Vectorised with numpy over the tokens, with one short loop over sequences.
+Pure: the same sequences give the same arrays. Vectorised with numpy: no Python loop over tokens.
 Called by `LLMEngine.step()` between `Scheduler.schedule()` and `ModelRunner.run()`.
 
 Two sequences with block_size 4: A decodes its 6th token (block table [7, 2]), B prefills tokens 4 … 6 of seven

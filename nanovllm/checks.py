@@ -17,7 +17,7 @@ def check_int(name: str, value: Any, minimum: int, optional: bool = False) -> No
     or_none = " or None" if optional else ""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an integer >= {minimum}{or_none}, got {value!r}")
-    if value < minimum:
+    if int(value) < minimum:
         raise ValueError(f"{name} must be an integer >= {minimum}{or_none}, got {value}")
 
 
@@ -26,7 +26,8 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, open
     allowed = f"a finite number {'>' if open_low else '>='} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be {allowed}, got {value!r}")
-    if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
+    number = float(value)
+    if not math.isfinite(number) or number < low or number > high or (open_low and number == low):
         raise ValueError(f"{name} must be {allowed}, got {value}")
 
 

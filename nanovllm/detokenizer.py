@@ -1,7 +1,7 @@
 """Token ids → text as it grows.
 
-A token of a byte-level vocabulary may be half a character, and in others a token's text depends on the one before it. So
-the newest tokens are decoded together with a few that came before, and their text is shown once it is whole. Decides
+A token of a byte-level vocabulary may be half a character, and in others its text depends on the one before it. So the
+newest tokens are decoded together with a few that came before, and their text is shown once it is whole. Decides
 what text is safe to show; called by `LLMEngine`, once a step for each request whose text is wanted.
 """
 
@@ -22,6 +22,8 @@ class Detokenizer:
 
     def update(self, token_ids: list[int], is_finished: bool) -> str:
         """The text of `token_ids`, the whole output so far; held back at the end where a character is not whole."""
+        if self._tokenizer is None:
+            return ""
         context = self._decode(token_ids[self._num_context : self._num_shown])
         window = self._decode(token_ids[self._num_context :])
         if is_finished or (len(window) > len(context) and not window.endswith(REPLACEMENT)):
@@ -31,11 +33,5 @@ class Detokenizer:
         return self._text
 
     def _decode(self, token_ids: list[int]) -> str:
-        return decode(self._tokenizer, token_ids)
-
-
-def decode(tokenizer: Any, token_ids: list[int]) -> str:
-    """The text of all tokens at once, special tokens left out; ids that the tokenizer does not know give nothing."""
-    if tokenizer is None or not token_ids:
-        return ""
-    return tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        """Special tokens are left out; ids that the tokenizer does not know give nothing."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -9,59 +9,38 @@ anybody who calls `add_request` and `step` themselves.
 """
 
 import time
-from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-from numbers import Integral
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from nanovllm.batch import build_batch
 from nanovllm.block_manager import BlockManager
-from nanovllm.checks import check_int
 from nanovllm.config import Config, resolve_device, resolve_dtype
-from nanovllm.detokenizer import Detokenizer, decode
+from nanovllm.detokenizer import Detokenizer
 from nanovllm.layers.attention import select_backend
-from nanovllm.loader import load_model, read_eos_token_ids, read_model_config, resolve_model
-from nanovllm.model_runner import ModelRunner, widest_batch
-from nanovllm.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput, StepOutput
+from nanovllm.loader import load_model, load_tokenizer, read_eos_token_ids, read_model_config, resolve_model
+from nanovllm.model_runner import ModelRunner
+from nanovllm.outputs import EngineStats, RequestOutput, StepOutput
+from nanovllm.request import Prompt, Request, encode_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler, SchedulerOutput
 from nanovllm.sequence import Sequence
-from nanovllm.tokenizer import load_tokenizer
-
-Prompt = str | SequenceOf[int] | Mapping[str, Any]
-
-CPU_KV_CACHE_BYTES = 1 << 30  # the default on CPU
-
-
-@dataclass
-class Request:
-    """A request from arrival to end: its sequence, and what its output needs besides."""
-
-    request_id: str
-    prompt: str | None
-    seq: Sequence
-    stream: bool
-    detokenizer: Detokenizer
-    arrival_time: float
-    first_token_time: float | None = None
-    finished_time: float | None = None
 
 
 @dataclass
 class Counters:
-    """The engine's own counts over its life; see `EngineStats` for what they mean."""
+    """The engine's own counts over its life; `EngineStats` says what they mean."""
 
     steps: int = 0
     num_finished: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    peak_used_blocks: int = 0
     kv_tokens_stored: int = 0
     kv_slots_reserved: int = 0
-    step_tokens: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0})
-    step_time_s: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "decode": 0.0})
+    prefill_step_tokens: int = 0
+    prefill_step_time_s: float = 0.0
+    decode_step_tokens: int = 0
+    decode_step_time_s: float = 0.0
 
 
 class LLMEngine:
@@ -88,7 +67,7 @@ class LLMEngine:
         seed = config.seed if is_dummy else None
         model = load_model(model_class, shape, backend, dtype, device, self.folder, seed)
         self.runner = ModelRunner(model, backend, shape.num_hidden_layers, dtype, device, config.seed)
-        self.num_kv_blocks = self._size_kv_cache()
+        self.num_kv_blocks = self.runner.num_blocks_that_fit(config, self.max_model_len)
         self.runner.allocate_kv_cache(self.num_kv_blocks)
 
         self.scheduler = self._fresh_scheduler()
@@ -164,61 +143,53 @@ class LLMEngine:
             raise TypeError(f"priority must be an int, got {priority!r}")
         seq = Sequence(request_id, token_ids, params, self.eos_token_ids, priority)
         self.scheduler.add(seq)
-        detokenizer = Detokenizer(self.tokenizer)
-        self._requests[request_id] = Request(request_id, text, seq, stream, detokenizer, time.monotonic())
+        self._requests[request_id] = Request(
+            request_id, text, seq, stream, Detokenizer(self.tokenizer), time.monotonic()
+        )
         self._counters.prompt_tokens += len(token_ids)
 
     def abort_request(self, request_id: str) -> None:
-        """End a request at once and free its blocks. Of a request that is finished or unknown there is nothing to end."""
+        """End a request at once and free its blocks; one that is finished or unknown is left alone."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             self.scheduler.abort(request.seq)
 
     def recover(self) -> None:
-        """After an interrupt that may have struck between any two lines: with no request left, start with clean books."""
+        """After an interrupt, which may strike between any two lines: with no request left, start on clean books."""
         if not self._requests:
             self.scheduler = self._fresh_scheduler(self.scheduler)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text (None if there was none) and token ids of a prompt, checked: see `LLM.generate` for its forms."""
-        text: Any = None
-        if isinstance(prompt, Mapping):
-            if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
-                raise ValueError(
-                    f"a prompt dict has the keys prompt or prompt_token_ids, got {sorted(map(str, unknown))}"
-                )
-            text, prompt = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
-        if isinstance(prompt, str):
-            text = prompt
-            if self.tokenizer is None:
-                raise ValueError(f"{self.folder} holds no tokenizer, so prompts must be token ids, got text")
-            prompt = self.tokenizer.encode(prompt)
-        token_ids = check_token_ids(prompt, self.model_config.vocab_size)
-        self._check_length(len(token_ids))
+        """Text (None if there was none) and token ids of a prompt that this engine can serve, else an error."""
+        text, token_ids = encode_prompt(prompt, self.tokenizer, self.model_config.vocab_size)
+        num_tokens, capacity = len(token_ids), self.num_kv_blocks * self.block_size
+        if num_tokens == 0:
+            raise ValueError("the prompt is empty; it must have at least 1 token")
+        if num_tokens > self.max_model_len - 1:
+            raise ValueError(
+                f"the prompt has {num_tokens} tokens; at most {self.max_model_len - 1} are allowed "
+                f"(max_model_len {self.max_model_len}, less one for the output)"
+            )
+        if num_tokens > capacity:
+            raise ValueError(
+                f"the prompt has {num_tokens} tokens; the whole KV cache holds {capacity} "
+                f"({self.num_kv_blocks} blocks of {self.block_size}): give more num_kv_blocks or kv_cache_memory_bytes"
+            )
         return text, token_ids
 
     # ---- what is going on
 
     def get_stats(self) -> EngineStats:
-        counters, scheduler = self._counters, self.scheduler
+        scheduler = self.scheduler
         return EngineStats(
             num_kv_blocks=self.num_kv_blocks,
             num_free_blocks=scheduler.block_manager.num_free_blocks,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            steps=counters.steps,
             num_preemptions=scheduler.num_preemptions,
-            num_finished=counters.num_finished,
-            prompt_tokens=counters.prompt_tokens,
-            generation_tokens=counters.generation_tokens,
             prefix_cache_query_tokens=scheduler.prefix_cache_query_tokens,
             prefix_cache_hit_tokens=scheduler.prefix_cache_hit_tokens,
-            kv_tokens_stored=counters.kv_tokens_stored,
-            kv_slots_reserved=counters.kv_slots_reserved,
-            prefill_step_tokens=counters.step_tokens["prefill"],
-            prefill_step_time_s=counters.step_time_s["prefill"],
-            decode_step_tokens=counters.step_tokens["decode"],
-            decode_step_time_s=counters.step_time_s["decode"],
+            **vars(self._counters),
         )
 
     def reset_prefix_cache(self) -> None:
@@ -233,30 +204,13 @@ class LLMEngine:
             request = self._requests[seq.request_id]
             if request.first_token_time is None:
                 request.first_token_time = now
-            if is_finished := seq.finish_reason is not None:
+            is_finished = seq.finish_reason is not None
+            if is_finished:
                 request.finished_time = now
                 del self._requests[seq.request_id]
             if request.stream or is_finished:
-                outputs.append(self._make_output(request, is_finished))
+                outputs.append(request.make_output())
         return outputs
-
-    def _make_output(self, request: Request, is_finished: bool) -> RequestOutput:
-        seq = request.seq
-        token_ids = seq.output_token_ids
-        text = (
-            request.detokenizer.update(token_ids, is_finished) if request.stream else decode(self.tokenizer, token_ids)
-        )
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=seq.prompt_token_ids,
-            outputs=[CompletionOutput(0, text, token_ids, seq.finish_reason, seq.stop_reason)],
-            finished=is_finished,
-            num_cached_tokens=seq.num_cached_tokens or 0,
-            metrics=RequestMetrics(
-                request.arrival_time, request.first_token_time, request.finished_time, seq.num_output_tokens
-            ),
-        )
 
     def _count(self, scheduled: SchedulerOutput, num_new_tokens: int, num_finished: int, time_s: float) -> None:
         counters = self._counters
@@ -265,45 +219,13 @@ class LLMEngine:
         counters.generation_tokens += num_new_tokens
         counters.kv_tokens_stored += scheduled.kv_tokens_stored
         counters.kv_slots_reserved += scheduled.kv_slots_reserved
-        kind = "prefill" if scheduled.num_prefill_tokens else "decode"
-        counters.step_tokens[kind] += scheduled.num_scheduled_tokens
-        counters.step_time_s[kind] += time_s
-
-    def _check_length(self, num_tokens: int) -> None:
-        if num_tokens == 0:
-            raise ValueError("the prompt is empty; it must have at least 1 token")
-        if num_tokens > self.max_model_len - 1:
-            raise ValueError(
-                f"the prompt has {num_tokens} tokens; at most {self.max_model_len - 1} are allowed "
-                f"(max_model_len {self.max_model_len}, less one for the output)"
-            )
-        capacity = self.num_kv_blocks * self.block_size
-        if num_tokens > capacity:
-            raise ValueError(
-                f"the prompt has {num_tokens} tokens; the whole KV cache holds {capacity} "
-                f"({self.num_kv_blocks} blocks of {self.block_size}): give more num_kv_blocks or kv_cache_memory_bytes"
-            )
-
-    def _size_kv_cache(self) -> int:
-        """How many blocks sequences get: as told, or as many as fit, but no more than they can ever fill."""
-        config, runner = self.config, self.runner
-        if config.num_kv_blocks is not None:
-            return config.num_kv_blocks
-        if config.kv_cache_memory_bytes is not None:
-            budget, knob = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
-        elif runner.device.type == "cuda":
-            sizes = (config.max_num_batched_tokens, config.max_num_seqs, self.max_model_len, self.block_size)
-            budget = runner.measure_free_bytes(config.gpu_memory_utilization, widest_batch(*sizes))
-            knob = "gpu_memory_utilization"
+        counters.peak_used_blocks = max(counters.peak_used_blocks, scheduled.kv_slots_reserved // self.block_size)
+        if scheduled.num_prefill_tokens:
+            counters.prefill_step_tokens += scheduled.num_scheduled_tokens
+            counters.prefill_step_time_s += time_s
         else:
-            budget, knob = CPU_KV_CACHE_BYTES, "kv_cache_memory_bytes"
-        num_blocks = budget // runner.bytes_per_block - 1  # one is the null block
-        if num_blocks < 1:
-            raise ValueError(
-                f"{max(budget, 0)} bytes are left for the KV cache, but two blocks take {2 * runner.bytes_per_block}: "
-                f"raise {knob}, or lower block_size or max_num_batched_tokens"
-            )
-        return min(num_blocks, config.max_num_seqs * -(-self.max_model_len // self.block_size))
+            counters.decode_step_tokens += scheduled.num_scheduled_tokens
+            counters.decode_step_time_s += time_s
 
     def _fresh_scheduler(self, old: Scheduler | None = None) -> Scheduler:
         """An empty scheduler and block manager; the counts of `old` go on."""
@@ -317,31 +239,9 @@ class LLMEngine:
         return new
 
 
-def check_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
-    """A list of ints in [0, vocab_size), from any sequence of integers; an error that names the first bad one."""
-    if isinstance(token_ids, torch.Tensor):
-        token_ids = token_ids.tolist()
-    if isinstance(token_ids, bytes | str) or not hasattr(token_ids, "__iter__"):
-        raise TypeError(
-            "a prompt must be a str, a list of token ids, or a dict with prompt or prompt_token_ids, "
-            f"got {type(token_ids).__name__}"
-        )
-    checked = []
-    for i, token_id in enumerate(token_ids):
-        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-            raise TypeError(f"prompt token ids must be integers, got {token_id!r} at index {i}")
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(
-                f"token id {token_id} at index {i} is outside the vocabulary: allowed are 0 to {vocab_size - 1}"
-            )
-        checked.append(int(token_id))
-    return checked
-
-
 def limit_model_len(wanted: int | None, model_limit: int) -> int:
     if wanted is None:
         return model_limit
-    check_int("max_model_len", wanted, 2)
     if wanted > model_limit:
         raise ValueError(
             f"max_model_len must be at most the model's max_position_embeddings {model_limit}, got {wanted}"

@@ -13,8 +13,9 @@ from tqdm import tqdm
 
 from nanovllm.checks import check_bool
 from nanovllm.config import Config
-from nanovllm.engine import LLMEngine, Prompt
+from nanovllm.engine import LLMEngine
 from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.request import Prompt
 from nanovllm.sampling_params import SamplingParams
 
 Message = Mapping[str, Any]
@@ -52,14 +53,13 @@ class LLM:
         """
         check_bool("use_tqdm", use_tqdm)
         engine = self.engine
-        prompt_list = [prompts] if is_single_prompt(prompts) else list(prompts)  # type: ignore[arg-type]
+        prompt_list: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
         params = spread(sampling_params, len(prompt_list))
         encoded = [engine.encode(prompt) for prompt in prompt_list]
         request_ids = [f"generate-{next(self._request_ids)}" for _ in encoded]
         try:
             for request_id, (text, token_ids), one in zip(request_ids, encoded, params, strict=True):
-                prompt = {"prompt": text, "prompt_token_ids": token_ids}
-                engine.add_request(request_id, prompt, one, stream=False)
+                engine.add_request(request_id, {"prompt": text, "prompt_token_ids": token_ids}, one, stream=False)
             finished = self._run(set(request_ids), use_tqdm)
         except BaseException:  # KeyboardInterrupt too: leave nothing behind
             for request_id in request_ids:

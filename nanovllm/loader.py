@@ -71,7 +71,7 @@ def read_model_config(folder: Path) -> tuple[type[Qwen3ForCausalLM], Qwen3Config
             model_class = ARCHITECTURES[name]
             return model_class, model_class.config_class.from_dict(raw)
     raise ValueError(
-        f"architecture {raw.get('architectures')} of {folder} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        f"architecture {raw.get('architectures')} of {folder} is not supported; supported: {', '.join(ARCHITECTURES)}"
     )
 
 
@@ -82,6 +82,15 @@ def read_eos_token_ids(folder: Path) -> frozenset[int]:
         if eos is not None:
             return frozenset(eos if isinstance(eos, list) else [eos])
     return frozenset()
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The `transformers` tokenizer of `folder`, or None if it holds none: prompts are token ids then."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        return None
+    from transformers import AutoTokenizer  # imported late: it takes longer than the rest of the engine together
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def load_model(

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from nanovllm.batch import Batch
+from nanovllm.config import Config
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.sampler import sample
+
+CPU_KV_CACHE_BYTES = 1 << 30  # the default on CPU
 
 
 class SampledTokens:
@@ -65,7 +68,27 @@ class ModelRunner:
         logits = self.model(batch, self.kv_cache)  # [num_samples, vocab_size]
         return SampledTokens(sample(logits, batch, self.generator))
 
-    def measure_free_bytes(self, gpu_memory_utilization: float, batch: Batch) -> int:
+    def num_blocks_that_fit(self, config: Config, max_model_len: int) -> int:
+        """How many blocks sequences get: as told, or as many as memory allows, but no more than they can ever fill."""
+        block_size = self.backend.block_size
+        if config.num_kv_blocks is not None:
+            return config.num_kv_blocks
+        if config.kv_cache_memory_bytes is not None:
+            num_bytes, knob = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+        elif self.device.type == "cuda":
+            batch = widest_batch(config.max_num_batched_tokens, config.max_num_seqs, max_model_len, block_size)
+            num_bytes, knob = self._measure_free_bytes(config.gpu_memory_utilization, batch), "gpu_memory_utilization"
+        else:
+            num_bytes, knob = CPU_KV_CACHE_BYTES, "kv_cache_memory_bytes"
+        num_blocks = num_bytes // self.bytes_per_block - 1  # one is the null block
+        if num_blocks < 1:
+            raise ValueError(
+                f"{max(num_bytes, 0)} bytes are left for the KV cache, but its least size, two blocks, takes "
+                f"{2 * self.bytes_per_block}: raise {knob}, or lower block_size or max_num_batched_tokens"
+            )
+        return min(num_blocks, config.max_num_seqs * -(-max_model_len // block_size))
+
+    def _measure_free_bytes(self, gpu_memory_utilization: float, batch: Batch) -> int:
         """Bytes that the KV cache may take on this GPU: what a forward pass of the largest batch leaves."""
         self.allocate_kv_cache(0)  # all of the batch's slots lie in the null block
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -80,7 +103,7 @@ class ModelRunner:
 
 
 def widest_batch(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> Batch:
-    """The batch that needs most memory: a full budget, over as many sequences as can be sampled. All in the null block."""
+    """The batch that needs most memory: a full budget over as many samples as there can be, in the null block."""
     num_seqs = max(min(max_num_seqs, max_num_batched_tokens), -(-max_num_batched_tokens // max_model_len))
     lens = torch.full((num_seqs,), max_num_batched_tokens // num_seqs, dtype=torch.int32)
     lens[: max_num_batched_tokens % num_seqs] += 1

@@ -11,7 +11,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    """`stop` (an end or stop token), `length` (`max_tokens`, `max_model_len` or the whole cache), `abort`; None so far."""
+    """`stop` (an end or stop token), `length` (`max_tokens`, `max_model_len`, the whole cache), `abort`; None so far."""
     stop_reason: int | str | None
     """The token of `stop_token_ids` that ended it, or `kv_cache` when the whole cache was too small to go on."""
 
@@ -82,6 +82,8 @@ class EngineStats:
     num_waiting: int
     # counters
     steps: int
+    peak_used_blocks: int
+    """Most blocks that were owned in any one step."""
     num_preemptions: int
     num_finished: int
     prompt_tokens: int

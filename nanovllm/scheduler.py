@@ -1,9 +1,10 @@
 """Who gets how many tokens this step.
 
-There is no prefill phase and no decode phase. Every sequence has `num_tokens` tokens, of which `num_computed_tokens` are
-in the KV cache; each step hands out a budget of tokens so that the sequences catch up, and one that has caught up gets
-a new token. So a decode is a chunk of one token, a prefill is one or several larger chunks, and chunked prefill (Sarathi,
-Agrawal et al. 2023, https://arxiv.org/abs/2308.16369), prefix hits and resumption after preemption are all the same.
+There is no prefill phase and no decode phase. Every sequence has `num_tokens` tokens, of which `num_computed_tokens`
+are in the KV cache; each step hands out a budget of tokens so that the sequences catch up, and one that has caught up
+gets a new token. So a decode is a chunk of one token, a prefill is one or several larger chunks, and chunked prefill
+(Sarathi, Agrawal et al. 2023, https://arxiv.org/abs/2308.16369), prefix hits and resumption after preemption are all
+the same.
 
 This file decides admission, the share of each step, preemption and when a sequence is done. It knows no tensors and no
 text. Called by `LLMEngine.step()`: `schedule()` before the forward pass, `update()` after it.

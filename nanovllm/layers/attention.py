@@ -1,6 +1,6 @@
 """Paged attention: the one layer through which tokens see each other, and the only reader and writer of the KV cache.
 
-`Attention` is the layer. What it calls is a backend, which owns the shape of the cache, stores K and V in it, and attends:
+`Attention` is the layer. It calls a backend, which owns the shape of the cache, stores K and V in it, and attends:
 
 - `TorchAttention` runs anywhere, and is the readable definition that every other backend is tested against;
 - `FlashAttention` calls the flash-attn library on CUDA (Dao 2023, https://arxiv.org/abs/2307.08691).
@@ -179,7 +179,7 @@ def select_backend(name: str, device: torch.device, dtype: torch.dtype) -> type[
         return TorchAttention
     if not can_flash:
         raise ValueError(
-            f"attention_backend='flash_attn' needs a CUDA device and float16 or bfloat16, got device {device} and {dtype}; "
+            f"attention_backend='flash_attn' needs a CUDA device and float16 or bfloat16, got {device} and {dtype}; "
             "take attention_backend='torch'"
         )
     if not has_flash_attn:
