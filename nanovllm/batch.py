@@ -16,12 +16,12 @@ Two sequences with block_size 4: A decodes its 6th token (block table [7, 2]), B
 """
 
 from dataclasses import dataclass, fields, replace
-from itertools import compress
 
 import numpy as np
 import torch
 
 from nanovllm.scheduler import SchedulerOutput
+from nanovllm.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -53,29 +53,24 @@ class Batch:
 
 
 def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
-    chunks = scheduled.chunks
-    seqs = [seq for seq, _ in chunks]
-    num_new = np.array([num_new_tokens for _, num_new_tokens in chunks], dtype=np.int32)  # [num_seqs]
+    seqs = [seq for seq, _ in scheduled.chunks]
+    num_new = np.array([num_new_tokens for _, num_new_tokens in scheduled.chunks], dtype=np.int32)  # [num_seqs]
     starts = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int32)  # [num_seqs]
     num_tokens = np.array([seq.num_tokens for seq in seqs], dtype=np.int32)  # [num_seqs]
     seq_lens = starts + num_new  # [num_seqs]
     cu_seqlens_q = offsets(num_new)  # [num_seqs + 1]
 
-    # every new token's row in the batch of sequences, and its position there
+    # every new token's row in block_tables, and its position in its sequence
     rows = np.repeat(np.arange(len(seqs)), num_new)  # [num_tokens]
     positions = np.arange(len(rows), dtype=np.int32) + (starts - cu_seqlens_q[:-1])[rows]  # [num_tokens]
     block_tables = pad_block_tables(seqs)  # [num_seqs, max_num_blocks]
     slot_mapping = block_tables[rows, positions // block_size] * block_size + positions % block_size
 
     catches_up = seq_lens == num_tokens  # [num_seqs]
-    sampled = [seq.sampling_params.temperature for seq in compress(seqs, catches_up.tolist())]
+    temperatures = np.array([seq.sampling_params.temperature for seq in seqs], dtype=np.float32)[catches_up]
     nd = scheduled.num_decodes
     return Batch(
-        input_ids=torch.from_numpy(
-            np.concatenate(
-                [seq.token_ids.view(a, b) for seq, a, b in zip(seqs, starts.tolist(), seq_lens.tolist(), strict=True)]
-            )
-        ),
+        input_ids=torch.from_numpy(gather_token_ids(seqs, starts.tolist(), seq_lens.tolist(), nd)),
         positions=torch.from_numpy(positions),
         slot_mapping=torch.from_numpy(slot_mapping),
         block_tables=torch.from_numpy(block_tables),
@@ -84,11 +79,11 @@ def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
         prefill_cu_seqlens_q=torch.from_numpy(cu_seqlens_q[nd:] - cu_seqlens_q[nd]),
         prefill_cu_seqlens_k=torch.from_numpy(offsets(seq_lens[nd:])),
         logits_indices=torch.from_numpy(cu_seqlens_q[1:][catches_up] - 1),
-        temperatures=torch.tensor(sampled, dtype=torch.float32),
+        temperatures=torch.from_numpy(temperatures),
         num_decodes=nd,
         max_seqlen_q=int(num_new[nd:].max(initial=0)),
         max_seqlen_k=int(seq_lens[nd:].max(initial=0)),
-        is_all_greedy=not any(sampled),
+        is_all_greedy=not temperatures.any(),
     )
 
 
@@ -99,9 +94,18 @@ def offsets(lens: np.ndarray) -> np.ndarray:
     return cu
 
 
-def pad_block_tables(seqs: list) -> np.ndarray:
+def gather_token_ids(seqs: list[Sequence], starts: list[int], stops: list[int], num_decodes: int) -> np.ndarray:
+    """The tokens [start, stop) of every sequence behind each other: [num_tokens] int32."""
+    ranges = list(zip(seqs, starts, stops, strict=True))
+    ids = [np.array([seq.token_ids.data[start] for seq, start, _ in ranges[:num_decodes]], dtype=np.int32)]
+    ids += [seq.token_ids.data[start:stop] for seq, start, stop in ranges[num_decodes:]]
+    return np.concatenate(ids)
+
+
+def pad_block_tables(seqs: list[Sequence]) -> np.ndarray:
     """Block tables below each other, filled up with the null block: [num_seqs, max_num_blocks] int32."""
-    tables = np.zeros((len(seqs), max(len(seq.block_table) for seq in seqs)), dtype=np.int32)
-    for row, seq in zip(tables, seqs, strict=True):
-        row[: len(seq.block_table)] = seq.block_table.view()
-    return tables
+    tables = [seq.block_table for seq in seqs]
+    lens = np.array([table.length for table in tables])  # [num_seqs]
+    padded = np.zeros((len(tables), lens.max()), dtype=np.int32)
+    padded[np.arange(lens.max()) < lens[:, None]] = np.concatenate([table.data[: table.length] for table in tables])
+    return padded

@@ -85,7 +85,7 @@ class BlockManager:
         Looking at the whole sequence, and not only at its first chunk, keeps a long prompt from being admitted only
         to be preempted half-way; nothing is reserved all the same. Sets `num_computed_tokens` to what was found.
         """
-        assert len(seq.block_table) == 0, "a sequence that is admitted owns no blocks"
+        assert not seq.block_table.length, "a sequence that is admitted owns no blocks"
         if not self._free:  # at least one new block is needed: the last token is always computed
             return False
         hits = self._find_prefix(seq)
@@ -105,8 +105,12 @@ class BlockManager:
         return True
 
     def try_allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        """Let the block table of `seq` cover its first `num_tokens` tokens; False, and no change, if blocks run out."""
-        num_new_blocks = -(-num_tokens // self.block_size) - len(seq.block_table)
+        """Let the block table of `seq` cover its first `num_tokens` tokens; False, and no change, if blocks run out.
+
+        The blocks that these tokens fill can be shared from now on, even by later sequences of the same step: each
+        layer stores the K and V of the whole batch before it attends. See `unregister` for a step that fails.
+        """
+        num_new_blocks = -(-num_tokens // self.block_size) - seq.block_table.length
         if num_new_blocks > len(self._free):
             return False
         for _ in range(num_new_blocks):
@@ -115,6 +119,8 @@ class BlockManager:
             self._ref_counts[block_id] = 1
             self.num_references += 1
             seq.block_table.append(block_id)
+        if self.enable_prefix_caching and num_tokens // self.block_size > seq.num_registered_blocks:
+            self._register(seq, num_tokens)
         return True
 
     def free(self, seq: Sequence) -> None:
@@ -133,25 +139,8 @@ class BlockManager:
 
     # ---- prefix caching
 
-    def register(self, seq: Sequence, num_tokens: int) -> None:
-        """Let others find the full blocks among the first `num_tokens` tokens of `seq`, scheduled in this step."""
-        if not self.enable_prefix_caching:
-            return
-        for i in range(seq.num_registered_blocks, num_tokens // self.block_size):
-            block_hash, tokens = self._key(seq, i)
-            known = self._cached_by_hash.get(block_hash)
-            if known is None or known.parent_serial != seq.parent_serial or known.tokens != tokens:
-                if known is not None:  # another block under the same hash: the newer one wins
-                    self._forget(known.block_id)
-                block_id = int(seq.block_table.view()[i])
-                known = CachedBlock(block_id, block_hash, next(self._serials), seq.parent_serial, tokens)
-                self._cached_by_hash[block_hash] = self._cached_by_id[block_id] = known
-            # else: a twin was registered meanwhile. Block tables are append-only, so both copies stay.
-            seq.parent_serial = known.serial
-            seq.num_registered_blocks = i + 1
-
     def unregister(self, seq: Sequence, num_tokens: int) -> None:
-        """Undo `register` beyond the first `num_tokens` tokens: the step that should have filled them has failed."""
+        """Hide the blocks beyond the first `num_tokens` tokens again: the step that should have filled them failed."""
         for block_id in seq.block_table.view(num_tokens // self.block_size).tolist():
             self._forget(block_id)
 
@@ -174,6 +163,21 @@ class BlockManager:
             hits.append(hit)
             parent_serial = hit.serial
         return hits
+
+    def _register(self, seq: Sequence, num_tokens: int) -> None:
+        """Let others find the full blocks among the first `num_tokens` tokens of `seq`."""
+        for i in range(seq.num_registered_blocks, num_tokens // self.block_size):
+            block_hash, tokens = self._key(seq, i)
+            known = self._cached_by_hash.get(block_hash)
+            if known is None or known.parent_serial != seq.parent_serial or known.tokens != tokens:
+                if known is not None:  # another block under the same hash: the newer one wins
+                    self._forget(known.block_id)
+                block_id = int(seq.block_table.view()[i])
+                known = CachedBlock(block_id, block_hash, next(self._serials), seq.parent_serial, tokens)
+                self._cached_by_hash[block_hash] = self._cached_by_id[block_id] = known
+            # else: a twin was registered meanwhile. Block tables are append-only, so both copies stay.
+            seq.parent_serial = known.serial
+            seq.num_registered_blocks = i + 1
 
     def _key(self, seq: Sequence, i: int) -> tuple[int, bytes]:
         """Hash and tokens of the `i`-th block of `seq`, which is full; `i` counts up, so its parent's hash is known."""

@@ -94,11 +94,10 @@ class LLMEngine:
             self.scheduler.rollback(scheduled)
             raise
         t3 = time.monotonic()
-        advanced = [chunk.seq for chunk in scheduled.chunks if chunk.catches_up]
-        finished = self.scheduler.update(scheduled, token_ids)
+        advanced = self.scheduler.update(scheduled, token_ids)
         t4 = time.monotonic()
         outputs = self._make_outputs(advanced, t3)
-        self._count(scheduled, len(token_ids), len(finished), t4 - t0)
+        self._count(scheduled, advanced, t4 - t0)
         return StepOutput(
             outputs=outputs,
             num_scheduled_tokens=scheduled.num_scheduled_tokens,
@@ -212,11 +211,11 @@ class LLMEngine:
                 outputs.append(request.make_output())
         return outputs
 
-    def _count(self, scheduled: SchedulerOutput, num_new_tokens: int, num_finished: int, time_s: float) -> None:
+    def _count(self, scheduled: SchedulerOutput, advanced: list[Sequence], time_s: float) -> None:
         counters = self._counters
         counters.steps += 1
-        counters.num_finished += num_finished
-        counters.generation_tokens += num_new_tokens
+        counters.num_finished += sum(seq.finish_reason is not None for seq in advanced)
+        counters.generation_tokens += len(advanced)
         counters.kv_tokens_stored += scheduled.kv_tokens_stored
         counters.kv_slots_reserved += scheduled.kv_slots_reserved
         counters.peak_used_blocks = max(counters.peak_used_blocks, scheduled.kv_slots_reserved // self.block_size)

@@ -11,7 +11,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    """`stop` (an end or stop token), `length` (`max_tokens`, `max_model_len`, the whole cache), `abort`; None so far."""
+    """`stop` (end or stop token), `length` (`max_tokens`, `max_model_len`, the whole cache) or `abort`; None so far"""
     stop_reason: int | str | None
     """The token of `stop_token_ids` that ended it, or `kv_cache` when the whole cache was too small to go on."""
 

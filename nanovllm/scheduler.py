@@ -17,29 +17,20 @@ text. Called by `LLMEngine.step()`: `schedule()` before the forward pass, `updat
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Sequence, SequenceStatus
 
 
-class Chunk(NamedTuple):
-    """The next `num_new_tokens` tokens of `seq`, to be computed in this step."""
-
-    seq: Sequence
-    num_new_tokens: int
-
-    @property
-    def catches_up(self) -> bool:
-        """Whether all tokens are computed after this step, so that the sequence gets a new one."""
-        return self.seq.num_computed_tokens + self.num_new_tokens == self.seq.num_tokens
+Chunk = tuple[Sequence, int]
+"""A sequence, and how many of its tokens are to be computed in this step."""
 
 
 @dataclass(frozen=True)
 class SchedulerOutput:
     """One step's work; decodes (one new token each) come first, then prefill chunks."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: list[Chunk]
     num_decodes: int
     num_scheduled_tokens: int
     num_preempted: int
@@ -78,70 +69,70 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         assert seq.num_tokens < self.max_model_len, "checked when the request arrived"
         assert seq.num_tokens <= self.block_manager.capacity, "checked when the request arrived"
+        # the newest token needs no room in the cache yet, so a sequence alone can outgrow it by one
+        limits = [self.max_model_len, self.block_manager.capacity + 1]
+        if seq.sampling_params.max_tokens is not None:
+            limits.append(seq.num_prompt_tokens + seq.sampling_params.max_tokens)
+        seq.max_num_tokens = min(limits)
         self.waiting.append(seq)
 
     def schedule(self) -> SchedulerOutput:
         """Give the running sequences their next tokens, then admit waiting ones while budget and blocks last."""
-        budget = self.max_num_batched_tokens
+        blocks, budget = self.block_manager, self.max_num_batched_tokens
         decodes: list[Chunk] = []
         prefills: list[Chunk] = []
         num_preempted = 0
-
-        def take(seq: Sequence, num_new_tokens: int) -> None:
-            # Registered now, not after the step: later sequences of this very step may share the blocks, since each
-            # layer stores the K and V of the whole batch before it attends.
-            self.block_manager.register(seq, seq.num_computed_tokens + num_new_tokens)
-            (decodes if num_new_tokens == 1 else prefills).append(Chunk(seq, num_new_tokens))
 
         i = 0
         while i < len(self.running) and budget:
             seq = self.running[i]
             num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
-            if not self.block_manager.try_allocate(seq, seq.num_computed_tokens + num_new_tokens):
+            if not blocks.try_allocate(seq, seq.num_computed_tokens + num_new_tokens):
                 self._preempt(self.running.pop())  # the newest, and maybe `seq` itself; then try again
                 num_preempted += 1
                 continue
-            take(seq, num_new_tokens)
+            (decodes if num_new_tokens == 1 else prefills).append((seq, num_new_tokens))
             budget -= num_new_tokens
             i += 1
 
         # what was just preempted would only come back to be preempted again
         while self.waiting and budget and not num_preempted and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
-            if not self.block_manager.try_admit(seq):
+            if not blocks.try_admit(seq):
                 break
             self.running.append(self.waiting.popleft())
             seq.status = SequenceStatus.RUNNING
             self._count_prefix_hit(seq)
             num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
-            has_room = self.block_manager.try_allocate(seq, seq.num_computed_tokens + num_new_tokens)
+            has_room = blocks.try_allocate(seq, seq.num_computed_tokens + num_new_tokens)
             assert has_room, "an admitted sequence fits"
-            take(seq, num_new_tokens)
+            (decodes if num_new_tokens == 1 else prefills).append((seq, num_new_tokens))
             budget -= num_new_tokens
 
         assert decodes or prefills or not self.has_unfinished(), "some sequence always advances"
         return self._output(decodes, prefills, self.max_num_batched_tokens - budget, num_preempted)
 
     def update(self, scheduled: SchedulerOutput, new_token_ids: SequenceOf[int]) -> list[Sequence]:
-        """Record that a step has run; return the sequences that are finished by it.
+        """Record that a step has run; return the sequences that got a token, some of which are finished by it.
 
         `new_token_ids` holds one token for each chunk that catches up, in the order of the chunks.
         """
         tokens = iter(new_token_ids)
-        finished = []
+        advanced = []
+        num_finished = 0
         for seq, num_new_tokens in scheduled.chunks:
             seq.num_computed_tokens += num_new_tokens
             if seq.num_computed_tokens < seq.num_tokens:
                 continue
             token_id = next(tokens)
             seq.append_token(token_id)
-            if self._is_done(seq, token_id):
-                self.block_manager.free(seq)
-                seq.status = SequenceStatus.FINISHED
-                finished.append(seq)
-        if finished:
+            advanced.append(seq)
+            if seq.num_tokens >= seq.max_num_tokens or token_id in seq.stop_token_ids:
+                self._finish(seq, token_id)
+                num_finished += 1
+        if num_finished:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
-        return finished
+        return advanced
 
     def rollback(self, scheduled: SchedulerOutput) -> None:
         """Take back a step that failed: its sequences wait again, in their order, and lose no token."""
@@ -178,15 +169,17 @@ class Scheduler:
             self.prefix_cache_query_tokens += seq.num_prompt_tokens
             self.prefix_cache_hit_tokens += seq.num_cached_tokens
 
-    def _is_done(self, seq: Sequence, token_id: int) -> bool:
-        """Set the reasons if the newest token ends the sequence."""
+    def _finish(self, seq: Sequence, token_id: int) -> None:
+        """Free a sequence that its newest token has ended, and say why it ended."""
         if token_id in seq.stop_token_ids:
             seq.finish_reason, seq.stop_reason = "stop", seq.stop_token_ids[token_id]
-        elif seq.num_tokens >= self.max_model_len or seq.num_output_tokens == seq.sampling_params.max_tokens:
+        else:
             seq.finish_reason = "length"
-        elif seq.num_tokens > self.block_manager.capacity:  # alone in the cache, and still no room for its next K and V
-            seq.finish_reason, seq.stop_reason = "length", "kv_cache"
-        return seq.finish_reason is not None
+            is_wanted_length = seq.num_output_tokens == seq.sampling_params.max_tokens
+            if not is_wanted_length and seq.num_tokens < self.max_model_len:
+                seq.stop_reason = "kv_cache"  # alone in the cache, and still no room for its next K and V
+        self.block_manager.free(seq)
+        seq.status = SequenceStatus.FINISHED
 
     def _output(
         self, decodes: list[Chunk], prefills: list[Chunk], num_scheduled_tokens: int, num_preempted: int
@@ -196,7 +189,7 @@ class Scheduler:
         num_duplicates = self.block_manager.num_references - num_used  # shared blocks are always full
         num_stored = sum([seq.num_computed_tokens for seq in self.running]) + num_scheduled_tokens
         return SchedulerOutput(
-            chunks=(*decodes, *prefills),
+            chunks=decodes + prefills,
             num_decodes=len(decodes),
             num_scheduled_tokens=num_scheduled_tokens,
             num_preempted=num_preempted,

@@ -18,30 +18,29 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class IntArray:
-    """An int32 array that grows at its end in amortised O(1), readable by numpy without a copy."""
+    """An int32 array that grows at its end in amortised O(1): the first `length` elements of `data` are in use."""
 
-    __slots__ = ("_data", "_length")
+    __slots__ = ("capacity", "data", "length")
 
     def __init__(self, values: SequenceOf[int] = ()) -> None:
-        self._length = len(values)
-        self._data = np.empty(max(16, 2 * self._length), dtype=np.int32)
-        self._data[: self._length] = values
-
-    def __len__(self) -> int:
-        return self._length
+        self.length = len(values)
+        self.capacity = max(16, 2 * self.length)
+        self.data = np.empty(self.capacity, dtype=np.int32)
+        self.data[: self.length] = values
 
     def append(self, value: int) -> None:
-        if self._length == len(self._data):
-            self._data = np.concatenate([self._data, np.empty_like(self._data)])
-        self._data[self._length] = value
-        self._length += 1
+        if self.length == self.capacity:
+            self.data = np.concatenate([self.data, np.empty_like(self.data)])
+            self.capacity *= 2
+        self.data[self.length] = value
+        self.length += 1
 
     def clear(self) -> None:
-        self._length = 0
+        self.length = 0
 
     def view(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Elements [start, stop) as an array that shares memory; valid until the next append."""
-        return self._data[start : self._length if stop is None else stop]
+        return self.data[start : self.length if stop is None else stop]
 
 
 class SequenceStatus(Enum):
@@ -57,6 +56,7 @@ class Sequence:
         "block_hashes",
         "block_table",
         "finish_reason",
+        "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
@@ -86,6 +86,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.token_ids = IntArray(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_num_tokens = 0  # where its growth ends; set by the scheduler
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache; None until admitted
         # every token that ends the sequence, with the stop_reason it gives (None for the model's own end tokens)

@@ -1,0 +1,88 @@
+"""What a step costs besides the model: schedule, build_batch, update, and making outputs.
+
+    python -m benchmarks.step_overhead
+    python -m benchmarks.step_overhead --num-seqs 256 1024 4096 --context-len 512 131072
+
+No model runs: a stand-in returns a token for each sequence. Prints the median over the steps in microseconds, for
+sequences that all decode. Outputs are measured apart, for requests that stream text and tokens at every step.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+
+from benchmarks.common import describe_machine
+from nanovllm import TINY_QWEN3, SamplingParams
+from nanovllm.batch import build_batch
+from nanovllm.block_manager import BlockManager
+from nanovllm.detokenizer import Detokenizer
+from nanovllm.loader import load_tokenizer
+from nanovllm.request import Request
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the engine's own cost per decode step.")
+    parser.add_argument("--num-seqs", type=int, nargs="+", default=[256])
+    parser.add_argument("--context-len", type=int, nargs="+", default=[512])
+    parser.add_argument("--block-size", type=int, nargs="+", default=[16, 256])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    print(
+        f"{'seqs':>6} {'context':>8} {'block':>6} {'schedule':>9} {'build':>9} {'update':>9} {'sum':>9} {'outputs':>9}  (µs)"
+    )
+    rows = []
+    for num_seqs in args.num_seqs:
+        for context_len in args.context_len:
+            for block_size in args.block_size:
+                row = measure(num_seqs, context_len, block_size, args.steps)
+                rows.append(row)
+                print(f"{num_seqs:>6} {context_len:>8} {block_size:>6} {row['schedule']:>9.0f} {row['build_batch']:>9.0f} "
+                      f"{row['update']:>9.0f} {row['sum']:>9.0f} {row['outputs']:>9.0f}")  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps({"machine": describe_machine("cpu"), "rows": rows}, indent=2) + "\n")
+
+
+def measure(num_seqs: int, context_len: int, block_size: int, num_steps: int) -> dict[str, float]:
+    """Medians in microseconds over `num_steps` steps in which all of `num_seqs` sequences decode."""
+    max_len = context_len + num_steps + 8
+    blocks = BlockManager(num_seqs * -(-max_len // block_size), block_size)
+    scheduler = Scheduler(blocks, num_seqs, max_num_batched_tokens=num_seqs * context_len, max_model_len=max_len)
+    requests = add_requests(scheduler, num_seqs, context_len)
+    tokens = list(range(100, 100 + num_seqs))
+    scheduler.update(scheduler.schedule(), tokens)  # all prompts at once
+    times: dict[str, list[float]] = {"schedule": [], "build_batch": [], "update": [], "sum": [], "outputs": []}
+    for _ in range(num_steps):
+        t0 = time.perf_counter()
+        scheduled = scheduler.schedule()
+        t1 = time.perf_counter()
+        build_batch(scheduled, block_size)
+        t2 = time.perf_counter()
+        scheduler.update(scheduled, tokens)
+        t3 = time.perf_counter()
+        for request in requests:
+            request.make_output()
+        t4 = time.perf_counter()
+        for name, seconds in zip(times, (t1 - t0, t2 - t1, t3 - t2, t3 - t0, t4 - t3), strict=True):
+            times[name].append(seconds * 1e6)
+    sizes = {"num_seqs": num_seqs, "context_len": context_len, "block_size": block_size}
+    return {**sizes, **{name: round(median(values), 1) for name, values in times.items()}}
+
+
+def add_requests(scheduler: Scheduler, num_seqs: int, context_len: int) -> list[Request]:
+    tokenizer = load_tokenizer(TINY_QWEN3) if TINY_QWEN3.is_dir() else None
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    requests = []
+    for i in range(num_seqs):
+        seq = Sequence(str(i), [i % 1000] * context_len, params)
+        scheduler.add(seq)
+        requests.append(Request(str(i), None, seq, True, Detokenizer(tokenizer), time.monotonic()))
+    return requests
+
+
+if __name__ == "__main__":
+    main()
