@@ -8,6 +8,7 @@ sequences that all decode. Outputs are measured apart, for requests that stream 
 """
 
 import argparse
+import itertools
 import json
 import time
 from pathlib import Path
@@ -32,17 +33,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    print(
-        f"{'seqs':>6} {'context':>8} {'block':>6} {'schedule':>9} {'build':>9} {'update':>9} {'sum':>9} {'outputs':>9}  (µs)"
-    )
+    columns = ("num_seqs", "context_len", "block_size", "schedule", "build_batch", "update", "sum", "outputs")
+    print(" ".join(f"{name:>11}" for name in columns), "(microseconds)")
     rows = []
-    for num_seqs in args.num_seqs:
-        for context_len in args.context_len:
-            for block_size in args.block_size:
-                row = measure(num_seqs, context_len, block_size, args.steps)
-                rows.append(row)
-                print(f"{num_seqs:>6} {context_len:>8} {block_size:>6} {row['schedule']:>9.0f} {row['build_batch']:>9.0f} "
-                      f"{row['update']:>9.0f} {row['sum']:>9.0f} {row['outputs']:>9.0f}")  # fmt: skip
+    for num_seqs, context_len, block_size in itertools.product(args.num_seqs, args.context_len, args.block_size):
+        row = measure(num_seqs, context_len, block_size, args.steps)
+        print(" ".join(f"{row[name]:>11.0f}" for name in columns))
+        rows.append(row)
     if args.json:
         args.json.write_text(json.dumps({"machine": describe_machine("cpu"), "rows": rows}, indent=2) + "\n")
 
@@ -78,9 +75,10 @@ def add_requests(scheduler: Scheduler, num_seqs: int, context_len: int) -> list[
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     requests = []
     for i in range(num_seqs):
-        seq = Sequence(str(i), [i % 1000] * context_len, params)
+        token_ids = [i % 1000] * context_len
+        seq = Sequence(str(i), token_ids, params)
         scheduler.add(seq)
-        requests.append(Request(str(i), None, seq, True, Detokenizer(tokenizer), time.monotonic()))
+        requests.append(Request(str(i), None, token_ids, seq, True, Detokenizer(tokenizer), time.monotonic()))
     return requests
 
 

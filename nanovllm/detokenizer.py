@@ -15,7 +15,8 @@ class Detokenizer:
     """The text of one growing output. Its pieces add up to the text of all tokens decoded at once."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        # the Rust tokenizer itself where there is one: transformers' wrapper costs more than the decoding
+        self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._text = ""
         self._num_context = 0  # tokens before this one are done with
         self._num_shown = 0  # tokens before this one are in the text
@@ -34,4 +35,4 @@ class Detokenizer:
 
     def _decode(self, token_ids: list[int]) -> str:
         """Special tokens are left out; ids that the tokenizer does not know give nothing."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)

@@ -143,7 +143,7 @@ class LLMEngine:
         seq = Sequence(request_id, token_ids, params, self.eos_token_ids, priority)
         self.scheduler.add(seq)
         self._requests[request_id] = Request(
-            request_id, text, seq, stream, Detokenizer(self.tokenizer), time.monotonic()
+            request_id, text, token_ids, seq, stream, Detokenizer(self.tokenizer), time.monotonic()
         )
         self._counters.prompt_tokens += len(token_ids)
 

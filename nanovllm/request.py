@@ -24,6 +24,7 @@ class Request:
 
     request_id: str
     prompt: str | None
+    prompt_token_ids: list[int]
     seq: Sequence
     stream: bool  # whether every step that advances it gives an output, or only its last
     detokenizer: Detokenizer
@@ -40,7 +41,7 @@ class Request:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=seq.prompt_token_ids,
+            prompt_token_ids=self.prompt_token_ids,
             outputs=[CompletionOutput(0, text, token_ids, seq.finish_reason, seq.stop_reason)],
             finished=is_finished,
             num_cached_tokens=seq.num_cached_tokens or 0,

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Sequence, SequenceStatus
 
-
 Chunk = tuple[Sequence, int]
 """A sequence, and how many of its tokens are to be computed in this step."""
 

@@ -109,10 +109,6 @@ class Sequence:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def prompt_token_ids(self) -> list[int]:
-        return self.token_ids.view(0, self.num_prompt_tokens).tolist()
-
-    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids.view(self.num_prompt_tokens).tolist()
 

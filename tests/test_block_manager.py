@@ -31,6 +31,10 @@ def make_seq(tokens, name="seq"):
     return Sequence(name, tokens, SamplingParams())
 
 
+def table_of(seq):
+    return seq.block_table.view().tolist()
+
+
 def start(manager, cache, tokens):
     """Admit a sequence and compute all of its tokens; it must fit."""
     seq = make_seq(tokens)
@@ -41,7 +45,6 @@ def start(manager, cache, tokens):
 
 def advance(manager, cache, seq, num_tokens):
     assert manager.try_allocate(seq, num_tokens)
-    manager.register(seq, num_tokens)
     cache.write(seq, seq.num_computed_tokens, num_tokens)
     cache.check(seq, num_tokens)
     seq.num_computed_tokens = num_tokens
@@ -97,46 +100,42 @@ class BlockManagerMachine(RuleBasedStateMachine):
         tail = data.draw(st.lists(st.integers(0, 2), max_size=3))
         self.add((tokens[: data.draw(st.integers(1, len(tokens)))] + tail)[:12])
 
-    @precondition(lambda self: self.waiting)
-    @rule(data=st.data())
-    def admit(self, data):
-        self.try_admit(data.draw(st.sampled_from(self.waiting)))
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def step(self, data):
-        """The next tokens of one sequence are computed; one that has caught up gets a new token."""
-        seq = data.draw(st.sampled_from(self.running))
-        if seq.num_computed_tokens == seq.num_tokens:
-            seq.append_token(data.draw(st.integers(0, 2)))
-        num_tokens = data.draw(st.integers(seq.num_computed_tokens + 1, seq.num_tokens))
-        if self.schedule(seq, num_tokens):
+    @precondition(lambda self: self.waiting or self.running)
+    @rule(data=st.data(), is_failure=st.integers(0, 4).map(lambda n: n == 4))
+    def step(self, data, is_failure):
+        """Up to three sequences get tokens, some maybe on blocks that others fill in this step; or the step fails."""
+        chunks = {}
+        for _ in range(data.draw(st.integers(1, 3))):
+            is_new = bool(self.waiting) and (not self.running or data.draw(st.booleans()))
+            candidates = self.waiting if is_new else [seq for seq in self.running if seq not in chunks]
+            if not candidates:
+                break
+            seq = data.draw(st.sampled_from(candidates))
+            if is_new and not self.try_admit(seq):
+                break
+            if seq.num_computed_tokens == seq.num_tokens:
+                seq.append_token(data.draw(st.integers(0, 2)))
+            num_tokens = data.draw(st.integers(seq.num_computed_tokens + 1, seq.num_tokens))
+            if not self.schedule(seq, num_tokens):
+                assert not is_new, "an admitted sequence fits"
+                break
+            chunks[seq] = num_tokens
+        if is_failure:
+            self.fail(chunks)
+            return
+        for seq, num_tokens in chunks.items():
             self.cache.write(seq, seq.num_computed_tokens, num_tokens)
+        for seq, num_tokens in chunks.items():
             self.cache.check(seq, num_tokens)
             seq.num_computed_tokens = num_tokens
 
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def fail_step(self, data):
-        """Two sequences are scheduled, maybe one on the other's new blocks, and then the forward pass dies."""
-        scheduled = []
-        for _ in range(2):
-            if self.waiting and data.draw(st.booleans()):
-                seq = data.draw(st.sampled_from(self.waiting))
-                if not self.try_admit(seq):
-                    continue
-            else:
-                seq = data.draw(st.sampled_from(self.running))
-            if seq.num_computed_tokens < seq.num_tokens and seq not in scheduled:
-                num_tokens = data.draw(st.integers(seq.num_computed_tokens + 1, seq.num_tokens))
-                if self.schedule(seq, num_tokens):
-                    scheduled.append(seq)
-        for seq in scheduled:
-            table = seq.block_table.view().tolist()
-            self.cache.spoil(seq, seq.num_computed_tokens, len(table) * self.manager.block_size)
+    def fail(self, chunks):
+        """The forward pass dies: nothing that it should have filled may be hit later."""
+        for seq, num_tokens in chunks.items():
+            self.cache.spoil(seq, seq.num_computed_tokens, num_tokens)
             self.manager.unregister(seq, seq.num_computed_tokens)
-            self.forget(table[seq.num_computed_tokens // self.manager.block_size :])
-        for seq in scheduled:
+            self.forget(table_of(seq)[seq.num_computed_tokens // self.manager.block_size :])
+        for seq in chunks:
             self.take_back(seq)
             self.waiting.append(seq)
 
@@ -165,16 +164,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
         num_free = self.manager.num_free_blocks
         num_needed = -(-seq.num_tokens // size)
         is_admitted = self.manager.try_admit(seq)
-        table = seq.block_table.view().tolist()
+        table = table_of(seq)
         if self.hash_name == "real":
-            owned = {block_id for other in self.running for block_id in other.block_table.view().tolist()}
+            owned = {block_id for other in self.running for block_id in table_of(other)}
             num_shared = sum(known.block_id in owned for known in hits)
             assert is_admitted == (num_needed - num_shared <= num_free)
             assert not is_admitted or table == [known.block_id for known in hits]
         assert is_admitted or (not table and num_needed > num_free)
         if is_admitted:
             assert seq.num_computed_tokens == len(table) * size < len(tokens), "the last token is always computed"
-            self.cache.check(seq, seq.num_computed_tokens)
             self.waiting.remove(seq)
             self.running.append(seq)
             self.parent[seq] = hits[-1] if hits else None
@@ -191,19 +189,17 @@ class BlockManagerMachine(RuleBasedStateMachine):
         return hits
 
     def schedule(self, seq, num_tokens):
-        """Give blocks for the first `num_tokens` tokens and register the full ones; False if blocks ran out."""
-        before, num_free = seq.block_table.view().tolist(), self.manager.num_free_blocks
+        """Give blocks for the first `num_tokens` tokens; the full ones are known from now on. False if blocks ran out."""
+        before, num_free = table_of(seq), self.manager.num_free_blocks
         num_new = max(0, -(-num_tokens // self.manager.block_size) - len(before))
         has_room = self.manager.try_allocate(seq, num_tokens)
-        table = seq.block_table.view().tolist()
+        table = table_of(seq)
         assert has_room == (num_new <= num_free)
         assert table[: len(before)] == before, "block tables are append-only"
         assert len(table) == len(before) + (num_new if has_room else 0)
         if has_room:
             self.forget(table[len(before) :])
-            first = seq.num_registered_blocks
-            self.manager.register(seq, num_tokens)
-            for i in range(first, num_tokens // self.manager.block_size):
+            for i in range(seq.num_computed_tokens // self.manager.block_size, num_tokens // self.manager.block_size):
                 prefix = tuple(seq.token_ids.view().tolist()[: (i + 1) * self.manager.block_size])
                 known = self.known.get(prefix)
                 if known is None or known.parent is not self.parent[seq]:
@@ -213,7 +209,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def take_back(self, seq):
         self.manager.free(seq)
-        assert len(seq.block_table) == seq.num_computed_tokens == 0
+        assert seq.block_table.length == seq.num_computed_tokens == 0
         self.running.remove(seq)
 
     def forget(self, block_ids):
@@ -261,8 +257,7 @@ TestRealHash = BlockManagerMachine.TestCase
 TestConstantHash = ConstantHashMachine.TestCase
 TestWeakHash = WeakHashMachine.TestCase
 TestBlindHash = BlindHashMachine.TestCase
-for case in (TestRealHash, TestConstantHash, TestWeakHash, TestBlindHash):
-    case.settings = SETTINGS
+TestRealHash.settings = TestConstantHash.settings = TestWeakHash.settings = TestBlindHash.settings = SETTINGS
 
 
 # ---- prefix hits, by hand
@@ -326,8 +321,7 @@ def test_shared_block_is_one_block_until_its_last_owner_leaves():
     manager, cache = BlockManager(8, 2), FakeKVCache(2)
     first = start(manager, cache, [1, 2, 3])
     second = start(manager, cache, [1, 2, 4])
-    shared = first.block_table.view()[0]
-    assert second.block_table.view()[0] == shared
+    assert table_of(first)[0] == table_of(second)[0]
     assert manager.num_used_blocks == 3
     manager.free(first)
     check_ownership(manager, [second])
@@ -381,7 +375,7 @@ def test_refused_admission_changes_nothing():
     assert len(free_before) == 1
     assert not manager.try_admit(waiting)
     assert list(manager._free) == free_before
-    assert waiting.num_computed_tokens == len(waiting.block_table) == 0
+    assert waiting.num_computed_tokens == waiting.block_table.length == 0
     check_ownership(manager, [running])
 
 
@@ -499,7 +493,6 @@ def full_pool(num_blocks):
         seq = make_seq([first, first + 1])
         assert manager.try_admit(seq)
         assert manager.try_allocate(seq, 2)
-        manager.register(seq, 2)
         manager.free(seq)
     assert len(manager._cached_by_id) == num_blocks
     return manager
@@ -517,7 +510,6 @@ def seconds_of_use(manager):
         for seq in new:
             assert manager.try_admit(seq)
             assert manager.try_allocate(seq, 1)
-            manager.register(seq, 1)
         for seq in old:
             assert manager.try_admit(seq)
             assert seq.num_computed_tokens == 1

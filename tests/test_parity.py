@@ -2,16 +2,15 @@
 
 Shown for random Qwen3 models of many shapes, over budgets, block sizes, scarce caches, prefix hits and random traffic.
 Oracle: `transformers` greedy `generate` in float32, one prompt at a time, and its logits of one forward pass. Prompts
-are drawn so that the oracle's own best and second-best logit are never closer than `MIN_MARGIN`: rounding cannot decide.
+are drawn so that the oracle's best and second-best logit are never closer than `MIN_MARGIN`: rounding cannot decide.
 """
 
 import copy
 import dataclasses
+import random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from nanovllm import LLM, Config, LLMEngine, SamplingParams
 from tests.conftest import hf_greedy
@@ -345,35 +344,27 @@ def test_logits_of_chunks_behind_cached_blocks(gqa):
 
 # --- random traffic ------------------------------------------------------------------------------------------------
 
-POOL_SIZE = len(PROMPT_LENS) + 8
-MAX_REQUEST_LEN = max(PROMPT_LENS) + NUM_OUTPUT_TOKENS
-requests = st.lists(
-    st.fixed_dictionaries(
+
+def random_traffic(oracle, seed):
+    """Requests that come and go at any step under random limits; returns the engine's statistics.
+
+    All get the oracle's tokens, aborted ones the first of them.
+    """
+    rng = random.Random(seed)
+    pool = rng.choice([oracle.pool, oracle.overlapping, [p for p in oracle.pool if len(p) < 40]])
+    requests = [
         {
-            "prompt": st.integers(0, POOL_SIZE - 1),
-            "max_tokens": st.integers(1, NUM_OUTPUT_TOKENS),
-            "arrival": st.integers(0, 20),  # step at which it is added
-            "abort": st.none() | st.none() | st.integers(0, 20),  # steps after its arrival
+            "prompt": rng.choice(pool),
+            "max_tokens": rng.choice([1, 5, NUM_OUTPUT_TOKENS, NUM_OUTPUT_TOKENS]),
+            "arrival": rng.choice([0, 0, 1, 5, 20]),  # the step before which it is added
+            "abort": rng.choice([None, None, None, rng.randrange(15)]),  # how many steps later
         }
-    ),
-    min_size=1,
-    max_size=12,
-)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    name=st.sampled_from(["gqa", "mqa-tied", "gqa-bias-tied"]),
-    requests=requests,
-    block_size=st.sampled_from([1, 3, 8, 16, 256]),
-    budget=st.integers(1, 40) | st.sampled_from([64, 8192]),
-    max_num_seqs=st.integers(1, 12),
-    spare_tokens=st.integers(0, 60) | st.just(2000),
-    enable_prefix_caching=st.booleans(),
-)
-def test_random_traffic(oracles, name, requests, block_size, budget, max_num_seqs, spare_tokens, enable_prefix_caching):
-    """Requests come and go at any step under any limits; all get the oracle's tokens, aborted ones the first of them."""
-    oracle = oracles(name)
+        for _ in range(rng.randrange(6, 16))
+    ]
+    block_size = rng.choice([1, 3, 4, 8, 16])
+    budget = rng.choice([3, 8, 40, 8192])
+    max_num_seqs = rng.choice([2, 5, 16, 16])
+    longest = max(len(request["prompt"]) + request["max_tokens"] for request in requests)
     config = Config(
         model=oracle.folder,
         device="cpu",
@@ -381,8 +372,8 @@ def test_random_traffic(oracles, name, requests, block_size, budget, max_num_seq
         block_size=block_size,
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
-        num_kv_blocks=-(-MAX_REQUEST_LEN // block_size) + spare_tokens // block_size,
-        enable_prefix_caching=enable_prefix_caching,
+        num_kv_blocks=-(-longest // block_size) + rng.choice([0, 2, 50]),
+        enable_prefix_caching=rng.random() < 0.7,
     )
     engine = LLMEngine(config)
     engine.runner.kv_cache.fill_(50.0)  # garbage that would show
@@ -391,7 +382,7 @@ def test_random_traffic(oracles, name, requests, block_size, budget, max_num_seq
     while step <= 40 or engine.has_unfinished_requests():
         for i, request in enumerate(requests):
             if request["arrival"] == step:
-                engine.add_request(str(i), oracle.pool[request["prompt"]], greedy(request["max_tokens"]))
+                engine.add_request(str(i), request["prompt"], greedy(request["max_tokens"]))
             if request["abort"] is not None and request["arrival"] + request["abort"] == step:
                 engine.abort_request(str(i))
         result = engine.step()
@@ -399,13 +390,22 @@ def test_random_traffic(oracles, name, requests, block_size, budget, max_num_seq
         assert result.num_seqs <= max_num_seqs
         outputs.update({output.request_id: output for output in result.outputs})
         step += 1
-        assert step < 6000, "the engine hangs"
+        assert step < 3000, "the engine hangs"
     assert_at_rest(engine)
     for i, request in enumerate(requests):
-        expected = oracle.answer(oracle.pool[request["prompt"]])[: request["max_tokens"]]
+        expected = oracle.answer(request["prompt"])[: request["max_tokens"]]
         if request["abort"] is None:
             assert outputs[str(i)].finished
             assert outputs[str(i)].outputs[0].token_ids == expected
         elif str(i) in outputs:
             token_ids = outputs[str(i)].outputs[0].token_ids
             assert token_ids == expected[: len(token_ids)]
+    return engine.get_stats()
+
+
+@pytest.mark.parametrize("name", ["gqa", "mqa-tied", "gqa-bias-tied"])
+def test_random_traffic(oracles, name):
+    stats = [random_traffic(oracles(name), f"{name}-{i}") for i in range(25)]
+    assert sum(s.num_preemptions > 0 for s in stats) >= 5
+    assert sum(s.prefix_cache_hit_tokens > 0 for s in stats) >= 5
+    assert any(s.num_preemptions and s.prefix_cache_hit_tokens for s in stats)
