@@ -8,18 +8,25 @@ manager's and the scheduler's tests: it knows no hashes, no reference counts and
 from collections import Counter
 
 
+def tokens_of(seq):
+    return seq.token_ids.view().tolist()
+
+
+def table_of(seq):
+    return seq.block_table.view().tolist()
+
+
 class FakeKVCache:
     def __init__(self, block_size):
         self.block_size = block_size
         self.slots = {}  # slot -> the tokens up to and including the one stored there
 
     def slot(self, seq, position):
-        block_id = int(seq.block_table.view()[position // self.block_size])
-        return block_id * self.block_size + position % self.block_size
+        return table_of(seq)[position // self.block_size] * self.block_size + position % self.block_size
 
     def write(self, seq, start, stop):
         """What a forward pass over tokens [start, stop) stores."""
-        tokens = seq.token_ids.view().tolist()
+        tokens = tokens_of(seq)
         for position in range(start, stop):
             self.slots[self.slot(seq, position)] = tuple(tokens[: position + 1])
 
@@ -30,7 +37,7 @@ class FakeKVCache:
 
     def check(self, seq, num_tokens):
         """The first `num_tokens` tokens of `seq` find their own K and V through its block table."""
-        tokens = seq.token_ids.view().tolist()
+        tokens = tokens_of(seq)
         for position in range(num_tokens):
             assert self.slots.get(self.slot(seq, position)) == tuple(tokens[: position + 1]), (
                 f"{seq.request_id} would read the K and V of another prefix at position {position}"
@@ -39,7 +46,7 @@ class FakeKVCache:
 
 def check_ownership(block_manager, seqs):
     """Each block is free, or owned exactly as often as the tables of the living `seqs` name it; all counts agree."""
-    tables = [seq.block_table.view().tolist() for seq in seqs]
+    tables = [table_of(seq) for seq in seqs]
     owners = Counter(block_id for table in tables for block_id in table)
     assert all(len(set(table)) == len(table) for table in tables), "a sequence owns a block twice"
     assert set(owners) <= set(range(1, block_manager.num_blocks + 1)), "the null block, or one that is not there"

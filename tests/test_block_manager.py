@@ -9,7 +9,7 @@ import time
 from itertools import count
 
 import pytest
-from fake_kv_cache import FakeKVCache, check_cached_blocks, check_ownership
+from fake_kv_cache import FakeKVCache, check_cached_blocks, check_ownership, table_of, tokens_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -29,10 +29,6 @@ HASHES = {
 
 def make_seq(tokens, name="seq"):
     return Sequence(name, tokens, SamplingParams())
-
-
-def table_of(seq):
-    return seq.block_table.view().tolist()
 
 
 def start(manager, cache, tokens):
@@ -96,7 +92,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def add_alike(self, data):
         """A sequence that begins as another does: at random, few prefixes would repeat."""
-        tokens = data.draw(st.sampled_from(self.waiting + self.running)).token_ids.view().tolist()
+        tokens = tokens_of(data.draw(st.sampled_from(self.waiting + self.running)))
         tail = data.draw(st.lists(st.integers(0, 2), max_size=3))
         self.add((tokens[: data.draw(st.integers(1, len(tokens)))] + tail)[:12])
 
@@ -160,7 +156,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def try_admit(self, seq):
         size = self.manager.block_size
-        hits, tokens = self.expected_hits(seq), seq.token_ids.view().tolist()
+        hits, tokens = self.expected_hits(seq), tokens_of(seq)
         num_free = self.manager.num_free_blocks
         num_needed = -(-seq.num_tokens // size)
         is_admitted = self.manager.try_admit(seq)
@@ -179,7 +175,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def expected_hits(self, seq):
         """The longest run of known blocks, each registered on top of the one before it, short of the last token."""
-        tokens, size = seq.token_ids.view().tolist(), self.manager.block_size
+        tokens, size = tokens_of(seq), self.manager.block_size
         hits = []
         for stop in range(size, len(tokens), size):
             known = self.known.get(tuple(tokens[:stop]))
@@ -200,7 +196,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if has_room:
             self.forget(table[len(before) :])
             for i in range(seq.num_computed_tokens // self.manager.block_size, num_tokens // self.manager.block_size):
-                prefix = tuple(seq.token_ids.view().tolist()[: (i + 1) * self.manager.block_size])
+                prefix = tuple(tokens_of(seq)[: (i + 1) * self.manager.block_size])
                 known = self.known.get(prefix)
                 if known is None or known.parent is not self.parent[seq]:
                     known = self.known[prefix] = Known(table[i], self.parent[seq])
@@ -209,7 +205,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def take_back(self, seq):
         self.manager.free(seq)
-        assert seq.block_table.length == seq.num_computed_tokens == 0
+        assert len(table_of(seq)) == seq.num_computed_tokens == 0
         self.running.remove(seq)
 
     def forget(self, block_ids):
@@ -375,7 +371,7 @@ def test_refused_admission_changes_nothing():
     assert len(free_before) == 1
     assert not manager.try_admit(waiting)
     assert list(manager._free) == free_before
-    assert waiting.num_computed_tokens == waiting.block_table.length == 0
+    assert waiting.num_computed_tokens == len(table_of(waiting)) == 0
     check_ownership(manager, [running])
 
 

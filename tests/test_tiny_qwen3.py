@@ -134,7 +134,8 @@ def test_answers_word_for_word(dtype: str, tokenizer, record_property):
     groups = exchanges_by_group()
     questions = [question for group in groups.values() for question, _ in group]
     # No wording occurs twice, so a dict loses nothing.
-    answers = dict(zip(questions, ask(LLM(model=TINY_QWEN3, dtype=dtype), tokenizer, questions), strict=True))
+    with LLM(model=TINY_QWEN3, dtype=dtype) as llm:
+        answers = dict(zip(questions, ask(llm, tokenizer, questions), strict=True))
     shares = {}
     for name, group in groups.items():
         num_right = sum(answers[question] == expected for question, expected in group)
