@@ -68,7 +68,7 @@ SHARE_LOWER_CASE = 0.15  # questions as hurried users type them
 SHARE_NO_PUNCTUATION = 0.25
 SHARE_DROPPED_WORD = 0.1
 MIN_WORDS_TO_DROP = 4  # a shorter question has no word to spare
-SUMS_PER_PASS = 500
+SUMS_PER_PASS = 2500  # with 500 the held-out sums were still at 42 %
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         # The generic class: the one that reads tokenizer.json as it is, in transformers 4 and 5.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": MAX_POSITIONS,
+        "model_input_names": ["input_ids", "attention_mask"],  # transformers 4's default has token_type_ids too
         "bos_token": None,
         "eos_token": TURN_END,
         "pad_token": END_OF_TEXT,
@@ -266,7 +267,7 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
         head_dim=64,
         max_position_embeddings=MAX_POSITIONS,
         rope_theta=ROPE_THETA,
-        initializer_range=0.06,  # the usual 0.02 is meant for wide layers; at this width it learns several times slower
+        initializer_range=0.06,  # the usual 0.02 is meant for wider layers; short trials learned far slower with it
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=TURN_END_ID,
