@@ -2,10 +2,20 @@
 
 from pathlib import Path
 
+from nanovllm.beam_search import BeamSearchParams
 from nanovllm.config import Config
 from nanovllm.engine import LLMEngine
 from nanovllm.llm import LLM
-from nanovllm.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput, StepOutput
+from nanovllm.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    EngineStats,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    StepOutput,
+)
 from nanovllm.sampling_params import SamplingParams
 
 TINY_QWEN3 = Path(__file__).parent / "assets" / "tiny-qwen3"
@@ -14,10 +24,14 @@ TINY_QWEN3 = Path(__file__).parent / "assets" / "tiny-qwen3"
 __all__ = [
     "LLM",
     "TINY_QWEN3",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Config",
     "EngineStats",
     "LLMEngine",
+    "Logprob",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

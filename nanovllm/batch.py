@@ -15,13 +15,23 @@ Two sequences with block_size 4: A decodes its 6th token (block table [7, 2]), B
     logits_indices [  0,  3 ]             the last row of each sequence that has caught up: it gets a new token
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from nanovllm.scheduler import SchedulerOutput
+from nanovllm.sampling_batch import SamplingBatch, build_sampling_batch, to_device
+from nanovllm.scheduler import BlockMoves, SchedulerOutput
 from nanovllm.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Rows of the batch whose next token is known, because it belongs to the prompt, and is to be judged."""
+
+    rows: torch.Tensor  # [num_targets] int64
+    targets: torch.Tensor  # [num_targets] int64, the next tokens
+    num_logprobs: int  # the most that any of them asks for; -1 for the vocabulary
 
 
 @dataclass(frozen=True)
@@ -38,18 +48,16 @@ class Batch:
     prefill_cu_seqlens_q: torch.Tensor  # [num_seqs - num_decodes + 1] int32
     prefill_cu_seqlens_k: torch.Tensor  # [num_seqs - num_decodes + 1] int32
     logits_indices: torch.Tensor  # [num_samples] int32
-    temperatures: torch.Tensor  # [num_samples] float32
 
     num_decodes: int  # the first so many sequences have one new token each
     max_seqlen_q: int  # longest prefill chunk, 0 if there is none
     max_seqlen_k: int  # most tokens that a prefill chunk attends to
-    is_all_greedy: bool
+    sampling: SamplingBatch  # what the num_samples rows ask for
+    prompt_logprobs: PromptLogprobs | None  # the rows whose prompt's log-probabilities are wanted
+    moves: BlockMoves  # blocks to be copied first
 
     def to(self, device: torch.device) -> "Batch":
-        if device.type == "cpu":
-            return self
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.type is torch.Tensor}
-        return replace(self, **{name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()})
+        return to_device(self, device)
 
 
 def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
@@ -66,8 +74,7 @@ def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
     block_tables = pad_block_tables(seqs)  # [num_seqs, max_num_blocks]
     slot_mapping = block_tables[rows, positions // block_size] * block_size + positions % block_size
 
-    catches_up = seq_lens == num_tokens  # [num_seqs]
-    temperatures = np.array([seq.sampling_params.temperature for seq in seqs], dtype=np.float32)[catches_up]
+    samples, sampled_rows = find_samples(seqs, seq_lens == num_tokens)
     nd = scheduled.num_decodes
     return Batch(
         input_ids=torch.from_numpy(gather_token_ids(seqs, starts.tolist(), seq_lens.tolist(), nd)),
@@ -78,12 +85,52 @@ def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
         cu_seqlens_q=torch.from_numpy(cu_seqlens_q),
         prefill_cu_seqlens_q=torch.from_numpy(cu_seqlens_q[nd:] - cu_seqlens_q[nd]),
         prefill_cu_seqlens_k=torch.from_numpy(offsets(seq_lens[nd:])),
-        logits_indices=torch.from_numpy(cu_seqlens_q[1:][catches_up] - 1),
-        temperatures=torch.from_numpy(temperatures),
+        logits_indices=torch.from_numpy(cu_seqlens_q[1:][sampled_rows] - 1),
         num_decodes=nd,
         max_seqlen_q=int(num_new[nd:].max(initial=0)),
         max_seqlen_k=int(seq_lens[nd:].max(initial=0)),
-        is_all_greedy=not temperatures.any(),
+        sampling=build_sampling_batch(samples),
+        prompt_logprobs=build_prompt_logprobs(scheduled, cu_seqlens_q),
+        moves=scheduled.moves,
+    )
+
+
+def find_samples(seqs: list[Sequence], catches_up: np.ndarray) -> tuple[list[Sequence], np.ndarray]:
+    """The sequences that get a token, and which row of the batch each draws it from: [num_samples].
+
+    Children that are about to come to life draw from their parent's row, each with its own random number.
+    """
+    rows = np.flatnonzero(catches_up)
+    samples = seqs if len(rows) == len(seqs) else [seqs[row] for row in rows.tolist()]
+    if any([seq.children for seq in samples]):
+        rows = np.repeat(rows, [1 + len(seq.children) for seq in samples])
+        samples = [sample for seq in samples for sample in (seq, *seq.children)]
+    return samples, rows
+
+
+def prompt_target_range(seq: Sequence, start: int, num_new_tokens: int) -> range:
+    """Positions of the prompt that the chunk from position `start` judges: each by the row of the token before it."""
+    if seq.sampling_params.prompt_logprobs is None:
+        return range(0)
+    return range(start + 1, max(start + 1, min(start + 1 + num_new_tokens, seq.num_prompt_tokens)))
+
+
+def build_prompt_logprobs(scheduled: SchedulerOutput, cu_seqlens_q: np.ndarray) -> PromptLogprobs | None:
+    rows, targets, wanted = [], [], [0]
+    if all([seq.is_plain_sampling for seq, _ in scheduled.chunks]):  # the usual case, at the price of one look each
+        return None
+    for row, (seq, num_new_tokens) in enumerate(scheduled.chunks):
+        positions = prompt_target_range(seq, seq.num_computed_tokens, num_new_tokens)
+        if positions:
+            rows.append(np.arange(len(positions)) + cu_seqlens_q[row])
+            targets.append(seq.token_ids.view(positions.start, positions.stop))
+            wanted.append(seq.sampling_params.prompt_logprobs or 0)
+    if not rows:
+        return None
+    return PromptLogprobs(
+        rows=torch.from_numpy(np.concatenate(rows)),
+        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+        num_logprobs=-1 if -1 in wanted else max(wanted),
     )
 
 

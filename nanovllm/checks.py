@@ -10,15 +10,16 @@ from collections.abc import Collection
 from typing import Any
 
 
-def check_int(name: str, value: Any, minimum: int, optional: bool = False) -> None:
-    """`value` is a whole number (no bool) of at least `minimum`, or None where that is allowed."""
+def check_int(name: str, value: Any, minimum: int, optional: bool = False, maximum: int | None = None) -> None:
+    """`value` is a whole number (no bool) in [minimum, maximum], or None where that is allowed."""
     if value is None and optional:
         return
-    or_none = " or None" if optional else ""
+    most = "" if maximum is None else f" and <= {maximum}"
+    allowed = f"an integer >= {minimum}{most}" + (" or None" if optional else "")
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an integer >= {minimum}{or_none}, got {value!r}")
-    if int(value) < minimum:
-        raise ValueError(f"{name} must be an integer >= {minimum}{or_none}, got {value}")
+        raise TypeError(f"{name} must be {allowed}, got {value!r}")
+    if int(value) < minimum or (maximum is not None and int(value) > maximum):
+        raise ValueError(f"{name} must be {allowed}, got {value}")
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, open_low: bool = False) -> None:
@@ -26,7 +27,10 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, open
     allowed = f"a finite number {'>' if open_low else '>='} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be {allowed}, got {value!r}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf
     if not math.isfinite(number) or number < low or number > high or (open_low and number == low):
         raise ValueError(f"{name} must be {allowed}, got {value}")
 

@@ -5,6 +5,7 @@ that fit, the end-of-sequence ids): those are constructor arguments of whoever n
 `LLMEngine`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from nanovllm.checks import check_bool, check_choice, check_int, check_number
+from nanovllm.policies import POLICIES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION_BACKENDS = ("auto", "torch", "flash_attn")
@@ -49,6 +51,14 @@ class Config:
     """Whether prompts that begin alike share their KV blocks."""
     attention_backend: str = "auto"
     """`torch` or `flash_attn`; `auto` is the fastest that this machine has."""
+    scheduling_policy: str | Callable[[Any], float] = "fcfs"
+    """`fcfs`, `priority` or `sjf`, or a function of one's own: see `policies.py`."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one sequence in a step, so that short prompts get past a long one; 0 is no such limit."""
+    preemption_mode: str = "recompute"
+    """What becomes of a preempted sequence's K and V: `recompute`, or `swap` to host memory while there is room."""
+    swap_space_bytes: int = 0
+    """Host memory for `preemption_mode="swap"`."""
     enforce_eager: bool = False
     """Run without CUDA graphs. The engine captures none so far, so both settings run eagerly."""
     load_format: str = "auto"
@@ -74,9 +84,19 @@ class Config:
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        if not callable(self.scheduling_policy):
+            check_choice("scheduling_policy", self.scheduling_policy, tuple(POLICIES))
+        check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
+        check_choice("preemption_mode", self.preemption_mode, ("recompute", "swap"))
+        check_int("swap_space_bytes", self.swap_space_bytes, 0)
+        if (self.preemption_mode == "swap") != (self.swap_space_bytes > 0):
+            raise ValueError(
+                f"preemption_mode='swap' and swap_space_bytes > 0 go together, "
+                f"got {self.preemption_mode!r} and {self.swap_space_bytes}"
+            )
         check_bool("enforce_eager", self.enforce_eager)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
-        check_int("seed", self.seed, 0)
+        check_int("seed", self.seed, 0, maximum=2**64 - 1)
 
     @classmethod
     def from_options(cls, model: str | Path, options: dict[str, Any]) -> "Config":

@@ -12,18 +12,29 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.batch import build_batch
+from nanovllm.batch import build_batch, prompt_target_range
+from nanovllm.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config, resolve_device, resolve_dtype
-from nanovllm.detokenizer import Detokenizer
+from nanovllm.detokenizer import TokenDecoder
 from nanovllm.layers.attention import select_backend
-from nanovllm.loader import load_model, load_tokenizer, read_eos_token_ids, read_model_config, resolve_model
-from nanovllm.model_runner import ModelRunner
+from nanovllm.limits import Limits
+from nanovllm.loader import (
+    load_model,
+    load_tokenizer,
+    read_default_sampling_params,
+    read_eos_token_ids,
+    read_model_config,
+    resolve_model,
+)
+from nanovllm.model_runner import ModelRunner, StepTokens
 from nanovllm.outputs import EngineStats, RequestOutput, StepOutput
-from nanovllm.request import Prompt, Request, encode_prompt
+from nanovllm.policies import POLICIES
+from nanovllm.request import Prompt, Request, encode_bad_words, encode_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler, SchedulerOutput
 from nanovllm.sequence import Sequence
+from nanovllm.swap_space import SwapSpace
 
 
 @dataclass
@@ -31,6 +42,8 @@ class Counters:
     """The engine's own counts over its life; `EngineStats` says what they mean."""
 
     steps: int = 0
+    num_requests: int = 0
+    scheduled_tokens: int = 0
     num_finished: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -55,7 +68,10 @@ class LLMEngine:
         self.folder = resolve_model(config.model, with_weights=not is_dummy)
         model_class, self.model_config = read_model_config(self.folder)
         self.tokenizer = load_tokenizer(self.folder)
-        self.eos_token_ids = read_eos_token_ids(self.folder) | tokenizer_eos(self.tokenizer)
+        self._decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
+        eos_token_ids = read_eos_token_ids(self.folder) | tokenizer_eos(self.tokenizer)
+        self.eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < self.model_config.vocab_size)
+        self.default_sampling_params = read_default_sampling_params(self.folder)
         self.max_model_len = limit_model_len(config.max_model_len, self.model_config.max_position_embeddings)
 
         device = resolve_device(config.device)
@@ -66,13 +82,30 @@ class LLMEngine:
         backend = backend_class(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, self.block_size)
         seed = config.seed if is_dummy else None
         model = load_model(model_class, shape, backend, dtype, device, self.folder, seed)
-        self.runner = ModelRunner(model, backend, shape.num_hidden_layers, dtype, device, config.seed)
+        self.runner = ModelRunner(model, backend, shape.num_hidden_layers, dtype, device)
         self.num_kv_blocks = self.runner.num_blocks_that_fit(config, self.max_model_len)
-        self.runner.allocate_kv_cache(self.num_kv_blocks)
+        self.num_swap_blocks = config.swap_space_bytes // self.runner.bytes_per_block
+        if config.swap_space_bytes and not self.num_swap_blocks:
+            raise ValueError(
+                f"swap_space_bytes must be >= {self.runner.bytes_per_block}, one block, got {config.swap_space_bytes}"
+            )
+        self.runner.allocate_kv_cache(self.num_kv_blocks, self.num_swap_blocks)
+
+        self.limits = Limits(
+            vocab_size=shape.vocab_size,
+            max_model_len=self.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            num_kv_blocks=self.num_kv_blocks,
+            block_size=self.block_size,
+            num_eos_tokens=len(self.eos_token_ids),
+            has_tokenizer=self.tokenizer is not None,
+        )
 
         self.scheduler = self._fresh_scheduler()
         self._requests: dict[str, Request] = {}
         self._counters = Counters()
+        self._is_in_flight = False  # whether a step runs just now
+        self._aborted_in_flight: list[Request] = []
 
     # ---- the loop
 
@@ -84,19 +117,23 @@ class LLMEngine:
         t0 = time.monotonic()
         scheduled = self.scheduler.schedule()
         if not scheduled.chunks:
-            return StepOutput([], 0, 0, 0, 0, scheduled.num_preempted, time.monotonic() - t0, 0.0, 0.0, 0.0, 0.0)
+            return StepOutput([], 0, 0, 0, 0, 0, time.monotonic() - t0, 0.0, 0.0, 0.0, 0.0)
         try:
+            self._is_in_flight = True
             t1 = time.monotonic()
             batch = build_batch(scheduled, self.block_size)
             t2 = time.monotonic()
-            token_ids = self.runner.run(batch).wait()
+            tokens = self.runner.run(batch).wait()
         except BaseException:
             self.scheduler.rollback(scheduled)
+            self._land()
             raise
         t3 = time.monotonic()
-        advanced = self.scheduler.update(scheduled, token_ids)
+        self._note_prompts(scheduled, tokens, t1)
+        advanced = self.scheduler.update(scheduled, tokens.token_ids)
         t4 = time.monotonic()
-        outputs = self._make_outputs(advanced, t3)
+        outputs = self._make_outputs(advanced, tokens, t3)
+        self._land()
         self._count(scheduled, advanced, t4 - t0)
         return StepOutput(
             outputs=outputs,
@@ -104,7 +141,7 @@ class LLMEngine:
             num_prefill_tokens=scheduled.num_prefill_tokens,
             num_decode_tokens=scheduled.num_decodes,
             num_seqs=len(scheduled.chunks),
-            num_preempted=scheduled.num_preempted,
+            num_preempted=len(scheduled.preempted),
             schedule_time_s=t1 - t0,
             build_time_s=t2 - t1,
             run_time_s=t3 - t2,
@@ -131,64 +168,61 @@ class LLMEngine:
         Raises ValueError or TypeError before anything changes.
         """
         text, token_ids = self.encode(prompt)
-        params = sampling_params if sampling_params is not None else SamplingParams()
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a str, got {request_id!r}")
-        if request_id in self._requests:
-            raise ValueError(f"request_id {request_id!r} belongs to an unfinished request; choose another")
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be a SamplingParams or None, got {params!r}")
+        params = sampling_params if sampling_params is not None else self.default_sampling_params
+        self._check_request_id(request_id)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be an int, got {priority!r}")
-        seq = Sequence(request_id, token_ids, params, self.eos_token_ids, priority)
-        self.scheduler.add(seq)
-        self._requests[request_id] = Request(
-            request_id, text, token_ids, seq, stream, Detokenizer(self.tokenizer), time.monotonic()
-        )
-        self._counters.prompt_tokens += len(token_ids)
+        self.limits.check_params(params)
+        seqs = self._make_sequences(request_id, token_ids, params, priority)
+        self._queue(Request(text, token_ids, seqs, stream, self.tokenizer, self._decoder, time.monotonic()))
 
-    def abort_request(self, request_id: str) -> None:
-        """End a request at once and free its blocks; one that is finished or unknown is left alone."""
+    def add_beam_search(self, request_id: str, prompt: Prompt, params: BeamSearchParams) -> None:
+        """Check and queue one beam search; a step returns its `BeamSearchOutput` when it has finished."""
+        text, token_ids = self.encode(prompt)
+        self._check_request_id(request_id)
+        self.limits.check_beam_search_params(params)
+        eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+        self._queue(BeamSearch(request_id, text, token_ids, params, eos_token_ids, self.tokenizer, time.monotonic()))
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request at once and free its blocks; returns what there is of it, or None if it is unknown or over."""
         request = self._requests.pop(request_id, None)
-        if request is not None:
-            self.scheduler.abort(request.seq)
+        if request is None:
+            return None
+        if self._is_in_flight:  # its blocks are being written to: they are freed when the step has ended
+            self._aborted_in_flight.append(request)
+            return request.make_output()
+        request.abort(self.scheduler, time.monotonic())
+        return request.make_output()
 
     def recover(self) -> None:
         """After an interrupt, which may strike between any two lines: with no request left, start on clean books."""
         if not self._requests:
             self.scheduler = self._fresh_scheduler(self.scheduler)
+            self._is_in_flight = False
+            self._aborted_in_flight.clear()
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Text (None if there was none) and token ids of a prompt that this engine can serve, else an error."""
         text, token_ids = encode_prompt(prompt, self.tokenizer, self.model_config.vocab_size)
-        num_tokens, capacity = len(token_ids), self.num_kv_blocks * self.block_size
-        if num_tokens == 0:
-            raise ValueError("the prompt is empty; it must have at least 1 token")
-        if num_tokens > self.max_model_len - 1:
-            raise ValueError(
-                f"the prompt has {num_tokens} tokens; at most {self.max_model_len - 1} are allowed "
-                f"(max_model_len {self.max_model_len}, less one for the output)"
-            )
-        if num_tokens > capacity:
-            raise ValueError(
-                f"the prompt has {num_tokens} tokens; the whole KV cache holds {capacity} "
-                f"({self.num_kv_blocks} blocks of {self.block_size}): give more num_kv_blocks or kv_cache_memory_bytes"
-            )
+        self.limits.check_prompt_len(len(token_ids))
         return text, token_ids
 
     # ---- what is going on
 
     def get_stats(self) -> EngineStats:
-        scheduler = self.scheduler
+        scheduler, counters = self.scheduler, self._counters
         return EngineStats(
             num_kv_blocks=self.num_kv_blocks,
             num_free_blocks=scheduler.block_manager.num_free_blocks,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_preemptions=scheduler.num_preemptions,
+            num_swaps=scheduler.num_swaps,
             prefix_cache_query_tokens=scheduler.prefix_cache_query_tokens,
             prefix_cache_hit_tokens=scheduler.prefix_cache_hit_tokens,
-            **vars(self._counters),
+            budget_used=counters.scheduled_tokens / max(1, counters.steps * self.config.max_num_batched_tokens),
+            **vars(counters),
         )
 
     def reset_prefix_cache(self) -> None:
@@ -197,24 +231,81 @@ class LLMEngine:
 
     # ---- inside
 
-    def _make_outputs(self, advanced: list[Sequence], now: float) -> list[RequestOutput]:
+    def _land(self) -> None:
+        """The step in flight has ended: what was aborted meanwhile can go."""
+        self._is_in_flight = False
+        for request in self._aborted_in_flight:
+            request.abort(self.scheduler, time.monotonic())
+        self._aborted_in_flight.clear()
+
+    def _check_request_id(self, request_id: str) -> None:
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {request_id!r}")
+        if request_id in self._requests:
+            raise ValueError(f"request_id {request_id!r} belongs to an unfinished request; choose another")
+
+    def _queue(self, request: Request) -> None:
+        self.scheduler.add(request.seqs[0])
+        self._requests[request.request_id] = request
+        self._counters.prompt_tokens += len(request.prompt_token_ids)
+
+    def _make_sequences(
+        self, request_id: str, token_ids: list[int], params: SamplingParams, priority: int
+    ) -> list[Sequence]:
+        """One sequence for each sample; the first computes the prompt, the others are its children."""
+        # without a seed of its own a request gets one that depends on the engine's seed and the order of arrival alone
+        own_seed = 1 << 63 | (self.config.seed * 1_000_003 + self._counters.num_requests) % 2**63
+        seed = own_seed if params.seed is None else params.seed
+        self._counters.num_requests += 1
+        bad_word_ids = encode_bad_words(params.bad_words or (), self.tokenizer)
+        seqs = [
+            Sequence(request_id, token_ids, params, self.eos_token_ids, priority, seed, i, bad_word_ids)
+            for i in range(params.n)
+        ]
+        seqs[0].children = seqs[1:]
+        return seqs
+
+    def _make_outputs(self, advanced: list[Sequence], tokens: StepTokens, now: float) -> list[RequestOutput]:
+        """What the step's tokens mean for their requests: text, log-probabilities, times, and whether they are done."""
+        requests: dict[str, Request] = {}
+        for row, seq in enumerate(advanced):
+            request = self._requests.get(seq.request_id)
+            if request is not None:  # else aborted while the step was in flight
+                request.read_token(seq, tokens, row)
+                requests[seq.request_id] = request
         outputs = []
-        for seq in advanced:
-            request = self._requests[seq.request_id]
-            if request.first_token_time is None:
-                request.first_token_time = now
-            is_finished = seq.finish_reason is not None
-            if is_finished:
+        for request_id, request in requests.items():
+            request.end_step(self.scheduler, now)
+            if is_finished := request.is_finished:
                 request.finished_time = now
-                del self._requests[seq.request_id]
+                self._counters.num_finished += 1
+                del self._requests[request_id]
             if request.stream or is_finished:
                 outputs.append(request.make_output())
         return outputs
 
+    def _note_prompts(self, scheduled: SchedulerOutput, tokens: StepTokens, scheduled_time: float) -> None:
+        """When requests began to be served, and the log-probabilities of their prompts."""
+        first_row = 0
+        for seq, num_new_tokens in scheduled.chunks:
+            start = seq.num_computed_tokens
+            if start >= seq.num_prompt_tokens:
+                continue
+            request = self._requests.get(seq.request_id)
+            if request is None:
+                first_row += len(prompt_target_range(seq, start, num_new_tokens))
+                continue
+            if request.scheduled_time is None:
+                request.scheduled_time = scheduled_time
+            positions = prompt_target_range(seq, start, num_new_tokens)
+            if positions and tokens.prompt_logprobs is not None:
+                request.add_prompt_logprobs(tokens.prompt_logprobs, first_row, positions.start, len(positions))
+                first_row += len(positions)
+
     def _count(self, scheduled: SchedulerOutput, advanced: list[Sequence], time_s: float) -> None:
         counters = self._counters
         counters.steps += 1
-        counters.num_finished += sum(seq.finish_reason is not None for seq in advanced)
+        counters.scheduled_tokens += scheduled.num_scheduled_tokens
         counters.generation_tokens += len(advanced)
         counters.kv_tokens_stored += scheduled.kv_tokens_stored
         counters.kv_slots_reserved += scheduled.kv_slots_reserved
@@ -228,13 +319,20 @@ class LLMEngine:
 
     def _fresh_scheduler(self, old: Scheduler | None = None) -> Scheduler:
         """An empty scheduler and block manager; the counts of `old` go on."""
-        blocks = BlockManager(self.num_kv_blocks, self.block_size, self.config.enable_prefix_caching)
         config = self.config
-        new = Scheduler(blocks, config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len)
+        policy = config.scheduling_policy if callable(config.scheduling_policy) else POLICIES[config.scheduling_policy]
+        new = Scheduler(
+            BlockManager(self.num_kv_blocks, self.block_size, config.enable_prefix_caching),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            self.max_model_len,
+            policy,
+            config.long_prefill_token_threshold,
+            SwapSpace(self.num_swap_blocks, self.block_size) if self.num_swap_blocks else None,
+        )
         if old is not None:
-            new.num_preemptions = old.num_preemptions
-            new.prefix_cache_query_tokens = old.prefix_cache_query_tokens
-            new.prefix_cache_hit_tokens = old.prefix_cache_hit_tokens
+            for name in ("num_preemptions", "num_swaps", "prefix_cache_query_tokens", "prefix_cache_hit_tokens"):
+                setattr(new, name, getattr(old, name))
         return new
 
 

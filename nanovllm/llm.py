@@ -3,7 +3,7 @@
 Turns the forms that a prompt may have into requests, steps the engine until all are done, and shows a progress bar.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import count
 from pathlib import Path
@@ -11,10 +11,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from nanovllm.beam_search import BeamSearchParams
 from nanovllm.checks import check_bool
 from nanovllm.config import Config
 from nanovllm.engine import LLMEngine
-from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.outputs import BeamSearchOutput, EngineStats, RequestOutput
 from nanovllm.request import Prompt
 from nanovllm.sampling_params import SamplingParams
 
@@ -31,6 +32,7 @@ class LLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         self._engine: LLMEngine | None = LLMEngine(Config.from_options(model, options))
         self._request_ids = count()
+        self._inboxes: dict[str, dict[str, Any]] = {}  # by request: the outputs that its call has not taken yet
 
     @property
     def engine(self) -> LLMEngine:
@@ -43,28 +45,63 @@ class LLM:
         prompts: Prompt | SequenceOf[Prompt],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        priority: SequenceOf[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts; outputs come in their order.
 
         prompts: one prompt or a list of them; a prompt is a str, a list of token ids, `{"prompt": str}` or
             `{"prompt_token_ids": list}`.
-        sampling_params: one for all, or one for each.
+        sampling_params: one for all, or one for each; None is `get_default_sampling_params()`.
+        priority: one for each prompt, smaller first, for `scheduling_policy="priority"`.
         Raises TypeError or ValueError before anything is queued if any of them is bad.
         """
         check_bool("use_tqdm", use_tqdm)
-        engine = self.engine
-        prompt_list: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
-        params = spread(sampling_params, len(prompt_list))
-        encoded = [engine.encode(prompt) for prompt in prompt_list]
-        request_ids = [f"generate-{next(self._request_ids)}" for _ in encoded]
+        requests = self._check(prompts, sampling_params, priority)
+        request_ids: list[str] = []
+        finished: dict[str, RequestOutput] = {}
         try:
-            for request_id, (text, token_ids), one in zip(request_ids, encoded, params, strict=True):
-                engine.add_request(request_id, {"prompt": text, "prompt_token_ids": token_ids}, one, stream=False)
-            finished = self._run(set(request_ids), use_tqdm)
+            self._queue(request_ids, requests, stream=False)
+            with tqdm(total=len(request_ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+                for output in self._outputs(request_ids):
+                    finished[output.request_id] = output
+                    bar.update()
         except BaseException:  # KeyboardInterrupt too: leave nothing behind
-            for request_id in request_ids:
-                engine.abort_request(request_id)
-            engine.recover()
+            self._abort(request_ids)
+            self.engine.recover()
+            raise
+        return [finished[request_id] for request_id in request_ids]
+
+    def stream(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        priority: SequenceOf[int] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, but yields each request's output whenever it has grown, `finished` on the last.
+
+        Each `outputs[i].text` is the beginning of the next. Closing the iterator early aborts what is left.
+        """
+        requests = self._check(prompts, sampling_params, priority)
+        return self._stream(requests)
+
+    def beam_search(
+        self, prompts: Prompt | SequenceOf[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest completions of each prompt that a search of `params.beam_width` beams finds, best first."""
+        prompt_list: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
+        encoded = [self.engine.encode(prompt) for prompt in prompt_list]
+        self.engine.limits.check_beam_search_params(params)
+        request_ids: list[str] = []
+        try:
+            for text, token_ids in encoded:
+                request_ids.append(str(next(self._request_ids)))
+                prompt = {"prompt": text, "prompt_token_ids": token_ids}
+                self.engine.add_beam_search(request_ids[-1], prompt, params)
+            outputs: Any = tqdm(self._outputs(request_ids), total=len(request_ids), unit="req", disable=not use_tqdm)
+            finished = {output.request_id: output for output in outputs}
+        except BaseException:
+            self._abort(request_ids)
+            self.engine.recover()
             raise
         return [finished[request_id] for request_id in request_ids]
 
@@ -75,6 +112,10 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list; a message is `{"role": "user", "content": "…"}`."""
+        return self.generate(self.render_chat(messages), sampling_params, use_tqdm)
+
+    def render_chat(self, messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]]) -> list[Prompt]:
+        """Conversations as prompts by the model's chat template, for `generate` and `stream`."""
         tokenizer = self.get_tokenizer()
         if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(f"{self.engine.folder} has no chat template; use generate")
@@ -86,12 +127,15 @@ class LLM:
         texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in conversations]
         # the template has written the special tokens already
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        prompts = [{"prompt": text, "prompt_token_ids": i} for text, i in zip(texts, ids, strict=True)]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return [{"prompt": text, "prompt_token_ids": i} for text, i in zip(texts, ids, strict=True)]
 
     def get_tokenizer(self) -> Any:
         """The `transformers` tokenizer of the model, or None if its folder holds none."""
         return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests get that bring no SamplingParams: the model's generation_config.json over vLLM's defaults."""
+        return self.engine.default_sampling_params
 
     def get_stats(self) -> EngineStats:
         return self.engine.get_stats()
@@ -109,43 +153,94 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _run(self, request_ids: set[str], use_tqdm: bool) -> dict[str, RequestOutput]:
-        """Step until all of `request_ids` are finished; requests of others advance along with them."""
-        finished: dict[str, RequestOutput] = {}
-        with tqdm(total=len(request_ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-            num_tokens = 0
-            while len(finished) < len(request_ids):
-                for output in self.engine.step().outputs:
-                    if output.request_id in request_ids and output.finished:
-                        finished[output.request_id] = output
-                        num_tokens += len(output.outputs[0].token_ids)
-                        bar.update()
-                bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
-        return finished
+    def _check(self, prompts: Any, sampling_params: Any, priority: Any) -> list[tuple[Prompt, SamplingParams, int]]:
+        """What is to be queued: a prompt, encoded, its parameters and its priority for each request."""
+        limits, encode = self.engine.limits, self.engine.encode
+        prompt_list: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
+        num_prompts, default = len(prompt_list), self.engine.default_sampling_params
+        params = spread("sampling_params", sampling_params, SamplingParams, default, num_prompts)
+        priorities = spread("priority", priority, int, 0, num_prompts)
+        for one in params:
+            limits.check_params(one)
+        encoded = [encode(prompt) for prompt in prompt_list]
+        ready: list[Any] = [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in encoded]
+        return list(zip(ready, params, priorities, strict=True))
+
+    def _queue(self, request_ids: list[str], requests: list[tuple[Prompt, SamplingParams, int]], stream: bool) -> None:
+        """Queue all; the requests' ids are noted in `request_ids` as they are queued."""
+        for prompt, params, priority in requests:
+            request_ids.append(str(next(self._request_ids)))
+            self.engine.add_request(request_ids[-1], prompt, params, priority, stream)
+
+    def _stream(self, requests: list[tuple[Prompt, SamplingParams, int]]) -> Iterator[RequestOutput]:
+        """Queues its requests when it is first read, so that one that never is leaves nothing behind."""
+        request_ids: list[str] = []
+        try:
+            self._queue(request_ids, requests, stream=True)
+            yield from self._outputs(request_ids)
+        except GeneratorExit:  # nobody reads on
+            self._abort(request_ids)
+            raise
+        except BaseException:
+            self._abort(request_ids)
+            self.engine.recover()
+            raise
+
+    def _outputs(self, request_ids: list[str]) -> Iterator[Any]:
+        """Step until all requests are finished, and yield their outputs.
+
+        Requests of other calls, such as a stream that pauses, advance along with them: each call finds the latest
+        output of its requests in its inbox.
+        """
+        unfinished = set(request_ids)
+        inbox: dict[str, Any] = {}
+        self._inboxes.update(dict.fromkeys(request_ids, inbox))
+        try:
+            while unfinished:
+                while not inbox:
+                    if not self.engine.has_unfinished_requests():
+                        raise RuntimeError(
+                            f"requests {sorted(unfinished)} were aborted, or another caller took their outputs"
+                        )
+                    for output in self.engine.step().outputs:
+                        if output.request_id in self._inboxes:
+                            self._inboxes[output.request_id][output.request_id] = output
+                while inbox:
+                    request_id = next(iter(inbox))
+                    output = inbox.pop(request_id)
+                    unfinished -= {request_id} if output.finished else set()
+                    yield output
+        finally:
+            for request_id in request_ids:
+                self._inboxes.pop(request_id, None)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self.engine.abort_request(request_id)
 
 
 def is_single_prompt(prompts: Any) -> bool:
     """[1, 2] is one prompt of token ids; ["a"], [[1, 2]], [{…}] and [] are lists of prompts."""
     if isinstance(prompts, str | Mapping):
         return True
+    if hasattr(prompts, "ndim"):  # an array or a tensor: a row of ids, or rows of them
+        return prompts.ndim == 1
     if isinstance(prompts, bytes) or not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__"):
         raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
     return len(prompts) > 0 and not isinstance(prompts[0], str | Mapping) and not hasattr(prompts[0], "__len__")
 
 
-def spread(sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
-    """One SamplingParams for each prompt."""
-    if sampling_params is None:
-        return [SamplingParams()] * num_prompts
-    if isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * num_prompts
-    if not isinstance(sampling_params, list | tuple) or not all(isinstance(p, SamplingParams) for p in sampling_params):
-        raise TypeError(f"sampling_params must be a SamplingParams, a list of them, or None, got {sampling_params!r}")
-    if len(sampling_params) != num_prompts:
-        raise ValueError(
-            f"there must be one SamplingParams for each prompt, got {len(sampling_params)} for {num_prompts} prompts"
-        )
-    return list(sampling_params)
+def spread(name: str, value: Any, kind: type, default: Any, num_prompts: int) -> list[Any]:
+    """One for each prompt, given one for all, a list, or None for the default."""
+    if value is None:
+        return [default] * num_prompts
+    if isinstance(value, SamplingParams):
+        return [value] * num_prompts
+    if not isinstance(value, list | tuple) or not all(isinstance(one, kind) for one in value):
+        raise TypeError(f"{name} must be a {kind.__name__}, a list of them, or None, got {value!r}")
+    if len(value) != num_prompts:
+        raise ValueError(f"there must be one {name} for each prompt, got {len(value)} for {num_prompts} prompts")
+    return list(value)
 
 
 def check_messages(conversation: Any) -> None:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.layers.linear import FusedLinear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
+from nanovllm.sampling_params import SamplingParams
 
 ARCHITECTURES = {"Qwen3ForCausalLM": Qwen3ForCausalLM}
 
@@ -54,6 +55,8 @@ def resolve_model(model: str | Path, with_weights: bool = True) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path.parent} holds no {path.name}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -84,6 +87,17 @@ def read_eos_token_ids(folder: Path) -> frozenset[int]:
     return frozenset()
 
 
+def read_default_sampling_params(folder: Path) -> SamplingParams:
+    """What requests that ask for nothing get: vLLM's defaults, but for what generation_config.json sets."""
+    file = folder / "generation_config.json"
+    raw = read_json(file) if file.is_file() else {}
+    if raw.get("do_sample") is False:
+        raw["temperature"] = 0.0  # what transformers makes of it
+    names = {"max_new_tokens": "max_tokens"}
+    names |= {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    return SamplingParams(**{ours: raw[theirs] for theirs, ours in names.items() if raw.get(theirs) is not None})
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The `transformers` tokenizer of `folder`, or None if it holds none: prompts are token ids then."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
@@ -101,7 +115,7 @@ def load_model(
     device: torch.device,
     folder: Path,
     dummy_seed: int | None = None,
-) -> nn.Module:
+) -> Qwen3ForCausalLM:
     """The network on `device`, with the weights of `folder`, or with random ones of seed `dummy_seed`."""
     with torch.device("meta"):  # a description first: memory is taken once, on the right device and in the right dtype
         model = model_class(config, backend)
@@ -116,7 +130,7 @@ def load_model(
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Copy each tensor of the checkpoint into its place; ValueError if checkpoint and model don't match exactly."""
     places = checkpoint_places(model)
-    filled = set()
+    filled: dict[int, str] = {}
     for name, tensor in iterate_checkpoint(folder):
         if name not in places:
             raise ValueError(
@@ -125,8 +139,11 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         place = places[name]
         if tensor.shape != place.shape:
             raise ValueError(f"tensor {name} in {folder} is {list(tensor.shape)}, the model needs {list(place.shape)}")
+        twin = filled.get(id(place))  # tied embeddings have two names for one place
+        if twin is not None and not torch.equal(place, tensor.to(place)):
+            raise ValueError(f"tensors {twin} and {name} in {folder} differ, but config.json ties them together")
         place.copy_(tensor)
-        filled.add(id(place))  # not the name: tied embeddings have two names for one place
+        filled[id(place)] = name
     if missing := [name for name, place in places.items() if id(place) not in filled]:
         raise ValueError(f"{len(missing)} tensors are missing in {folder}: {', '.join(missing[:5])}")
 
@@ -148,7 +165,9 @@ def checkpoint_places(model: nn.Module) -> dict[str, torch.Tensor]:
 def iterate_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of everything in the folder's safetensors, one at a time, mapped from disk."""
     if (folder / INDEX_FILE).is_file():
-        weight_map = read_json(folder / INDEX_FILE)["weight_map"]
+        weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{folder / INDEX_FILE} has no weight_map from tensor to file")
         files = [folder / name for name in sorted(set(weight_map.values()))]
     elif (folder / "model.safetensors").is_file():
         files = [folder / "model.safetensors"]
@@ -159,9 +178,12 @@ def iterate_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for file in files:
         if not file.is_file():
             raise ValueError(f"{file} is missing, but {INDEX_FILE} names it")
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (it is no dict)
-                yield name, tensors.get_tensor(name)
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (it is no dict)
+                    yield name, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
 
 
 def init_dummy_weights(model: nn.Module, seed: int, std: float) -> None:

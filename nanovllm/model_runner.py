@@ -5,68 +5,102 @@ still on their way when it returns. Called by `LLMEngine.step()`.
 """
 
 import gc
+from dataclasses import fields
+from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from nanovllm.batch import Batch
 from nanovllm.config import Config
+from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionBackend
-from nanovllm.sampler import sample
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.sampler import LogprobRows, Logprobs, compute_logprobs, sample
+from nanovllm.sampling_batch import SamplingBatch
+from nanovllm.scheduler import BlockMoves
 
 CPU_KV_CACHE_BYTES = 1 << 30  # the default on CPU
 
 
-class SampledTokens:
-    """The new tokens of one step, which may not have arrived on the host yet."""
+LOGITS_SLICE = 256  # rows of logits for prompt_logprobs at a time: a long prompt's together would fill the memory
 
-    def __init__(self, token_ids: torch.Tensor) -> None:
+
+class SampledTokens:
+    """What one step brings, which may not have arrived on the host yet."""
+
+    def __init__(self, token_ids: torch.Tensor, logprobs: Logprobs | None, prompt_logprobs: Logprobs | None) -> None:
         self._token_ids = token_ids.to("cpu", non_blocking=True)  # [num_samples]
+        self._logprobs = None if logprobs is None else logprobs.to_host()
+        self._prompt_logprobs = None if prompt_logprobs is None else prompt_logprobs.to_host()
         self._arrived = torch.cuda.Event() if token_ids.is_cuda else None
         if self._arrived is not None:
             self._arrived.record()
 
-    def wait(self) -> list[int]:
+    def wait(self) -> "StepTokens":
         if self._arrived is not None:
             self._arrived.synchronize()
-        return self._token_ids.tolist()
+        rows = [None if part is None else part.to_rows() for part in (self._logprobs, self._prompt_logprobs)]
+        return StepTokens(self._token_ids.tolist(), *rows)
+
+
+class StepTokens(NamedTuple):
+    token_ids: list[int]
+    logprobs: LogprobRows | None
+    """One row for each token."""
+    prompt_logprobs: LogprobRows | None
+    """One row for each of the batch's `prompt_targets`."""
 
 
 class ModelRunner:
-    """Owns `kv_cache`: [2, num_layers, num_blocks, …], as the backend shapes it; block 0 is the null block."""
+    """Owns the model, and the KV cache, whose block 0 is the null block."""
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Qwen3ForCausalLM,
         backend: AttentionBackend,
         num_layers: int,
         dtype: torch.dtype,
         device: torch.device,
-        seed: int,
     ) -> None:
         self.model = model
         self.backend = backend
         self.num_layers = num_layers
         self.dtype = dtype
         self.device = device
-        self.generator = torch.Generator(device=device).manual_seed(seed)
-        self.kv_cache = torch.empty(0)
+        self.kv_cache = self._empty_cache(0)
 
     @property
     def bytes_per_block(self) -> int:
         return torch.Size(self.backend.kv_cache_shape(self.num_layers, 1)).numel() * self.dtype.itemsize
 
-    def allocate_kv_cache(self, num_kv_blocks: int) -> None:
-        """Room for `num_kv_blocks` blocks and the null block. Zeroed, so that a slot never read holds no NaN."""
-        shape = self.backend.kv_cache_shape(self.num_layers, num_kv_blocks + 1)
-        self.kv_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+    def allocate_kv_cache(self, num_kv_blocks: int, num_swap_blocks: int = 0) -> None:
+        """Room for `num_kv_blocks` blocks and the null block, and `num_swap_blocks` in host memory."""
+        self.kv_cache = self._empty_cache(num_kv_blocks, num_swap_blocks)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> SampledTokens:
         """Compute the batch, and draw one token for each sequence that catches up."""
+        self.kv_cache.move_blocks(batch.moves)
         batch = batch.to(self.device)
-        logits = self.model(batch, self.kv_cache)  # [num_samples, vocab_size]
-        return SampledTokens(sample(logits, batch, self.generator))
+        hidden = self.model(batch, self.kv_cache.tensor)  # [num_tokens, hidden_size]
+        logits = self.model.compute_logits(hidden[batch.logits_indices])  # [num_samples, vocab_size]
+        token_ids, logprobs = sample(logits, batch.sampling)
+        return SampledTokens(token_ids, logprobs, self._compute_prompt_logprobs(hidden, batch))
+
+    def _compute_prompt_logprobs(self, hidden: torch.Tensor, batch: Batch) -> Logprobs | None:
+        """hidden: [num_tokens, hidden_size]; one row of log-probabilities for each of the batch's prompt_targets"""
+        prompt = batch.prompt_logprobs
+        if prompt is None:
+            return None
+        parts = []
+        for start in range(0, len(prompt.rows), LOGITS_SLICE):
+            rows = slice(start, start + LOGITS_SLICE)
+            logits = self.model.compute_logits(hidden[prompt.rows[rows]]).float()  # [LOGITS_SLICE, vocab_size]
+            parts.append(compute_logprobs(logits, prompt.targets[rows], prompt.num_logprobs))
+        return Logprobs(*[torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Logprobs)])
+
+    def _empty_cache(self, num_kv_blocks: int, num_swap_blocks: int = 0) -> KVCache:
+        return KVCache(self.backend, self.num_layers, num_kv_blocks, num_swap_blocks, self.dtype, self.device)
 
     def num_blocks_that_fit(self, config: Config, max_model_len: int) -> int:
         """How many blocks sequences get: as told, or as many as memory allows, but no more than they can ever fill."""
@@ -90,11 +124,10 @@ class ModelRunner:
 
     def _measure_free_bytes(self, gpu_memory_utilization: float, batch: Batch) -> int:
         """Bytes that the KV cache may take on this GPU: what a forward pass of the largest batch leaves."""
-        self.allocate_kv_cache(0)  # all of the batch's slots lie in the null block
+        # all of the batch's slots lie in the null block, which the cache of no blocks has too
         torch.cuda.reset_peak_memory_stats(self.device)
         self.run(batch).wait()
         peak = torch.cuda.max_memory_allocated(self.device)
-        self.kv_cache = torch.empty(0)
         gc.collect()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
@@ -120,9 +153,15 @@ def widest_batch(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: 
         prefill_cu_seqlens_q=cu,
         prefill_cu_seqlens_k=cu,
         logits_indices=cu[1:] - 1,
-        temperatures=torch.ones(num_seqs),
         num_decodes=0,
         max_seqlen_q=int(lens.max()),
         max_seqlen_k=int(lens.max()),
-        is_all_greedy=False,
+        sampling=SamplingBatch(
+            temperatures=torch.ones(num_seqs),
+            uniforms=torch.full((num_seqs,), 0.5, dtype=torch.float64),
+            top_p=torch.full((num_seqs,), 0.5),
+            num_logprobs=1,
+        ),
+        prompt_logprobs=None,
+        moves=BlockMoves(),
     )

@@ -1,6 +1,17 @@
 """What users receive: results of requests, of steps, and the engine's statistics. Records only; names are vLLM's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """What the model thought of one token at one position."""
+
+    logprob: float
+    """Natural logarithm of its probability, before temperature, penalties, biases and masks."""
+    rank: int
+    """1 for the likeliest token of the vocabulary."""
+    decoded_token: str | None
 
 
 @dataclass(frozen=True)
@@ -13,7 +24,12 @@ class CompletionOutput:
     finish_reason: str | None
     """`stop` (end or stop token), `length` (`max_tokens`, `max_model_len`, the whole cache) or `abort`; None so far"""
     stop_reason: int | str | None
-    """The token of `stop_token_ids` that ended it, or `kv_cache` when the whole cache was too small to go on."""
+    """The token of `stop_token_ids` or the string of `stop` that ended it, or `kv_cache` when the whole cache was too
+    small to go on; None for the model's own end token."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each output token, the likeliest tokens and the chosen one by token id."""
+    cumulative_logprob: float | None = None
+    """Of the whole completion."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +40,18 @@ class RequestMetrics:
     first_token_time: float | None
     finished_time: float | None
     num_output_tokens: int
+    """Of the longest sample."""
+    scheduled_time: float | None = None
+    """When it was first given tokens of a step."""
+    token_times: list[float] = field(default_factory=list)
+    """When each step that brought it tokens was done."""
+    num_preemptions: int = 0
+    """Of all samples."""
+
+    @property
+    def queue_time(self) -> float | None:
+        """How long it waited to be scheduled."""
+        return None if self.scheduled_time is None else self.scheduled_time - self.arrival_time
 
     @property
     def ttft(self) -> float | None:
@@ -36,6 +64,16 @@ class RequestMetrics:
         if self.first_token_time is None or self.finished_time is None or self.num_output_tokens < 2:
             return None
         return (self.finished_time - self.first_token_time) / (self.num_output_tokens - 1)
+
+    @property
+    def inter_token_latencies(self) -> list[float]:
+        """Each gap between two tokens."""
+        return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:], strict=False)]
+
+    @property
+    def e2e_latency(self) -> float | None:
+        """From arrival to the last token."""
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
 
 
 @dataclass(frozen=True)
@@ -50,6 +88,29 @@ class RequestOutput:
     num_cached_tokens: int
     """Prompt tokens whose K and V were found in the prefix cache."""
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each prompt token, as `logprobs`; None for the first, which nothing comes before."""
+
+
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """One completion that a beam search has found."""
+
+    tokens: list[int]
+    """Those of the prompt included."""
+    cum_logprob: float
+    """Of the generated tokens."""
+    text: str
+    """Of the generated tokens."""
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """What a beam search has found, best first."""
+
+    request_id: str
+    sequences: list[BeamSearchSequence]
+    finished: bool
 
 
 @dataclass(frozen=True)
@@ -85,7 +146,14 @@ class EngineStats:
     peak_used_blocks: int
     """Most blocks that were owned in any one step."""
     num_preemptions: int
+    num_swaps: int
+    """Preemptions that copied K and V to host memory."""
+    budget_used: float
+    """Share of the steps' token budgets that was scheduled."""
+    num_requests: int
     num_finished: int
+    scheduled_tokens: int
+    """Tokens computed in all steps: prompts, outputs, and what was computed again after preemption."""
     prompt_tokens: int
     generation_tokens: int
     prefix_cache_query_tokens: int

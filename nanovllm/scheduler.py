@@ -14,15 +14,32 @@ text. Called by `LLMEngine.step()`: `schedule()` before the forward pass, `updat
                 C: 30 tokens, waiting       -> waits
 """
 
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+from itertools import count
+from operator import attrgetter
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.policies import Policy, fcfs
 from nanovllm.sequence import Sequence, SequenceStatus
+from nanovllm.swap_space import SwapSpace
 
 Chunk = tuple[Sequence, int]
 """A sequence, and how many of its tokens are to be computed in this step."""
+
+BlockPairs = list[tuple[int, int]]
+"""(source, destination)"""
+
+
+@dataclass(frozen=True)
+class BlockMoves:
+    """Blocks to be copied before a step's forward pass, in this order of kinds."""
+
+    swap_outs: BlockPairs = field(default_factory=list)  # device -> host
+    swap_ins: BlockPairs = field(default_factory=list)  # host -> device
+    copies: BlockPairs = field(default_factory=list)  # device -> device: copy-on-write
 
 
 @dataclass(frozen=True)
@@ -32,7 +49,8 @@ class SchedulerOutput:
     chunks: list[Chunk]
     num_decodes: int
     num_scheduled_tokens: int
-    num_preempted: int
+    preempted: list[Sequence]
+    moves: BlockMoves
     kv_tokens_stored: int
     """Tokens whose K and V are in the cache when the step has run, tokens in shared blocks counted once."""
     kv_slots_reserved: int
@@ -44,23 +62,37 @@ class SchedulerOutput:
 
 
 class Scheduler:
-    """First come, first served; the newest sequence is preempted when blocks run out.
+    """Serves in the order of `policy`; the last in that order is preempted when blocks run out.
 
     `block_manager` owns the cache; `max_model_len` bounds prompt and output of a sequence together.
+    `long_prefill_token_threshold`, if not 0, caps what one sequence gets of a step, so that short prompts are not stuck
+    behind a long one. With a `swap_space`, what is preempted is copied to host memory as long as there is room.
     """
 
     def __init__(
-        self, block_manager: BlockManager, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        policy: Policy = fcfs,
+        long_prefill_token_threshold: int = 0,
+        swap_space: SwapSpace | None = None,
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_chunk_len = long_prefill_token_threshold or max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest first
+        self.policy = policy
+        self.swap_space = swap_space
+        self.waiting: list[tuple[tuple, Sequence]] = []  # a heap of (order, sequence)
+        self.running: list[Sequence] = []  # in the policy's order
         self.num_preemptions = 0
+        self.num_swaps = 0
         self.prefix_cache_query_tokens = 0
         self.prefix_cache_hit_tokens = 0
+        self._arrivals = count()
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
@@ -68,66 +100,88 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         assert seq.num_tokens < self.max_model_len, "checked when the request arrived"
         assert seq.num_tokens <= self.block_manager.capacity, "checked when the request arrived"
+        assert len(seq.children) < self.max_num_seqs, "checked when the request arrived"
         # the newest token needs no room in the cache yet, so a sequence alone can outgrow it by one
         limits = [self.max_model_len, self.block_manager.capacity + 1]
         if seq.sampling_params.max_tokens is not None:
             limits.append(seq.num_prompt_tokens + seq.sampling_params.max_tokens)
-        seq.max_num_tokens = min(limits)
-        self.waiting.append(seq)
+        arrival = next(self._arrivals)
+        for one in (seq, *seq.children):
+            one.max_num_tokens = min(limits)
+            one.arrival = arrival
+            one.order = (self.policy(one), arrival, one.sample_index)
+        seq.num_claims += len(seq.children)
+        self._wait(seq)
 
     def schedule(self) -> SchedulerOutput:
         """Give the running sequences their next tokens, then admit waiting ones while budget and blocks last."""
-        blocks, budget = self.block_manager, self.max_num_batched_tokens
+        self.block_manager.begin_step()
+        budget = self.max_num_batched_tokens
         decodes: list[Chunk] = []
         prefills: list[Chunk] = []
-        num_preempted = 0
+        preempted: list[Sequence] = []
 
         i = 0
         while i < len(self.running) and budget:
             seq = self.running[i]
-            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
-            if not blocks.try_allocate(seq, seq.num_computed_tokens + num_new_tokens):
-                self._preempt(self.running.pop())  # the newest, and maybe `seq` itself; then try again
-                num_preempted += 1
+            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, self.max_chunk_len)
+            if not num_new_tokens:  # a beam that has caught up, and waits for the others
+                i += 1
+                continue
+            if not self.block_manager.try_allocate(seq, seq.num_computed_tokens + num_new_tokens):
+                preempted.append(self._preempt())  # the last, and maybe `seq` itself; then try again
                 continue
             (decodes if num_new_tokens == 1 else prefills).append((seq, num_new_tokens))
             budget -= num_new_tokens
             i += 1
 
         # what was just preempted would only come back to be preempted again
-        while self.waiting and budget and not num_preempted and len(self.running) < self.max_num_seqs:
-            seq = self.waiting[0]
-            if not blocks.try_admit(seq):
+        num_seqs, num_promised = self._count_claims() if self.waiting and not preempted else (0, 0)
+        while self.waiting and budget and not preempted:
+            seq = self.waiting[0][1]
+            num_seqs += seq.num_claims
+            if num_seqs > self.max_num_seqs or not self._try_admit(seq, num_promised):
                 break
-            self.running.append(self.waiting.popleft())
-            seq.status = SequenceStatus.RUNNING
-            self._count_prefix_hit(seq)
-            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget)
-            has_room = blocks.try_allocate(seq, seq.num_computed_tokens + num_new_tokens)
+            heappop(self.waiting)
+            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, self.max_chunk_len)
+            has_room = self.block_manager.try_allocate(seq, seq.num_computed_tokens + num_new_tokens)
             assert has_room, "an admitted sequence fits"
             (decodes if num_new_tokens == 1 else prefills).append((seq, num_new_tokens))
             budget -= num_new_tokens
+            num_promised += self.block_manager.num_missing_blocks(seq)
 
-        assert decodes or prefills or not self.has_unfinished(), "some sequence always advances"
-        return self._output(decodes, prefills, self.max_num_batched_tokens - budget, num_preempted)
+        if not (decodes or prefills) and self.has_unfinished():
+            # beams that have caught up hold the blocks that the others of their search need
+            assert self.running, "some sequence always advances"
+            preempted.append(self._preempt())
+            later = self.schedule()
+            return replace(later, preempted=preempted + later.preempted)
+        return self._output(decodes, prefills, self.max_num_batched_tokens - budget, preempted)
 
     def update(self, scheduled: SchedulerOutput, new_token_ids: SequenceOf[int]) -> list[Sequence]:
         """Record that a step has run; return the sequences that got a token, some of which are finished by it.
 
-        `new_token_ids` holds one token for each chunk that catches up, in the order of the chunks.
+        `new_token_ids` holds one token for each chunk that catches up, in the order of the chunks; and behind it one
+        for each child of a sequence whose prompt is computed now.
         """
         tokens = iter(new_token_ids)
-        advanced = []
-        num_finished = 0
+        advanced: list[Sequence] = []
         for seq, num_new_tokens in scheduled.chunks:
             seq.num_computed_tokens += num_new_tokens
             if seq.num_computed_tokens < seq.num_tokens:
                 continue
-            token_id = next(tokens)
-            seq.append_token(token_id)
             advanced.append(seq)
-            if seq.num_tokens >= seq.max_num_tokens or token_id in seq.stop_token_ids:
-                self._finish(seq, token_id)
+            if seq.children:
+                advanced += self._start_children(seq)
+        num_finished = 0
+        for seq in advanced:
+            token_id = next(tokens)
+            if seq.is_beam:  # its search appends a token, when all of its beams have caught up
+                continue
+            seq.append_token(token_id)
+            if seq.num_tokens >= seq.max_num_tokens or self._is_stop_token(seq, token_id):
+                self._set_reason(seq, token_id)
+                self._release(seq, SequenceStatus.FINISHED)
                 num_finished += 1
         if num_finished:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
@@ -135,63 +189,133 @@ class Scheduler:
 
     def rollback(self, scheduled: SchedulerOutput) -> None:
         """Take back a step that failed: its sequences wait again, in their order, and lose no token."""
+        self.block_manager.rollback_step()
         for seq, _ in scheduled.chunks:
-            self.block_manager.unregister(seq, seq.num_computed_tokens)
-        chunk_seqs = {id(seq) for seq, _ in scheduled.chunks}
-        for seq in reversed(self.running):
-            if id(seq) in chunk_seqs:
-                self._release(seq)
+            self._release(seq, SequenceStatus.WAITING)
+            self._wait(seq)
+        for seq in scheduled.preempted:  # what was to be copied out may not have been
+            if self.swap_space is not None and seq.host_block_ids:
+                self.swap_space.drop(seq)
+                seq.num_computed_tokens = 0
         self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
 
-    def abort(self, seq: Sequence) -> None:
-        """End `seq` at once, wherever it is."""
-        self.block_manager.free(seq)
-        seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = "abort"
-        self.waiting = deque(other for other in self.waiting if other is not seq)
+    def finish(self, seq: Sequence, finish_reason: str, stop_reason: str | None = None) -> None:
+        """End `seq` between two steps, wherever it is: it is aborted, or its text holds a stop string."""
+        self._release(seq, SequenceStatus.FINISHED)
+        seq.finish_reason, seq.stop_reason = finish_reason, stop_reason
         self.running = [other for other in self.running if other is not seq]
+        if any(other is seq for _, other in self.waiting):
+            self.waiting = [entry for entry in self.waiting if entry[1] is not seq]
+            heapify(self.waiting)
 
-    def _preempt(self, seq: Sequence) -> None:
-        """Take the blocks of `seq`; it keeps its tokens and computes them anew when it is admitted again."""
-        self._release(seq)
-        self.num_preemptions += 1
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child`, which has the tokens of `parent`, go on from where that is, sharing its blocks.
 
-    def _release(self, seq: Sequence) -> None:
-        self.block_manager.free(seq)
+        Where others have taken the places of preempted beams meanwhile, it waits instead, and is computed anew.
+        """
+        child.num_cached_tokens = parent.num_cached_tokens
+        has_place = sum([seq.num_claims for seq in self.running]) < self.max_num_seqs
+        if parent.status is SequenceStatus.RUNNING and has_place:
+            self.block_manager.fork(parent, child)
+            self._run(child)
+        else:
+            self._wait(child)
+
+    def unpark(self, seq: Sequence) -> None:
+        """A beam has got its next token: if it was parked, it waits to be computed again."""
+        if seq.status is SequenceStatus.PARKED:
+            self._wait(seq)
+
+    # ---- in and out of the two queues
+
+    def _wait(self, seq: Sequence) -> None:
         seq.status = SequenceStatus.WAITING
-        self.waiting.appendleft(seq)  # older than all that wait, since the running ones arrived before them
+        heappush(self.waiting, (seq.order, seq))
 
-    def _count_prefix_hit(self, seq: Sequence) -> None:
-        """A sequence that resumes after preemption meets its own blocks again: that is no hit of the prefix cache."""
-        if seq.num_cached_tokens is None:
+    def _run(self, seq: Sequence) -> None:
+        seq.status = SequenceStatus.RUNNING
+        insort(self.running, seq, key=attrgetter("order"))
+
+    def _count_claims(self) -> tuple[int, int]:
+        """Sequences that run, children to come included; and blocks that they still need to catch up."""
+        num_seqs = sum([seq.num_claims for seq in self.running])
+        return num_seqs, sum([max(0, self.block_manager.num_missing_blocks(seq)) for seq in self.running])
+
+    def _try_admit(self, seq: Sequence, num_promised: int) -> bool:
+        """Let `seq` run, if the blocks that are not promised to others have room for it."""
+        if seq.host_block_ids:
+            assert self.swap_space is not None
+            if not self.block_manager.try_admit_swapped(seq, num_promised):
+                return False
+            self.swap_space.swap_in(seq)
+        elif not self.block_manager.try_admit(seq, num_promised):
+            return False
+        self._run(seq)
+        if seq.num_cached_tokens is None:  # what resumes after preemption meets its own blocks: no hit of the cache
             seq.num_cached_tokens = seq.num_computed_tokens
             self.prefix_cache_query_tokens += seq.num_prompt_tokens
             self.prefix_cache_hit_tokens += seq.num_cached_tokens
+        return True
 
-    def _finish(self, seq: Sequence, token_id: int) -> None:
-        """Free a sequence that its newest token has ended, and say why it ended."""
-        if token_id in seq.stop_token_ids:
-            seq.finish_reason, seq.stop_reason = "stop", seq.stop_token_ids[token_id]
-        else:
-            seq.finish_reason = "length"
-            is_wanted_length = seq.num_output_tokens == seq.sampling_params.max_tokens
-            if not is_wanted_length and seq.num_tokens < self.max_model_len:
-                seq.stop_reason = "kv_cache"  # alone in the cache, and still no room for its next K and V
+    def _preempt(self) -> Sequence:
+        """Take the blocks of the last sequence; it keeps its tokens, and its K and V if the swap space has room."""
+        seq = self.running.pop()
+        num_computed_tokens = seq.num_computed_tokens
+        has_caught_up = num_computed_tokens == seq.num_tokens  # a beam that waits for the others, not for blocks
+        is_swapped = self.swap_space is not None and self.swap_space.try_swap_out(seq)
         self.block_manager.free(seq)
-        seq.status = SequenceStatus.FINISHED
+        if is_swapped:
+            seq.num_computed_tokens = num_computed_tokens
+            self.num_swaps += 1
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        if has_caught_up:
+            seq.status = SequenceStatus.PARKED
+        else:
+            self._wait(seq)
+        return seq
+
+    def _start_children(self, seq: Sequence) -> list[Sequence]:
+        """The prompt of `seq` is computed: its children share it and run from now on."""
+        children, seq.children, seq.num_claims = seq.children, [], 1
+        for child in children:
+            self.fork(seq, child)
+        return children
+
+    def _release(self, seq: Sequence, status: SequenceStatus) -> None:
+        self.block_manager.free(seq)
+        if self.swap_space is not None:
+            self.swap_space.drop(seq)
+        seq.status = status
+
+    # ---- the end of a sequence
+
+    @staticmethod
+    def _is_stop_token(seq: Sequence, token_id: int) -> bool:
+        return token_id in seq.stop_token_ids and seq.num_output_tokens > seq.sampling_params.min_tokens
+
+    def _set_reason(self, seq: Sequence, token_id: int) -> None:
+        """Say why the newest token has ended the sequence."""
+        if self._is_stop_token(seq, token_id):
+            seq.finish_reason, seq.stop_reason = "stop", seq.stop_token_ids[token_id]
+            return
+        seq.finish_reason = "length"
+        is_wanted_length = seq.num_output_tokens == seq.sampling_params.max_tokens
+        if not is_wanted_length and seq.num_tokens < self.max_model_len:
+            seq.stop_reason = "kv_cache"  # alone in the cache, and still no room for its next K and V
 
     def _output(
-        self, decodes: list[Chunk], prefills: list[Chunk], num_scheduled_tokens: int, num_preempted: int
+        self, decodes: list[Chunk], prefills: list[Chunk], num_scheduled_tokens: int, preempted: list[Sequence]
     ) -> SchedulerOutput:
-        block_size = self.block_manager.block_size
-        num_used = self.block_manager.num_used_blocks
-        num_duplicates = self.block_manager.num_references - num_used  # shared blocks are always full
-        num_stored = sum([seq.num_computed_tokens for seq in self.running]) + num_scheduled_tokens
+        blocks = self.block_manager
+        num_computed = sum([seq.num_computed_tokens for seq in self.running])
+        swap_outs, swap_ins = ([], []) if self.swap_space is None else self.swap_space.take_moves()
         return SchedulerOutput(
             chunks=decodes + prefills,
             num_decodes=len(decodes),
             num_scheduled_tokens=num_scheduled_tokens,
-            num_preempted=num_preempted,
-            kv_tokens_stored=num_stored - num_duplicates * block_size,
-            kv_slots_reserved=num_used * block_size,
+            preempted=preempted,
+            moves=BlockMoves(swap_outs, swap_ins, blocks.take_copies()),
+            kv_tokens_stored=num_computed + num_scheduled_tokens - blocks.num_duplicate_tokens,
+            kv_slots_reserved=blocks.num_used_blocks * blocks.block_size,
         )

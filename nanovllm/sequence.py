@@ -46,26 +46,43 @@ class IntArray:
 class SequenceStatus(Enum):
     WAITING = auto()  # owns no blocks
     RUNNING = auto()  # owns blocks, gets tokens of every step's budget
+    PARKED = auto()  # a beam that has caught up, and was preempted: it owns no blocks, and needs none until it goes on
     FINISHED = auto()
 
 
 class Sequence:
-    """The state of one sequence; `prompt_token_ids` are int32 token ids, at least one."""
+    """The state of one sequence; `prompt_token_ids` are int32 token ids, at least one.
+
+    A request with n > 1 is one sequence with n - 1 `children`, which come to life when the prompt is computed: they
+    share its blocks, and each goes on with a token of its own.
+    """
 
     __slots__ = (
+        "arrival",
+        "bad_word_ids",
         "block_hashes",
         "block_table",
+        "children",
         "finish_reason",
+        "has_shared_tail",
+        "host_block_ids",
+        "is_plain_sampling",
+        "is_beam",
         "max_num_tokens",
+        "num_claims",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_preemptions",
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_tokens",
+        "order",
         "parent_serial",
         "priority",
         "request_id",
+        "sample_index",
         "sampling_params",
+        "seed",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -79,30 +96,44 @@ class Sequence:
         sampling_params: SamplingParams,
         eos_token_ids: frozenset[int] = frozenset(),
         priority: int = 0,
+        seed: int = 0,
+        sample_index: int = 0,
+        bad_word_ids: SequenceOf[SequenceOf[int]] = (),
     ) -> None:
         self.request_id = request_id
         self.sampling_params = sampling_params
+        self.is_plain_sampling = sampling_params.is_plain
         self.priority = priority
+        self.seed = seed
+        self.sample_index = sample_index
+        self.bad_word_ids = bad_word_ids  # each a word that must not appear, as tokens
+        self.children: list[Sequence] = []
+        self.num_claims = 1  # sequences that it is going to be, itself included
+        self.is_beam = False  # its tokens are chosen by beam search, together with those of other beams
         self.status = SequenceStatus.WAITING
+        self.arrival = 0  # how many came before
+        self.order: tuple = ()  # its place in the policy's order; both are set by the scheduler
+
         self.token_ids = IntArray(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
         self.max_num_tokens = 0  # where its growth ends; set by the scheduler
         self.num_computed_tokens = 0
         self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache; None until admitted
+        self.num_preemptions = 0
         # every token that ends the sequence, with the stop_reason it gives (None for the model's own end tokens)
         eos = () if sampling_params.ignore_eos else eos_token_ids
-        self.stop_token_ids: dict[int, int | None] = {
-            token_id: token_id for token_id in sampling_params.stop_token_ids or ()
-        }
+        self.stop_token_ids: dict[int, int | None] = {i: i for i in sampling_params.stop_token_ids or ()}
         self.stop_token_ids.update(dict.fromkeys(eos))
         self.finish_reason: str | None = None  # "stop", "length" or "abort"
         self.stop_reason: int | str | None = None
 
-        # written by the block manager alone
+        # written by the block manager and the swap space alone
         self.block_table = IntArray()
+        self.has_shared_tail = False  # the block that its next token goes to may have other owners
         self.block_hashes: list[int] = []  # of the leading full blocks, each computed once in the sequence's life
         self.num_registered_blocks = 0  # how many leading blocks the prefix cache knows
         self.parent_serial = 0  # which cached block is the last of those
+        self.host_block_ids: list[int] = []  # where its K and V are while it is swapped out
 
     @property
     def num_output_tokens(self) -> int:

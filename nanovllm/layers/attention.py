@@ -19,6 +19,8 @@ from torch import nn
 
 from nanovllm.batch import Batch
 
+GATHERED_ELEMENTS = 1 << 20  # of K and V that are gathered at a time on CPU: what its cache holds
+
 
 class AttentionBackend(ABC):
     """`num_kv_heads` divides `num_heads`: a group of query heads shares one K and V head (GQA, https://arxiv.org/abs/2305.13245)."""
@@ -60,9 +62,13 @@ class TorchAttention(AttentionBackend):
     def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
         out = torch.empty_like(q)
         nd = batch.num_decodes
-        if nd:
-            out[:nd] = self._attend_decodes(q[:nd], layer_cache, batch.block_tables[:nd], batch.seq_lens[:nd])
         cu_seqlens, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
+        elements = 2 * max(seq_lens) * self.num_kv_heads * self.head_dim  # of one sequence's K and V
+        group = nd if q.is_cuda else max(1, GATHERED_ELEMENTS // elements)
+        for i in range(0, nd, group or 1):
+            rows = slice(i, min(i + group, nd))
+            tables, max_len = batch.block_tables[rows], max(seq_lens[rows])
+            out[rows] = self._attend_decodes(q[rows], layer_cache, tables, batch.seq_lens[rows], max_len)
         for i in range(nd, len(seq_lens)):
             rows = slice(cu_seqlens[i], cu_seqlens[i + 1])
             out[rows] = self._attend_chunk(q[rows], layer_cache, batch.block_tables[i], seq_lens[i])
@@ -89,16 +95,24 @@ class TorchAttention(AttentionBackend):
         return o.view(self.num_kv_heads, group, n, self.head_dim).permute(2, 0, 1, 3).reshape(n, -1, self.head_dim)
 
     def _attend_decodes(
-        self, q: torch.Tensor, layer_cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor
+        self,
+        q: torch.Tensor,
+        layer_cache: torch.Tensor,
+        block_tables: torch.Tensor,
+        seq_lens: torch.Tensor,
+        max_len: int,
     ) -> torch.Tensor:
-        """One new token each of many sequences, as one padded batch. q: [num_decodes, num_heads, head_dim]"""
-        n, group = q.shape[0], self.num_heads // self.num_kv_heads
-        kv = layer_cache[:, block_tables].flatten(2, 3)  # [2, n, max_len, num_kv_heads, head_dim]
-        is_padding = torch.arange(kv.shape[2], device=q.device) >= seq_lens[:, None]  # [n, max_len]
-        kv.masked_fill_(is_padding[None, :, :, None, None], 0)  # a NaN behind the end must not reach anybody
+        """One new token each of several sequences, as one padded batch. q: [num_decodes, num_heads, head_dim]"""
+        n, num_blocks = q.shape[0], -(-max_len // self.block_size)
+        kv = layer_cache[:, block_tables[:, :num_blocks]].flatten(2, 3)[:, :, :max_len]
+        is_padding = torch.arange(max_len, device=q.device) >= seq_lens[:, None]  # [n, max_len]
+        mask = None
+        if n > 1:
+            kv.masked_fill_(is_padding[None, :, :, None, None], 0)  # a NaN behind the end must not reach anybody
+            mask = ~is_padding[:, None, None]  # [n, 1, 1, max_len]
         k, v = kv.transpose(2, 3)  # [n, num_kv_heads, max_len, head_dim] each
-        q = q.view(n, self.num_kv_heads, group, self.head_dim)  # no mask within a group: all its heads see the same
-        mask = ~is_padding[:, None, None]  # [n, 1, 1, max_len]
+        # the heads of a group are rows of one K and V head; no mask among them: they see the same
+        q = q.view(n, self.num_kv_heads, -1, self.head_dim)  # [n, num_kv_heads, group, head_dim]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale).reshape(n, -1, self.head_dim)
 
 

@@ -48,11 +48,14 @@ class Qwen3Config:
         known = {f.name: raw[f.name] for f in fields(cls) if raw.get(f.name) is not None}
         if missing := [f.name for f in fields(cls) if f.default is MISSING and f.name not in known]:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
+        if raw.get("num_key_value_heads", 0) is None:  # present and null: every head has its own
+            known["num_key_value_heads"] = known["num_attention_heads"]
         # transformers 5 keeps theta inside rope_parameters; 4 keeps it outside, and scaling in rope_scaling
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(f"rope scaling is not supported, only rope_type 'default'; config.json has {rope}")
+        rope = raw.get("rope_parameters") or {}
+        for one in (rope, raw.get("rope_scaling") or {}):
+            rope_type = one.get("rope_type", one.get("type", "default"))
+            if rope_type != "default" or one.get("partial_rotary_factor", 1.0) != 1.0:
+                raise ValueError(f"rope scaling is not supported, only rope_type 'default'; config.json has {one}")
         if raw.get("use_sliding_window") or set(raw.get("layer_types") or []) - {"full_attention"}:
             raise ValueError("sliding-window attention is not supported; config.json asks for it")
         if raw.get("hidden_act", "silu") != "silu":
@@ -129,12 +132,11 @@ class Qwen3Model(nn.Module):
         cos, sin = rotary_cos_sin(batch.positions, self.config.head_dim, self.config.rope_theta, x.dtype)
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, kv_cache[:, i], batch)
-        x = x[batch.logits_indices]  # [num_samples, hidden_size]: the others get no new token
-        return self.norm(x)
+        return self.norm(x)  # [num_tokens, hidden_size]
 
 
 class Qwen3ForCausalLM(nn.Module):
-    """`model(batch, kv_cache)` -> logits [num_samples, vocab_size], and the K and V of all new tokens in the cache."""
+    """`model(batch, kv_cache)` -> hidden [num_tokens, hidden_size], and the K and V of all new tokens in the cache."""
 
     config_class = Qwen3Config
 
@@ -146,4 +148,8 @@ class Qwen3ForCausalLM(nn.Module):
         self.lm_head = self.model.embed_tokens if tied else Embedding(config.vocab_size, config.hidden_size)
 
     def forward(self, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
-        return self.lm_head.logits(self.model(batch, kv_cache))
+        return self.model(batch, kv_cache)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size]; apart, since few tokens of a batch need it"""
+        return self.lm_head.logits(hidden)

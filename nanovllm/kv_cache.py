@@ -1,0 +1,63 @@
+"""The KV cache's memory: a tensor on the device, one in host memory for what is swapped out, and copies of blocks.
+
+Knows whole blocks only; what is inside of one is the attention backend's affair, and who owns which is decided by the
+`BlockManager` and the `SwapSpace`. Called by `ModelRunner` before each forward pass.
+"""
+
+import torch
+
+from nanovllm.layers.attention import AttentionBackend
+from nanovllm.scheduler import BlockMoves
+
+
+class KVCache:
+    """`tensor`: [2, num_layers, num_kv_blocks + 1, …] as the backend shapes it; block 0 is the null block."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        num_layers: int,
+        num_kv_blocks: int,
+        num_swap_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = backend.kv_cache_shape(num_layers, num_kv_blocks + 1)
+        self.tensor = torch.zeros(shape, dtype=dtype, device=device)  # zeroed: a slot never written holds no NaN
+        # pinned, so that copies need not wait for the host
+        host_shape = backend.kv_cache_shape(num_layers, num_swap_blocks)
+        self.host_tensor = torch.empty(
+            host_shape, dtype=dtype, pin_memory=device.type == "cuda" and num_swap_blocks > 0
+        )
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and num_swap_blocks else None
+
+    def move_blocks(self, moves: BlockMoves) -> None:
+        if moves.swap_outs:
+            self._swap_out(*zip(*moves.swap_outs, strict=True))
+        if moves.swap_ins:
+            self._swap_in(*zip(*moves.swap_ins, strict=True))
+        if moves.copies:
+            sources, destinations = zip(*moves.copies, strict=True)
+            self.tensor[:, :, list(destinations)] = self.tensor[:, :, list(sources)]
+
+    def _swap_out(self, sources: tuple[int, ...], destinations: tuple[int, ...]) -> None:
+        """The blocks are gathered before anything of this step is written; their way to the host may take longer."""
+        gathered = self.tensor[:, :, list(sources)]  # [2, num_layers, num_moved, …]
+        if self._stream is None:
+            self.host_tensor[:, :, list(destinations)] = gathered
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.tensor.device))
+        with torch.cuda.stream(self._stream):
+            for i, destination in enumerate(destinations):
+                self.host_tensor[:, :, destination].copy_(gathered[:, :, i], non_blocking=True)
+        gathered.record_stream(self._stream)
+
+    def _swap_in(self, sources: tuple[int, ...], destinations: tuple[int, ...]) -> None:
+        if self._stream is None:
+            self.tensor[:, :, list(destinations)] = self.host_tensor[:, :, list(sources)]
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.tensor.device))
+        with torch.cuda.stream(self._stream):  # behind the copies out, which may still be under way
+            for source, destination in zip(sources, destinations, strict=True):
+                self.tensor[:, :, destination].copy_(self.host_tensor[:, :, source], non_blocking=True)
+        torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
