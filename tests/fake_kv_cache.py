@@ -7,6 +7,8 @@ manager's and the scheduler's tests: it knows no hashes, no reference counts and
 
 from collections import Counter
 
+GARBAGE = "garbage"
+
 
 def tokens_of(seq):
     return seq.token_ids.view().tolist()
@@ -17,12 +19,28 @@ def table_of(seq):
 
 
 class FakeKVCache:
+    """`slots` on the device and `host_slots` in the swap space: (block, offset) -> the tokens up to the one stored."""
+
     def __init__(self, block_size):
         self.block_size = block_size
-        self.slots = {}  # slot -> the tokens up to and including the one stored there
+        self.slots = {}
+        self.host_slots = {}
 
     def slot(self, seq, position):
-        return table_of(seq)[position // self.block_size] * self.block_size + position % self.block_size
+        return table_of(seq)[position // self.block_size], position % self.block_size
+
+    def move(self, swap_outs=(), swap_ins=(), copies=(), is_done=True):
+        """Whole blocks, kind by kind, each kind at once; if the step dies before, they hold nothing of use."""
+        for pairs, source, destination in (
+            (swap_outs, self.slots, self.host_slots),
+            (swap_ins, self.host_slots, self.slots),
+            (copies, self.slots, self.slots),
+        ):
+            assert len({to for _, to in pairs}) == len(pairs), "two blocks are copied to the same place"
+            read = [[source.get((block, i), GARBAGE) for i in range(self.block_size)] for block, _ in pairs]
+            for (_, block), contents in zip(pairs, read, strict=True):
+                for i, held in enumerate(contents):
+                    destination[block, i] = held if is_done else GARBAGE
 
     def write(self, seq, start, stop):
         """What a forward pass over tokens [start, stop) stores."""
@@ -31,17 +49,45 @@ class FakeKVCache:
             self.slots[self.slot(seq, position)] = tuple(tokens[: position + 1])
 
     def spoil(self, seq, start, stop):
-        """What a forward pass that died half-way leaves: nothing that anybody may read."""
+        """What a forward pass that died half-way leaves: nothing that anybody may read, but what was there before."""
+        tokens = tokens_of(seq)
         for position in range(start, stop):
-            self.slots[self.slot(seq, position)] = "garbage"
+            slot = self.slot(seq, position)
+            if self.slots.get(slot) != tuple(tokens[: position + 1]):  # else it is the old, or the same again
+                self.slots[slot] = GARBAGE
 
     def check(self, seq, num_tokens):
         """The first `num_tokens` tokens of `seq` find their own K and V through its block table."""
+        self._check(seq, num_tokens, self.slots, table_of(seq))
+
+    def check_host(self, seq, num_tokens):
+        """The same for what is kept of `seq` in the swap space."""
+        self._check(seq, num_tokens, self.host_slots, seq.host_block_ids)
+
+    def _check(self, seq, num_tokens, slots, table):
         tokens = tokens_of(seq)
         for position in range(num_tokens):
-            assert self.slots.get(self.slot(seq, position)) == tuple(tokens[: position + 1]), (
+            held = slots.get((table[position // self.block_size], position % self.block_size))
+            assert held == tuple(tokens[: position + 1]), (
                 f"{seq.request_id} would read the K and V of another prefix at position {position}"
             )
+
+
+class WriterCheck:
+    """No block is written by two sequences: made before a step, asked with the (sequence, start, stop) it writes."""
+
+    def __init__(self, seqs):
+        self._tables = {seq: set(table_of(seq)) for seq in seqs}
+
+    def check(self, writes, block_size):
+        """Who comes to a block in this very step may read what another writes there, but not write too."""
+        writer = {}
+        for seq, start, stop in writes:
+            for block_id in table_of(seq)[start // block_size : -(-stop // block_size)]:
+                assert writer.setdefault(block_id, seq) is seq, f"two sequences write to block {block_id}"
+        for other, before in self._tables.items():
+            for block_id in before.intersection(table_of(other)):
+                assert writer.get(block_id, other) is other, f"block {block_id} is written, but another owned it before"
 
 
 def check_ownership(block_manager, seqs):
@@ -58,12 +104,25 @@ def check_ownership(block_manager, seqs):
     assert block_manager.num_references == sum(owners.values())
 
 
+def check_duplicates(block_manager, seqs):
+    """`num_duplicate_tokens` against the slots themselves: tokens that are computed, less the places that hold them."""
+    size = block_manager.block_size
+    slots = {
+        (table_of(seq)[position // size], position % size)
+        for seq in seqs
+        for position in range(seq.num_computed_tokens)
+    }
+    assert block_manager.num_duplicate_tokens == sum(seq.num_computed_tokens for seq in seqs) - len(slots)
+
+
 def check_cached_blocks(block_manager, cache):
     """Each block that can be hit is filled, holds the tokens it is known for, and is known once."""
     by_id, by_hash = block_manager._cached_by_id, block_manager._cached_by_hash
     assert {known.block_hash: known for known in by_id.values()} == by_hash, "a stale entry"
     size = block_manager.block_size
     for block_id, known in by_id.items():
-        held = cache.slots.get((block_id + 1) * size - 1)
-        assert isinstance(held, tuple), f"block {block_id} can be hit, but nobody has filled it"
-        assert b"".join(token.to_bytes(4, "little") for token in held[-size:]) == known.tokens
+        held = [cache.slots.get((block_id, i), GARBAGE) for i in range(size)]
+        assert GARBAGE not in held, f"block {block_id} can be hit, but nobody has filled it"
+        assert [len(prefix) for prefix in held] == [len(held[-1]) - size + 1 + i for i in range(size)]
+        assert all(prefix == held[-1][: len(prefix)] for prefix in held), "a block of mixed prefixes"
+        assert b"".join(token.to_bytes(4, "little") for token in held[-1][-size:]) == known.tokens

@@ -1,8 +1,8 @@
-"""`LLM`, as its users meet it: prompts in every form, chat, outputs, metrics, statistics, bad input, interrupts, the end.
+"""`LLM`, as its users meet it: prompts in every form, chat, outputs, statistics, bad input, interrupts, the end.
 
-Oracles: `transformers` greedy `generate` for the tokens, `AutoTokenizer` for text and chat templates, arithmetic for the
-statistics, and an undisturbed engine for a disturbed one. The model is random; the tokenizer is trained here, with fewer
-tokens than the model's vocabulary has.
+Oracles: `transformers` greedy `generate` for the tokens, `AutoTokenizer` for text and chat templates, arithmetic for
+the statistics, and an undisturbed engine for a disturbed one. The model is random; the tokenizer is trained here, with
+fewer tokens than the model's vocabulary has.
 """
 
 import gc
@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 import weakref
 from pathlib import Path
 
@@ -188,7 +189,9 @@ def test_one_sampling_params_for_all_or_one_for_each(llm):
 
 
 def test_without_sampling_params_16_tokens_come(checkpoint):
-    outputs = make_llm(checkpoint[0]).generate([ids(5)], use_tqdm=False)
+    llm = make_llm(checkpoint[0])
+    llm.engine.eos_token_ids = frozenset()
+    outputs = llm.generate([ids(5)], use_tqdm=False)
     assert len(outputs[0].outputs[0].token_ids) == 16 == SamplingParams().max_tokens
 
 
@@ -215,6 +218,21 @@ def test_greedy_and_random_in_one_batch(checkpoint):
     assert outputs[::2] == [expected] * 3
     assert expected not in outputs[1::2]
     assert outputs[1] != outputs[3] != outputs[5]
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-20, 1e-44, 1e-300])
+def test_the_least_temperatures_are_greedy(llm, checkpoint, temperature):
+    outputs = generate(llm, [ids(6)] * 3, SamplingParams(temperature=temperature, max_tokens=12, ignore_eos=True))
+    assert tokens_of(outputs) == [hf_greedy(checkpoint[1], ids(6), 12)] * 3
+
+
+@pytest.mark.parametrize("temperature", [1e6, 1e38, 1e300])
+def test_the_highest_temperatures_draw_from_all_tokens(llm, temperature):
+    """300 tokens, 2,000 draws: about 299.6 of them come."""
+    params = SamplingParams(temperature=temperature, max_tokens=200, ignore_eos=True)
+    drawn = {token_id for t in tokens_of(generate(llm, [ids(6)] * 10, params)) for token_id in t}
+    assert len(drawn) > 280
+    assert drawn <= set(range(VOCAB_SIZE))
 
 
 # --- ends ----------------------------------------------------------------------------------------------------------
@@ -525,7 +543,7 @@ def test_no_tokenizer(tiny_checkpoint):
     assert tokens_of([output]) == [hf_greedy(model, [1, 2, 3], 8)]
     with pytest.raises(ValueError, match="tokenizer"):
         generate(llm, ["Hello"])
-    with pytest.raises(ValueError, match="tokenizer"):
+    with pytest.raises(ValueError, match="tokenizer|chat.template"):
         llm.chat(MESSAGES, use_tqdm=False)
     assert_at_rest(llm)
 
@@ -586,7 +604,7 @@ def assert_refused(llm, call, exception, says):
         assert part in str(info.value)
     assert llm.get_stats() == before
     assert_at_rest(llm)
-    assert tokens_of(generate(llm, [GOOD, GOOD], greedy(2))) == [[149, 132]] * 2 == [llm.good] * 2
+    assert tokens_of(generate(llm, [GOOD, GOOD], greedy(2))) == [llm.good] * 2
 
 
 @pytest.fixture(scope="module")
@@ -755,16 +773,16 @@ def test_the_cache_is_never_more_than_can_be_used(checkpoint):
 
 @pytest.fixture(scope="module")
 def work(checkpoint):
-    """(prompts, sampling parameters, expected tokens): chunks, decodes, shared prefixes, preemptions in `scarce_llm`."""
+    """(prompts, sampling parameters, expected tokens): chunks, decodes, prefix hits and preemptions in `scarce_llm`."""
     prompts = [ids(30), ids(30), ids(30)[:17] + ids(9, seed=1), ids(11, seed=2), ids(3, seed=3)]
-    lens = [12, 9, 12, 10, 12]
+    lens = [7, 5, 7, 6, 7]
     expected = [hf_greedy(checkpoint[1], prompt, n) for prompt, n in zip(prompts, lens, strict=True)]
     return prompts, [greedy(n) for n in lens], expected
 
 
 def scarce_llm(checkpoint):
     llm = make_llm(checkpoint[0], block_size=4, num_kv_blocks=14, max_num_batched_tokens=16, max_num_seqs=4)
-    llm.engine.runner.kv_cache.fill_(50.0)  # garbage that would show
+    llm.engine.runner.kv_cache.tensor.fill_(50.0)  # garbage that would show
     return llm
 
 
@@ -788,15 +806,16 @@ class Interrupted:
 
     def __init__(self, model, nth, exception, when):
         self.model, self.countdown, self.exception, self.when = model, nth, exception, when
+        self.compute_logits = model.compute_logits
 
     def __call__(self, batch, kv_cache):
         self.countdown -= 1
         if self.countdown == 0 and self.when == "before":
             raise self.exception
-        logits = self.model(batch, kv_cache)
+        hidden = self.model(batch, kv_cache)
         if self.countdown == 0:
             raise self.exception
-        return logits
+        return hidden
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -808,7 +827,7 @@ def test_an_exception_in_the_forward_pass(checkpoint, work, exception, when):
     num_raised = 0
     for nth in range(1, 100):
         llm.reset_prefix_cache()
-        llm.engine.runner.kv_cache.fill_(50.0)
+        llm.engine.runner.kv_cache.tensor.fill_(50.0)
         llm.engine.runner.model = Interrupted(model, nth, exception, when)
         try:
             generate(llm, prompts, params)
@@ -818,7 +837,7 @@ def test_an_exception_in_the_forward_pass(checkpoint, work, exception, when):
         finally:
             llm.engine.runner.model = model
         assert_works(llm, work)
-    assert num_raised > 15
+    assert num_raised > 10
 
 
 class TracedInterrupt:
@@ -857,7 +876,7 @@ def test_an_interrupt_at_any_line(checkpoint, work):
 
     def start_anew():
         llm.reset_prefix_cache()
-        llm.engine.runner.kv_cache.fill_(50.0)
+        llm.engine.runner.kv_cache.tensor.fill_(50.0)
 
     start_anew()
     with TracedInterrupt() as recorder:
@@ -874,15 +893,14 @@ def test_an_interrupt_at_any_line(checkpoint, work):
             try:
                 generate(llm, prompts, params)
                 missed.append(interrupt.lines[-1])
-            except KeyboardInterrupt:
-                pass
-        where = interrupt.lines[interrupt.nth - 1]
+            except KeyboardInterrupt as error:
+                where = "".join(traceback.format_tb(error.__traceback__))
         try:
             assert_at_rest(llm)
             if i % 4 == 0:
                 assert_works(llm, work)
         except AssertionError as error:
-            raise AssertionError(f"interrupted at {where}") from error
+            raise AssertionError(f"interrupted at\n{where}") from error
     assert missed == []
     assert_works(llm, work)
 
@@ -990,8 +1008,9 @@ def test_context_manager(checkpoint):
 
 
 def test_the_context_manager_lets_errors_through(checkpoint):
-    with pytest.raises(ValueError, match="empty"), make_llm(checkpoint[0]) as llm:
-        refs = references(llm)
+    llm = make_llm(checkpoint[0])
+    refs = references(llm)
+    with pytest.raises(ValueError, match="empty"), llm:
         generate(llm, [[]])
     assert is_freed(refs)
 

@@ -1,0 +1,472 @@
+"""Paged attention against a float64 reference of plain loops that knows no cache, no blocks and no batch.
+
+Every slot that no token was stored in holds NaN, so that reading one shows. `FlashAttention` runs on CPU here, against
+a stand-in for the library `flash_attn` that has its documented interface (2.8) and is stricter about it: what it takes,
+the library takes.
+"""
+
+import importlib.machinery
+import inspect
+import math
+import random
+import sys
+import types
+
+import pytest
+import torch
+
+from nanovllm.batch import build_batch
+from nanovllm.layers.attention import Attention, FlashAttention, TorchAttention, select_backend
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import BlockMoves, SchedulerOutput
+from nanovllm.sequence import Sequence
+
+# ---- the reference
+
+
+def attend_with_loops(q, k, v):
+    """The last len(q) tokens of one sequence. q: [n, num_heads, head_dim]; k, v: [seq_len, num_kv_heads, head_dim]"""
+    n, num_heads, head_dim = q.shape
+    seq_len, num_kv_heads, _ = k.shape
+    q, k, v = q.double(), k.double(), v.double()
+    out = torch.empty_like(q)
+    for i in range(n):
+        num_seen = seq_len - n + i + 1
+        for head in range(num_heads):
+            kv_head = head // (num_heads // num_kv_heads)
+            scores = k[:num_seen, kv_head] @ q[i, head] / math.sqrt(head_dim)  # [num_seen]
+            weights = (scores - scores.max()).exp()
+            out[i, head] = weights @ v[:num_seen, kv_head] / weights.sum()
+    return out
+
+
+class Step:
+    """Random Q, K and V of sequences that have `num_computed` tokens in the cache and `num_new` in this step.
+
+    Their blocks lie anywhere in the cache. `expected` is the reference's answer: [num_tokens, num_heads, head_dim].
+    """
+
+    def __init__(self, backend, lens, seed=0, dtype=torch.float32):
+        generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+        size, num_kv_heads, head_dim = backend.block_size, backend.num_kv_heads, backend.head_dim
+
+        def normal(num_tokens, num_heads):
+            return torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype)
+
+        lens = sorted(lens, key=lambda computed_and_new: computed_and_new[1] > 1)
+        num_blocks = [-(-sum(pair) // size) for pair in lens]
+        ids = list(range(1, sum(num_blocks) + 4))
+        rng.shuffle(ids)
+        cache = torch.full(backend.kv_cache_shape(2, len(ids) + 1), math.nan, dtype=dtype)
+        self.cache, self.layer_cache = cache, cache[:, 1]
+        chunks, qs, ks, vs, expected = [], [], [], [], []
+        for (num_computed, num_new), needed in zip(lens, num_blocks, strict=True):
+            table, ids = ids[:needed], ids[needed:]
+            q = normal(num_new, backend.num_heads)
+            k, v = normal(num_computed + num_new, num_kv_heads), normal(num_computed + num_new, num_kv_heads)
+            slots = [table[i // size] * size + i % size for i in range(num_computed)]
+            if slots:  # earlier steps
+                backend.store_kv(k[:num_computed], v[:num_computed], self.layer_cache, torch.tensor(slots))
+            seq = Sequence("seq", [0] * (num_computed + num_new), SamplingParams())
+            seq.num_computed_tokens = num_computed
+            for block_id in table:
+                seq.block_table.append(block_id)
+            chunks.append((seq, num_new))
+            qs.append(q)
+            ks.append(k[num_computed:])
+            vs.append(v[num_computed:])
+            expected.append(attend_with_loops(q, k, v))
+        num_decodes = sum(num_new == 1 for _, num_new in lens)
+        num_tokens = sum(num_new for _, num_new in lens)
+        self.batch = build_batch(SchedulerOutput(chunks, num_decodes, num_tokens, [], BlockMoves(), 0, 0), size)
+        self.q, self.k, self.v = torch.cat(qs), torch.cat(ks), torch.cat(vs)
+        self.expected = torch.cat(expected)
+
+    def run(self, backend):
+        return Attention(backend)(self.q, self.k, self.v, self.layer_cache, self.batch)
+
+
+def check_close(out, step):
+    assert out.shape == step.q.shape
+    assert out.dtype == step.q.dtype
+    tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[out.dtype]
+    torch.testing.assert_close(out.double(), step.expected, rtol=tolerance, atol=tolerance)
+
+
+def random_lens(block_size, seed):
+    """Six sequences (num_computed, num_new), most of which begin or end at a block border or one token beside it."""
+    rng = random.Random(seed)
+    borders = [max(0, n * block_size + d) for n in range(3) for d in (-1, 0, 1)]
+    lens = [(rng.choice(borders), 1) for _ in range(3)]
+    for _ in range(3):
+        start, stop = sorted(rng.choice(borders) for _ in range(2))
+        lens.append((start, max(2, stop - start)))
+    return lens
+
+
+HEADS = [(4, 4), (4, 2), (8, 2), (8, 1)]  # num_heads, num_kv_heads: ratios of 1, 2, 4 and 8
+
+
+# ---- TorchAttention
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("block_size", [1, 8, 16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+def test_mixed_batch_equals_the_reference(num_heads, num_kv_heads, block_size, seed):
+    backend = TorchAttention(num_heads, num_kv_heads, [8, 32, 64][seed], block_size)
+    step = Step(backend, random_lens(block_size, seed), seed)
+    check_close(step.run(backend), step)
+
+
+def test_mixed_batch_with_large_blocks_equals_the_reference():
+    backend = TorchAttention(4, 2, 16, 256)
+    step = Step(backend, [(255, 1), (256, 1), (0, 1), (0, 256), (250, 7), (512, 3)])
+    check_close(step.run(backend), step)
+
+
+@pytest.mark.parametrize(
+    "lens",
+    [[(0, 1)], [(7, 1), (8, 1), (9, 1)], [(0, 7), (0, 8), (0, 9)], [(5, 4), (8, 8), (16, 2)], [(9, 1), (0, 17)]],
+    ids=["one token", "decodes", "whole prompts", "later chunks", "decode and prompt"],
+)
+def test_each_kind_of_batch_equals_the_reference(lens):
+    backend = TorchAttention(4, 2, 16, 8)
+    step = Step(backend, lens)
+    check_close(step.run(backend), step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_close_to_the_reference(dtype):
+    backend = TorchAttention(4, 2, 32, 8)
+    step = Step(backend, random_lens(8, 5), dtype=dtype)
+    check_close(step.run(backend), step)
+
+
+def test_prompt_in_chunks_gives_what_it_gives_at_once():
+    """Chunks of 5, 1, 8 and 3 tokens: each attends to what the ones before it have stored."""
+    backend = TorchAttention(4, 2, 16, 4)
+    whole = Step(backend, [(0, 17)])
+    at_once = whole.run(backend)
+    check_close(at_once, whole)
+    cache = torch.full_like(whole.cache, math.nan)[:, 0]
+    table = whole.batch.block_tables[0].tolist()
+    start = 0
+    for num_new in (5, 1, 8, 3):
+        seq = Sequence("seq", [0] * 17, SamplingParams())
+        seq.num_computed_tokens = start
+        for block_id in table:  # those of later chunks are empty so far
+            seq.block_table.append(block_id)
+        batch = build_batch(SchedulerOutput([(seq, num_new)], int(num_new == 1), num_new, [], BlockMoves(), 0, 0), 4)
+        rows = slice(start, start + num_new)
+        out = Attention(backend)(whole.q[rows], whole.k[rows], whole.v[rows], cache, batch)
+        torch.testing.assert_close(out, at_once[rows], rtol=2e-6, atol=2e-6)
+        start += num_new
+
+
+def shared_step(backend):
+    """B begins with the block that A fills in this very step; [A's tokens, B's tokens] and the expected rows."""
+    size = backend.block_size
+    step = Step(backend, [(0, size + 3)])
+    a = Sequence("a", [0] * (size + 3), SamplingParams())
+    b = Sequence("b", [0] * (size + 2), SamplingParams())
+    b.num_computed_tokens = size
+    for seq, table in ((a, [2, 3]), (b, [2, 1])):
+        for block_id in table:
+            seq.block_table.append(block_id)
+    batch = build_batch(SchedulerOutput([(a, size + 3), (b, 2)], 0, size + 5, [], BlockMoves(), 0, 0), size)
+    # B's own tokens are A's, so its rows are A's rows at the same positions
+    q, k, v = (torch.cat([t, t[size : size + 2]]) for t in (step.q, step.k, step.v))
+    expected = torch.cat([step.expected, step.expected[size : size + 2]])
+    cache = torch.full(backend.kv_cache_shape(1, 4), math.nan)[:, 0]
+    return Attention(backend)(q, k, v, cache, batch), expected
+
+
+def test_block_that_is_filled_in_this_step_can_be_shared():
+    out, expected = shared_step(TorchAttention(4, 2, 16, 8))
+    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+def test_store_kv_writes_its_slots_and_no_other():
+    backend = TorchAttention(4, 2, 8, 4)
+    cache = torch.full(backend.kv_cache_shape(3, 5), math.nan)  # [2, 3, 5, 4, 2, 8]
+    k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    slots = [9, 4, 19]
+    backend.store_kv(k, v, cache[:, 1], torch.tensor(slots, dtype=torch.int32))
+    expected = torch.full_like(cache, math.nan)
+    for row, slot in enumerate(slots):
+        expected[0, 1, slot // 4, slot % 4] = k[row]
+        expected[1, 1, slot // 4, slot % 4] = v[row]
+    torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_attention_leaves_the_cache_of_other_tokens_alone():
+    backend = TorchAttention(4, 2, 16, 8)
+    step = Step(backend, random_lens(8, 3))
+    before = step.cache.clone()
+    step.run(backend)
+    changed = (before.isnan() & ~step.cache.isnan()).any(-1).any(-1)  # [2, num_layers, num_blocks, block_size]
+    slots = torch.arange(changed[0, 0].numel()).view_as(changed[0, 0])
+    for part in changed:
+        assert not part[0].any(), "another layer"
+        assert sorted(slots[part[1]].tolist()) == sorted(step.batch.slot_mapping.tolist())
+    kept = ~before.isnan()
+    assert torch.equal(before[kept], step.cache[kept])
+
+
+def test_oracle_sees_a_slot_that_was_never_filled():
+    """The poison works: with one token of the past missing, the output is NaN."""
+    backend = TorchAttention(4, 2, 16, 8)
+    step = Step(backend, [(9, 1), (0, 12)])
+    step.layer_cache[:, step.batch.block_tables[0, 0], 3] = math.nan
+    out = step.run(backend)
+    assert out[0].isnan().all()
+    assert not out[1:].isnan().any()
+
+
+# ---- FlashAttention, on a stand-in
+
+
+def check_paged_inputs(q, k_cache, v_cache, block_table, batch_size):
+    num_heads, head_dim = q.shape[-2:]
+    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    assert q.dtype == k_cache.dtype == v_cache.dtype
+    assert all(t.stride(-1) == 1 for t in (q, k_cache, v_cache))
+    assert k_cache.shape == v_cache.shape == (num_blocks, block_size, num_kv_heads, head_dim)
+    assert num_heads % num_kv_heads == 0
+    assert head_dim % 8 == 0
+    assert head_dim <= 256
+    assert block_size % 256 == 0, "Paged KV cache block size must be divisible by 256"
+    assert block_table.dtype == torch.int32
+    assert block_table.stride(-1) == 1
+    assert block_table.shape[0] == batch_size > 0
+
+
+def gather(cache, block_row, seq_len):
+    """The first `seq_len` tokens of one sequence; reads no entry of `block_row` beyond its last block."""
+    size = cache.shape[1]
+    assert block_row.shape[0] * size >= seq_len, "reads past the block table"
+    rows = []
+    for i in range(seq_len):
+        rows.append(cache[int(block_row[i // size]), i % size])
+    return torch.stack(rows)
+
+
+def stand_in_attend(q, k, v, softmax_scale, causal):
+    """q: [n, num_heads, head_dim]; the causal mask is aligned to the bottom right corner."""
+    n, num_heads, head_dim = q.shape
+    group = num_heads // k.shape[1]
+    k, v = (t.double().repeat_interleave(group, dim=1) for t in (k, v))  # [seq_len, num_heads, head_dim]
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    if causal:
+        is_hidden = torch.ones(n, len(k), dtype=torch.bool).triu(len(k) - n + 1)
+        scores.masked_fill_(is_hidden, -math.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+):
+    given = (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes)
+    assert all(argument is None for argument in given), "the stand-in has no use for these"
+    assert (tuple(window_size), softcap, return_softmax_lse) == ((-1, -1), 0.0, False)
+    batch_size, num_new, _, _ = q.shape
+    check_paged_inputs(q, k_cache, v_cache, block_table, batch_size)
+    assert cache_seqlens.dtype == torch.int32
+    assert cache_seqlens.shape == (batch_size,)
+    assert cache_seqlens.is_contiguous()
+    out = torch.empty_like(q)
+    for i, seq_len in enumerate(cache_seqlens.tolist()):
+        assert seq_len >= num_new
+        keys, values = gather(k_cache, block_table[i], seq_len), gather(v_cache, block_table[i], seq_len)
+        out[i] = stand_in_attend(q[i], keys, values, softmax_scale, causal)
+    return out
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+):
+    assert (dropout_p, tuple(window_size), softcap, alibi_slopes) == (0.0, (-1, -1), 0.0, None)
+    assert not return_attn_probs
+    total_q, _, _ = q.shape
+    batch_size = len(cu_seqlens_q) - 1
+    check_paged_inputs(q, k, v, block_table, batch_size)
+    lens = []
+    for cu in (cu_seqlens_q, cu_seqlens_k):
+        assert cu.dtype == torch.int32
+        assert cu.shape == (batch_size + 1,)
+        assert cu.is_contiguous()
+        assert cu[0] == 0
+        lens.append(cu.diff().tolist())
+    assert cu_seqlens_q[-1] == total_q
+    for maximum, of in zip((max_seqlen_q, max_seqlen_k), lens, strict=True):
+        assert type(maximum) is int
+        assert maximum >= max(of)
+    out = torch.empty_like(q)
+    for i, (num_new, seq_len) in enumerate(zip(*lens, strict=True)):
+        assert 1 <= num_new <= seq_len
+        rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
+        keys, values = gather(k, block_table[i], seq_len), gather(v, block_table[i], seq_len)
+        out[rows] = stand_in_attend(q[rows], keys, values, softmax_scale, causal)
+    return out
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    """The stand-in, where `import flash_attn` finds it; `calls` names the functions that were called."""
+    module = types.ModuleType("flash_attn")
+    module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+    module.calls = []
+    for function in (flash_attn_with_kvcache, flash_attn_varlen_func):
+
+        def noted(*args, function=function, **kwargs):
+            module.calls.append(function.__name__)
+            return function(*args, **kwargs)
+
+        setattr(module, function.__name__, noted)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    return module
+
+
+DECODES, CHUNKS = "flash_attn_with_kvcache", "flash_attn_varlen_func"
+
+
+@pytest.mark.parametrize(
+    ("lens", "calls"),
+    [
+        ([(0, 1)], [DECODES]),
+        ([(255, 1), (256, 1), (3, 1), (511, 1)], [DECODES]),
+        ([(0, 5), (0, 256), (0, 257)], [CHUNKS]),
+        ([(5, 4), (255, 2), (256, 20), (300, 100)], [CHUNKS]),
+        ([(40, 1), (256, 1), (0, 30), (250, 7)], [DECODES, CHUNKS]),
+    ],
+    ids=["one token", "decodes", "whole prompts", "later chunks", "mixed"],
+)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (8, 1)])
+def test_flash_attention_equals_the_reference(flash_attn, num_heads, num_kv_heads, lens, calls):
+    backend = FlashAttention(num_heads, num_kv_heads, 16, 256)
+    step = Step(backend, lens)
+    out = step.run(backend)
+    check_close(out, step)
+    assert flash_attn.calls == calls
+    same = TorchAttention(num_heads, num_kv_heads, 16, 256).attend(step.q, step.layer_cache, step.batch)
+    torch.testing.assert_close(out, same, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(2))
+def test_flash_attention_in_half_precision(flash_attn, dtype, seed):
+    backend = FlashAttention(8, 2, 64, 256)
+    step = Step(backend, [(random.Random(seed).randrange(300), 1), (259, 1), (0, 33), (200, 60)], seed, dtype)
+    check_close(step.run(backend), step)
+
+
+def test_flash_attention_shares_blocks_within_a_step(flash_attn):
+    out, expected = shared_step(FlashAttention(2, 1, 8, 256))
+    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+def test_stand_in_has_the_signatures_of_the_library():
+    library = pytest.importorskip("flash_attn")
+    for function in (flash_attn_with_kvcache, flash_attn_varlen_func):
+        real = inspect.signature(getattr(library, function.__name__))
+        assert list(inspect.signature(function).parameters) == list(real.parameters)
+
+
+# ---- what is refused, and what is chosen
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 255, 257, 384])
+def test_flash_attention_refuses_block_sizes_that_are_no_multiple_of_256(flash_attn, block_size):
+    with pytest.raises(ValueError, match=rf"block_size must be a multiple of 256 .*got {block_size};"):
+        FlashAttention(4, 2, 64, block_size)
+
+
+@pytest.mark.parametrize("block_size", [256, 512])
+def test_flash_attention_takes_multiples_of_256(flash_attn, block_size):
+    assert FlashAttention(4, 2, 256, block_size).block_size == block_size
+
+
+@pytest.mark.parametrize("head_dim", [4, 20, 260, 264])
+def test_flash_attention_refuses_head_dims(flash_attn, head_dim):
+    with pytest.raises(ValueError, match=rf"head_dim .* {head_dim}$"):
+        FlashAttention(4, 2, head_dim, 256)
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["torch", "auto"])
+def test_torch_is_chosen_on_cpu(flash_attn, name, dtype):
+    assert select_backend(name, CPU, dtype) is TorchAttention
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "auto"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flash_attn_is_chosen_on_cuda_where_it_is_installed(flash_attn, name, dtype):
+    assert select_backend(name, CUDA, dtype) is FlashAttention
+
+
+def test_torch_can_be_chosen_on_cuda_too(flash_attn):
+    assert select_backend("torch", CUDA, torch.bfloat16) is TorchAttention
+
+
+def test_auto_falls_back_to_torch_without_the_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert select_backend("auto", CUDA, torch.bfloat16) is TorchAttention
+
+
+def test_auto_falls_back_to_torch_in_float32(flash_attn):
+    assert select_backend("auto", CUDA, torch.float32) is TorchAttention
+
+
+@pytest.mark.parametrize(("device", "dtype"), [(CPU, torch.bfloat16), (CUDA, torch.float32)])
+def test_flash_attn_is_refused_where_it_cannot_run(flash_attn, device, dtype):
+    with pytest.raises(ValueError, match=f"attention_backend='flash_attn' needs a CUDA device .*{device}.*{dtype}"):
+        select_backend("flash_attn", device, dtype)
+
+
+def test_flash_attn_is_refused_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(ValueError, match="needs the package flash-attn"):
+        select_backend("flash_attn", CUDA, torch.bfloat16)
+
+
+def test_default_block_size_is_one_that_the_backend_takes(flash_attn):
+    for backend_class in (TorchAttention, FlashAttention):
+        assert backend_class(4, 2, 64, backend_class.default_block_size).block_size > 0

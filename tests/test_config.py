@@ -1,0 +1,193 @@
+"""Every knob: its default, what is refused and how the error reads. The tables below are the oracle."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm.config import Config, resolve_device, resolve_dtype
+
+DEFAULTS = {
+    "dtype": "auto",
+    "device": "auto",
+    "max_model_len": None,
+    "max_num_seqs": 256,
+    "max_num_batched_tokens": 8192,
+    "block_size": None,
+    "num_kv_blocks": None,
+    "kv_cache_memory_bytes": None,
+    "gpu_memory_utilization": 0.9,
+    "enable_prefix_caching": True,
+    "attention_backend": "auto",
+    "scheduling_policy": "fcfs",
+    "long_prefill_token_threshold": 0,
+    "preemption_mode": "recompute",
+    "swap_space_bytes": 0,
+    "enforce_eager": False,
+    "load_format": "auto",
+    "seed": 0,
+}
+
+GOOD = [
+    ("dtype", ["auto", "float32", "bfloat16", "float16", torch.float32, torch.bfloat16, torch.float16]),
+    ("device", ["auto", "cpu", "cuda", "cuda:1"]),
+    ("max_model_len", [None, 2, 100_000]),
+    ("max_num_seqs", [1, 1000]),
+    ("max_num_batched_tokens", [1, 100_000]),
+    ("block_size", [None, 1, 16, 256]),
+    ("num_kv_blocks", [None, 1]),
+    ("kv_cache_memory_bytes", [None, 1, 2**40]),
+    ("gpu_memory_utilization", [0.01, 0.5, 1, 1.0]),
+    ("enable_prefix_caching", [True, False]),
+    ("attention_backend", ["auto", "torch", "flash_attn"]),
+    ("enforce_eager", [True, False]),
+    ("load_format", ["auto", "safetensors", "dummy"]),
+    ("seed", [0, 1, 2**63, 2**64 - 1]),
+]
+
+NO_INTEGERS = [1.5, "16", True, [1], math.nan]
+BAD_TYPES = [
+    ("model", [None, 3, b"Qwen/Qwen3-0.6B", ["a"]]),
+    ("device", [None, 0, torch.device("cpu")]),
+    ("max_model_len", NO_INTEGERS),
+    ("max_num_seqs", [None, *NO_INTEGERS]),
+    ("max_num_batched_tokens", [None, *NO_INTEGERS]),
+    ("block_size", NO_INTEGERS),
+    ("num_kv_blocks", NO_INTEGERS),
+    ("kv_cache_memory_bytes", [1e9, *NO_INTEGERS]),
+    ("gpu_memory_utilization", [None, "0.9", True, [0.9], 1j]),
+    ("enable_prefix_caching", [None, 0, 1, "true"]),
+    ("enforce_eager", [None, 0, 1, "false"]),
+    ("seed", [None, *NO_INTEGERS]),
+]
+BAD_VALUES = [
+    ("dtype", ["float64", "fp16", "", "torch.float16", None, torch.float64, torch.int8]),
+    ("max_model_len", [1, 0, -1]),
+    ("max_num_seqs", [0, -1]),
+    ("max_num_batched_tokens", [0, -1]),
+    ("block_size", [0, -16]),
+    ("num_kv_blocks", [0, -1]),
+    ("kv_cache_memory_bytes", [0, -1]),
+    ("gpu_memory_utilization", [0, 0.0, -0.1, 1.01, 90, math.nan, math.inf, -math.inf, 10**400]),
+    ("attention_backend", ["flash", "FLASH_ATTN", "", None, 1]),
+    ("load_format", ["pt", "", None, True]),
+    ("seed", [-1, 2**64]),  # torch's generators take 64 bits
+]
+
+
+def each(table):
+    return [pytest.param(name, value, id=f"{name}={str(value)[:20]}") for name, values in table for value in values]
+
+
+def make(name, value):
+    return Config(**{"model": "a-model", name: value})
+
+
+def test_defaults():
+    config = Config("a-model")
+    assert {field.name: getattr(config, field.name) for field in dataclasses.fields(config)} == {
+        "model": "a-model",
+        **DEFAULTS,
+    }
+
+
+@pytest.mark.parametrize(("name", "value"), each(GOOD))
+def test_good_value_is_kept(name, value):
+    assert getattr(make(name, value), name) == value
+
+
+@pytest.mark.parametrize(("name", "value"), each(BAD_TYPES))
+def test_value_of_a_wrong_type_is_named(name, value):
+    with pytest.raises(TypeError) as error:
+        make(name, value)
+    assert str(error.value).startswith(f"{name} must be ")
+    assert str(error.value).endswith(f"got {value!r}")
+
+
+@pytest.mark.parametrize(("name", "value"), each(BAD_VALUES))
+def test_value_that_is_not_allowed_is_named(name, value):
+    with pytest.raises(ValueError, match=rf"^{name} must be .* got ") as error:
+        make(name, value)
+    assert str(value)[:50] in str(error.value)
+
+
+@pytest.mark.parametrize("model", ["folder", "Qwen/Qwen3-0.6B", Path("/some/where")])
+def test_model_is_a_folder_or_a_hub_id(model):
+    assert Config(model).model == model
+
+
+def test_empty_model_is_refused():
+    with pytest.raises((TypeError, ValueError), match="^model must be .* got ''$"):
+        Config("")
+
+
+def test_unknown_option_is_named_beside_the_known_ones():
+    with pytest.raises(TypeError, match="unknown argument max_seqs, num_blocks; allowed are") as error:
+        Config.from_options("a-model", {"num_blocks": 5, "seed": 1, "max_seqs": 3})
+    assert all(name in str(error.value) for name in DEFAULTS)
+
+
+def test_unknown_argument_is_refused_by_the_constructor_too():
+    with pytest.raises(TypeError, match="max_seqs"):
+        Config("a-model", max_seqs=3)
+
+
+def test_options_are_passed_on():
+    assert Config.from_options("a-model", {"seed": 7, "block_size": 8}) == Config("a-model", seed=7, block_size=8)
+
+
+@pytest.mark.parametrize("name", ["model", *DEFAULTS])
+def test_config_is_frozen(name):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(Config("a-model"), name, 1)
+
+
+# ---- devices and dtypes
+
+
+def with_gpus(monkeypatch, number):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "device", "resolved"),
+    [(0, "auto", "cpu"), (1, "auto", "cuda"), (0, "cpu", "cpu"), (2, "cuda:1", "cuda:1"), (1, "cuda", "cuda")],
+)
+def test_device_that_is_there(monkeypatch, num_gpus, device, resolved):
+    with_gpus(monkeypatch, num_gpus)
+    assert resolve_device(device) == torch.device(resolved)
+
+
+@pytest.mark.parametrize(("num_gpus", "device"), [(0, "cuda"), (0, "cuda:0"), (2, "cuda:2")])
+def test_device_that_is_not_there_is_named(monkeypatch, num_gpus, device):
+    with_gpus(monkeypatch, num_gpus)
+    with pytest.raises(ValueError, match=f"'{device}' is not on this machine: it has {num_gpus} CUDA devices"):
+        resolve_device(device)
+
+
+@pytest.mark.parametrize("device", ["gpu", "mps", "meta", "cuda:x", ""])
+def test_device_that_is_none_of_ours_is_named(device):
+    with pytest.raises(ValueError, match=f"^device must be .* got '{device}'$"):
+        resolve_device(device)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "checkpoint_dtype", "resolved"),
+    [
+        ("auto", "bfloat16", torch.bfloat16),
+        ("auto", "float32", torch.float32),
+        ("float16", "bfloat16", torch.float16),
+        (torch.float32, "bfloat16", torch.float32),
+        ("float32", "int8", torch.float32),
+    ],
+)
+def test_dtype_auto_is_the_one_of_the_checkpoint(dtype, checkpoint_dtype, resolved):
+    assert resolve_dtype(dtype, checkpoint_dtype) is resolved
+
+
+def test_dtype_of_a_checkpoint_that_is_none_of_ours_is_named():
+    with pytest.raises(ValueError, match="'float8_e4m3fn'.*float32, bfloat16, float16"):
+        resolve_dtype("auto", "float8_e4m3fn")

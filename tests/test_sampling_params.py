@@ -1,0 +1,225 @@
+"""`SamplingParams`: which values are legal, and what is said of those that are not.
+
+Oracles: a list of vLLM's defaults written down by hand, and a table of bad values with what the message must hold: the
+field, the value, the range.
+
+Seen to fail when broken: a default changed; a range widened, narrowed or made half open by one; a check left out; a
+value that is not shown in its message.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from nanovllm import SamplingParams
+
+VLLM_DEFAULTS = {
+    "n": 1,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "seed": None,
+    "stop": None,
+    "stop_token_ids": None,
+    "bad_words": None,
+    "include_stop_str_in_output": False,
+    "ignore_eos": False,
+    "max_tokens": 16,
+    "min_tokens": 0,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "detokenize": True,
+    "skip_special_tokens": True,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "logits_processors": None,
+}
+
+
+def test_fields_and_defaults_are_vllms():
+    assert dataclasses.asdict(SamplingParams()) == VLLM_DEFAULTS
+
+
+NOT_INTEGERS = [1.5, "2", True, [3]]
+NOT_NUMBERS = ["0.5", True, [0.5], None]
+NOT_BOOLS = [0, 1, "yes", None]
+
+# field: [(range as the message must say it, values outside)]
+OUT_OF_RANGE = {
+    "n": ([">= 1"], [0, -1, -(10**20)]),
+    "presence_penalty": ([">= -2", "<= 2"], [-2.01, 2.01, math.inf, -math.inf, math.nan]),
+    "frequency_penalty": ([">= -2", "<= 2"], [-2.01, 2.01, math.inf, -math.inf, math.nan]),
+    "repetition_penalty": (["> 0"], [0, 0.0, -1, math.inf, math.nan]),
+    "temperature": ([">= 0"], [-0.1, -1e-9, math.inf, -math.inf, math.nan, 10**400]),
+    "top_p": (["> 0", "<= 1"], [0, 0.0, -0.5, 1.01, math.inf, math.nan]),
+    "top_k": ([">= -1"], [-2, -100]),
+    "min_p": ([">= 0", "<= 1"], [-0.01, 1.01, math.inf, math.nan]),
+    "seed": ([">= 0", "<= 18446744073709551615", "None"], [-1, -(2**70), 2**64]),
+    "max_tokens": ([">= 1", "None"], [0, -1]),
+    "min_tokens": ([">= 0"], [-1]),
+    "logprobs": ([">= -1", "None"], [-2]),
+    "prompt_logprobs": ([">= -1", "None"], [-2]),
+}
+WRONG_TYPE = {
+    "n": ([">= 1"], [*NOT_INTEGERS, None]),
+    "presence_penalty": ([">= -2", "<= 2"], NOT_NUMBERS),
+    "frequency_penalty": ([">= -2", "<= 2"], NOT_NUMBERS),
+    "repetition_penalty": (["> 0"], NOT_NUMBERS),
+    "temperature": ([">= 0"], NOT_NUMBERS),
+    "top_p": (["> 0", "<= 1"], NOT_NUMBERS),
+    "top_k": ([">= -1"], [*NOT_INTEGERS, None]),
+    "min_p": ([">= 0", "<= 1"], NOT_NUMBERS),
+    "seed": ([">= 0", "None"], NOT_INTEGERS),
+    "max_tokens": ([">= 1", "None"], NOT_INTEGERS),
+    "min_tokens": ([">= 0"], [*NOT_INTEGERS, None]),
+    "logprobs": ([">= -1", "None"], [1.5, "2", [3]]),
+    "prompt_logprobs": ([">= -1", "None"], [1.5, "2", [3]]),
+    "include_stop_str_in_output": (["True or False"], NOT_BOOLS),
+    "ignore_eos": (["True or False"], NOT_BOOLS),
+    "detokenize": (["True or False"], NOT_BOOLS),
+    "skip_special_tokens": (["True or False"], NOT_BOOLS),
+    "stop": (["list of strings", "None"], [5, b"end", {"a": 1}, {"a"}]),
+    "bad_words": (["list of strings", "None"], ["word", 5, b"word", {"a": 1}]),
+    "stop_token_ids": (["list of token ids", "None"], [5, "7", {5: 1}, b"5"]),
+    "allowed_token_ids": (["list of token ids", "None"], [5, "7", {5: 1}, b"5"]),
+    "logits_processors": (["list of callables", "None"], [len, {"a": len}, "len"]),
+    "logit_bias": (["dict", "None"], [[(1, 2.0)], 5, "1", {1, 2}]),
+}
+
+
+def cases(table):
+    return [(field, value, says) for field, (says, values) in table.items() for value in values]
+
+
+def assert_refused(fields, exception, says):
+    with pytest.raises(exception) as info:
+        SamplingParams(**fields)
+    for part in says:
+        assert part in str(info.value), f"{part!r} is not in {info.value}"
+
+
+@pytest.mark.parametrize(("field", "value", "says"), cases(OUT_OF_RANGE))
+def test_values_out_of_range(field, value, says):
+    assert_refused({field: value}, ValueError, [field, f"got {value}", *says])
+
+
+@pytest.mark.parametrize(("field", "value", "says"), cases(WRONG_TYPE))
+def test_values_of_the_wrong_type(field, value, says):
+    assert_refused({field: value}, TypeError, [field, f"got {value!r}", *says])
+
+
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids"])
+def test_token_ids_in_lists(field):
+    assert_refused({field: [4, -1]}, ValueError, [f"{field}[1]", ">= 0", "got -1"])
+    assert_refused({field: [4, 5, 1.5]}, TypeError, [f"{field}[2]", ">= 0", "got 1.5"])
+    assert_refused({field: [True]}, TypeError, [f"{field}[0]", ">= 0", "got True"])
+
+
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
+def test_strings_in_lists(field):
+    assert_refused({field: ["a", ""]}, ValueError, [f"{field}[1]", "empty", "''"])
+    assert_refused({field: ["a", 5]}, TypeError, [f"{field}[1]", "str", "5"])
+    assert_refused({field: [None]}, TypeError, [f"{field}[0]", "str", "None"])
+
+
+def test_an_empty_stop_string():
+    assert_refused({"stop": ""}, ValueError, ["stop", "empty", "''"])
+
+
+def test_a_bad_word_of_spaces():
+    assert_refused({"bad_words": ["  "]}, ValueError, ["bad_words[0]", "empty", "'  '"])
+
+
+def test_logits_processors_must_be_callable():
+    assert_refused({"logits_processors": [len, 7]}, TypeError, ["logits_processors[1]", "callable", "got 7"])
+
+
+def test_logit_bias():
+    assert_refused({"logit_bias": {-1: 1.0}}, ValueError, ["logit_bias", ">= 0", "got -1"])
+    assert_refused({"logit_bias": {"5": 1.0}}, TypeError, ["logit_bias", ">= 0", "got '5'"])
+    for value in (100.5, -100.5, math.inf, math.nan):
+        assert_refused({"logit_bias": {3: 0.0, 7: value}}, ValueError, ["logit_bias[7]", "-100", "100", f"got {value}"])
+    assert_refused({"logit_bias": {7: "high"}}, TypeError, ["logit_bias[7]", "-100", "100", "got 'high'"])
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_many_greedy_samples_are_refused(n):
+    assert_refused({"n": n, "temperature": 0}, ValueError, ["n ", "1", "temperature 0", f"got {n}"])
+    assert SamplingParams(n=n, temperature=1e-3).n == n
+    assert SamplingParams(n=1, temperature=0).temperature == 0
+
+
+def test_min_tokens_above_max_tokens():
+    assert_refused({"min_tokens": 6, "max_tokens": 5}, ValueError, ["min_tokens", "max_tokens 5", "got 6"])
+    assert_refused({"min_tokens": 17}, ValueError, ["min_tokens", "max_tokens 16", "got 17"])
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
+    assert SamplingParams(min_tokens=500, max_tokens=None).min_tokens == 500
+
+
+def test_stop_strings_need_text():
+    assert_refused({"stop": "END", "detokenize": False}, ValueError, ["stop", "'END'", "detokenize"])
+    assert_refused({"stop": ["END"], "detokenize": False}, ValueError, ["stop", "'END'", "detokenize"])
+    assert SamplingParams(stop=[], stop_token_ids=[5], detokenize=False).detokenize is False
+
+
+def test_no_token_allowed():
+    assert_refused({"allowed_token_ids": []}, ValueError, ["allowed_token_ids", "at least 1", "empty"])
+
+
+def test_unknown_fields():
+    for field in ("top_q", "temprature", "best_of", "use_beam_search"):
+        assert_refused({field: 1}, TypeError, [field])
+
+
+LEGAL = [
+    {"n": 100},
+    {"presence_penalty": -2, "frequency_penalty": 2},
+    {"presence_penalty": 2.0, "frequency_penalty": -2.0},
+    {"repetition_penalty": 0.001},
+    {"repetition_penalty": 10},
+    {"temperature": 0},
+    {"temperature": 1000.0},
+    {"top_p": 1e-9},
+    {"top_p": 1},
+    {"top_k": 0},
+    {"top_k": -1},
+    {"top_k": 1},
+    {"top_k": 10**9},
+    {"min_p": 0, "top_p": 1.0},
+    {"min_p": 1},
+    {"seed": 0},
+    {"seed": 2**64 - 1},
+    {"stop": "a"},
+    {"stop": ["a", " ", "\n"]},
+    {"stop": ()},
+    {"bad_words": ["a", " b"]},
+    {"stop_token_ids": []},
+    {"stop_token_ids": (5, 5)},
+    {"allowed_token_ids": [0]},
+    {"max_tokens": None},
+    {"max_tokens": 1},
+    {"logprobs": 0, "prompt_logprobs": 0},
+    {"logprobs": -1, "prompt_logprobs": -1},
+    {"logit_bias": {}},
+    {"logit_bias": {0: -100, 5: 100.0}},
+    {"logits_processors": [lambda output_token_ids, logits: logits]},
+    {"seed": np.int64(3), "max_tokens": np.int32(4), "top_p": np.float32(0.5), "stop_token_ids": [np.int64(2)]},
+]
+
+
+@pytest.mark.parametrize("fields", LEGAL, ids=str)
+def test_legal_values_are_kept_as_they_are(fields):
+    params = SamplingParams(**fields)
+    assert {name: getattr(params, name) for name in fields} == fields
+
+
+def test_it_cannot_be_changed_behind_the_checks():
+    params = SamplingParams()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.temperature = -1
