@@ -95,7 +95,7 @@ def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> M
         enforce_eager=args.enforce_eager,
         seed=args.seed,
     )
-    params = [SamplingParams(args.temperature, max_tokens=n, ignore_eos=True) for n in workload.output_lens]
+    params = [SamplingParams(temperature=args.temperature, max_tokens=n, ignore_eos=True) for n in workload.output_lens]
     llm.generate(workload.prompts[:2], SamplingParams(temperature=args.temperature, max_tokens=4), use_tqdm=False)
     llm.reset_prefix_cache()  # the warm-up must not have computed anything in advance
     start = time.perf_counter()

@@ -2,6 +2,7 @@
 
     python example.py                                    # the bundled model answers a few questions
     python example.py --prompt "What is a block table?"  # ask it yourself; may be given several times
+    python example.py --stream                           # see the answers grow
     python example.py --model Qwen/Qwen3-0.6B            # a local folder, or a hub id
 
 All prompts are answered at once, in one continuously batched engine. The table shows what a serving engine is judged
@@ -30,16 +31,40 @@ def main() -> None:
     parser.add_argument("--prompt", action="append", help="a question; may be given several times")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token (default)")
     parser.add_argument("--max-tokens", type=int, default=320, help="longest answer, in tokens (default: %(default)s)")
+    parser.add_argument("--stream", action="store_true", help="print answers as they grow, one line each")
     args = parser.parse_args()
 
     prompts = args.prompt or PROMPTS
     sampling_params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     with LLM(model=args.model) as llm:
         conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-        outputs = llm.chat(conversations, sampling_params)
+        if args.stream:
+            outputs = stream_answers(llm, conversations, sampling_params)
+        else:
+            outputs = llm.chat(conversations, sampling_params)
+            print_answers(prompts, outputs)
         stats = llm.get_stats()
-    print_answers(prompts, outputs)
     print_costs(outputs, stats)
+
+
+def stream_answers(llm: LLM, conversations: list, sampling_params: SamplingParams) -> list[RequestOutput]:
+    """Print what each step adds to the answer that is being shown; the others grow unseen until it is their turn."""
+    latest: dict[str, RequestOutput] = {}
+    shown: dict[str, int] = {}
+    for output in llm.stream(llm.render_chat(conversations), sampling_params):
+        latest[output.request_id] = output
+        for request_id in sorted(latest, key=int):  # in the order of the prompts
+            one = latest[request_id]
+            if request_id not in shown:
+                question = conversations[len(shown)][0]["content"]
+                print(f"\n> {question}\n  ", end="")
+            text = one.outputs[0].text
+            print(text[shown.get(request_id, 0) :], end="", flush=True)
+            shown[request_id] = len(text)
+            if not one.finished:
+                break
+    print()
+    return [latest[request_id] for request_id in sorted(latest, key=int)]
 
 
 def print_answers(prompts: list[str], outputs: list[RequestOutput]) -> None:

@@ -27,7 +27,9 @@ def main() -> None:
 
 def measure_waste(workload: Workload, block_size: int) -> float:
     """1 - tokens stored / slots reserved, summed over all steps."""
-    num_blocks = sum(-(-(len(p) + n) // block_size) for p, n in zip(workload.prompts, workload.output_lens, strict=True))
+    num_blocks = sum(
+        -(-(len(p) + n) // block_size) for p, n in zip(workload.prompts, workload.output_lens, strict=True)
+    )
     scheduler = Scheduler(BlockManager(num_blocks, block_size), 256, 8192, 4096)
     for i, (prompt, num_output) in enumerate(zip(workload.prompts, workload.output_lens, strict=True)):
         scheduler.add(Sequence(str(i), prompt, SamplingParams(max_tokens=num_output, ignore_eos=True)))

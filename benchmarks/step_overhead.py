@@ -18,8 +18,9 @@ from benchmarks.common import describe_machine
 from nanovllm import TINY_QWEN3, SamplingParams
 from nanovllm.batch import build_batch
 from nanovllm.block_manager import BlockManager
-from nanovllm.detokenizer import Detokenizer
+from nanovllm.detokenizer import TokenDecoder
 from nanovllm.loader import load_tokenizer
+from nanovllm.model_runner import StepTokens
 from nanovllm.request import Request
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
@@ -51,6 +52,7 @@ def measure(num_seqs: int, context_len: int, block_size: int, num_steps: int) ->
     scheduler = Scheduler(blocks, num_seqs, max_num_batched_tokens=num_seqs * context_len, max_model_len=max_len)
     requests = add_requests(scheduler, num_seqs, context_len)
     tokens = list(range(100, 100 + num_seqs))
+    step_tokens = StepTokens(tokens, None, None)
     scheduler.update(scheduler.schedule(), tokens)  # all prompts at once
     times: dict[str, list[float]] = {"schedule": [], "build_batch": [], "update": [], "sum": [], "outputs": []}
     for _ in range(num_steps):
@@ -61,7 +63,9 @@ def measure(num_seqs: int, context_len: int, block_size: int, num_steps: int) ->
         t2 = time.perf_counter()
         scheduler.update(scheduled, tokens)
         t3 = time.perf_counter()
-        for request in requests:
+        for row, request in enumerate(requests):
+            request.read_token(request.seqs[0], step_tokens, row)
+            request.end_step(scheduler, t3)
             request.make_output()
         t4 = time.perf_counter()
         for name, seconds in zip(times, (t1 - t0, t2 - t1, t3 - t2, t3 - t0, t4 - t3), strict=True):
@@ -72,13 +76,14 @@ def measure(num_seqs: int, context_len: int, block_size: int, num_steps: int) ->
 
 def add_requests(scheduler: Scheduler, num_seqs: int, context_len: int) -> list[Request]:
     tokenizer = load_tokenizer(TINY_QWEN3) if TINY_QWEN3.is_dir() else None
+    decoder = tokenizer and TokenDecoder(tokenizer)
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     requests = []
     for i in range(num_seqs):
         token_ids = [i % 1000] * context_len
         seq = Sequence(str(i), token_ids, params)
         scheduler.add(seq)
-        requests.append(Request(str(i), None, token_ids, seq, True, Detokenizer(tokenizer), time.monotonic()))
+        requests.append(Request(None, token_ids, [seq], True, tokenizer, decoder, time.monotonic()))
     return requests
 
 
