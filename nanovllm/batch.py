@@ -3,7 +3,7 @@
 Pure: the same sequences give the same arrays. Vectorised with numpy: no Python loop over tokens.
 Called by `LLMEngine.step()` between `Scheduler.schedule()` and `ModelRunner.run()`.
 
-Two sequences with block_size 4: A decodes its 6th token (block table [7, 2]), B prefills tokens 4 … 6 of seven
+Two sequences with block_size 4: A decodes position 5 (block table [7, 2]), B prefills positions 4 … 6
 (block table [3, 5]):
 
     input_ids      [ a5 | b4 b5 b6 ]      all new tokens behind each other, no padding; decodes first

@@ -5,7 +5,7 @@ memory is handed out as sequences grow and wasted only in each one's last block 
 https://arxiv.org/abs/2309.06180). Blocks that hold the same tokens after the same prefix are shared: prefix caching.
 
 This file decides which block is given, shared, kept and evicted, each in O(1). It knows no queues of requests (that is
-the `Scheduler`, its only caller) and no tensors.
+the `Scheduler`, its only caller in a step) and no tensors.
 
 Where a token lives, with block_size 4 and the block table [7, 2]:
 
@@ -46,7 +46,7 @@ class CachedBlock(NamedTuple):
 
 
 class BlockManager:
-    """Blocks 1 … `num_blocks` for sequences; block 0 is the null block, which padding writes to and nobody owns.
+    """Blocks 1 … `num_blocks` for sequences; block 0, the null block, fills up rows of `block_tables`: nobody owns it.
 
     A block is owned (reference count above zero), or free; a free block that is still cached can be hit again until
     it is handed out anew. So `num_free_blocks == num_blocks` whenever no sequence runs.
@@ -175,7 +175,10 @@ class BlockManager:
         child.parent_serial = parent.parent_serial
 
     def free(self, seq: Sequence) -> None:
-        """Take all blocks of `seq` back, the last one first, so that the tails of prefixes are evicted first."""
+        """Take all blocks of `seq` back, the last one first, so that the tails of prefixes are evicted first.
+
+        Nothing of it is computed any more: `num_computed_tokens` is 0.
+        """
         for block_id in seq.block_table.view()[::-1].tolist():
             self._disown(block_id)
         seq.block_table.clear()
@@ -209,7 +212,7 @@ class BlockManager:
             self._free.move_to_end(block_id, last=False)
 
     def _take(self) -> int:
-        """The free block that was used longest ago; what it held is forgotten."""
+        """A free block: one that holds nothing cached, else the one freed longest ago, whose contents are forgotten."""
         block_id, _ = self._free.popitem(last=False)
         self._forget(block_id)
         return block_id
@@ -260,7 +263,7 @@ class BlockManager:
                 known = CachedBlock(block_id, block_hash, next(self._serials), seq.parent_serial, tokens)
                 self._cached_by_hash[block_hash] = self._cached_by_id[block_id] = known
                 self._registered_now.add(block_id)
-            # else: a twin was registered meanwhile. Block tables are append-only, so both copies stay.
+            # else: a twin was registered meanwhile. Full blocks are never exchanged, so both copies stay.
             seq.parent_serial = known.serial
             seq.num_registered_blocks = i + 1
 

@@ -3,9 +3,10 @@
     prompt ─encode→ Sequence ─schedule()→ SchedulerOutput ─build_batch()→ Batch
        ─model(batch, kv_cache)→ logits ─sample()→ token ids ─update()→ StepOutput ─decode→ RequestOutput
 
-One call for each arrow, forward only. This file joins the parts, checks requests before they are queued, reads the
-clock at the arrows and keeps the statistics; it decides nothing about memory or order. Driven by `LLM.generate`, or by
-anybody who calls `add_request` and `step` themselves.
+Forward only; afterwards a request may end its sequences in the scheduler (stop strings, beam search). This file joins
+the parts, has requests checked before they are queued, reads the clock at the arrows and keeps the statistics; it
+decides nothing about memory or order. Driven by `LLM.generate`, or by anybody who calls `add_request` and `step`
+themselves.
 """
 
 import time
@@ -104,7 +105,7 @@ class LLMEngine:
         self.scheduler = self._fresh_scheduler()
         self._requests: dict[str, Request] = {}
         self._counters = Counters()
-        self._is_in_flight = False  # whether a step runs just now
+        self._is_in_flight = False  # a step runs just now: a logits processor or another thread may abort meanwhile
         self._aborted_in_flight: list[Request] = []
 
     # ---- the loop
@@ -112,7 +113,7 @@ class LLMEngine:
     def step(self) -> StepOutput:
         """Advance the unfinished requests by one forward pass.
 
-        If anything fails on the way, the step is taken back, and its requests wait to be computed anew.
+        If building the batch or the forward pass fails, the step is taken back: its requests wait to be computed anew.
         """
         t0 = time.monotonic()
         scheduled = self.scheduler.schedule()
@@ -129,7 +130,7 @@ class LLMEngine:
             self._land()
             raise
         t3 = time.monotonic()
-        self._note_prompts(scheduled, tokens, t1)
+        self._note_prompts(scheduled, tokens, t1)  # before update(), which moves num_computed_tokens
         advanced = self.scheduler.update(scheduled, tokens.token_ids)
         t4 = time.monotonic()
         outputs = self._make_outputs(advanced, tokens, t3)

@@ -48,7 +48,7 @@ class StepTokens(NamedTuple):
     logprobs: LogprobRows | None
     """One row for each token."""
     prompt_logprobs: LogprobRows | None
-    """One row for each of the batch's `prompt_targets`."""
+    """One row for each of the batch's `prompt_logprobs.targets`."""
 
 
 class ModelRunner:
@@ -88,7 +88,7 @@ class ModelRunner:
         return SampledTokens(token_ids, logprobs, self._compute_prompt_logprobs(hidden, batch))
 
     def _compute_prompt_logprobs(self, hidden: torch.Tensor, batch: Batch) -> Logprobs | None:
-        """hidden: [num_tokens, hidden_size]; one row of log-probabilities for each of the batch's prompt_targets"""
+        """hidden: [num_tokens, hidden_size]; log-probabilities of the batch's prompt_logprobs.targets, one row each"""
         prompt = batch.prompt_logprobs
         if prompt is None:
             return None

@@ -19,7 +19,7 @@ from nanovllm.sequence import Sequence
 
 @dataclass(frozen=True)
 class Penalties:
-    """Rows whose logits depend on the tokens before; histories are filled up with vocab_size, a token that is none."""
+    """Rows whose logits depend on the tokens before; histories are filled up with -1."""
 
     rows: torch.Tensor  # [num_penalized] int64, rows of the logits
     presence: torch.Tensor  # [num_penalized, 1] float32

@@ -1,6 +1,6 @@
 """One sequence: its token ids, how far its K and V are computed, and which blocks hold them.
 
-A record: the `Scheduler` moves `num_computed_tokens` and appends tokens, the `BlockManager` fills the block table. It
+A record: the `Scheduler` appends tokens, the `BlockManager` fills the block table, both move `num_computed_tokens`. It
 knows nothing of block arithmetic and holds no tensors.
 
     token_ids            [ 11  7  42  5 | 90  13 ]     prompt | output
@@ -108,8 +108,8 @@ class Sequence:
         self.sample_index = sample_index
         self.bad_word_ids = bad_word_ids  # each a word that must not appear, as tokens
         self.children: list[Sequence] = []
-        self.num_claims = 1  # sequences that it is going to be, itself included
-        self.is_beam = False  # its tokens are chosen by beam search, together with those of other beams
+        self.num_claims = 1  # places in max_num_seqs that it takes: itself, and children to come
+        self.is_beam = False  # one candidate of `beam_search.py`, which chooses its tokens; skip at first reading
         self.status = SequenceStatus.WAITING
         self.arrival = 0  # how many came before
         self.order: tuple = ()  # its place in the policy's order; both are set by the scheduler
@@ -132,7 +132,7 @@ class Sequence:
         self.has_shared_tail = False  # the block that its next token goes to may have other owners
         self.block_hashes: list[int] = []  # of the leading full blocks, each computed once in the sequence's life
         self.num_registered_blocks = 0  # how many leading blocks the prefix cache knows
-        self.parent_serial = 0  # which cached block is the last of those
+        self.parent_serial = 0  # the serial number (see `CachedBlock`) of the last of those
         self.host_block_ids: list[int] = []  # where its K and V are while it is swapped out
 
     @property

@@ -44,8 +44,8 @@ class SwapSpace:
     def take_moves(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(source, destination) blocks to be copied out, and back in, before the step runs.
 
-        Never both in one step, since nothing is admitted in a step that preempts: so no host block that is read is
-        written as well.
+        Outs are done first. Ins are noted behind all of a step's outs, so a host block that is given up by a copy in
+        is not written by a copy out of the same step.
         """
         moves = self._outs, self._ins
         self._outs, self._ins = [], []

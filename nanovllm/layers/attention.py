@@ -19,7 +19,7 @@ from torch import nn
 
 from nanovllm.batch import Batch
 
-GATHERED_ELEMENTS = 1 << 20  # of K and V that are gathered at a time on CPU: what its cache holds
+GATHERED_ELEMENTS = 1 << 20  # of K and V that are gathered at a time on CPU: what its L2 cache holds
 
 
 class AttentionBackend(ABC):
@@ -64,9 +64,9 @@ class TorchAttention(AttentionBackend):
         nd = batch.num_decodes
         cu_seqlens, seq_lens = batch.cu_seqlens_q.tolist(), batch.seq_lens.tolist()
         elements = 2 * max(seq_lens) * self.num_kv_heads * self.head_dim  # of one sequence's K and V
-        group = nd if q.is_cuda else max(1, GATHERED_ELEMENTS // elements)
-        for i in range(0, nd, group or 1):
-            rows = slice(i, min(i + group, nd))
+        num_at_once = nd if q.is_cuda else max(1, GATHERED_ELEMENTS // elements)
+        for i in range(0, nd, num_at_once or 1):
+            rows = slice(i, min(i + num_at_once, nd))
             tables, max_len = batch.block_tables[rows], max(seq_lens[rows])
             out[rows] = self._attend_decodes(q[rows], layer_cache, tables, batch.seq_lens[rows], max_len)
         for i in range(nd, len(seq_lens)):
@@ -107,7 +107,7 @@ class TorchAttention(AttentionBackend):
         kv = layer_cache[:, block_tables[:, :num_blocks]].flatten(2, 3)[:, :, :max_len]
         is_padding = torch.arange(max_len, device=q.device) >= seq_lens[:, None]  # [n, max_len]
         mask = None
-        if n > 1:
+        if n > 1:  # one sequence alone has no padding; `kv` is a copy, so the cache itself is not touched
             kv.masked_fill_(is_padding[None, :, :, None, None], 0)  # a NaN behind the end must not reach anybody
             mask = ~is_padding[:, None, None]  # [n, 1, 1, max_len]
         k, v = kv.transpose(2, 3)  # [n, num_kv_heads, max_len, head_dim] each
