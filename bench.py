@@ -70,7 +70,7 @@ def parse_args() -> argparse.Namespace:
     ours.add_argument("--num-kv-blocks", type=int)
     ours.add_argument("--max-model-len", type=int, default=4096)
     ours.add_argument("--max-num-seqs", type=int, default=256)
-    ours.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    ours.add_argument("--max-num-batched-tokens", type=int, help="default: the engine's")
     ours.add_argument("--attention-backend", default="auto")
     ours.add_argument("--no-prefix-caching", action="store_true")
     ours.add_argument("--enforce-eager", action="store_true")

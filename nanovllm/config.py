@@ -16,7 +16,7 @@ from nanovllm.checks import check_bool, check_choice, check_int, check_number
 from nanovllm.policies import POLICIES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ATTENTION_BACKENDS = ("auto", "torch", "flash_attn")
+ATTENTION_BACKENDS = ("auto", "torch", "flash_attn", "cpu")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -37,8 +37,9 @@ class Config:
     """Prompt and output of one request together, in tokens; None is the model's own limit."""
     max_num_seqs: int = 256
     """Sequences that run at the same time."""
-    max_num_batched_tokens: int = 8192
-    """Token budget of one step: longer prompts are prefilled in chunks."""
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step: longer prompts are prefilled in chunks. None is 8192 on CUDA and 2048 on CPU, where
+    larger steps fall out of its caches."""
     block_size: int | None = None
     """Tokens in a block of the KV cache; None is what the attention backend likes best."""
     num_kv_blocks: int | None = None
@@ -50,7 +51,7 @@ class Config:
     enable_prefix_caching: bool = True
     """Whether prompts that begin alike share their KV blocks."""
     attention_backend: str = "auto"
-    """`torch` or `flash_attn`; `auto` is the fastest that this machine has."""
+    """`torch`, `flash_attn` or `cpu`; `auto` is the fastest that this machine has."""
     scheduling_policy: str | Callable[[Any], float] = "fcfs"
     """`fcfs`, `priority` or `sjf`, or a function of one's own: see `policies.py`."""
     long_prefill_token_threshold: int = 0
@@ -60,7 +61,7 @@ class Config:
     swap_space_bytes: int = 0
     """Host memory for `preemption_mode="swap"`."""
     enforce_eager: bool = False
-    """Run without CUDA graphs. The engine captures none so far, so both settings run eagerly."""
+    """Run every layer but attention as PyTorch defines it, without the compiled ones."""
     load_format: str = "auto"
     """`safetensors` (the same as `auto`), or `dummy` for seeded random weights made from config.json alone."""
     seed: int = 0
@@ -77,7 +78,7 @@ class Config:
             raise TypeError(f"device must be a str such as auto, cpu, cuda or cuda:1, got {self.device!r}")
         check_int("max_model_len", self.max_model_len, 2, optional=True)  # one token in, one out
         check_int("max_num_seqs", self.max_num_seqs, 1)
-        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, optional=True)
         check_int("block_size", self.block_size, 1, optional=True)
         check_int("num_kv_blocks", self.num_kv_blocks, 1, optional=True)
         check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, optional=True)

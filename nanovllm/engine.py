@@ -78,13 +78,18 @@ class LLMEngine:
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, self.model_config.dtype)
         shape = self.model_config
-        backend_class = select_backend(config.attention_backend, device, dtype)
+        name, head_dim = config.attention_backend, shape.head_dim
+        backend_class, self.backend_choice = select_backend(name, device, dtype, head_dim, config.block_size)
         self.block_size = config.block_size or backend_class.default_block_size
-        backend = backend_class(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, self.block_size)
+        num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        backend = backend_class(num_heads, num_kv_heads, head_dim, self.block_size, dtype)
         seed = config.seed if is_dummy else None
         model = load_model(model_class, shape, backend, dtype, device, self.folder, seed)
+        if not config.enforce_eager:
+            backend.replace_layers(model)
         self.runner = ModelRunner(model, backend, shape.num_hidden_layers, dtype, device)
-        self.num_kv_blocks = self.runner.num_blocks_that_fit(config, self.max_model_len)
+        self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if device.type == "cuda" else 2048)
+        self.num_kv_blocks = self.runner.num_blocks_that_fit(config, self.max_num_batched_tokens, self.max_model_len)
         self.num_swap_blocks = config.swap_space_bytes // self.runner.bytes_per_block
         if config.swap_space_bytes and not self.num_swap_blocks:
             raise ValueError(
@@ -222,7 +227,7 @@ class LLMEngine:
             num_swaps=scheduler.num_swaps,
             prefix_cache_query_tokens=scheduler.prefix_cache_query_tokens,
             prefix_cache_hit_tokens=scheduler.prefix_cache_hit_tokens,
-            budget_used=counters.scheduled_tokens / max(1, counters.steps * self.config.max_num_batched_tokens),
+            budget_used=counters.scheduled_tokens / max(1, counters.steps * self.max_num_batched_tokens),
             **vars(counters),
         )
 
@@ -325,7 +330,7 @@ class LLMEngine:
         new = Scheduler(
             BlockManager(self.num_kv_blocks, self.block_size, config.enable_prefix_caching),
             config.max_num_seqs,
-            config.max_num_batched_tokens,
+            self.max_num_batched_tokens,
             self.max_model_len,
             policy,
             config.long_prefill_token_threshold,

@@ -102,7 +102,7 @@ class ModelRunner:
     def _empty_cache(self, num_kv_blocks: int, num_swap_blocks: int = 0) -> KVCache:
         return KVCache(self.backend, self.num_layers, num_kv_blocks, num_swap_blocks, self.dtype, self.device)
 
-    def num_blocks_that_fit(self, config: Config, max_model_len: int) -> int:
+    def num_blocks_that_fit(self, config: Config, max_num_batched_tokens: int, max_model_len: int) -> int:
         """How many blocks sequences get: as told, or as many as memory allows, but no more than they can ever fill."""
         block_size = self.backend.block_size
         if config.num_kv_blocks is not None:
@@ -110,7 +110,7 @@ class ModelRunner:
         if config.kv_cache_memory_bytes is not None:
             num_bytes, knob = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
         elif self.device.type == "cuda":
-            batch = widest_batch(config.max_num_batched_tokens, config.max_num_seqs, max_model_len, block_size)
+            batch = widest_batch(max_num_batched_tokens, config.max_num_seqs, max_model_len, block_size)
             num_bytes, knob = self._measure_free_bytes(config.gpu_memory_utilization, batch), "gpu_memory_utilization"
         else:
             num_bytes, knob = CPU_KV_CACHE_BYTES, "kv_cache_memory_bytes"

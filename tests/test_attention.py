@@ -1,6 +1,4 @@
-"""Paged attention against a float64 reference of plain loops that knows no cache, no blocks and no batch.
-
-Every slot that no token was stored in holds NaN, so that reading one shows. `FlashAttention` runs on CPU here, against
+"""Paged attention against the float64 reference of `attention_steps.py`. `FlashAttention` runs on CPU here, against
 a stand-in for the library `flash_attn` that has its documented interface (2.8) and is stricter about it: what it takes,
 the library takes.
 """
@@ -16,96 +14,12 @@ import pytest
 import torch
 
 from nanovllm.batch import build_batch
-from nanovllm.layers.attention import Attention, FlashAttention, TorchAttention, select_backend
+from nanovllm.kernels.flash_attention import FlashAttention
+from nanovllm.layers.attention import Attention, TorchAttention, select_backend
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import BlockMoves, SchedulerOutput
 from nanovllm.sequence import Sequence
-
-# ---- the reference
-
-
-def attend_with_loops(q, k, v):
-    """The last len(q) tokens of one sequence. q: [n, num_heads, head_dim]; k, v: [seq_len, num_kv_heads, head_dim]"""
-    n, num_heads, head_dim = q.shape
-    seq_len, num_kv_heads, _ = k.shape
-    q, k, v = q.double(), k.double(), v.double()
-    out = torch.empty_like(q)
-    for i in range(n):
-        num_seen = seq_len - n + i + 1
-        for head in range(num_heads):
-            kv_head = head // (num_heads // num_kv_heads)
-            scores = k[:num_seen, kv_head] @ q[i, head] / math.sqrt(head_dim)  # [num_seen]
-            weights = (scores - scores.max()).exp()
-            out[i, head] = weights @ v[:num_seen, kv_head] / weights.sum()
-    return out
-
-
-class Step:
-    """Random Q, K and V of sequences that have `num_computed` tokens in the cache and `num_new` in this step.
-
-    Their blocks lie anywhere in the cache. `expected` is the reference's answer: [num_tokens, num_heads, head_dim].
-    """
-
-    def __init__(self, backend, lens, seed=0, dtype=torch.float32):
-        generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
-        size, num_kv_heads, head_dim = backend.block_size, backend.num_kv_heads, backend.head_dim
-
-        def normal(num_tokens, num_heads):
-            return torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype)
-
-        lens = sorted(lens, key=lambda computed_and_new: computed_and_new[1] > 1)
-        num_blocks = [-(-sum(pair) // size) for pair in lens]
-        ids = list(range(1, sum(num_blocks) + 4))
-        rng.shuffle(ids)
-        cache = torch.full(backend.kv_cache_shape(2, len(ids) + 1), math.nan, dtype=dtype)
-        self.cache, self.layer_cache = cache, cache[:, 1]
-        chunks, qs, ks, vs, expected = [], [], [], [], []
-        for (num_computed, num_new), needed in zip(lens, num_blocks, strict=True):
-            table, ids = ids[:needed], ids[needed:]
-            q = normal(num_new, backend.num_heads)
-            k, v = normal(num_computed + num_new, num_kv_heads), normal(num_computed + num_new, num_kv_heads)
-            slots = [table[i // size] * size + i % size for i in range(num_computed)]
-            if slots:  # earlier steps
-                backend.store_kv(k[:num_computed], v[:num_computed], self.layer_cache, torch.tensor(slots))
-            seq = Sequence("seq", [0] * (num_computed + num_new), SamplingParams())
-            seq.num_computed_tokens = num_computed
-            for block_id in table:
-                seq.block_table.append(block_id)
-            chunks.append((seq, num_new))
-            qs.append(q)
-            ks.append(k[num_computed:])
-            vs.append(v[num_computed:])
-            expected.append(attend_with_loops(q, k, v))
-        num_decodes = sum(num_new == 1 for _, num_new in lens)
-        num_tokens = sum(num_new for _, num_new in lens)
-        self.batch = build_batch(SchedulerOutput(chunks, num_decodes, num_tokens, [], BlockMoves(), 0, 0), size)
-        self.q, self.k, self.v = torch.cat(qs), torch.cat(ks), torch.cat(vs)
-        self.expected = torch.cat(expected)
-
-    def run(self, backend):
-        return Attention(backend)(self.q, self.k, self.v, self.layer_cache, self.batch)
-
-
-def check_close(out, step):
-    assert out.shape == step.q.shape
-    assert out.dtype == step.q.dtype
-    tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[out.dtype]
-    torch.testing.assert_close(out.double(), step.expected, rtol=tolerance, atol=tolerance)
-
-
-def random_lens(block_size, seed):
-    """Six sequences (num_computed, num_new), most of which begin or end at a block border or one token beside it."""
-    rng = random.Random(seed)
-    borders = [max(0, n * block_size + d) for n in range(3) for d in (-1, 0, 1)]
-    lens = [(rng.choice(borders), 1) for _ in range(3)]
-    for _ in range(3):
-        start, stop = sorted(rng.choice(borders) for _ in range(2))
-        lens.append((start, max(2, stop - start)))
-    return lens
-
-
-HEADS = [(4, 4), (4, 2), (8, 2), (8, 1)]  # num_heads, num_kv_heads: ratios of 1, 2, 4 and 8
-
+from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
 
 # ---- TorchAttention
 
@@ -162,24 +76,6 @@ def test_prompt_in_chunks_gives_what_it_gives_at_once():
         out = Attention(backend)(whole.q[rows], whole.k[rows], whole.v[rows], cache, batch)
         torch.testing.assert_close(out, at_once[rows], rtol=2e-6, atol=2e-6)
         start += num_new
-
-
-def shared_step(backend):
-    """B begins with the block that A fills in this very step; [A's tokens, B's tokens] and the expected rows."""
-    size = backend.block_size
-    step = Step(backend, [(0, size + 3)])
-    a = Sequence("a", [0] * (size + 3), SamplingParams())
-    b = Sequence("b", [0] * (size + 2), SamplingParams())
-    b.num_computed_tokens = size
-    for seq, table in ((a, [2, 3]), (b, [2, 1])):
-        for block_id in table:
-            seq.block_table.append(block_id)
-    batch = build_batch(SchedulerOutput([(a, size + 3), (b, 2)], 0, size + 5, [], BlockMoves(), 0, 0), size)
-    # B's own tokens are A's, so its rows are A's rows at the same positions
-    q, k, v = (torch.cat([t, t[size : size + 2]]) for t in (step.q, step.k, step.v))
-    expected = torch.cat([step.expected, step.expected[size : size + 2]])
-    cache = torch.full(backend.kv_cache_shape(1, 4), math.nan)[:, 0]
-    return Attention(backend)(q, k, v, cache, batch), expected
 
 
 def test_block_that_is_filled_in_this_step_can_be_shared():
@@ -407,66 +303,65 @@ def test_stand_in_has_the_signatures_of_the_library():
         assert list(inspect.signature(function).parameters) == list(real.parameters)
 
 
-# ---- what is refused, and what is chosen
-
-
-@pytest.mark.parametrize("block_size", [1, 16, 255, 257, 384])
-def test_flash_attention_refuses_block_sizes_that_are_no_multiple_of_256(flash_attn, block_size):
-    with pytest.raises(ValueError, match=rf"block_size must be a multiple of 256 .*got {block_size};"):
-        FlashAttention(4, 2, 64, block_size)
-
-
-@pytest.mark.parametrize("block_size", [256, 512])
-def test_flash_attention_takes_multiples_of_256(flash_attn, block_size):
-    assert FlashAttention(4, 2, 256, block_size).block_size == block_size
-
-
-@pytest.mark.parametrize("head_dim", [4, 20, 260, 264])
-def test_flash_attention_refuses_head_dims(flash_attn, head_dim):
-    with pytest.raises(ValueError, match=rf"head_dim .* {head_dim}$"):
-        FlashAttention(4, 2, head_dim, 256)
-
+# ---- what is chosen, and what is refused
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["torch", "auto"])
-def test_torch_is_chosen_on_cpu(flash_attn, name, dtype):
-    assert select_backend(name, CPU, dtype) is TorchAttention
+def choose(name, device, dtype, head_dim=64, block_size=None):
+    return select_backend(name, device, dtype, head_dim, block_size)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_torch_can_be_chosen_everywhere(flash_attn, device, dtype):
+    assert choose("torch", device, dtype, 20, 1) is TorchAttention
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "auto"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_flash_attn_is_chosen_on_cuda_where_it_is_installed(flash_attn, name, dtype):
-    assert select_backend(name, CUDA, dtype) is FlashAttention
+    assert choose(name, CUDA, dtype) is FlashAttention
 
 
-def test_torch_can_be_chosen_on_cuda_too(flash_attn):
-    assert select_backend("torch", CUDA, torch.bfloat16) is TorchAttention
-
-
-def test_auto_falls_back_to_torch_without_the_library(monkeypatch):
+def test_auto_says_why_it_passes_the_better_ones_by(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    assert select_backend("auto", CUDA, torch.bfloat16) is TorchAttention
+    backend_class, line = select_backend("auto", CPU, torch.float16, 64, None)
+    assert backend_class is TorchAttention
+    assert line.startswith("attention_backend=torch; not flash_attn: it needs a CUDA device")
+    assert "not cpu: " in line
 
 
-def test_auto_falls_back_to_torch_in_float32(flash_attn):
-    assert select_backend("auto", CUDA, torch.float32) is TorchAttention
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"device": CPU}, "needs a CUDA device and float16 or bfloat16, got cpu and torch.bfloat16"),
+        ({"dtype": torch.float32}, "needs a CUDA device and float16 or bfloat16, got cuda:0 and torch.float32"),
+        ({"head_dim": 20}, "head_dim must be a multiple of 8 up to 256, it is 20"),
+        ({"head_dim": 264}, "head_dim must be a multiple of 8 up to 256, it is 264"),
+        ({"block_size": 16}, "block_size must be a multiple of 256, got 16"),
+        ({"block_size": 384}, "block_size must be a multiple of 256, got 384"),
+    ],
+)
+def test_flash_attn_is_refused_where_it_cannot_run(flash_attn, changed, message):
+    wanted = {"name": "flash_attn", "device": CUDA, "dtype": torch.bfloat16, **changed}
+    with pytest.raises(ValueError, match=f"attention_backend='flash_attn' cannot be used: .*{message}"):
+        choose(**wanted)
+    assert choose(**{**wanted, "name": "auto"}) is not FlashAttention
 
 
-@pytest.mark.parametrize(("device", "dtype"), [(CPU, torch.bfloat16), (CUDA, torch.float32)])
-def test_flash_attn_is_refused_where_it_cannot_run(flash_attn, device, dtype):
-    with pytest.raises(ValueError, match=f"attention_backend='flash_attn' needs a CUDA device .*{device}.*{dtype}"):
-        select_backend("flash_attn", device, dtype)
+@pytest.mark.parametrize("block_size", [256, 512])
+def test_flash_attn_takes_multiples_of_256(flash_attn, block_size):
+    assert choose("flash_attn", CUDA, torch.bfloat16, 256, block_size) is FlashAttention
 
 
 def test_flash_attn_is_refused_where_it_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(ValueError, match="needs the package flash-attn"):
-        select_backend("flash_attn", CUDA, torch.bfloat16)
+        choose("flash_attn", CUDA, torch.bfloat16)
 
 
 def test_default_block_size_is_one_that_the_backend_takes(flash_attn):
-    for backend_class in (TorchAttention, FlashAttention):
-        assert backend_class(4, 2, 64, backend_class.default_block_size).block_size > 0
+    for name, device in (("torch", CPU), ("flash_attn", CUDA)):
+        backend_class = choose(name, device, torch.bfloat16)
+        assert choose(name, device, torch.bfloat16, block_size=backend_class.default_block_size) is backend_class

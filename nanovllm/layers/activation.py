@@ -2,8 +2,10 @@
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 
-def silu_and_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """gate, up: [num_tokens, intermediate_size] -> silu(gate) * up, the same shape"""
-    return F.silu(gate) * up
+class SiluAndMul(nn.Module):
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """gate, up: [num_tokens, intermediate_size] -> silu(gate) * up, the same shape"""
+        return F.silu(gate) * up

@@ -3,13 +3,13 @@
 `Attention` is the layer. It calls a backend, which owns the shape of the cache, stores K and V in it, and attends:
 
 - `TorchAttention` runs anywhere, and is the readable definition that every other backend is tested against;
-- `FlashAttention` calls the flash-attn library on CUDA (Dao 2023, https://arxiv.org/abs/2307.08691).
+- `kernels/` holds the fast ones: `flash_attn` on CUDA, `cpu`.
 
-Both store the K and V of the whole batch before anything attends: a sequence may share blocks that another sequence of
+All store the K and V of the whole batch before anything attends: a sequence may share blocks that another sequence of
 the same step fills. Which token goes where is decided in `batch.py`; `select_backend` is called by the engine, once.
 """
 
-import importlib.util
+import importlib
 import math
 from abc import ABC, abstractmethod
 
@@ -27,12 +27,20 @@ class AttentionBackend(ABC):
 
     default_block_size: int
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.block_size = block_size
+        self.dtype = dtype
         self.scale = 1 / math.sqrt(head_dim)
+
+    @classmethod
+    @abstractmethod
+    def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
+        """Why this backend cannot serve such a model on this machine; None if it can. `block_size` may be open."""
 
     def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
         """Begins with [2, num_layers, num_blocks] in every backend, so that others can copy whole blocks."""
@@ -46,6 +54,9 @@ class AttentionBackend(ABC):
         k_slots[slot_mapping] = k
         v_slots[slot_mapping] = v
 
+    def replace_layers(self, model: nn.Module) -> None:  # noqa: B027 (most have none)
+        """Put faster twins, where this backend comes with some, in the places of the model's other layers."""
+
     @abstractmethod
     def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
         """q: [num_tokens, num_heads, head_dim] over layer_cache: kv_cache[:, layer] -> as q
@@ -58,6 +69,10 @@ class TorchAttention(AttentionBackend):
     """Gather K and V through the block tables, then attend. Any device, dtype and block size."""
 
     default_block_size = 16
+
+    @classmethod
+    def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
+        return None
 
     def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
         out = torch.empty_like(q)
@@ -116,60 +131,6 @@ class TorchAttention(AttentionBackend):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale).reshape(n, -1, self.head_dim)
 
 
-class FlashAttention(AttentionBackend):
-    """flash-attn 2: a decode kernel that splits long contexts, and a variable-length kernel for prefill chunks.
-
-    A mixed batch is two calls, not one: split-KV and the packing of grouped heads apply only where every sequence
-    has one query token.
-    """
-
-    default_block_size = 256
-    block_size_multiple = 256
-
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
-        super().__init__(num_heads, num_kv_heads, head_dim, block_size)
-        if block_size % self.block_size_multiple:
-            raise ValueError(
-                f"block_size must be a multiple of {self.block_size_multiple} for attention_backend='flash_attn', "
-                f"got {block_size}; leave block_size=None, or take attention_backend='torch'"
-            )
-        if head_dim % 8 or head_dim > 256:
-            raise ValueError(f"flash_attn takes a head_dim that is a multiple of 8 up to 256, the model has {head_dim}")
-        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-
-        self._decode, self._prefill = flash_attn_with_kvcache, flash_attn_varlen_func
-
-    def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
-        k_cache, v_cache = layer_cache  # [num_blocks, block_size, num_kv_heads, head_dim] each
-        nd = batch.num_decodes
-        out = torch.empty_like(q)
-        if nd:
-            decodes = self._decode(
-                q[:nd, None],  # [num_decodes, 1, num_heads, head_dim]
-                k_cache,
-                v_cache,
-                cache_seqlens=batch.seq_lens[:nd],
-                block_table=batch.block_tables[:nd],
-                softmax_scale=self.scale,
-                causal=True,
-            )
-            out[:nd] = decodes[:, 0]
-        if batch.max_seqlen_q:
-            out[nd:] = self._prefill(
-                q[nd:],
-                k_cache,
-                v_cache,
-                cu_seqlens_q=batch.prefill_cu_seqlens_q,
-                cu_seqlens_k=batch.prefill_cu_seqlens_k,
-                max_seqlen_q=batch.max_seqlen_q,
-                max_seqlen_k=batch.max_seqlen_k,
-                softmax_scale=self.scale,
-                causal=True,  # aligned at the ends: the last query sees all keys, also where the chunk is not the first
-                block_table=batch.block_tables[nd:],
-            )
-        return out
-
-
 class Attention(nn.Module):
     """Stores the new tokens' K and V of one layer, and attends to all of them."""
 
@@ -185,17 +146,25 @@ class Attention(nn.Module):
         return self.backend.attend(q, layer_cache, batch)
 
 
-def select_backend(name: str, device: torch.device, dtype: torch.dtype) -> type[AttentionBackend]:
-    """The backend called `name`, or the best that runs here for `auto`."""
-    has_flash_attn = importlib.util.find_spec("flash_attn") is not None
-    can_flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    if name == "torch" or (name == "auto" and not (can_flash and has_flash_attn)):
-        return TorchAttention
-    if not can_flash:
-        raise ValueError(
-            f"attention_backend='flash_attn' needs a CUDA device and float16 or bfloat16, got {device} and {dtype}; "
-            "take attention_backend='torch'"
-        )
-    if not has_flash_attn:
-        raise ValueError("attention_backend='flash_attn' needs the package flash-attn: pip install nanovllm[cuda]")
-    return FlashAttention
+BACKENDS = {  # best first; a module is imported when its turn comes
+    "flash_attn": "nanovllm.kernels.flash_attention.FlashAttention",
+    "cpu": "nanovllm.kernels.cpu.CpuAttention",
+    "torch": "nanovllm.layers.attention.TorchAttention",
+}
+
+
+def select_backend(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None
+) -> tuple[type[AttentionBackend], str]:
+    """The backend called `name`, or for `auto` the best that runs here; and a line that says why it was chosen."""
+    reasons: list[str] = []
+    for candidate, path in BACKENDS.items():
+        if name not in ("auto", candidate):
+            continue
+        module, _, class_name = path.rpartition(".")
+        backend_class = getattr(importlib.import_module(module), class_name)
+        reason = backend_class.why_not(device, dtype, head_dim, block_size)
+        if reason is None:
+            return backend_class, "; ".join([f"attention_backend={candidate}", *reasons])
+        reasons.append(f"not {candidate}: {reason}")
+    raise ValueError(f"attention_backend={name!r} cannot be used: {reason}; take 'auto' or 'torch'")

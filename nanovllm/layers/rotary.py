@@ -6,6 +6,8 @@ product of a query and a key depends on the distance between them alone.
 
 import torch
 
+from nanovllm.layers.norm import RMSNorm
+
 
 def rotary_cos_sin(
     positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
@@ -23,3 +25,11 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     """x: [num_tokens, num_heads, head_dim] -> the same, turned"""
     first, second = x.chunk(2, dim=-1)  # [num_tokens, num_heads, head_dim / 2] each
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class RMSNormRotary(RMSNorm):
+    """What Qwen3 does to each head of the queries and keys: normalise it, then turn it."""
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """x: [num_tokens, num_heads, head_dim] -> the same shape"""
+        return apply_rotary(super().forward(x), cos, sin)

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from nanovllm.batch import Batch
-from nanovllm.layers.activation import silu_and_mul
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import apply_rotary, rotary_cos_sin
+from nanovllm.layers.rotary import RMSNormRotary, rotary_cos_sin
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,15 @@ class Qwen3Attention(nn.Module):
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=config.attention_bias)
         self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.q_norm = RMSNormRotary(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNormRotary(config.head_dim, config.rms_norm_eps)
         self.attention = Attention(backend)
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer_cache: torch.Tensor, batch: Batch
     ) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x))  # [num_tokens, heads, head_dim]
-        q = apply_rotary(self.q_norm(q), cos, sin)
-        k = apply_rotary(self.k_norm(k), cos, sin)
+        q, k = self.q_norm(q, cos, sin), self.k_norm(k, cos, sin)
         return self.o_proj(self.attention(q, k, v, layer_cache, batch).flatten(1))  # [num_tokens, hidden_size]
 
 
@@ -98,10 +97,11 @@ class Qwen3MLP(nn.Module):
         super().__init__()
         parts = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
         self.gate_up_proj = FusedLinear(config.hidden_size, parts)
+        self.activation = SiluAndMul()
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_and_mul(*self.gate_up_proj(x)))  # [num_tokens, hidden_size]
+        return self.down_proj(self.activation(*self.gate_up_proj(x)))  # [num_tokens, hidden_size]
 
 
 class Qwen3DecoderLayer(nn.Module):

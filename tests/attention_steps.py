@@ -1,0 +1,121 @@
+"""Random steps over a paged cache, and what attention must make of them, for every backend.
+
+The reference is float64 and plain loops, and knows no cache, no blocks and no batch. Every slot that no token was
+stored in holds NaN, so that reading one shows.
+"""
+
+import math
+import random
+
+import torch
+
+from nanovllm.batch import build_batch
+from nanovllm.layers.attention import Attention
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import BlockMoves, SchedulerOutput
+from nanovllm.sequence import Sequence
+
+# ---- the reference
+
+
+HEADS = [(4, 4), (4, 2), (8, 2), (8, 1)]  # num_heads, num_kv_heads: ratios of 1, 2, 4 and 8
+
+
+def attend_with_loops(q, k, v):
+    """The last len(q) tokens of one sequence. q: [n, num_heads, head_dim]; k, v: [seq_len, num_kv_heads, head_dim]"""
+    n, num_heads, head_dim = q.shape
+    seq_len, num_kv_heads, _ = k.shape
+    q, k, v = q.double(), k.double(), v.double()
+    out = torch.empty_like(q)
+    for i in range(n):
+        num_seen = seq_len - n + i + 1
+        for head in range(num_heads):
+            kv_head = head // (num_heads // num_kv_heads)
+            scores = k[:num_seen, kv_head] @ q[i, head] / math.sqrt(head_dim)  # [num_seen]
+            weights = (scores - scores.max()).exp()
+            out[i, head] = weights @ v[:num_seen, kv_head] / weights.sum()
+    return out
+
+
+class Step:
+    """Random Q, K and V of sequences that have `num_computed` tokens in the cache and `num_new` in this step.
+
+    Their blocks lie anywhere in the cache. `expected` is the reference's answer: [num_tokens, num_heads, head_dim].
+    """
+
+    def __init__(self, backend, lens, seed=0, dtype=torch.float32):
+        generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+        size, num_kv_heads, head_dim = backend.block_size, backend.num_kv_heads, backend.head_dim
+
+        def normal(num_tokens, num_heads):
+            return torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype)
+
+        lens = sorted(lens, key=lambda computed_and_new: computed_and_new[1] > 1)
+        num_blocks = [-(-sum(pair) // size) for pair in lens]
+        ids = list(range(1, sum(num_blocks) + 4))
+        rng.shuffle(ids)
+        cache = torch.full(backend.kv_cache_shape(2, len(ids) + 1), math.nan, dtype=dtype)
+        self.cache, self.layer_cache = cache, cache[:, 1]
+        chunks, qs, ks, vs, expected = [], [], [], [], []
+        for (num_computed, num_new), needed in zip(lens, num_blocks, strict=True):
+            table, ids = ids[:needed], ids[needed:]
+            q = normal(num_new, backend.num_heads)
+            k, v = normal(num_computed + num_new, num_kv_heads), normal(num_computed + num_new, num_kv_heads)
+            slots = [table[i // size] * size + i % size for i in range(num_computed)]
+            if slots:  # earlier steps
+                backend.store_kv(
+                    k[:num_computed], v[:num_computed], self.layer_cache, torch.tensor(slots, dtype=torch.int32)
+                )
+            seq = Sequence("seq", [0] * (num_computed + num_new), SamplingParams())
+            seq.num_computed_tokens = num_computed
+            for block_id in table:
+                seq.block_table.append(block_id)
+            chunks.append((seq, num_new))
+            qs.append(q)
+            ks.append(k[num_computed:])
+            vs.append(v[num_computed:])
+            expected.append(attend_with_loops(q, k, v))
+        num_decodes = sum(num_new == 1 for _, num_new in lens)
+        num_tokens = sum(num_new for _, num_new in lens)
+        self.batch = build_batch(SchedulerOutput(chunks, num_decodes, num_tokens, [], BlockMoves(), 0, 0), size)
+        self.q, self.k, self.v = torch.cat(qs), torch.cat(ks), torch.cat(vs)
+        self.expected = torch.cat(expected)
+
+    def run(self, backend):
+        return Attention(backend)(self.q, self.k, self.v, self.layer_cache, self.batch)
+
+
+def check_close(out, step):
+    assert out.shape == step.q.shape
+    assert out.dtype == step.q.dtype
+    tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[out.dtype]
+    torch.testing.assert_close(out.double(), step.expected, rtol=tolerance, atol=tolerance)
+
+
+def random_lens(block_size, seed):
+    """Six sequences (num_computed, num_new), most of which begin or end at a block border or one token beside it."""
+    rng = random.Random(seed)
+    borders = [max(0, n * block_size + d) for n in range(3) for d in (-1, 0, 1)]
+    lens = [(rng.choice(borders), 1) for _ in range(3)]
+    for _ in range(3):
+        start, stop = sorted(rng.choice(borders) for _ in range(2))
+        lens.append((start, max(2, stop - start)))
+    return lens
+
+
+def shared_step(backend):
+    """B begins with the block that A fills in this very step; [A's tokens, B's tokens] and the expected rows."""
+    size = backend.block_size
+    step = Step(backend, [(0, size + 3)])
+    a = Sequence("a", [0] * (size + 3), SamplingParams())
+    b = Sequence("b", [0] * (size + 2), SamplingParams())
+    b.num_computed_tokens = size
+    for seq, table in ((a, [2, 3]), (b, [2, 1])):
+        for block_id in table:
+            seq.block_table.append(block_id)
+    batch = build_batch(SchedulerOutput([(a, size + 3), (b, 2)], 0, size + 5, [], BlockMoves(), 0, 0), size)
+    # B's own tokens are A's, so its rows are A's rows at the same positions
+    q, k, v = (torch.cat([t, t[size : size + 2]]) for t in (step.q, step.k, step.v))
+    expected = torch.cat([step.expected, step.expected[size : size + 2]])
+    cache = torch.full(backend.kv_cache_shape(1, 4), math.nan)[:, 0]
+    return Attention(backend)(q, k, v, cache, batch), expected
