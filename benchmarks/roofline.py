@@ -159,6 +159,10 @@ def measure_rates_apart(dtype: str) -> Rates:
     return Rates(**json.loads(result.stdout.splitlines()[-1]))
 
 
+def best_rates(rates: Sequence[Rates]) -> Rates:
+    return Rates(max(r.read_bytes_per_s for r in rates), max(r.gemm_flops_per_s for r in rates))
+
+
 def measure_read_bandwidth() -> float:
     """The best of several streaming reads by all threads, in bytes per second."""
     values = torch.ones(READ_BYTES // 4)
