@@ -5,7 +5,7 @@
 
 Each run is a process of its own, `bench.py`; the order alternates (A B, B A, …), so that whatever slows the machine for
 a while slows both. The ratio is the median of the paired ratios, which a slow spell moves less than a ratio of medians.
-Where others use the machine, a run waits until they are quiet, for a while at most; how busy it was goes into the JSON.
+Where others use the machine, a run waits for them, a while at most; how much they used meanwhile goes into the JSON.
 """
 
 import argparse
@@ -110,27 +110,57 @@ def split(text: str, separator: str, form: str) -> tuple[str, str]:
 
 
 def run_once(plan: Plan, engine: str, workload: str, repeat: int) -> dict[str, Any]:
-    """One bench.py; its report, with the label, the repeat and how busy the machine was before."""
-    busy = wait_until_quiet(plan.quiet_timeout_s)
+    """One bench.py; its report, with the label, the repeat and how much others used the machine meanwhile."""
+    wait_until_quiet(plan.quiet_timeout_s)
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
+        report, log = Path(folder) / "report.json", Path(folder) / "log.txt"
         environment = os.environ | plan.environments.get(engine, {})
         command = plan.command(engine, workload, report)
-        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if result.returncode or not report.exists():
-            raise RuntimeError(f"{' '.join(command)} failed:\n{result.stdout[-2000:]}{result.stderr[-4000:]}")
-        run = {"label": engine, "repeat": repeat, "busy_cores_before": busy, **json.loads(report.read_text())}
+        with log.open("w", encoding="utf-8") as output:
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            others = watch_others(process)
+        if process.returncode or not report.exists():
+            raise RuntimeError(f"{' '.join(command)} failed:\n{log.read_text(encoding='utf-8')[-4000:]}")
+        run = {"label": engine, "repeat": repeat, "cores_used_by_others": others, **json.loads(report.read_text())}
     fraction = f", {run['roofline_fraction']:.1%} of the roofline" if "roofline_fraction" in run else ""
-    print(f"{workload:<3} {engine:<16} {run[SPEED]:8.2f} output tokens/s{fraction}", file=sys.stderr, flush=True)
+    print(f"{workload:<3} {engine:<16} {run[SPEED]:8.2f} output tokens/s{fraction}; others used {others} cores",
+          file=sys.stderr, flush=True)  # fmt: skip
     return run
 
 
-def wait_until_quiet(timeout_s: float) -> float:
-    """How many cores others keep busy, once that is little or `timeout_s` is over."""
+def watch_others(process: subprocess.Popen[bytes]) -> float:
+    """Until the process ends: the cores that were busy with anything but it and its descendants, on average."""
+    start, busy = time.monotonic(), cpu_seconds()
+    own: dict[int, float] = {}
+    while process.poll() is None:
+        own |= family_cpu_seconds(process.pid)  # again and again, for what ends takes its count along
+        time.sleep(0.5)
+    elapsed = time.monotonic() - start
+    return round(max(cpu_seconds() - busy - sum(own.values()), 0.0) / elapsed, 2)
+
+
+def family_cpu_seconds(root: int) -> dict[int, float]:
+    """By process id, for the process and its descendants; empty where Linux does not tell."""
+    parents: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = file.read_text(encoding="utf-8").rpartition(")")[2].split()  # the name before may hold anything
+        except OSError:
+            continue  # it ended while we looked
+        pid = int(file.parent.name)
+        parents[pid] = int(fields[1])
+        seconds[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    family = {root}
+    while found := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= found
+    return {pid: seconds[pid] for pid in family if pid in seconds}
+
+
+def wait_until_quiet(timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
-    while (busy := busy_cores(2.0)) > QUIET_CORES and time.monotonic() < deadline:
+    while time.monotonic() < deadline and busy_cores(2.0) > QUIET_CORES:
         pass
-    return round(busy, 2)
 
 
 def busy_cores(seconds: float) -> float:
