@@ -2,9 +2,13 @@
 
 The lengths of the named workloads are in `workloads.json`; token ids are drawn uniformly from 0 … 10000 with a fixed
 seed, and every request ignores the end token, so that all engines do exactly the same work.
+
+Imports nothing of nanovllm, and besides torch only what torch brings: other engines run in environments of their own.
 """
 
+import importlib.metadata
 import json
+import os
 import platform
 import random
 import resource
@@ -12,6 +16,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +24,76 @@ import torch
 FOLDER = Path(__file__).parent
 QWEN3_06B = FOLDER / "configs" / "qwen3-0.6b"  # config.json alone: its shape, to be filled with dummy weights
 MAX_TOKEN_ID = 10_000
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a dense Qwen3's config.json decides how much work it is."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ModelShape":
+        raw = read_config(folder)
+        return cls(
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
+            num_heads=raw["num_attention_heads"],
+            num_kv_heads=raw["num_key_value_heads"],
+            head_dim=raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"]),
+            vocab_size=raw["vocab_size"],
+        )
+
+    @property
+    def body_params(self) -> int:
+        """Weights of the layers' matrix products: q, k, v, o; gate, up, down."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def head_params(self) -> int:
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def attention_flops_per_pair(self) -> int:
+        """One token attending to one: a product of head_dim for its score, and one for its value, in each head."""
+        return self.num_layers * self.num_heads * 2 * 2 * self.head_dim
+
+    @property
+    def kv_values_per_token(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """A model folder's config.json."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"--model must be a folder with a config.json, got {str(folder)!r}")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def resolve_dtype_name(dtype: str, folder: Path) -> str:
+    """`auto` is the dtype that config.json names."""
+    raw = read_config(folder)
+    name = raw.get("dtype", raw.get("torch_dtype", "float32")) if dtype == "auto" else dtype
+    if name not in DTYPE_BYTES:
+        raise ValueError(f"--dtype must be auto or one of {', '.join(DTYPE_BYTES)}, got {name!r}")
+    return name
+
+
+def resolve_device_name(device: str) -> str:
+    """`auto` is CUDA where there is one; whether the machine has another device is for the engine to say."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
@@ -99,30 +174,71 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def peak_memory_bytes(device: str) -> int:
-    """On CUDA the most that tensors took, on CPU the most that this process had in memory."""
+    """On CUDA the most that tensors took; on CPU the most that this process and its children had in memory.
+
+    The children's peaks are added up, whether or not they were reached at the same time.
+    """
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024 + children_peak_bytes()
 
 
-def describe_machine(device: str) -> dict[str, object]:
-    """Hardware, versions and commit that belong beside every figure."""
+def children_peak_bytes() -> int:
+    """Of this process's living descendants, as Linux counts them; some engines compute in a process of their own."""
+    parents: dict[int, int] = {}
+    peaks: dict[int, int] = {}
+    for file in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":", 1) for line in file.read_text(encoding="utf-8").splitlines() if ":" in line)
+        except OSError:
+            continue  # it ended while we looked
+        pid = int(file.parent.name)
+        parents[pid] = int(fields["PPid"])
+        peaks[pid] = int(fields.get("VmHWM", "0 kB").split()[0]) * 1024  # kernel threads have none
+    family = {os.getpid()}
+    while found := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= found
+    return sum(peaks[pid] for pid in family - {os.getpid()})
+
+
+def describe_machine(device: str, packages: tuple[str, ...] = ()) -> dict[str, object]:
+    """Hardware, versions and commit that belong beside every figure; `packages` are the engine's."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=FOLDER)
     return {
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else cpu_name(),
         "cpu_threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_bfloat16": cpu_bfloat16(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **{name: version for name in packages if (version := package_version(name))},
         "platform": platform.platform(),
         "commit": commit.stdout.strip() or "unknown",
     }
 
 
+def package_version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def cpu_name() -> str:
+    return cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def cpu_bfloat16() -> list[str]:
+    """Which bfloat16 instructions the CPU says it has."""
+    flags = cpu_info("flags").split()
+    return [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags]
+
+
+def cpu_info(field: str) -> str:
+    """What Linux says of the first CPU; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.split(":")[0].strip() == field), "")

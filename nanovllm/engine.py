@@ -9,9 +9,12 @@ decides nothing about memory or order. Driven by `LLM.generate`, or by anybody w
 themselves.
 """
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from nanovllm.batch import build_batch, prompt_target_range
 from nanovllm.beam_search import BeamSearch, BeamSearchParams
@@ -36,6 +39,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler, SchedulerOutput
 from nanovllm.sequence import Sequence
 from nanovllm.swap_space import SwapSpace
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -79,10 +84,15 @@ class LLMEngine:
         dtype = resolve_dtype(config.dtype, self.model_config.dtype)
         shape = self.model_config
         name, head_dim = config.attention_backend, shape.head_dim
-        backend_class, self.backend_choice = select_backend(name, device, dtype, head_dim, config.block_size)
+        backend_class, choice = select_backend(name, device, dtype, head_dim, config.block_size)
         self.block_size = config.block_size or backend_class.default_block_size
         num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
         backend = backend_class(num_heads, num_kv_heads, head_dim, self.block_size, dtype)
+        threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+        self.description = (
+            f"{choice}; {backend.instructions} on {device}{threads}, {dtype}, blocks of {self.block_size}"
+        )
+        logger.info(self.description)
         seed = config.seed if is_dummy else None
         model = load_model(model_class, shape, backend, dtype, device, self.folder, seed)
         if not config.enforce_eager:

@@ -15,7 +15,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels import cpu
-from nanovllm.kernels.cpu import CpuAttention, NoLibraryError, load_library, pack, replace_layers
+from nanovllm.kernels.cpu import CpuAttention, HugePages, NoLibraryError, load_library, pack, replace_layers
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import TorchAttention, select_backend
 from nanovllm.layers.embedding import Embedding
@@ -122,11 +122,14 @@ def test_embedding_is_read_from_the_packed_weight(dtype):
 
 def test_pack_puts_sixteen_outputs_side_by_side():
     weight = torch.arange(20 * 4, dtype=torch.float32).view(20, 4)
-    assert pack(weight).shape == (2, 4, 16, 1)
-    assert pack(weight.bfloat16()).shape == (2, 2, 16, 2)
-    assert pack(weight)[1, 2, 3, 0] == weight[19, 2]
-    assert pack(weight.bfloat16())[0, 1, 5].tolist() == weight[5, 2:4].tolist()
-    assert not pack(weight)[1, :, 4:].any()
+    memory = HugePages(4096)
+    packed, halves = pack(weight, memory), pack(weight.bfloat16(), memory)
+    assert packed.shape == (2, 4, 16, 1)
+    assert halves.shape == (2, 2, 16, 2)
+    assert packed[1, 2, 3, 0] == weight[19, 2]
+    assert halves[0, 1, 5].tolist() == weight[5, 2:4].tolist()
+    assert not packed[1, :, 4:].any()
+    assert [t.data_ptr() % 64 for t in (packed, halves)] == [0, 0]
 
 
 def test_tied_layers_stay_tied_and_their_weight_is_there_once():
@@ -371,7 +374,7 @@ def test_without_a_compiler_the_engine_runs_on_pytorch(fresh_cache, monkeypatch)
     monkeypatch.delenv("CC", raising=False)
     llm = LLM(TINY)
     assert isinstance(llm.engine.runner.backend, TorchAttention)
-    assert "not cpu: there is no C compiler" in llm.engine.backend_choice
+    assert "not cpu: there is no C compiler" in llm.engine.description
 
 
 def test_a_compiler_that_fails_is_quoted(fresh_cache, monkeypatch):

@@ -40,9 +40,8 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 #endif
 #define FEW_ROWS 3
 #define WIDTH(num_rows) ((num_rows) <= FEW_ROWS ? PANELS : 2)
-// How far ahead memory is asked for what will be multiplied, since it does not foresee where a block table leads.
-#define FAR 2  // blocks
-#define PREFETCH_WORDS 1024
+// How many blocks ahead memory is asked for V, since it does not foresee where a block table leads.
+#define FAR 2
 
 // ---- dtypes
 
@@ -228,24 +227,28 @@ void linear(const element *x, const uint32_t *weight, const element *bias, void 
     const long num_panels = (n + LANES - 1) / LANES, num_words = k / PER_WORD, panel_words = num_words * LANES;
     const long num_tiles = (m + ROWS - 1) / ROWS, tile = (m + num_tiles - 1) / (num_tiles + !m);  // equal: 32 is 11 + 11 + 10
     const size_t size = wants_floats ? sizeof(float) : sizeof(element);
+    // a few rows wait for memory, and ask for four panels at once; many rows need the registers for their sums
+    const long most = m <= FEW_ROWS && PANELS >= 4 ? 4 : 2, ahead = most == 4 ? 256 : 1024;
 #pragma omp parallel for schedule(static)
-    for (long panel = 0; panel < num_panels; panel += 2) {
-        const int width = panel + 1 < num_panels ? 2 : 1;
+    for (long panel = 0; panel < num_panels; panel += most) {
+        const int width = num_panels - panel < most ? num_panels - panel : most;
         const long column = panel * LANES, num_columns = n - column < width * LANES ? n - column : width * LANES;
-        const uint32_t *first = weight + panel * panel_words, *second = first + panel_words;
         for (long row = 0; row < m; row += tile) {
             const int num_rows = m - row < tile ? m - row : tile;
-            float narrow[ROWS * 2 * LANES];  // for the last columns, if they are less than whole panels
+            float narrow[ROWS * PANELS * LANES];  // for the last columns, if they are less than whole panels
             char *to = (char *)y + (row * n + column) * size;
             void *out = num_columns == width * LANES ? (void *)to : (void *)narrow;
             struct product p = {
                 .x = (const uint32_t *)(x + row * k), .x_stride = num_words, .num_words = num_words,
-                .panels = {first, second}, .next = {first + PREFETCH_WORDS, second + PREFETCH_WORDS},
                 .bias = bias ? bias + column : NULL, .out = wants_floats ? NULL : out,
-                .floats_out = wants_floats ? out : NULL, .out_stride = out == to ? n : 2 * LANES};
+                .floats_out = wants_floats ? out : NULL, .out_stride = out == to ? n : width * LANES};
+            for (int i = 0; i < width; i++) {
+                p.panels[i] = weight + (panel + i) * panel_words;
+                p.next[i] = p.panels[i] + ahead;
+            }
             multiply(&p, num_rows, width);
             for (int r = 0; out != to && r < num_rows; r++)
-                memcpy(to + r * n * size, (char *)narrow + r * 2 * LANES * size, num_columns * size);
+                memcpy(to + r * n * size, (char *)narrow + r * width * LANES * size, num_columns * size);
         }
     }
 }

@@ -7,9 +7,12 @@ A weight is packed once, when its layer is replaced: `F.linear` would reorder a 
 the engine calls `select_backend`, and `replace_layers` when the weights are loaded; nothing else knows of it.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
+import math
+import mmap
 import os
 import platform
 import shlex
@@ -18,6 +21,7 @@ import subprocess
 import tempfile
 from ctypes import c_float, c_int, c_long, c_void_p
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -130,6 +134,7 @@ class CpuAttention(AttentionBackend):
     ) -> None:
         super().__init__(num_heads, num_kv_heads, head_dim, block_size, dtype)
         self.library = load_library(dtype)
+        self.instructions = self.library.instructions().decode()
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
@@ -172,12 +177,39 @@ class CpuAttention(AttentionBackend):
 # ---- the other layers
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] -> panels of 16 outputs: [ceil(out / 16), in / per_word, 16, per_word], filled up with zeros."""
+class HugePages:
+    """Memory for weights in pages of 2 MiB, where Linux has some: with pages of 4 KiB, looking up addresses can take
+    half of the time of reading them."""
+
+    ALIGNMENT = 64  # of each tensor, for vector loads
+
+    def __init__(self, num_bytes: int) -> None:
+        page = 2 << 20
+        memory = mmap.mmap(-1, num_bytes + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory`, as do all its slices
+        self._next = -self._memory.data_ptr() % page
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        start, num_bytes = self._next, math.prod(shape) * dtype.itemsize
+        self._next += num_bytes + -num_bytes % self.ALIGNMENT
+        return self._memory[start : start + num_bytes].view(dtype).view(shape)
+
+
+def packed_shape(weight: torch.Tensor) -> tuple[int, ...]:
+    """Of a weight [out, in]: panels of 16 outputs, [ceil(out / 16), in / per_word, 16, per_word]"""
     per_word = 4 // weight.itemsize  # elements in 32 bits
-    out_features, in_features = weight.shape
-    padded = F.pad(weight, (0, 0, 0, -out_features % LANES))
-    return padded.view(-1, LANES, in_features // per_word, per_word).transpose(1, 2).contiguous()
+    return (-(-weight.shape[0] // LANES), weight.shape[1] // per_word, LANES, per_word)
+
+
+def pack(weight: torch.Tensor, memory: HugePages) -> torch.Tensor:
+    """[out, in] -> `packed_shape`, the last panel filled up with zeros."""
+    num_panels, num_words, _, per_word = shape = packed_shape(weight)
+    padded = F.pad(weight, (0, 0, 0, -len(weight) % LANES))
+    panels = padded.view(num_panels, LANES, num_words, per_word).transpose(1, 2)
+    return memory.empty(shape, weight.dtype).copy_(panels)
 
 
 class CpuLinear(nn.Module):
@@ -186,12 +218,13 @@ class CpuLinear(nn.Module):
     packed: torch.Tensor
     bias: torch.Tensor | None
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: HugePages) -> None:
         super().__init__()
         self.library = load_library(weight.dtype)
         self.out_features, self.in_features = weight.shape
-        self.register_buffer("packed", pack(weight))
-        self.register_buffer("bias", bias)
+        self.register_buffer("packed", pack(weight, memory))
+        padded = None if bias is None else F.pad(bias, (0, -len(bias) % LANES))
+        self.register_buffer("bias", padded)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product(x, torch.empty(len(x), self.out_features, dtype=x.dtype))
@@ -208,8 +241,10 @@ class CpuLinear(nn.Module):
 
 
 class CpuFusedLinear(CpuLinear):
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, rows: tuple[int, ...]) -> None:
-        super().__init__(weight, bias)
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, memory: HugePages, rows: tuple[int, ...]
+    ) -> None:
+        super().__init__(weight, bias, memory)
         self.rows = rows
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
@@ -269,13 +304,15 @@ class CpuSiluAndMul(nn.Module):
 
 def replace_layers(model: nn.Module, dtype: torch.dtype) -> None:
     """Put the fast twin in the place of every layer that has one for its shape. The model's weights are loaded."""
+    weights = [layer.weight for layer in model.modules() if has_matrix(layer)]
+    memory = HugePages(sum(math.prod(packed_shape(w)) * w.itemsize + HugePages.ALIGNMENT for w in weights))
     twins: dict[nn.Module, nn.Module | None] = {}  # a layer may have two places: tied embeddings
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):  # named_children() leaves out a second name
             if child is None:
                 continue
             if child not in twins:
-                twins[child] = make_twin(child, dtype)
+                twins[child] = make_twin(child, dtype, memory)
                 if twins[child] is not None:  # the layer may live on in `twins`, but its weight is not needed twice
                     child._parameters.clear()
             if twins[child] is not None:
@@ -283,16 +320,21 @@ def replace_layers(model: nn.Module, dtype: torch.dtype) -> None:
     keep_freed_memory()
 
 
-def make_twin(layer: nn.Module, dtype: torch.dtype) -> nn.Module | None:
+def has_matrix(layer: nn.Module) -> TypeGuard[Linear | Embedding]:
+    """Whether its weight can be packed."""
+    return isinstance(layer, Linear | Embedding) and layer.weight.shape[1] % 2 == 0
+
+
+def make_twin(layer: nn.Module, dtype: torch.dtype, memory: HugePages) -> nn.Module | None:
     if isinstance(layer, SiluAndMul):
         return CpuSiluAndMul(dtype)
     if isinstance(layer, RMSNorm):
         unit = 2 * LANES if isinstance(layer, RMSNormRotary) else LANES
         return None if len(layer.weight) % unit else CpuRMSNorm(layer.weight, layer.eps)
-    if not isinstance(layer, Linear | Embedding) or layer.weight.shape[1] % 2:
+    if not has_matrix(layer):
         return None
     if isinstance(layer, FusedLinear):
-        return CpuFusedLinear(layer.weight, layer.bias, tuple(layer.parts.values()))
+        return CpuFusedLinear(layer.weight, layer.bias, memory, tuple(layer.parts.values()))
     if isinstance(layer, Linear):
-        return CpuLinear(layer.weight, layer.bias)
-    return CpuEmbedding(layer.weight, None)
+        return CpuLinear(layer.weight, layer.bias, memory)
+    return CpuEmbedding(layer.weight, None, memory)

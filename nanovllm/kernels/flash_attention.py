@@ -18,6 +18,7 @@ class FlashAttention(AttentionBackend):
 
     default_block_size = 256
     block_size_multiple = 256
+    instructions = "flash-attn"
 
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype = torch.bfloat16

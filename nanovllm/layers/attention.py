@@ -26,6 +26,7 @@ class AttentionBackend(ABC):
     """`num_kv_heads` divides `num_heads`: a group of query heads shares one K and V head (GQA, https://arxiv.org/abs/2305.13245)."""
 
     default_block_size: int
+    instructions = "PyTorch"  # what computes, in a word for the log
 
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype = torch.float32

@@ -1,0 +1,239 @@
+"""llama.cpp at a workload: its decode loop driven as its server does, on a GGUF file of dummy weights.
+
+Every request is a sequence of one context. Each step takes one token of each sequence that generates, then fills the
+batch up with tokens of prompts in order of arrival; a prefix that all prompts share is computed once and copied, which
+llama.cpp does by reference; the likeliest token is chosen here. Called by peers.py; needs llama-cpp-python and gguf.
+"""
+
+import argparse
+import ctypes
+import os
+import tempfile
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+import torch
+
+from benchmarks.common import ModelShape, Workload, read_config, resolve_dtype_name
+from benchmarks.roofline import shared_prefix_len
+
+MAX_SEQS = 256  # llama.cpp's own limit
+CONTEXT_OPTIONS = {"n_batch": 2048, "n_ubatch": 512, "flash_attn_type": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED}
+WEIGHT_TYPES = {
+    "float32": gguf.GGMLQuantizationType.F32,
+    "float16": gguf.GGMLQuantizationType.F16,
+    "bfloat16": gguf.GGMLQuantizationType.BF16,
+}
+
+
+@dataclass
+class Request:
+    """A sequence and how far it has come; `times` has the clock at each generated token."""
+
+    prompt: list[int]
+    output_len: int
+    seq_id: int = -1
+    num_computed: int = 0
+    last_token: int = -1
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def is_prefilled(self) -> bool:
+        return self.num_computed >= len(self.prompt)
+
+
+def serve(workload: Workload, args: argparse.Namespace) -> tuple[float, list[list[float]]]:
+    """Seconds for all, and for each request when each of its tokens was there."""
+    lens = [len(p) + n for p, n in zip(workload.prompts, workload.output_lens, strict=True)]
+    shared_len = 0 if args.no_prefix_caching else shared_prefix_len(workload.prompts)
+    num_seqs = min(len(lens), args.max_num_seqs, MAX_SEQS)
+    context = Context(args, lens, num_seqs, shared_len)
+    context.run([Request(prompt, 4) for prompt in workload.prompts[:2]], 0)  # warm-up
+    context.clear()
+    requests = [Request(p, n) for p, n in zip(workload.prompts, workload.output_lens, strict=True)]
+    start = time.perf_counter()
+    context.run(requests, shared_len)
+    elapsed = time.perf_counter() - start
+    return elapsed, [[t - start for t in request.times] for request in requests]
+
+
+class Context:
+    """A loaded model, its KV cache and one batch, reused at every step."""
+
+    def __init__(self, args: argparse.Namespace, lens: list[int], num_seqs: int, shared_len: int) -> None:
+        llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        path = dummy_gguf(args.model, resolve_dtype_name(args.dtype, args.model), args.seed)
+        model_params = llama_cpp.llama_model_default_params()
+        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+        params = llama_cpp.llama_context_default_params()
+        params.n_seq_max = num_seqs
+        params.n_threads = params.n_threads_batch = torch.get_num_threads()
+        # One buffer for all lets a prefix be shared; one per sequence spares each the others' tokens.
+        params.kv_unified = bool(shared_len)
+        for name, value in (CONTEXT_OPTIONS | dict(args.engine_option)).items():
+            if not hasattr(params, name):
+                raise ValueError(f"--engine-option {name}: llama.cpp's context has no such parameter")
+            setattr(params, name, value)
+        largest = sorted(lens)[-num_seqs:]
+        params.n_ctx = round_up(sum(largest)) if params.kv_unified else num_seqs * round_up(largest[-1])
+        self.context = llama_cpp.llama_init_from_model(self.model, params)
+        if not self.context:
+            raise ValueError("llama.cpp could not make a context with these options")
+        self.memory = llama_cpp.llama_get_memory(self.context)
+        self.num_vocab = ModelShape.from_folder(args.model).vocab_size
+        self.num_seqs = num_seqs
+        self.max_tokens = params.n_batch
+        self.batch = llama_cpp.llama_batch_init(self.max_tokens, 0, 1)
+
+    def clear(self) -> None:
+        llama_cpp.llama_memory_clear(self.memory, False)
+
+    def run(self, requests: list[Request], shared_len: int) -> None:
+        """All requests to their ends; the tokens of the first `shared_len` positions are computed once."""
+        waiting = deque(requests)
+        free = deque(range(self.num_seqs))
+        running: list[Request] = []
+        if shared_len:
+            self.compute_shared(requests, shared_len)
+        while waiting or running:
+            while waiting and free:
+                request = waiting.popleft()
+                request.seq_id = free.popleft()
+                running.append(request)
+            self.step(running)
+            for request in [r for r in running if len(r.times) == r.output_len]:
+                running.remove(request)
+                if waiting:  # else nobody needs the room
+                    llama_cpp.llama_memory_seq_rm(self.memory, request.seq_id, -1, -1)
+                    free.append(request.seq_id)
+
+    def compute_shared(self, requests: list[Request], shared_len: int) -> None:
+        """The prefix as sequence 0, for the other sequences to refer to."""
+        if len(requests) > self.num_seqs:
+            raise ValueError(f"a shared prefix needs a sequence per request: {len(requests)} > {self.num_seqs}")
+        prefix = requests[0].prompt
+        for start in range(0, shared_len, self.max_tokens):
+            self.decode([(prefix[p], p, 0, False) for p in range(start, min(start + self.max_tokens, shared_len))])
+        for seq_id, request in enumerate(requests):
+            request.num_computed = shared_len
+            if seq_id:
+                llama_cpp.llama_memory_seq_cp(self.memory, 0, seq_id, 0, shared_len)
+
+    def step(self, running: list[Request]) -> None:
+        """One token for each sequence that generates, then prompts while there is room in the batch."""
+        tokens: list[tuple[int, int, int, bool]] = []
+        sampled: list[tuple[int, Request]] = []
+        for request in sorted(running, key=lambda r: not r.is_prefilled):
+            room = self.max_tokens - len(tokens)
+            start, prompt = request.num_computed, request.prompt
+            new = [request.last_token][:room] if request.is_prefilled else prompt[start : start + room]
+            tokens += [(token, start + i, request.seq_id, False) for i, token in enumerate(new)]
+            request.num_computed += len(new)
+            if new and request.is_prefilled:
+                tokens[-1] = (*tokens[-1][:3], True)
+                sampled.append((len(tokens) - 1, request))
+        self.decode(tokens)
+        for row, request in sampled:
+            logits = llama_cpp.llama_get_logits_ith(self.context, row)
+            request.last_token = int(np.argmax(np.ctypeslib.as_array(logits, (self.num_vocab,))))
+        now = time.perf_counter()
+        for _, request in sampled:
+            request.times.append(now)
+
+    def decode(self, tokens: list[tuple[int, int, int, bool]]) -> None:
+        """Token ids with their positions, sequences, and whether scores are wanted."""
+        batch = self.batch
+        batch.n_tokens = len(tokens)
+        for i, (token, position, seq_id, wants_logits) in enumerate(tokens):
+            batch.token[i] = token
+            batch.pos[i] = position
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = seq_id
+            batch.logits[i] = wants_logits
+        if code := llama_cpp.llama_decode(self.context, batch):
+            raise RuntimeError(f"llama_decode failed with {code}")
+
+
+@llama_cpp.llama_log_callback
+def silent(level: int, text: bytes, user_data: Any) -> None:
+    """Only errors are printed."""
+    if level == 4:
+        print(text.decode(errors="replace"), end="")
+
+
+def round_up(num_tokens: int) -> int:
+    return -(-num_tokens // 256) * 256  # what llama.cpp pads its caches to
+
+
+def dummy_gguf(folder: Path, dtype: str, seed: int) -> Path:
+    """A GGUF file of the model's shape with random weights: written at first, found again later."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "nanovllm-dummy-gguf"
+    path = cache / f"{folder.name}-{dtype}-{seed}.gguf"
+    if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")  # never leave half a file under the final name
+        write_dummy_gguf(part, folder, dtype, seed)
+        part.replace(path)
+    return path
+
+
+def write_dummy_gguf(path: Path, folder: Path, dtype: str, seed: int) -> None:
+    """Like a converted Qwen3: matrices in `dtype`, norms in float32, embedding and head tied, no tokenizer."""
+    shape, raw = ModelShape.from_folder(folder), read_config(folder)
+    if not raw.get("tie_word_embeddings"):
+        raise ValueError("--engine llamacpp writes dummy weights for models with tied embeddings only")
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_context_length(raw["max_position_embeddings"])
+    writer.add_embedding_length(shape.hidden_size)
+    writer.add_block_count(shape.num_layers)
+    writer.add_feed_forward_length(shape.intermediate_size)
+    writer.add_head_count(shape.num_heads)
+    writer.add_head_count_kv(shape.num_kv_heads)
+    writer.add_key_length(shape.head_dim)
+    writer.add_value_length(shape.head_dim)
+    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    writer.add_rope_freq_base(raw["rope_theta"])
+    writer.add_vocab_size(shape.vocab_size)
+    writer.add_tokenizer_model("none")
+    for name, size in tensor_shapes(shape).items():
+        if len(size) == 1:
+            writer.add_tensor(name, np.ones(size, dtype=np.float32))
+            continue
+        weight = rng.standard_normal(size, dtype=np.float32) * np.float32(raw["initializer_range"])
+        kind = WEIGHT_TYPES[dtype]
+        writer.add_tensor(name, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """GGUF's names of a Qwen3's weights; rows are outputs."""
+    hidden, wide = shape.hidden_size, shape.intermediate_size
+    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "attn_norm": (hidden,),
+        "attn_q": (q_size, hidden),
+        "attn_k": (kv_size, hidden),
+        "attn_v": (kv_size, hidden),
+        "attn_q_norm": (shape.head_dim,),
+        "attn_k_norm": (shape.head_dim,),
+        "attn_output": (hidden, q_size),
+        "ffn_norm": (hidden,),
+        "ffn_gate": (wide, hidden),
+        "ffn_up": (wide, hidden),
+        "ffn_down": (hidden, wide),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (shape.vocab_size, hidden)}
+    for i in range(shape.num_layers):
+        shapes |= {f"blk.{i}.{name}.weight": size for name, size in layer.items()}
+    return shapes | {"output_norm.weight": (hidden,)}

