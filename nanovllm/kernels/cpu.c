@@ -410,7 +410,7 @@ void attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache
 void rms_norm(const element *x, const element *weight, const element *cos, const element *sin, element *y,
               long num_tokens, long num_heads, long size, long stride, float eps) {
     const long half = size / 2;
-#pragma omp parallel for schedule(static) if (num_tokens * num_heads * size > 1 << 16)
+#pragma omp parallel for schedule(static) if (num_tokens * num_heads * size > 1 << 13)
     for (long token = 0; token < num_tokens; token++)
         for (long head = 0; head < num_heads; head++) {
             const element *from = x + token * stride + head * size;
@@ -433,7 +433,7 @@ void rms_norm(const element *x, const element *weight, const element *cos, const
 
 // gate, up: [num_tokens, size], tokens `stride` elements apart -> y: [num_tokens, size] = silu(gate) * up
 void silu_and_mul(const element *gate, const element *up, element *y, long num_tokens, long size, long stride) {
-#pragma omp parallel for schedule(static) if (num_tokens * size > 1 << 14)
+#pragma omp parallel for schedule(static) if (num_tokens * size > 1 << 13)
     for (long token = 0; token < num_tokens; token++)
         for (long i = 0; i < size; i += LANES) {
             const floats g = load(gate + token * stride + i);
