@@ -55,9 +55,7 @@ def main() -> None:
         report = {"context_len": args.context_len, "dtype": dtype, "rates": vars(rates), "rows": rows}
         args.json.write_text(json.dumps({**report, "machine": describe_machine("cpu")}, indent=2) + "\n")
     if args.png:
-        draw(
-            measured, bounds, args.png, f"context {args.context_len}, {dtype}, {llm.engine.description.split(';')[-1]}"
-        )
+        draw(measured, bounds, args.png, f"context {args.context_len}, {llm.engine.description.split('; ')[-1]}")
 
 
 class Clock:
@@ -140,12 +138,12 @@ def bound(
 
 
 def print_table(measured: dict[int, dict[str, float]], bounds: dict[int, dict[str, float]]) -> None:
-    print("| milliseconds | " + " | ".join(f"{n} sequences | bound" for n in measured) + " |")
+    print("| milliseconds | " + " | ".join(f"batch of {n} | bound" for n in measured) + " |")
     print("|---|" + "---:|---:|" * len(measured))
     for part in PARTS:
-        cells = [f"{measured[n][part]:.2f} | {bounds[n][part]:.2f}" if part in bounds[n] else f"{measured[n][part]:.2f} |"
-                 for n in measured]  # fmt: skip
-        print(f"| {part} | " + " | ".join(cells) + " |")
+        cells = [f"{measured[n][part]:.2f}" for n in measured]
+        least = [f"{bounds[n][part]:.2f}" if part in bounds[n] else "" for n in measured]
+        print(f"| {part} | " + " | ".join(f"{a} | {b}" for a, b in zip(cells, least, strict=True)) + " |")
     sums = [f"**{sum(measured[n].values()):.1f}** | {sum(bounds[n].values()):.1f}" for n in measured]
     print("| **step** | " + " | ".join(sums) + " |")
 
@@ -160,7 +158,7 @@ def draw(measured: dict[int, dict[str, float]], bounds: dict[int, dict[str, floa
     colors = dict(zip(PARTS, plt.get_cmap("tab20").colors, strict=False))
     labels = []
     for row, n in enumerate(measured):
-        for offset, (label, values) in enumerate([(f"{n} sequences", measured[n]), ("bound", bounds[n])]):
+        for offset, (label, values) in enumerate([(f"batch of {n}", measured[n]), ("bound", bounds[n])]):
             y, left = -2.4 * row - offset, 0.0
             for part in PARTS:
                 if part in values:
