@@ -24,7 +24,12 @@ from benchmarks.common import ModelShape, Workload, read_config, resolve_dtype_n
 from benchmarks.roofline import shared_prefix_len
 
 MAX_SEQS = 256  # llama.cpp's own limit
-CONTEXT_OPTIONS = {"n_batch": 2048, "n_ubatch": 512, "flash_attn_type": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED}
+CONTEXT_OPTIONS = {
+    "n_batch": 2048,
+    "n_ubatch": 512,
+    "flash_attn_type": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+    "kv_unified": True,  # with a buffer per sequence it computes prompts of different lengths in many small pieces
+}
 WEIGHT_TYPES = {
     "float32": gguf.GGMLQuantizationType.F32,
     "float16": gguf.GGMLQuantizationType.F16,
@@ -75,8 +80,6 @@ class Context:
         params = llama_cpp.llama_context_default_params()
         params.n_seq_max = num_seqs
         params.n_threads = params.n_threads_batch = torch.get_num_threads()
-        # One buffer for all lets a prefix be shared; one per sequence spares each the others' tokens.
-        params.kv_unified = bool(shared_len)
         for name, value in (CONTEXT_OPTIONS | dict(args.engine_option)).items():
             if not hasattr(params, name):
                 raise ValueError(f"--engine-option {name}: llama.cpp's context has no such parameter")
