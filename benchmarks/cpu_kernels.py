@@ -1,0 +1,189 @@
+"""Ways to compute the two heavy parts of a decode step on CPU, side by side: products with weights, and attention.
+
+    python -m benchmarks.cpu_kernels
+    pip install numba && python -m benchmarks.cpu_kernels      # with a kernel in Numba too
+
+All products of one step of Qwen3-0.6B's shape (28 layers and the logits), for several batch sizes: `F.linear`, which
+reorders bfloat16 weights at every call; oneDNN with weights reordered once; and `kernels/cpu.c`. And one layer's paged
+attention: PyTorch's gather and `scaled_dot_product_attention`, the same under `torch.compile`, a kernel in Numba whose
+blocks are head-major, and `kernels/cpu.c`. The contenders take turns; prints the median milliseconds of each.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.common import describe_machine
+from nanovllm.batch import Batch
+from nanovllm.kernels.cpu import CpuAttention, CpuLinear, HugePages
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.model_runner import widest_batch
+
+LAYER_SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]  # outputs, inputs
+HEAD_SHAPE = (151_936, 1024)
+NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 28, 16, 8, 128, 16
+
+Contender = Callable[[], Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare CPU kernels.")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--context-len", type=int, default=300)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    rows = []
+    with torch.inference_mode():
+        for kind, make in (("products", make_products), ("attention", make_attention)):
+            for batch, contenders in make(args.batch, args.context_len, dtype):
+                times = race(contenders, args.repeats)
+                rows.append({"kind": kind, "batch": batch, "milliseconds": times})
+                figures = ", ".join(f"{name} {ms:.2f}" for name, ms in times.items())
+                print(f"{kind}, batch {batch}: {figures} ms", flush=True)
+    if args.json:
+        report = {"dtype": args.dtype, "context_len": args.context_len, "rows": rows}
+        args.json.write_text(json.dumps({**report, "machine": describe_machine("cpu")}, indent=2) + "\n")
+
+
+def race(contenders: dict[str, Contender], repeats: int) -> dict[str, float]:
+    for run in contenders.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(repeats):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: round(median(values), 3) for name, values in times.items()}
+
+
+def make_products(batches: list[int], _: int, dtype: torch.dtype) -> Any:
+    """All of a step's weights, three times: as they are, as oneDNN packs them, and as `cpu.c` does."""
+    shapes = LAYER_SHAPES * NUM_LAYERS + [HEAD_SHAPE]
+    weights = [torch.randn(shape).mul_(0.02).to(dtype) for shape in shapes]
+    packed = [torch.ops.mkldnn._reorder_linear_weight(w, 32) for w in weights]
+    memory = HugePages(sum(w.nbytes + HugePages.ALIGNMENT for w in weights))
+    ours = [CpuLinear(w, None, memory) for w in weights]
+    linear_pointwise = torch.ops.mkldnn._linear_pointwise
+    for batch in batches:
+        inputs = {k: torch.randn(batch, k).to(dtype) for k in (1024, 2048, 3072)}
+        yield (
+            batch,
+            {
+                "F.linear": lambda xs=inputs: [F.linear(xs[w.shape[1]], w) for w in weights],
+                "oneDNN, packed": lambda xs=inputs: [
+                    linear_pointwise(xs[w.shape[1]], p, None, "none", [], "")
+                    for w, p in zip(weights, packed, strict=True)
+                ],
+                "cpu.c": lambda xs=inputs: [layer(xs[layer.in_features]) for layer in ours],
+            },
+        )
+
+
+def make_attention(batches: list[int], context_len: int, dtype: torch.dtype) -> Any:
+    """Caches of several layers, so that none is found in the processor's caches; times are of all of them."""
+    num_layers = 8
+    for batch in batches:
+        num_blocks = -(-context_len // BLOCK_SIZE)
+        ids = torch.randperm(batch * num_blocks, dtype=torch.int32) + 1
+        step = decode_batch(ids.view(batch, num_blocks), context_len)
+        q = torch.randn(batch, NUM_HEADS, HEAD_DIM).to(dtype)
+        contenders: dict[str, Contender] = {}
+        for name, backend_class in (("PyTorch", TorchAttention), ("cpu.c", CpuAttention)):
+            backend = backend_class(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, dtype)
+            cache = torch.randn(backend.kv_cache_shape(num_layers, len(ids) + 1)).to(dtype)
+            contenders[name] = attend_all(backend.attend, q, cache, step)
+            if name == "PyTorch":
+                compiled = torch.compile(backend._attend_decodes, dynamic=False)
+
+                def attend(q: torch.Tensor, cache: torch.Tensor, step: Batch, compiled: Any = compiled) -> Any:
+                    return compiled(q, cache, step.block_tables, step.seq_lens, context_len)
+
+                contenders["torch.compile"] = attend_all(attend, q, cache, step)
+        if numba := numba_attend(dtype):
+            shape = (2, num_layers, len(ids) + 1, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+            contenders["Numba"] = attend_all(numba, q, torch.randn(shape).to(dtype), step)
+        yield batch, contenders
+
+
+def attend_all(attend: Callable[..., Any], q: torch.Tensor, cache: torch.Tensor, step: Batch) -> Contender:
+    return lambda: [attend(q, cache[:, layer], step) for layer in range(cache.shape[1])]
+
+
+def decode_batch(block_tables: torch.Tensor, context_len: int) -> Batch:
+    """One new token for each row of block_tables: [batch, num_blocks]"""
+    num_seqs = len(block_tables)
+    batch = widest_batch(num_seqs, num_seqs, context_len, BLOCK_SIZE)
+    seq_lens = torch.full((num_seqs,), context_len, dtype=torch.int32)
+    fields = {**vars(batch), "block_tables": block_tables, "seq_lens": seq_lens, "num_decodes": num_seqs}
+    return Batch(**fields)
+
+
+def numba_attend(dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+    """Paged attention as plain loops over blocks with an online softmax; None without Numba, or for float32."""
+    try:
+        import numba
+        import numpy as np
+    except ImportError:
+        return None
+    if dtype != torch.bfloat16:
+        return None
+
+    @numba.njit(parallel=True, fastmath=True)
+    def kernel(q, k_cache, v_cache, block_tables, seq_lens, out, scale):  # type: ignore[no-untyped-def]
+        num_seqs, num_heads, head_dim = q.shape
+        num_kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
+        for work in numba.prange(num_seqs * num_heads):
+            seq, head = work // num_heads, work % num_heads
+            kv_head = head // (num_heads // num_kv_heads)
+            total, largest = np.float32(0), np.float32(-np.inf)
+            sums = np.zeros(head_dim, np.float32)
+            scores = np.empty(block_size, np.float32)
+            for i in range(-(-seq_lens[seq] // block_size)):
+                block = block_tables[seq, i]
+                count = min(block_size, seq_lens[seq] - i * block_size)
+                best = largest
+                for slot in range(count):
+                    k = k_cache[block, kv_head, slot]
+                    score = np.float32(0)
+                    for d in range(head_dim):  # a bfloat16 is the upper half of a float32
+                        score += q[seq, head, d] * np.uint32(np.uint32(k[d]) << np.uint32(16)).view(np.float32)
+                    scores[slot] = score * scale
+                    best = max(best, scores[slot])
+                correction = np.exp(largest - best)
+                largest = best
+                total *= correction
+                for d in range(head_dim):
+                    sums[d] *= correction
+                for slot in range(count):
+                    weight = np.exp(scores[slot] - largest)
+                    total += weight
+                    v = v_cache[block, kv_head, slot]
+                    for d in range(head_dim):
+                        sums[d] += weight * np.uint32(np.uint32(v[d]) << np.uint32(16)).view(np.float32)
+            for d in range(head_dim):
+                out[seq, head, d] = sums[d] / total
+
+    def attend(q: torch.Tensor, layer_cache: torch.Tensor, step: Batch) -> torch.Tensor:
+        k, v = layer_cache.view(torch.uint16).numpy()
+        out = torch.empty(q.shape)
+        tables, lens = step.block_tables.numpy(), step.seq_lens.numpy()
+        kernel(q.float().numpy(), k, v, tables, lens, out.numpy(), np.float32(1 / math.sqrt(HEAD_DIM)))
+        return out.to(q.dtype)
+
+    return attend
+
+
+if __name__ == "__main__":
+    main()
