@@ -78,9 +78,12 @@ class LLMEngine:
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, self.model_config.dtype)
         shape = self.model_config
-        backend_class = select_backend(config.attention_backend, device, dtype)
+        kv_cache_dtype = config.kv_cache_dtype
+        backend_class = select_backend(config.attention_backend, device, dtype, shape.head_dim, kv_cache_dtype)
         self.block_size = config.block_size or backend_class.default_block_size
-        backend = backend_class(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, self.block_size)
+        num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        options = {"kv_cache_dtype": kv_cache_dtype} if backend_class.supports_fp8_kv_cache else {}
+        backend = backend_class(num_heads, num_kv_heads, shape.head_dim, self.block_size, **options)
         seed = config.seed if is_dummy else None
         model = load_model(model_class, shape, backend, dtype, device, self.folder, seed)
         self.runner = ModelRunner(model, backend, shape.num_hidden_layers, dtype, device)

@@ -11,7 +11,7 @@ import os
 import torch
 
 
-def why_not_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def why_not_triton(device: torch.device, head_dim: int) -> str | None:
     """What keeps the backend `triton` from running here, or None."""
     if importlib.util.find_spec("triton") is None:
         return "needs the package triton, which comes with torch's CUDA build on Linux"

@@ -3,9 +3,10 @@
 `Attention` is the layer. It calls a backend, which owns the shape of the cache, stores K and V in it, and attends:
 
 - `TorchAttention` runs anywhere, and is the readable definition that every other backend is tested against;
-- `FlashAttention` calls the flash-attn library on CUDA (Dao 2023, https://arxiv.org/abs/2307.08691).
+- `FlashAttention` calls the flash-attn library on CUDA (Dao 2023, https://arxiv.org/abs/2307.08691);
+- `TritonAttention`, in `nanovllm/kernels`, has kernels of its own.
 
-Both store the K and V of the whole batch before anything attends: a sequence may share blocks that another sequence of
+All store the K and V of the whole batch before anything attends: a sequence may share blocks that another sequence of
 the same step fills. Which token goes where is decided in `batch.py`; `select_backend` is called by the engine, once.
 """
 
@@ -26,6 +27,8 @@ class AttentionBackend(ABC):
     """`num_kv_heads` divides `num_heads`: a group of query heads shares one K and V head (GQA, https://arxiv.org/abs/2305.13245)."""
 
     default_block_size: int
+    supports_fp8_kv_cache = False  # such a backend takes kv_cache_dtype="fp8"
+    kv_cache_dtype: torch.dtype | None = None  # the model's own
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
         self.num_heads = num_heads
@@ -185,10 +188,26 @@ class Attention(nn.Module):
         return self.backend.attend(q, layer_cache, batch)
 
 
-def select_backend(name: str, device: torch.device, dtype: torch.dtype) -> type[AttentionBackend]:
+def select_backend(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int = 128, kv_cache_dtype: str = "auto"
+) -> type[AttentionBackend]:
     """The backend called `name`, or the best that runs here for `auto`."""
+    is_fp8 = kv_cache_dtype == "fp8"
+    if is_fp8 and name not in ("auto", "triton"):
+        raise ValueError(f"kv_cache_dtype='fp8' needs attention_backend='triton', got {name!r}; take 'auto' for one")
     has_flash_attn = importlib.util.find_spec("flash_attn") is not None
     can_flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if name == "triton" or (name == "auto" and (is_fp8 or (can_flash and not has_flash_attn))):
+        from nanovllm.kernels import why_not_triton  # an add-on: imported only where it is wanted
+
+        reason = why_not_triton(device, head_dim)
+        if reason is None:
+            from nanovllm.kernels.triton_attention import TritonAttention
+
+            return TritonAttention
+        if name == "triton" or is_fp8:
+            wish = "attention_backend='triton'" if name == "triton" else "kv_cache_dtype='fp8' (attention in Triton)"
+            raise ValueError(f"{wish} {reason}; take attention_backend='torch' and kv_cache_dtype='auto'")
     if name == "torch" or (name == "auto" and not (can_flash and has_flash_attn)):
         return TorchAttention
     if not can_flash:
