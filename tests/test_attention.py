@@ -446,8 +446,9 @@ def test_torch_can_be_chosen_on_cuda_too(flash_attn):
     assert select_backend("torch", CUDA, torch.bfloat16) is TorchAttention
 
 
-def test_auto_falls_back_to_torch_without_the_library(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
+def test_auto_falls_back_to_torch_without_any_library(monkeypatch):
+    for name in ("flash_attn", "triton"):
+        monkeypatch.setitem(sys.modules, name, None)
     assert select_backend("auto", CUDA, torch.bfloat16) is TorchAttention
 
 

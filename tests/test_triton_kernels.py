@@ -1,11 +1,12 @@
 """Triton's kernels against a float64 reference that knows no cache, no blocks, no tiles and no splits.
 
-Collected only where the kernels can run: on a CUDA device, or under TRITON_INTERPRET=1, where `test_triton_attention.py`
-runs this file in a process of its own. Every slot that no token was stored in holds NaN, as do blocks that nobody owns,
-the null block, outputs and workspaces before they are written, so that reading one shows. Block tables are wider than
-needed; behind its last block a row points at the null block or at a block of somebody else.
+Collected only where the kernels can run: on a CUDA device, or under TRITON_INTERPRET=1, which
+`test_triton_attention.py` sets for a process that runs this file. Every slot that no token was stored in holds NaN, as
+do blocks that nobody owns, the null block, outputs and workspaces before they are written, so that reading one shows.
+Block tables are wider than needed; behind its last block a row points at the null block or at somebody else's.
 """
 
+import importlib.util
 import math
 import os
 import random
@@ -14,11 +15,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import kernels
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import build_batch
 from nanovllm.kernels.launch import Launch
 from nanovllm.kernels.triton_attention import TritonAttention
-from nanovllm.layers.attention import Attention, TorchAttention
+from nanovllm.layers.attention import Attention, FlashAttention, TorchAttention
 from nanovllm.scheduler import BlockMoves, SchedulerOutput
 from nanovllm.sequence import Sequence
 
@@ -29,8 +31,10 @@ FP8 = torch.float8_e4m3fn
 HALF = [torch.float16] if IS_INTERPRETED else [torch.float16, torch.bfloat16]
 DTYPES = [torch.float32, *HALF]
 TOLERANCES = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-gpu = pytest.mark.gpu
-only_on_gpu = [gpu, pytest.mark.skipif(IS_INTERPRETED, reason="too large for the interpreter")]
+
+
+def only_on_gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(IS_INTERPRETED, reason="needs a CUDA device")(test))
 
 
 @pytest.fixture(autouse=True)
@@ -169,8 +173,7 @@ def test_store_kv_in_fp8_scales_and_saturates(dtype):
     assert stored[1].tolist() == (v.to(dtype).float() / 2).clamp(-448, 448).tolist()
 
 
-@gpu
-@pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter rounds otherwise")
+@only_on_gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_store_kv_in_fp8_rounds_as_torch_does(dtype):
     backend = TritonAttention(16, 8, 128, 16, "fp8", k_scale=0.7, v_scale=1.3)
@@ -215,8 +218,7 @@ def test_decode_equals_the_reference(group, num_kv_heads, head_dim, block_size, 
     check(run_decode(backend, step), step.expected, dtype)
 
 
-@pytest.mark.parametrize("num_splits", [2, 3, 5, 17])
-@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize(("num_splits", "block_size"), [(2, 16), (3, 16), (5, 256), (17, 16)])
 def test_decode_in_splits_equals_the_reference(block_size, num_splits):
     """Tiles of 16 and splits of one tile or more: lengths that fill all splits, a few, one and none."""
     backend = TritonAttention(4, 2, 64, block_size)
@@ -290,8 +292,8 @@ def test_prefill_equals_the_reference(group, num_kv_heads, head_dim, block_size,
     lens = [(0, 17), (block_size, 2), (block_size - 1, 33), (31, 1), (0, 1), (15, 16), (2 * block_size + 3, 5)]
     step = make_step(backend, lens, dtype, is_fused=True)
     backend.store_kv(step.k, step.v, step.cache, step.slot_mapping)
-    for tile in (16, 64):
-        check(run_prefill(backend, step, launch=Launch(rows, tile, 4, 3)), step.expected, dtype)
+    tile = 64 if block_size == 16 else 16  # several blocks in a tile, or several tiles in a block
+    check(run_prefill(backend, step, launch=Launch(rows, tile, 4, 3)), step.expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -427,3 +429,109 @@ def test_engine_with_an_fp8_cache(checkpoints):
         assert llm.engine.runner.kv_cache.tensor.dtype == (FP8 if kv_cache_dtype == "fp8" else torch.float32)
         llm.generate(prompts[0], SamplingParams(n=3, max_tokens=4, temperature=1.0, ignore_eos=True), use_tqdm=False)
     assert sizes["auto"] == 4 * sizes["fp8"]
+
+
+# ---- the benchmark
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_benchmark_checks_and_measures(monkeypatch, kv_cache_dtype):
+    """Its own code, on what the interpreter can bear; the figures mean nothing here."""
+
+    def call_once(function):
+        function()
+        return 1.0
+
+    backend = TritonAttention(4, 2, 16, 16, kv_cache_dtype)
+    args = SimpleNamespace(dtype=torch.float16, batch=[2], context=[40])
+    for name, value in {
+        "DEVICE": DEVICE.type,
+        "PREFILLS": {"tiny": [(17, 3), (2, 0)]},
+        "STORES": [3] if kv_cache_dtype == "auto" else [],  # the interpreter rounds otherwise
+        "SWEPT_DECODES": [(1, 20)] if kv_cache_dtype == "auto" else [],
+        "SWEPT_PREFILLS": [],
+        "seconds": call_once,
+    }.items():
+        monkeypatch.setattr(kernels, name, value)
+    (decode,) = kernels.measure_decode(backend, args, bandwidth=1e6)
+    assert decode["of copy"] == f"{2 * 2 * 40 * 2 * 16 * (1 if kv_cache_dtype == 'fp8' else 2) / 1e6:.0%}"
+    assert len(list(kernels.measure_prefill(backend, args))) == 1
+    assert len(list(kernels.measure_store(backend, args))) == len(kernels.STORES)
+    swept = list(kernels.sweep(backend, args))
+    assert sum(row[""] == "chosen" for row in swept) == len(kernels.SWEPT_DECODES)
+
+
+# ---- on a GPU: real sizes, other backends, graphs
+
+
+def fill(backend, lens, dtype, seed=0):
+    """As make_step, made on the GPU, without a reference."""
+    torch.manual_seed(seed)
+    size = backend.block_size
+    num_blocks = [-(-sum(pair) // size) for pair in lens]
+    ids = torch.randperm(sum(num_blocks), device=DEVICE, dtype=torch.int32) + 1
+    tables = torch.zeros(len(lens), max(num_blocks), dtype=torch.int32, device=DEVICE)
+    for row, part in enumerate(ids.split(num_blocks)):
+        tables[row, : len(part)] = part
+    cache = torch.randn(backend.kv_cache_shape(1, len(ids) + 1), device=DEVICE)[:, 0].to(dtype)
+    new = torch.tensor([n for _, n in lens])
+    return SimpleNamespace(
+        q=torch.randn(sum(n for _, n in lens), backend.num_heads, backend.head_dim, device=DEVICE).to(dtype),
+        cache=cache,
+        block_tables=tables,
+        seq_lens=torch.tensor([sum(pair) for pair in lens], dtype=torch.int32, device=DEVICE),
+        cu_seqlens_q=torch.cat([torch.zeros(1), new.cumsum(0)]).int().to(DEVICE),
+    )
+
+
+LONG = {
+    "one of 32k": [(32767, 1)],
+    "one long among short ones": [(n, 1) for n in (32000, 5, 100, 1023, 1024, 1025, 16)],
+    "256 decodes": [(37 * i % 2000, 1) for i in range(256)],
+    "a prompt of 8k": [(0, 8192)],
+    "mixed, chunks after 32k and after nothing": [(4000, 1), (8191, 1), (32000, 777), (0, 300), (255, 2)],
+}
+
+
+@only_on_gpu
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (32, 4, 64), (16, 1, 128)])
+@pytest.mark.parametrize("lens", LONG.values(), ids=LONG)
+def test_real_sizes_equal_the_other_backends(lens, num_heads, num_kv_heads, head_dim, block_size, dtype):
+    backend = TritonAttention(num_heads, num_kv_heads, head_dim, block_size)
+    step = fill(backend, lens, dtype)
+    batch = make_batch(step, lens, block_size)
+    out = backend.attend(step.q, step.cache, batch)
+    same = TorchAttention(num_heads, num_kv_heads, head_dim, block_size).attend(step.q, step.cache, batch)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(out, same, rtol=tolerance, atol=tolerance)
+    if block_size == 256 and importlib.util.find_spec("flash_attn"):
+        flash = FlashAttention(num_heads, num_kv_heads, head_dim, block_size).attend(step.q, step.cache, batch)
+        torch.testing.assert_close(out, flash, rtol=tolerance, atol=tolerance)
+
+
+@only_on_gpu
+@pytest.mark.parametrize("num_seqs", [1, 4, 64])
+def test_a_graph_is_right_for_every_length(num_seqs):
+    """Recorded with one set of lengths, replayed with others; rows of padding have length 0."""
+    backend = TritonAttention(16, 8, 128, 16)
+    step = fill(backend, [(4095, 1)] * num_seqs, torch.bfloat16)
+    out = torch.empty_like(step.q)
+    backend.decode(out, step.q, step.cache, step.block_tables, step.seq_lens)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.decode(out, step.q, step.cache, step.block_tables, step.seq_lens)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        step.seq_lens.copy_(torch.randint(0, 4097, (num_seqs,)))
+        step.seq_lens[-1] = [0, 1, 4096][seed]
+        graph.replay()
+        check(out, reference_of_cache(backend, step), torch.bfloat16)
+
+
+@only_on_gpu
+def test_the_same_batch_gives_the_same_bits():
+    backend = TritonAttention(16, 8, 128, 16)
+    step = fill(backend, [(3000, 1), (100, 1)], torch.bfloat16)
+    assert torch.equal(run_decode(backend, step), run_decode(backend, step))

@@ -36,7 +36,8 @@ def describe_gpu(device: torch.device) -> GPU:
     if device.type != "cuda":
         return GPU()
     properties = torch.cuda.get_device_properties(device)
-    return GPU(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return GPU(properties.multi_processor_count, shared_memory)
 
 
 def round_up_to_power_of_2(n: int) -> int:

@@ -1,8 +1,8 @@
 """Attention over a paged cache: a decode kernel, one that merges its parts, and a prefill kernel.
 
-All of them are FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135) with one more look-up. A program keeps
-a few rows of queries and walks along the sequence, a tile of tokens at a time; the scores of a tile live in registers
-only. The softmax over all tiles is built up as they come (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867):
+All are FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135) with one more look-up. A program keeps a few
+rows of queries and walks along the sequence, a tile of tokens at a time; the scores of a tile live in registers only.
+The softmax over all tiles is built up as they come (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867):
 
     row_max   the largest score so far
     row_sum   the sum of exp(score - row_max) so far
@@ -269,7 +269,7 @@ def prefill_kernel(
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     k_head_ptr, v_head_ptr = k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM
-    block_table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+    block_table_ptr = block_tables_ptr + tl.cast(seq, tl.int64) * table_stride
     last_seen = num_computed + tokens  # a token sees what is not behind it
     # Most tiles lie before the first of these tokens, and need no mask; then come those on the diagonal.
     diagonal = (num_computed + first_token + 1) // TILE * TILE

@@ -38,7 +38,7 @@ def store_kv_kernel(
 ):
     """Grid: (num_tokens,). One program copies one token's K and V, all heads of them, to the token's slot.
 
-    K and V arrive as they lie in the output of the fused projection, between Q and each other; the strides spare a copy.
+    K and V arrive as they lie in the output of the fused projection, and the strides spare a copy of them.
     A token's row in the cache is one piece of memory, and neighbouring threads write neighbouring 16 bytes of it.
     """
     token = tl.program_id(0).to(tl.int64)
@@ -64,7 +64,7 @@ def store_kv(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """k, v: [num_tokens, num_kv_heads, head_dim] into k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]"""
+    """k, v: [num_tokens, num_kv_heads, head_dim], k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]"""
     num_tokens, num_kv_heads, head_dim = k.shape
     if not num_tokens:
         return

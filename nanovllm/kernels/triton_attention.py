@@ -7,7 +7,6 @@ the GPU only: grids and workspaces follow from shapes.
 import math
 
 import torch
-import triton
 
 from nanovllm.batch import Batch
 from nanovllm.kernels.launch import (
@@ -16,7 +15,6 @@ from nanovllm.kernels.launch import (
     decode_launch,
     describe_gpu,
     prefill_launch,
-    round_up_to_power_of_2,
 )
 from nanovllm.kernels.paged_attention import decode_kernel, merge_kernel, prefill_kernel
 from nanovllm.kernels.store_kv import store_kv
@@ -65,7 +63,8 @@ class TritonAttention(AttentionBackend):
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         with torch.cuda.device_of(k):  # Triton launches on the current device, which need not be the engine's
-            store_kv(k, v, *layer_cache, slot_mapping, self.k_scale, self.v_scale)
+            k_cache, v_cache = layer_cache
+            store_kv(k, v, k_cache, v_cache, slot_mapping, self.k_scale, self.v_scale)
 
     def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
         q = q.contiguous()
@@ -99,11 +98,9 @@ class TritonAttention(AttentionBackend):
         num_splits, min_split_len = splits or choose_splits(
             num_seqs * self.num_kv_heads, table_width * self.block_size, gpu
         )
-        parts, lse = out, out  # not touched if there is one split
-        if num_splits > 1:
-            shape = (num_seqs, self.num_heads, num_splits)
-            parts = torch.empty(*shape, self.head_dim, dtype=torch.float32, device=q.device)
-            lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        shape = (num_seqs, self.num_heads, num_splits)
+        parts = torch.empty(*shape, self.head_dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         k_cache, v_cache = layer_cache
         decode_kernel[(self.num_kv_heads, num_seqs, num_splits)](
             out,
@@ -180,4 +177,5 @@ class TritonAttention(AttentionBackend):
             "TILE": launch.tile,
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
+            "enable_fp_fusion": True,  # a product and a sum may be one instruction, which rounds once
         }
