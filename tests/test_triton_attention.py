@@ -29,6 +29,7 @@ def run_python(*args, **env):
     return subprocess.run([sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_triton_kernels.py runs them on the GPU")
 def test_kernels_in_the_interpreter():
     done = run_python(
         "-m", "pytest", "-x", "-p", "no:cacheprovider", "tests/test_triton_kernels.py", TRITON_INTERPRET="1"

@@ -18,6 +18,7 @@ import torch
 from benchmarks import kernels
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import build_batch
+from nanovllm.kernels import triton_attention
 from nanovllm.kernels.launch import Launch
 from nanovllm.kernels.triton_attention import TritonAttention
 from nanovllm.layers.attention import Attention, FlashAttention, TorchAttention
@@ -30,7 +31,7 @@ FP8 = torch.float8_e4m3fn
 # the interpreter's product of bfloat16 matrices is wrong
 HALF = [torch.float16] if IS_INTERPRETED else [torch.float16, torch.bfloat16]
 DTYPES = [torch.float32, *HALF]
-TOLERANCES = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+TOLERANCES = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 
 def only_on_gpu(test):
@@ -218,9 +219,12 @@ def test_decode_equals_the_reference(group, num_kv_heads, head_dim, block_size, 
     check(run_decode(backend, step), step.expected, dtype)
 
 
-@pytest.mark.parametrize(("num_splits", "block_size"), [(2, 16), (3, 16), (5, 256), (17, 16)])
-def test_decode_in_splits_equals_the_reference(block_size, num_splits):
+@pytest.mark.parametrize(
+    ("num_splits", "block_size", "at_a_time"), [(2, 16, 16), (3, 16, 2), (5, 256, 2), (17, 16, 2), (17, 16, 16)]
+)
+def test_decode_in_splits_equals_the_reference(monkeypatch, num_splits, block_size, at_a_time):
     """Tiles of 16 and splits of one tile or more: lengths that fill all splits, a few, one and none."""
+    monkeypatch.setattr(triton_attention, "SPLITS_AT_A_TIME", at_a_time)
     backend = TritonAttention(4, 2, 64, block_size)
     lens = [0, 1, 16, 17, 33, 100, 16 * num_splits, 16 * num_splits + 1]
     step = make_step(backend, [(n, 0) for n in lens])
@@ -484,6 +488,12 @@ def fill(backend, lens, dtype, seed=0):
     )
 
 
+def check_rows(out, expected, dtype):
+    """Over a long context outputs are small, so each is judged by its own length."""
+    errors = (out.double().cpu() - expected.double().cpu()).norm(dim=-1)  # [num_tokens, num_heads]
+    assert (errors <= TOLERANCES[dtype] * expected.double().cpu().norm(dim=-1)).all(), errors.max()
+
+
 LONG = {
     "one of 32k": [(32767, 1)],
     "one long among short ones": [(n, 1) for n in (32000, 5, 100, 1023, 1024, 1025, 16)],
@@ -504,11 +514,10 @@ def test_real_sizes_equal_the_other_backends(lens, num_heads, num_kv_heads, head
     batch = make_batch(step, lens, block_size)
     out = backend.attend(step.q, step.cache, batch)
     same = TorchAttention(num_heads, num_kv_heads, head_dim, block_size).attend(step.q, step.cache, batch)
-    tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(out, same, rtol=tolerance, atol=tolerance)
+    check_rows(out, same, dtype)
     if block_size == 256 and importlib.util.find_spec("flash_attn"):
         flash = FlashAttention(num_heads, num_kv_heads, head_dim, block_size).attend(step.q, step.cache, batch)
-        torch.testing.assert_close(out, flash, rtol=tolerance, atol=tolerance)
+        check_rows(out, flash, dtype)
 
 
 @only_on_gpu
@@ -527,7 +536,7 @@ def test_a_graph_is_right_for_every_length(num_seqs):
         step.seq_lens.copy_(torch.randint(0, 4097, (num_seqs,)))
         step.seq_lens[-1] = [0, 1, 4096][seed]
         graph.replay()
-        check(out, reference_of_cache(backend, step), torch.bfloat16)
+        check_rows(out, reference_of_cache(backend, step), torch.bfloat16)
 
 
 @only_on_gpu

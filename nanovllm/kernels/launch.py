@@ -57,10 +57,10 @@ def decode_launch(group: int, head_dim: int, dtype: torch.dtype, gpu: GPU) -> La
 
 
 def prefill_launch(group: int, head_dim: int, dtype: torch.dtype, gpu: GPU) -> Launch:
-    """Large tiles: each K and V that is loaded serves 128 rows, and the tensor cores are what is waited for."""
+    """Many rows: each K and V that is loaded serves all of them, and the tensor cores are what is waited for."""
     if dtype == torch.float32:
         return Launch(max(16, round_up_to_power_of_2(group)), 32, 4, 1)
-    rows = max(128, round_up_to_power_of_2(group))
+    rows = max(128 if head_dim <= 128 else 64, round_up_to_power_of_2(group))  # what registers hold
     tile = 64 if head_dim <= 128 else 32
     # Q lies in shared memory too, and so does the tile that is computed with
     occupied = (rows + 2 * tile) * head_dim * dtype.itemsize

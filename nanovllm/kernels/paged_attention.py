@@ -16,7 +16,10 @@ p % block_size` of the cache.
 
 The rows of a program are the query heads that share one K and V head (GQA), so each K and V is loaded once for all of
 them; the tensor cores want 16 rows at least, and where there are fewer, the rest are zeros that cost next to nothing:
-what a decode waits for is memory. Host code that launches the kernels is in `triton_attention.py`.
+what a decode waits for is memory.
+
+`do_not_specialize` names arguments that change from step to step: Triton would compile a kernel anew for a number that
+happens to be 1 or a multiple of 16. What is written in capitals is fixed for a model.
 """
 
 import triton
@@ -66,8 +69,8 @@ def attend_to_tokens(
             slots = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
         offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]  # [TILE, HEAD_DIM]
 
-        # A slot behind the end may hold anything, and 0 * NaN is NaN: so zeros are loaded in its place, and its weight
-        # becomes zero by a score of -inf. An fp8 cache is widened here, and its scale is part of score_scale.
+        # A slot behind the end may hold anything. Its score becomes -inf and its weight 0, but 0 * NaN is NaN: so V is
+        # loaded as zeros there. For K it only saves reading. An fp8 cache is widened; score_scale has its scale in it.
         if IS_MASKED:
             k = tl.load(k_head_ptr + offsets, mask=(positions < end)[:, None], other=0.0).to(q.dtype)
         else:

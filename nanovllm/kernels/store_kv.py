@@ -18,7 +18,7 @@ def to_cache_dtype(x, inverse_scale, IS_FP8: tl.constexpr, dtype: tl.constexpr):
     return x.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_mapping_ptr"])
 def store_kv_kernel(
     k_ptr,  # [num_tokens, num_kv_heads, head_dim], any strides but the last, which is 1
     v_ptr,  # as k
@@ -86,4 +86,5 @@ def store_kv(
         ROW=row,
         IS_FP8=k_cache.dtype == torch.float8_e4m3fn,
         num_warps=max(1, min(8, row * k.element_size() // 512)),  # 32 threads of 16 bytes each
+        enable_fp_fusion=True,
     )

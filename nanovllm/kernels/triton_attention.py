@@ -129,6 +129,7 @@ class TritonAttention(AttentionBackend):
                 TILE=launch.tile,
                 SPLITS=SPLITS_AT_A_TIME,
                 num_warps=4,
+                enable_fp_fusion=True,
             )
 
     def prefill(
