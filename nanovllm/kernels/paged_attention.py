@@ -27,6 +27,17 @@ import triton.language as tl
 
 
 @triton.jit
+def as_computed_with(q, IS_FP8: tl.constexpr):
+    """Over an fp8 cache, bfloat16 becomes float16, because the GPU widens e4m3 to that in one step for two numbers.
+
+    e4m3 fits float16 exactly, and so does q, unless it is out of all proportion: then it is cut off.
+    """
+    if IS_FP8 and q.dtype == tl.bfloat16:
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    return q
+
+
+@triton.jit
 def attend_to_tokens(
     acc,  # [ROWS, HEAD_DIM] float32
     row_max,  # [ROWS] float32
@@ -61,12 +72,15 @@ def attend_to_tokens(
         if BLOCK_SIZE >= TILE:
             block = tl.load(block_table_ptr + start // BLOCK_SIZE).to(tl.int64)
             slots = block * BLOCK_SIZE + start % BLOCK_SIZE + in_tile
-        elif IS_MASKED:
-            blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE, mask=positions < end, other=0)
-            slots = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
         else:
-            blocks = tl.load(block_table_ptr + positions // BLOCK_SIZE)
-            slots = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+            unsigned = positions.to(
+                tl.uint32
+            )  # divided by a power of two, it is shifted, whereas an int may be negative
+            if IS_MASKED:
+                blocks = tl.load(block_table_ptr + unsigned // BLOCK_SIZE, mask=positions < end, other=0)
+            else:
+                blocks = tl.load(block_table_ptr + unsigned // BLOCK_SIZE)
+            slots = blocks.to(tl.int64) * BLOCK_SIZE + unsigned % BLOCK_SIZE
         offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]  # [TILE, HEAD_DIM]
 
         # A slot behind the end may hold anything. Its score becomes -inf and its weight 0, but 0 * NaN is NaN: so V is
@@ -145,25 +159,20 @@ def decode_kernel(
     heads = (seq * NUM_KV_HEADS + kv_head).to(tl.int64) * GROUP + rows  # [ROWS] rows of q and out
     elements = heads[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(q_ptr + elements, mask=is_head[:, None], other=0.0)  # [ROWS, HEAD_DIM]
+    q = as_computed_with(q, k_cache_ptr.dtype.element_ty == tl.float8e4nv)
 
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    last_seen = tl.zeros([ROWS], tl.int32) + (end - 1)
+    k_head_ptr, v_head_ptr = k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM
+    block_table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+    # fmt: off
     acc, row_max, row_sum = attend_to_tokens(
-        tl.zeros([ROWS, HEAD_DIM], tl.float32),
-        tl.full([ROWS], float("-inf"), tl.float32),
-        tl.zeros([ROWS], tl.float32),
-        q,
-        tl.zeros([ROWS], tl.int32) + (end - 1),
-        k_cache_ptr + kv_head * HEAD_DIM,
-        v_cache_ptr + kv_head * HEAD_DIM,
-        block_tables_ptr + seq.to(tl.int64) * table_stride,
-        begin,
-        end,
-        score_scale,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        BLOCK_SIZE,
-        TILE,
-        IS_MASKED=True,
+        acc, row_max, row_sum, q, last_seen, k_head_ptr, v_head_ptr, block_table_ptr, begin, end, score_scale,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, IS_MASKED=True,
     )
+    # fmt: on
     row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # 0 where there were no tokens
     out = acc * (v_scale / row_sum)[:, None]
     if split_len >= seq_len:
@@ -267,6 +276,7 @@ def prefill_kernel(
     q_rows = (q_start + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
     elements = q_rows[:, None] * HEAD_DIM + dims[None, :]
     q = tl.load(q_ptr + elements, mask=is_row[:, None], other=0.0)  # [ROWS, HEAD_DIM]
+    q = as_computed_with(q, k_cache_ptr.dtype.element_ty == tl.float8e4nv)
 
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
