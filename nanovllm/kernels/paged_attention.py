@@ -93,8 +93,7 @@ def attend_to_tokens(
         if IS_MASKED:
             scores = tl.where(positions[None, :] <= last_seen[:, None], scores, float("-inf"))
 
-        # the scale is positive: the largest score is found before it is applied, and then it costs nothing, because
-        # a product and a difference are one instruction
+        # the scale comes late, where it costs nothing: a product and a difference are one instruction
         new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)
         weights = tl.exp2(scores * score_scale - new_max[:, None])  # [ROWS, TILE]
         shrink = tl.exp2(row_max - new_max)
@@ -249,9 +248,8 @@ def prefill_kernel(
 
     Chunks differ in length, so a grid of (chunks, tiles of the longest) would be mostly empty. Instead chunk i owns the
     q tiles from cu[i] // TOKENS + i on: this leaves each of them enough, and num_tokens // TOKENS + num_seqs are enough
-    for all, a number that follows from shapes. What the rounding leaves over returns at once.
-
-    Tiles late in a chunk have more to attend to, so they are started first, and short ones fill the gaps at the end.
+    for all, a number that follows from shapes. What the rounding leaves over returns at once. Tiles late in a
+    chunk have more to attend to, so they are started first, and short ones fill the gaps at the end.
     """
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(0) % NUM_KV_HEADS  # neighbours read neighbouring memory
