@@ -205,6 +205,7 @@ def run_decode(backend, step, **options):
         (4, 2, 64, 32, torch.float32),
         (8, 1, 128, 256, torch.float16),
         (16, 1, 64, 16, torch.float16),
+        (20, 1, 16, 16, torch.float32),
         (2, 3, 32, 64, torch.float32),
         (4, 1, 256, 16, torch.float16),
         *([(4, 2, 128, 16, torch.bfloat16), (8, 2, 64, 256, torch.bfloat16)] if not IS_INTERPRETED else []),
@@ -351,7 +352,7 @@ def test_batch_equals_the_reference_and_the_torch_backend(lens, block_size, dtyp
     torch.testing.assert_close(out, same, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])  # the last is computed in float16
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (128, 256)])
 def test_batch_over_an_fp8_cache_equals_the_reference(head_dim, block_size, dtype):
     """With scales that are powers of two, the reference's K and V are the very numbers that the cache holds."""
