@@ -80,7 +80,7 @@ def attend_to_tokens(
                 blocks = tl.load(block_table_ptr + unsigned // BLOCK_SIZE, mask=positions < end, other=0)
             else:
                 blocks = tl.load(block_table_ptr + unsigned // BLOCK_SIZE)
-            slots = blocks.to(tl.int64) * BLOCK_SIZE + unsigned % BLOCK_SIZE
+            slots = blocks.to(tl.int64) * BLOCK_SIZE + in_tile % BLOCK_SIZE  # a tile begins where a block does
         offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]  # [TILE, HEAD_DIM]
 
         # A slot behind the end may hold anything. Its score becomes -inf and its weight 0, but 0 * NaN is NaN: so V is
