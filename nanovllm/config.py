@@ -16,7 +16,8 @@ from nanovllm.checks import check_bool, check_choice, check_int, check_number
 from nanovllm.policies import POLICIES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ATTENTION_BACKENDS = ("auto", "torch", "flash_attn", "cpu")
+ATTENTION_BACKENDS = ("auto", "torch", "flash_attn", "triton", "cpu")
+KV_CACHE_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -51,7 +52,9 @@ class Config:
     enable_prefix_caching: bool = True
     """Whether prompts that begin alike share their KV blocks."""
     attention_backend: str = "auto"
-    """`torch`, `flash_attn` or `cpu`; `auto` is the fastest that this machine has."""
+    """`torch`, `flash_attn`, `triton` or `cpu`; `auto` is the fastest that this machine has."""
+    kv_cache_dtype: str = "auto"
+    """`fp8` stores K and V in 8 bits, for twice the tokens (only with `triton`); `auto` is the model's dtype."""
     scheduling_policy: str | Callable[[Any], float] = "fcfs"
     """`fcfs`, `priority` or `sjf`, or a function of one's own: see `policies.py`."""
     long_prefill_token_threshold: int = 0
@@ -85,6 +88,7 @@ class Config:
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if not callable(self.scheduling_policy):
             check_choice("scheduling_policy", self.scheduling_policy, tuple(POLICIES))
         check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)

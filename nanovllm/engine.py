@@ -83,15 +83,14 @@ class LLMEngine:
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, self.model_config.dtype)
         shape = self.model_config
-        name, head_dim = config.attention_backend, shape.head_dim
-        backend_class, choice = select_backend(name, device, dtype, head_dim, config.block_size)
+        choice = (config.attention_backend, device, dtype, shape.head_dim, config.block_size, config.kv_cache_dtype)
+        backend_class, reasons = select_backend(*choice)
         self.block_size = config.block_size or backend_class.default_block_size
-        num_heads, num_kv_heads = shape.num_attention_heads, shape.num_key_value_heads
-        backend = backend_class(num_heads, num_kv_heads, head_dim, self.block_size, dtype)
+        heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+        backend = backend_class(*heads, self.block_size, dtype, config.kv_cache_dtype)
         threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-        self.description = (
-            f"{choice}; {backend.instructions} on {device}{threads}, {dtype}, blocks of {self.block_size}"
-        )
+        where = f"{backend.instructions} on {device}{threads}"
+        self.description = f"{reasons}; {where}, {dtype}, blocks of {self.block_size}"
         logger.info(self.description)
         seed = config.seed if is_dummy else None
         model = load_model(model_class, shape, backend, dtype, device, self.folder, seed)

@@ -65,13 +65,13 @@ class ModelRunner:
         self.model = model
         self.backend = backend
         self.num_layers = num_layers
-        self.dtype = dtype
+        self.kv_cache_dtype = backend.kv_cache_dtype or dtype
         self.device = device
         self.kv_cache = self._empty_cache(0)
 
     @property
     def bytes_per_block(self) -> int:
-        return torch.Size(self.backend.kv_cache_shape(self.num_layers, 1)).numel() * self.dtype.itemsize
+        return torch.Size(self.backend.kv_cache_shape(self.num_layers, 1)).numel() * self.kv_cache_dtype.itemsize
 
     def allocate_kv_cache(self, num_kv_blocks: int, num_swap_blocks: int = 0) -> None:
         """Room for `num_kv_blocks` blocks and the null block, and `num_swap_blocks` in host memory."""
@@ -100,7 +100,8 @@ class ModelRunner:
         return Logprobs(*[torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Logprobs)])
 
     def _empty_cache(self, num_kv_blocks: int, num_swap_blocks: int = 0) -> KVCache:
-        return KVCache(self.backend, self.num_layers, num_kv_blocks, num_swap_blocks, self.dtype, self.device)
+        dtype = self.kv_cache_dtype
+        return KVCache(self.backend, self.num_layers, num_kv_blocks, num_swap_blocks, dtype, self.device)
 
     def num_blocks_that_fit(self, config: Config, max_num_batched_tokens: int, max_model_len: int) -> int:
         """How many blocks sequences get: as told, or as many as memory allows, but no more than they can ever fill."""

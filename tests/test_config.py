@@ -21,6 +21,7 @@ DEFAULTS = {
     "gpu_memory_utilization": 0.9,
     "enable_prefix_caching": True,
     "attention_backend": "auto",
+    "kv_cache_dtype": "auto",
     "scheduling_policy": "fcfs",
     "long_prefill_token_threshold": 0,
     "preemption_mode": "recompute",
@@ -41,7 +42,8 @@ GOOD = [
     ("kv_cache_memory_bytes", [None, 1, 2**40]),
     ("gpu_memory_utilization", [0.01, 0.5, 1, 1.0]),
     ("enable_prefix_caching", [True, False]),
-    ("attention_backend", ["auto", "torch", "flash_attn"]),
+    ("attention_backend", ["auto", "torch", "triton", "flash_attn"]),
+    ("kv_cache_dtype", ["auto", "fp8"]),
     ("enforce_eager", [True, False]),
     ("load_format", ["auto", "safetensors", "dummy"]),
     ("seed", [0, 1, 2**63, 2**64 - 1]),
@@ -72,6 +74,7 @@ BAD_VALUES = [
     ("kv_cache_memory_bytes", [0, -1]),
     ("gpu_memory_utilization", [0, 0.0, -0.1, 1.01, 90, math.nan, math.inf, -math.inf, 10**400]),
     ("attention_backend", ["flash", "FLASH_ATTN", "", None, 1]),
+    ("kv_cache_dtype", ["fp16", "FP8", "float8", "", None, 8]),
     ("load_format", ["pt", "", None, True]),
     ("seed", [-1, 2**64]),  # torch's generators take 64 bits
 ]

@@ -357,7 +357,7 @@ def test_it_is_chosen_on_cpu(dtype, name):
 )
 def test_it_says_where_it_cannot_be_used(changed, message):
     wanted = {"name": "cpu", "device": CPU, "dtype": torch.float32, "head_dim": 64, "block_size": None, **changed}
-    with pytest.raises(ValueError, match=f"attention_backend='cpu' cannot be used: .*{message}"):
+    with pytest.raises(ValueError, match=f"attention_backend='cpu' cannot be used .*{message}"):
         select_backend(**wanted)
 
 

@@ -130,7 +130,13 @@ class CpuAttention(AttentionBackend):
     default_block_size = 16
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype = torch.float32
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         super().__init__(num_heads, num_kv_heads, head_dim, block_size, dtype)
         self.library = load_library(dtype)

@@ -1,11 +1,9 @@
 """The flash-attn library (Dao 2023, https://arxiv.org/abs/2307.08691) as an attention backend on CUDA."""
 
-import importlib.util
-import sys
-
 import torch
 
 from nanovllm.batch import Batch
+from nanovllm.kernels import is_installed
 from nanovllm.layers.attention import AttentionBackend
 
 
@@ -21,7 +19,13 @@ class FlashAttention(AttentionBackend):
     instructions = "flash-attn"
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype = torch.bfloat16
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype = torch.bfloat16,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         super().__init__(num_heads, num_kv_heads, head_dim, block_size, dtype)
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
@@ -69,10 +73,3 @@ class FlashAttention(AttentionBackend):
                 block_table=batch.block_tables[nd:],
             )
         return out
-
-
-def is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # it is in sys.modules, without a spec or set to None
-        return sys.modules.get(package) is not None

@@ -3,7 +3,7 @@
 `Attention` is the layer. It calls a backend, which owns the shape of the cache, stores K and V in it, and attends:
 
 - `TorchAttention` runs anywhere, and is the readable definition that every other backend is tested against;
-- `kernels/` holds the fast ones: `flash_attn` on CUDA, `cpu`.
+- `kernels/` holds the fast ones: `flash_attn` and `triton` on CUDA, `cpu`.
 
 All store the K and V of the whole batch before anything attends: a sequence may share blocks that another sequence of
 the same step fills. Which token goes where is decided in `batch.py`; `select_backend` is called by the engine, once.
@@ -27,9 +27,18 @@ class AttentionBackend(ABC):
 
     default_block_size: int
     instructions = "PyTorch"  # what computes, in a word for the log
+    supports_fp8_kv_cache = False
+    slow_dtypes: tuple[torch.dtype, ...] = ()  # `auto` does not choose it for these
+    kv_cache_dtype: torch.dtype | None = None  # the model's own
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype = torch.float32
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -150,12 +159,18 @@ class Attention(nn.Module):
 BACKENDS = {  # best first; a module is imported when its turn comes
     "flash_attn": "nanovllm.kernels.flash_attention.FlashAttention",
     "cpu": "nanovllm.kernels.cpu.CpuAttention",
+    "triton": "nanovllm.kernels.triton_attention.TritonAttention",
     "torch": "nanovllm.layers.attention.TorchAttention",
 }
 
 
 def select_backend(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> tuple[type[AttentionBackend], str]:
     """The backend called `name`, or for `auto` the best that runs here; and a line that says why it was chosen."""
     reasons: list[str] = []
@@ -163,9 +178,14 @@ def select_backend(
         if name not in ("auto", candidate):
             continue
         module, _, class_name = path.rpartition(".")
-        backend_class = getattr(importlib.import_module(module), class_name)
+        backend_class: type[AttentionBackend] = getattr(importlib.import_module(module), class_name)
         reason = backend_class.why_not(device, dtype, head_dim, block_size)
+        if kv_cache_dtype == "fp8" and not backend_class.supports_fp8_kv_cache:
+            reason = "it has no fp8 KV cache"
+        if name == "auto" and dtype in backend_class.slow_dtypes:
+            reason = reason or f"it is slow in {dtype}"
         if reason is None:
             return backend_class, "; ".join([f"attention_backend={candidate}", *reasons])
         reasons.append(f"not {candidate}: {reason}")
-    raise ValueError(f"attention_backend={name!r} cannot be used: {reason}; take 'auto' or 'torch'")
+    wanted = f"attention_backend={name!r}" + (" with kv_cache_dtype='fp8'" if kv_cache_dtype == "fp8" else "")
+    raise ValueError(f"{wanted} cannot be used ({'; '.join(reasons)}); take attention_backend='torch'")

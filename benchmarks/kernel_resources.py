@@ -1,0 +1,159 @@
+"""What the Triton kernels take of a GPU: registers, spills and shared memory, found by compiling them without one.
+
+    python -m benchmarks.kernel_resources [--arch 80 90] [--quick] [--json]
+
+Triton compiles for any target, and the machine code says what came out. A spill is a value that found no register and
+goes through memory in each pass of a loop; there should be none. Shared memory and registers decide how many programs
+fit a multiprocessor at a time (the last column).
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from nanovllm.kernels.launch import GPU, Launch, decode_launch, prefill_launch
+from nanovllm.kernels.paged_attention import decode_kernel, merge_kernel, prefill_kernel
+from nanovllm.kernels.store_kv import store_kv_kernel
+
+# num_multiprocessors, bytes of shared memory for one program
+GPUS = {80: GPU(108, 163 * 1024), 90: GPU(132, 227 * 1024)}
+REGISTERS, RESERVED_SHARED = 65536, 1024  # of a multiprocessor; of each program
+
+POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel as it is compiled for a model: 8 K and V heads, a group of query heads to each."""
+
+    kernel: str
+    arch: int
+    dtype: torch.dtype
+    head_dim: int
+    block_size: int = 16
+    is_fp8: bool = False
+    group: int = 4
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.") + ("+fp8" if self.is_fp8 else "")
+        return f"{self.kernel} sm_{self.arch} {dtype} head_dim {self.head_dim} block_size {self.block_size}"
+
+
+@dataclass(frozen=True)
+class Resources:
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    num_warps: int
+    num_stages: int
+
+    def programs_per_multiprocessor(self, gpu: GPU) -> int:
+        by_registers = REGISTERS // (self.registers * self.num_warps * 32)
+        return min(by_registers, (gpu.shared_memory + RESERVED_SHARED) // (self.shared_bytes + RESERVED_SHARED))
+
+
+def all_cases(arch: int, is_quick: bool = False) -> Iterator[Case]:
+    """Every specialisation; with `is_quick` those that differ most."""
+    half = [torch.bfloat16] if is_quick else [torch.bfloat16, torch.float16]
+    for dtype in half:
+        for head_dim in (64, 128):
+            for is_fp8 in (False, True) if arch >= 89 else (False,):  # no e4m3 instructions before 8.9
+                yield Case("store_kv", arch, dtype, head_dim, is_fp8=is_fp8)
+                for block_size in (16, 256):
+                    yield Case("decode", arch, dtype, head_dim, block_size, is_fp8)
+                    yield Case("prefill", arch, dtype, head_dim, block_size, is_fp8)
+            yield Case("merge", arch, dtype, head_dim)
+    for head_dim in (128,) if is_quick else (64, 128):
+        yield Case("decode", arch, torch.float32, head_dim)
+        yield Case("prefill", arch, torch.float32, head_dim)
+
+
+def compile_case(case: Case, launch: Launch | None = None) -> tuple[Any, Resources]:
+    """The compiled kernel (its `asm` holds every stage) and what it takes."""
+    gpu = GPUS[case.arch]
+    x, cache = POINTERS[case.dtype], POINTERS[torch.float8_e4m3fn if case.is_fp8 else case.dtype]
+    choose = {"decode": decode_launch, "prefill": prefill_launch}.get(case.kernel)
+    if launch is None and choose is not None:
+        launch = choose(case.group, case.head_dim, case.dtype, gpu)
+    attention = {"NUM_KV_HEADS": 8, "GROUP": case.group, "HEAD_DIM": case.head_dim, "BLOCK_SIZE": case.block_size}
+    num_warps, num_stages = 4, 3
+    if launch is not None:
+        attention |= {"ROWS": launch.rows, "TILE": launch.tile}
+        num_warps, num_stages = launch.num_warps, launch.num_stages
+    types: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    if case.kernel == "store_kv":
+        kernel, types = store_kv_kernel, {"k": x, "v": x, "k_cache": cache, "v_cache": cache, "slot_mapping": "*i32"}
+        constants = {"NUM_KV_HEADS": 8, "HEAD_DIM": case.head_dim, "ROW": 8 * case.head_dim, "IS_FP8": case.is_fp8}
+    elif case.kernel == "decode":
+        kernel, constants = decode_kernel, attention
+        types = {"out": x, "part": "*fp32", "part_lse": "*fp32", "q": x, "k_cache": cache, "v_cache": cache}
+    elif case.kernel == "merge":
+        kernel, types = merge_kernel, {"out": x, "part": "*fp32", "part_lse": "*fp32"}
+        constants = {"HEAD_DIM": case.head_dim, "TILE": 64, "SPLITS": 16}
+    else:
+        kernel, constants = prefill_kernel, attention
+        types = {"out": x, "q": x, "k_cache": cache, "v_cache": cache}
+
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        floats = name.endswith("scale")
+        pointer = types.get(name.removesuffix("_ptr"), "*i32")
+        signature[name] = pointer if name.endswith("_ptr") else "fp32" if floats else "i32"
+        if name in constants:
+            signature[name] = "constexpr"
+        elif not floats and name not in kernel.do_not_specialize:
+            attributes[(i,)] = [["tt.divisibility", 16]]  # tensors are aligned, and so are whole rows
+    source = ASTSource(kernel, signature, constants, attributes)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    compiled = triton.compile(source, target=GPUTarget("cuda", case.arch, 32), options=options)
+    registers, spill_bytes = read_cubin(compiled.asm["cubin"])
+    return compiled, Resources(registers, spill_bytes, compiled.metadata.shared, num_warps, num_stages)
+
+
+def read_cubin(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack: these kernels put nothing there but what is spilled."""
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(cuobjdump), "--dump-resource-usage", file.name]
+        log = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    used = re.search(r"REG:(\d+) STACK:(\d+)", log)
+    assert used is not None, log
+    return int(used.group(1)), int(used.group(2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, nargs="+", choices=list(GPUS), default=list(GPUS))
+    parser.add_argument("--quick", action="store_true", help="only the specialisations that differ most")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    if not args.json:
+        print("| kernel | registers | spilled bytes | shared bytes | warps | stages | programs per multiprocessor |")
+        print("|---|---|---|---|---|---|---|")
+    for arch in args.arch:
+        for case in all_cases(arch, args.quick):
+            _, used = compile_case(case)
+            programs = used.programs_per_multiprocessor(GPUS[arch])
+            if args.json:
+                print(json.dumps({"case": str(case), **asdict(used), "programs": programs}), flush=True)
+            else:
+                columns = [*asdict(used).values(), programs]
+                print(f"| {case} | {' | '.join(map(str, columns))} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

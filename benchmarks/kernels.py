@@ -1,0 +1,256 @@
+"""How fast is paged attention on this GPU? Decode in bytes, prefill in operations, `store_kv` in bytes per second.
+
+    python -m benchmarks.kernels [--output results.json] [--fp8] [--sweep]
+
+A decode reads all K and V once and computes little, so what it can reach is the speed of memory, which is measured
+first, as a copy; a prefill can reach that of the tensor cores. Before anything is timed, its output is checked against
+a float32 reference. Each call is recorded in a CUDA graph, so that launching it costs the host nothing, and replayed
+with a cold L2 cache. `--sweep` tries what `nanovllm/kernels/launch.py` decides.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from benchmarks.common import describe_machine
+from nanovllm.kernels.flash_attention import FlashAttention
+from nanovllm.layers.attention import AttentionBackend
+
+DEVICE = "cuda"
+BATCHES, CONTEXTS = (1, 8, 32, 256), (128, 1024, 4096, 32768)
+# (new tokens, tokens computed before) of each chunk
+PREFILLS = {
+    "1 x 8192": [(8192, 0)],
+    "8 x 1024": [(1024, 0)] * 8,
+    "1 x 32768": [(32768, 0)],
+    "2048 after 30720": [(2048, 30720)],
+    "1 x 4096 and 64 x 64": [(4096, 0)] + [(64, 0)] * 64,
+}
+STORES = (1, 32, 256, 8192)
+SWEPT_DECODES, SWEPT_PREFILLS = ((1, 4096), (1, 32768), (32, 1024), (256, 1024)), ("1 x 8192", "2048 after 30720")
+
+
+def make_step(backend: AttentionBackend, lens: list[tuple[int, int]], is_decode: bool, dtype: torch.dtype) -> Any:
+    """Sequences of (new, computed) tokens, blocks anywhere: what `attend` reads of a Batch, q and the cache."""
+    size = backend.block_size
+    seq_lens = [new + computed for new, computed in lens]
+    num_blocks = [-(-seq_len // size) for seq_len in seq_lens]
+    ids = torch.randperm(sum(num_blocks), device=DEVICE, dtype=torch.int32) + 1
+    tables = torch.zeros(len(lens), max(num_blocks), dtype=torch.int32, device=DEVICE)
+    for row, part in enumerate(ids.split(num_blocks)):
+        tables[row, : len(part)] = part
+    cache_dtype = backend.kv_cache_dtype or dtype
+    shape = backend.kv_cache_shape(1, len(ids) + 1)
+    cache = torch.empty(shape, dtype=cache_dtype, device=DEVICE)
+    for block in cache.flatten(0, 2).split(4096):  # in pieces: random numbers are drawn in a wider dtype
+        block.copy_(torch.randn(block.shape, dtype=dtype, device=DEVICE))
+
+    def offsets(of: list[int]) -> torch.Tensor:
+        return torch.tensor([0, *itertools.accumulate(of)], dtype=torch.int32, device=DEVICE)
+
+    new = [n for n, _ in lens]
+    return SimpleNamespace(
+        q=torch.randn(sum(new), backend.num_heads, backend.head_dim, dtype=dtype, device=DEVICE),
+        layer_cache=cache[:, 0],
+        lens=lens,
+        block_tables=tables,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+        prefill_cu_seqlens_q=offsets([] if is_decode else new),
+        prefill_cu_seqlens_k=offsets([] if is_decode else seq_lens),
+        num_decodes=len(lens) if is_decode else 0,
+        max_seqlen_q=0 if is_decode else max(new),
+        max_seqlen_k=0 if is_decode else max(seq_lens),
+    )
+
+
+def check(backend: AttentionBackend, step: Any, out: torch.Tensor) -> None:
+    """The last token of the first and of the last sequence, in float32."""
+    group = backend.num_heads // backend.num_kv_heads
+    last_rows = list(itertools.accumulate(new for new, _ in step.lens))
+    for i in {0, len(step.lens) - 1}:
+        seq_len = sum(step.lens[i])
+        blocks = step.block_tables[i, : -(-seq_len // backend.block_size)].long()
+        cached = step.layer_cache.view(torch.uint8)[:, blocks].view(step.layer_cache.dtype)
+        k, v = cached.flatten(1, 2)[:, :seq_len].float().repeat_interleave(group, dim=2)  # [seq_len, num_heads, …] each
+        scores = torch.einsum("hd,khd->hk", step.q[last_rows[i] - 1].float(), k) / math.sqrt(backend.head_dim)
+        expected = torch.einsum("hk,khd->hd", scores.softmax(1), v)
+        error = (out[last_rows[i] - 1].float() - expected).norm() / expected.norm()
+        assert error < 0.015, f"sequence {i} of {len(step.lens)}: the output is off by {error:.1%}"
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """Median time of one call, as a graph, with nothing of its data in the L2 cache."""
+    from triton.testing import do_bench
+
+    function()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return do_bench(graph.replay, warmup=20, rep=80, return_mode="median") / 1e3
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written, of a copy that does not fit the L2 cache."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / seconds(lambda: target.copy_(source))
+
+
+def make_backends(args: argparse.Namespace) -> dict[str, AttentionBackend]:
+    from nanovllm.kernels.triton_attention import TritonAttention
+
+    shape = (args.heads, args.kv_heads, args.head_dim)
+    backends: dict[str, AttentionBackend] = {}
+    for size in args.block_size:
+        backends[f"triton, blocks of {size}"] = TritonAttention(*shape, size)
+        if args.fp8:
+            backends[f"triton, fp8, blocks of {size}"] = TritonAttention(*shape, size, kv_cache_dtype="fp8")
+    if importlib.util.find_spec("flash_attn") is not None:
+        backends["flash_attn, blocks of 256"] = FlashAttention(*shape, 256)
+    return backends
+
+
+def measure_decode(backend: AttentionBackend, args: argparse.Namespace, bandwidth: float) -> Iterator[dict[str, Any]]:
+    for batch_size, context in itertools.product(args.batch, args.context):
+        itemsize = (backend.kv_cache_dtype or args.dtype).itemsize
+        num_bytes = 2 * batch_size * context * backend.num_kv_heads * backend.head_dim * itemsize
+        step = None  # frees the last one
+        torch.cuda.empty_cache()
+        if torch.cuda.is_available() and num_bytes > 0.8 * torch.cuda.mem_get_info()[0]:
+            continue
+        step = make_step(backend, [(1, context - 1)] * batch_size, True, args.dtype)
+        check(backend, step, backend.attend(step.q, step.layer_cache, step))
+        time_s = seconds(lambda step=step: backend.attend(step.q, step.layer_cache, step))
+        yield {
+            "batch": batch_size,
+            "context": context,
+            "us": round(time_s * 1e6, 2),
+            "GB/s": round(num_bytes / time_s / 1e9, 1),
+            "of copy": f"{num_bytes / time_s / bandwidth:.0%}",
+        }
+
+
+def measure_prefill(backend: AttentionBackend, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for name, lens in PREFILLS.items():
+        step = make_step(backend, lens, False, args.dtype)
+        check(backend, step, backend.attend(step.q, step.layer_cache, step))
+        time_s = seconds(lambda step=step: backend.attend(step.q, step.layer_cache, step))
+        num_pairs = sum(new * computed + new * (new + 1) // 2 for new, computed in lens)  # of a query and a key
+        operations = 4 * num_pairs * backend.num_heads * backend.head_dim  # two products, each multiplies and adds
+        yield {"prefill": name, "us": round(time_s * 1e6, 1), "TFLOP/s": round(operations / time_s / 1e12, 1)}
+
+
+def measure_store(backend: AttentionBackend, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for num_tokens in STORES:
+        num_blocks = -(-num_tokens // backend.block_size)
+        shape = backend.kv_cache_shape(1, num_blocks)
+        cache = torch.zeros(shape, device=DEVICE).to(backend.kv_cache_dtype or args.dtype)[:, 0]
+        heads = backend.num_heads + 2 * backend.num_kv_heads
+        qkv = torch.randn(num_tokens, heads, backend.head_dim, dtype=args.dtype, device=DEVICE)
+        k, v = qkv[:, backend.num_heads :].split(backend.num_kv_heads, dim=1)
+        slots = torch.randperm(num_blocks * backend.block_size, device=DEVICE, dtype=torch.int32)[:num_tokens]
+        backend.store_kv(k, v, cache, slots)
+        stored = cache.view(torch.uint8).view(2, -1, k[0].numel() * cache.itemsize)[:, slots.long()]
+        for part, x in zip(stored, (k, v), strict=True):
+            assert torch.equal(part, x.to(cache.dtype).flatten(1).view(torch.uint8))
+        time_s = seconds(lambda k=k, v=v, c=cache, s=slots: backend.store_kv(k, v, c, s))
+        num_bytes = 2 * k.numel() * (k.itemsize + cache.itemsize)
+        yield {"store_kv": num_tokens, "us": round(time_s * 1e6, 2), "GB/s": round(num_bytes / time_s / 1e9, 1)}
+
+
+def sweep(backend: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every launch that fits, best first, for a few decodes and prefills; the chosen one is marked."""
+    from triton.runtime.errors import OutOfResources
+
+    from nanovllm.kernels.launch import Launch, decode_launch, describe_gpu, prefill_launch
+
+    gpu = describe_gpu(torch.device(DEVICE))
+    decodes = [(f"decode {b} x {c}", [(1, c - 1)] * b, True) for b, c in SWEPT_DECODES]
+    prefills = [(f"prefill {name}", PREFILLS[name], False) for name in SWEPT_PREFILLS]
+    for name, lens, is_decode in decodes + prefills:
+        choose = decode_launch if is_decode else prefill_launch
+        chosen = choose(backend.group, backend.head_dim, args.dtype, gpu)
+        rows = [chosen.rows] if is_decode else [64, 128]
+        grid = itertools.product(rows, (32, 64, 128), (2, 4, 8) if is_decode else (4, 8), (1, 3, 5, 7))
+        step = make_step(backend, lens, is_decode, args.dtype)
+        tried = []
+        for launch in dict.fromkeys([chosen, *itertools.starmap(Launch, grid)]):
+            out = torch.empty_like(step.q)
+
+            def call(launch: Launch = launch, out: torch.Tensor = out, step: Any = step, is_decode: bool = is_decode):
+                paged = (out, step.q, step.layer_cache, step.block_tables, step.seq_lens)
+                if is_decode:
+                    backend.decode(*paged, launch=launch)
+                else:
+                    backend.prefill(*paged, step.prefill_cu_seqlens_q, launch=launch)
+
+            try:
+                time_s = seconds(call)
+            except OutOfResources:
+                continue
+            check(backend, step, out)
+            is_chosen = "chosen" if launch == chosen else ""
+            tried.append({"work": name, **asdict(launch), "us": round(time_s * 1e6, 2), "": is_chosen})
+        tried.sort(key=lambda row: row["us"])
+        yield from [row for i, row in enumerate(tried) if i < 6 or row[""]]
+
+
+def print_table(title: str, rows: list[dict[str, Any]]) -> None:
+    if rows:
+        print(f"\n**{title}**\n\n| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
+        for row in rows:
+            print(f"| {' | '.join(map(str, row.values()))} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--block-size", type=int, nargs="+", default=[16, 256], help="of triton; flash_attn has 256")
+    parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
+    parser.add_argument("--context", type=int, nargs="+", default=CONTEXTS)
+    parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
+    parser.add_argument("--fp8", action="store_true", help="an fp8 cache too")
+    parser.add_argument("--sweep", action="store_true", help="try other launch parameters instead")
+    parser.add_argument("--output", type=Path, help="a JSON file for all figures")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.kernels needs a CUDA device, and this machine has none")
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    machine = describe_machine("cuda")
+    print(json.dumps(machine), f"\ncopy: {bandwidth / 1e9:.0f} GB/s, read and written")
+    results: dict[str, Any] = {"machine": machine, "copy_bandwidth": bandwidth}
+    with torch.inference_mode():
+        for name, backend in make_backends(args).items():
+            if args.sweep and not name.startswith("triton"):
+                continue
+            if args.sweep:
+                parts = {"sweep": list(sweep(backend, args))}
+            else:
+                parts = {
+                    "decode": list(measure_decode(backend, args, bandwidth)),
+                    "prefill": list(measure_prefill(backend, args)),
+                    "store_kv": list(measure_store(backend, args)),
+                }
+            for part, rows in parts.items():
+                print_table(f"{name}: {part}", rows)
+            results[name] = parts
+            if args.output:  # after each backend, so that what is done is kept
+                args.output.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

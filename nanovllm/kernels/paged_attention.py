@@ -1,0 +1,299 @@
+"""Attention over a paged cache: a decode kernel, one that merges its parts, and a prefill kernel.
+
+All are FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135) with one more look-up. A program keeps a few
+rows of queries and walks along the sequence, a tile of tokens at a time; the scores of a tile live in registers only.
+The softmax over all tiles is built up as they come (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867):
+
+    row_max   the largest score so far
+    row_sum   the sum of exp(score - row_max) so far
+    acc       the sum of exp(score - row_max) * v so far
+
+When a larger score turns up, row_sum and acc shrink by exp(old max - new max). In the end the output is acc / row_sum.
+The hardware knows exp2 and not exp, so the softmax scale has log2(e) in it, and row_max is in these units.
+
+The look-up: position p of a sequence is in block `block_table[p // block_size]`, in slot `block * block_size +
+p % block_size` of the cache.
+
+The rows of a program are the query heads that share one K and V head (GQA), so each K and V is loaded once for all of
+them; the tensor cores want 16 rows at least, and where there are fewer, the rest are zeros that cost next to nothing:
+what a decode waits for is memory.
+
+`do_not_specialize` names arguments that change from step to step: Triton would compile a kernel anew for a number that
+happens to be 1 or a multiple of 16. What is written in capitals is fixed for a model.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def as_computed_with(q, IS_FP8: tl.constexpr):
+    """Over an fp8 cache, bfloat16 becomes float16, because the GPU widens e4m3 to that in one step for two numbers.
+
+    e4m3 fits float16 exactly, and so does q, unless it is out of all proportion: then it is cut off.
+    """
+    if IS_FP8 and q.dtype == tl.bfloat16:
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    return q
+
+
+@triton.jit
+def attend_to_tokens(
+    acc,  # [ROWS, HEAD_DIM] float32
+    row_max,  # [ROWS] float32
+    row_sum,  # [ROWS] float32
+    q,  # [ROWS, HEAD_DIM]
+    last_seen,  # [ROWS] the last position that each row attends to
+    k_head_ptr,  # the K cache, at the head of this program; as v_head_ptr
+    v_head_ptr,
+    block_table_ptr,  # [max_num_blocks] int32, of this sequence
+    begin,  # a multiple of TILE
+    end,
+    score_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """Attend to the positions begin … end - 1 of one sequence; acc, row_max and row_sum as above, before and after.
+
+    Without IS_MASKED every row sees all of these positions, and their number is a multiple of TILE. With it, nothing
+    from `end` on is read, not even from the block table. Every row must see the first position it is ever shown:
+    from then on row_max is a number.
+    """
+    dims = tl.arange(0, HEAD_DIM)
+    in_tile = tl.arange(0, TILE)
+    for start in range(begin, end, TILE):
+        start = tl.multiple_of(start, TILE)
+        positions = start + in_tile  # [TILE]
+        # The slots of the tile. Either it lies within one block, and the block is looked up once and the addresses
+        # count up from there, or it spans several blocks, and each position looks up its own.
+        if BLOCK_SIZE >= TILE:
+            block = tl.load(block_table_ptr + start // BLOCK_SIZE).to(tl.int64)
+            slots = block * BLOCK_SIZE + start % BLOCK_SIZE + in_tile
+        else:
+            unsigned = positions.to(
+                tl.uint32
+            )  # divided by a power of two, it is shifted, whereas an int may be negative
+            if IS_MASKED:
+                blocks = tl.load(block_table_ptr + unsigned // BLOCK_SIZE, mask=positions < end, other=0)
+            else:
+                blocks = tl.load(block_table_ptr + unsigned // BLOCK_SIZE)
+            slots = blocks.to(tl.int64) * BLOCK_SIZE + in_tile % BLOCK_SIZE  # a tile begins where a block does
+        offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]  # [TILE, HEAD_DIM]
+
+        # A slot behind the end may hold anything. Its score becomes -inf and its weight 0, but 0 * NaN is NaN: so V is
+        # loaded as zeros there. For K it only saves reading. An fp8 cache is widened; score_scale has its scale in it.
+        if IS_MASKED:
+            k = tl.load(k_head_ptr + offsets, mask=(positions < end)[:, None], other=0.0).to(q.dtype)
+        else:
+            k = tl.load(k_head_ptr + offsets).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, TILE]
+        if IS_MASKED:
+            scores = tl.where(positions[None, :] <= last_seen[:, None], scores, float("-inf"))
+
+        # the scale comes late, where it costs nothing: a product and a difference are one instruction
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)
+        weights = tl.exp2(scores * score_scale - new_max[:, None])  # [ROWS, TILE]
+        shrink = tl.exp2(row_max - new_max)
+        row_max = new_max
+        row_sum = row_sum * shrink + tl.sum(weights, 1)
+        if IS_MASKED:
+            v = tl.load(v_head_ptr + offsets, mask=(positions < end)[:, None], other=0.0).to(q.dtype)
+        else:
+            v = tl.load(v_head_ptr + offsets).to(q.dtype)
+        acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def split_length(seq_len, num_splits, min_split_len, TILE: tl.constexpr):
+    """How many tokens each split of a sequence takes: whole tiles, as even as they go, but no tiny ones.
+
+    The host knows only how many splits there are at most. A sequence that needs fewer leaves the rest empty, so that a
+    launch recorded in a CUDA graph is right for every length.
+    """
+    return tl.maximum(tl.cdiv(tl.cdiv(seq_len, num_splits), TILE) * TILE, min_split_len)
+
+
+@triton.jit(do_not_specialize=["block_tables_ptr", "seq_lens_ptr", "table_stride", "min_split_len"])
+def decode_kernel(
+    out_ptr,  # [num_seqs, NUM_KV_HEADS * GROUP, HEAD_DIM]
+    part_ptr,  # [num_seqs, NUM_KV_HEADS * GROUP, num_splits, HEAD_DIM] float32
+    part_lse_ptr,  # [num_seqs, NUM_KV_HEADS * GROUP, num_splits] float32: log2 of the sum of exp2(scores)
+    q_ptr,  # as out
+    k_cache_ptr,  # [num_slots, NUM_KV_HEADS, HEAD_DIM], as v_cache
+    v_cache_ptr,
+    block_tables_ptr,  # [num_seqs, table_stride] int32
+    seq_lens_ptr,  # [num_seqs] int32
+    table_stride,
+    score_scale,  # softmax scale * log2(e) * scale of the cached K
+    v_scale,
+    min_split_len,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,  # GROUP, rounded up to a power of two of 16 at least
+    TILE: tl.constexpr,
+):
+    """Grid: (NUM_KV_HEADS, num_seqs, num_splits). One token of a sequence, one K and V head, one split of the context.
+
+    With few sequences there would be too few programs to keep the memory busy, so each context is split between
+    several, as in Flash-Decoding. A sequence of one split is written to `out` at once; otherwise the parts go to
+    `part` and `part_lse`, for `merge_kernel`. A sequence of no tokens (padding of a CUDA graph) gets zeros.
+    """
+    kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    seq_len = tl.load(seq_lens_ptr + seq)
+    split_len = split_length(seq_len, num_splits, min_split_len, TILE)
+    begin = split * split_len
+    if (begin >= seq_len) & (split > 0):
+        return
+    end = tl.minimum(begin + split_len, seq_len)
+
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
+    is_head = rows < GROUP
+    heads = (seq * NUM_KV_HEADS + kv_head).to(tl.int64) * GROUP + rows  # [ROWS] rows of q and out
+    elements = heads[:, None] * HEAD_DIM + dims[None, :]
+    q = tl.load(q_ptr + elements, mask=is_head[:, None], other=0.0)  # [ROWS, HEAD_DIM]
+    q = as_computed_with(q, k_cache_ptr.dtype.element_ty == tl.float8e4nv)
+
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    last_seen = tl.zeros([ROWS], tl.int32) + (end - 1)
+    k_head_ptr, v_head_ptr = k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM
+    block_table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+    # fmt: off
+    acc, row_max, row_sum = attend_to_tokens(
+        acc, row_max, row_sum, q, last_seen, k_head_ptr, v_head_ptr, block_table_ptr, begin, end, score_scale,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, IS_MASKED=True,
+    )
+    # fmt: on
+    row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # 0 where there were no tokens
+    out = acc * (v_scale / row_sum)[:, None]
+    if split_len >= seq_len:
+        tl.store(out_ptr + elements, out.to(out_ptr.dtype.element_ty), mask=is_head[:, None])
+    else:
+        parts = heads * num_splits + split  # [ROWS]
+        tl.store(part_ptr + parts[:, None] * HEAD_DIM + dims[None, :], out, mask=is_head[:, None])
+        tl.store(part_lse_ptr + parts, row_max + tl.log2(row_sum), mask=is_head)
+
+
+@triton.jit(do_not_specialize=["seq_lens_ptr", "num_splits", "min_split_len"])
+def merge_kernel(
+    out_ptr,  # [num_seqs, num_heads, HEAD_DIM]
+    part_ptr,  # [num_seqs, num_heads, num_splits, HEAD_DIM] float32
+    part_lse_ptr,  # [num_seqs, num_heads, num_splits] float32
+    seq_lens_ptr,  # [num_seqs] int32
+    num_splits,
+    min_split_len,
+    HEAD_DIM: tl.constexpr,
+    TILE: tl.constexpr,  # of decode_kernel
+    SPLITS: tl.constexpr,  # at a time
+):
+    """Grid: (num_heads, num_seqs). Joins the parts of one head of one sequence.
+
+    This is attention once more: the parts are the values, and the logarithm of what their weights add up to (lse) is
+    their score. Parts of empty splits were never written, and are not read.
+    """
+    head, seq = tl.program_id(0), tl.program_id(1)
+    seq_len = tl.load(seq_lens_ptr + seq)
+    split_len = split_length(seq_len, num_splits, min_split_len, TILE)
+    num_used = tl.cdiv(seq_len, split_len)
+    if num_used <= 1:
+        return  # decode_kernel has written the output
+    row = (seq * tl.num_programs(0) + head).to(tl.int64)
+    dims = tl.arange(0, HEAD_DIM)
+    acc = tl.zeros([HEAD_DIM], tl.float32)
+    lse_max, weight_sum = float("-inf"), 0.0
+    for first in range(0, num_used, SPLITS):
+        splits = first + tl.arange(0, SPLITS)
+        is_used = splits < num_used
+        lse = tl.load(part_lse_ptr + row * num_splits + splits, mask=is_used, other=float("-inf"))  # [SPLITS]
+        offsets = (row * num_splits + splits)[:, None] * HEAD_DIM + dims[None, :]
+        parts = tl.load(part_ptr + offsets, mask=is_used[:, None], other=0.0)  # [SPLITS, HEAD_DIM]
+        new_max = tl.maximum(lse_max, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_max)
+        shrink = tl.exp2(lse_max - new_max)
+        acc = acc * shrink + tl.sum(parts * weights[:, None], 0)
+        weight_sum = weight_sum * shrink + tl.sum(weights, 0)
+        lse_max = new_max
+    tl.store(out_ptr + row * HEAD_DIM + dims, (acc / weight_sum).to(out_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr", "table_stride", "num_seqs"])
+def prefill_kernel(
+    out_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM]
+    q_ptr,  # as out
+    k_cache_ptr,  # [num_slots, NUM_KV_HEADS, HEAD_DIM], as v_cache
+    v_cache_ptr,
+    block_tables_ptr,  # [num_seqs, table_stride] int32
+    seq_lens_ptr,  # [num_seqs] int32, earlier chunks and cached prefixes included
+    cu_seqlens_q_ptr,  # [num_seqs + 1] int32: rows cu[i] … cu[i + 1] of q are the new tokens of sequence i
+    table_stride,
+    num_seqs,
+    score_scale,
+    v_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid: (NUM_KV_HEADS * num_q_tiles,). TOKENS new tokens of one sequence with the GROUP heads of one K and V head.
+
+    Chunks differ in length, so a grid of (chunks, tiles of the longest) would be mostly empty. Instead chunk i owns the
+    q tiles from cu[i] // TOKENS + i on: this leaves each of them enough, and num_tokens // TOKENS + num_seqs are enough
+    for all, a number that follows from shapes. What the rounding leaves over returns at once. Tiles late in a
+    chunk have more to attend to, so they are started first, and short ones fill the gaps at the end.
+    """
+    TOKENS: tl.constexpr = ROWS // GROUP
+    kv_head = tl.program_id(0) % NUM_KV_HEADS  # neighbours read neighbouring memory
+    q_tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
+
+    seq = -1  # the last sequence whose first tile is not behind this one
+    for first in range(0, num_seqs, 128):
+        i = first + tl.arange(0, 128)
+        first_tiles = tl.load(cu_seqlens_q_ptr + i, mask=i < num_seqs, other=0) // TOKENS + i
+        seq += tl.sum(((first_tiles <= q_tile) & (i < num_seqs)).to(tl.int32), 0)
+    q_start = tl.load(cu_seqlens_q_ptr + seq)
+    num_new = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
+    first_token = (q_tile - q_start // TOKENS - seq) * TOKENS
+    if first_token >= num_new:
+        return
+    num_computed = tl.load(seq_lens_ptr + seq) - num_new
+
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
+    tokens = first_token + rows // GROUP  # [ROWS] the heads of a token below each other
+    heads = kv_head * GROUP + rows % GROUP  # [ROWS]
+    is_row = (rows < TOKENS * GROUP) & (tokens < num_new)
+    q_rows = (q_start + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
+    elements = q_rows[:, None] * HEAD_DIM + dims[None, :]
+    q = tl.load(q_ptr + elements, mask=is_row[:, None], other=0.0)  # [ROWS, HEAD_DIM]
+    q = as_computed_with(q, k_cache_ptr.dtype.element_ty == tl.float8e4nv)
+
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    k_head_ptr, v_head_ptr = k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM
+    block_table_ptr = block_tables_ptr + tl.cast(seq, tl.int64) * table_stride
+    last_seen = num_computed + tokens  # a token sees what is not behind it
+    # Most tiles lie before the first of these tokens, and need no mask; then come those on the diagonal.
+    diagonal = (num_computed + first_token + 1) // TILE * TILE
+    end = num_computed + tl.minimum(first_token + TOKENS, num_new)
+    # fmt: off
+    acc, row_max, row_sum = attend_to_tokens(
+        acc, row_max, row_sum, q, last_seen, k_head_ptr, v_head_ptr, block_table_ptr, 0, diagonal, score_scale,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, IS_MASKED=False,
+    )
+    acc, row_max, row_sum = attend_to_tokens(
+        acc, row_max, row_sum, q, last_seen, k_head_ptr, v_head_ptr, block_table_ptr, diagonal, end, score_scale,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, IS_MASKED=True,
+    )
+    # fmt: on
+    out = acc * (v_scale / row_sum)[:, None]
+    tl.store(out_ptr + elements, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None])

@@ -1,0 +1,191 @@
+"""The Triton backend as far as it goes without a GPU: its kernels' tests in the interpreter, what they compile to for
+real GPUs, how the work is divided, and who may choose it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm import LLM
+from nanovllm.layers.attention import TorchAttention, select_backend
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels.flash_attention import FlashAttention
+from nanovllm.kernels.launch import GPU, choose_splits, decode_launch, prefill_launch
+from nanovllm.kernels.triton_attention import TritonAttention
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def run_python(*args, **env):
+    """A process of its own: triton reads TRITON_INTERPRET once, when it is imported."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    return subprocess.run([sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_triton_kernels.py runs them on the GPU")
+def test_kernels_in_the_interpreter():
+    done = run_python(
+        "-m", "pytest", "-x", "-p", "no:cacheprovider", "tests/test_triton_kernels.py", TRITON_INTERPRET="1"
+    )
+    assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+# ---- what the kernels compile to
+
+
+@pytest.fixture(scope="module", params=[80, 90])
+def resources(request):
+    """One dict for each specialisation, but for float16, which differs from bfloat16 in a type only."""
+    done = run_python(
+        "-m", "benchmarks.kernel_resources", "--quick", "--json", "--arch", str(request.param), TRITON_INTERPRET="0"
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_kernels_compile_without_spilling(resources):
+    assert len(resources) >= 14
+    assert [used["case"] for used in resources if used["spill_bytes"]] == []
+
+
+def test_programs_fit_a_multiprocessor(resources):
+    """Of decode two at least, so that one computes while the other waits."""
+    for used in resources:
+        least = 2 if used["case"].startswith(("decode", "store", "merge")) else 1
+        assert used["programs"] >= least, used
+
+
+# ---- how the work is divided
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 8, 64, 131, 264, 300, 2048, 100_000])
+@pytest.mark.parametrize("max_len", [16, 128, 1000, 32_768, 1 << 20])
+def test_splits_fill_the_gpu_and_are_not_tiny(num_programs, max_len):
+    gpu = GPU()
+    num_splits, min_split_len = choose_splits(num_programs, max_len, gpu)
+    assert num_splits >= 1
+    assert min_split_len % 128 == 0, "a multiple of every tile"
+    assert (num_splits - 1) * min_split_len < max_len, "the last one would be empty for every length"
+    assert num_splits == 1 or num_programs * num_splits <= 16 * gpu.num_multiprocessors + num_programs
+    if num_splits * min_split_len < max_len and num_programs < 2 * gpu.num_multiprocessors:
+        assert num_programs * num_splits >= 2 * gpu.num_multiprocessors
+
+
+def test_splits_of_well_known_cases():
+    gpu = GPU(num_multiprocessors=132)
+    assert choose_splits(8, 32_768, gpu) == (33, 128)  # one sequence, 8 K and V heads
+    assert choose_splits(8, 256, gpu) == (2, 128)
+    assert choose_splits(256 * 8, 1024, gpu) == (1, 4096)
+    assert choose_splits(40 * 8, 32_768, gpu) == (6, 4096)
+
+
+@pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 4, 16, 64])
+def test_launches_are_powers_of_two_that_hold_a_group(group, head_dim, dtype, shared_memory):
+    for choose in (decode_launch, prefill_launch):
+        launch = choose(group, head_dim, dtype, GPU(132, shared_memory))
+        assert launch.rows >= max(16, group)
+        for n in (launch.rows, launch.tile, launch.num_warps):
+            assert n & (n - 1) == 0
+        assert 128 % launch.tile == 0, "splits are whole tiles"
+        assert launch.num_stages >= 1
+
+
+# ---- who may choose it
+
+
+def choose(name, device, dtype=torch.bfloat16, head_dim=128, block_size=None, kv_cache_dtype="auto"):
+    return select_backend(name, device, dtype, head_dim, block_size, kv_cache_dtype)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_triton_is_chosen_on_cuda(dtype):
+    assert choose("triton", CUDA, dtype) is TritonAttention
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_auto_is_triton_on_cuda_without_flash_attn(monkeypatch, dtype):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert choose("auto", CUDA, dtype) is TritonAttention
+    assert choose("auto", CUDA, torch.float32) is TorchAttention
+    assert choose("auto", CUDA, dtype, head_dim=80) is TorchAttention
+    assert choose("auto", CUDA, dtype, head_dim=512) is TorchAttention
+    assert choose("auto", CUDA, dtype, block_size=24) is TorchAttention
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert choose("auto", CUDA, dtype) is TorchAttention
+
+
+def test_auto_is_triton_for_an_fp8_cache():
+    assert choose("auto", CUDA, kv_cache_dtype="fp8") is TritonAttention
+
+
+def test_importing_nanovllm_does_not_import_triton():
+    code = "import sys, nanovllm, nanovllm.kernels; print([m for m in sys.modules if m.split('.')[0] == 'triton'])"
+    assert run_python("-c", code).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("head_dim", [8, 80, 96, 512])
+def test_other_head_dims_are_refused(head_dim):
+    with pytest.raises(ValueError, match=rf"'triton' cannot be used .*head_dim .* it is {head_dim}\); take .*'torch'"):
+        choose("triton", CUDA, head_dim=head_dim)
+
+
+def test_cpu_is_refused_unless_interpreted(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(
+        ValueError, match="'triton' .* needs a CUDA device, got cpu .*TRITON_INTERPRET=1.* take .*'torch'"
+    ):
+        choose("triton", CPU, torch.float32)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose("triton", CPU, torch.float32) is TritonAttention
+    assert choose("auto", CPU, torch.float32) is not TritonAttention
+
+
+def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ValueError, match="needs the package triton"):
+        choose("triton", CUDA)
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 15, 17, 24, 384])
+def test_block_sizes_are_refused(block_size):
+    with pytest.raises(ValueError, match=rf"power of two and at least 16, got {block_size}\)"):
+        choose("triton", CUDA, block_size=block_size)
+
+
+@pytest.mark.parametrize("name", ["torch", "cpu"])
+def test_fp8_cache_needs_triton(name, tiny_checkpoint):
+    with pytest.raises(ValueError, match=f"attention_backend='{name}' with kv_cache_dtype='fp8' .* no fp8 KV cache"):
+        LLM(tiny_checkpoint[0], device="cpu", attention_backend=name, kv_cache_dtype="fp8")
+
+
+def test_fp8_cache_is_refused_on_cpu(tiny_checkpoint, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8' .* needs a CUDA device, got cpu"):
+        LLM(tiny_checkpoint[0], device="cpu", kv_cache_dtype="fp8")
+
+
+def test_fp8_cache_is_refused_on_older_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert TritonAttention(4, 2, 64, 16).kv_cache_dtype is None
+    with pytest.raises(ValueError, match=r"capability 8.9 .* this one has 8.0; take 'auto'"):
+        TritonAttention(4, 2, 64, 16, kv_cache_dtype="fp8")
+
+
+def test_only_triton_takes_an_fp8_cache():
+    assert TritonAttention.supports_fp8_kv_cache
+    assert not TorchAttention.supports_fp8_kv_cache
+    assert not FlashAttention.supports_fp8_kv_cache
+    assert TritonAttention(4, 2, 64, 16, kv_cache_dtype="fp8").kv_cache_dtype == torch.float8_e4m3fn
