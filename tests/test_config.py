@@ -26,6 +26,7 @@ DEFAULTS = {
     "preemption_mode": "recompute",
     "swap_space_bytes": 0,
     "enforce_eager": False,
+    "enable_overlap": None,
     "load_format": "auto",
     "seed": 0,
 }
@@ -43,6 +44,7 @@ GOOD = [
     ("enable_prefix_caching", [True, False]),
     ("attention_backend", ["auto", "torch", "flash_attn"]),
     ("enforce_eager", [True, False]),
+    ("enable_overlap", [None, True, False]),
     ("load_format", ["auto", "safetensors", "dummy"]),
     ("seed", [0, 1, 2**63, 2**64 - 1]),
 ]
