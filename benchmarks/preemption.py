@@ -16,7 +16,7 @@ import torch
 from benchmarks.common import describe_machine
 from nanovllm import TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm.batch import build_batch
-from nanovllm.scheduler import BlockMoves
+from nanovllm.in_flight import BlockMoves
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def measure(engine: LLMEngine, context_len: int, rounds: int) -> tuple[float, fl
         if round_:  # the first warms up
             swaps.append(swapped - start)
             recomputes.append(time.perf_counter() - computing)
-        engine.scheduler.rollback(scheduled)
+        engine.scheduler.rollback()
         engine.abort_request("r")
     return median(swaps), median(recomputes)
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nanovllm.in_flight import BlockMoves, SchedulerOutput
 from nanovllm.sampling_batch import SamplingBatch, build_sampling_batch, to_device
-from nanovllm.scheduler import BlockMoves, SchedulerOutput
 from nanovllm.sequence import Sequence
 
 
@@ -49,6 +49,7 @@ class Batch:
     prefill_cu_seqlens_k: torch.Tensor  # [num_seqs - num_decodes + 1] int32
     logits_indices: torch.Tensor  # [num_samples] int32
 
+    has_expected_ids: bool  # an input id below 0 is -1 - row: what the step before has drawn in this row
     num_decodes: int  # the first so many sequences have one new token each
     max_seqlen_q: int  # longest prefill chunk, 0 if there is none
     max_seqlen_k: int  # most tokens that a prefill chunk attends to
@@ -76,8 +77,9 @@ def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
 
     samples, sampled_rows = find_samples(seqs, seq_lens == num_tokens)
     nd = scheduled.num_decodes
+    input_ids = gather_token_ids(seqs, starts.tolist(), seq_lens.tolist(), nd)  # [num_tokens]
     return Batch(
-        input_ids=torch.from_numpy(gather_token_ids(seqs, starts.tolist(), seq_lens.tolist(), nd)),
+        input_ids=torch.from_numpy(input_ids),
         positions=torch.from_numpy(positions),
         slot_mapping=torch.from_numpy(slot_mapping),
         block_tables=torch.from_numpy(block_tables),
@@ -86,6 +88,7 @@ def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
         prefill_cu_seqlens_q=torch.from_numpy(cu_seqlens_q[nd:] - cu_seqlens_q[nd]),
         prefill_cu_seqlens_k=torch.from_numpy(offsets(seq_lens[nd:])),
         logits_indices=torch.from_numpy(cu_seqlens_q[1:][sampled_rows] - 1),
+        has_expected_ids=bool((input_ids[:nd] < 0).any()),
         num_decodes=nd,
         max_seqlen_q=int(num_new[nd:].max(initial=0)),
         max_seqlen_k=int(seq_lens[nd:].max(initial=0)),

@@ -66,6 +66,7 @@ class BlockManager:
         self._partial: dict[int, int] = {}  # tokens in the shared blocks that are not full
         self._copies: list[tuple[int, int]] = []
         self._registered_now: set[int] = set()  # by this step's chunks, so not computed yet
+        self._registered_before: set[int] = set()  # by the step before, if that is in flight
 
     @property
     def num_free_blocks(self) -> int:
@@ -91,12 +92,18 @@ class BlockManager:
 
     # ---- giving and taking back
 
-    def begin_step(self) -> None:
-        self._registered_now.clear()
+    def begin_step(self, is_ahead: bool = False) -> None:
+        """`is_ahead`: the step before is still in flight, and may fail like this one."""
+        self._registered_before = self._registered_now if is_ahead else set()
+        self._registered_now = set()
 
-    def rollback_step(self) -> None:
-        """Hide the blocks that this step's chunks should have filled: the step has failed."""
-        for block_id in self._registered_now:
+    def end_step(self) -> None:
+        """The oldest step in flight has succeeded; if it is this one, nothing is left to be noted anyway."""
+        self._registered_before.clear()
+
+    def rollback_steps(self) -> None:
+        """Hide the blocks that the chunks in flight should have filled: their steps have failed."""
+        for block_id in self._registered_before | self._registered_now:
             self._forget(block_id)
 
     def try_admit(self, seq: Sequence, num_promised: int = 0) -> bool:
@@ -144,7 +151,7 @@ class BlockManager:
 
         If the first new token goes to a block that others own too, `seq` gets its own copy of it (copy-on-write).
         The blocks that these tokens fill can be shared from now on, even by later sequences of the same step: each
-        layer stores the K and V of the whole batch before it attends. See `rollback_step` for a step that fails.
+        layer stores the K and V of the whole batch before it attends. See `rollback_steps` for a step that fails.
         """
         needs_copy = seq.has_shared_tail and self._ref_counts[self._tail(seq)] > 1
         num_new_blocks = -(-num_tokens // self.block_size) - seq.block_table.length
@@ -179,6 +186,9 @@ class BlockManager:
 
         Nothing of it is computed any more: `num_computed_tokens` is 0.
         """
+        # a token that was not known when it was scheduled has not let its block be registered
+        if self.enable_prefix_caching and seq.block_table.length:
+            self._register(seq, seq.num_computed_tokens)
         for block_id in seq.block_table.view()[::-1].tolist():
             self._disown(block_id)
         seq.block_table.clear()
@@ -252,8 +262,8 @@ class BlockManager:
         return hits
 
     def _register(self, seq: Sequence, num_tokens: int) -> None:
-        """Let others find the full blocks among the first `num_tokens` tokens of `seq`."""
-        for i in range(seq.num_registered_blocks, num_tokens // self.block_size):
+        """Let others find the full blocks among the first `num_tokens` tokens of `seq`, as far as these are known."""
+        for i in range(seq.num_registered_blocks, min(num_tokens, seq.num_known_tokens) // self.block_size):
             block_hash, tokens = self._key(seq, i)
             known = self._cached_by_hash.get(block_hash)
             if known is None or known.parent_serial != seq.parent_serial or known.tokens != tokens:

@@ -65,6 +65,8 @@ class Config:
     """Host memory for `preemption_mode="swap"`."""
     enforce_eager: bool = False
     """Run every layer but attention as PyTorch defines it, without the compiled ones."""
+    enable_overlap: bool | None = None
+    """Whether the next step is scheduled and launched while one runs; None is on CUDA alone. Outputs are the same."""
     load_format: str = "auto"
     """`safetensors` (the same as `auto`), or `dummy` for seeded random weights made from config.json alone."""
     seed: int = 0
@@ -100,6 +102,8 @@ class Config:
                 f"got {self.preemption_mode!r} and {self.swap_space_bytes}"
             )
         check_bool("enforce_eager", self.enforce_eager)
+        if self.enable_overlap is not None:
+            check_bool("enable_overlap", self.enable_overlap)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_int("seed", self.seed, 0, maximum=2**64 - 1)
 

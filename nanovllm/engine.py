@@ -4,9 +4,9 @@
        ─model(batch, kv_cache)→ logits ─sample()→ token ids ─update()→ StepOutput ─decode→ RequestOutput
 
 Forward only; afterwards a request may end its sequences in the scheduler (stop strings, beam search). This file joins
-the parts, has requests checked before they are queued, reads the clock at the arrows and keeps the statistics; it
-decides nothing about memory or order. Driven by `LLM.generate`, or by anybody who calls `add_request` and `step`
-themselves.
+the parts, has requests checked before they are queued, and reads the clock at the arrows; it decides nothing about
+memory or order. With overlap, the way up to the token ids is that of the next step already. Driven by `LLM.generate`,
+or by anybody who calls `add_request` and `step` themselves.
 """
 
 import logging
@@ -21,6 +21,7 @@ from nanovllm.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config, resolve_device, resolve_dtype
 from nanovllm.detokenizer import TokenDecoder
+from nanovllm.in_flight import SchedulerOutput
 from nanovllm.layers.attention import select_backend
 from nanovllm.limits import Limits
 from nanovllm.loader import (
@@ -31,35 +32,30 @@ from nanovllm.loader import (
     read_model_config,
     resolve_model,
 )
-from nanovllm.model_runner import ModelRunner, StepTokens
+from nanovllm.model_runner import ModelRunner, SampledTokens, StepTokens
 from nanovllm.outputs import EngineStats, RequestOutput, StepOutput
 from nanovllm.policies import POLICIES
 from nanovllm.request import Prompt, Request, encode_bad_words, encode_prompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import Scheduler, SchedulerOutput
+from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
+from nanovllm.stats import Counters, make_stats
 from nanovllm.swap_space import SwapSpace
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Counters:
-    """The engine's own counts over its life; `EngineStats` says what they mean."""
+@dataclass(frozen=True)
+class Flight:
+    """A step that has been launched: what it computes, where its tokens will arrive, and when what happened to it."""
 
-    steps: int = 0
-    num_requests: int = 0
-    scheduled_tokens: int = 0
-    num_finished: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    peak_used_blocks: int = 0
-    kv_tokens_stored: int = 0
-    kv_slots_reserved: int = 0
-    prefill_step_tokens: int = 0
-    prefill_step_time_s: float = 0.0
-    decode_step_tokens: int = 0
-    decode_step_time_s: float = 0.0
+    scheduled: SchedulerOutput
+    tokens: SampledTokens
+    judged_prompts: list[tuple[Request | None, int, int]]
+    """In the order of the prompt log-probabilities' rows: whose (None: aborted), from which position on, how many."""
+    start: float
+    scheduled_at: float
+    built_at: float
 
 
 class LLMEngine:
@@ -117,55 +113,64 @@ class LLMEngine:
         )
 
         self.scheduler = self._fresh_scheduler()
+        self.enable_overlap = device.type == "cuda" if config.enable_overlap is None else config.enable_overlap
+        self._ahead: Flight | None = None  # the step that was launched before the one before it had landed
         self._requests: dict[str, Request] = {}
         self._counters = Counters()
-        self._is_in_flight = False  # a step runs just now: a logits processor or another thread may abort meanwhile
-        self._aborted_in_flight: list[Request] = []
+        self._is_stepping = False  # a logits processor or another thread may abort meanwhile
+        self._aborted_meanwhile: list[Request] = []
 
     # ---- the loop
 
     def step(self) -> StepOutput:
-        """Advance the unfinished requests by one forward pass.
+        """Advance the unfinished requests by one forward pass, and return what it brought.
 
-        If building the batch or the forward pass fails, the step is taken back: its requests wait to be computed anew.
+        With overlap, the forward pass after it is launched before its tokens are awaited, and is in flight on return.
+        If building a batch or a forward pass fails, all that is in flight is taken back: its requests wait to be
+        computed anew.
         """
-        t0 = time.monotonic()
-        scheduled = self.scheduler.schedule()
-        if not scheduled.chunks:
-            return StepOutput([], 0, 0, 0, 0, 0, time.monotonic() - t0, 0.0, 0.0, 0.0, 0.0)
+        start = time.monotonic()
+        self._is_stepping = True
         try:
-            self._is_in_flight = True
-            t1 = time.monotonic()
-            batch = build_batch(scheduled, self.block_size)
-            t2 = time.monotonic()
-            tokens = self.runner.run(batch).wait()
+            flight = self._ahead or self._launch()
+            self._ahead = self._launch() if flight and self.enable_overlap else None
+            tokens = flight.tokens.wait() if flight else None
         except BaseException:
-            self.scheduler.rollback(scheduled)
-            self._land()
+            self._ahead = None
+            self.scheduler.rollback()
+            self._end_step()
             raise
-        t3 = time.monotonic()
-        self._note_prompts(scheduled, tokens, t1)  # before update(), which moves num_computed_tokens
-        advanced = self.scheduler.update(scheduled, tokens.token_ids)
-        t4 = time.monotonic()
-        outputs = self._make_outputs(advanced, tokens, t3)
-        self._land()
-        self._count(scheduled, advanced, t4 - t0)
+        if flight is None or tokens is None:
+            self._end_step()
+            return StepOutput([], 0, 0, 0, 0, 0, time.monotonic() - start, 0.0, 0.0, 0.0, 0.0)
+        arrived = time.monotonic()
+        advanced = self.scheduler.update(flight.scheduled, tokens.token_ids)
+        updated = time.monotonic()
+        outputs = self._make_outputs(flight, advanced, tokens, arrived)
+        self._end_step()
+        self._counters.count_step(flight.scheduled, len(advanced), self.block_size, updated - start)
         return StepOutput(
             outputs=outputs,
-            num_scheduled_tokens=scheduled.num_scheduled_tokens,
-            num_prefill_tokens=scheduled.num_prefill_tokens,
-            num_decode_tokens=scheduled.num_decodes,
-            num_seqs=len(scheduled.chunks),
-            num_preempted=len(scheduled.preempted),
-            schedule_time_s=t1 - t0,
-            build_time_s=t2 - t1,
-            run_time_s=t3 - t2,
-            update_time_s=t4 - t3,
-            output_time_s=time.monotonic() - t4,
+            num_scheduled_tokens=flight.scheduled.num_scheduled_tokens,
+            num_prefill_tokens=flight.scheduled.num_prefill_tokens,
+            num_decode_tokens=flight.scheduled.num_decodes,
+            num_seqs=len(flight.scheduled.chunks),
+            num_preempted=len(flight.scheduled.preempted),
+            schedule_time_s=flight.scheduled_at - flight.start,
+            build_time_s=flight.built_at - flight.scheduled_at,
+            run_time_s=arrived - flight.built_at,
+            update_time_s=updated - arrived,
+            output_time_s=time.monotonic() - updated,
         )
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self._requests)
+        """Whether there is something to `step()` for: a request, or a step in flight whose requests are all gone."""
+        return bool(self._requests) or self._ahead is not None
+
+    def settle(self) -> None:
+        """If no request is left, let the step in flight land, so that nothing holds a block."""
+        if self._ahead is not None and not self._requests:
+            self.step()
 
     # ---- requests come
 
@@ -204,8 +209,8 @@ class LLMEngine:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        if self._is_in_flight:  # its blocks are being written to: they are freed when the step has ended
-            self._aborted_in_flight.append(request)
+        if self._is_stepping:  # the scheduler is at work: it will hear of it when the step has ended
+            self._aborted_meanwhile.append(request)
             return request.make_output()
         request.abort(self.scheduler, time.monotonic())
         return request.make_output()
@@ -214,8 +219,9 @@ class LLMEngine:
         """After an interrupt, which may strike between any two lines: with no request left, start on clean books."""
         if not self._requests:
             self.scheduler = self._fresh_scheduler(self.scheduler)
-            self._is_in_flight = False
-            self._aborted_in_flight.clear()
+            self._ahead = None
+            self._is_stepping = False
+            self._aborted_meanwhile.clear()
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Text (None if there was none) and token ids of a prompt that this engine can serve, else an error."""
@@ -226,19 +232,7 @@ class LLMEngine:
     # ---- what is going on
 
     def get_stats(self) -> EngineStats:
-        scheduler, counters = self.scheduler, self._counters
-        return EngineStats(
-            num_kv_blocks=self.num_kv_blocks,
-            num_free_blocks=scheduler.block_manager.num_free_blocks,
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_preemptions=scheduler.num_preemptions,
-            num_swaps=scheduler.num_swaps,
-            prefix_cache_query_tokens=scheduler.prefix_cache_query_tokens,
-            prefix_cache_hit_tokens=scheduler.prefix_cache_hit_tokens,
-            budget_used=counters.scheduled_tokens / max(1, counters.steps * self.max_num_batched_tokens),
-            **vars(counters),
-        )
+        return make_stats(self._counters, self.scheduler)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, as before a fair measurement. Requests that run are not disturbed."""
@@ -246,12 +240,24 @@ class LLMEngine:
 
     # ---- inside
 
-    def _land(self) -> None:
-        """The step in flight has ended: what was aborted meanwhile can go."""
-        self._is_in_flight = False
-        for request in self._aborted_in_flight:
+    def _launch(self) -> Flight | None:
+        """Schedule the next step and start it on the device; None if there is nothing to do, or not yet."""
+        start = time.monotonic()
+        scheduled = self.scheduler.schedule()
+        if not scheduled.chunks:
+            return None
+        scheduled_at = time.monotonic()
+        judged_prompts = self._note_prompts(scheduled, scheduled_at)
+        batch = build_batch(scheduled, self.block_size)
+        built_at = time.monotonic()
+        return Flight(scheduled, self.runner.run(batch), judged_prompts, start, scheduled_at, built_at)
+
+    def _end_step(self) -> None:
+        """What was aborted during the step can go."""
+        self._is_stepping = False
+        for request in self._aborted_meanwhile:
             request.abort(self.scheduler, time.monotonic())
-        self._aborted_in_flight.clear()
+        self._aborted_meanwhile.clear()
 
     def _check_request_id(self, request_id: str) -> None:
         if not isinstance(request_id, str):
@@ -280,12 +286,20 @@ class LLMEngine:
         seqs[0].children = seqs[1:]
         return seqs
 
-    def _make_outputs(self, advanced: list[Sequence], tokens: StepTokens, now: float) -> list[RequestOutput]:
+    def _make_outputs(
+        self, flight: Flight, advanced: list[tuple[int, Sequence]], tokens: StepTokens, now: float
+    ) -> list[RequestOutput]:
         """What the step's tokens mean for their requests: text, log-probabilities, times, and whether they are done."""
+        if tokens.prompt_logprobs is not None:
+            first_row = 0
+            for request, first_position, num_rows in flight.judged_prompts:
+                if request is not None:
+                    request.add_prompt_logprobs(tokens.prompt_logprobs, first_row, first_position, num_rows)
+                first_row += num_rows
         requests: dict[str, Request] = {}
-        for row, seq in enumerate(advanced):
+        for row, seq in advanced:
             request = self._requests.get(seq.request_id)
-            if request is not None:  # else aborted while the step was in flight
+            if request is not None:  # else it was aborted during this step
                 request.read_token(seq, tokens, row)
                 requests[seq.request_id] = request
         outputs = []
@@ -299,38 +313,19 @@ class LLMEngine:
                 outputs.append(request.make_output())
         return outputs
 
-    def _note_prompts(self, scheduled: SchedulerOutput, tokens: StepTokens, scheduled_time: float) -> None:
-        """When requests began to be served, and the log-probabilities of their prompts."""
-        first_row = 0
+    def _note_prompts(self, scheduled: SchedulerOutput, now: float) -> list[tuple[Request | None, int, int]]:
+        """Note when requests begin to be served; see `Flight.judged_prompts` for what is returned."""
+        judged: list[tuple[Request | None, int, int]] = []
         for seq, num_new_tokens in scheduled.chunks:
             start = seq.num_computed_tokens
             if start >= seq.num_prompt_tokens:
                 continue
             request = self._requests.get(seq.request_id)
-            if request is None:
-                first_row += len(prompt_target_range(seq, start, num_new_tokens))
-                continue
-            if request.scheduled_time is None:
-                request.scheduled_time = scheduled_time
-            positions = prompt_target_range(seq, start, num_new_tokens)
-            if positions and tokens.prompt_logprobs is not None:
-                request.add_prompt_logprobs(tokens.prompt_logprobs, first_row, positions.start, len(positions))
-                first_row += len(positions)
-
-    def _count(self, scheduled: SchedulerOutput, advanced: list[Sequence], time_s: float) -> None:
-        counters = self._counters
-        counters.steps += 1
-        counters.scheduled_tokens += scheduled.num_scheduled_tokens
-        counters.generation_tokens += len(advanced)
-        counters.kv_tokens_stored += scheduled.kv_tokens_stored
-        counters.kv_slots_reserved += scheduled.kv_slots_reserved
-        counters.peak_used_blocks = max(counters.peak_used_blocks, scheduled.kv_slots_reserved // self.block_size)
-        if scheduled.num_prefill_tokens:
-            counters.prefill_step_tokens += scheduled.num_scheduled_tokens
-            counters.prefill_step_time_s += time_s
-        else:
-            counters.decode_step_tokens += scheduled.num_scheduled_tokens
-            counters.decode_step_time_s += time_s
+            if request is not None and request.scheduled_time is None:
+                request.scheduled_time = now
+            if positions := prompt_target_range(seq, start, num_new_tokens):
+                judged.append((request, positions.start, len(positions)))
+        return judged
 
     def _fresh_scheduler(self, old: Scheduler | None = None) -> Scheduler:
         """An empty scheduler and block manager; the counts of `old` go on."""

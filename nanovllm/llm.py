@@ -180,6 +180,7 @@ class LLM:
             yield from self._outputs(request_ids)
         except GeneratorExit:  # nobody reads on
             self._abort(request_ids)
+            self.engine.settle()
             raise
         except BaseException:
             self._abort(request_ids)
@@ -213,6 +214,7 @@ class LLM:
         finally:
             for request_id in request_ids:
                 self._inboxes.pop(request_id, None)
+        self.engine.settle()
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:

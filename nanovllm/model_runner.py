@@ -5,19 +5,19 @@ still on their way when it returns. Called by `LLMEngine.step()`.
 """
 
 import gc
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import torch
 
 from nanovllm.batch import Batch
 from nanovllm.config import Config
+from nanovllm.in_flight import BlockMoves
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.sampler import LogprobRows, Logprobs, compute_logprobs, sample
 from nanovllm.sampling_batch import SamplingBatch
-from nanovllm.scheduler import BlockMoves
 
 CPU_KV_CACHE_BYTES = 1 << 30  # the default on CPU
 
@@ -68,6 +68,7 @@ class ModelRunner:
         self.kv_cache_dtype = backend.kv_cache_dtype or dtype
         self.device = device
         self.kv_cache = self._empty_cache(0)
+        self._newest_ids = torch.empty(0, dtype=torch.int64, device=device)  # what the step before has drawn
 
     @property
     def bytes_per_block(self) -> int:
@@ -82,10 +83,12 @@ class ModelRunner:
         """Compute the batch, and draw one token for each sequence that catches up."""
         self.kv_cache.move_blocks(batch.moves)
         batch = batch.to(self.device)
+        if batch.has_expected_ids:
+            batch = replace(batch, input_ids=fill_in(batch.input_ids, self._newest_ids))
         hidden = self.model(batch, self.kv_cache.tensor)  # [num_tokens, hidden_size]
         logits = self.model.compute_logits(hidden[batch.logits_indices])  # [num_samples, vocab_size]
-        token_ids, logprobs = sample(logits, batch.sampling)
-        return SampledTokens(token_ids, logprobs, self._compute_prompt_logprobs(hidden, batch))
+        self._newest_ids, logprobs = sample(logits, batch.sampling)
+        return SampledTokens(self._newest_ids, logprobs, self._compute_prompt_logprobs(hidden, batch))
 
     def _compute_prompt_logprobs(self, hidden: torch.Tensor, batch: Batch) -> Logprobs | None:
         """hidden: [num_tokens, hidden_size]; log-probabilities of the batch's prompt_logprobs.targets, one row each"""
@@ -136,6 +139,12 @@ class ModelRunner:
         return int(total * gpu_memory_utilization) - peak - used_by_others
 
 
+def fill_in(input_ids: torch.Tensor, newest_ids: torch.Tensor) -> torch.Tensor:
+    """input_ids: [num_tokens], -1 - row for the id that is newest_ids[row] -> [num_tokens], all of them ids"""
+    rows = (-1 - input_ids).clamp_(min=0)  # [num_tokens]
+    return torch.where(input_ids < 0, newest_ids[rows].to(input_ids.dtype), input_ids)
+
+
 def widest_batch(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> Batch:
     """The batch that needs most memory: a full budget over as many samples as there can be, in the null block."""
     num_seqs = max(min(max_num_seqs, max_num_batched_tokens), -(-max_num_batched_tokens // max_model_len))
@@ -154,6 +163,7 @@ def widest_batch(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: 
         prefill_cu_seqlens_q=cu,
         prefill_cu_seqlens_k=cu,
         logits_indices=cu[1:] - 1,
+        has_expected_ids=False,
         num_decodes=0,
         max_seqlen_q=int(lens.max()),
         max_seqlen_k=int(lens.max()),

@@ -106,6 +106,12 @@ class SamplingParams:
         )
 
     @property
+    def reads_output(self) -> bool:
+        """Whether the next token's logits are changed by what the tokens so far are."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
+        return penalties != (0, 0, 1) or bool(self.logits_processors)
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
 

@@ -7,7 +7,8 @@ gets a new token. So a decode is a chunk of one token, a prefill is one or sever
 the same.
 
 This file decides admission, the share of each step, preemption and when a sequence is done. It knows no tensors and no
-text. Called by `LLMEngine.step()`: `schedule()` before the forward pass, `update()` after it.
+text. Called by `LLMEngine.step()`: `schedule()` before the forward pass, `update()` after it; with overlap, the next
+step's `schedule()` comes in between.
 
     budget 8    A: 20 tokens, 19 computed   -> 1 new token  (decode)
                 B: 11 tokens,  4 computed   -> 7 new tokens (prefill chunk; budget used up)
@@ -16,49 +17,15 @@ text. Called by `LLMEngine.step()`: `schedule()` before the forward pass, `updat
 
 from bisect import insort
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from operator import attrgetter
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.in_flight import BlockMoves, Chunk, SchedulerOutput, StepsInFlight
 from nanovllm.policies import Policy, fcfs
 from nanovllm.sequence import Sequence, SequenceStatus
 from nanovllm.swap_space import SwapSpace
-
-Chunk = tuple[Sequence, int]
-"""A sequence, and how many of its tokens are to be computed in this step."""
-
-BlockPairs = list[tuple[int, int]]
-"""(source, destination)"""
-
-
-@dataclass(frozen=True)
-class BlockMoves:
-    """Blocks to be copied before a step's forward pass, in this order of kinds."""
-
-    swap_outs: BlockPairs = field(default_factory=list)  # device -> host
-    swap_ins: BlockPairs = field(default_factory=list)  # host -> device
-    copies: BlockPairs = field(default_factory=list)  # device -> device: copy-on-write
-
-
-@dataclass(frozen=True)
-class SchedulerOutput:
-    """One step's work; decodes (one new token each) come first, then prefill chunks."""
-
-    chunks: list[Chunk]
-    num_decodes: int
-    num_scheduled_tokens: int
-    preempted: list[Sequence]
-    moves: BlockMoves
-    kv_tokens_stored: int
-    """Tokens whose K and V are in the cache when the step has run, tokens in shared blocks counted once."""
-    kv_slots_reserved: int
-    """Slots of all blocks that are owned; those that hold no token are the waste."""
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        return self.num_scheduled_tokens - self.num_decodes
 
 
 class Scheduler:
@@ -92,6 +59,7 @@ class Scheduler:
         self.num_swaps = 0
         self.prefix_cache_query_tokens = 0
         self.prefix_cache_hit_tokens = 0
+        self.in_flight = StepsInFlight()
         self._arrivals = count()
 
     def has_unfinished(self) -> bool:
@@ -114,94 +82,80 @@ class Scheduler:
         self._wait(seq)
 
     def schedule(self) -> SchedulerOutput:
-        """Give the running sequences their next tokens, then admit waiting ones while budget and blocks last."""
-        self.block_manager.begin_step()
-        budget = self.max_num_batched_tokens
-        decodes: list[Chunk] = []
-        prefills: list[Chunk] = []
-        preempted: list[Sequence] = []
+        """Give the running sequences their next tokens, then admit waiting ones while budget and blocks last.
 
-        i = 0
-        while i < len(self.running) and budget:
-            seq = self.running[i]
-            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, self.max_chunk_len)
-            if not num_new_tokens:  # a beam that has caught up, and waits for the others
-                i += 1
-                continue
-            if not self.block_manager.try_allocate(seq, seq.num_computed_tokens + num_new_tokens):
-                preempted.append(self._preempt())  # the last, and maybe `seq` itself; then try again
-                continue
-            (decodes if num_new_tokens == 1 else prefills).append((seq, num_new_tokens))
-            budget -= num_new_tokens
-            i += 1
-
-        # what was just preempted would only come back to be preempted again
-        num_seqs, num_promised = self._count_claims() if self.waiting and not preempted else (0, 0)
-        while self.waiting and budget and not preempted:
-            seq = self.waiting[0][1]
-            num_seqs += seq.num_claims
-            if num_seqs > self.max_num_seqs or not self._try_admit(seq, num_promised):
-                break
-            heappop(self.waiting)
-            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, self.max_chunk_len)
-            has_room = self.block_manager.try_allocate(seq, seq.num_computed_tokens + num_new_tokens)
-            assert has_room, "an admitted sequence fits"
-            (decodes if num_new_tokens == 1 else prefills).append((seq, num_new_tokens))
-            budget -= num_new_tokens
-            num_promised += self.block_manager.num_missing_blocks(seq)
-
-        if not (decodes or prefills) and self.has_unfinished():
+        The step is in flight from here on, until `update()` or `rollback()`. While the step before is in flight there
+        may be nothing to do (no chunks): the next one must wait for its tokens, or for the blocks that it frees.
+        """
+        is_ahead = bool(self.in_flight.steps)
+        if is_ahead and not self._can_run_ahead():
+            return SchedulerOutput([], 0, 0, [], BlockMoves(), 0, 0)
+        self.block_manager.begin_step(is_ahead)
+        decodes, prefills, preempted = self._share_budget()
+        while not (decodes or prefills) and not is_ahead and self.has_unfinished():
             # beams that have caught up hold the blocks that the others of their search need
             assert self.running, "some sequence always advances"
-            preempted.append(self._preempt())
-            later = self.schedule()
-            return replace(later, preempted=preempted + later.preempted)
-        return self._output(decodes, prefills, self.max_num_batched_tokens - budget, preempted)
+            parked = self._preempt()
+            decodes, prefills, more = self._share_budget()
+            preempted += [parked, *more]
+        scheduled = self._output(decodes, prefills, preempted)
+        if scheduled.chunks:
+            self.in_flight.steps.append(scheduled)
+        return scheduled
 
-    def update(self, scheduled: SchedulerOutput, new_token_ids: SequenceOf[int]) -> list[Sequence]:
-        """Record that a step has run; return the sequences that got a token, some of which are finished by it.
+    def update(self, scheduled: SchedulerOutput, new_token_ids: SequenceOf[int]) -> list[tuple[int, Sequence]]:
+        """Record that the oldest step has run; return the sequences that got a token, some of which are finished by it.
 
-        `new_token_ids` holds one token for each chunk that catches up, in the order of the chunks; and behind it one
-        for each child of a sequence whose prompt is computed now.
+        `new_token_ids` holds one token for each chunk that catches up, in the order of the chunks, and behind it one
+        for each child of a sequence whose prompt is computed now; with each sequence comes the place of its token.
+        Tokens of sequences that have been finished since the step was scheduled are dropped.
         """
-        tokens = iter(new_token_ids)
-        advanced: list[Sequence] = []
-        for seq, num_new_tokens in scheduled.chunks:
-            seq.num_computed_tokens += num_new_tokens
-            if seq.num_computed_tokens < seq.num_tokens:
-                continue
-            advanced.append(seq)
-            if seq.children:
-                advanced += self._start_children(seq)
+        samples = self.in_flight.land(scheduled)
+        assert len(new_token_ids) == len(samples), "one token for each"
+        advanced = list(enumerate(samples))
+        if self.in_flight.leaving:
+            advanced = [(row, seq) for row, seq in advanced if seq.finish_reason is None]
+            self._free_those_who_left()
+        self.block_manager.end_step()
         num_finished = 0
-        for seq in advanced:
-            token_id = next(tokens)
+        for row, seq in advanced:
+            if seq.children:
+                self._start_children(seq)
             if seq.is_beam:  # its search appends a token, when all of its beams have caught up
                 continue
-            seq.append_token(token_id)
-            if seq.num_tokens >= seq.max_num_tokens or self._is_stop_token(seq, token_id):
-                self._set_reason(seq, token_id)
-                self._release(seq, SequenceStatus.FINISHED)
-                num_finished += 1
+            token_id = new_token_ids[row]
+            if seq.num_computed_tokens < seq.num_tokens:  # the token has a place already
+                seq.fill_in_token(token_id)
+            else:
+                seq.append_token(token_id)
+            if seq.num_tokens >= seq.max_num_tokens or token_id in seq.stop_token_ids:
+                num_finished += self._finish_if_due(seq, token_id)
         if num_finished:
             self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
         return advanced
 
-    def rollback(self, scheduled: SchedulerOutput) -> None:
-        """Take back a step that failed: its sequences wait again, in their order, and lose no token."""
-        self.block_manager.rollback_step()
-        for seq, _ in scheduled.chunks:
-            self._release(seq, SequenceStatus.WAITING)
-            self._wait(seq)
-        for seq in scheduled.preempted:  # what was to be copied out may not have been
-            if self.swap_space is not None and seq.host_block_ids:
-                self.swap_space.drop(seq)
-                seq.num_computed_tokens = 0
+    def rollback(self) -> None:
+        """Take back all steps in flight, one of which has failed: their sequences wait again, and lose no token.
+
+        What still runs on the device comes before all that is launched later, so its blocks can be given away.
+        """
+        steps = self.in_flight.take_back()
+        self.block_manager.rollback_steps()
+        self._free_those_who_left()
+        for step in steps:
+            for seq, _ in step.chunks:
+                if seq.status is SequenceStatus.RUNNING:
+                    self._release(seq)
+                    self._wait(seq)
+            for seq in step.preempted:  # what was to be copied out may not have been
+                if self.swap_space is not None and seq.host_block_ids:
+                    self.swap_space.drop(seq)
+                    seq.num_computed_tokens = 0
         self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
 
     def finish(self, seq: Sequence, finish_reason: str, stop_reason: str | None = None) -> None:
-        """End `seq` between two steps, wherever it is: it is aborted, or its text holds a stop string."""
-        self._release(seq, SequenceStatus.FINISHED)
+        """End `seq` wherever it is: it is aborted, or its text holds a stop string. Not while a token is expected."""
+        self._leave(seq)
         seq.finish_reason, seq.stop_reason = finish_reason, stop_reason
         self.running = [other for other in self.running if other is not seq]
         if any(other is seq for _, other in self.waiting):
@@ -225,6 +179,58 @@ class Scheduler:
         """A beam has got its next token: if it was parked, it waits to be computed again."""
         if seq.status is SequenceStatus.PARKED:
             self._wait(seq)
+
+    # ---- the share of a step
+
+    def _can_run_ahead(self) -> bool:
+        """Whether all that runs can go on while a step is in flight: nobody needs its tokens, nor another's blocks.
+
+        Blocks are not taken from anybody before the step has landed: those who finish by it will free some.
+        """
+        if not self.in_flight.take_for_granted():
+            return False
+        blocks = self.block_manager
+        if blocks.num_free_blocks >= self.max_num_batched_tokens // blocks.block_size + 2 * len(self.running):
+            return True  # each needs a part of a block at most, and a copy, besides what the budget fills
+        needed = [max(0, blocks.num_missing_blocks(seq)) + seq.has_shared_tail for seq in self.running]
+        return sum(needed) <= blocks.num_free_blocks
+
+    def _share_budget(self) -> tuple[list[Chunk], list[Chunk], list[Sequence]]:
+        """Decodes, prefill chunks, and who was preempted for them."""
+        budget = self.max_num_batched_tokens
+        decodes: list[Chunk] = []
+        prefills: list[Chunk] = []
+        preempted: list[Sequence] = []
+
+        i = 0
+        while i < len(self.running) and budget:
+            seq = self.running[i]
+            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, self.max_chunk_len)
+            if not num_new_tokens:  # it waits for the other beams, or for its last token
+                i += 1
+                continue
+            if not self.block_manager.try_allocate(seq, seq.num_computed_tokens + num_new_tokens):
+                preempted.append(self._preempt())  # the last, and maybe `seq` itself; then try again
+                continue
+            (decodes if num_new_tokens == 1 else prefills).append((seq, num_new_tokens))
+            budget -= num_new_tokens
+            i += 1
+
+        # what was just preempted would only come back to be preempted again
+        num_seqs, num_promised = self._count_claims() if self.waiting and not preempted else (0, 0)
+        while self.waiting and budget and not preempted:
+            seq = self.waiting[0][1]
+            num_seqs += seq.num_claims
+            if num_seqs > self.max_num_seqs or not self._try_admit(seq, num_promised):
+                break
+            heappop(self.waiting)
+            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, self.max_chunk_len)
+            has_room = self.block_manager.try_allocate(seq, seq.num_computed_tokens + num_new_tokens)
+            assert has_room, "an admitted sequence fits"
+            (decodes if num_new_tokens == 1 else prefills).append((seq, num_new_tokens))
+            budget -= num_new_tokens
+            num_promised += self.block_manager.num_missing_blocks(seq)
+        return decodes, prefills, preempted
 
     # ---- in and out of the two queues
 
@@ -275,40 +281,51 @@ class Scheduler:
             self._wait(seq)
         return seq
 
-    def _start_children(self, seq: Sequence) -> list[Sequence]:
+    def _start_children(self, seq: Sequence) -> None:
         """The prompt of `seq` is computed: its children share it and run from now on."""
         children, seq.children, seq.num_claims = seq.children, [], 1
         for child in children:
             self.fork(seq, child)
-        return children
 
-    def _release(self, seq: Sequence, status: SequenceStatus) -> None:
+    def _release(self, seq: Sequence) -> None:
+        """Take all that `seq` owns."""
         self.block_manager.free(seq)
         if self.swap_space is not None:
             self.swap_space.drop(seq)
-        seq.status = status
+
+    def _leave(self, seq: Sequence) -> None:
+        """It is finished, and gives up what it owns, as soon as no step in flight writes to it."""
+        seq.status = SequenceStatus.FINISHED
+        if self.in_flight.holds(seq):
+            self.in_flight.leaving.append(seq)
+        else:
+            self._release(seq)
+
+    def _free_those_who_left(self) -> None:
+        leaving, self.in_flight.leaving = self.in_flight.leaving, []
+        for seq in leaving:
+            self._leave(seq)
 
     # ---- the end of a sequence
 
-    @staticmethod
-    def _is_stop_token(seq: Sequence, token_id: int) -> bool:
-        return token_id in seq.stop_token_ids and seq.num_output_tokens > seq.sampling_params.min_tokens
-
-    def _set_reason(self, seq: Sequence, token_id: int) -> None:
-        """Say why the newest token has ended the sequence."""
-        if self._is_stop_token(seq, token_id):
+    def _finish_if_due(self, seq: Sequence, token_id: int) -> bool:
+        """Whether the newest token ends the sequence; if so, say why."""
+        if token_id in seq.stop_token_ids and seq.num_output_tokens > seq.sampling_params.min_tokens:
             seq.finish_reason, seq.stop_reason = "stop", seq.stop_token_ids[token_id]
-            return
-        seq.finish_reason = "length"
-        is_wanted_length = seq.num_output_tokens == seq.sampling_params.max_tokens
-        if not is_wanted_length and seq.num_tokens < self.max_model_len:
-            seq.stop_reason = "kv_cache"  # alone in the cache, and still no room for its next K and V
+        elif seq.num_tokens >= seq.max_num_tokens:
+            seq.finish_reason = "length"
+            is_wanted_length = seq.num_output_tokens == seq.sampling_params.max_tokens
+            if not is_wanted_length and seq.num_tokens < self.max_model_len:
+                seq.stop_reason = "kv_cache"  # alone in the cache, and still no room for its next K and V
+        else:
+            return False
+        self._leave(seq)
+        return True
 
-    def _output(
-        self, decodes: list[Chunk], prefills: list[Chunk], num_scheduled_tokens: int, preempted: list[Sequence]
-    ) -> SchedulerOutput:
+    def _output(self, decodes: list[Chunk], prefills: list[Chunk], preempted: list[Sequence]) -> SchedulerOutput:
         blocks = self.block_manager
-        num_computed = sum([seq.num_computed_tokens for seq in self.running])
+        num_computed = sum([seq.num_computed_tokens for seq in [*self.running, *self.in_flight.leaving]])
+        num_scheduled_tokens = len(decodes) + sum([num_new_tokens for _, num_new_tokens in prefills])
         swap_outs, swap_ins = ([], []) if self.swap_space is None else self.swap_space.take_moves()
         return SchedulerOutput(
             chunks=decodes + prefills,

@@ -7,6 +7,9 @@ knows nothing of block arithmetic and holds no tensors.
     num_prompt_tokens      4
     num_tokens             6
     num_computed_tokens    5     K and V of the first five are in the cache; the sixth is this step's input
+
+While a step is in flight, the token that it will bring may have its place already, as -1 - its row among that step's
+tokens; see `in_flight.py`. Whoever looks at a sequence between two calls of `LLMEngine.step()` finds no such place.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -79,6 +82,7 @@ class Sequence:
         "order",
         "parent_serial",
         "priority",
+        "reads_output",
         "request_id",
         "sample_index",
         "sampling_params",
@@ -107,6 +111,8 @@ class Sequence:
         self.seed = seed
         self.sample_index = sample_index
         self.bad_word_ids = bad_word_ids  # each a word that must not appear, as tokens
+        # whether the sampler has to know its newest token to choose the next one
+        self.reads_output = sampling_params.reads_output or any(len(word) > 1 for word in bad_word_ids)
         self.children: list[Sequence] = []
         self.num_claims = 1  # places in max_num_seqs that it takes: itself, and children to come
         self.is_beam = False  # one candidate of `beam_search.py`, which chooses its tokens; skip at first reading
@@ -146,3 +152,19 @@ class Sequence:
     def append_token(self, token_id: int) -> None:
         self.token_ids.append(token_id)
         self.num_tokens += 1
+
+    def expect_token(self, row: int) -> None:
+        """Give the token that a step in flight will bring its place; `row` is where that step draws it."""
+        self.append_token(-1 - row)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """All but the one that is expected, if any."""
+        return self.num_tokens - int(self.token_ids.data[self.num_tokens - 1] < 0)
+
+    def fill_in_token(self, token_id: int) -> None:
+        """The token that was expected is here."""
+        self.token_ids.data[self.num_tokens - 1] = token_id
+
+    def drop_expected_token(self) -> None:
+        self.num_tokens = self.token_ids.length = self.num_known_tokens

@@ -19,18 +19,27 @@ def table_of(seq):
 
 
 class FakeKVCache:
-    """`slots` on the device and `host_slots` in the swap space: (block, offset) -> the tokens up to the one stored."""
+    """`slots` on the device and `host_slots` in the swap space: (block, offset) -> the tokens up to the one stored.
+
+    `newest` are the tokens that the last step has drawn: the device knows them when the host does not yet.
+    """
 
     def __init__(self, block_size):
         self.block_size = block_size
         self.slots = {}
         self.host_slots = {}
+        self.newest = []
 
     def slot(self, seq, position):
         return table_of(seq)[position // self.block_size], position % self.block_size
 
-    def move(self, swap_outs=(), swap_ins=(), copies=(), is_done=True):
-        """Whole blocks, kind by kind, each kind at once; if the step dies before, they hold nothing of use."""
+    def tokens_of(self, seq):
+        """With those that are under way."""
+        return [self.newest[-1 - token] if token < 0 else token for token in tokens_of(seq)]
+
+    def move(self, swap_outs=(), swap_ins=(), copies=()):
+        """Whole blocks, kind by kind, each kind at once; returns what `spoil` needs."""
+        journal = []
         for pairs, source, destination in (
             (swap_outs, self.slots, self.host_slots),
             (swap_ins, self.host_slots, self.slots),
@@ -40,21 +49,25 @@ class FakeKVCache:
             read = [[source.get((block, i), GARBAGE) for i in range(self.block_size)] for block, _ in pairs]
             for (_, block), contents in zip(pairs, read, strict=True):
                 for i, held in enumerate(contents):
-                    destination[block, i] = held if is_done else GARBAGE
+                    destination[block, i] = held
+                    journal.append((destination, (block, i), GARBAGE))
+        return journal
 
     def write(self, seq, start, stop):
-        """What a forward pass over tokens [start, stop) stores."""
-        tokens = tokens_of(seq)
-        for position in range(start, stop):
-            self.slots[self.slot(seq, position)] = tuple(tokens[: position + 1])
-
-    def spoil(self, seq, start, stop):
-        """What a forward pass that died half-way leaves: nothing that anybody may read, but what was there before."""
-        tokens = tokens_of(seq)
+        """What a forward pass over tokens [start, stop) stores; returns what `spoil` needs."""
+        journal = []
+        tokens = self.tokens_of(seq)
         for position in range(start, stop):
             slot = self.slot(seq, position)
-            if self.slots.get(slot) != tuple(tokens[: position + 1]):  # else it is the old, or the same again
-                self.slots[slot] = GARBAGE
+            journal.append((self.slots, slot, self.slots.get(slot)))
+            self.slots[slot] = tuple(tokens[: position + 1])
+        return journal
+
+    def spoil(self, journal):
+        """What a step that died half-way leaves: nothing that anybody may read, but what was there before."""
+        for memory, slot, before in reversed(journal):
+            if memory[slot] != before:
+                memory[slot] = GARBAGE
 
     def check(self, seq, num_tokens):
         """The first `num_tokens` tokens of `seq` find their own K and V through its block table."""
@@ -65,7 +78,7 @@ class FakeKVCache:
         self._check(seq, num_tokens, self.host_slots, seq.host_block_ids)
 
     def _check(self, seq, num_tokens, slots, table):
-        tokens = tokens_of(seq)
+        tokens = self.tokens_of(seq)
         for position in range(num_tokens):
             held = slots.get((table[position // self.block_size], position % self.block_size))
             assert held == tuple(tokens[: position + 1]), (

@@ -198,14 +198,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def forward(self, chunks, moves, writers, swapped_out, is_done):
         writes = [(seq, seq.num_computed_tokens, num_tokens) for seq, num_tokens in chunks.items()]
         writers.check(writes, self.size)
-        self.cache.move(*moves, is_done)
+        journal = self.cache.move(*moves)
         for write in writes:
-            (self.cache.write if is_done else self.cache.spoil)(*write)
+            journal += self.cache.write(*write)
         if is_done:
             for seq, _, num_tokens in writes:
                 seq.num_computed_tokens = num_tokens
             return
-        self.manager.rollback_step()
+        self.cache.spoil(journal)
+        self.manager.rollback_steps()
         self.forget(self.registered_now)
         for seq in chunks:
             self.take_back(seq)
@@ -722,13 +723,13 @@ def test_blocks_of_a_failed_step_are_forgotten_and_those_of_others_are_not():
     new = start_admitted(manager, [1, 2, 5, 6])
     assert manager.try_allocate(new, 4)
     assert num_hits(manager, [1, 2, 5, 6]) == 2
-    manager.rollback_step()
+    manager.rollback_steps()
     manager.free(new)
     assert num_hits(manager, [1, 2, 5, 6]) == 1
     assert num_hits(manager, [1, 2, 3, 4]) == 2
     check_cached_blocks(manager, cache)
     manager.begin_step()
-    manager.rollback_step()
+    manager.rollback_steps()
     assert num_hits(manager, [1, 2, 3, 4]) == 2, "what an earlier step has registered is safe"
     check_ownership(manager, [old])
 
@@ -877,7 +878,7 @@ def seconds_of_use(manager):
             manager.fork(new[0], child)
         for seq in new + old + children:
             manager.free(seq)
-        manager.rollback_step()
+        manager.rollback_steps()
         best = min(best, time.perf_counter() - begin)
     return best
 

@@ -27,6 +27,7 @@ DEFAULTS = {
     "preemption_mode": "recompute",
     "swap_space_bytes": 0,
     "enforce_eager": False,
+    "enable_overlap": None,
     "load_format": "auto",
     "seed": 0,
 }
@@ -45,6 +46,7 @@ GOOD = [
     ("attention_backend", ["auto", "torch", "triton", "flash_attn"]),
     ("kv_cache_dtype", ["auto", "fp8"]),
     ("enforce_eager", [True, False]),
+    ("enable_overlap", [None, True, False]),
     ("load_format", ["auto", "safetensors", "dummy"]),
     ("seed", [0, 1, 2**63, 2**64 - 1]),
 ]

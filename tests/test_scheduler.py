@@ -7,6 +7,7 @@ holds in every step.
 """
 
 import random
+from dataclasses import dataclass
 
 import pytest
 from fake_kv_cache import (
@@ -23,9 +24,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.in_flight import BlockMoves, SchedulerOutput
 from nanovllm.policies import POLICIES, SJF_TOKENS_PER_ARRIVAL, fcfs, priority, sjf
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import BlockMoves, Scheduler
+from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence, SequenceStatus
 from nanovllm.swap_space import SwapSpace
 
@@ -145,7 +147,10 @@ class Run:
         policy=fcfs,
         threshold=0,
         num_swap_blocks=None,
+        overlap=False,
     ):
+        self.overlap = overlap
+        self.flights = []
         self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
         self.swap_space = None if num_swap_blocks is None else SwapSpace(num_swap_blocks, block_size)
         self.scheduler = Scheduler(
@@ -183,34 +188,63 @@ class Run:
         return search
 
     def step(self, is_done=True):
-        """Schedule, compute, update; what `schedule()` said. Or lose the forward pass."""
+        """Schedule, compute, update; what `schedule()` said. Or lose the forward pass, and all that is in flight.
+
+        With overlap one more step is scheduled and computed before the update.
+        """
         self.num_steps += 1
+        if not self.flights:
+            self.launch()
+        if self.overlap and self.flights:
+            self.launch()
+        if not self.flights:
+            return SchedulerOutput([], 0, 0, [], BlockMoves(), 0, 0)
+        if is_done:
+            flight = self.flights.pop(0)
+            self.update(flight)
+        else:
+            flight = self.flights[0]
+            for lost in reversed(self.flights):
+                self.cache.spoil(lost.journal)
+            self.flights.clear()
+            self.scheduler.rollback()
+        self.check_state()
+        return flight.out
+
+    def launch(self):
         before = Before(self)
         out = self.scheduler.schedule()
+        if before.must_wait(out):
+            return
         before.check(out)
         self.check_scheduled(out)
+        if not out.chunks:
+            return
         writes = [(seq, seq.num_computed_tokens, seq.num_computed_tokens + num_new) for seq, num_new in out.chunks]
         before.writers.check(writes, self.manager.block_size)
-        self.cache.move(out.moves.swap_outs, out.moves.swap_ins, out.moves.copies, is_done)
+        written = {table_of(seq)[i // self.manager.block_size]: seq for seq, *span in writes for i in range(*span)}
+        moved_to = {block_id for _, block_id in out.moves.swap_ins + out.moves.copies}
+        for flight in self.flights:
+            for block_id, seq in flight.written.items():
+                assert written.get(block_id, seq) is seq, "a block that a step in flight writes for another"
+                assert block_id not in moved_to, "a block that a step in flight writes for another"
+            assert not out.preempted, "nobody loses blocks that a step in flight writes to"
+        journal = self.cache.move(out.moves.swap_outs, out.moves.swap_ins, out.moves.copies)
         for write in writes:
-            (self.cache.write if is_done else self.cache.spoil)(*write)
-        if is_done:
-            for seq, _, stop in writes:
-                self.cache.check(seq, stop)
-            self.update(out)
-        else:
-            self.scheduler.rollback(out)
-        self.check_state()
-        return out
-
-    def update(self, out):
-        caught_up = [seq for seq, num_new in out.chunks if seq.num_computed_tokens + num_new == seq.num_tokens]
+            journal += self.cache.write(*write)
+        for seq, _, stop in writes:
+            self.cache.check(seq, stop)
+        caught_up = [seq for seq, _, stop in writes if stop == seq.num_tokens]
         samples = [sample for seq in caught_up for sample in (seq, *seq.children)]
-        advanced = self.scheduler.update(out, [next_token(tokens_of(seq), seq.sample_index) for seq in samples])
-        assert advanced == samples
+        self.cache.newest = [next_token(self.cache.tokens_of(seq), seq.sample_index) for seq in samples]
+        self.flights.append(Flight(out, samples, self.cache.newest, written, journal))
+
+    def update(self, flight):
+        samples = [(row, seq) for row, seq in enumerate(flight.samples) if seq.finish_reason is None]
+        assert self.scheduler.update(flight.out, flight.tokens) == samples
         for search in self.searches:
-            search.end_step(advanced)
-        for seq in advanced:
+            search.end_step([seq for _, seq in samples])
+        for _, seq in samples:
             assert (seq.status is SequenceStatus.FINISHED) == (seq.finish_reason is not None)
 
     def abort(self, seqs):
@@ -226,7 +260,7 @@ class Run:
         """Step until all is done; how many steps that took."""
         first = self.num_steps
         max_steps = self.max_steps() if max_steps is None else max_steps
-        while self.scheduler.has_unfinished():
+        while self.scheduler.has_unfinished() or self.flights:
             self.step()
             assert self.num_steps - first <= max_steps, "hangs"
         self.check_end()
@@ -246,30 +280,36 @@ class Run:
         scheduler, size = self.scheduler, self.manager.block_size
         lens = [num_new for _, num_new in out.chunks]
         assert sum(lens) == out.num_scheduled_tokens <= scheduler.max_num_batched_tokens
-        assert bool(lens) == scheduler.has_unfinished(), "some sequence always advances"
+        assert lens or self.flights or not scheduler.has_unfinished(), "some sequence always advances"
         assert len({id(seq) for seq, _ in out.chunks}) == len(lens)
         assert all(num_new == 1 for num_new in lens[: out.num_decodes])
         assert all(num_new > 1 for num_new in lens[out.num_decodes :])
         assert out.num_prefill_tokens == sum(lens[out.num_decodes :])
-        computed = {seq: seq.num_computed_tokens for seq in scheduler.running}
+        owners = [*scheduler.running, *scheduler.in_flight.leaving]
+        computed = {seq: seq.num_computed_tokens for seq in owners}
         for seq, num_new in out.chunks:
             computed[seq] += num_new
             assert len(table_of(seq)) == max(-(-computed[seq] // size), seq.num_computed_tokens // size), "a reserve"
         slots = {self.cache.slot(seq, position) for seq, stop in computed.items() for position in range(stop)}
-        blocks = {block_id for seq in scheduler.running for block_id in table_of(seq)}
+        blocks = {block_id for seq in owners for block_id in table_of(seq)}
         assert out.kv_tokens_stored == len(slots)
         assert out.kv_slots_reserved == len(blocks) * size
 
     def check_state(self):
-        waiting, running = self.waiting, self.scheduler.running
+        waiting, running, leaving = self.waiting, self.scheduler.running, self.scheduler.in_flight.leaving
         check_ownership(self.manager, self.seqs)
-        check_duplicates(self.manager, running)
+        check_duplicates(self.manager, running + leaving)
         check_cached_blocks(self.manager, self.cache)
         assert all(seq.status is SequenceStatus.WAITING and len(table_of(seq)) == 0 for seq in waiting)
         assert all(seq.status is SequenceStatus.RUNNING for seq in running)
         assert [seq.order for seq in running] == sorted(seq.order for seq in running)
         assert sum(seq.num_claims for seq in running) <= self.scheduler.max_num_seqs
         assert len(running) <= self.scheduler.max_num_seqs
+        in_flight = {seq for flight in self.flights for seq, _ in flight.out.chunks}
+        assert set(leaving) == {seq for seq in in_flight if seq.finish_reason is not None}, (
+            "its blocks are kept so long"
+        )
+        assert all(token >= 0 for seq in self.seqs for token in tokens_of(seq)), "no token is expected between steps"
         assert all(seq.num_tokens <= self.scheduler.max_model_len for seq in self.seqs)
         unborn = [child for seq in running + waiting for child in seq.children]
         parked = [seq for seq in self.seqs if seq.status is SequenceStatus.PARKED]
@@ -310,6 +350,17 @@ class Run:
         return expected_output(seq, self.eos_token_ids, self.scheduler.max_model_len, self.manager.capacity)
 
 
+@dataclass
+class Flight:
+    """A step that is computed, while the scheduler has not heard of its tokens."""
+
+    out: SchedulerOutput
+    samples: list[Sequence]
+    tokens: list[int]
+    written: dict[int, Sequence]
+    journal: list
+
+
 class Before:
     """What was before a step, and the rules by which it may change: order, budget, limits, preemption and swap."""
 
@@ -321,6 +372,28 @@ class Before:
         self.host = {seq: list(seq.host_block_ids) for seq in run.waiting}
         self.num_free_host = 0 if run.swap_space is None else run.swap_space.num_free_blocks
         self.writers = WriterCheck(self.running)
+        # sequences whose next step needs to know the token that the step in flight brings
+        self.askers = [
+            seq
+            for flight in run.flights
+            for seq in flight.samples
+            if seq.finish_reason is None and seq.num_tokens + 1 < seq.max_num_tokens
+            if seq.is_beam or seq.children or any(seq is child for one in flight.samples for child in one.children)
+            or seq.sampling_params.frequency_penalty
+        ]  # fmt: skip
+
+    def must_wait(self, out):
+        """Whether nothing could be scheduled before the step in flight has landed; then nothing has changed."""
+        if not self.run.flights:
+            return False
+        size, free = self.run.manager.block_size, self.run.manager.num_free_blocks
+        missing = [-(-seq.num_tokens // size) - len(table_of(seq)) for seq in self.run.scheduler.running]
+        needed = sum(max(0, n) for n in missing) + sum(seq.has_shared_tail for seq in self.run.scheduler.running)
+        if self.askers or (not out.chunks and needed > free):
+            assert out == SchedulerOutput([], 0, 0, [], BlockMoves(), 0, 0)
+            assert {seq: table_of(seq) for seq in self.running} == self.tables
+            return True
+        return False
 
     def check(self, out):
         kept = [seq for seq in self.running if seq not in out.preempted]
@@ -376,6 +449,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     MUTATIONS
     """
 
+    overlap = False
+
     @initialize(data=st.data())
     def make(self, data):
         block_size, num_blocks = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 10))
@@ -390,6 +465,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             policy=data.draw(st.sampled_from([*POLICIES.values(), lambda seq: -seq.num_prompt_tokens])),
             threshold=data.draw(st.sampled_from([0, 0, 1, 2, 4])),
             num_swap_blocks=data.draw(st.sampled_from([None, 0, 1, 4, 12, 12])),
+            overlap=self.overlap,
         )
 
     @property
@@ -411,6 +487,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_tokens=data.draw(st.integers(0, min(3, max_tokens or 3))),
             ignore_eos=data.draw(st.booleans()),
             stop_token_ids=data.draw(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2)),
+            frequency_penalty=data.draw(st.sampled_from([0.0] * 4 + [0.5])),  # its tokens must be known
         )
         self.run.check_state()
 
@@ -418,7 +495,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(num_steps=st.integers(1, 6))
     def steps(self, num_steps):
         for _ in range(num_steps):
-            if self.run.scheduler.has_unfinished():
+            if self.run.scheduler.has_unfinished() or self.run.flights:
                 self.run.step()
 
     @precondition(lambda self: self.living)
@@ -460,9 +537,23 @@ class BeamMachine(SchedulerMachine):
         self.run.add_search(tokens[: self.longest_prompt], width, data.draw(st.integers(1, 6)))
 
 
+class OverlapMachine(SchedulerMachine):
+    """The same traffic while one step is always in flight, as far as it can be."""
+
+    overlap = True
+
+
+class OverlapBeamMachine(BeamMachine):
+    overlap = True
+
+
 SETTINGS = settings(stateful_step_count=30, deadline=None, derandomize=True, report_multiple_bugs=False)
 TestTraffic = SchedulerMachine.TestCase
 TestTraffic.settings = settings(SETTINGS, max_examples=250)
+TestTrafficWithOverlap = OverlapMachine.TestCase
+TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=250)
+TestTrafficWithBeamsAndOverlap = OverlapBeamMachine.TestCase
+TestTrafficWithBeamsAndOverlap.settings = settings(SETTINGS, max_examples=60)
 TestTrafficWithBeams = BeamMachine.TestCase
 TestTrafficWithBeams.settings = settings(SETTINGS, max_examples=100)
 
