@@ -44,7 +44,8 @@ def main() -> None:
             outputs = llm.chat(conversations, sampling_params)
             print_answers(prompts, outputs)
         stats = llm.get_stats()
-    print_costs(outputs, stats)
+        computed_by = llm.engine.description.split("; ")[-1]
+    print_costs(outputs, stats, computed_by)
 
 
 def stream_answers(llm: LLM, conversations: list, sampling_params: SamplingParams) -> list[RequestOutput]:
@@ -75,10 +76,11 @@ def print_answers(prompts: list[str], outputs: list[RequestOutput]) -> None:
         print(f"\n> {prompt}\n{answer}{cut}")
 
 
-def print_costs(outputs: list[RequestOutput], stats: EngineStats) -> None:
+def print_costs(outputs: list[RequestOutput], stats: EngineStats, computed_by: str) -> None:
     ttfts = [output.metrics.ttft for output in outputs if output.metrics.ttft is not None]
     tpots = [output.metrics.tpot for output in outputs if output.metrics.tpot is not None]
     rows = [
+        ("computed by", computed_by),
         ("requests", f"{len(outputs)}"),
         ("tokens", f"{stats.prompt_tokens} in, {stats.generation_tokens} out, {stats.steps} steps"),
         ("time to first token", f"{1000 * median(ttfts):.1f} ms (median)"),
