@@ -66,10 +66,13 @@ def load_library(dtype: torch.dtype) -> ctypes.CDLL:
         raise NoLibraryError(f"there is no C compiler (cc, gcc, clang or $CC) on this {platform.system()} machine")
     command = [*shlex.split(compiler), *FLAGS, *(["-DBFLOAT16"] if dtype == torch.bfloat16 else []), str(SOURCE)]
     command += [*openmp_of_torch(), "-lm"]
-    path = cache_folder() / f"cpu-{fingerprint(command)}.so"
-    if not path.is_file():
-        compile_to(path, command)
-    library = ctypes.CDLL(str(path))
+    try:
+        path = cache_folder() / f"cpu-{fingerprint(command)}.so"
+        if not path.is_file():
+            compile_to(path, command)
+        library = ctypes.CDLL(str(path))
+    except OSError as error:  # a folder that cannot be written, a compiler that is not there, ...
+        raise NoLibraryError(f"{SOURCE.name} could not be compiled and loaded: {error}") from error
     for name, argtypes in FUNCTIONS.items():
         getattr(library, name).argtypes = argtypes
         getattr(library, name).restype = None
@@ -99,6 +102,8 @@ def cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(base) / "nanovllm"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+        raise NoLibraryError(f"others than you can write into {folder}: chmod 700 it, or set XDG_CACHE_HOME")
     return folder
 
 
