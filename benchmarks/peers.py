@@ -168,3 +168,7 @@ def prepare_vllm(device: str) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if device == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")  # GiB; by default it takes most of the memory
+        if hasattr(os, "sched_getaffinity"):
+            # By default it keeps a core free for its scheduler, which is half of a machine with two.
+            cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
