@@ -95,9 +95,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
     A step's actions come in any order that a scheduler could choose, and more: sequences are admitted, swapped in, get
     tokens, and those that have got none in this step are preempted or swapped out; then the step runs, or fails. In
     between sequences are forked, also in the middle of their prompt, and end.
-
-    Rules of the block manager that were broken by hand, and what saw it:
-    MUTATIONS
     """
 
     hash_name = "real"

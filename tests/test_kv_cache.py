@@ -1,6 +1,6 @@
 """Whole blocks are copied out, in, and on the device, each kind at once, in this order, and nothing else changes.
 
-Oracle: loops over single blocks, on copies of both tensors. Broken by hand: MUTATIONS
+Oracle: loops over single blocks, on copies of both tensors.
 """
 
 import pytest

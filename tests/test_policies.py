@@ -1,7 +1,6 @@
 """The order in which sequences are served: each policy against a sort by hand, and the bound on overtaking.
 
-What the scheduler makes of an order (admission, budget, victims) is shown in `test_scheduler.py`. Broken by hand:
-MUTATIONS
+What the scheduler makes of an order (admission, budget, victims) is shown in `test_scheduler.py`.
 """
 
 import pytest

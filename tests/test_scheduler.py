@@ -444,9 +444,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     Requests with one or several samples come; samples reach stop tokens and stop strings, or are aborted; steps fail;
     the prefix cache is reset. Preemption, swap, forks and copies follow from caches of a few blocks. `Run` checks each
     step, and at the end that every request was served in a bounded number of steps and that nothing has leaked.
-
-    Rules of the scheduler that were broken by hand, and what saw it:
-    MUTATIONS
     """
 
     overlap = False

@@ -1,6 +1,6 @@
 """Host blocks for preempted sequences: given once, copied out and back in pairs, and given up again.
 
-Oracles: a dict of what each block holds, which plays both memories, and counts. Broken by hand: MUTATIONS
+Oracles: a dict of what each block holds, which plays both memories, and counts.
 """
 
 import pytest
