@@ -147,7 +147,7 @@ class Sequence:
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.token_ids.view(self.num_prompt_tokens).tolist()
+        return self.token_ids.view(self.num_prompt_tokens, self.num_known_tokens).tolist()
 
     def append_token(self, token_id: int) -> None:
         self.token_ids.append(token_id)

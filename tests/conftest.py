@@ -2,8 +2,10 @@
 
 import functools
 import os
+import shutil
 
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -55,6 +57,21 @@ def checkpoints(tmp_path_factory):
 def tiny_checkpoint(checkpoints):
     """(folder, transformers model) of the default shape: two layers, 4 heads over 2 kv heads of 32."""
     return checkpoints.make()
+
+
+@pytest.fixture(scope="session")
+def with_tokenizer(tiny_checkpoint, tmp_path_factory):
+    """`tiny_checkpoint` with a tokenizer of single bytes: 256 tokens and one special; the model has 300."""
+    folder = tmp_path_factory.mktemp("bytes") / "model"
+    shutil.copytree(tiny_checkpoint[0], folder)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<|end|>": 0, **{letter: i for i, letter in enumerate(alphabet, start=1)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
+    return folder
 
 
 def hf_greedy(model, prompt_token_ids, max_tokens):

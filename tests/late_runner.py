@@ -1,49 +1,49 @@
 """A runner that is as late as a device can be, for tests of overlap on CPU."""
 
+import contextlib
+
 
 class LateRunner:
-    """Wraps a runner: a step is computed when its tokens are awaited, behind all steps that were launched before it.
+    """Takes the place of `engine.runner.run`: a step is computed when its tokens are awaited, and not before.
 
-    So nobody can know a token earlier, and what a launched step was given must not change meanwhile. Steps that
-    nobody waits for are computed all the same, as a device would.
+    So nobody can know a token earlier, and what a launched step was given must not change meanwhile. As on a device,
+    steps are computed in the order in which they were launched, also those whose tokens nobody will ever ask for.
     """
 
-    def __init__(self, runner):
-        self._runner = runner
+    def __init__(self, engine):
+        self._engine, self._run = engine, engine.runner.run
+        engine.runner.run = self.run
         self._queue = []
+        self.events = []  # ("launch" or "wait", number of the step)
         self.num_steps = 0
         self.num_ahead = 0  # steps that were launched while another was in flight
         self.num_expected_ids = 0  # input ids that nobody knew at launch
 
-    def __getattr__(self, name):
-        return getattr(self._runner, name)
-
     def run(self, batch):
-        assert len(self._queue) <= 1 or any(late.is_dropped for late in self._queue), "three steps in flight"
-        late = LateTokens(self, batch)
+        num_in_flight = len(self._engine.scheduler.in_flight.steps)
+        assert num_in_flight <= 2
+        assert batch.has_expected_ids == bool((batch.input_ids < 0).any())
+        late = LateTokens(self, batch, self.num_steps)
+        self.events.append(("launch", late.number))
         self.num_steps += 1
-        self.num_ahead += bool(self._queue)
+        self.num_ahead += num_in_flight == 2
         self.num_expected_ids += int((batch.input_ids < 0).sum())
         self._queue.append(late)
         return late
 
+    def compute_up_to(self, wanted):
+        self.events.append(("wait", wanted.number))
+        while True:
+            late = self._queue.pop(0)
+            if late is wanted:
+                return self._run(late.batch).wait()
+            with contextlib.suppress(Exception):  # it was taken back: nobody asks what has become of it
+                self._run(late.batch)
+
 
 class LateTokens:
-    def __init__(self, runner, batch):
-        self._runner, self._batch = runner, batch
-        self.is_dropped = False
+    def __init__(self, runner, batch, number):
+        self.runner, self.batch, self.number = runner, batch, number
 
     def wait(self):
-        runner = self._runner
-        while True:
-            late = runner._queue.pop(0)
-            tokens = runner._runner.run(late._batch).wait()
-            if late is self:
-                return tokens
-            late.is_dropped = True
-
-
-def make_late(engine):
-    """The engine, with its runner as late as can be."""
-    engine.runner = LateRunner(engine.runner)
-    return engine
+        return self.runner.compute_up_to(self)

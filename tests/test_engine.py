@@ -7,28 +7,32 @@ the traffic matters, a stand-in for the runner draws random tokens and no model 
 
 import json
 import random
-import shutil
 import zlib
 from collections import Counter
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 import transformers
 
 from nanovllm import Config, LLMEngine, RequestOutput, SamplingParams, StepOutput
 from nanovllm.model_runner import StepTokens
 from tests.conftest import hf_greedy
+from tests.late_runner import LateRunner
 
 VOCAB_SIZE = 300  # the model's
 
 
-def make_engine(folder, **options):
+def make_engine(folder, overlap=False, **options):
     options = {"num_kv_blocks": 64, "block_size": 4, **options}
-    engine = LLMEngine(Config(model=folder, device="cpu", attention_backend="torch", **options))
+    engine = LLMEngine(Config(model=folder, device="cpu", attention_backend="torch", enable_overlap=overlap, **options))
     engine.runner.kv_cache.tensor.fill_(50.0)  # garbage that would show
+    if overlap:
+        engine.late = LateRunner(engine)
     return engine
+
+
+both_ways = pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlap"])
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +63,7 @@ def ids(length, seed=0):
 
 def assert_at_rest(engine):
     """Nothing runs, waits or owns a block, and a step does nothing."""
+    engine.settle()  # nobody asks for what may still be in flight
     stats = engine.get_stats()
     assert not engine.has_unfinished_requests()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
@@ -199,9 +204,10 @@ def test_outputs_are_snapshots(checkpoint):
 
 @pytest.mark.parametrize("budget", [1, 3, 16, 8192])
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
-def test_limits_of_every_step(checkpoint, answer, budget, max_num_seqs):
+@both_ways
+def test_limits_of_every_step(checkpoint, answer, budget, max_num_seqs, overlap):
     """Budget and sequence limit, in what steps report and in what the model gets."""
-    engine = make_engine(checkpoint[0], max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
+    engine = make_engine(checkpoint[0], overlap, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
     sizes = []
     model = engine.runner.model
 
@@ -234,8 +240,9 @@ def test_limits_of_every_step(checkpoint, answer, budget, max_num_seqs):
     assert_at_rest(engine)
 
 
-def test_requests_arrive_while_others_run(checkpoint, answer):
-    engine = make_engine(checkpoint[0], max_num_batched_tokens=12)
+@both_ways
+def test_requests_arrive_while_others_run(checkpoint, answer, overlap):
+    engine = make_engine(checkpoint[0], overlap, max_num_batched_tokens=12)
     prompts = {str(i): ids(3 + 5 * i % 17, seed=i) for i in range(10)}
     arrivals = iter(prompts.items())
 
@@ -249,9 +256,10 @@ def test_requests_arrive_while_others_run(checkpoint, answer):
     assert_at_rest(engine)
 
 
-def test_every_request_advances_by_one_token_at_a_time(checkpoint, answer):
+@both_ways
+def test_every_request_advances_by_one_token_at_a_time(checkpoint, answer, overlap):
     """Each output holds one token more than the last; `finished` is on the last only, and nothing comes after it."""
-    engine = make_engine(checkpoint[0], num_kv_blocks=14, max_num_batched_tokens=9)
+    engine = make_engine(checkpoint[0], overlap, num_kv_blocks=14, max_num_batched_tokens=9)
     prompts = {str(i): ids(3 + i, seed=i) for i in range(8)}
     for request_id, prompt in prompts.items():
         engine.add_request(request_id, prompt, greedy(20))
@@ -271,8 +279,9 @@ def test_every_request_advances_by_one_token_at_a_time(checkpoint, answer):
     assert_at_rest(engine)
 
 
-def test_stream_false_returns_the_finished_output_alone(checkpoint, answer):
-    engine = make_engine(checkpoint[0])
+@both_ways
+def test_stream_false_returns_the_finished_output_alone(checkpoint, answer, overlap):
+    engine = make_engine(checkpoint[0], overlap)
     engine.add_request("quiet", ids(5), greedy(6), stream=False)
     engine.add_request("loud", ids(6), greedy(4))
     seen = []
@@ -283,21 +292,6 @@ def test_stream_false_returns_the_finished_output_alone(checkpoint, answer):
 
 
 # --- text as it grows ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def with_tokenizer(checkpoint, tmp_path_factory):
-    """The checkpoint with a tokenizer of single bytes: 256 tokens and one special; the model has 300."""
-    folder = tmp_path_factory.mktemp("bytes") / "model"
-    shutil.copytree(checkpoint[0], folder)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<|end|>": 0, **{letter: i for i, letter in enumerate(alphabet, start=1)}}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges=[]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|end|>"])
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
-    return folder
 
 
 def scripted(engine, token_ids):
@@ -411,7 +405,8 @@ def test_an_id_may_be_used_again_when_its_request_is_over(checkpoint, answer):
     ("victim", "enable_prefix_caching"),
     [("a", True), ("b", True), ("b", False), ("c", True), ("d", False), ("e", True)],
 )
-def test_abort_at_every_step(checkpoint, answer, victim, enable_prefix_caching):
+@both_ways
+def test_abort_at_every_step(checkpoint, answer, victim, enable_prefix_caching, overlap):
     """Waiting, amid a chunked prefill, decoding, preempted: the others go on, and its prompt works when it comes again.
 
     `a` and `b` share 20 tokens, `e` waits for a place most of the time, and blocks are scarce.
@@ -421,6 +416,7 @@ def test_abort_at_every_step(checkpoint, answer, victim, enable_prefix_caching):
     states = set()
     engine = make_engine(
         checkpoint[0],
+        overlap,
         num_kv_blocks=13,
         max_num_batched_tokens=6,
         max_num_seqs=4,
@@ -458,9 +454,10 @@ def test_abort_at_every_step(checkpoint, answer, victim, enable_prefix_caching):
     assert_at_rest(engine)
 
 
-def test_abort_of_all(checkpoint):
+@both_ways
+def test_abort_of_all(checkpoint, overlap):
     for num_steps in range(8):
-        engine = make_engine(checkpoint[0], max_num_batched_tokens=8, num_kv_blocks=12, max_num_seqs=3)
+        engine = make_engine(checkpoint[0], overlap, max_num_batched_tokens=8, num_kv_blocks=12, max_num_seqs=3)
         for i in range(5):
             engine.add_request(str(i), ids(10 + i), greedy(20))
         for _ in range(num_steps):
@@ -548,9 +545,10 @@ def test_decodes_go_on_while_prompts_keep_arriving(tmp_path, checkpoint):
         assert result.num_decode_tokens >= 3
 
 
-def test_several_prompts_are_chunked_in_one_run(checkpoint, answer):
+@both_ways
+def test_several_prompts_are_chunked_in_one_run(checkpoint, answer, overlap):
     """Not only the first of a batch can be cut: three prompts behind each other, each over several steps."""
-    engine = make_engine(checkpoint[0], max_num_batched_tokens=11)
+    engine = make_engine(checkpoint[0], overlap, max_num_batched_tokens=11)
     prompts = {str(i): ids(25, seed=i) for i in range(3)}
     for request_id, prompt in prompts.items():
         engine.add_request(request_id, prompt, greedy(4))
@@ -560,9 +558,10 @@ def test_several_prompts_are_chunked_in_one_run(checkpoint, answer):
     assert scheduled[:6] == [11] * 6  # no step is left half empty while a prompt waits
 
 
-def test_the_oldest_is_never_preempted(checkpoint, answer):
+@both_ways
+def test_the_oldest_is_never_preempted(checkpoint, answer, overlap):
     """Blocks run out, the newest go: the oldest request gets its token in each step."""
-    engine = make_engine(checkpoint[0], num_kv_blocks=12)
+    engine = make_engine(checkpoint[0], overlap, num_kv_blocks=12)
     prompts = {str(i): ids(6, seed=i) for i in range(6)}
     for request_id, prompt in prompts.items():
         engine.add_request(request_id, prompt, greedy(40))
@@ -593,9 +592,10 @@ def test_admission_does_not_reserve_max_tokens(tmp_path, checkpoint):
     assert_at_rest(engine)
 
 
-def test_one_that_fills_the_cache_alone_and_those_who_wait_for_it(checkpoint, answer):
+@both_ways
+def test_one_that_fills_the_cache_alone_and_those_who_wait_for_it(checkpoint, answer, overlap):
     """12 blocks of 4: `greedy` ends when 48 tokens are stored; preempted neighbours come back and get their own."""
-    engine = make_engine(checkpoint[0], num_kv_blocks=12)
+    engine = make_engine(checkpoint[0], overlap, num_kv_blocks=12)
     engine.add_request("greedy", ids(10), greedy(400))
     for i in range(4):
         engine.add_request(str(i), ids(7, seed=i + 1), greedy(15))
@@ -613,14 +613,17 @@ def test_one_that_fills_the_cache_alone_and_those_who_wait_for_it(checkpoint, an
 
 
 class Failing:
-    """Makes the forward passes fail of which `fails(i)` says so: before the model computes, after it, or later."""
+    """Makes the forward passes fail of which `fails(i)` says so: as they are launched, before the model computes, after
+    it, or when their tokens are awaited."""
 
     def __init__(self, engine, fails, when, exception=RuntimeError):
         self.model, self.run, self.fails, self.when = engine.runner.model, engine.runner.run, fails, when
         self.compute_logits = self.model.compute_logits
         self.exception = exception("the model failed")
         self.num_calls = self.num_failures = 0
-        if when == "waiting":
+        if when == "launching":
+            engine.runner.run = self.fail_or_run
+        elif when == "waiting":
             engine.runner.run = self.run_and_fail_later
         else:
             engine.runner.model = self
@@ -639,6 +642,11 @@ class Failing:
         if is_due:
             raise self.exception
         return hidden
+
+    def fail_or_run(self, batch):
+        if self.is_due():
+            raise self.exception
+        return self.run(batch)
 
     def run_and_fail_later(self, batch):
         handle = self.run(batch)
@@ -672,14 +680,24 @@ FAILING_PROMPTS = {
 
 
 @pytest.mark.parametrize(
-    ("when", "exception"), [("before", RuntimeError), ("after", KeyboardInterrupt), ("waiting", RuntimeError)]
+    ("when", "exception"),
+    [
+        ("launching", KeyboardInterrupt),
+        ("before", RuntimeError),
+        ("after", KeyboardInterrupt),
+        ("waiting", RuntimeError),
+    ],
 )
 @pytest.mark.parametrize("num_kv_blocks", [64, 12])
 @pytest.mark.parametrize("budget", [6, 8192])
-def test_a_step_that_fails_loses_nothing(checkpoint, answer, when, exception, num_kv_blocks, budget):
-    """Each step in turn fails once; blocks that the failed step was to fill are never taken for filled."""
+@both_ways
+def test_a_step_that_fails_loses_nothing(checkpoint, answer, when, exception, num_kv_blocks, budget, overlap):
+    """Each step in turn fails once; blocks that the failed step was to fill are never taken for filled.
+
+    With overlap, the step that was launched before or after it is lost with it.
+    """
     for failing in range(200):
-        engine = make_engine(checkpoint[0], num_kv_blocks=num_kv_blocks, max_num_batched_tokens=budget)
+        engine = make_engine(checkpoint[0], overlap, num_kv_blocks=num_kv_blocks, max_num_batched_tokens=budget)
         failures = Failing(engine, lambda i, failing=failing: i == failing, when, exception)
         for request_id, prompt in FAILING_PROMPTS.items():
             engine.add_request(request_id, prompt, greedy(10))
@@ -692,10 +710,11 @@ def test_a_step_that_fails_loses_nothing(checkpoint, answer, when, exception, nu
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_many_steps_fail(checkpoint, answer, seed):
+@both_ways
+def test_many_steps_fail(checkpoint, answer, seed, overlap):
     """Half of all steps fail at random, several in a row, amid preemption; later prompts share what is cached."""
     rng = random.Random(seed)
-    engine = make_engine(checkpoint[0], num_kv_blocks=13, max_num_batched_tokens=rng.choice([5, 16, 8192]))
+    engine = make_engine(checkpoint[0], overlap, num_kv_blocks=13, max_num_batched_tokens=rng.choice([5, 16, 8192]))
     failures = Failing(engine, lambda i: rng.random() < 0.5, "before")
     for round_ in range(2):
         for request_id, prompt in FAILING_PROMPTS.items():

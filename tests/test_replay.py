@@ -1,15 +1,19 @@
 """The same 200 random requests under ten configurations of the engine give the same tokens, in float32.
 
+Each configuration serves them with and without overlap.
+
 Mixed lengths, shared prefixes, sampling parameters, samples, stops; some are aborted at a given number of tokens. The
 oracle is the first configuration, which serves them one by one; greedy requests without penalties among them are
 compared with `transformers` elsewhere (`test_parity.py`).
 """
 
+import dataclasses
 import random
 
 import pytest
 
 from nanovllm import Config, LLMEngine, SamplingParams
+from tests.late_runner import LateRunner
 
 NUM_REQUESTS = 200
 CONFIGURATIONS = {
@@ -70,20 +74,31 @@ def serve(engine, requests, at_once):
     return answers
 
 
-@pytest.fixture(scope="module")
-def replay(checkpoints):
+@pytest.fixture(scope="module", params=["all that may be asked for", "nothing that reads the output"])
+def replay(checkpoints, request):
+    """The second kind of requests is never waited for when steps overlap."""
     folder, _ = checkpoints.make(num_hidden_layers=1, hidden_size=32, intermediate_size=48, head_dim=16)
     requests = make_requests()
+    if request.param == "nothing that reads the output":
+        none = {"repetition_penalty": 1.0, "frequency_penalty": 0.0}
+        requests = [(prompt, dataclasses.replace(params, **none), *rest) for prompt, params, *rest in requests]
     engine = LLMEngine(Config(folder, dtype="float32", enable_prefix_caching=False))
     return folder, requests, serve(engine, requests, at_once=False)
 
 
 @pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
-def test_replay(replay, options):
+@pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlap"])
+def test_replay(replay, options, overlap):
     folder, requests, expected = replay
-    engine = LLMEngine(Config(folder, dtype="float32", **options))
+    engine = LLMEngine(Config(folder, dtype="float32", enable_overlap=overlap, **options))
+    late = LateRunner(engine)
     assert serve(engine, requests, at_once=True) == expected
     stats = engine.get_stats()
     assert (stats.num_preemptions > 0) == ("num_kv_blocks" in options)
     assert (stats.num_swaps > 0) == ("preemption_mode" in options)
     assert (stats.prefix_cache_hit_tokens > 0) == options.get("enable_prefix_caching", True)
+    if not overlap:
+        assert late.num_ahead == 0
+    elif not any(params.reads_output for _, params, _, _ in requests):
+        assert late.num_ahead > late.num_steps / 2
+        assert late.num_expected_ids > 100
