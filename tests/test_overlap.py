@@ -35,8 +35,8 @@ CONFIGURATIONS = {
 
 
 def alphabetic(seed, **fields):
-    """Random text of few letters, so that short stop strings appear in it."""
-    return {"temperature": 1.0, "seed": seed, "allowed_token_ids": list(range(66, 76)), **fields}
+    """Random text of the letters a to e, so that short stop strings and bad words appear in it."""
+    return {"temperature": 1.0, "seed": seed, "allowed_token_ids": list(range(65, 70)), **fields}
 
 
 KINDS = {
@@ -45,10 +45,12 @@ KINDS = {
     "without a seed": lambda i: {"temperature": 0.8},
     "samples": lambda i: {"temperature": 1.0, "n": 1 + i % 4},
     "logprobs": lambda i: {"temperature": i % 2, "logprobs": 3, "prompt_logprobs": [None, 2][i % 2], "seed": i},
-    "stop strings": lambda i: alphabetic(i, stop=["ab", "c"], include_stop_str_in_output=bool(i % 2), n=1 + i % 2),
-    "stop tokens": lambda i: alphabetic(i, stop_token_ids=[66, 70], min_tokens=i % 5),
+    "stop strings": lambda i: alphabetic(
+        i, stop=["abc", "ee", "d"][i % 3 :], include_stop_str_in_output=bool(i % 2), n=1 + i % 2
+    ),
+    "stop tokens": lambda i: alphabetic(i, stop_token_ids=[66, 69], min_tokens=i % 5),
     "penalties": lambda i: {"temperature": 0.0, **([{"repetition_penalty": 1.3}, {"presence_penalty": 1.0}][i % 2])},
-    "bad words": lambda i: alphabetic(i, bad_words=[["a"], ["ab", "ba"]][i % 2]),
+    "bad words": lambda i: alphabetic(i, bad_words=[["a"], ["ab", "cd"]][i % 2]),
     "biases": lambda i: {"temperature": 0.5, "logit_bias": {5: 4.0}, "seed": i},
     "logits processors": lambda i: {"temperature": 0.0, "logits_processors": [forbid_the_last]},
 }
