@@ -88,10 +88,9 @@ def start(model: str, load_format: str, started_at: float) -> dict[str, float]:
         return wrapped
 
     engine.load_tokenizer = timed("import transformers, tokenizer", engine.load_tokenizer)
-    engine.select_backend = timed("compile or load kernels", engine.select_backend)
-    engine.load_model = timed("weights", engine.load_model)
     llm = LLM(model, load_format=load_format)
     read("rest of the engine")
+    inner |= {f"engine: {part}": seconds for part, seconds in llm.engine.startup.seconds.items()}
     parts["rest of the engine"] -= sum(inner.values())
     parts |= inner
     prompt = [1, 2, 3] if llm.engine.tokenizer is None else "What is paged attention?"

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from nanovllm.in_flight import BlockMoves, SchedulerOutput
-from nanovllm.sampling_batch import SamplingBatch, build_sampling_batch, to_device
+from nanovllm.sampling_batch import SamplingBatch, build_sampling_batch
 from nanovllm.sequence import Sequence
 
 
@@ -56,9 +56,6 @@ class Batch:
     sampling: SamplingBatch  # what the num_samples rows ask for
     prompt_logprobs: PromptLogprobs | None  # the rows whose prompt's log-probabilities are wanted
     moves: BlockMoves  # blocks to be copied first
-
-    def to(self, device: torch.device) -> "Batch":
-        return to_device(self, device)
 
 
 def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:

@@ -48,7 +48,7 @@ class Config:
     kv_cache_memory_bytes: int | None = None
     """Size of the KV cache; None is 1 GiB on CPU, and on CUDA what `gpu_memory_utilization` leaves."""
     gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory for weights, activations and KV cache together."""
+    """Share of the GPU's memory for weights, activations, CUDA graphs and KV cache together."""
     enable_prefix_caching: bool = True
     """Whether prompts that begin alike share their KV blocks."""
     attention_backend: str = "auto"
@@ -64,7 +64,9 @@ class Config:
     swap_space_bytes: int = 0
     """Host memory for `preemption_mode="swap"`."""
     enforce_eager: bool = False
-    """Run every layer but attention as PyTorch defines it, without the compiled ones."""
+    """Run every layer but attention as PyTorch defines it, without the compiled ones, and without CUDA graphs."""
+    enable_cuda_graphs: bool | None = None
+    """Whether decode steps are replayed from CUDA graphs; None is wherever that is possible."""
     enable_overlap: bool | None = None
     """Whether the next step is scheduled and launched while one runs; None is on CUDA alone. Outputs are the same."""
     load_format: str = "auto"
@@ -102,8 +104,9 @@ class Config:
                 f"got {self.preemption_mode!r} and {self.swap_space_bytes}"
             )
         check_bool("enforce_eager", self.enforce_eager)
-        if self.enable_overlap is not None:
-            check_bool("enable_overlap", self.enable_overlap)
+        for name in ("enable_cuda_graphs", "enable_overlap"):
+            if getattr(self, name) is not None:
+                check_bool(name, getattr(self, name))
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_int("seed", self.seed, 0, maximum=2**64 - 1)
 

@@ -9,40 +9,34 @@ memory or order. With overlap, the way up to the token ids is that of the next s
 or by anybody who calls `add_request` and `step` themselves.
 """
 
-import logging
 import time
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from nanovllm.batch import build_batch, prompt_target_range
 from nanovllm.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.config import Config, resolve_device, resolve_dtype
+from nanovllm.config import Config, resolve_device
 from nanovllm.detokenizer import TokenDecoder
 from nanovllm.in_flight import SchedulerOutput
-from nanovllm.layers.attention import select_backend
 from nanovllm.limits import Limits
 from nanovllm.loader import (
-    load_model,
     load_tokenizer,
     read_default_sampling_params,
     read_eos_token_ids,
     read_model_config,
     resolve_model,
 )
-from nanovllm.model_runner import ModelRunner, SampledTokens, StepTokens
+from nanovllm.model_runner import SampledTokens, StepTokens
 from nanovllm.outputs import EngineStats, RequestOutput, StepOutput
 from nanovllm.policies import POLICIES
 from nanovllm.request import Prompt, Request, encode_bad_words, encode_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
+from nanovllm.startup import start_runner
 from nanovllm.stats import Counters, make_stats
 from nanovllm.swap_space import SwapSpace
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,8 +60,7 @@ class LLMEngine:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        is_dummy = config.load_format == "dummy"
-        self.folder = resolve_model(config.model, with_weights=not is_dummy)
+        self.folder = resolve_model(config.model, with_weights=config.load_format != "dummy")
         model_class, self.model_config = read_model_config(self.folder)
         self.tokenizer = load_tokenizer(self.folder)
         self._decoder = None if self.tokenizer is None else TokenDecoder(self.tokenizer)
@@ -76,31 +69,13 @@ class LLMEngine:
         self.default_sampling_params = read_default_sampling_params(self.folder)
         self.max_model_len = limit_model_len(config.max_model_len, self.model_config.max_position_embeddings)
 
-        device = resolve_device(config.device)
-        dtype = resolve_dtype(config.dtype, self.model_config.dtype)
-        shape = self.model_config
-        choice = (config.attention_backend, device, dtype, shape.head_dim, config.block_size, config.kv_cache_dtype)
-        backend_class, reasons = select_backend(*choice)
-        self.block_size = config.block_size or backend_class.default_block_size
-        heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
-        backend = backend_class(*heads, self.block_size, dtype, config.kv_cache_dtype)
-        threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-        where = f"{backend.instructions} on {device}{threads}"
-        self.description = f"{reasons}; {where}, {dtype}, blocks of {self.block_size}"
-        logger.info(self.description)
-        seed = config.seed if is_dummy else None
-        model = load_model(model_class, shape, backend, dtype, device, self.folder, seed)
-        if not config.enforce_eager:
-            backend.replace_layers(model)
-        self.runner = ModelRunner(model, backend, shape.num_hidden_layers, dtype, device)
-        self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if device.type == "cuda" else 2048)
-        self.num_kv_blocks = self.runner.num_blocks_that_fit(config, self.max_num_batched_tokens, self.max_model_len)
-        self.num_swap_blocks = config.swap_space_bytes // self.runner.bytes_per_block
-        if config.swap_space_bytes and not self.num_swap_blocks:
-            raise ValueError(
-                f"swap_space_bytes must be >= {self.runner.bytes_per_block}, one block, got {config.swap_space_bytes}"
-            )
-        self.runner.allocate_kv_cache(self.num_kv_blocks, self.num_swap_blocks)
+        is_cuda = resolve_device(config.device).type == "cuda"
+        self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if is_cuda else 2048)
+        shape, limits = self.model_config, (self.max_model_len, self.max_num_batched_tokens)
+        self.startup = start_runner(config, self.folder, model_class, shape, *limits)
+        self.runner, self.description = self.startup.runner, self.startup.description
+        self.num_kv_blocks, self.num_swap_blocks = self.startup.num_kv_blocks, self.startup.num_swap_blocks
+        self.block_size = self.runner.backend.block_size
 
         self.limits = Limits(
             vocab_size=shape.vocab_size,
@@ -113,7 +88,7 @@ class LLMEngine:
         )
 
         self.scheduler = self._fresh_scheduler()
-        self.enable_overlap = device.type == "cuda" if config.enable_overlap is None else config.enable_overlap
+        self.enable_overlap = is_cuda if config.enable_overlap is None else config.enable_overlap
         self._ahead: Flight | None = None  # the step that was launched before the one before it had landed
         self._requests: dict[str, Request] = {}
         self._counters = Counters()

@@ -38,11 +38,16 @@ class KVCache:
             self._swap_in(*zip(*moves.swap_ins, strict=True))
         if moves.copies:
             sources, destinations = zip(*moves.copies, strict=True)
-            self.tensor[:, :, list(destinations)] = self.tensor[:, :, list(sources)]
+            self.tensor[:, :, self._on_device(destinations)] = self.tensor[:, :, self._on_device(sources)]
+
+    def _on_device(self, block_ids: tuple[int, ...]) -> torch.Tensor:
+        """[len(block_ids)] int64. A list as an index would make the host wait for the device."""
+        pinned = torch.tensor(block_ids, pin_memory=self.tensor.is_cuda)
+        return pinned.to(self.tensor.device, non_blocking=True)
 
     def _swap_out(self, sources: tuple[int, ...], destinations: tuple[int, ...]) -> None:
         """The blocks are gathered before anything of this step is written; their way to the host may take longer."""
-        gathered = self.tensor[:, :, list(sources)]  # [2, num_layers, num_moved, …]
+        gathered = self.tensor[:, :, self._on_device(sources)]  # [2, num_layers, num_moved, …]
         if self._stream is None:
             self.host_tensor[:, :, list(destinations)] = gathered
             return

@@ -6,7 +6,7 @@ batch, on chunking, or on whether the draw was made before and dropped (counter-
 2011, https://doi.org/10.1145/2063384.2063405). Made by `build_batch`, read by `sampler.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -63,8 +63,11 @@ class SamplingBatch:
     processors: tuple[tuple[int, list[int], tuple[LogitsProcessor, ...]], ...] = ()  # row, output, callables
     num_logprobs: int | None = None  # how many likeliest tokens' log-probabilities are wanted at most; None for none
 
-    def to(self, device: torch.device) -> "SamplingBatch":
-        return to_device(self, device)
+    @property
+    def wants_only_draws(self) -> bool:
+        """Whether the logits may go as they are into the draw, and nobody asks for them afterwards."""
+        asked = (self.penalties, self.biases, self.allowed, self.num_logprobs)
+        return all([one is None for one in asked]) and not self.processors
 
 
 def build_sampling_batch(samples: list[Sequence]) -> SamplingBatch:
@@ -192,15 +195,13 @@ def pad(rows: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(padded)
 
 
-def to_device(record: Any, device: torch.device) -> Any:
-    """The same dataclass with all of its tensors on `device`, those of records inside it too."""
-    if device.type == "cpu":
-        return record
-    moved = {}
+def map_tensors(record: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same dataclass with `function` of each of its tensors, those of records inside it too, in a fixed order."""
+    mapped = {}
     for field in fields(record):
         value = getattr(record, field.name)
         if isinstance(value, torch.Tensor):
-            moved[field.name] = value.to(device, non_blocking=True)
+            mapped[field.name] = function(value)
         elif is_dataclass(value):
-            moved[field.name] = to_device(value, device)
-    return replace(record, **moved)
+            mapped[field.name] = map_tensors(value, function)
+    return replace(record, **mapped)

@@ -28,6 +28,7 @@ class AttentionBackend(ABC):
     default_block_size: int
     instructions = "PyTorch"  # what computes, in a word for the log
     supports_fp8_kv_cache = False
+    supports_graphs = True  # for decodes, the host decides nothing by what only the device knows
     slow_dtypes: tuple[torch.dtype, ...] = ()  # `auto` does not choose it for these
     kv_cache_dtype: torch.dtype | None = None  # the model's own
 
@@ -79,6 +80,7 @@ class TorchAttention(AttentionBackend):
     """Gather K and V through the block tables, then attend. Any device, dtype and block size."""
 
     default_block_size = 16
+    supports_graphs = False
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:

@@ -1,0 +1,69 @@
+"""How does a step's input reach the device? In one copy, which nobody waits for.
+
+A copy from ordinary memory makes the host wait for the device, and each copy is a launch of its own. So the tensors of
+a step are packed behind each other into pinned host memory, which the device reads by itself, and are views of one
+tensor there. Used on CUDA, by `ModelRunner` and by `cuda_graph.py`; on CPU there is nothing to send.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.sampling_batch import map_tensors
+
+ALIGNMENT = 16  # bytes: what kernels like to load at once
+
+
+class InputBuffer:
+    """Two buffers in host memory, used in turn, and one on the device.
+
+    The device's is free again when the last step's kernels have run, which is before the next copy begins, as both are
+    in one stream. A buffer of the host is free again when it has been copied: with two of them, that was a step ago.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self.device = device
+        self._copied = [torch.cuda.Event() for _ in range(2)] if device.type == "cuda" else None
+        self._turn = 0
+        self._allocate(num_bytes)
+
+    def next_host_bytes(self) -> np.ndarray:
+        """Where the next input is to be packed: [num_bytes] uint8, of what was there two steps ago."""
+        self._turn = 1 - self._turn
+        if self._copied is not None:
+            self._copied[self._turn].synchronize()
+        return self._host_bytes[self._turn].numpy()
+
+    def send(self, num_bytes: int) -> None:
+        """The first so many of `next_host_bytes()` become the first of `device_bytes`, when the device gets there."""
+        self.device_bytes[:num_bytes].copy_(self._host_bytes[self._turn][:num_bytes], non_blocking=True)
+        if self._copied is not None:
+            self._copied[self._turn].record()
+
+    def send_record(self, record: Any) -> Any:
+        """A dataclass with tensors on the host -> the same on the device, valid for the kernels up to the next call."""
+        tensors: list[torch.Tensor] = []
+        map_tensors(record, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        starts, stop = [], 0
+        for tensor in tensors:
+            starts.append(stop)
+            stop += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        if stop > len(self.device_bytes):
+            self._allocate(2 * stop)
+        packed = self.next_host_bytes()
+        for tensor, start in zip(tensors, starts, strict=True):
+            packed[start : start + tensor.nbytes] = tensor.numpy().reshape(-1).view(np.uint8)
+        self.send(stop)
+        views = (
+            self.device_bytes[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for tensor, start in zip(tensors, starts, strict=True)
+        )
+        return map_tensors(record, lambda _: next(views))
+
+    def _allocate(self, num_bytes: int) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the old ones may still be read
+        pin = self.device.type == "cuda"
+        self._host_bytes = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        self.device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)  # [num_bytes]

@@ -1,0 +1,98 @@
+"""A stand-in for CUDA graphs on CPU: records PyTorch's operations, and replays them over the same memory.
+
+As with a graph, whatever Python decided while recording stays decided: shapes, addresses, numbers it took from tensors.
+As with graphs that share a pool, nothing but a graph's results outlives it: all else that a replay has computed is NaN
+afterwards, as it is before.
+"""
+
+import math
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nanovllm.layers.attention import TorchAttention
+
+
+class OperationLog(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits for a number"
+        assert func is not torch.ops.aten.nonzero.default, "a shape depends on the device"
+        out = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self):
+        for func, args, kwargs, recorded in self.operations:
+            new = func(*args, **kwargs)
+            for place, tensor in zip(tree_leaves(recorded), tree_leaves(new), strict=True):
+                if memory_of(place) != memory_of(tensor):  # else it is a view, or was written in place
+                    place.copy_(tensor)
+
+    def poison(self, kept):
+        """NaN in all that the operations made, but for `kept`."""
+        given, kept = self.find_given(), {memory_of(tensor) for tensor in tree_leaves(kept)}
+        for *_, recorded in self.operations:
+            for tensor in tree_leaves(recorded):
+                if tensor.is_floating_point() and memory_of(tensor) not in given | kept:
+                    tensor.fill_(math.nan)
+
+    def find_given(self):
+        """Memory that the operations found: weights, inputs, the cache."""
+        given, made = set(), set()
+        for _, args, kwargs, recorded in self.operations:
+            tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+            given |= {memory_of(tensor) for tensor in tensors} - made
+            made |= {memory_of(tensor) for tensor in tree_leaves(recorded)} - given
+        return given
+
+
+def memory_of(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+class OperationRecorder:
+    """Takes the place of `cuda_graph.Recorder`."""
+
+    def __init__(self):
+        self.num_recorded = self.num_replays = 0
+
+    def record(self, function):
+        function()
+        self.num_recorded += 1
+        log = OperationLog()
+        with log:
+            results = function()
+
+        def replay():
+            self.num_replays += 1
+            log.poison(())
+            with torch.inference_mode():
+                log.replay()
+            log.poison(results)
+
+        return replay, results
+
+
+class GatherAttention(TorchAttention):
+    """Decodes attend over the whole width of their block tables, behind a mask: nothing depends on their lengths."""
+
+    supports_graphs = True
+
+    def attend(self, q, layer_cache, batch):
+        if batch.max_seqlen_q:
+            return super().attend(q, layer_cache, batch)
+        n = len(q)
+        k, v = layer_cache[:, batch.block_tables].flatten(2, 3)  # [n, max_len, num_kv_heads, head_dim] each
+        is_token = torch.arange(k.shape[1]) < batch.seq_lens[:, None]  # [n, max_len]
+        group = self.num_heads // self.num_kv_heads
+        q = q.view(n, self.num_kv_heads, group, self.head_dim)
+        scores = torch.einsum("nhgd,nlhd->nhgl", q, k) * self.scale
+        scores = scores.masked_fill(~is_token[:, None, None], -math.inf)
+        weights = scores.softmax(-1).nan_to_num()  # padding has no tokens
+        v = v.masked_fill(~is_token[:, :, None, None], 0)
+        return torch.einsum("nhgl,nlhd->nhgd", weights, v).reshape(n, self.num_heads, self.head_dim)
