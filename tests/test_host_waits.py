@@ -1,0 +1,112 @@
+"""On CUDA, the host waits for nothing between a step's launch and its tokens, and no tensor is on the wrong device.
+
+Shown without a GPU on PyTorch's `meta` device, whose tensors have shapes and no data: whoever asks for a number, or for
+a shape that depends on one, gets an error, and so does an operation over two devices. Where CUDA would be more lenient
+and copy what lies on the host, `DeviceCheck` is not. Kernels of libraries and Triton's are stand-ins that check their
+arguments. The batches are those of real traffic on CPU.
+"""
+
+import importlib.machinery
+import random
+import sys
+import types
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nanovllm import Config, LLMEngine, SamplingParams
+from nanovllm.input_buffer import InputBuffer
+from nanovllm.kernels.flash_attention import FlashAttention
+from nanovllm.model_runner import ModelRunner
+from nanovllm.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
+from tests.late_runner import LateRunner
+from tests.test_engine import ids
+from tests.test_overlap import KINDS
+
+META = torch.device("meta")
+SHAPE = Qwen3Config(300, 64, 96, 2, 4, 2, 32, 512, tie_word_embeddings=True)
+
+
+class DeviceCheck(TorchDispatchMode):
+    """No operation on the device reads a tensor on the host, but for the one copy of a step's input."""
+
+    def __init__(self, inputs):
+        super().__init__()
+        self.inputs, self.num_copies = inputs, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, torch.Tensor) and x.dim()]
+        if len({tensor.device for tensor in tensors}) > 1:
+            assert func is torch.ops.aten.copy_.default, f"{func} mixes devices"
+            assert args[0].untyped_storage()._cdata == self.inputs.device_bytes.untyped_storage()._cdata
+            self.num_copies += 1
+        return func(*args, **(kwargs or {}))
+
+
+def assert_on_device(*values):
+    for tensor in tree_leaves(values):
+        assert not isinstance(tensor, torch.Tensor) or tensor.device == META
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    def with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal):
+        assert_on_device(q, k_cache, v_cache, cache_seqlens, block_table)
+        return torch.empty_like(q)
+
+    def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, block_table):
+        assert_on_device(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
+        assert type(max_seqlen_q) is type(max_seqlen_k) is int
+        return torch.empty_like(q)
+
+    module = types.ModuleType("flash_attn")
+    module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+    module.flash_attn_with_kvcache, module.flash_attn_varlen_func = with_kvcache, varlen
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+
+
+@pytest.fixture(scope="module")
+def batches(with_tokenizer):
+    """What a busy engine has its runner compute: all kinds of requests, chunked prefill, preemption, overlap."""
+    options = {"max_num_batched_tokens": 40, "num_kv_blocks": 30, "block_size": 16, "enable_overlap": True}
+    engine = LLMEngine(Config(with_tokenizer, device="cpu", dtype="float32", max_num_seqs=7, **options))
+    LateRunner(engine)
+    run, seen = engine.runner.run, []
+    engine.runner.run = lambda batch: (seen.append(batch), run(batch))[1]
+    rng = random.Random(0)
+    kinds = [kind for name, kind in KINDS.items() if name != "logits processors"]  # these are the user's own
+    for i in range(40):
+        fields = {"max_tokens": rng.randint(1, 12), **rng.choice(kinds)(i)}
+        engine.add_request(str(i), ids(rng.randint(1, 60), seed=i), SamplingParams(**fields))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert len(seen) > 50
+    assert any(batch.has_expected_ids for batch in seen)
+    assert any(batch.prompt_logprobs for batch in seen)
+    assert any(batch.moves.copies for batch in seen)
+    assert {batch.num_decodes > 0 for batch in seen} == {batch.max_seqlen_q > 0 for batch in seen} == {True, False}
+    return seen
+
+
+def make_runner(backend):
+    with META:
+        model = Qwen3ForCausalLM(SHAPE, backend).to(torch.bfloat16)
+    backend.replace_layers(model)
+    runner = ModelRunner(model, backend, SHAPE.num_hidden_layers, torch.bfloat16, META)
+    runner.allocate_kv_cache(30)
+    runner._inputs = InputBuffer(META, 1 << 20)
+    return runner
+
+
+@torch.inference_mode()
+def test_flash_attention(flash_attn, batches):
+    runner = make_runner(FlashAttention(4, 2, 32, 256))
+    newest_ids = torch.zeros(64, dtype=torch.int64, device=META)
+    for batch in batches:
+        if batch.sampling.top_p is not None:
+            continue
+        with DeviceCheck(runner._inputs) as check:
+            runner.compute_eagerly(batch, newest_ids)
+        assert check.num_copies == 1
