@@ -22,7 +22,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from nanovllm.kernels.activation import BLOCK, silu_and_mul_kernel
 from nanovllm.kernels.launch import GPU, Launch, decode_launch, prefill_launch
+from nanovllm.kernels.norm import HEAD_ELEMENTS, norm_rotary_store_kernel, rms_norm_kernel, warps_for
 from nanovllm.kernels.paged_attention import decode_kernel, merge_kernel, prefill_kernel
 from nanovllm.kernels.store_kv import store_kv_kernel
 
@@ -35,7 +37,10 @@ POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel as it is compiled for a model: 8 K and V heads, a group of query heads to each."""
+    """One kernel as it is compiled for a model: 8 K and V heads, a group of query heads to each.
+
+    Kernels that know no heads get the size of a row as `head_dim`.
+    """
 
     kernel: str
     arch: int
@@ -73,8 +78,13 @@ def all_cases(arch: int, is_quick: bool = False) -> Iterator[Case]:
                 for block_size in (16, 256):
                     yield Case("decode", arch, dtype, head_dim, block_size, is_fp8)
                     yield Case("prefill", arch, dtype, head_dim, block_size, is_fp8)
+                yield Case("norm_rotary_store", arch, dtype, head_dim, is_fp8=is_fp8)
             yield Case("merge", arch, dtype, head_dim)
+        for hidden_size in (1024, 5120):
+            yield Case("rms_norm", arch, dtype, hidden_size)
+        yield Case("silu_and_mul", arch, dtype, 3072)
     for head_dim in (128,) if is_quick else (64, 128):
+        yield Case("norm_rotary_store", arch, torch.float32, head_dim)
         yield Case("decode", arch, torch.float32, head_dim)
         yield Case("prefill", arch, torch.float32, head_dim)
 
@@ -96,6 +106,20 @@ def compile_case(case: Case, launch: Launch | None = None) -> tuple[Any, Resourc
     if case.kernel == "store_kv":
         kernel, types = store_kv_kernel, {"k": x, "v": x, "k_cache": cache, "v_cache": cache, "slot_mapping": "*i32"}
         constants = {"NUM_KV_HEADS": 8, "HEAD_DIM": case.head_dim, "ROW": 8 * case.head_dim, "IS_FP8": case.is_fp8}
+    elif case.kernel == "norm_rotary_store":
+        kernel, heads = norm_rotary_store_kernel, min(HEAD_ELEMENTS // case.head_dim, 8)
+        types = dict.fromkeys(("q", "qkv", "q_weight", "k_weight", "cos", "sin"), x) | dict.fromkeys(
+            ("k_cache", "v_cache"), cache
+        )
+        constants = {"NUM_HEADS": 8 * case.group, "NUM_KV_HEADS": 8, "HEAD_DIM": case.head_dim, "HEADS": heads}
+        constants["IS_FP8"] = case.is_fp8
+        num_warps = warps_for(heads * case.head_dim * case.dtype.itemsize // 2)
+    elif case.kernel == "rms_norm":
+        kernel, types = rms_norm_kernel, {"y": x, "x": x, "weight": x}
+        constants = {"SIZE": case.head_dim, "BLOCK": triton.next_power_of_2(case.head_dim)}
+        num_warps = warps_for(constants["BLOCK"] * case.dtype.itemsize)
+    elif case.kernel == "silu_and_mul":
+        kernel, types, constants = silu_and_mul_kernel, {"z": x, "gate_up": x}, {"SIZE": case.head_dim, "BLOCK": BLOCK}
     elif case.kernel == "decode":
         kernel, constants = decode_kernel, attention
         types = {"out": x, "part": "*fp32", "part_lse": "*fp32", "q": x, "k_cache": cache, "v_cache": cache}
@@ -108,7 +132,7 @@ def compile_case(case: Case, launch: Launch | None = None) -> tuple[Any, Resourc
 
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
-        floats = name.endswith("scale")
+        floats = name.endswith("scale") or name == "eps"
         pointer = types.get(name.removesuffix("_ptr"), "*i32")
         signature[name] = pointer if name.endswith("_ptr") else "fp32" if floats else "i32"
         if name in constants:

@@ -1,15 +1,15 @@
-"""How fast is paged attention on this GPU? Decode in bytes, prefill in operations, `store_kv` in bytes per second.
+"""How fast is a layer on this GPU? Decode in bytes, prefill in operations, the rest in bytes per second.
 
-    python -m benchmarks.kernels [--output results.json] [--fp8] [--sweep]
+    python -m benchmarks.kernels [--parts attention layers] [--output results.json] [--fp8] [--sweep]
 
 A decode reads all K and V once and computes little, so what it can reach is the speed of memory, which is measured
 first, as a copy; a prefill can reach that of the tensor cores. Before anything is timed, its output is checked against
 a float32 reference. Each call is recorded in a CUDA graph, so that launching it costs the host nothing, and replayed
-with a cold L2 cache. `--sweep` tries what `nanovllm/kernels/launch.py` decides.
+with a cold L2 cache. `--sweep` tries what `nanovllm/kernels/launch.py` decides. What is around attention in a layer is
+measured by `kernel_layers.py`.
 """
 
 import argparse
-import importlib.util
 import itertools
 import json
 import math
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import describe_machine
+from benchmarks.kernel_layers import Shape, measure_kernels, measure_products
 from nanovllm.kernels.flash_attention import FlashAttention
 from nanovllm.layers.attention import AttentionBackend
 
@@ -116,8 +117,10 @@ def make_backends(args: argparse.Namespace) -> dict[str, AttentionBackend]:
         backends[f"triton, blocks of {size}"] = TritonAttention(*shape, size)
         if args.fp8:
             backends[f"triton, fp8, blocks of {size}"] = TritonAttention(*shape, size, kv_cache_dtype="fp8")
-    if importlib.util.find_spec("flash_attn") is not None:
-        backends["flash_attn, blocks of 256"] = FlashAttention(*shape, 256)
+    for size in args.block_size:
+        if FlashAttention.why_not(torch.device(DEVICE), args.dtype, args.head_dim, size) is None:
+            flash_attention = FlashAttention(*shape, size)
+            backends[f"{flash_attention.instructions}, blocks of {size}"] = flash_attention
     return backends
 
 
@@ -206,6 +209,32 @@ def sweep(backend: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield from [row for i, row in enumerate(tried) if i < 6 or row[""]]
 
 
+def measure(args: argparse.Namespace, bandwidth: float) -> Iterator[tuple[str, dict[str, list[dict[str, Any]]]]]:
+    """What was measured, and its tables."""
+    if "layers" in args.parts:
+        shape = Shape(args.hidden_size, args.intermediate_size, args.heads, args.kv_heads, args.head_dim)
+        layers = (shape, args.dtype, torch.device(DEVICE), seconds)
+        yield (
+            "layers",
+            {
+                "kernels": list(measure_kernels(*layers)),
+                "products": list(measure_products(*layers, bandwidth=bandwidth)),
+            },
+        )
+    for name, backend in make_backends(args).items() if "attention" in args.parts else ():
+        if args.sweep and name.startswith("triton"):
+            yield name, {"sweep": list(sweep(backend, args))}
+        elif not args.sweep:
+            yield (
+                name,
+                {
+                    "decode": list(measure_decode(backend, args, bandwidth)),
+                    "prefill": list(measure_prefill(backend, args)),
+                    "store_kv": list(measure_store(backend, args)),
+                },
+            )
+
+
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
     if rows:
         print(f"\n**{title}**\n\n| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
@@ -218,7 +247,10 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--block-size", type=int, nargs="+", default=[16, 256], help="of triton; flash_attn has 256")
+    parser.add_argument("--hidden-size", type=int, default=1024)
+    parser.add_argument("--intermediate-size", type=int, default=3072)
+    parser.add_argument("--parts", nargs="+", choices=("attention", "layers"), default=["attention", "layers"])
+    parser.add_argument("--block-size", type=int, nargs="+", default=[16, 256], help="flash-attn 2 takes 256 alone")
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--context", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
@@ -234,21 +266,11 @@ def main() -> None:
     print(json.dumps(machine), f"\ncopy: {bandwidth / 1e9:.0f} GB/s, read and written")
     results: dict[str, Any] = {"machine": machine, "copy_bandwidth": bandwidth}
     with torch.inference_mode():
-        for name, backend in make_backends(args).items():
-            if args.sweep and not name.startswith("triton"):
-                continue
-            if args.sweep:
-                parts = {"sweep": list(sweep(backend, args))}
-            else:
-                parts = {
-                    "decode": list(measure_decode(backend, args, bandwidth)),
-                    "prefill": list(measure_prefill(backend, args)),
-                    "store_kv": list(measure_store(backend, args)),
-                }
+        for name, parts in measure(args, bandwidth):
             for part, rows in parts.items():
                 print_table(f"{name}: {part}", rows)
             results[name] = parts
-            if args.output:  # after each backend, so that what is done is kept
+            if args.output:  # after each, so that what is done is kept
                 args.output.write_text(json.dumps(results, indent=1))
 
 

@@ -21,7 +21,7 @@ from nanovllm.layers.attention import TorchAttention, select_backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import RMSNormRotary, rotary_cos_sin
+from nanovllm.layers.rotary import RMSNormRotary, Rotary
 from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
 
 TINY = Path(cpu.__file__).parents[1] / "assets" / "tiny-qwen3"
@@ -156,7 +156,7 @@ def test_norm_and_rotation_equal_float64(processor, dtype, num_tokens, num_heads
     layer = filled(RMSNormRotary(head_dim, 1e-6), dtype)
     qkv = randn(num_tokens, num_heads * head_dim + 40, dtype=dtype)
     x = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))  # a view, as of the fused projection
-    cos, sin = rotary_cos_sin(torch.arange(num_tokens) * 3, head_dim, 1e4, dtype)
+    cos, sin = Rotary(head_dim, 1e4)(torch.arange(num_tokens) * 3, dtype)
     normed = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * layer.weight.double()
     first, second = normed.chunk(2, dim=-1)
     c, s = cos.double(), sin.double()

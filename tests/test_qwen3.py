@@ -13,7 +13,7 @@ from transformers.models.qwen3 import modeling_qwen3 as oracle
 
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import apply_rotary, rotary_cos_sin
+from nanovllm.layers.rotary import Rotary, apply_rotary
 from nanovllm.models.qwen3 import Qwen3Config, Qwen3MLP
 
 SHAPE = {
@@ -228,7 +228,7 @@ def test_rotary_equals_transformers(head_dim, theta, dtype, tolerance):
     q, k = normal(7, 4, head_dim, dtype=dtype), normal(7, 2, head_dim, seed=1, dtype=dtype)
     cos, sin = oracle.Qwen3RotaryEmbedding(config)(q, positions[None].long())
     theirs = oracle.apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    cos, sin = rotary_cos_sin(positions, head_dim, theta, dtype)
+    cos, sin = Rotary(head_dim, theta)(positions, dtype)
     assert cos.shape == sin.shape == (7, 1, head_dim // 2)
     for ours, their in zip((q, k), theirs, strict=True):
         turned = apply_rotary(ours, cos, sin)

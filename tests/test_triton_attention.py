@@ -30,11 +30,10 @@ def run_python(*args, **env):
     return subprocess.run([sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="test_triton_kernels.py runs them on the GPU")
-def test_kernels_in_the_interpreter():
-    done = run_python(
-        "-m", "pytest", "-x", "-p", "no:cacheprovider", "tests/test_triton_kernels.py", TRITON_INTERPRET="1"
-    )
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these files run them on the GPU")
+@pytest.mark.parametrize("file", ["test_triton_kernels.py", "test_layer_kernels.py"])
+def test_kernels_in_the_interpreter(file):
+    done = run_python("-m", "pytest", "-x", "-p", "no:cacheprovider", f"tests/{file}", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 
@@ -53,14 +52,14 @@ def resources(request):
 
 
 def test_kernels_compile_without_spilling(resources):
-    assert len(resources) >= 14
+    assert len(resources) >= 20
     assert [used["case"] for used in resources if used["spill_bytes"]] == []
 
 
 def test_programs_fit_a_multiprocessor(resources):
-    """Of decode two at least, so that one computes while the other waits."""
+    """Of all but prefill two at least, so that one computes while the other waits."""
     for used in resources:
-        least = 2 if used["case"].startswith(("decode", "store", "merge")) else 1
+        least = 1 if used["case"].startswith("prefill") else 2
         assert used["programs"] >= least, used
 
 

@@ -6,7 +6,6 @@ do blocks that nobody owns, the null block, outputs and workspaces before they a
 Block tables are wider than needed; behind its last block a row points at the null block or at somebody else's.
 """
 
-import importlib.util
 import math
 import os
 import random
@@ -398,7 +397,9 @@ def test_the_poison_shows():
 
 
 def greedy(folder, prompts, **options):
-    llm = LLM(folder, dtype="float32", device=DEVICE.type, block_size=16, num_kv_blocks=24, **options)
+    """With PyTorch's layers around attention; test_layer_kernels.py has the others."""
+    options |= {"dtype": "float32", "enforce_eager": True}
+    llm = LLM(folder, device=DEVICE.type, block_size=16, num_kv_blocks=24, **options)
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs], llm
 
@@ -517,7 +518,7 @@ def test_real_sizes_equal_the_other_backends(lens, num_heads, num_kv_heads, head
     out = backend.attend(step.q, step.cache, batch)
     same = TorchAttention(num_heads, num_kv_heads, head_dim, block_size).attend(step.q, step.cache, batch)
     check_rows(out, same, dtype)
-    if block_size == 256 and importlib.util.find_spec("flash_attn"):
+    if FlashAttention.why_not(DEVICE, dtype, head_dim, block_size) is None:
         flash = FlashAttention(num_heads, num_kv_heads, head_dim, block_size).attend(step.q, step.cache, batch)
         check_rows(out, flash, dtype)
 

@@ -3,7 +3,8 @@
 - `cpu.py` and `cpu.c`: all layers on CPU.
 - `flash_attention.py`: the flash-attn library on CUDA.
 - Kernels in Triton. Read `store_kv.py` (how a token gets into the cache), `paged_attention.py` (how it is read) and
-  `launch.py` (how large the pieces are), then `triton_attention.py`, which calls them.
+  `launch.py` (how large the pieces are), then `triton_attention.py`, which calls them. The rest of a layer on CUDA is
+  `decoder_layer.py`, with its kernels in `norm.py` and `activation.py`.
 
 No library is imported before its backend is chosen.
 """

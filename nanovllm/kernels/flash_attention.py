@@ -1,22 +1,103 @@
-"""The flash-attn library (Dao 2023, https://arxiv.org/abs/2307.08691) as an attention backend on CUDA."""
+"""The flash-attn library as an attention backend on CUDA: FlashAttention 3 on Hopper where it is installed, else 2.
+
+Version 2 (Dao 2023, https://arxiv.org/abs/2307.08691) is the package flash-attn, version 3 (Shah et al. 2024,
+https://arxiv.org/abs/2407.08608) the package flash-attn-3, from the folder `hopper` of
+https://github.com/Dao-AILab/flash-attention. Their calls differ, and this is told here; what they compute does not.
+"""
 
 import torch
+from torch import nn
 
 from nanovllm.batch import Batch
 from nanovllm.kernels import is_installed
 from nanovllm.layers.attention import AttentionBackend
 
 
-class FlashAttention(AttentionBackend):
-    """flash-attn 2: a decode kernel that splits long contexts, and a variable-length kernel for prefill chunks.
+class FlashAttention2:
+    """A decode kernel that splits long contexts, and a variable-length kernel for prefill chunks."""
 
-    A mixed batch is two calls, not one: split-KV and the packing of grouped heads apply only where every sequence
-    has one query token.
+    name = "flash-attn 2"
+
+    def __init__(self, scale: float) -> None:
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        self._decode, self._prefill = flash_attn_with_kvcache, flash_attn_varlen_func
+        self.scale = scale
+
+    def decode(self, q: torch.Tensor, layer_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """q: [num_decodes, num_heads, head_dim], of the batch's first sequences -> as q"""
+        nd = batch.num_decodes
+        out = self._decode(
+            q[:, None],  # [num_decodes, 1, num_heads, head_dim]
+            *layer_cache,  # [num_blocks, block_size, num_kv_heads, head_dim] each
+            cache_seqlens=batch.seq_lens[:nd],
+            block_table=batch.block_tables[:nd],
+            softmax_scale=self.scale,
+            causal=True,
+        )
+        return out[:, 0]
+
+    def prefill(self, q: torch.Tensor, layer_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """q: [num_prefill_tokens, num_heads, head_dim], of the sequences behind the decodes -> as q"""
+        return self._prefill(
+            q,
+            *layer_cache,
+            cu_seqlens_q=batch.prefill_cu_seqlens_q,
+            cu_seqlens_k=batch.prefill_cu_seqlens_k,
+            max_seqlen_q=batch.max_seqlen_q,
+            max_seqlen_k=batch.max_seqlen_k,
+            softmax_scale=self.scale,
+            causal=True,  # aligned at the ends: the last query sees all keys, also where the chunk is not the first
+            block_table=batch.block_tables[batch.num_decodes :],
+        )
+
+
+class FlashAttention3:
+    """One function for both; it takes blocks of any size, and finds the lengths of the context on the GPU."""
+
+    name = "flash-attn 3"
+
+    def __init__(self, scale: float) -> None:
+        from flash_attn_interface import flash_attn_with_kvcache
+
+        self._attend = flash_attn_with_kvcache
+        self.scale = scale
+
+    def decode(self, q: torch.Tensor, layer_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """As FlashAttention2.decode"""
+        nd = batch.num_decodes
+        out = self._attend(
+            q[:, None],
+            *layer_cache,
+            cache_seqlens=batch.seq_lens[:nd],
+            page_table=batch.block_tables[:nd],
+            softmax_scale=self.scale,
+            causal=True,
+        )
+        return out[:, 0]
+
+    def prefill(self, q: torch.Tensor, layer_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """As FlashAttention2.prefill"""
+        nd = batch.num_decodes
+        return self._attend(
+            q,
+            *layer_cache,
+            cache_seqlens=batch.seq_lens[nd:],
+            page_table=batch.block_tables[nd:],
+            cu_seqlens_q=batch.prefill_cu_seqlens_q,
+            max_seqlen_q=batch.max_seqlen_q,
+            softmax_scale=self.scale,
+            causal=True,
+        )
+
+
+class FlashAttention(AttentionBackend):
+    """A mixed batch is two calls, not one: split contexts and the packing of grouped heads are at their best where
+    every sequence has one query token.
     """
 
     default_block_size = 256
-    block_size_multiple = 256
-    instructions = "flash-attn"
+    block_size_multiple = 256  # of version 2
 
     def __init__(
         self,
@@ -28,9 +109,8 @@ class FlashAttention(AttentionBackend):
         kv_cache_dtype: str = "auto",
     ) -> None:
         super().__init__(num_heads, num_kv_heads, head_dim, block_size, dtype)
-        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
-
-        self._decode, self._prefill = flash_attn_with_kvcache, flash_attn_varlen_func
+        self._library = FlashAttention3(self.scale) if runs_version_3() else FlashAttention2(self.scale)
+        self.instructions = self._library.name
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
@@ -38,38 +118,36 @@ class FlashAttention(AttentionBackend):
             return f"it needs a CUDA device and float16 or bfloat16, got {device} and {dtype}"
         if head_dim % 8 or head_dim > 256:
             return f"the model's head_dim must be a multiple of 8 up to 256, it is {head_dim}"
+        if runs_version_3():
+            return None
         if block_size is not None and block_size % cls.block_size_multiple:
             return f"block_size must be a multiple of {cls.block_size_multiple}, got {block_size}"
         if not is_installed("flash_attn"):
             return "it needs the package flash-attn: pip install nanovllm[cuda]"
+        if (found := gpu_capability()) is not None and found < (8, 0):
+            return f"it needs a GPU of compute capability 8.0 or later (Ampere), this one has {found[0]}.{found[1]}"
         return None
 
+    def replace_layers(self, model: nn.Module) -> None:
+        if is_installed("triton"):  # which flash-attn itself can do without
+            from nanovllm.kernels.decoder_layer import replace_layers
+
+            replace_layers(model, self)
+
     def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
-        k_cache, v_cache = layer_cache  # [num_blocks, block_size, num_kv_heads, head_dim] each
         nd = batch.num_decodes
-        out = torch.empty_like(q)
-        if nd:
-            decodes = self._decode(
-                q[:nd, None],  # [num_decodes, 1, num_heads, head_dim]
-                k_cache,
-                v_cache,
-                cache_seqlens=batch.seq_lens[:nd],
-                block_table=batch.block_tables[:nd],
-                softmax_scale=self.scale,
-                causal=True,
-            )
-            out[:nd] = decodes[:, 0]
-        if batch.max_seqlen_q:
-            out[nd:] = self._prefill(
-                q[nd:],
-                k_cache,
-                v_cache,
-                cu_seqlens_q=batch.prefill_cu_seqlens_q,
-                cu_seqlens_k=batch.prefill_cu_seqlens_k,
-                max_seqlen_q=batch.max_seqlen_q,
-                max_seqlen_k=batch.max_seqlen_k,
-                softmax_scale=self.scale,
-                causal=True,  # aligned at the ends: the last query sees all keys, also where the chunk is not the first
-                block_table=batch.block_tables[nd:],
-            )
-        return out
+        if not batch.max_seqlen_q:
+            return self._library.decode(q, layer_cache, batch)
+        if not nd:
+            return self._library.prefill(q, layer_cache, batch)
+        decodes = self._library.decode(q[:nd], layer_cache, batch)
+        return torch.cat([decodes, self._library.prefill(q[nd:], layer_cache, batch)])
+
+
+def runs_version_3() -> bool:
+    return is_installed("flash_attn_interface") and gpu_capability() == (9, 0)  # Hopper; what came later has others
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """Of the current GPU, like which the machine's others are taken to be."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None

@@ -8,6 +8,7 @@ import math
 import os
 
 import torch
+from torch import nn
 
 from nanovllm.batch import Batch
 from nanovllm.kernels import is_installed
@@ -73,6 +74,11 @@ class TritonAttention(AttentionBackend):
         if not is_installed("triton"):
             return "it needs the package triton, which comes with torch's CUDA build on Linux"
         return None
+
+    def replace_layers(self, model: nn.Module) -> None:
+        from nanovllm.kernels.decoder_layer import replace_layers  # imports triton
+
+        replace_layers(model, self, self.k_scale, self.v_scale)
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         with torch.cuda.device_of(k):  # Triton launches on the current device, which need not be the engine's

@@ -5,20 +5,25 @@ product of a query and a key depends on the distance between them alone.
 """
 
 import torch
+from torch import nn
 
 from nanovllm.layers.norm import RMSNorm
 
 
-def rotary_cos_sin(
-    positions: torch.Tensor, head_dim: int, theta: float, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of every position's angles, computed once a step for all layers.
+class Rotary(nn.Module):
+    """Cosine and sine of every position's angles, computed once a step for all layers."""
 
-    positions: [num_tokens] int -> two of [num_tokens, 1, head_dim / 2]; the 1 stands for the heads.
-    """
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim  # [head_dim / 2]
-    angles = positions[:, None].float() * (1.0 / theta**exponents)  # [num_tokens, head_dim / 2]
-    return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
+    def __init__(self, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.theta = theta
+
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions: [num_tokens] int -> two of [num_tokens, 1, head_dim / 2]; the 1 stands for the heads"""
+        steps = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32)  # [head_dim / 2]
+        frequencies = 1.0 / self.theta ** (steps / self.head_dim)  # [head_dim / 2]
+        angles = positions[:, None].float() * frequencies  # [num_tokens, head_dim / 2]
+        return angles.cos().to(dtype)[:, None], angles.sin().to(dtype)[:, None]
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from nanovllm.layers.attention import Attention, AttentionBackend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import RMSNormRotary, rotary_cos_sin
+from nanovllm.layers.rotary import RMSNormRotary, Rotary
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,13 @@ class Qwen3Model(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = Rotary(config.head_dim, config.rope_theta)
         self.layers = nn.ModuleList(Qwen3DecoderLayer(config, backend) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, batch: Batch, kv_cache: torch.Tensor) -> torch.Tensor:
         x = self.embed_tokens(batch.input_ids)  # [num_tokens, hidden_size]
-        cos, sin = rotary_cos_sin(batch.positions, self.config.head_dim, self.config.rope_theta, x.dtype)
+        cos, sin = self.rotary(batch.positions, x.dtype)  # [num_tokens, 1, head_dim / 2] each
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, kv_cache[:, i], batch)
         return self.norm(x)  # [num_tokens, hidden_size]

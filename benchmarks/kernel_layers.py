@@ -1,0 +1,177 @@
+"""The rest of a decoder layer on a GPU: the small kernels beside PyTorch's, and the matrix products.
+
+A part of `benchmarks.kernels`, which times and prints. Each kernel is checked against PyTorch's layers before it is
+timed, and stands beside the same layers run as they are (`eager`) and by `torch.compile`. Counted are the bytes that
+must move: every input and output once.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import RMSNormRotary, Rotary
+
+KERNEL_TOKENS, PRODUCT_TOKENS = (1, 32, 256, 8192), (1, 8, 64, 256)
+Timer = Callable[[Callable[[], object]], float]  # seconds of one call
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a layer; Qwen3-0.6B's."""
+
+    hidden_size: int = 1024
+    intermediate_size: int = 3072
+    num_heads: int = 16
+    num_kv_heads: int = 8
+    head_dim: int = 128
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One kernel, what PyTorch does in its place, and the bytes that both must move; both return a tensor."""
+
+    kernel: Callable[[], torch.Tensor]
+    pytorch: Callable[..., torch.Tensor]
+    inputs: tuple[Any, ...]  # of `pytorch`
+    num_bytes: int
+
+
+def compiled(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    torch._dynamo.reset()  # each size on its own, none of them as one size among many
+    return torch.compile(function, dynamic=False)
+
+
+def measure_kernels(
+    shape: Shape, dtype: torch.dtype, device: torch.device, seconds: Timer, num_tokens: Sequence[int] = KERNEL_TOKENS
+) -> Iterator[dict[str, Any]]:
+    for name, make in {"rms_norm": rms_norm, "norm_rotary_store": norm_rotary_store, "silu_and_mul": silu}.items():
+        for n in num_tokens:
+            contest = make(shape, n, dtype, device)
+            check(name, contest.kernel(), contest.pytorch(*contest.inputs))
+            time_s = seconds(contest.kernel)
+            yield {
+                "kernel": name,
+                "tokens": n,
+                "us": round(time_s * 1e6, 2),
+                "GB/s": round(contest.num_bytes / time_s / 1e9, 1),
+                "eager us": round(seconds(lambda c=contest: c.pytorch(*c.inputs)) * 1e6, 2),
+                "compiled us": time_compiled(contest, seconds),
+            }
+
+
+def check(name: str, out: torch.Tensor, expected: torch.Tensor) -> None:
+    """Single numbers may be rounded to the other side, and what is left of a difference may be small: so together."""
+    error = (out.float() - expected.float()).norm() / expected.float().norm()
+    assert error < 0.005, f"{name}: the output is off by {error:.2%}"
+
+
+def time_compiled(contest: Contest, seconds: Timer) -> float | str:
+    try:
+        function = compiled(contest.pytorch)
+        return round(seconds(lambda: function(*contest.inputs)) * 1e6, 2)
+    except Exception as error:  # whatever it cannot compile here, the other figures stand
+        print(f"torch.compile: {type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return "-"
+
+
+def normal(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype, device=device)
+
+
+def make_norm(norm_class: type[RMSNorm], size: int, dtype: torch.dtype, device: torch.device) -> Any:
+    norm = norm_class(size, 1e-6).to(device, dtype).requires_grad_(False)
+    norm.weight.normal_()
+    return norm
+
+
+def rms_norm(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Contest:
+    from nanovllm.kernels.norm import rms_norm as kernel
+
+    norm = make_norm(RMSNorm, shape.hidden_size, dtype, device)
+    x = normal(num_tokens, shape.hidden_size, dtype=dtype, device=device)
+    num_bytes = (2 * x.numel() + norm.weight.numel()) * dtype.itemsize
+    return Contest(lambda: kernel(x, norm.weight, norm.eps), norm, (x,), num_bytes)
+
+
+def silu(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Contest:
+    from nanovllm.kernels.activation import silu_and_mul as kernel
+
+    activation = SiluAndMul()
+    gate_up = normal(num_tokens, 2 * shape.intermediate_size, dtype=dtype, device=device)
+    num_bytes = 3 * num_tokens * shape.intermediate_size * dtype.itemsize
+    return Contest(lambda: kernel(gate_up), activation, tuple(gate_up.chunk(2, dim=1)), num_bytes)
+
+
+def norm_rotary_store(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Contest:
+    from nanovllm.kernels.norm import norm_rotary_store as kernel
+
+    h, kv, d, block_size = shape.num_heads, shape.num_kv_heads, shape.head_dim, 16
+    q_norm, k_norm = (make_norm(RMSNormRotary, d, dtype, device) for _ in range(2))
+    qkv = normal(num_tokens, (h + 2 * kv) * d, dtype=dtype, device=device)
+    num_blocks = -(-num_tokens // block_size) + 1
+    cache = torch.zeros(2, num_blocks, block_size, kv, d, dtype=dtype, device=device)
+    slots = torch.randperm(num_blocks * block_size, device=device)[:num_tokens].int()
+    cos, sin = Rotary(d, 1e6)(torch.arange(num_tokens, device=device), dtype)
+
+    def pytorch(qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (-1, d)) for t in qkv.split((h * d, kv * d, kv * d), dim=-1))
+        k_slots, v_slots = cache.view(2, -1, kv, d)
+        k_slots[slots] = k_norm(k, cos, sin)
+        v_slots[slots] = v
+        return q_norm(q, cos, sin)
+
+    def fused() -> torch.Tensor:
+        return kernel(qkv, q_norm.weight, k_norm.weight, q_norm.eps, cos, sin, cache, slots)
+
+    other = torch.zeros_like(cache)
+    fused()
+    pytorch(qkv, other, slots)
+    check("the cache", cache, other)
+    num_bytes = (2 * qkv.numel() + 2 * cos.numel() + 2 * d) * dtype.itemsize + slots.numel() * slots.itemsize
+    return Contest(fused, pytorch, (qkv, cache, slots), num_bytes)
+
+
+def measure_products(
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    seconds: Timer,
+    bandwidth: float,
+    num_tokens: Sequence[int] = PRODUCT_TOKENS,
+) -> Iterator[dict[str, Any]]:
+    """Few tokens wait for the weights, which are read once: their share of `bandwidth`, in bytes per second, counts."""
+    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    products = {  # name: (inputs, outputs, whether the residual is added in place)
+        "qkv": (shape.hidden_size, q_size + 2 * kv_size, False),
+        "o + residual": (q_size, shape.hidden_size, True),
+        "gate_up": (shape.hidden_size, 2 * shape.intermediate_size, False),
+        "down + residual": (shape.intermediate_size, shape.hidden_size, True),
+    }
+    for name, (num_inputs, num_outputs, is_added) in products.items():
+        weight = normal(num_outputs, num_inputs, dtype=dtype, device=device) * num_inputs**-0.5
+        for n in num_tokens:
+            x = normal(n, num_inputs, dtype=dtype, device=device)
+            residual = torch.zeros(n, num_outputs, dtype=dtype, device=device)
+
+            def product(x: torch.Tensor = x, residual: torch.Tensor = residual, weight: torch.Tensor = weight) -> None:
+                residual.addmm_(x, weight.t())
+
+            def plain(x: torch.Tensor = x, weight: torch.Tensor = weight) -> torch.Tensor:
+                return F.linear(x, weight)
+
+            time_s = seconds(product if is_added else plain)
+            num_bytes = (weight.numel() + x.numel() + (1 + is_added) * residual.numel()) * dtype.itemsize
+            yield {
+                "product": name,
+                "tokens": n,
+                "us": round(time_s * 1e6, 2),
+                "GB/s": round(num_bytes / time_s / 1e9, 1),
+                "of copy": f"{num_bytes / time_s / bandwidth:.0%}",
+                "TFLOP/s": round(2 * n * weight.numel() / time_s / 1e12, 1),
+            }
