@@ -1,6 +1,6 @@
 """Paged attention against the float64 reference of `attention_steps.py`. `FlashAttention` runs on CPU here, against
-a stand-in for the library `flash_attn` that has its documented interface (2.8) and is stricter about it: what it takes,
-the library takes.
+stand-ins for the library's versions 2 (`flash_attn`, 2.8) and 3 (`flash_attn_interface`) that have their documented
+interfaces and are stricter about them: what they take, the libraries take.
 """
 
 import importlib.machinery
@@ -123,7 +123,7 @@ def test_oracle_sees_a_slot_that_was_never_filled():
 # ---- FlashAttention, on a stand-in
 
 
-def check_paged_inputs(q, k_cache, v_cache, block_table, batch_size):
+def check_paged_inputs(q, k_cache, v_cache, block_table, batch_size, block_size_multiple=256):
     num_heads, head_dim = q.shape[-2:]
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     assert q.dtype == k_cache.dtype == v_cache.dtype
@@ -132,7 +132,7 @@ def check_paged_inputs(q, k_cache, v_cache, block_table, batch_size):
     assert num_heads % num_kv_heads == 0
     assert head_dim % 8 == 0
     assert head_dim <= 256
-    assert block_size % 256 == 0, "Paged KV cache block size must be divisible by 256"
+    assert block_size % block_size_multiple == 0, "Paged KV cache block size must be divisible by 256"
     assert block_table.dtype == torch.int32
     assert block_table.stride(-1) == 1
     assert block_table.shape[0] == batch_size > 0
@@ -241,37 +241,121 @@ def flash_attn_varlen_func(
     return out
 
 
-@pytest.fixture
-def flash_attn(monkeypatch):
-    """The stand-in, where `import flash_attn` finds it; `calls` names the functions that were called."""
-    module = types.ModuleType("flash_attn")
-    module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
-    module.calls = []
-    for function in (flash_attn_with_kvcache, flash_attn_varlen_func):
+def flash_attn_3_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    qv=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    page_table=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    max_seqlen_q=None,
+    rotary_seqlens=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    rotary_interleaved=True,
+    scheduler_metadata=None,
+    num_splits=0,
+    pack_gqa=None,
+    sm_margin=0,
+    return_softmax_lse=False,
+):
+    given = (k, v, qv, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, cu_seqlens_k_new, rotary_seqlens)
+    given += (q_descale, k_descale, v_descale, scheduler_metadata, pack_gqa)
+    assert all(argument is None for argument in given), "the stand-in has no use for these"
+    assert (tuple(window_size), attention_chunk, softcap, sm_margin) == ((-1, -1), 0, 0.0, 0)
+    assert rotary_interleaved
+    assert not return_softmax_lse
+    is_varlen = cu_seqlens_q is not None
+    assert q.dim() == (3 if is_varlen else 4)
+    batch_size = len(cu_seqlens_q) - 1 if is_varlen else len(q)
+    check_paged_inputs(q, k_cache, v_cache, page_table, batch_size, block_size_multiple=1)
+    assert cache_seqlens.dtype == torch.int32
+    assert cache_seqlens.shape == (batch_size,)
+    assert cache_seqlens.is_contiguous()
+    if is_varlen:
+        assert cu_seqlens_q.dtype == torch.int32
+        assert cu_seqlens_q.is_contiguous()
+        assert type(max_seqlen_q) is int, "max_seqlen_q must be provided if cu_seqlens_q is provided"
+        rows = cu_seqlens_q.tolist()
+        assert rows[0] == 0
+        assert rows[-1] == len(q)
+        assert max_seqlen_q >= max(stop - start for start, stop in zip(rows, rows[1:], strict=False))
+        parts = [slice(start, stop) for start, stop in zip(rows, rows[1:], strict=False)]
+    else:
+        assert max_seqlen_q is None
+        parts = range(batch_size)
+    out = torch.empty_like(q)
+    for i, (seq_len, part) in enumerate(zip(cache_seqlens.tolist(), parts, strict=True)):
+        assert 1 <= len(q[part]) <= seq_len
+        keys, values = gather(k_cache, page_table[i], seq_len), gather(v_cache, page_table[i], seq_len)
+        out[part] = stand_in_attend(q[part], keys, values, softmax_scale, causal)
+    return out
 
-        def noted(*args, function=function, **kwargs):
-            module.calls.append(function.__name__)
-            return function(*args, **kwargs)
 
-        setattr(module, function.__name__, noted)
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
+def install(monkeypatch, name, functions):
+    """A module that `import` finds; `calls` names the functions that were called, `outputs` is what they returned."""
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    module.calls, module.outputs = [], []
+    for function_name, function in functions.items():
+
+        def noted(*args, function_name=function_name, function=function, **kwargs):
+            module.calls.append(function_name)
+            module.outputs.append(function(*args, **kwargs))
+            return module.outputs[-1]
+
+        setattr(module, function_name, noted)
+    monkeypatch.setitem(sys.modules, name, module)
     return module
+
+
+def set_capability(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
 
 
 DECODES, CHUNKS = "flash_attn_with_kvcache", "flash_attn_varlen_func"
 
 
-@pytest.mark.parametrize(
-    ("lens", "calls"),
-    [
-        ([(0, 1)], [DECODES]),
-        ([(255, 1), (256, 1), (3, 1), (511, 1)], [DECODES]),
-        ([(0, 5), (0, 256), (0, 257)], [CHUNKS]),
-        ([(5, 4), (255, 2), (256, 20), (300, 100)], [CHUNKS]),
-        ([(40, 1), (256, 1), (0, 30), (250, 7)], [DECODES, CHUNKS]),
-    ],
-    ids=["one token", "decodes", "whole prompts", "later chunks", "mixed"],
-)
+@pytest.fixture
+def flash_attn(monkeypatch):
+    """Version 2 alone."""
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    return install(monkeypatch, "flash_attn", {DECODES: flash_attn_with_kvcache, CHUNKS: flash_attn_varlen_func})
+
+
+@pytest.fixture
+def flash_attn_3(monkeypatch):
+    """Version 3 alone, on Hopper."""
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    set_capability(monkeypatch, (9, 0))
+    return install(monkeypatch, "flash_attn_interface", {DECODES: flash_attn_3_with_kvcache})
+
+
+STEPS = {
+    "one token": ([(0, 1)], [DECODES]),
+    "decodes": ([(255, 1), (256, 1), (3, 1), (511, 1)], [DECODES]),
+    "whole prompts": ([(0, 5), (0, 256), (0, 257)], [CHUNKS]),
+    "later chunks": ([(5, 4), (255, 2), (256, 20), (300, 100)], [CHUNKS]),
+    "mixed": ([(40, 1), (256, 1), (0, 30), (250, 7)], [DECODES, CHUNKS]),
+}
+
+
+@pytest.mark.parametrize(("lens", "calls"), STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (8, 1)])
 def test_flash_attention_equals_the_reference(flash_attn, num_heads, num_kv_heads, lens, calls):
     backend = FlashAttention(num_heads, num_kv_heads, 16, 256)
@@ -281,6 +365,26 @@ def test_flash_attention_equals_the_reference(flash_attn, num_heads, num_kv_head
     assert flash_attn.calls == calls
     same = TorchAttention(num_heads, num_kv_heads, 16, 256).attend(step.q, step.layer_cache, step.batch)
     torch.testing.assert_close(out, same, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(("lens", "calls"), STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "block_size"), [(4, 4, 16), (8, 1, 1), (8, 2, 256), (4, 2, 24)])
+def test_flash_attention_3_equals_the_reference(flash_attn_3, num_heads, num_kv_heads, block_size, lens, calls):
+    backend = FlashAttention(num_heads, num_kv_heads, 16, block_size)
+    step = Step(backend, lens)
+    check_close(step.run(backend), step)
+    assert flash_attn_3.calls == [DECODES] * len(calls)  # one function for both
+
+
+@pytest.mark.parametrize(("lens", "calls"), STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("version", ["flash_attn", "flash_attn_3"])
+def test_outputs_of_one_kind_are_not_copied(request, version, lens, calls):
+    library = request.getfixturevalue(version)
+    backend = FlashAttention(4, 2, 16, 256)
+    step = Step(backend, lens)
+    out = step.run(backend)
+    is_library_s = out.untyped_storage().data_ptr() == library.outputs[0].untyped_storage().data_ptr()
+    assert is_library_s == (len(calls) == 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -296,11 +400,24 @@ def test_flash_attention_shares_blocks_within_a_step(flash_attn):
     torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6)
 
 
-def test_stand_in_has_the_signatures_of_the_library():
-    library = pytest.importorskip("flash_attn")
-    for function in (flash_attn_with_kvcache, flash_attn_varlen_func):
-        real = inspect.signature(getattr(library, function.__name__))
-        assert list(inspect.signature(function).parameters) == list(real.parameters)
+def test_flash_attention_3_in_half_precision(flash_attn_3):
+    for dtype in (torch.float16, torch.bfloat16):
+        backend = FlashAttention(8, 2, 64, 16)
+        step = Step(backend, [(59, 1), (16, 1), (0, 33), (20, 60)], dtype=dtype)
+        check_close(step.run(backend), step)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "function"),
+    [
+        ("flash_attn", DECODES, flash_attn_with_kvcache),
+        ("flash_attn", CHUNKS, flash_attn_varlen_func),
+        ("flash_attn_interface", DECODES, flash_attn_3_with_kvcache),
+    ],
+)
+def test_stand_in_has_the_signatures_of_the_library(module, name, function):
+    real = inspect.signature(getattr(pytest.importorskip(module), name))
+    assert list(inspect.signature(function).parameters) == list(real.parameters)
 
 
 # ---- what is chosen, and what is refused
@@ -350,13 +467,49 @@ def test_flash_attn_is_refused_where_it_cannot_run(flash_attn, changed, message)
     assert choose(**{**wanted, "name": "auto"}) is not FlashAttention
 
 
+@pytest.mark.parametrize(
+    ("capability", "instructions"),
+    [((9, 0), "flash-attn 3"), ((8, 0), "flash-attn 2"), ((8, 9), "flash-attn 2"), ((10, 0), "flash-attn 2")],
+)
+def test_version_3_is_taken_on_hopper_alone(flash_attn, flash_attn_3, monkeypatch, capability, instructions):
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
+    set_capability(monkeypatch, capability)
+    backend = FlashAttention(4, 2, 16, 256)
+    assert backend.instructions == instructions
+    backend.attend(*[getattr(Step(backend, [(3, 1)]), name) for name in ("q", "layer_cache", "batch")])
+    assert (bool(flash_attn.calls), bool(flash_attn_3.calls)) == (instructions[-1] == "2", instructions[-1] == "3")
+    is_taken = FlashAttention.why_not(CUDA, torch.bfloat16, 64, 16) is None
+    assert is_taken == (instructions == "flash-attn 3")
+
+
+@pytest.mark.parametrize("block_size", [None, 1, 16, 24, 256])
+def test_version_3_takes_any_block_size(flash_attn_3, block_size):
+    for name in ("flash_attn", "auto"):
+        assert choose(name, CUDA, torch.bfloat16, 64, block_size) is FlashAttention
+    with pytest.raises(ValueError, match="head_dim must be a multiple of 8 up to 256, it is 20"):
+        choose("flash_attn", CUDA, torch.bfloat16, 20, block_size)
+
+
+def test_version_3_alone_is_refused_on_other_gpus(flash_attn_3, monkeypatch):
+    set_capability(monkeypatch, (8, 0))
+    with pytest.raises(ValueError, match="needs the package flash-attn: pip install"):
+        choose("flash_attn", CUDA, torch.bfloat16)
+
+
+def test_version_2_is_refused_on_older_gpus(flash_attn, monkeypatch):
+    set_capability(monkeypatch, (7, 5))
+    with pytest.raises(ValueError, match=r"capability 8.0 or later \(Ampere\), this one has 7.5"):
+        choose("flash_attn", CUDA, torch.bfloat16)
+
+
 @pytest.mark.parametrize("block_size", [256, 512])
 def test_flash_attn_takes_multiples_of_256(flash_attn, block_size):
     assert choose("flash_attn", CUDA, torch.bfloat16, 256, block_size) is FlashAttention
 
 
 def test_flash_attn_is_refused_where_it_is_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    for version in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, version, None)
     with pytest.raises(ValueError, match="needs the package flash-attn"):
         choose("flash_attn", CUDA, torch.bfloat16)
 
