@@ -1,4 +1,5 @@
-"""A whole decoder layer on CUDA in nine launches: four matrix products, attention, and four small kernels.
+"""A whole decoder layer on CUDA in nine launches: four matrix products, attention, and four small kernels. (Where
+attention splits long contexts, it takes a launch more, to join them.)
 
 Twins of `Qwen3DecoderLayer`, of the norm behind the last layer and of the rotary angles, with the same signatures.
 What PyTorch computes operation by operation, each of which reads and writes the activations, is done here on the way
