@@ -65,6 +65,40 @@ def flash_attn(monkeypatch):
     module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
     module.flash_attn_with_kvcache, module.flash_attn_varlen_func = with_kvcache, varlen
     monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+
+
+class KernelStandIn:
+    """Launched as Triton's kernels are, with a grid of numbers that the host knows."""
+
+    def __init__(self):
+        self.num_launches = 0
+
+    def __getitem__(self, grid):
+        assert all(type(n) is int for n in grid)
+
+        def launch(*args, **constants):
+            assert_on_device(args)
+            self.num_launches += 1
+
+        return launch
+
+
+@pytest.fixture
+def layer_kernels(monkeypatch):
+    """Those of `kernels/decoder_layer.py`, by name."""
+    pytest.importorskip("triton")
+    from nanovllm.kernels import activation, norm
+
+    kernels = {}
+    for module, name in (
+        (norm, "rms_norm_kernel"),
+        (norm, "norm_rotary_store_kernel"),
+        (activation, "silu_and_mul_kernel"),
+    ):
+        kernels[name] = KernelStandIn()
+        monkeypatch.setattr(module, name, kernels[name])
+    return kernels
 
 
 @pytest.fixture(scope="module")
@@ -90,23 +124,29 @@ def batches(with_tokenizer):
     return seen
 
 
-def make_runner(backend):
+def make_runner(backend, has_twins):
     with META:
         model = Qwen3ForCausalLM(SHAPE, backend).to(torch.bfloat16)
-    backend.replace_layers(model)
+    if has_twins:
+        backend.replace_layers(model)
     runner = ModelRunner(model, backend, SHAPE.num_hidden_layers, torch.bfloat16, META)
     runner.allocate_kv_cache(30)
     runner._inputs = InputBuffer(META, 1 << 20)
     return runner
 
 
+@pytest.mark.parametrize("has_twins", [False, True])
 @torch.inference_mode()
-def test_flash_attention(flash_attn, batches):
-    runner = make_runner(FlashAttention(4, 2, 32, 256))
-    newest_ids = torch.zeros(64, dtype=torch.int64, device=META)
+def test_flash_attention(flash_attn, layer_kernels, batches, has_twins):
+    runner = make_runner(FlashAttention(4, 2, 32, 256), has_twins)
+    newest_ids, num_steps = torch.zeros(64, dtype=torch.int64, device=META), 0
     for batch in batches:
         if batch.sampling.top_p is not None:
             continue
         with DeviceCheck(runner._inputs) as check:
             runner.compute_eagerly(batch, newest_ids)
         assert check.num_copies == 1
+        num_steps += 1
+    launches = {name: kernel.num_launches for name, kernel in layer_kernels.items()}
+    per_step = {"rms_norm_kernel": 5, "norm_rotary_store_kernel": 2, "silu_and_mul_kernel": 2}  # of two layers
+    assert launches == {name: n * num_steps * has_twins for name, n in per_step.items()}
