@@ -28,6 +28,7 @@ from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RMSNormRotary, Rotary
 from nanovllm.models.qwen3 import Qwen3Config, Qwen3DecoderLayer, Qwen3ForCausalLM
+from nanovllm.sampling_batch import map_tensors
 from tests.attention_steps import Step
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -313,7 +314,7 @@ def run_layer(config, dtype, twin_backend=TritonAttention, plain_backend=TorchAt
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     backends = [backend_class(*heads, 16, dtype, **options) for backend_class in (plain_backend, twin_backend)]
     step = Step(TorchAttention(*heads, 16, dtype), lens, dtype=dtype)
-    batch = step.batch.to(DEVICE)
+    batch = map_tensors(step.batch, lambda t: t.to(DEVICE))
     with DEVICE:
         layers = [filled(Qwen3DecoderLayer(config, backend), dtype) for backend in backends]
     scales = [getattr(backends[1], name, 1.0) for name in ("k_scale", "v_scale")]
@@ -355,7 +356,7 @@ def test_the_twin_is_as_close_to_float32_as_the_layer(dtype):
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     layer = filled(Qwen3DecoderLayer(config, TorchAttention(*heads, 16)), dtype).float()
     step = Step(TorchAttention(*heads, 16, dtype), LENS, dtype=dtype)
-    batch = step.batch.to(DEVICE)
+    batch = map_tensors(step.batch, lambda t: t.to(DEVICE))
     x = randn(len(batch.positions), config.hidden_size, dtype=dtype, seed=5).float()
     angles = Rotary(config.head_dim, config.rope_theta)(batch.positions, torch.float32)
     exact = layer(x, *angles, step.layer_cache.to(DEVICE).float(), batch)
@@ -521,7 +522,7 @@ def test_a_graph_of_the_layer_is_right_for_other_inputs_and_waits_for_nothing():
     for lens in ([(500, 1), (3, 1)], [(499, 1), (9, 1)]):
         step = Step(TorchAttention(16, 8, 128, 16), lens, dtype=torch.bfloat16)
         x = randn(2, 1024, dtype=torch.bfloat16, seed=lens[1][0])
-        batches.append((x, step.layer_cache.to(DEVICE), step.batch.to(DEVICE)))
+        batches.append((x, step.layer_cache.to(DEVICE), map_tensors(step.batch, lambda t: t.to(DEVICE))))
 
     def forward(x, cache, batch):
         return layer(x.clone(), *table(batch.positions, x.dtype), cache, batch)

@@ -22,6 +22,7 @@ from nanovllm.kernels.flash_attention import FlashAttention
 from nanovllm.kernels.launch import Launch
 from nanovllm.kernels.triton_attention import TritonAttention
 from nanovllm.layers.attention import Attention, TorchAttention
+from nanovllm.sampling_batch import map_tensors
 from nanovllm.scheduler import BlockMoves, SchedulerOutput
 from nanovllm.sequence import Sequence
 
@@ -331,7 +332,8 @@ def make_batch(step, lens, block_size):
         chunks.append((seq, new))
     num_decodes = sum(new == 1 for _, new in lens)
     num_tokens = sum(new for _, new in lens)
-    return build_batch(SchedulerOutput(chunks, num_decodes, num_tokens, [], BlockMoves(), 0, 0), block_size).to(DEVICE)
+    batch = build_batch(SchedulerOutput(chunks, num_decodes, num_tokens, [], BlockMoves(), 0, 0), block_size)
+    return map_tensors(batch, lambda tensor: tensor.to(DEVICE))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
