@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import kernel_layers
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels import decoder_layer
+from nanovllm.kernels import decoder_layer, few_tokens
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.decoder_layer import RotaryTable, TritonDecoderLayer, TritonRMSNorm, replace_layers
 from nanovllm.kernels.flash_attention import FlashAttention
@@ -342,15 +342,19 @@ def run_layer(config, dtype, twin_backend=TritonAttention, plain_backend=TorchAt
     ids=str,
 )
 @pytest.mark.parametrize("backend", [TritonAttention, TorchAttention])
-def test_the_twin_equals_the_layer(options, backend):
+@pytest.mark.parametrize("max_few_tokens", [0, few_tokens.MAX_TOKENS])
+def test_the_twin_equals_the_layer(monkeypatch, options, backend, max_few_tokens):
+    monkeypatch.setattr(few_tokens, "MAX_TOKENS", max_few_tokens)
     plain, twin, plain_cache, twin_cache = run_layer(small_config(**options), torch.float32, backend)
     torch.testing.assert_close(twin, plain, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(twin_cache, plain_cache, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_the_twin_is_as_close_to_float32_as_the_layer(dtype):
+@pytest.mark.parametrize("max_few_tokens", [0, few_tokens.MAX_TOKENS])
+def test_the_twin_is_as_close_to_float32_as_the_layer(monkeypatch, dtype, max_few_tokens):
     """It rounds less; compared are weights and inputs that are numbers in `dtype`."""
+    monkeypatch.setattr(few_tokens, "MAX_TOKENS", max_few_tokens)
     config = small_config(head_dim=64)
     plain, twin, *_ = run_layer(config, dtype)
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
@@ -376,6 +380,21 @@ def test_the_twin_scales_an_fp8_cache():
     is_same = twin_cache.view(torch.uint8) == plain_cache.view(torch.uint8)
     assert is_same.float().mean() > 0.999  # K beside the border between two numbers may fall to either side
     torch.testing.assert_close(twin, plain, rtol=1e-2, atol=1e-2)
+
+
+def test_few_tokens_take_less_launches(monkeypatch):
+    names = []
+    for module, name in ((decoder_layer, "rms_norm"), (decoder_layer, "silu_and_mul"), (few_tokens, "launch")):
+        function = getattr(module, name)
+        monkeypatch.setattr(
+            module,
+            name,
+            lambda *args, function=function, name=name, **kw: (names.append(name), function(*args, **kw))[1],
+        )
+    for lens, expected in (([(3, 1)] * 16, ["launch"] * 4), ([(3, 1)] * 17, ["rms_norm", "rms_norm", "silu_and_mul"])):
+        run_layer(small_config(intermediate_size=128), torch.float32, lens=lens)
+        assert names == expected
+        names.clear()
 
 
 def make_model(config, backend, dtype=torch.float32):

@@ -31,7 +31,7 @@ def run_python(*args, **env):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these files run them on the GPU")
-@pytest.mark.parametrize("file", ["test_triton_kernels.py", "test_layer_kernels.py"])
+@pytest.mark.parametrize("file", ["test_triton_kernels.py", "test_layer_kernels.py", "test_few_tokens_kernels.py"])
 def test_kernels_in_the_interpreter(file):
     done = run_python("-m", "pytest", "-x", "-p", "no:cacheprovider", f"tests/{file}", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]

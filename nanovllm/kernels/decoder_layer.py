@@ -1,5 +1,7 @@
-"""A whole decoder layer on CUDA in nine launches: four matrix products, attention, and four small kernels. (Where
-attention splits long contexts, it takes a launch more, to join them.)
+"""A whole decoder layer on CUDA in nine launches: four matrix products, attention, and four small kernels.
+
+For few tokens the products take three of these along (`few_tokens.py`), which leaves six. Where attention splits long
+contexts, it takes a launch more, to join them.
 
 Twins of `Qwen3DecoderLayer`, of the norm behind the last layer and of the rotary angles, with the same signatures.
 What PyTorch computes operation by operation, each of which reads and writes the activations, is done here on the way
@@ -14,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.batch import Batch
+from nanovllm.kernels import few_tokens
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.norm import norm_rotary_store, rms_norm
 from nanovllm.layers.attention import AttentionBackend
@@ -51,8 +54,7 @@ class TritonDecoderLayer(nn.Module):
 
         Nobody misses the old x: it comes from the embedding, which makes a new tensor, or from the layer before.
         """
-        y = rms_norm(x, self.input_layernorm.weight, self.input_layernorm.eps)
-        qkv = F.linear(y, self.qkv_proj.weight, self.qkv_proj.bias)  # [num_tokens, (num_heads + 2 * num_kv_heads) * …]
+        qkv = norm_linear(x, self.input_layernorm, self.qkv_proj)  # [num_tokens, (num_heads + 2 * num_kv_heads) * …]
         q = norm_rotary_store(
             qkv,
             self.q_norm.weight,
@@ -67,15 +69,34 @@ class TritonDecoderLayer(nn.Module):
         )
         out = self.backend.attend(q, layer_cache, batch)  # [num_tokens, num_heads, head_dim]
         add_linear(x, out.flatten(1), self.o_proj)
-
-        y = rms_norm(x, self.post_attention_layernorm.weight, self.post_attention_layernorm.eps)
-        gate_up = F.linear(y, self.gate_up_proj.weight, self.gate_up_proj.bias)  # [num_tokens, 2 * intermediate_size]
-        add_linear(x, silu_and_mul(gate_up), self.down_proj)
+        z = norm_gate_up(x, self.post_attention_layernorm, self.gate_up_proj)  # [num_tokens, intermediate_size]
+        add_linear(x, z, self.down_proj)
         return x
+
+
+def is_few(x: torch.Tensor) -> bool:
+    """Whether the products of `few_tokens.py` are made for it. A CUDA graph is recorded for one number of tokens."""
+    return len(x) <= few_tokens.MAX_TOKENS and few_tokens.takes(x.shape[1])
+
+
+def norm_linear(x: torch.Tensor, norm: RMSNorm, linear: Linear) -> torch.Tensor:
+    if is_few(x):
+        return few_tokens.norm_linear(x, norm.weight, norm.eps, linear.weight, linear.bias)
+    return F.linear(rms_norm(x, norm.weight, norm.eps), linear.weight, linear.bias)
+
+
+def norm_gate_up(x: torch.Tensor, norm: RMSNorm, linear: Linear) -> torch.Tensor:
+    """linear: gates, then ups, without a bias"""
+    if is_few(x):
+        return few_tokens.norm_gate_up(x, norm.weight, norm.eps, linear.weight)
+    return silu_and_mul(F.linear(rms_norm(x, norm.weight, norm.eps), linear.weight))
 
 
 def add_linear(x: torch.Tensor, y: torch.Tensor, linear: Linear) -> None:
     """x += linear(y), in place: the product's last step adds what is there already, instead of a kernel of its own."""
+    if is_few(y):
+        few_tokens.add_linear(x, y, linear.weight, linear.bias)
+        return
     x.addmm_(y, linear.weight.t())
     if linear.bias is not None:  # which no published Qwen3 has
         x.add_(linear.bias)
