@@ -26,11 +26,24 @@ from nanovllm.kernels.activation import BLOCK, silu_and_mul_kernel
 from nanovllm.kernels.launch import GPU, Launch, decode_launch, prefill_launch
 from nanovllm.kernels.norm import HEAD_ELEMENTS, norm_rotary_store_kernel, rms_norm_kernel, warps_for
 from nanovllm.kernels.paged_attention import decode_kernel, merge_kernel, prefill_kernel
+from nanovllm.kernels.sample import (
+    CAPACITY,
+    CHUNK,
+    GROUP,
+    ZERO_BITS,
+    num_truncate_warps,
+    pick_kernel,
+    stats_kernel,
+    truncate_kernel,
+)
 from nanovllm.kernels.store_kv import store_kv_kernel
 
 # num_multiprocessors, bytes of shared memory for one program
 GPUS = {80: GPU(108, 163 * 1024), 90: GPU(132, 227 * 1024)}
 REGISTERS, RESERVED_SHARED = 65536, 1024  # of a multiprocessor; of each program
+
+SAMPLING = ("stats", "truncate", "pick")
+CHUNKS = 128  # a power of two, of Qwen3's 151,936 tokens
 
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv"}
 
@@ -39,20 +52,21 @@ POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf
 class Case:
     """One kernel as it is compiled for a model: 8 K and V heads, a group of query heads to each.
 
-    Kernels that know no heads get the size of a row as `head_dim`.
+    Kernels that know no heads get the size of a row as `head_dim`; those that sample need neither.
     """
 
     kernel: str
     arch: int
     dtype: torch.dtype
-    head_dim: int
+    head_dim: int = 128
     block_size: int = 16
     is_fp8: bool = False
     group: int = 4
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.") + ("+fp8" if self.is_fp8 else "")
-        return f"{self.kernel} sm_{self.arch} {dtype} head_dim {self.head_dim} block_size {self.block_size}"
+        shape = "" if self.kernel in SAMPLING else f" head_dim {self.head_dim} block_size {self.block_size}"
+        return f"{self.kernel} sm_{self.arch} {dtype}{shape}"
 
 
 @dataclass(frozen=True)
@@ -87,6 +101,9 @@ def all_cases(arch: int, is_quick: bool = False) -> Iterator[Case]:
         yield Case("norm_rotary_store", arch, torch.float32, head_dim)
         yield Case("decode", arch, torch.float32, head_dim)
         yield Case("prefill", arch, torch.float32, head_dim)
+    for dtype in (*half, torch.float32):
+        for kernel in SAMPLING:
+            yield Case(kernel, arch, dtype)
 
 
 def compile_case(case: Case, launch: Launch | None = None) -> tuple[Any, Resources]:
@@ -126,6 +143,9 @@ def compile_case(case: Case, launch: Launch | None = None) -> tuple[Any, Resourc
     elif case.kernel == "merge":
         kernel, types = merge_kernel, {"out": x, "part": "*fp32", "part_lse": "*fp32"}
         constants = {"HEAD_DIM": case.head_dim, "TILE": 64, "SPLITS": 16}
+    elif case.kernel in SAMPLING:
+        kernel, types, constants = sampling_case(case.kernel, case.dtype)
+        num_warps = num_truncate_warps(CHUNK, GROUP) if case.kernel == "truncate" else 4
     else:
         kernel, constants = prefill_kernel, attention
         types = {"out": x, "q": x, "k_cache": cache, "v_cache": cache}
@@ -144,6 +164,17 @@ def compile_case(case: Case, launch: Launch | None = None) -> tuple[Any, Resourc
     compiled = triton.compile(source, target=GPUTarget("cuda", case.arch, 32), options=options)
     registers, spill_bytes = read_cubin(compiled.asm["cubin"])
     return compiled, Resources(registers, spill_bytes, compiled.metadata.shared, num_warps, num_stages)
+
+
+def sampling_case(name: str, dtype: torch.dtype) -> tuple[Any, dict[str, str], dict[str, Any]]:
+    """Kernel, types of pointers and constants for rows of all kinds."""
+    kernel = {"stats": stats_kernel, "truncate": truncate_kernel, "pick": pick_kernel}[name]
+    floats = ("maxima", "sums", "limits", "spare", "temperatures", "min_p", "top_p")
+    types = {**dict.fromkeys(floats, "*fp32"), "uniforms": "*fp64", "top_k": "*i64", "token_ids": "*i64"}
+    constants = {"CHUNK": CHUNK, "CHUNKS": CHUNKS, "GROUP": GROUP, "CAPACITY": CAPACITY, "ALL_GREEDY": False}
+    constants |= {"HAS_LIMITS": True, "ZERO_BITS": ZERO_BITS[dtype]}
+    own = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    return kernel, {**types, "logits": POINTERS[dtype]}, own
 
 
 def read_cubin(cubin: bytes) -> tuple[int, int]:

@@ -1,10 +1,12 @@
 """Logits → token ids and log-probabilities, for all rows of a step in one pass.
 
-The order is vLLM's: allowed tokens, bad words, logit bias, the user's own processors, penalties, temperature, min-p,
-top-k, top-p, draw. Each stage is skipped unless a row asks for it. Knows no stop rules (those are the scheduler's) and
-no sequences. Called by `ModelRunner`.
+The order is vLLM's: allowed tokens, bad words, logit bias, the user's own processors, penalties (`process`, up to
+here); temperature, min-p, top-k, top-p, draw (`draw_tokens`, of which `kernels/sample.py` is a twin in Triton). Each
+stage is skipped unless a row asks for it. Knows no stop rules (those are the scheduler's) and no sequences. Called by
+`ModelRunner`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -38,26 +40,32 @@ class LogprobRows(NamedTuple):
     top_ids: list[list[int]]
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, Logprobs | None]:
-    """logits: [num_samples, vocab_size] -> token ids [num_samples] int64, and log-probabilities if a row wants them"""
-    raw = logits.float()
-    token_ids = choose(raw, batch)
-    logprobs = None if batch.num_logprobs is None else compute_logprobs(raw, token_ids, batch.num_logprobs)
-    return token_ids, logprobs
-
-
-def choose(raw: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """raw: [num_samples, vocab_size] float32, left as it is -> [num_samples] int64"""
-    logits = process(raw, batch)
+def draw_tokens(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """logits: [num_samples, vocab_size], as `process` leaves them -> token ids [num_samples] int64"""
+    greedy = logits.argmax(dim=-1)
     if batch.uniforms is None:
-        return logits.argmax(dim=-1)
+        return greedy
+    logits = logits.float()
     temperatures = batch.temperatures[:, None]  # [num_samples, 1]
     is_greedy = temperatures == 0
-    greedy = logits.argmax(dim=-1)
     # from the largest down, so that the smallest temperature does not overflow
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures.masked_fill(is_greedy, 1)
     logits = truncate(logits, batch)
     return torch.where(is_greedy[:, 0], greedy, draw(logits, batch.uniforms))
+
+
+def sample(
+    logits: torch.Tensor,
+    batch: SamplingBatch,
+    draw: Callable[[torch.Tensor, SamplingBatch], torch.Tensor] = draw_tokens,
+) -> tuple[torch.Tensor, Logprobs | None]:
+    """logits: [num_samples, vocab_size] -> token ids [num_samples] int64, and log-probabilities if a row wants them
+
+    The logits stay as they are. `draw` is `draw_tokens`, or a faster twin of it.
+    """
+    token_ids = draw(process(logits, batch), batch)
+    logprobs = None if batch.num_logprobs is None else compute_logprobs(logits, token_ids, batch.num_logprobs)
+    return token_ids, logprobs
 
 
 def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -76,10 +84,10 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def process(raw: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Logits as the requests want them; `raw` itself if they want nothing."""
+    """Logits as the requests want them, in float32; `raw` itself, of any dtype, if they want nothing."""
     if batch.allowed is None and batch.biases is None and not batch.processors and batch.penalties is None:
         return raw
-    logits = raw.clone()
+    logits = raw.to(torch.float32, copy=True)
     if batch.allowed is not None:
         apply_allowed(logits, batch.allowed)
     if batch.biases is not None:
@@ -153,18 +161,18 @@ def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, max_top_k: int) -> to
 def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor, max_top_k: int) -> torch.Tensor:
     """The fewest likeliest tokens whose probabilities add up to top_p. The likeliest always stays.
 
-    Where top-k has left few, only those are sorted (`max_top_k` > 0; ties with the k-th may be more: then all are).
+    Tokens as likely as the least likely of these stay too, whatever order they were sorted in. Where top-k has left
+    few, only those are sorted (`max_top_k` > 0; ties with the k-th may be more: then all are).
     """
     rows = (top_p < 1).nonzero()[:, 0]  # the others keep everything, and are not sorted
     logits = logits.clone()
     part = logits[rows]  # [num_rows, vocab_size]
-    num_left = int(part.isfinite().sum(dim=-1).max()) if max_top_k else part.shape[1]
-    ascending, order = part.topk(num_left, dim=-1)
-    ascending, order = ascending.flip(-1), order.flip(-1)  # [num_rows, num_left], least likely first
+    num_left = max(1, int(part.isfinite().sum(dim=-1).max())) if max_top_k else part.shape[1]
+    ascending = part.topk(num_left, dim=-1).values.flip(-1)  # [num_rows, num_left]
     is_left_out = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p[rows, None]
     is_left_out[:, -1] = False
-    part = torch.full_like(part, -torch.inf).scatter(1, order, ascending.masked_fill(is_left_out, -torch.inf))
-    logits[rows] = part
+    least = ascending.masked_fill(is_left_out, torch.inf).amin(dim=-1, keepdim=True)  # [num_rows, 1], of those kept
+    logits[rows] = part.masked_fill_(part < least, -torch.inf)
     return logits
 
 
@@ -172,8 +180,8 @@ def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor, max_top_k: int) -> to
 
 
 def compute_logprobs(raw: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> Logprobs:
-    """raw: [num_rows, vocab_size] float32; token_ids: [num_rows]; num_logprobs: k, or -1 for the whole vocabulary"""
-    logprobs = raw.log_softmax(dim=-1)
+    """raw: [num_rows, vocab_size]; token_ids: [num_rows]; num_logprobs: k, or -1 for the whole vocabulary"""
+    logprobs = raw.log_softmax(dim=-1, dtype=torch.float32)
     chosen = logprobs.gather(1, token_ids[:, None])  # [num_rows, 1]
     k = raw.shape[1] if num_logprobs < 0 else min(num_logprobs, raw.shape[1])
     top, top_ids = logprobs.topk(k, dim=-1)

@@ -13,12 +13,16 @@ import transformers
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
 
-# The kernels' tests need a GPU or Triton's interpreter; test_triton_attention.py runs them in the latter.
+# These need a GPU or Triton's interpreter; test_triton_attention.py runs them in the latter.
+KERNEL_TESTS = [
+    "test_triton_kernels.py",
+    "test_layer_kernels.py",
+    "test_few_tokens_kernels.py",
+    "test_sample_kernels.py",
+]
 collect_ignore = []
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    collect_ignore.append("test_triton_kernels.py")
-    collect_ignore.append("test_layer_kernels.py")
-    collect_ignore.append("test_few_tokens_kernels.py")
+    collect_ignore += KERNEL_TESTS
 
 
 class TinyCheckpoints:

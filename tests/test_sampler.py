@@ -116,11 +116,21 @@ def test_tokens_as_likely_as_the_kth_stay():
 
 @pytest.mark.parametrize(("top_p", "num_left"), [(0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (1.0, 4)])
 def test_top_p_that_is_reached_exactly_is_enough(top_p, num_left):
-    raw = torch.zeros(1, 4)
+    raw = torch.tensor([[0.0, 2e-9, 1e-9, 3e-9]])  # one after the other, but each has a probability of 1/4
     ours = sampler.truncate(raw, build_sampling_batch([sequence(top_p=top_p)]))
-    assert int(ours.isfinite().sum()) == num_left
+    assert ours.isfinite().tolist() == [(raw[0] >= raw[0].topk(num_left).values[-1]).tolist()]
     if top_p < 1:
-        assert int(transformers.TopPLogitsWarper(top_p)(None, raw).isfinite().sum()) == num_left
+        assert torch.equal(ours, transformers.TopPLogitsWarper(top_p)(None, raw))
+
+
+@pytest.mark.parametrize(("top_p", "expected"), [(0.3, [1]), (0.5, [1, 3, 4]), (0.7, [1, 3, 4]), (0.95, [0, 1, 3, 4])])
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_tokens_as_likely_as_the_least_likely_in_top_p_stay(top_p, expected, top_k):
+    """In whatever order equal ones are sorted: of tokens 1, 3 and 4, two are enough for 0.7."""
+    raw = torch.tensor([[1, 4, 0, 3, 3]]).log()
+    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [3, 0, 4, 1, 2]):
+        ours = sampler.truncate(raw[:, order], build_sampling_batch([sequence(top_p=top_p, top_k=top_k)]))
+        assert sorted(order[i] for i in ours[0].isfinite().nonzero()[:, 0].tolist()) == expected
 
 
 def test_a_top_k_beyond_the_vocabulary_is_all():
