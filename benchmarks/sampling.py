@@ -1,15 +1,19 @@
 """What choosing tokens costs, and that a feature costs nothing where no request uses it.
 
     python -m benchmarks.sampling
-    python -m benchmarks.sampling --num-rows 256 --device cuda
+    python -m benchmarks.sampling --num-rows 256 --dtype bfloat16 --device cuda --json
 
 Each line samples the same logits for requests with other parameters; in the last, one with top_p is among greedy
 ones. Medians, measured alternately, beside the cost of `argmax` alone.
+
+On CUDA, the Triton kernels stand beside it, as the GPU's own time: recorded in a CUDA graph and replayed with a cold L2
+cache. The least that any sampler needs is to read the logits once, at the speed of a copy; the share is of that.
 """
 
 import argparse
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 
 import torch
@@ -18,7 +22,7 @@ from benchmarks.common import describe_machine
 from nanovllm import SamplingParams
 from nanovllm.config import resolve_device
 from nanovllm.sampler import sample
-from nanovllm.sampling_batch import build_sampling_batch
+from nanovllm.sampling_batch import SamplingBatch, build_sampling_batch, map_tensors
 from nanovllm.sequence import Sequence
 
 CASES = {
@@ -27,10 +31,13 @@ CASES = {
     "min_p": SamplingParams(temperature=0.8, min_p=0.05),
     "top_k 50": SamplingParams(temperature=0.8, top_k=50),
     "top_k 50 and top_p": SamplingParams(temperature=0.8, top_k=50, top_p=0.9),
+    "top_k 20 and top_p 0.95": SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
+    "top_k 1000": SamplingParams(temperature=0.8, top_k=1000),
     "top_p": SamplingParams(temperature=0.8, top_p=0.9),
     "penalties, greedy": SamplingParams(temperature=0, repetition_penalty=1.1, presence_penalty=0.5),
     "5 logprobs, greedy": SamplingParams(temperature=0, logprobs=5),
 }
+ONE_TOP_P = "one top_p, others greedy"
 
 
 def main() -> None:
@@ -39,31 +46,76 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=151_936)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--scale", type=float, default=1.0, help="standard deviation of the logits: larger is surer")
+    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     device = resolve_device(args.device)
+    logits = torch.randn(args.num_rows, args.vocab_size, generator=torch.Generator().manual_seed(0)) * args.scale
+    logits = logits.to(device, getattr(torch, args.dtype))
+    rows = {name: [params] * args.num_rows for name, params in CASES.items()}
+    rows[ONE_TOP_P] = [CASES["top_p"]] + [CASES["greedy"]] * (args.num_rows - 1)
+    times = measure_calls(logits, rows, args.rounds)
+    kernels = dict(measure_kernels(logits, rows)) if device.type == "cuda" else {}
+    if args.json:
+        results = {name: {"ms": value * 1e3, **kernels.get(name, {})} for name, value in times.items()}
+        print(json.dumps({"machine": describe_machine(str(device)), **vars(args), "results": results}))
+        return
     print(describe_machine(str(device)))
-    logits = torch.randn(args.num_rows, args.vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
+    for name, value in times.items():
+        kernel = " ".join(f"{key} {number:.3g}" for key, number in kernels.get(name, {}).items())
+        print(f"{name:<26} {value * 1e3:>9.2f} ms  {kernel}")
+
+
+def measure_calls(logits: torch.Tensor, rows: dict[str, list[SamplingParams]], rounds: int) -> dict[str, float]:
+    """Seconds of each kind of rows with PyTorch, as the host waits for them."""
     calls: dict[str, Callable[[], object]] = {"argmax alone": lambda: logits.argmax(dim=-1)}
-    for name, params in CASES.items():
-        calls[name] = make_call(logits, [params] * args.num_rows)
-    calls["one top_p, others greedy"] = make_call(logits, [CASES["top_p"]] + [CASES["greedy"]] * (args.num_rows - 1))
+    calls |= {name: make_call(logits, params) for name, params in rows.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for round_ in range(args.rounds + 1):
+    for round_ in range(rounds + 1):
         for name, call in calls.items():
             start = time.perf_counter()
             call()
-            if device.type == "cuda":
+            if logits.is_cuda:
                 torch.cuda.synchronize()
             if round_:  # the first warms up
                 times[name].append(time.perf_counter() - start)
-    for name, values in times.items():
-        print(f"{name:<26} {median(values) * 1e3:>9.2f} ms")
+    return {name: median(values) for name, values in times.items()}
+
+
+def make_batch(logits: torch.Tensor, params: list[SamplingParams]) -> SamplingBatch:
+    seqs = [Sequence(str(i), list(range(100)), one, seed=i) for i, one in enumerate(params)]
+    return map_tensors(build_sampling_batch(seqs), lambda tensor: tensor.to(logits.device))
 
 
 def make_call(logits: torch.Tensor, params: list[SamplingParams]) -> Callable[[], object]:
     """Building the step's sampling tensors, and sampling: what a step pays."""
-    seqs = [Sequence(str(i), list(range(100)), one, seed=i) for i, one in enumerate(params)]
-    return lambda: sample(logits, build_sampling_batch(seqs).to(logits.device))
+    return lambda: sample(logits, make_batch(logits, params))
+
+
+def measure_kernels(
+    logits: torch.Tensor, rows: dict[str, list[SamplingParams]]
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """The same with the Triton kernels, without building the tensors, and how far it is from one read of the logits."""
+    from benchmarks.kernels import copy_bandwidth, seconds
+    from nanovllm.kernels.sample import draw_tokens
+    from nanovllm.sampler import draw_tokens as draw_in_torch
+
+    read_s = logits.numel() * logits.element_size() / copy_bandwidth()
+    for name, params in rows.items():
+        batch = make_batch(logits, params)
+        if batch.penalties is not None or batch.num_logprobs is not None:
+            continue  # these stay in PyTorch
+        is_equal = draw_tokens(logits, batch) == draw_in_torch(logits, batch)
+        time_s = seconds(lambda batch=batch: draw_tokens(logits, batch))
+        yield (
+            name,
+            {
+                "triton ms": time_s * 1e3,
+                "share of one read": read_s / time_s,
+                "tokens as in PyTorch": float(is_equal.float().mean()),
+            },
+        )
 
 
 if __name__ == "__main__":

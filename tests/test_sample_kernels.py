@@ -276,6 +276,15 @@ def test_minus_zero_is_as_likely_as_zero():
             assert token_ids.tolist() == [1, 2, 3, 5]
 
 
+def test_a_min_p_limit_between_two_numbers_of_the_dtype():
+    """In bfloat16, 3 follows 2.984375, and the limit 4 + ln(min_p) is 2.99; -3 and -3.015625 are as close."""
+    for numbers, min_p in (([2.984375, 4.0, 3.0], math.exp(-1.01)), ([-3.015625, -2.0, -3.0], math.exp(-1.01))):
+        logits = torch.tensor([numbers] * 2, device=DEVICE)
+        batch = make_batch([1.0] * 2, [0.0, LAST], min_p=[min_p] * 2)
+        for dtype in DTYPES:
+            assert sample.draw_tokens(logits.to(dtype), batch, chunk=4, capacity=4).tolist() == [1, 2]
+
+
 # ---- greedy
 
 

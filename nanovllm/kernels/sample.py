@@ -266,7 +266,7 @@ def truncate_kernel(
         ordered = tl.sort(maxima, descending=True)
         guess = key_of(tl.max(tl.where(chunks == kth, ordered, LOWEST), 0), ZERO_BITS)
         low = find_limit(
-            low, guess, vocab_size.to(tl.float32), top_k.to(tl.float32), row_ptr, maxima, spare_ptr, vocab_size,
+            low, guess, tl.cast(vocab_size, tl.float32), top_k.to(tl.float32), row_ptr, maxima, spare_ptr, vocab_size,
             row_max, 0.0, ZERO_BITS, CHUNK, GROUP, CAPACITY,
         )
     if top_p < 1:
@@ -382,11 +382,11 @@ def draw_tokens(
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, chunk)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    if not num_rows:
-        return token_ids
+    if num_rows == 0 or vocab_size == 1:  # Triton would make a constant of the 1, and fail
+        return token_ids.zero_()
     maxima, sums = torch.empty(2, num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     is_truncated = batch.top_k is not None or batch.top_p is not None or batch.min_p is not None
-    all_greedy, temperatures, sizes = batch.uniforms is None, batch.temperatures, (vocab_size, logits.stride(0))
+    all_greedy, temperatures, sizes = batch.uniforms is None, batch.temperatures, (vocab_size, row_stride(logits))
     with torch.cuda.device_of(logits):  # Triton launches on the current device, which need not be that of the logits
         stats_kernel[(num_rows * num_chunks,)](
             *(maxima, sums, logits, temperatures, *sizes), ALL_GREEDY=all_greedy, CHUNK=chunk, num_warps=4
@@ -425,7 +425,7 @@ def find_limits(
     top_p = torch.ones(num_rows, **options) if batch.top_p is None else batch.top_p
     truncate_kernel[(num_rows,)](
         *(limits, sums, maxima, torch.empty(num_rows, capacity, **options), logits),
-        *(batch.temperatures, min_p, top_k, top_p, vocab_size, logits.stride(0)),
+        *(batch.temperatures, min_p, top_k, top_p, vocab_size, row_stride(logits)),
         ZERO_BITS=ZERO_BITS[logits.dtype],
         CHUNK=chunk,
         CHUNKS=triton.next_power_of_2(maxima.shape[1]),
@@ -434,6 +434,11 @@ def find_limits(
         num_warps=num_truncate_warps(chunk, group),
     )
     return limits
+
+
+def row_stride(logits: torch.Tensor) -> int:
+    """Of a single row any number is a stride; with its length, it is read by the same code as rows among others."""
+    return logits.stride(0) if len(logits) > 1 else logits.shape[1]
 
 
 def num_truncate_warps(chunk: int, group: int) -> int:
