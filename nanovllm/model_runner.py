@@ -15,7 +15,7 @@ from nanovllm.input_buffer import InputBuffer
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.sampler import LogprobRows, Logprobs, compute_logprobs, sample
+from nanovllm.sampler import Draw, LogprobRows, Logprobs, compute_logprobs, draw_tokens, sample
 from nanovllm.sampling_batch import SamplingBatch
 
 T = TypeVar("T")
@@ -67,12 +67,14 @@ class ModelRunner:
         num_layers: int,
         dtype: torch.dtype,
         device: torch.device,
+        draw: Draw = draw_tokens,
     ) -> None:
         self.model = model
         self.backend = backend
         self.num_layers = num_layers
         self.kv_cache_dtype = backend.kv_cache_dtype or dtype
         self.device = device
+        self.draw = draw
         self.kv_cache = self._empty_cache(0)
         self._inputs = InputBuffer(device, 1 << 16) if device.type == "cuda" else None
         self._compute: Callable[[Batch, torch.Tensor], Computed] = self.compute_eagerly
@@ -114,7 +116,7 @@ class ModelRunner:
 
     def choose_tokens(self, hidden: torch.Tensor, sampling: SamplingBatch) -> tuple[torch.Tensor, Logprobs | None]:
         """hidden: [num_samples, hidden_size] -> [num_samples] int64, and log-probabilities if a row wants them"""
-        return sample(self.model.compute_logits(hidden), sampling)
+        return sample(self.model.compute_logits(hidden), sampling, self.draw)
 
     def _compute_prompt_logprobs(self, hidden: torch.Tensor, batch: Batch) -> Logprobs | None:
         """hidden: [num_tokens, hidden_size]; log-probabilities of the batch's prompt_logprobs.targets, one row each"""
@@ -124,7 +126,7 @@ class ModelRunner:
         parts = []
         for start in range(0, len(prompt.rows), LOGITS_SLICE):
             rows = slice(start, start + LOGITS_SLICE)
-            logits = self.model.compute_logits(hidden[prompt.rows[rows]]).float()  # [LOGITS_SLICE, vocab_size]
+            logits = self.model.compute_logits(hidden[prompt.rows[rows]])  # [LOGITS_SLICE, vocab_size]
             parts.append(compute_logprobs(logits, prompt.targets[rows], prompt.num_logprobs))
         return Logprobs(*[torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Logprobs)])
 

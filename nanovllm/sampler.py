@@ -14,6 +14,8 @@ import torch
 
 from nanovllm.sampling_batch import AllowedTokens, Biases, Penalties, SamplingBatch
 
+Draw = Callable[[torch.Tensor, SamplingBatch], torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Logprobs:
@@ -55,9 +57,7 @@ def draw_tokens(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def sample(
-    logits: torch.Tensor,
-    batch: SamplingBatch,
-    draw: Callable[[torch.Tensor, SamplingBatch], torch.Tensor] = draw_tokens,
+    logits: torch.Tensor, batch: SamplingBatch, draw: Draw = draw_tokens
 ) -> tuple[torch.Tensor, Logprobs | None]:
     """logits: [num_samples, vocab_size] -> token ids [num_samples] int64, and log-probabilities if a row wants them
 

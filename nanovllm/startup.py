@@ -6,10 +6,11 @@ Called by `LLMEngine`, which has read the model's folder before, and makes the s
 """
 
 import gc
+import importlib
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from nanovllm.layers.attention import AttentionBackend, select_backend
 from nanovllm.loader import load_model
 from nanovllm.model_runner import ModelRunner
 from nanovllm.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
+from nanovllm.sampler import Draw, draw_tokens
 from nanovllm.sampling_batch import SamplingBatch
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,8 @@ def start_runner(
     clock = PartsClock()
     with clock.part("backend"):
         backend, description = make_backend(config, device, dtype, shape)
-        has_graphs, graphs = choose_graphs(config, backend, device)
+        draw = choose_draw(config, device)
+        has_graphs, graphs = choose_graphs(config, backend, draw, device)
         description += graphs
     logger.info(description)
     with clock.part("weights"):
@@ -65,7 +68,7 @@ def start_runner(
     with clock.part("layers"):
         if not config.enforce_eager:
             backend.replace_layers(model)
-        runner = ModelRunner(model, backend, shape.num_hidden_layers, dtype, device)
+        runner = ModelRunner(model, backend, shape.num_hidden_layers, dtype, device, draw)
     with clock.part("memory"), advice_on_memory():
         num_kv_blocks = num_blocks_that_fit(runner, config, sizes, has_graphs)
         num_swap_blocks = count_swap_blocks(config.swap_space_bytes, runner.bytes_per_block)
@@ -118,7 +121,15 @@ def make_backend(
     return backend, f"{reasons}; {backend.instructions} on {device}{threads}, {dtype}, blocks of {block_size}"
 
 
-def choose_graphs(config: Config, backend: AttentionBackend, device: torch.device) -> tuple[bool, str]:
+def choose_draw(config: Config, device: torch.device) -> Draw:
+    """What turns logits into tokens: on CUDA kernels that neither sort nor make the host wait, if triton is there."""
+    if device.type == "cuda" and not config.enforce_eager:
+        with suppress(ImportError):
+            return importlib.import_module("nanovllm.kernels.sample").draw_tokens
+    return draw_tokens
+
+
+def choose_graphs(config: Config, backend: AttentionBackend, draw: Draw, device: torch.device) -> tuple[bool, str]:
     """Whether decodes are replayed from CUDA graphs; and on CUDA, a word about it."""
     reason = None
     if device.type != "cuda":
@@ -127,6 +138,8 @@ def choose_graphs(config: Config, backend: AttentionBackend, device: torch.devic
         reason = "enforce_eager=True"
     elif not backend.supports_graphs:
         reason = "this attention backend reads lengths back to the host"
+    elif draw is draw_tokens:
+        reason = "without triton, drawing tokens makes the host wait"
     elif config.enable_cuda_graphs is False:
         reason = "enable_cuda_graphs=False"
     if reason is not None and config.enable_cuda_graphs:

@@ -11,6 +11,7 @@ with children or without a sample replayed; penalties and log-probabilities of r
 
 import dataclasses
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -22,8 +23,10 @@ from nanovllm.cuda_graph import CudaGraphs, DecodeInputs, graph_sizes
 from nanovllm.in_flight import BlockMoves, SchedulerOutput
 from nanovllm.input_buffer import InputBuffer
 from nanovllm.layers import attention
+from nanovllm.sampler import draw_tokens
 from nanovllm.sampling_batch import SamplingBatch
 from nanovllm.sequence import Sequence
+from nanovllm.startup import choose_draw, choose_graphs
 from tests.late_runner import LateRunner
 from tests.recorded_operations import GatherAttention, OperationRecorder
 from tests.test_engine import assert_at_rest, greedy, ids, run, tokens_of
@@ -263,22 +266,46 @@ def test_they_are_refused_where_they_cannot_be(tiny_checkpoint):
         LLMEngine(Config(tiny_checkpoint[0], device="cpu", enable_cuda_graphs=True))
 
 
+def draw_with_kernels(logits, sampling):
+    raise AssertionError("it is only chosen here")
+
+
 @pytest.mark.parametrize(
-    ("options", "backend", "expected"),
+    ("options", "backend", "draw", "expected"),
     [
-        ({}, GatherAttention, "; with CUDA graphs"),
-        ({"enable_cuda_graphs": True}, GatherAttention, "; with CUDA graphs"),
-        ({"enable_cuda_graphs": False}, GatherAttention, "; no CUDA graphs (enable_cuda_graphs=False)"),
-        ({"enforce_eager": True}, GatherAttention, "; no CUDA graphs (enforce_eager=True)"),
-        ({}, attention.TorchAttention, "; no CUDA graphs (this attention backend reads lengths back to the host)"),
+        ({}, GatherAttention, draw_with_kernels, "; with CUDA graphs"),
+        ({"enable_cuda_graphs": True}, GatherAttention, draw_with_kernels, "; with CUDA graphs"),
+        (
+            {"enable_cuda_graphs": False},
+            GatherAttention,
+            draw_with_kernels,
+            "; no CUDA graphs (enable_cuda_graphs=False)",
+        ),
+        ({"enforce_eager": True}, GatherAttention, draw_with_kernels, "; no CUDA graphs (enforce_eager=True)"),
+        (
+            {},
+            attention.TorchAttention,
+            draw_with_kernels,
+            "; no CUDA graphs (this attention backend reads lengths back to the host)",
+        ),
+        ({}, GatherAttention, draw_tokens, "; no CUDA graphs (without triton, drawing tokens makes the host wait)"),
     ],
 )
-def test_who_has_them_on_cuda(options, backend, expected):
-    from nanovllm.startup import choose_graphs
-
+def test_who_has_them_on_cuda(options, backend, draw, expected):
     config = Config("model", **options)
-    chosen = choose_graphs(config, backend(4, 2, 16, 16), torch.device("cuda", 0))
+    chosen = choose_graphs(config, backend(4, 2, 16, 16), draw, torch.device("cuda", 0))
     assert chosen == (expected == "; with CUDA graphs", expected)
+
+
+def test_who_draws_with_kernels(monkeypatch):
+    cuda = torch.device("cuda", 0)
+    assert choose_draw(Config("model"), CPU) is draw_tokens
+    assert choose_draw(Config("model", enforce_eager=True), cuda) is draw_tokens
+    pytest.importorskip("triton")
+    assert choose_draw(Config("model"), cuda).__module__ == "nanovllm.kernels.sample"
+    monkeypatch.delitem(sys.modules, "nanovllm.kernels.sample")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert choose_draw(Config("model"), cuda) is draw_tokens
 
 
 def test_sampling_rows_that_are_drawn_in_a_graph():
