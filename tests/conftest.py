@@ -19,6 +19,7 @@ KERNEL_TESTS = [
     "test_layer_kernels.py",
     "test_few_tokens_kernels.py",
     "test_sample_kernels.py",
+    "test_graph_kernels.py",
 ]
 collect_ignore = []
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":

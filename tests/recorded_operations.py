@@ -1,14 +1,17 @@
-"""A stand-in for CUDA graphs on CPU: records PyTorch's operations, and replays them over the same memory.
+"""A stand-in for CUDA graphs on CPU: records PyTorch's operations, and launches in Triton's interpreter, and replays
+them over the same memory.
 
 As with a graph, whatever Python decided while recording stays decided: shapes, addresses, numbers it took from tensors.
 As with graphs that share a pool, nothing but a graph's results outlives it: all else that a replay has computed is NaN
 afterwards, as it is before.
 """
 
+import contextlib
 import math
+import os
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from nanovllm.layers.attention import TorchAttention
@@ -55,6 +58,32 @@ def memory_of(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
+@contextlib.contextmanager
+def launches_are_operations(log):
+    """What Triton's interpreter runs is recorded as one operation, and not by what it does inside."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    from triton.runtime.interpreter import InterpretedFunction
+
+    run = InterpretedFunction.run
+
+    def run_and_record(kernel, *args, **kwargs):
+        def launch(*args, **kwargs):
+            run(kernel, *args, **kwargs)
+            return ()
+
+        with _disable_current_modes():
+            launch(*args, **kwargs)
+        log.operations.append((launch, args, kwargs, ()))
+
+    InterpretedFunction.run = run_and_record
+    try:
+        yield
+    finally:
+        InterpretedFunction.run = run
+
+
 class OperationRecorder:
     """Takes the place of `cuda_graph.Recorder`."""
 
@@ -65,7 +94,7 @@ class OperationRecorder:
         function()
         self.num_recorded += 1
         log = OperationLog()
-        with log:
+        with log, launches_are_operations(log):
             results = function()
 
         def replay():

@@ -266,26 +266,26 @@ def test_they_are_refused_where_they_cannot_be(tiny_checkpoint):
         LLMEngine(Config(tiny_checkpoint[0], device="cpu", enable_cuda_graphs=True))
 
 
-def draw_with_kernels(logits, sampling):
+def kernels(logits, sampling):
     raise AssertionError("it is only chosen here")
 
 
 @pytest.mark.parametrize(
     ("options", "backend", "draw", "expected"),
     [
-        ({}, GatherAttention, draw_with_kernels, "; with CUDA graphs"),
-        ({"enable_cuda_graphs": True}, GatherAttention, draw_with_kernels, "; with CUDA graphs"),
+        ({}, GatherAttention, kernels, "; with CUDA graphs"),
+        ({"enable_cuda_graphs": True}, GatherAttention, kernels, "; with CUDA graphs"),
         (
             {"enable_cuda_graphs": False},
             GatherAttention,
-            draw_with_kernels,
+            kernels,
             "; no CUDA graphs (enable_cuda_graphs=False)",
         ),
-        ({"enforce_eager": True}, GatherAttention, draw_with_kernels, "; no CUDA graphs (enforce_eager=True)"),
+        ({"enforce_eager": True}, GatherAttention, kernels, "; no CUDA graphs (enforce_eager=True)"),
         (
             {},
             attention.TorchAttention,
-            draw_with_kernels,
+            kernels,
             "; no CUDA graphs (this attention backend reads lengths back to the host)",
         ),
         ({}, GatherAttention, draw_tokens, "; no CUDA graphs (without triton, drawing tokens makes the host wait)"),
@@ -297,7 +297,7 @@ def test_who_has_them_on_cuda(options, backend, draw, expected):
     assert chosen == (expected == "; with CUDA graphs", expected)
 
 
-def test_who_draws_with_kernels(monkeypatch):
+def test_who_draws_with_triton(monkeypatch):
     cuda = torch.device("cuda", 0)
     assert choose_draw(Config("model"), CPU) is draw_tokens
     assert choose_draw(Config("model", enforce_eager=True), cuda) is draw_tokens
