@@ -14,7 +14,6 @@ fraction of the machine's roofline was reached (benchmarks/roofline.py).
 import argparse
 import json
 import time
-from dataclasses import fields
 from pathlib import Path
 
 from benchmarks.common import (
@@ -113,12 +112,8 @@ def parse_option(text: str) -> tuple[str, object]:
         raise argparse.ArgumentTypeError(f"{value!r} is not JSON (a string needs double quotes)") from error
 
 
-def has_cuda_graphs(config_class: type) -> bool:
-    return "enable_cuda_graphs" in {field.name for field in fields(config_class)}
-
-
 def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> Measurement:
-    from nanovllm import LLM, Config, SamplingParams  # here, because other engines' environments lack what it imports
+    from nanovllm import LLM, SamplingParams  # here, because other engines' environments lack what it imports
 
     start = time.perf_counter()
     llm = LLM(
@@ -136,8 +131,8 @@ def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> M
         enable_prefix_caching=not args.no_prefix_caching,
         enforce_eager=args.enforce_eager,
         enable_overlap=args.overlap,
+        enable_cuda_graphs=args.cuda_graphs,
         seed=args.seed,
-        **({"enable_cuda_graphs": args.cuda_graphs} if has_cuda_graphs(Config) else {}),
     )
     startup_s = time.perf_counter() - start
     print(llm.engine.description)
@@ -167,6 +162,7 @@ def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> M
         details={
             "engine_description": llm.engine.description,
             "startup_s": round(startup_s, 2),
+            "startup_parts_s": llm.engine.startup.seconds,
             "steps": stats.steps - before.steps,
             "preemptions": stats.num_preemptions - before.num_preemptions,
             "kv_blocks": stats.num_kv_blocks,
