@@ -21,7 +21,7 @@ import transformers
 
 from nanovllm import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm.cuda_graph import CudaGraphs
-from nanovllm.kernels import is_installed
+from nanovllm.kernels.flash_attention import FlashAttention
 from tests.conftest import hf_greedy
 from tests.test_parity import NUM_OUTPUT_TOKENS, Oracle, assert_at_rest, assert_parity
 from tests.test_replay import make_requests, serve
@@ -32,7 +32,8 @@ ON_A_CARD = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 def place(device, backend):
     marks = ON_A_CARD if device == "cuda" else []
     if backend == "flash_attn":
-        marks = [*marks, pytest.mark.skipif(not is_installed("flash_attn"), reason="flash-attn is not installed")]
+        reason = FlashAttention.why_not(torch.device("cuda"), torch.bfloat16, 64, None)
+        marks = [*marks, pytest.mark.skipif(reason is not None, reason=str(reason))]
     return pytest.param(device, backend, marks=marks, id=f"{device}-{backend}")
 
 
@@ -85,8 +86,8 @@ def oracles(checkpoints, tmp_path_factory):
 
 
 def make_options(device, backend, mode="everything", **options):
-    """Of an engine whose cache is large enough, unless told how large; blocks as small as the backend has them."""
-    block_size = 256 if backend == "flash_attn" else 16
+    """Of an engine whose cache is large enough, unless told how large."""
+    block_size = 256 if backend == "flash_attn" else 16  # any version of flash-attn has blocks of 256
     defaults = {"block_size": block_size, "num_kv_blocks": 9600 // block_size, "max_num_seqs": 40, "dtype": "float32"}
     return {"device": device, "attention_backend": backend, **defaults, **MODES[mode], **options}
 
@@ -422,7 +423,7 @@ def test_an_fp8_cache_changes_little(device, backend):
         texts[kv_cache_dtype] = [output.outputs[0].text for output in outputs]
     agreement = sum(a == b for a, b in zip(*texts.values(), strict=True))
     assert agreement >= len(QUESTIONS) - 1
-    assert errors["auto"] < errors["fp8"] < 4 * errors["auto"]
+    assert errors["auto"] < errors["fp8"] < 6 * errors["auto"]  # rounded to nearest; cut off, it would be 9
 
 
 # ---- memory

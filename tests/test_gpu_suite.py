@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from benchmarks.gpu.profile import Event, busy_by_kind, describe, device_events,
 from benchmarks.gpu.report import best_offline, markdown
 from benchmarks.roofline import Rates, workload_roofline
 
+PATH = Path("does-not-exist.json")
 H200 = Rates(read_bytes_per_s=4.3e12, gemm_flops_per_s=780e12)
 
 # ---- from a trace
@@ -114,6 +116,8 @@ def test_kernels_that_overlap_more_than_a_step_takes_leave_no_negative_idle_time
         ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float>", "sampling"),
         ("void at::native::reduce_kernel<512, 1, ReduceOp<float, at::native::MeanOps<float>>>",
          "norms, rotary, activation, K and V"),
+        ("truncate_kernel", "sampling"),
+        ("norm_rotary_store_kernel", "norms, rotary, activation, K and V"),
         ("store_kv_kernel", "norms, rotary, activation, K and V"),
         ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(...)>", "copies"),
         ("Memcpy DtoH (Device -> Pinned)", "copies"),
@@ -326,6 +330,27 @@ def test_the_best_bfloat16_configuration_is_the_one_reported():
     best = best_offline(results)
     assert (best["configuration"], best["output_tokens_per_second"], best["roofline_fraction"]) == ("overlap", 9, 0.5)
     assert best_offline({"jobs": {}}) is None
+
+
+KERNELS = {
+    "machine": {"device": "G"},
+    "copy_bandwidth": 4.3e12,
+    "layers": {"kernels": [{"kernel": "norm", "us": 2.5}]},
+    "triton, blocks of 16": {"decode": [{"batch": 1, "context": 128, "of copy": "71%"}], "store_kv": []},
+}
+
+
+def test_tables_of_kernels_have_whatever_columns_were_measured():
+    results = gpu_suite.begin(PATH, {"date": "today"}, True, "c")
+    results["jobs"]["kernels"] = {"status": "timeout", "seconds": 1.0, "figures": KERNELS}
+    text = markdown(results)
+    assert "layers: kernels\n\n| kernel | us |\n| --- | ---: |\n| norm | 2.5 |" in text
+    assert (
+        "triton, blocks of 16: decode\n\n| batch | context | of copy |\n| --- | ---: | ---: |\n| 1 | 128 | 71% |"
+        in text
+    )
+    assert "store_kv" not in text
+    assert "| kernels | timeout |" in text
 
 
 # ---- all of it

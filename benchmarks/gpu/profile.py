@@ -32,7 +32,7 @@ DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 KINDS = {
     "attention": ("decode_kernel", "prefill_kernel", "merge_kernel", "flash", "fmha", "attention", "splitkv"),
     "sampling": ("sampl", "argmax", "softmax", "sort", "topk", "top_k", "top_p", "gumbel", "cumsum", "scan", "logprob",
-                 "penal", "uniform", "multinomial"),
+                 "stats_kernel", "truncate_kernel", "pick_kernel", "penal", "uniform", "multinomial"),
     "copies": ("memcpy", "memset", "copy", "catarray", "aten::cat", "aten::to"),
     "matrix products": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "xmma", "splitk", "dot_kernel", "aten::mm",
                         "aten::addmm", "aten::bmm", "linear", "matmul"),

@@ -17,7 +17,7 @@ LABELS = {
     "overlap": "+ overlap of steps",
     "fp8": "+ fp8 KV cache",
     "triton-256": "triton, blocks of 256",
-    "flash_attn": "flash-attn, blocks of 256",
+    "flash_attn": "flash-attn",
     "transformers": "transformers",
 }
 NOT_BF16 = ("fp8", "transformers")  # these are no candidates for the best configuration
