@@ -234,17 +234,19 @@ def test_sampled_tokens_are_those_of_eager_steps(tiny_checkpoint, mode, device, 
 class Exact:
     """A checkpoint whose weights are numbers of `dtype`, in float64 and in `dtype` itself, by `transformers`."""
 
-    def __init__(self, model, dtype, device="cpu", exact_dtype=torch.float64):
+    def __init__(self, model, dtype, device="cpu"):
         self.rough = with_parameters(model, dtype).to(device).eval()
-        self.exact = with_parameters(self.rough, exact_dtype).to(device).eval()
+        self.exact = with_parameters(self.rough, torch.float64)
 
     @torch.no_grad()
     def logprobs(self, model, token_ids, start):
         """[len(token_ids) - start, vocab_size]: what is thought of the tokens from position `start` on."""
-        device = next(model.parameters()).device
-        num_rows = len(token_ids) - start + 1
-        logits = model(torch.tensor([token_ids], device=device), logits_to_keep=num_rows).logits[0, :-1]
-        return logits.double().log_softmax(dim=-1).cpu()
+        cache, logits = None, []
+        for chunk in torch.tensor([token_ids], device=model.device).split(512, dim=1):  # so that scores are not many
+            output = model(chunk, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            logits.append(output.logits[0])
+        return torch.cat(logits)[start - 1 : -1].double().log_softmax(dim=-1).cpu()
 
     def judge(self, outputs):
         """(our errors, those of `transformers` in the same dtype, how much likelier the best token was than ours)"""
@@ -353,13 +355,14 @@ def test_a_long_context(checkpoints, device, backend, dtype):
     """32k tokens on a card: prefilled in chunks, then decoded beside short sequences."""
     num_tokens = 1100 if device == "cpu" else 32_700
     folder, model = checkpoints.make(**LONG, initializer_range=0.08)
-    exact = Exact(model, dtype, device, torch.float32)
+    exact = Exact(model, dtype, device)
     rng = random.Random(1)
     prompts = [[rng.randrange(300) for _ in range(n)] for n in (num_tokens, 3, 100)]
-    options = {"max_num_batched_tokens": num_tokens // 5, "num_kv_blocks": None, "kv_cache_memory_bytes": 1 << 28}
+    budget = min(num_tokens // 5, 2048)
+    options = {"max_num_batched_tokens": budget, "num_kv_blocks": None, "kv_cache_memory_bytes": 1 << 28}
     llm = LLM(folder, **make_options(device, backend, dtype=dtype, **options))
     outputs = judged_outputs(llm, prompts, 24, prompt_logprobs=None)
-    exact.check(outputs, slack=1e-4)  # in float32 the reference's own rounding is of this size
+    exact.check(outputs, slack=2e-5)
     assert llm.get_stats().num_preemptions == 0
 
 

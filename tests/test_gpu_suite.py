@@ -4,13 +4,16 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bench import parse_args as parse_bench_args
-from benchmarks import gpu_suite
+from benchmarks import gpu_suite, roofline
 from benchmarks.common import QWEN3_06B, ModelShape, named_workload, random_workload
 from benchmarks.gpu import jobs as gpu_jobs_module
+from benchmarks.gpu import machine
 from benchmarks.gpu.jobs import Job, gpu_jobs, rehearsal_jobs
 from benchmarks.gpu.profile import Event, busy_by_kind, describe, device_events, kind_of, top_kernels
 from benchmarks.gpu.report import best_offline, markdown
@@ -149,6 +152,45 @@ def test_an_fp8_cache_halves_the_bytes_of_k_and_v_alone():
     assert fp8.decode_s < bf16.decode_s
     assert fp8.prefill_s == bf16.prefill_s
     assert bf16.memory_bound_steps == bf16.num_decode_steps  # far from what the tensor cores could do
+
+
+class FakeEvent:
+    """CUDA's clock, by which every call takes 2 ms."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 2.0
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+def test_rates_of_a_gpu_count_bytes_both_ways_and_products_as_two(fake_cuda, monkeypatch):
+    monkeypatch.setattr(roofline, "CUDA_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(roofline, "CUDA_GEMM_SHAPES", [(8, 16, 32), (64, 16, 32)])
+    assert roofline.measure_cuda_copy_bandwidth("cpu") == (2 << 20) / 2e-3
+    assert roofline.measure_cuda_gemm_rate("bfloat16", "cpu") == 2 * 64 * 16 * 32 / 2e-3
+
+
+def test_what_is_said_of_a_gpu(monkeypatch):
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, total_memory=150_754_820_096)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    answer = SimpleNamespace(returncode=0, stdout="580.159.03, 700.00 W, 1980 MHz, 3201 MHz\n")
+    monkeypatch.setattr(machine.subprocess, "run", lambda *args, **kwargs: answer)
+    described = machine.describe_gpu()
+    assert described["compute_capability"] == "9.0"
+    assert described["driver_version"] == "580.159.03"
+    assert described["clocks.max.memory"] == "3201 MHz"
+    answer.returncode = 9
+    assert "driver_version" not in machine.describe_gpu()
 
 
 # ---- which jobs run
@@ -300,6 +342,40 @@ def test_what_cannot_run_here_is_skipped_with_its_reason(run):
     results = run(Job("kernels", [], 10, "no GPU"))
     assert results["jobs"]["kernels"] == {"status": "skipped", "seconds": 0.0, "reason": "no GPU"}
     assert "| kernels | skipped | 0.0 | no GPU |" in markdown(results)
+
+
+TESTS = """
+import pytest
+def test_good(): pass
+def test_bad(): assert 1 == 2, "because"
+@pytest.mark.skip
+def test_skipped(): pass
+@pytest.fixture
+def broken(): raise ValueError("no fixture")
+def test_unreached(broken): pass
+"""
+
+
+def test_outcomes_of_tests_are_counted_and_failures_named(run, tmp_path):
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "test_other.py").write_text("import nothing_of_this_name")
+    command = [
+        "-m",
+        "benchmarks.gpu.tests",
+        "--output",
+        "{out}",
+        "--",
+        str(tmp_path),
+        "--continue-on-collection-errors",
+    ]
+    job = run(Job("tests", command, 60))["jobs"]["tests"]
+    assert job["status"] == "failed"
+    figures = job["figures"]
+    assert (figures["passed"], figures["failed"], figures["skipped"]) == (1, 3, 1)
+    failures = {name.rpartition("/")[2]: why for name, why in figures["failures"].items()}
+    assert set(failures) == {"test_other.py", "test_some.py::test_bad", "test_some.py::test_unreached"}
+    assert "because" in failures["test_some.py::test_bad"]
+    assert "nothing_of_this_name" in failures["test_other.py"]
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("skipped", 0), ("failed", 1), ("timeout", 1)])
