@@ -61,10 +61,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--trace", help="how the names of the traces begin (default: none are kept)")
     args = parser.parse_args()
-    max_len = args.context_len + NUM_STEPS + TIMED_STEPS + 16
+    max_len = args.context_len + TIMED_STEPS + NUM_STEPS + 200  # with room for what decodes beside others' prefill
     llm = LLM(args.model, load_format="dummy", device=args.device, attention_backend=args.attention_backend,
               max_model_len=max_len, max_num_seqs=max(args.num_seqs), enable_prefix_caching=False)  # fmt: skip
-    record_steps(llm, min(args.num_seqs), 1)  # a profiler's first use takes seconds
+    fill(llm, 1, 8, 1)
+    record_steps(llm, 1, 1)  # a profiler's first use takes seconds
     rows = []
     for num_seqs in args.num_seqs:
         row, trace = measure(llm, num_seqs, args.context_len)
@@ -82,44 +83,49 @@ def main() -> None:
 
 def measure(llm: LLM, num_seqs: int, context_len: int) -> tuple[dict[str, Any], bytes]:
     """The figures of one batch size, and the trace they come from."""
-    fill(llm, num_seqs, context_len, 4 + TIMED_STEPS + NUM_STEPS)
-    for _ in range(3):
-        llm.engine.step()
-    step_us = 1e6 * time_steps(llm, TIMED_STEPS)
-    trace = record_steps(llm, num_seqs, NUM_STEPS, is_filled=True)
+    fill(llm, num_seqs, context_len, 3 + TIMED_STEPS + NUM_STEPS)
+    time_steps(llm, num_seqs, 3)
+    step_us = 1e6 * time_steps(llm, num_seqs, TIMED_STEPS)
+    trace = record_steps(llm, num_seqs, NUM_STEPS)
     events = device_events(json.loads(trace)["traceEvents"])
     return {"num_seqs": num_seqs, **describe(events, NUM_STEPS, step_us)}, trace
 
 
 def fill(llm: LLM, num_seqs: int, context_len: int, num_steps: int) -> None:
-    """Sequences that all decode from here on, for so many steps."""
-    params = SamplingParams(temperature=0, max_tokens=num_steps + 4, ignore_eos=True)
+    """Sequences that all decode from here on, for so many steps at least."""
+    num_prefill_steps = -(-num_seqs * (context_len + 1) // llm.engine.max_num_batched_tokens)
+    # those that are prefilled first decode beside the others' prefill; with overlap one step more is under way
+    params = SamplingParams(temperature=0, max_tokens=num_steps + 2 * num_prefill_steps + 4, ignore_eos=True)
     for i in range(num_seqs):
         llm.engine.add_request(str(i), [(7 * i + j) % 1000 for j in range(context_len)], params, stream=False)
     while llm.engine.step().num_prefill_tokens:
         pass
 
 
-def time_steps(llm: LLM, num_steps: int) -> float:
+def time_steps(llm: LLM, num_seqs: int, num_steps: int) -> float:
     """Median seconds from the end of one step to the end of the next."""
     ends = [time.perf_counter()]
     for _ in range(num_steps):
-        llm.engine.step()
+        decode_all(llm, num_seqs)
         ends.append(time.perf_counter())
     return median(later - earlier for earlier, later in zip(ends, ends[1:], strict=False))
 
 
-def record_steps(llm: LLM, num_seqs: int, num_steps: int, is_filled: bool = False) -> bytes:
+def decode_all(llm: LLM, num_seqs: int) -> None:
+    step = llm.engine.step()
+    if (step.num_decode_tokens, step.num_prefill_tokens) != (num_seqs, 0):
+        raise RuntimeError(f"a step of {num_seqs} decodes had {step.num_decode_tokens}, and {step.num_prefill_tokens}")
+
+
+def record_steps(llm: LLM, num_seqs: int, num_steps: int) -> bytes:
     """torch.profiler's trace of the next steps; then the requests are finished."""
-    if not is_filled:
-        fill(llm, num_seqs, 8, num_steps)
     is_cuda = llm.engine.runner.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * is_cuda
     if is_cuda:
         torch.cuda.synchronize()  # what is in flight stays out of the trace
     with profile(activities=activities) as profiler:
         for _ in range(num_steps):
-            llm.engine.step()
+            decode_all(llm, num_seqs)
         if is_cuda:
             torch.cuda.synchronize()  # and what was launched last is in it
     while llm.engine.has_unfinished_requests():
