@@ -100,7 +100,8 @@ def choose(jobs: list[Job], results: Results, only: list[str], again: list[str] 
     wanted = [job for job in jobs if not only or is_named(job, only)]
     repeated = [] if again is None else [job for job in wanted if not again or is_named(job, again)]
     chosen = [job for job in wanted if job in repeated or results["jobs"].get(job.name, {}).get("status") != "ok"]
-    return [job for job in wanted if job in chosen or (chosen and job.stage == "picture")]
+    is_news = any(job.skip is None for job in chosen)
+    return [job for job in wanted if job in chosen or (is_news and job.stage == "picture")]
 
 
 def is_named(job: Job, names: Sequence[str]) -> bool:

@@ -313,18 +313,18 @@ def test_a_job_that_fails_is_told_and_the_rest_goes_on(run):
 
 def test_a_job_that_hangs_is_stopped_with_its_children_and_says_where(run, tmp_path):
     mark = tmp_path / "mark"
-    child = f"import time, pathlib; time.sleep(3); pathlib.Path({str(mark)!r}).touch()"
+    child = f"import time, pathlib; time.sleep(2); pathlib.Path({str(mark)!r}).touch()"
     code = (
         "import signal, subprocess, sys, time\n"
         f"subprocess.Popen([sys.executable, '-c', {child!r}])\n"
         "def sleep_here():\n    time.sleep(60)\n"
         "sleep_here()"
     )
-    results = run(python("hangs", code, limit_s=1.5), python("later", WRITE.format("{}")))
+    results = run(python("hangs", code, limit_s=1.0), python("later", WRITE.format("{}")))
     assert [job["status"] for job in results["jobs"].values()] == ["timeout", "ok"]
     assert results["jobs"]["hangs"]["seconds"] < 6
     assert "sleep_here" in results["jobs"]["hangs"]["tail"]
-    time.sleep(2)
+    time.sleep(1.2)
     assert not mark.exists()
 
 

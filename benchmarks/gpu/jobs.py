@@ -121,7 +121,7 @@ def rehearsal_jobs() -> list[Job]:
     bench = ["bench.py", "--json", "{out}", "{rates}", *tiny, "--load-format", "auto", "--num-requests", "6"]
     bench += ["--input-len", "4", "12", "--output-len", "4", "8", "--max-model-len", "64"]
     ours = [*bench, "--attention-backend", "torch"]
-    record = ["-m", "benchmarks.gpu.tests", "--output", "{out}", "--", "tests/test_config.py"]
+    record = ["-m", "benchmarks.gpu.tests", "--output", "{out}", "--", "--noconftest", "tests/test_config.py"]
     hf = ["--engine", "hf", "--first", "4", "--hf-batch-size", "4"]
     latency = [*tiny, "--input-len", "8", "--output-len", "8", "--long-len", "100"]
     profile = ["-m", "benchmarks.gpu.profile", "--output", "{out}", "--trace", "{stem}", *tiny, "--num-seqs", "4", "1"]
