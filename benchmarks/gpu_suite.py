@@ -167,9 +167,14 @@ class Suite:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "figures.json"
             limit_s = min(job.limit_s, self.left_s)
-            entry = run_process(self.fill_in(job.command, out), limit_s, Path(folder) / "log")
+            log = Path(folder) / "log"
+            entry = run_process(self.fill_in(job.command, out), limit_s, log)
+            if "{out}" not in job.command:
+                out.write_bytes(log.read_bytes().strip().rpartition(b"\n")[2])
             with contextlib.suppress(OSError, ValueError):  # it wrote nothing, or was stopped while it wrote
-                entry["figures"] = json.loads(out.read_text(encoding="utf-8"))
+                figures = json.loads(out.read_text(encoding="utf-8"))
+                if isinstance(figures, dict):
+                    entry["figures"] = figures
         if entry["status"] == "timeout" and limit_s < job.limit_s:
             entry |= {"status": "skipped", "reason": "the suite's time was used up while it ran"}
         return entry

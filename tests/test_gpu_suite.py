@@ -429,6 +429,15 @@ def test_tables_of_kernels_have_whatever_columns_were_measured():
     assert "| kernels | timeout |" in text
 
 
+def test_a_job_may_print_its_figures_last(run):
+    figures = {"results": {"greedy": {"ms": 1.23456}, "top_p": {"ms": 20.0, "triton ms": 0.5}}}
+    code = f"import json; print('hello'); print(json.dumps({figures!r}))"
+    results = run(Job("sampling", ["-c", code], 30), Job("prose", ["-c", "print(7)"], 30))
+    assert results["jobs"]["sampling"]["figures"] == figures
+    assert results["jobs"]["prose"].keys() == {"status", "seconds"}
+    assert "| greedy | 1.23 |  |\n| top_p | 20 | 0.5 |" in markdown(results)
+
+
 # ---- all of it
 
 

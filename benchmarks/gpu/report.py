@@ -153,10 +153,11 @@ def kernel_tables(results: Results) -> str:
 
 
 def sampling_table(results: Results) -> str:
-    flat = {name: value for name, value in figures(results, "sampling").items() if isinstance(value, dict)}
-    parts = [table([name, "value"], [[k, v] for k, v in value.items() if not isinstance(v, dict | list)])
-             for name, value in flat.items() if name != "machine"]  # fmt: skip
-    return section("Sampling alone", *[part for part in parts if part.count("\n") > 1])
+    """The cases of benchmarks.sampling, whatever was measured of each."""
+    rows = figures(results, "sampling").get("results", {})
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    lines = [[name, *[f"{row[c]:.3g}" if c in row else None for c in columns]] for name, row in rows.items()]
+    return section("Sampling alone", table(["requests ask for", *columns], lines))
 
 
 def job_table(results: Results) -> str:
