@@ -16,7 +16,7 @@ from benchmarks.gpu import jobs as gpu_jobs_module
 from benchmarks.gpu import machine
 from benchmarks.gpu.jobs import Job, gpu_jobs, rehearsal_jobs
 from benchmarks.gpu.profile import Event, busy_by_kind, describe, device_events, kind_of, top_kernels
-from benchmarks.gpu.report import best_offline, markdown
+from benchmarks.gpu.report import best_offline, markdown, offline_table
 from benchmarks.roofline import Rates, workload_roofline
 
 PATH = Path("does-not-exist.json")
@@ -120,6 +120,7 @@ def test_kernels_that_overlap_more_than_a_step_takes_leave_no_negative_idle_time
         ("void at::native::reduce_kernel<512, 1, ReduceOp<float, at::native::MeanOps<float>>>",
          "norms, rotary, activation, K and V"),
         ("truncate_kernel", "sampling"),
+        ("few_tokens_kernel", "matrix products"),
         ("norm_rotary_store_kernel", "norms, rotary, activation, K and V"),
         ("store_kv_kernel", "norms, rotary, activation, K and V"),
         ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(...)>", "copies"),
@@ -406,6 +407,19 @@ def test_the_best_bfloat16_configuration_is_the_one_reported():
     best = best_offline(results)
     assert (best["configuration"], best["output_tokens_per_second"], best["roofline_fraction"]) == ("overlap", 9, 0.5)
     assert best_offline({"jobs": {}}) is None
+
+
+def test_steps_of_the_ablation_keep_their_order_whatever_ran_first():
+    results = offline(transformers=(2, "ok"), overlap=(9, "ok"), something=(3, "ok"), eager=(5, "ok"))
+    results["jobs"]["offline/transformers"]["figures"]["requests"] = 64
+    lines = offline_table(results).splitlines()
+    names = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("|")][2:]
+    assert names == [
+        "PyTorch's layers, triton attention",
+        "+ overlap of steps",
+        "transformers, the first 64 requests",
+        "something",
+    ]
 
 
 KERNELS = {

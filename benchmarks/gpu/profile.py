@@ -34,7 +34,7 @@ KINDS = {
     "sampling": ("sampl", "argmax", "softmax", "sort", "topk", "top_k", "top_p", "gumbel", "cumsum", "scan", "logprob",
                  "stats_kernel", "truncate_kernel", "pick_kernel", "penal", "uniform", "multinomial"),
     "copies": ("memcpy", "memset", "copy", "catarray", "aten::cat", "aten::to"),
-    "matrix products": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "xmma", "splitk", "dot_kernel", "aten::mm",
+    "matrix products": ("gemm", "gemv", "nvjet", "cutlass", "cublas", "xmma", "splitk", "dot_kernel", "few_tokens", "aten::mm",
                         "aten::addmm", "aten::bmm", "linear", "matmul"),
     "norms, rotary, activation, K and V": ("norm", "rope", "rotary", "silu", "swiglu", "gate", "store", "elementwise",
                                            "reduce_kernel", "aten::mul", "aten::add", "aten::pow", "aten::rsqrt",

@@ -45,7 +45,14 @@ def figures(results: Results, name: str) -> dict[str, Any]:
 def stage_rows(results: Results, stage: str) -> dict[str, dict[str, Any]]:
     """By what follows the slash in a job's name: the figures of a stage's jobs that went well."""
     rows = {name.partition("/")[2]: job for name, job in results["jobs"].items() if name.startswith(f"{stage}/")}
-    return {name: job["figures"] for name, job in rows.items() if job["status"] == "ok" and job.get("figures")}
+    order = list(LABELS)
+    names = sorted(rows, key=lambda name: order.index(name) if name in order else len(order))  # not as they were run
+    return {name: rows[name]["figures"] for name in names if rows[name]["status"] == "ok" and rows[name].get("figures")}
+
+
+def label(name: str, row: dict[str, Any]) -> str:
+    """What a job of the stage `offline` is called; `transformers` serves only some of the requests."""
+    return f"transformers, the first {row['requests']} requests" if name == "transformers" else LABELS.get(name, name)
 
 
 def best_offline(results: Results) -> dict[str, Any] | None:
@@ -97,7 +104,7 @@ def describe_machine(results: Results) -> str:
 
 def offline_table(results: Results) -> str:
     rows = [
-        [LABELS.get(name, name), f"{row['output_tokens_per_second']:,.0f}", percent(row.get("roofline_fraction")),
+        [label(name, row), f"{row['output_tokens_per_second']:,.0f}", percent(row.get("roofline_fraction")),
          row["elapsed_s"], row.get("steps"), row.get("preemptions"), row.get("startup_s"), row["requests"]]
         for name, row in stage_rows(results, "offline").items()
     ]  # fmt: skip
@@ -105,7 +112,7 @@ def offline_table(results: Results) -> str:
               "start-up in s", "requests"]  # fmt: skip
     note = (
         "Each line is a process of its own; the first five add to each other, those after are other choices with "
-        "everything on. `transformers` serves only the first requests of the workload, as one static padded batch."
+        "everything on. `transformers` serves its requests as one static padded batch."
     )
     return section("Offline throughput", table(header, rows), note if rows else "")
 
@@ -188,7 +195,7 @@ def draw_ablation(results: Results, path: Path) -> None:
         speed, share = row["output_tokens_per_second"], row.get("roofline_fraction")
         axes.barh(-y, speed, 0.7, color="tab:gray" if name == "transformers" else "tab:blue")
         axes.text(speed, -y, f" {speed:,.0f}" + (f" ({share:.0%})" if share else ""), va="center", fontsize=8)
-    axes.set_yticks([-y for y in range(len(rows))], [LABELS.get(name, name) for name in rows], fontsize=8)
+    axes.set_yticks([-y for y in range(len(rows))], [label(*item) for item in rows.items()], fontsize=8)
     axes.set_xlabel("output tokens per second (share of the roofline)", fontsize=8)
     axes.set_title(f"{caption(results)}: offline workload, Qwen3-0.6B's shape", fontsize=9)
     axes.margins(x=0.18)
