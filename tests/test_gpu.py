@@ -6,9 +6,10 @@ the engine may differ as much as `transformers` itself does in that precision; a
 everything switched off, serving one request at a time. `python -m benchmarks.gpu_suite --only tests` runs these and
 the kernels' own tests.
 
-Broken by hand on CPU, and seen here: attention without its scale; a block table's last block left out; the newest
-token of the step before taken from the wrong row; K and V of another layer; uniforms drawn anew in each step; an fp8
-cache of 2 bits' precision; a preempted sequence that is not computed anew.
+Broken by hand on CPU, and seen here: attention with another scale; a decode that does not see its own token; the newest
+token of the step before taken from the wrong row; K and V of another layer; positions rounded to bfloat16; uniforms
+that depend on the batch; V that is not copied on write; swapped blocks that come back in another order; a preempted
+sequence that goes on one token too far; an fp8 cache of 2 bits' precision.
 """
 
 import copy
