@@ -7,8 +7,8 @@
     python bench.py --num-requests 64 --input-len 100 500 --output-len 16 64
 
 The default model has the exact shape of Qwen3-0.6B, and dummy weights, so nothing is downloaded: speed does not depend
-on what the weights are. Every request generates exactly the tokens that the workload says. On CPU, or with `--rates`,
-the report tells which fraction of the machine's roofline was reached (benchmarks/roofline.py).
+on what the weights are. Every request generates exactly the tokens that the workload says. The report tells which
+fraction of the machine's roofline was reached (benchmarks/roofline.py).
 """
 
 import argparse
@@ -41,18 +41,22 @@ def main() -> None:
         workload = random_workload(args.num_requests, args.input_len, args.output_len, args.seed, shape.vocab_size)
     else:
         workload = named_workload(args.workload or ("W" if device == "cpu" else "offline"), shape.vocab_size)
+    if args.first:
+        workload = workload.first(args.first)
     print(f"{args.engine}: {len(workload.prompts)} requests, {workload.num_prompt_tokens} tokens in, "
           f"{workload.num_output_tokens} out, {device}, dtype {dtype}")  # fmt: skip
     rates = [Rates(*(1e9 * rate for rate in args.rates))] if args.rates else []
-    measures_rates = device == "cpu" and not (args.rates or args.no_roofline)
+    measures_rates = not (args.rates or args.no_roofline)
     if measures_rates:
-        rates.append(measure_rates_apart(dtype))
+        rates.append(measure_rates_apart(dtype, device))
     measurement = {"nanovllm": run_nanovllm, **PEERS}[args.engine](workload, args, device)
     report = {"workload": workload.name, "model": args.model.name, "dtype": dtype, **measurement.report()}
-    if measures_rates:  # once more: if others use the machine for a while, its best is still likely to be seen
+    if (
+        measures_rates and device == "cpu"
+    ):  # once more: if others use the machine for a while, its best is still likely to be seen
         rates.append(measure_rates_apart(dtype))
     if rates:
-        report |= report_roofline(shape, workload, dtype, best_rates(rates), measurement.elapsed_s)
+        report |= report_roofline(shape, workload, dtype, best_rates(rates), measurement.elapsed_s, args.kv_cache_dtype)
     report["machine"] = describe_machine(device, PACKAGES[args.engine])
     for name, value in report.items():
         print(f"{name:<26} {value}")
@@ -69,6 +73,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--workload", choices=["offline", "W", "W2", "W3"], help="default: offline on CUDA, W on CPU")
     parser.add_argument("--num-requests", type=int, help="a random workload of so many requests instead")
+    parser.add_argument("--first", type=int, metavar="N", help="the workload's first N requests alone")
     parser.add_argument("--input-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
     parser.add_argument("--output-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
     parser.add_argument("--seed", type=int, default=0)
@@ -86,6 +91,9 @@ def parse_args() -> argparse.Namespace:
     ours.add_argument("--block-size", type=int)
     ours.add_argument("--num-kv-blocks", type=int)
     ours.add_argument("--attention-backend", default="auto")
+    ours.add_argument("--kv-cache-dtype", default="auto", help="auto (the model's) or fp8")
+    ours.add_argument("--overlap", action=argparse.BooleanOptionalAction, help="launch steps ahead (default: on CUDA)")
+    ours.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, help="of decodes (default: on CUDA)")
     theirs = parser.add_argument_group("hf, vllm, llamacpp")
     theirs.add_argument("--hf-batch-size", type=int, default=32, help="requests in a static batch (default: 32)")
     theirs.add_argument("--engine-option", type=parse_option, action="append", default=[], metavar="NAME=JSON",
@@ -107,6 +115,7 @@ def parse_option(text: str) -> tuple[str, object]:
 def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> Measurement:
     from nanovllm import LLM, SamplingParams  # here, because other engines' environments lack what it imports
 
+    start = time.perf_counter()
     llm = LLM(
         model=args.model,
         load_format=args.load_format,
@@ -118,14 +127,21 @@ def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> M
         block_size=args.block_size,
         num_kv_blocks=args.num_kv_blocks,
         attention_backend=args.attention_backend,
+        kv_cache_dtype=args.kv_cache_dtype,
         enable_prefix_caching=not args.no_prefix_caching,
         enforce_eager=args.enforce_eager,
+        enable_overlap=args.overlap,
+        enable_cuda_graphs=args.cuda_graphs,
         seed=args.seed,
     )
+    startup_s = time.perf_counter() - start
     print(llm.engine.description)
     params = [SamplingParams(temperature=args.temperature, max_tokens=n, ignore_eos=True) for n in workload.output_lens]
-    llm.generate(workload.prompts[:2], SamplingParams(temperature=args.temperature, max_tokens=4), use_tqdm=False)
+    # kernels are compiled for what they meet first; on a GPU a short run of everything costs no more than seconds
+    warm_up = workload.prompts[:2] if device == "cpu" else workload.prompts
+    llm.generate(warm_up, SamplingParams(temperature=args.temperature, max_tokens=4, ignore_eos=True), use_tqdm=False)
     llm.reset_prefix_cache()  # the warm-up must not have computed anything in advance
+    before = llm.get_stats()
     start = time.perf_counter()
     outputs = llm.generate(workload.prompts, params)
     elapsed = time.perf_counter() - start
@@ -143,6 +159,14 @@ def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> M
         ttfts_s=[output.metrics.ttft for output in outputs if output.metrics.ttft is not None],
         tpots_s=[output.metrics.tpot for output in outputs if output.metrics.tpot is not None],
         peak_memory_bytes=peak_memory_bytes(device),
+        details={
+            "engine_description": llm.engine.description,
+            "startup_s": round(startup_s, 2),
+            "startup_parts_s": llm.engine.startup.seconds,
+            "steps": stats.steps - before.steps,
+            "preemptions": stats.num_preemptions - before.num_preemptions,
+            "kv_blocks": stats.num_kv_blocks,
+        },
     )
 
 

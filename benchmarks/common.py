@@ -14,7 +14,7 @@ import random
 import resource
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,11 @@ class Workload:
     def num_output_tokens(self) -> int:
         return sum(self.output_lens)
 
+    def first(self, num_requests: int) -> "Workload":
+        """The first requests alone, under a name that says so."""
+        name = f"{self.name}, the first {num_requests}"
+        return Workload(name, self.prompts[:num_requests], self.output_lens[:num_requests])
+
 
 def named_workload(name: str, vocab_size: int) -> Workload:
     """`offline`, `W`, `W2` or `W3` of workloads.json."""
@@ -151,6 +156,7 @@ class Measurement:
     ttfts_s: list[float]
     tpots_s: list[float]
     peak_memory_bytes: int
+    details: dict[str, object] = field(default_factory=dict)  # what only one engine can tell
 
     def report(self) -> dict[str, object]:
         """Flat figures, as they are printed and written as JSON."""
@@ -166,6 +172,7 @@ class Measurement:
             "ttft_s": percentiles(self.ttfts_s),
             "tpot_s": percentiles(self.tpots_s),
             "peak_memory_bytes": self.peak_memory_bytes,
+            **self.details,
         }
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.roofline                # this machine's rates, and the rooflines of W, W2 and W3
     python -m benchmarks.roofline --dtype float32
+    python -m benchmarks.roofline --device cuda  # those of a GPU, and the roofline of the offline workload
 
 A lower bound on the time, from two rates that are measured right here, under two idealizations: arithmetic runs at the
 rate of the best matrix product, memory is read at the rate of the best streaming read, and the two overlap perfectly;
@@ -9,7 +10,8 @@ batching is perfect too, with all requests in every step from the first on. What
 engine can avoid: a prefix that all prompts share is computed once and read once per step, scores are computed only for
 positions that are sampled, and norms, activations, sampling and the writing of results cost nothing.
 
-The counting is pure (numbers in, numbers out) and knows nothing of devices: for a GPU, pass its rates.
+The counting is pure (numbers in, numbers out) and knows nothing of devices. On a GPU the rate of memory is that of a
+copy, bytes read and written, which is what its memory can do at best.
 """
 
 import argparse
@@ -29,6 +31,8 @@ from benchmarks.common import DTYPE_BYTES, QWEN3_06B, ModelShape, Workload, name
 
 READ_BYTES = 512 << 20  # far more than any cache holds
 GEMM_SHAPES = [(1024, 3072, 1024), (2048, 1024, 6144), (2048, 4096, 4096)]  # tokens, inputs, outputs
+CUDA_COPY_BYTES = 1 << 30
+CUDA_GEMM_SHAPES = [(8192, 4096, 4096), (8192, 8192, 8192)]
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,14 @@ def roofline(
     shared_len: int,
     bytes_per_value: int,
     rates: Rates,
+    bytes_per_kv_value: int | None = None,
 ) -> Roofline:
-    """The bound for requests that all start together and whose prompts agree in their first `shared_len` tokens."""
+    """The bound for requests that all start together and whose prompts agree in their first `shared_len` tokens.
+
+    `bytes_per_kv_value` is given where the KV cache is in another dtype than the weights, such as fp8.
+    """
     check_lens(prompt_lens, output_lens, shared_len)
+    kv_token_bytes = shape.kv_values_per_token * (bytes_per_kv_value or bytes_per_value)
     weight_bytes = (shape.body_params + shape.head_params) * bytes_per_value
     prefill_flops = count_prefill_flops(shape, prompt_lens, shared_len)
     prefill_s = max(prefill_flops / rates.gemm_flops_per_s, weight_bytes / rates.read_bytes_per_s)
@@ -77,7 +86,7 @@ def roofline(
         contexts = [p + step for p, n in zip(prompt_lens, output_lens, strict=True) if n > step]
         flops = sum(token_flops(shape, context) + 2 * shape.head_params for context in contexts)
         kv_tokens = shared_len + sum(context - shared_len for context in contexts)
-        read_bytes = weight_bytes + kv_tokens * shape.kv_values_per_token * bytes_per_value
+        read_bytes = weight_bytes + kv_tokens * kv_token_bytes
         compute_s, read_s = flops / rates.gemm_flops_per_s, read_bytes / rates.read_bytes_per_s
         decode_s += max(compute_s, read_s)
         memory_bound_steps += read_s > compute_s
@@ -127,17 +136,20 @@ def shared_prefix_len(prompts: Sequence[Sequence[int]]) -> int:
     return next((i for i in range(limit) if first[i] != last[i]), limit)
 
 
-def workload_roofline(shape: ModelShape, workload: Workload, dtype: str, rates: Rates) -> Roofline:
+def workload_roofline(
+    shape: ModelShape, workload: Workload, dtype: str, rates: Rates, kv_cache_dtype: str = "auto"
+) -> Roofline:
     prompt_lens = [len(prompt) for prompt in workload.prompts]
     shared = shared_prefix_len(workload.prompts)
-    return roofline(shape, prompt_lens, workload.output_lens, shared, DTYPE_BYTES[dtype], rates)
+    kv_bytes = 1 if kv_cache_dtype == "fp8" else None
+    return roofline(shape, prompt_lens, workload.output_lens, shared, DTYPE_BYTES[dtype], rates, kv_bytes)
 
 
 def report_roofline(
-    shape: ModelShape, workload: Workload, dtype: str, rates: Rates, elapsed_s: float
+    shape: ModelShape, workload: Workload, dtype: str, rates: Rates, elapsed_s: float, kv_cache_dtype: str = "auto"
 ) -> dict[str, object]:
     """Flat figures for bench.py's report: the fraction reached, and what the bound consists of."""
-    bound = workload_roofline(shape, workload, dtype, rates)
+    bound = workload_roofline(shape, workload, dtype, rates, kv_cache_dtype)
     figures = {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(bound).items()}
     return {
         "roofline_fraction": round(bound.total_s / elapsed_s, 4),
@@ -145,14 +157,16 @@ def report_roofline(
     }
 
 
-def measure_rates(dtype: str) -> Rates:
-    """This machine's CPU, with as many threads as torch uses; under three seconds."""
+def measure_rates(dtype: str, device: str = "cpu") -> Rates:
+    """This machine's CPU, with as many threads as torch uses, or its GPU; under three seconds."""
+    if device.startswith("cuda"):
+        return Rates(measure_cuda_copy_bandwidth(device), measure_cuda_gemm_rate(dtype, device))
     return Rates(measure_read_bandwidth(), measure_gemm_rate(dtype))
 
 
-def measure_rates_apart(dtype: str) -> Rates:
+def measure_rates_apart(dtype: str, device: str = "cpu") -> Rates:
     """`measure_rates` in a process of its own, so that its buffers and threads do not count among an engine's."""
-    command = [sys.executable, "-m", "benchmarks.roofline", "--rates-only", "--dtype", dtype]
+    command = [sys.executable, "-m", "benchmarks.roofline", "--rates-only", "--dtype", dtype, "--device", device]
     root = Path(__file__).resolve().parent.parent
     result = subprocess.run(command, capture_output=True, text=True, cwd=root)
     if result.returncode:
@@ -205,6 +219,37 @@ def packed_linear(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], torch.T
     return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
+def measure_cuda_copy_bandwidth(device: str) -> float:
+    """Bytes per second, read and written, of a copy that is far larger than the L2 cache."""
+    source = torch.zeros(CUDA_COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * CUDA_COPY_BYTES / best_cuda_time(lambda: target.copy_(source), 20)
+
+
+def measure_cuda_gemm_rate(dtype: str, device: str) -> float:
+    """The best of several large products y = x·Wᵀ of random numbers, in FLOP/s: zeros would run faster."""
+    rates = []
+    for num_tokens, num_inputs, num_outputs in CUDA_GEMM_SHAPES:
+        x = torch.randn(num_tokens, num_inputs, device=device).to(getattr(torch, dtype))
+        weight = torch.randn(num_outputs, num_inputs, device=device).to(x.dtype)
+        time_s = best_cuda_time(lambda x=x, weight=weight: torch.nn.functional.linear(x, weight), 20)
+        rates.append(2 * num_tokens * num_inputs * num_outputs / time_s)
+    return max(rates)
+
+
+def best_cuda_time(work: Callable[[], Any], rounds: int) -> float:
+    """Seconds of one call by the device's own clock, the best of `rounds`."""
+    for _ in range(3):
+        work()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(rounds)]
+    for start, end in events:
+        start.record()
+        work()
+        end.record()
+    torch.cuda.synchronize()
+    return min(start.elapsed_time(end) for start, end in events) / 1e3
+
+
 def best_time(work: Callable[[], Any], rounds: int) -> float:
     times = []
     for _ in range(rounds):
@@ -215,22 +260,24 @@ def best_time(work: Callable[[], Any], rounds: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The rooflines of the CPU workloads on this machine.")
+    parser = argparse.ArgumentParser(description="The rooflines of the named workloads on this machine.")
     parser.add_argument("--dtype", default="auto", help="auto (the model's), bfloat16, float16, float32")
     parser.add_argument("--model", type=Path, default=QWEN3_06B)
     parser.add_argument("--rates-only", action="store_true", help="print the measured rates as JSON, and nothing else")
+    parser.add_argument("--device", default="cpu", help="cpu (default), or cuda for a GPU's rates")
     args = parser.parse_args()
     dtype = resolve_dtype_name(args.dtype, args.model)
-    rates = measure_rates(dtype)
+    rates = measure_rates(dtype, args.device)
     if args.rates_only:
         print(json.dumps(asdict(rates)))
         return
-    print(f"{rates.read_bytes_per_s / 1e9:.1f} GB/s read, {rates.gemm_flops_per_s / 1e9:.0f} GFLOP/s {dtype}")
+    verb = "read" if args.device == "cpu" else "copied"
+    print(f"{rates.read_bytes_per_s / 1e9:.1f} GB/s {verb}, {rates.gemm_flops_per_s / 1e9:.0f} GFLOP/s {dtype}")
     shape = ModelShape.from_folder(args.model)
-    for name in ("W", "W2", "W3"):
+    for name in ("W", "W2", "W3") if args.device == "cpu" else ("offline",):
         bound = workload_roofline(shape, named_workload(name, shape.vocab_size), dtype, rates)
         print(
-            f"{name:<3} {bound.output_tokens_per_second:6.1f} tokens/s at most: prefill {bound.prefill_s:.2f} s, "
+            f"{name:<7} {bound.output_tokens_per_second:6.1f} tokens/s at most: prefill {bound.prefill_s:.2f} s, "
             f"decode {bound.decode_s:.2f} s ({bound.memory_bound_steps} of {bound.num_decode_steps} steps memory-bound)"
         )
 

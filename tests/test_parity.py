@@ -38,9 +38,9 @@ SHAPES = {
 class Oracle:
     """A checkpoint with random norms and biases too, and what `transformers` answers: each prompt is computed once."""
 
-    def __init__(self, name, checkpoints, tmp_path_factory):
+    def __init__(self, name, shape, checkpoints, tmp_path_factory):
         self.generator = torch.Generator().manual_seed(1)
-        self.model = copy.deepcopy(checkpoints.make(**SHAPES[name])[1])
+        self.model = copy.deepcopy(checkpoints.make(**shape)[1])
         with torch.no_grad():
             for parameter_name, parameter in self.model.named_parameters():
                 noise = torch.randn(parameter.shape, generator=self.generator)
@@ -90,7 +90,7 @@ def oracles(checkpoints, tmp_path_factory):
 
     def get(name):
         if name not in made:
-            made[name] = Oracle(name, checkpoints, tmp_path_factory)
+            made[name] = Oracle(name, SHAPES[name], checkpoints, tmp_path_factory)
         return made[name]
 
     return get

@@ -1,0 +1,143 @@
+"""Which jobs the GPU suite consists of: what each runs, for how long at most, and where it cannot run.
+
+A job is one process. `{out}` in its command is the JSON file that it writes (without, it prints a line of JSON last),
+`{stem}` begins the names of other files that it leaves, `{results}` is the suite's own file so far, `{images}` the
+folder of pictures, and `{rates}` the machine's rates as bench.py takes them. Called by `benchmarks.gpu_suite`; the
+rehearsal is the same list, on a CPU, with the bundled model and little work.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nanovllm.kernels.flash_attention import FlashAttention
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TINY_MODEL = str(ROOT / "nanovllm" / "assets" / "tiny-qwen3")
+HF_REQUESTS = 64  # of the 256: `transformers` would take minutes for all of them
+# Step by step: what is switched off yet, then what else is tried. All in bfloat16 but the fp8 cache.
+ABLATION = {
+    "eager": ["--enforce-eager", "--no-cuda-graphs", "--no-overlap"],
+    "layers": ["--no-cuda-graphs", "--no-overlap"],
+    "graphs": ["--no-overlap"],
+    "overlap": [],
+    "fp8": ["--kv-cache-dtype", "fp8"],
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    """`offline/graphs`: what comes before the slash is its stage."""
+    command: list[str]
+    """Arguments of Python."""
+    limit_s: float
+    """It is stopped after so many seconds."""
+    skip: str | None = None
+    """Why it cannot run here."""
+
+    @property
+    def stage(self) -> str:
+        return self.name.partition("/")[0]
+
+
+def gpu_jobs() -> list[Job]:
+    """In the order in which they run. Their limits are several times what they should take."""
+    return [
+        Job("machine", ["-m", "benchmarks.gpu.machine", "--output", "{out}"], 60),
+        *test_jobs(),
+        Job(
+            "kernels",
+            ["-m", "benchmarks.kernels", "--fp8", "--context", "128", "1024", "8192", "32768", "--output", "{out}"],
+            120,
+        ),  # fmt: skip
+        sampling_job(["--num-rows", "256", "--device", "cuda"]),
+        *offline_jobs(),
+        *[latency_job(backend, []) for backend in ("triton", "flash_attn")],
+        Job("profile", ["-m", "benchmarks.gpu.profile", "--output", "{out}", "--trace", "{stem}"], 75),
+        picture_job(),
+    ]
+
+
+def test_jobs() -> list[Job]:
+    """The tests of the engine on the card, then those of the kernels by themselves."""
+    record = ["-m", "benchmarks.gpu.tests", "--output", "{out}", "--"]
+    workers = ["-n", "6"] if importlib.util.find_spec("xdist") else []  # they wait for compilers more than for the card
+    # these files run kernels in Triton's interpreter where there is no GPU, and so have tests that need none
+    files = [str(file) for file in sorted((ROOT / "tests").glob("test_*.py")) if "IS_INTERPRETED" in file.read_text()]
+    kernels = [*files, "-m", "not gpu"]
+    return [
+        Job("tests/engine", [*record, "-m", "gpu", *workers], 150),
+        Job("tests/kernels", [*record, *kernels, *workers], 90),
+    ]
+
+
+def sampling_job(options: list[str]) -> Job:
+    """Without `{out}`: its last line is taken for its figures."""
+    source = (ROOT / "benchmarks" / "sampling.py").read_text(encoding="utf-8")
+    dtype = ["--dtype", "bfloat16"] if '"--dtype"' in source else []
+    skip = None if '"--json"' in source else "benchmarks.sampling writes no JSON"
+    return Job("sampling", ["-m", "benchmarks.sampling", "--json", *options, *dtype], 45, skip)
+
+
+def offline_jobs() -> list[Job]:
+    """256 requests, 100-1024 in and out: one process for each configuration."""
+    triton = ["--attention-backend", "triton", "--block-size", "16"]
+    bench = ["bench.py", "--json", "{out}", "--device", "cuda", "{rates}"]
+    jobs = [Job(f"offline/{name}", [*bench, *triton, *options], 75) for name, options in ABLATION.items()]
+    triton_256 = ["--attention-backend", "triton", "--block-size", "256"]
+    flash = ["--attention-backend", "flash_attn"]
+    hf = ["--engine", "hf", "--first", str(HF_REQUESTS), "--hf-batch-size", str(HF_REQUESTS)]
+    return [
+        *jobs,
+        Job("offline/triton-256", [*bench, *triton_256], 75),
+        Job("offline/flash_attn", [*bench, *flash], 75, why_no_flash_attn()),
+        Job("offline/transformers", [*bench, *hf], 100),
+    ]
+
+
+def latency_job(backend: str, options: list[str]) -> Job:
+    command = ["-m", "benchmarks.gpu.latency", "--attention-backend", backend, "--output", "{out}", "{rates}", *options]
+    return Job(f"latency/{backend}", command, 60, why_no_flash_attn() if backend == "flash_attn" else None)
+
+
+def picture_job() -> Job:
+    return Job(
+        "picture", ["-m", "benchmarks.gpu.report", "{results}", "--images", "{images}"], 40, missing("matplotlib")
+    )
+
+
+def missing(package: str) -> str | None:
+    return None if importlib.util.find_spec(package) else f"the package {package} is not installed"
+
+
+def why_no_flash_attn() -> str | None:
+    return FlashAttention.why_not(torch.device("cuda"), torch.bfloat16, 128, None)
+
+
+def rehearsal_jobs() -> list[Job]:
+    """The same jobs and the same code, as far as a CPU can; figures mean nothing."""
+    tiny = ["--device", "cpu", "--model", TINY_MODEL]
+    bench = ["bench.py", "--json", "{out}", "{rates}", *tiny, "--load-format", "auto", "--num-requests", "6"]
+    bench += ["--input-len", "4", "12", "--output-len", "4", "8", "--max-model-len", "64"]
+    ours = [*bench, "--attention-backend", "torch"]
+    record = ["-m", "benchmarks.gpu.tests", "--output", "{out}", "--", "--noconftest", "tests/test_config.py"]
+    hf = ["--engine", "hf", "--first", "4", "--hf-batch-size", "4"]
+    latency = [*tiny, "--input-len", "8", "--output-len", "8", "--long-len", "100"]
+    profile = ["-m", "benchmarks.gpu.profile", "--output", "{out}", "--trace", "{stem}", *tiny, "--num-seqs", "4", "1"]
+    profile += ["--context-len", "16", "--attention-backend", "torch"]
+    return [
+        Job("machine", ["-m", "benchmarks.gpu.machine", "--output", "{out}", "--device", "cpu"], 60),
+        Job("tests/engine", record, 60),
+        Job("kernels", [], 60, "the kernels need a CUDA device"),
+        sampling_job(["--num-rows", "2", "--vocab-size", "500", "--rounds", "1", "--device", "cpu"]),
+        Job("offline/eager", [*ours, *ABLATION["eager"]], 60),
+        Job("offline/overlap", [*ours, "--overlap"], 60),
+        Job("offline/fp8", [], 60, "the fp8 cache needs a CUDA device"),
+        Job("offline/transformers", [*bench, *hf], 60),
+        latency_job("torch", latency),
+        Job("profile", profile, 60),
+        picture_job(),
+    ]

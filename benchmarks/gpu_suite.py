@@ -1,0 +1,250 @@
+"""All there is to know about this engine on a GPU, in one command: tests, then benchmarks, then profiles.
+
+    python -m benchmarks.gpu_suite
+    python -m benchmarks.gpu_suite --only offline profile   # stages or single jobs, such as offline/graphs
+    python -m benchmarks.gpu_suite --again tests            # what has a result already; without a name everything
+    python -m benchmarks.gpu_suite --device cpu --rehearse --output-dir /tmp/x   # all of the code, without a GPU
+
+Writes `<gpu>-<date>.json` in `benchmarks/results`, after each job, and a table in Markdown beside it. A second call on
+the same GPU and day, with the same code, runs what has no result yet. A job is a process of its own with a time limit
+(`benchmarks/gpu/jobs.py` lists them); one that fails or hangs is recorded with its last words, and the rest goes on.
+Exits with 1 if any failed.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.jobs import Job, gpu_jobs, rehearsal_jobs
+from benchmarks.gpu.report import best_offline, markdown
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
+TAIL_CHARS = 3000  # of a failed job's output
+LEAST_SECONDS = 15  # with less than this left no job is begun
+Results = dict[str, Any]
+
+
+def main() -> None:
+    args = parse_args()
+    device = "cpu-rehearsal" if args.rehearse else torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    if device is None:
+        sys.exit("benchmarks.gpu_suite needs a CUDA device, and this machine has none (--rehearse runs it on a CPU)")
+    today = datetime.now(timezone.utc).date().isoformat()
+    output_dir = args.output_dir or RESULTS
+    output_dir.mkdir(parents=True, exist_ok=True)
+    path = output_dir / f"{slug(device)}-{today}.json"
+    commit = args.commit or read_commit()
+    results = begin(
+        path, {"gpu": device, "date": today, "code": f"{commit} {digest_of_engine()}"}, args.rehearse, commit
+    )
+    jobs = rehearsal_jobs() if args.rehearse else gpu_jobs()
+    check_names([*args.only, *(args.again or [])], jobs)
+    Suite(path, args.output_dir or IMAGES, results, args.budget_s).run(choose(jobs, results, args.only, args.again))
+    finish(results, path, jobs)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Test, measure and profile this engine on a GPU.")
+    parser.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="stages, or jobs such as offline/graphs")
+    parser.add_argument("--again", nargs="*", metavar="STAGE", help="repeat what is done; without names all of it")
+    parser.add_argument("--budget-s", type=float, default=560, help="what has not begun by then is skipped (560)")
+    parser.add_argument("--output-dir", type=Path, help="for everything (default: benchmarks/results, docs/images)")
+    parser.add_argument("--commit", help="name of the code, where there is no git to ask")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--rehearse", action="store_true", help="run all of the code on a CPU, with little work")
+    args = parser.parse_args()
+    if (args.device == "cpu") != args.rehearse:
+        parser.error("--device cpu and --rehearse go together: on a CPU there is nothing to measure here")
+    return args
+
+
+# ---- which results there are already
+
+
+def begin(path: Path, identity: dict[str, str], is_rehearsal: bool, commit: str) -> Results:
+    """What an earlier call on the same GPU and day with the same code has left, or nothing yet."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found.get("identity") == identity:
+            return found
+        print(f"{path} is of other code, and is begun anew")
+    date = identity["date"]
+    return {
+        "rehearsal": is_rehearsal,
+        "date": date,
+        "commit": commit,
+        "identity": identity,
+        "offline": None,
+        "jobs": {},
+    }
+
+
+def choose(jobs: list[Job], results: Results, only: list[str], again: list[str] | None) -> list[Job]:
+    """Those to run now: asked for, and without a result or to be repeated; pictures are drawn anew of what is new."""
+    wanted = [job for job in jobs if not only or is_named(job, only)]
+    repeated = [] if again is None else [job for job in wanted if not again or is_named(job, again)]
+    chosen = [job for job in wanted if job in repeated or results["jobs"].get(job.name, {}).get("status") != "ok"]
+    is_news = any(job.skip is None for job in chosen)
+    return [job for job in wanted if job in chosen or (is_news and job.stage == "picture")]
+
+
+def is_named(job: Job, names: Sequence[str]) -> bool:
+    return job.name in names or job.stage in names
+
+
+def check_names(names: list[str], jobs: list[Job]) -> None:
+    known = {job.name for job in jobs} | {job.stage for job in jobs}
+    if unknown := sorted(set(names) - known):
+        sys.exit(f"unknown stage {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+
+
+def slug(device: str) -> str:
+    """`NVIDIA H200` → `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def read_commit() -> str:
+    """The short hash, with a plus sign if files differ from it; `unknown` without git."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+        status = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, cwd=ROOT
+        )
+    except OSError:
+        return "unknown"
+    return commit.stdout.strip() + "+" * bool(status.stdout.strip()) if commit.returncode == 0 else "unknown"
+
+
+def digest_of_engine() -> str:
+    """Of the engine's source files, because a commit does not tell what was changed after it."""
+    files = sorted(path for path in (ROOT / "nanovllm").rglob("*") if path.suffix in (".py", ".c"))
+    contents = b"".join(path.read_bytes() for path in files)
+    return hashlib.sha256(contents).hexdigest()[:12]
+
+
+# ---- running
+
+
+class Suite:
+    """Runs jobs one after another, and writes the results after each."""
+
+    def __init__(self, path: Path, images: Path, results: Results, budget_s: float) -> None:
+        self.path, self.images, self.results = path, images, results
+        self.started_at, self.budget_s = time.monotonic(), budget_s
+
+    @property
+    def left_s(self) -> float:
+        return self.budget_s - (time.monotonic() - self.started_at)
+
+    def run(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            self.results["jobs"][job.name] = entry = self.run_one(job)
+            words = entry.get("reason") or entry.get("tail", "")[-1500:]
+            print(f"{job.name:<24} {entry['status']:<8} {entry['seconds']:>6.1f} s  {words}", flush=True)
+            self.write()
+
+    def run_one(self, job: Job) -> dict[str, Any]:
+        if job.skip:
+            return {"status": "skipped", "seconds": 0.0, "reason": job.skip}
+        if self.left_s < LEAST_SECONDS:
+            return {"status": "skipped", "seconds": 0.0, "reason": "the suite's time was used up"}
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "figures.json"
+            limit_s = min(job.limit_s, self.left_s)
+            log = Path(folder) / "log"
+            entry = run_process(self.fill_in(job.command, out), limit_s, log)
+            if "{out}" not in job.command:
+                out.write_bytes(log.read_bytes().strip().rpartition(b"\n")[2])
+            with contextlib.suppress(OSError, ValueError):  # it wrote nothing, or was stopped while it wrote
+                figures = json.loads(out.read_text(encoding="utf-8"))
+                if isinstance(figures, dict):
+                    entry["figures"] = figures
+        if entry["status"] == "timeout" and limit_s < job.limit_s:
+            entry |= {"status": "skipped", "reason": "the suite's time was used up while it ran"}
+        return entry
+
+    def fill_in(self, command: list[str], out: Path) -> list[str]:
+        """The command with the places for files and rates filled in; see jobs.py."""
+        stem = self.path.with_suffix("")
+        places = {"{out}": out, "{stem}": stem, "{results}": self.path, "{images}": self.images}
+        rates = self.results.get("rates")
+        filled: list[str] = []
+        for word in command:
+            if word != "{rates}":
+                filled.append(str(places.get(word, word)))
+            elif rates:  # without, the job measures them itself
+                filled += ["--rates", *(f"{rates[key] / 1e9:.3f}" for key in ("read_bytes_per_s", "gemm_flops_per_s"))]
+        return filled
+
+    def write(self) -> None:
+        """All at once, so that the file is whole whatever happens meanwhile; with the figures at fixed places."""
+        self.results |= self.results["jobs"].get("machine", {}).get("figures", {})
+        self.results["offline"] = best_offline(self.results)
+        unfinished = self.path.with_suffix(".tmp")
+        unfinished.write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(self.path)
+        self.path.with_suffix(".md").write_text(markdown(self.results), encoding="utf-8")
+
+
+def run_process(command: list[str], limit_s: float, log: Path) -> dict[str, Any]:
+    """Python with these arguments, for so long at most: status, seconds and, if it did not go well, its last words."""
+    start = time.monotonic()
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that what it started can be stopped with it
+        )
+        try:
+            status = "failed" if process.wait(limit_s) else "ok"
+        except subprocess.TimeoutExpired:
+            status = "timeout"
+            process.send_signal(signal.SIGABRT)  # Python then says where it hangs
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(3)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    entry: dict[str, Any] = {"status": status, "seconds": round(time.monotonic() - start, 1)}
+    if status != "ok":
+        entry["tail"] = log.read_text(encoding="utf-8", errors="replace")[-TAIL_CHARS:]
+    return entry
+
+
+def finish(results: Results, path: Path, jobs: list[Job]) -> None:
+    """Say what came of it, and exit with 1 if any job failed."""
+    by_status: dict[str, list[str]] = {}
+    for job in jobs:
+        by_status.setdefault(results["jobs"].get(job.name, {}).get("status", "not run"), []).append(job.name)
+    print(f"\n{path}")
+    for status, names in by_status.items():
+        print(f"{status}: {', '.join(names)}")
+    if results["offline"]:
+        print(json.dumps(results["offline"]))
+    sys.exit(1 if by_status.keys() & {"failed", "timeout"} else 0)
+
+
+if __name__ == "__main__":
+    main()
