@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanovllm import Config, LLMEngine, SamplingParams
+from nanovllm.cuda_graph import CudaGraphs
 from nanovllm.input_buffer import InputBuffer
 from nanovllm.kernels.flash_attention import FlashAttention
 from nanovllm.model_runner import ModelRunner
@@ -26,7 +27,7 @@ from tests.test_engine import ids
 from tests.test_overlap import KINDS
 
 META = torch.device("meta")
-SHAPE = Qwen3Config(300, 64, 96, 2, 4, 2, 32, 512, tie_word_embeddings=True)
+SHAPE = Qwen3Config(300, 64, 128, 2, 4, 2, 32, 512, tie_word_embeddings=True)
 
 
 class DeviceCheck(TorchDispatchMode):
@@ -85,19 +86,17 @@ class KernelStandIn:
 
 
 @pytest.fixture
-def layer_kernels(monkeypatch):
-    """Those of `kernels/decoder_layer.py`, by name."""
+def kernels(monkeypatch):
+    """Stand-ins of all that are written in Triton, by name."""
     pytest.importorskip("triton")
-    from nanovllm.kernels import activation, norm
+    from nanovllm.kernels import activation, few_tokens, norm, paged_attention, sample, store_kv
 
     kernels = {}
-    for module, name in (
-        (norm, "rms_norm_kernel"),
-        (norm, "norm_rotary_store_kernel"),
-        (activation, "silu_and_mul_kernel"),
-    ):
-        kernels[name] = KernelStandIn()
-        monkeypatch.setattr(module, name, kernels[name])
+    for module in (activation, few_tokens, norm, paged_attention, sample, store_kv):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            kernels[name] = KernelStandIn()
+            monkeypatch.setattr(module, name, kernels[name])
+    assert len(kernels) == 11
     return kernels
 
 
@@ -129,24 +128,77 @@ def make_runner(backend, has_twins):
         model = Qwen3ForCausalLM(SHAPE, backend).to(torch.bfloat16)
     if has_twins:
         backend.replace_layers(model)
-    runner = ModelRunner(model, backend, SHAPE.num_hidden_layers, torch.bfloat16, META)
+    from nanovllm.kernels.sample import draw_tokens
+
+    runner = ModelRunner(model, backend, SHAPE.num_hidden_layers, torch.bfloat16, META, draw_tokens)
     runner.allocate_kv_cache(30)
     runner._inputs = InputBuffer(META, 1 << 20)
     return runner
 
 
+def make_backend(name):
+    if name == "flash_attn":
+        return FlashAttention(4, 2, 32, 16)
+    from nanovllm.kernels.triton_attention import TritonAttention
+
+    return TritonAttention(4, 2, 32, 16)
+
+
 @pytest.mark.parametrize("has_twins", [False, True])
+@pytest.mark.parametrize("backend", ["flash_attn", "triton"])
 @torch.inference_mode()
-def test_flash_attention(flash_attn, layer_kernels, batches, has_twins):
-    runner = make_runner(FlashAttention(4, 2, 32, 256), has_twins)
-    newest_ids, num_steps = torch.zeros(64, dtype=torch.int64, device=META), 0
+def test_an_eager_step_is_one_copy_and_no_wait(flash_attn, kernels, batches, backend, has_twins):
+    runner = make_runner(make_backend(backend), has_twins)
+    newest_ids = torch.zeros(64, dtype=torch.int64, device=META)
     for batch in batches:
-        if batch.sampling.top_p is not None:
-            continue
         with DeviceCheck(runner._inputs) as check:
             runner.compute_eagerly(batch, newest_ids)
         assert check.num_copies == 1
-        num_steps += 1
-    launches = {name: kernel.num_launches for name, kernel in layer_kernels.items()}
-    per_step = {"rms_norm_kernel": 5, "norm_rotary_store_kernel": 2, "silu_and_mul_kernel": 2}  # of two layers
-    assert launches == {name: n * num_steps * has_twins for name, n in per_step.items()}
+    # of two layers
+    num_few = sum(len(batch.input_ids) <= 16 for batch in batches)
+    num_more = len(batches) - num_few
+    assert num_few > 10 < num_more
+    expected = {
+        "rms_norm_kernel": (num_few + 5 * num_more) * has_twins,
+        "norm_rotary_store_kernel": 2 * len(batches) * has_twins,
+        "silu_and_mul_kernel": 2 * num_more * has_twins,
+        "few_tokens_kernel": 8 * num_few * has_twins,
+        "store_kv_kernel": 2 * len(batches) * (backend == "triton" and not has_twins),
+        "decode_kernel": 2 * sum(batch.num_decodes > 0 for batch in batches) * (backend == "triton"),
+        "prefill_kernel": 2 * sum(batch.max_seqlen_q > 0 for batch in batches) * (backend == "triton"),
+        "stats_kernel": sum(len(batch.logits_indices) > 0 for batch in batches),
+        "pick_kernel": sum(len(batch.logits_indices) > 0 for batch in batches),
+    }
+    assert {name: kernels[name].num_launches for name in expected} == expected
+    assert kernels["truncate_kernel"].num_launches > 0
+
+
+@pytest.mark.parametrize("backend", ["flash_attn", "triton"])
+@torch.inference_mode()
+def test_a_recorded_step_waits_for_nothing_and_reads_nothing_of_the_host(flash_attn, kernels, backend):
+    runner = make_runner(make_backend(backend), True)
+    graphs = CudaGraphs(runner, [1, 2, 16, 17, 40], 8, DeviceRecorder())
+    graphs.record_all()
+    num_few, num_more = 3, 2
+    expected = {
+        "rms_norm_kernel": num_few + 5 * num_more,
+        "norm_rotary_store_kernel": 2 * 5,
+        "silu_and_mul_kernel": 2 * num_more,
+        "few_tokens_kernel": 8 * num_few,
+        "decode_kernel": 2 * 5 * (backend == "triton"),
+        "prefill_kernel": 0,
+        "stats_kernel": 5,
+        "truncate_kernel": 5,
+        "pick_kernel": 5,
+    }
+    assert {name: kernels[name].num_launches for name in expected} == expected
+
+
+class DeviceRecorder:
+    """In the place of `cuda_graph.Recorder`: nothing that is recorded touches the host's memory."""
+
+    def record(self, function):
+        with DeviceCheck(None) as check:
+            results = function()
+        assert check.num_copies == 0
+        return lambda: None, results
