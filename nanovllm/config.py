@@ -54,7 +54,7 @@ class Config:
     attention_backend: str = "auto"
     """`torch`, `flash_attn`, `triton` or `cpu`; `auto` is the fastest that this machine has."""
     kv_cache_dtype: str = "auto"
-    """`fp8` stores K and V in 8 bits, for twice the tokens (only with `triton`); `auto` is the model's dtype."""
+    """`fp8` stores K and V in 8 bits, for twice the tokens (with `triton` or `torch`); `auto` is the model's dtype."""
     scheduling_policy: str | Callable[[Any], float] = "fcfs"
     """`fcfs`, `priority` or `sjf`, or a function of one's own: see `policies.py`."""
     long_prefill_token_threshold: int = 0

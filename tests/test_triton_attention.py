@@ -165,16 +165,18 @@ def test_block_sizes_are_refused(block_size):
         choose("triton", CUDA, block_size=block_size)
 
 
-@pytest.mark.parametrize("name", ["torch", "cpu"])
-def test_fp8_cache_needs_triton(name, tiny_checkpoint):
-    with pytest.raises(ValueError, match=f"attention_backend='{name}' with kv_cache_dtype='fp8' .* no fp8 KV cache"):
-        LLM(tiny_checkpoint[0], device="cpu", attention_backend=name, kv_cache_dtype="fp8")
-
-
-def test_fp8_cache_is_refused_on_cpu(tiny_checkpoint, monkeypatch):
+def test_who_has_an_fp8_cache(tiny_checkpoint, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match="kv_cache_dtype='fp8' .* needs a CUDA device, got cpu"):
-        LLM(tiny_checkpoint[0], device="cpu", kv_cache_dtype="fp8")
+    with pytest.raises(ValueError, match="attention_backend='cpu' with kv_cache_dtype='fp8' .* no fp8 KV cache"):
+        LLM(tiny_checkpoint[0], device="cpu", attention_backend="cpu", kv_cache_dtype="fp8")
+    for name in ("auto", "torch"):
+        engine = LLM(tiny_checkpoint[0], device="cpu", attention_backend=name, kv_cache_dtype="fp8").engine
+        assert type(engine.runner.backend) is TorchAttention
+        assert engine.runner.kv_cache.tensor.dtype == torch.float8_e4m3fn
+    assert (
+        "not cpu: it has no fp8 KV cache"
+        in LLM(tiny_checkpoint[0], device="cpu", kv_cache_dtype="fp8").engine.description
+    )
 
 
 def test_fp8_cache_is_refused_on_older_gpus(monkeypatch):
@@ -185,8 +187,9 @@ def test_fp8_cache_is_refused_on_older_gpus(monkeypatch):
         TritonAttention(4, 2, 64, 16, kv_cache_dtype="fp8")
 
 
-def test_only_triton_takes_an_fp8_cache():
-    assert TritonAttention.supports_fp8_kv_cache
-    assert not TorchAttention.supports_fp8_kv_cache
+def test_the_dtype_of_an_fp8_cache():
+    for backend_class in (TritonAttention, TorchAttention):
+        assert backend_class.supports_fp8_kv_cache
+        assert backend_class(4, 2, 64, 16, kv_cache_dtype="fp8").kv_cache_dtype == torch.float8_e4m3fn
+        assert backend_class(4, 2, 64, 16).kv_cache_dtype is None
     assert not FlashAttention.supports_fp8_kv_cache
-    assert TritonAttention(4, 2, 64, 16, kv_cache_dtype="fp8").kv_cache_dtype == torch.float8_e4m3fn

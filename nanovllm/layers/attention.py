@@ -59,10 +59,8 @@ class AttentionBackend(ABC):
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """k, v: [num_tokens, num_kv_heads, head_dim], written to the slots slot_mapping: [num_tokens]"""
-        k_slots, v_slots = layer_cache.view(
-            2, -1, self.num_kv_heads, self.head_dim
-        )  # [num_slots, num_kv_heads, head_dim]
-        k_slots[slot_mapping] = k
+        k_slots, v_slots = layer_cache.view(2, -1, self.num_kv_heads, self.head_dim)
+        k_slots[slot_mapping] = k  # k_slots, v_slots: [num_slots, num_kv_heads, head_dim]
         v_slots[slot_mapping] = v
 
     def replace_layers(self, model: nn.Module) -> None:  # noqa: B027 (most have none)
@@ -77,14 +75,36 @@ class AttentionBackend(ABC):
 
 
 class TorchAttention(AttentionBackend):
-    """Gather K and V through the block tables, then attend. Any device, dtype and block size."""
+    """Gather K and V through the block tables, then attend. Any device, dtype and block size.
+
+    An fp8 cache holds them in 8 bits (e4m3: 4 bits of exponent, 3 of mantissa). Computed with is the model's dtype.
+    """
 
     default_block_size = 16
+    supports_fp8_kv_cache = True
     supports_graphs = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        kv_cache_dtype: str = "auto",
+    ) -> None:
+        super().__init__(num_heads, num_kv_heads, head_dim, block_size, dtype)
+        self.kv_cache_dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else None
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
         return None
+
+    def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        if self.kv_cache_dtype is not None:
+            k, v = to_fp8(k).view(torch.uint8), to_fp8(v).view(torch.uint8)  # bytes, which any device can move
+            layer_cache = layer_cache.view(torch.uint8)
+        super().store_kv(k, v, layer_cache, slot_mapping)
 
     def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, batch: Batch) -> torch.Tensor:
         out = torch.empty_like(q)
@@ -108,7 +128,7 @@ class TorchAttention(AttentionBackend):
         n, group = q.shape[0], self.num_heads // self.num_kv_heads
         # 1. look up the blocks, and cut off what lies behind the last token
         num_blocks = -(-seq_len // self.block_size)
-        kv = layer_cache[:, block_table[:num_blocks]]  # [2, num_blocks, block_size, num_kv_heads, head_dim]
+        kv = self._gather(layer_cache, block_table[:num_blocks])  # [2, num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv.flatten(1, 2)[:, :seq_len].transpose(1, 2)  # [num_kv_heads, seq_len, head_dim] each
         # 2. lay the query heads that share a K and V head below each other
         q = q.view(n, self.num_kv_heads, group, self.head_dim).permute(1, 2, 0, 3)  # [num_kv_heads, group, n, head_dim]
@@ -131,7 +151,7 @@ class TorchAttention(AttentionBackend):
     ) -> torch.Tensor:
         """One new token each of several sequences, as one padded batch. q: [num_decodes, num_heads, head_dim]"""
         n, num_blocks = q.shape[0], -(-max_len // self.block_size)
-        kv = layer_cache[:, block_tables[:, :num_blocks]].flatten(2, 3)[:, :, :max_len]
+        kv = self._gather(layer_cache, block_tables[:, :num_blocks]).flatten(2, 3)[:, :, :max_len]
         is_padding = torch.arange(max_len, device=q.device) >= seq_lens[:, None]  # [n, max_len]
         mask = None
         if n > 1:  # one sequence alone has no padding; `kv` is a copy, so the cache itself is not touched
@@ -141,6 +161,18 @@ class TorchAttention(AttentionBackend):
         # the heads of a group are rows of one K and V head; no mask among them: they see the same
         q = q.view(n, self.num_kv_heads, -1, self.head_dim)  # [n, num_kv_heads, group, head_dim]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale).reshape(n, -1, self.head_dim)
+
+    def _gather(self, layer_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """A copy, in the model's dtype: [2, *blocks.shape, block_size, num_kv_heads, head_dim]"""
+        if self.kv_cache_dtype is None:
+            return layer_cache[:, blocks]
+        return layer_cache.view(torch.uint8)[:, blocks].view(self.kv_cache_dtype).to(self.dtype)
+
+
+def to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """In e4m3; what is beyond its largest number becomes that: as NaN it would spread to every later token."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    return x.clamp(-limit, limit).to(torch.float8_e4m3fn)
 
 
 class Attention(nn.Module):
