@@ -18,6 +18,7 @@ that the host decides: addresses, shapes, numbers of programs. What lies at the 
 import gc
 import logging
 import time
+import weakref
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
@@ -62,20 +63,25 @@ def graph_sizes(max_batch_size: int) -> list[int]:
 
 
 class Recorder:
-    """Records what a function launches. All graphs share their working memory: only one of them runs at a time."""
+    """Records what a function launches. All graphs share their working memory: only one of them runs at a time.
+
+    All is done in one stream that no other recorder has. PyTorch keeps memory for cuBLAS for each stream (32 MiB on
+    Hopper), and gives that of a graph's stream back when the graph goes: graphs of another engine, recorded in the same
+    stream, would go on writing to it (https://github.com/pytorch/pytorch/issues/193402).
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
 
     def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """How to replay the function, and what it returned, which a replay writes anew."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             function()  # compiles kernels and lets libraries set themselves up, neither of which can be recorded
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             results = function()
         return graph.replay, results
 
@@ -91,7 +97,8 @@ class CudaGraphs:
     def __init__(
         self, runner: ModelRunner, sizes: list[int], max_num_blocks: int, recorder: Recorder | None = None
     ) -> None:
-        self._runner = runner
+        # the runner holds its graphs: were it held by them too, its memory would wait for the garbage collector
+        self._runner: ModelRunner = weakref.proxy(runner)
         self._sizes = sorted(sizes)
         self._inputs = DecodeInputs(self._sizes[-1], max_num_blocks, runner.device)
         self._newest_ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=runner.device)  # [max_batch_size]

@@ -77,7 +77,7 @@ class ModelRunner:
         self.draw = draw
         self.kv_cache = self._empty_cache(0)
         self._inputs = InputBuffer(device, 1 << 16) if device.type == "cuda" else None
-        self._compute: Callable[[Batch, torch.Tensor], Computed] = self.compute_eagerly
+        self._wrapped: Callable[[Batch, torch.Tensor], Computed] | None = None
         self._newest_ids = torch.empty(0, dtype=torch.int64, device=device)  # what the step before has drawn
 
     @property
@@ -90,14 +90,14 @@ class ModelRunner:
 
     def wrap(self, compute: Callable[[Batch, torch.Tensor], Computed]) -> None:
         """From now on steps are computed so; see `cuda_graph.py`."""
-        self._compute = compute
+        self._wrapped = compute
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> SampledTokens:
         """Compute the batch, and draw one token for each sequence that catches up."""
         with torch.cuda.device_of(self.kv_cache.tensor):
             self.kv_cache.move_blocks(batch.moves)
-            computed = self._compute(batch, self._newest_ids)
+            computed = (self._wrapped or self.compute_eagerly)(batch, self._newest_ids)
             self._newest_ids = computed.token_ids
             return SampledTokens(*computed)
 

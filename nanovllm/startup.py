@@ -196,6 +196,7 @@ def measure_free_bytes(runner: ModelRunner, config: Config, sizes: StepSizes, ha
     """What weights, a forward pass of the largest batch, and CUDA graphs leave of this GPU for the KV cache."""
     # all of the batch's slots lie in the null block, which the cache of no blocks has too
     device = runner.device
+    release_unused_memory()  # of an engine that is gone, which would count as what this one needs
     torch.cuda.reset_peak_memory_stats(device)
     runner.run(widest_batch(sizes, runner.backend.block_size)).wait()
     peak = torch.cuda.max_memory_allocated(device)

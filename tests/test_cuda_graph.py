@@ -245,7 +245,7 @@ def test_every_batch_size_and_beams(monkeypatch, tiny_checkpoint):
 
 def test_what_is_no_plain_decode_is_not_replayed(monkeypatch, tiny_checkpoint):
     _, engine = make_engines(monkeypatch, tiny_checkpoint[0], max_num_seqs=3)
-    graphs, none = engine.runner._compute, torch.empty(0, dtype=torch.int64)
+    graphs, none = engine.runner._wrapped, torch.empty(0, dtype=torch.int64)
     batch = decode_batch(3, engine.block_size, 8, temperature=0)
     assert graphs.can_replay(batch, none)
     assert not graphs.can_replay(decode_batch(4, engine.block_size, 8, temperature=0), none), "more than were recorded"

@@ -24,6 +24,7 @@ import transformers
 
 import nanovllm
 from nanovllm import LLM, CompletionOutput, Config, EngineStats, LLMEngine, RequestOutput, SamplingParams
+from nanovllm.cuda_graph import CudaGraphs
 from tests.conftest import hf_greedy
 
 VOCAB_SIZE = 300  # the model's
@@ -996,6 +997,23 @@ def test_shutdown_is_idempotent_and_frees(checkpoint):
     with pytest.raises(Exception, match="(?i)shut ?down"):
         generate(llm, [GOOD])
     llm.shutdown()
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_memory_is_freed_at_once_without_the_garbage_collector(checkpoint, with_graphs):
+    """On a GPU it is most of the memory there is, and the collector does not know how large what it has not seen is."""
+    llm = make_llm(checkpoint[0])
+    generate(llm, [GOOD])
+    if with_graphs:
+        llm.engine.runner.wrap(CudaGraphs(llm.engine.runner, [1, 2], 4, recorder=object()))
+    refs = references(llm)
+    gc.collect()
+    gc.disable()
+    try:
+        llm.shutdown()
+        assert all(ref() is None for ref in refs)
+    finally:
+        gc.enable()
 
 
 def test_context_manager(checkpoint):

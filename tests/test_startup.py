@@ -23,14 +23,14 @@ class FakeCuda:
 
     def __init__(self, monkeypatch):
         self.events, self.free, self.stream = [], 76 * GIB, "main"
-        self.is_recording = False
+        self.is_recording, self.warm_stream, self.num_streams = False, None, 0
         monkeypatch.setattr(torch.cuda, "mem_get_info", self.mem_get_info)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 3 * GIB)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 2 * GIB)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: self.events.append("reset peak"))
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.events.append("empty cache"))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-        monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+        monkeypatch.setattr(torch.cuda, "Stream", self.make_stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream())
         monkeypatch.setattr(torch.cuda, "stream", self.side_stream)
         real_graph = inspect.signature(torch.cuda.graph.__init__)
@@ -47,6 +47,7 @@ class FakeCuda:
             bound = real_graph.bind(None, *args, **kwargs).arguments
             assert isinstance(bound["cuda_graph"], FakeGraph)
             assert bound["pool"] == "pool"
+            assert bound["stream"] is cuda.warm_stream, "the graph's memory for cuBLAS is that of the warm-up's stream"
             cuda.is_recording = True
             yield
             cuda.is_recording = False
@@ -58,9 +59,13 @@ class FakeCuda:
     def mem_get_info(self, device=None):
         return self.free, 80 * GIB
 
+    def make_stream(self, device=None):
+        self.num_streams += 1
+        return FakeStream()
+
     @contextlib.contextmanager
     def side_stream(self, stream):
-        self.stream = "side"
+        self.stream, self.warm_stream = "side", stream
         yield
         if "warm" not in self.events:
             self.free -= 100 << 20
@@ -69,9 +74,6 @@ class FakeCuda:
 
 
 class FakeStream:
-    def __init__(self, device=None):
-        pass
-
     def wait_stream(self, other):
         assert isinstance(other, FakeStream)
 
@@ -118,7 +120,9 @@ def test_graphs_are_recorded_and_measured(fake_cuda, runner):
     sizes = graph_sizes(20)
     assert measure_graph_bytes(runner, 20, 512) == (107 << 20) + (len(sizes) - 1) * (7 << 20)
     free = fake_cuda.free
+    num_streams = fake_cuda.num_streams
     graphs = record_graphs(runner, 20, 512)
+    assert fake_cuda.num_streams == num_streams + 1, "of all graphs together, and of no others"
     assert sorted(graphs._graphs) == sizes
     assert free - fake_cuda.free == len(sizes) * (7 << 20)
     assert all(recorded.hidden.shape == (size, 64) for size, recorded in graphs._graphs.items())
@@ -133,7 +137,8 @@ def test_free_bytes_are_what_weights_a_step_graphs_and_others_leave(fake_cuda, r
     graphs = 107 + (len(graph_sizes(20)) - 1) * 7 if has_graphs else 0
     used_by_others = 80 * GIB - fake_cuda.free - 3 * GIB
     assert free == 40 * GIB - 2 * GIB - (graphs << 20) - used_by_others
-    assert fake_cuda.events[0] == "reset peak"
+    # what an engine that is gone has left is not counted as this one's
+    assert fake_cuda.events[:2] == ["empty cache", "reset peak"]
 
 
 @pytest.mark.parametrize(("tokens", "seqs", "length"), [(40, 20, 512), (7, 20, 512), (100, 3, 16), (1, 1, 2)])
