@@ -24,11 +24,11 @@ class KVCache:
     ) -> None:
         shape = backend.kv_cache_shape(num_layers, num_kv_blocks + 1)
         self.tensor = torch.zeros(shape, dtype=dtype, device=device)  # zeroed: a slot never written holds no NaN
-        # pinned, so that copies need not wait for the host
-        host_shape = backend.kv_cache_shape(num_layers, num_swap_blocks)
-        self.host_tensor = torch.empty(
-            host_shape, dtype=dtype, pin_memory=device.type == "cuda" and num_swap_blocks > 0
-        )
+        # Pinned, and each block in one piece, else the host would wait for the copies: PyTorch makes those of scattered
+        # memory by way of ordinary memory.
+        is_pinned = device.type == "cuda" and num_swap_blocks > 0
+        host_shape = (num_swap_blocks, *shape[:2], *shape[3:])  # [num_swap_blocks, 2, num_layers, …]
+        self.host_tensor = torch.empty(host_shape, dtype=dtype, pin_memory=is_pinned)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and num_swap_blocks else None
 
     def move_blocks(self, moves: BlockMoves) -> None:
@@ -47,22 +47,29 @@ class KVCache:
 
     def _swap_out(self, sources: tuple[int, ...], destinations: tuple[int, ...]) -> None:
         """The blocks are gathered before anything of this step is written; their way to the host may take longer."""
-        gathered = self.tensor[:, :, self._on_device(sources)]  # [2, num_layers, num_moved, …]
+        gathered = (
+            self.tensor[:, :, self._on_device(sources)].movedim(2, 0).contiguous()
+        )  # [num_moved, 2, num_layers, …]
         if self._stream is None:
-            self.host_tensor[:, :, list(destinations)] = gathered
+            self.host_tensor[list(destinations)] = gathered
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.tensor.device))
         with torch.cuda.stream(self._stream):
-            for i, destination in enumerate(destinations):
-                self.host_tensor[:, :, destination].copy_(gathered[:, :, i], non_blocking=True)
+            for block, destination in zip(gathered, destinations, strict=True):
+                self.host_tensor[destination].copy_(block, non_blocking=True)
         gathered.record_stream(self._stream)
 
     def _swap_in(self, sources: tuple[int, ...], destinations: tuple[int, ...]) -> None:
         if self._stream is None:
-            self.tensor[:, :, list(destinations)] = self.host_tensor[:, :, list(sources)]
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self.tensor.device))
-        with torch.cuda.stream(self._stream):  # behind the copies out, which may still be under way
-            for source, destination in zip(sources, destinations, strict=True):
-                self.tensor[:, :, destination].copy_(self.host_tensor[:, :, source], non_blocking=True)
-        torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
+            arrived = self.host_tensor[list(sources)]  # [num_moved, 2, num_layers, …]
+        else:
+            shape = (len(sources), *self.host_tensor.shape[1:])
+            arrived = torch.empty(shape, dtype=self.tensor.dtype, device=self.tensor.device)
+            self._stream.wait_stream(
+                torch.cuda.current_stream(self.tensor.device)
+            )  # it may have had this memory before
+            with torch.cuda.stream(self._stream):  # behind the copies out, which may still be under way
+                for block, source in zip(arrived, sources, strict=True):
+                    block.copy_(self.host_tensor[source], non_blocking=True)
+            torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
+        self.tensor[:, :, self._on_device(destinations)] = arrived.movedim(0, 2)

@@ -3,10 +3,13 @@
 Oracle: loops over single blocks, on copies of both tensors.
 """
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.in_flight import BlockMoves
 from nanovllm.kv_cache import KVCache
@@ -27,8 +30,8 @@ def make_cache(num_swap_blocks=NUM_HOST_BLOCKS, dtype=torch.float32, seed=0):
 
 
 def expect(cache, moves):
-    """(device, host) after the moves, block by block."""
-    device, host = cache.tensor.clone(), cache.host_tensor.clone()
+    """(device, host) after the moves, block by block; both in the order of the device's tensor."""
+    device, host = cache.tensor.clone(), cache.host_tensor.movedim(0, 2).clone()
     for kind, source_tensor, target_tensor in zip(KINDS, (device, host, device), (host, device, device), strict=True):
         read = {source: source_tensor[:, :, source].clone() for source, _ in getattr(moves, kind)}
         for source, target in getattr(moves, kind):
@@ -40,7 +43,50 @@ def check(cache, moves):
     device, host = expect(cache, moves)
     cache.move_blocks(moves)
     assert torch.equal(cache.tensor, device)
-    assert torch.equal(cache.host_tensor, host)
+    assert torch.equal(cache.host_tensor.movedim(0, 2), host)
+
+
+class Stream:
+    def __init__(self, events):
+        self.events = events
+
+    def wait_stream(self, other):
+        self.events.append("wait")
+
+
+class CopyCheck(TorchDispatchMode):
+    """What is copied between host and device is one piece of memory on both sides: else the host would wait for it."""
+
+    num_copies = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.num_copies += 1
+            assert args[2], "the host need not wait"
+            assert args[0].is_contiguous()
+            assert args[1].is_contiguous()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_swaps_beside_the_other_work(monkeypatch, seed):
+    """As on CUDA, where a stream of their own makes them: the same blocks, one copy for each, and waits around them."""
+    events, cache = [], make_cache(seed=seed)
+    cache._stream, check_copies = Stream(events), CopyCheck()
+
+    @contextlib.contextmanager
+    def stream(which):
+        assert which is cache._stream
+        events.append("copies")
+        with check_copies:
+            yield
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(events))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: events.append("kept"))
+    check(cache, BlockMoves(swap_outs=[(3, 5), (1, 0), (8, 2)], swap_ins=[(5, 7), (4, 1)], copies=[(7, 2)]))
+    assert check_copies.num_copies == 5
+    assert events == ["wait", "copies", "kept", "wait", "copies", "wait"]
 
 
 def pairs(num_sources, num_targets):
@@ -99,14 +145,14 @@ def test_a_block_is_copied_out_before_anything_is_written_to_it():
     cache = make_cache()
     held = cache.tensor[:, :, 3].clone()
     cache.move_blocks(BlockMoves(swap_outs=[(3, 0)], copies=[(1, 3)]))
-    assert torch.equal(cache.host_tensor[:, :, 0], held)
+    assert torch.equal(cache.host_tensor[0], held)
     assert torch.equal(cache.tensor[:, :, 3], cache.tensor[:, :, 1])
 
 
 def test_a_block_that_comes_back_can_be_copied_on():
     cache = make_cache()
     cache.move_blocks(BlockMoves(swap_ins=[(2, 5)], copies=[(5, 6)]))
-    assert torch.equal(cache.tensor[:, :, 6], cache.host_tensor[:, :, 2])
+    assert torch.equal(cache.tensor[:, :, 6], cache.host_tensor[2])
 
 
 def test_copies_read_what_was_there_before_any_of_them_was_made():
