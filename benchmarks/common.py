@@ -211,7 +211,6 @@ def children_peak_bytes() -> int:
 
 def describe_machine(device: str, packages: tuple[str, ...] = ()) -> dict[str, object]:
     """Hardware, versions and commit that belong beside every figure; `packages` are the engine's."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=FOLDER)
     return {
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else cpu_name(),
         "cpu_threads": torch.get_num_threads(),
@@ -221,8 +220,17 @@ def describe_machine(device: str, packages: tuple[str, ...] = ()) -> dict[str, o
         "torch": torch.__version__,
         **{name: version for name in packages if (version := package_version(name))},
         "platform": platform.platform(),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": read_commit(),
     }
+
+
+def read_commit() -> str:
+    """The short hash; `unknown` without git, or in a copy that it knows nothing of."""
+    try:
+        result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=FOLDER)
+    except OSError:
+        return "unknown"
+    return result.stdout.strip() or "unknown"
 
 
 def package_version(name: str) -> str | None:

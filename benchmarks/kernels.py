@@ -211,16 +211,6 @@ def sweep(backend: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def measure(args: argparse.Namespace, bandwidth: float) -> Iterator[tuple[str, dict[str, list[dict[str, Any]]]]]:
     """What was measured, and its tables."""
-    if "layers" in args.parts:
-        shape = Shape(args.hidden_size, args.intermediate_size, args.heads, args.kv_heads, args.head_dim)
-        layers = (shape, args.dtype, torch.device(DEVICE), seconds)
-        yield (
-            "layers",
-            {
-                "kernels": list(measure_kernels(*layers)),
-                "products": list(measure_products(*layers, bandwidth=bandwidth)),
-            },
-        )
     for name, backend in make_backends(args).items() if "attention" in args.parts else ():
         if args.sweep and name.startswith("triton"):
             yield name, {"sweep": list(sweep(backend, args))}
@@ -233,6 +223,16 @@ def measure(args: argparse.Namespace, bandwidth: float) -> Iterator[tuple[str, d
                     "store_kv": list(measure_store(backend, args)),
                 },
             )
+    if "layers" in args.parts:  # last, as torch.compile takes its time
+        shape = Shape(args.hidden_size, args.intermediate_size, args.heads, args.kv_heads, args.head_dim)
+        layers = (shape, args.dtype, torch.device(DEVICE), seconds)
+        yield (
+            "layers",
+            {
+                "kernels": list(measure_kernels(*layers)),
+                "products": list(measure_products(*layers, bandwidth=bandwidth)),
+            },
+        )
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:

@@ -450,7 +450,7 @@ def test_the_cache_is_sized_by_what_the_card_has_left(checkpoints, backend):
     llm = LLM(folder, **options)
     runner = llm.engine.runner
     num_bytes = llm.engine.num_kv_blocks * runner.bytes_per_block
-    assert 0.3 * wanted < num_bytes < wanted
+    assert 0.3 * wanted < num_bytes < 1.7 * wanted  # other tests have taken or given back some meanwhile
     outputs = llm.generate(
         [[1, 2, 3]] * 200, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False
     )

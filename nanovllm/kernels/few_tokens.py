@@ -20,7 +20,7 @@ import triton.language as tl
 MAX_TOKENS = 16  # rows of a tensor core's product
 OUTPUTS = 16  # of one program: few, so that there are programs for all multiprocessors
 TILES = (256, 128, 64)  # inputs at a time; what divides their number
-NUM_STAGES = 6  # tiles on their way, 8 KiB each
+NUM_STAGES = 6  # tiles on their way, 8 KiB each in half precision
 
 
 @triton.jit
@@ -150,6 +150,6 @@ def launch(
             OUTPUTS=OUTPUTS,
             TILE=next(tile for tile in TILES if num_inputs % tile == 0),
             num_warps=4,
-            num_stages=NUM_STAGES // (1 + is_gated),
+            num_stages=max(2, 2 * NUM_STAGES // (x.element_size() * (1 + is_gated))),
         )
     return out

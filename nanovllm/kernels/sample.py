@@ -384,7 +384,10 @@ def draw_tokens(
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0 or vocab_size == 1:  # Triton would make a constant of the 1, and fail
         return token_ids.zero_()
-    maxima, sums = torch.empty(2, num_rows, num_chunks, dtype=torch.float32, device=logits.device)
+    # two tensors: the second half of one would not always be aligned, and Triton would compile everything once more
+    maxima, sums = [
+        torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device) for _ in range(2)
+    ]  # [num_rows, num_chunks] each
     is_truncated = batch.top_k is not None or batch.top_p is not None or batch.min_p is not None
     all_greedy, temperatures, sizes = batch.uniforms is None, batch.temperatures, (vocab_size, row_stride(logits))
     with torch.cuda.device_of(logits):  # Triton launches on the current device, which need not be that of the logits
