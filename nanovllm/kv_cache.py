@@ -38,7 +38,8 @@ class KVCache:
             self._swap_in(*zip(*moves.swap_ins, strict=True))
         if moves.copies:
             sources, destinations = zip(*moves.copies, strict=True)
-            self.tensor[:, :, self._on_device(destinations)] = self.tensor[:, :, self._on_device(sources)]
+            blocks = as_words(self.tensor)
+            blocks[:, :, self._on_device(destinations)] = blocks[:, :, self._on_device(sources)]
 
     def _on_device(self, block_ids: tuple[int, ...]) -> torch.Tensor:
         """[len(block_ids)] int64. A list as an index would make the host wait for the device."""
@@ -47,29 +48,34 @@ class KVCache:
 
     def _swap_out(self, sources: tuple[int, ...], destinations: tuple[int, ...]) -> None:
         """The blocks are gathered before anything of this step is written; their way to the host may take longer."""
-        gathered = (
-            self.tensor[:, :, self._on_device(sources)].movedim(2, 0).contiguous()
-        )  # [num_moved, 2, num_layers, …]
+        found = as_words(self.tensor)[:, :, self._on_device(sources)]
+        gathered = found.movedim(2, 0).contiguous()  # [num_moved, 2, num_layers, …]
+        host_blocks = as_words(self.host_tensor)
         if self._stream is None:
-            self.host_tensor[list(destinations)] = gathered
+            host_blocks[list(destinations)] = gathered
             return
         self._stream.wait_stream(torch.cuda.current_stream(self.tensor.device))
         with torch.cuda.stream(self._stream):
             for block, destination in zip(gathered, destinations, strict=True):
-                self.host_tensor[destination].copy_(block, non_blocking=True)
+                host_blocks[destination].copy_(block, non_blocking=True)
         gathered.record_stream(self._stream)
 
     def _swap_in(self, sources: tuple[int, ...], destinations: tuple[int, ...]) -> None:
+        host_blocks = as_words(self.host_tensor)
         if self._stream is None:
-            arrived = self.host_tensor[list(sources)]  # [num_moved, 2, num_layers, …]
+            arrived = host_blocks[list(sources)]  # [num_moved, 2, num_layers, …]
         else:
-            shape = (len(sources), *self.host_tensor.shape[1:])
-            arrived = torch.empty(shape, dtype=self.tensor.dtype, device=self.tensor.device)
-            self._stream.wait_stream(
-                torch.cuda.current_stream(self.tensor.device)
-            )  # it may have had this memory before
+            current = torch.cuda.current_stream(self.tensor.device)
+            shape = (len(sources), *host_blocks.shape[1:])
+            arrived = torch.empty(shape, dtype=host_blocks.dtype, device=self.tensor.device)
+            self._stream.wait_stream(current)  # it may have had this memory before
             with torch.cuda.stream(self._stream):  # behind the copies out, which may still be under way
                 for block, source in zip(arrived, sources, strict=True):
-                    block.copy_(self.host_tensor[source], non_blocking=True)
-            torch.cuda.current_stream(self.tensor.device).wait_stream(self._stream)
-        self.tensor[:, :, self._on_device(destinations)] = arrived.movedim(0, 2)
+                    block.copy_(host_blocks[source], non_blocking=True)
+            current.wait_stream(self._stream)
+        as_words(self.tensor)[:, :, self._on_device(destinations)] = arrived.movedim(0, 2)
+
+
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, 8 bytes each where rows are whole numbers of them: not all indexing knows fp8."""
+    return tensor.view(torch.int64 if tensor.shape[-1] * tensor.itemsize % 8 == 0 else torch.uint8)

@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from nanovllm.beam_search import BeamSearchParams
@@ -144,8 +145,10 @@ class LLM:
         self.engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Let go of the model and its cache. Calling it again does nothing."""
+        """Let go of the model and its cache, and give the GPU's memory back. Calling it again does nothing."""
         self._engine = None
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def __enter__(self) -> "LLM":
         return self

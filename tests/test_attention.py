@@ -515,6 +515,15 @@ def test_flash_attn_is_refused_where_it_is_not_installed(monkeypatch):
         choose("flash_attn", CUDA, torch.bfloat16)
 
 
+def test_a_flash_attn_that_cannot_be_imported_is_passed_by(monkeypatch, tmp_path):
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    with pytest.raises(ValueError, match="the package flash-attn cannot be imported: undefined symbol"):
+        choose("flash_attn", CUDA, torch.bfloat16)
+    assert choose("auto", CUDA, torch.bfloat16) is not FlashAttention
+
+
 def test_default_block_size_is_one_that_the_backend_takes(flash_attn):
     for name, device in (("torch", CPU), ("flash_attn", CUDA)):
         backend_class = choose(name, device, torch.bfloat16)

@@ -46,6 +46,20 @@ def check(cache, moves):
     assert torch.equal(cache.host_tensor.movedim(0, 2), host)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("head_dim", [3, 4, 8])
+def test_every_dtype_is_moved_bit_by_bit(dtype, head_dim):
+    backend = TorchAttention(num_heads=2, num_kv_heads=1, head_dim=head_dim, block_size=2)
+    cache = KVCache(backend, 1, 4, 2, dtype, torch.device("cpu"))
+    bits = torch.randint(0, 256, (*cache.tensor.shape[:-1], head_dim * dtype.itemsize), dtype=torch.uint8)
+    cache.tensor.view(torch.uint8).copy_(bits)
+    cache.move_blocks(BlockMoves([(1, 1)], [], [(3, 1)]))
+    cache.move_blocks(BlockMoves([], [(1, 4)], []))
+    expected = bits.clone()
+    expected[:, :, 4], expected[:, :, 1] = bits[:, :, 1], bits[:, :, 3]
+    assert torch.equal(cache.tensor.view(torch.uint8), expected)
+
+
 class Stream:
     def __init__(self, events):
         self.events = events

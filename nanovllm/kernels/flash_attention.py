@@ -123,9 +123,13 @@ class FlashAttention(AttentionBackend):
         if block_size is not None and block_size % cls.block_size_multiple:
             return f"block_size must be a multiple of {cls.block_size_multiple}, got {block_size}"
         if not is_installed("flash_attn"):
-            return "it needs the package flash-attn: pip install nanovllm[cuda]"
+            return "it needs the package flash-attn: pip install flash-attn --no-build-isolation (see docs/gpu.md)"
         if (found := gpu_capability()) is not None and found < (8, 0):
             return f"it needs a GPU of compute capability 8.0 or later (Ampere), this one has {found[0]}.{found[1]}"
+        try:
+            import flash_attn  # noqa: F401
+        except ImportError as error:  # built for another torch, for example
+            return f"the package flash-attn cannot be imported: {error}"
         return None
 
     def replace_layers(self, model: nn.Module) -> None:
