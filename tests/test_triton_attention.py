@@ -17,11 +17,13 @@ from tests.conftest import KERNEL_TESTS
 
 pytest.importorskip("triton")
 
+from nanovllm.kernels import activation, few_tokens, norm, paged_attention, sample, store_kv
 from nanovllm.kernels.flash_attention import FlashAttention
 from nanovllm.kernels.launch import GPU, choose_splits, decode_launch, prefill_launch
 from nanovllm.kernels.triton_attention import TritonAttention
 
 ROOT = Path(__file__).resolve().parent.parent
+FEW_TOKENS = {"norm_linear", "norm_gate_up", "add_linear"}  # what one kernel, `few_tokens_kernel`, is compiled to
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -58,10 +60,24 @@ def test_kernels_compile_without_spilling(resources):
 
 
 def test_programs_fit_a_multiprocessor(resources):
-    """Two at least, so that one computes while the other waits; but prefill and truncate have warps enough for that."""
+    """Two at least, so that one computes while the other waits; but prefill and truncate have warps enough for that.
+
+    Products of few tokens have many tiles on their way instead: two programs where shared memory is as large as an
+    H100's, one where it is smaller or where numbers take twice as much.
+    """
     for used in resources:
-        least = 1 if used["case"].startswith(("prefill", "truncate")) else 2
+        kernel, arch, dtype = used["case"].split()[:3]
+        is_large = kernel in FEW_TOKENS and (arch, dtype) != ("sm_90", "bfloat16")
+        least = 1 if is_large or kernel in ("prefill", "truncate") else 2
         assert used["programs"] >= least, used
+
+
+def test_all_kernels_are_compiled(resources):
+    modules = (activation, few_tokens, norm, paged_attention, sample, store_kv)
+    kernels = {name.removesuffix("_kernel") for module in modules for name in vars(module) if name.endswith("_kernel")}
+    compiled = {used["case"].split()[0] for used in resources}
+    assert compiled - FEW_TOKENS == kernels - {"few_tokens"}
+    assert compiled >= FEW_TOKENS
 
 
 # ---- how the work is divided
@@ -100,6 +116,22 @@ def test_launches_are_powers_of_two_that_hold_a_group(group, head_dim, dtype, sh
             assert n & (n - 1) == 0
         assert 128 % launch.tile == 0, "splits are whole tiles"
         assert launch.num_stages >= 1
+
+
+@pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_tiles_of_few_tokens_fit_shared_memory(is_gated, dtype, shared_memory):
+    for num_inputs in (64, 192, 1024, 3072):
+        launch = few_tokens.choose_launch(num_inputs, dtype, is_gated, GPU(132, shared_memory))
+        assert num_inputs % launch.tile == 0
+        loaded = (32 + 16 * is_gated) * launch.tile * dtype.itemsize
+        assert 1 <= launch.num_stages <= max(1, shared_memory // loaded)
+
+
+def test_many_tiles_of_few_tokens_are_on_their_way():
+    wanted = [few_tokens.choose_launch(1024, torch.bfloat16, is_gated, GPU()) for is_gated in (False, True)]
+    assert [(launch.tile, launch.num_stages) for launch in wanted] == [(256, 6), (256, 3)]
 
 
 # ---- who may choose it
