@@ -168,5 +168,6 @@ def launch(
             TILE=options.tile,
             num_warps=options.num_warps,
             num_stages=options.num_stages,
+            enable_fp_fusion=True,
         )
     return out
