@@ -23,6 +23,8 @@ from nanovllm.kernels.launch import GPU, choose_splits, decode_launch, prefill_l
 from nanovllm.kernels.triton_attention import TritonAttention
 
 ROOT = Path(__file__).resolve().parent.parent
+MODULES = (activation, few_tokens, norm, paged_attention, sample, store_kv)
+KERNELS = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
 FEW_TOKENS = {"norm_linear", "norm_gate_up", "add_linear"}  # what one kernel, `few_tokens_kernel`, is compiled to
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -73,11 +75,22 @@ def test_programs_fit_a_multiprocessor(resources):
 
 
 def test_all_kernels_are_compiled(resources):
-    modules = (activation, few_tokens, norm, paged_attention, sample, store_kv)
-    kernels = {name.removesuffix("_kernel") for module in modules for name in vars(module) if name.endswith("_kernel")}
     compiled = {used["case"].split()[0] for used in resources}
-    assert compiled - FEW_TOKENS == kernels - {"few_tokens"}
+    assert {f"{name}_kernel" for name in compiled - FEW_TOKENS} == KERNELS - {"few_tokens_kernel"}
     assert compiled >= FEW_TOKENS
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_what_is_launched_compiles(arch):
+    """The interpreter takes all arguments and options, the compiler does not."""
+    done = run_python("-m", "tests.launched_kernels", str(arch))
+    assert done.returncode == 0, done.stderr[-5000:]
+    launched = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    of_fused_layers = KERNELS - {"store_kv_kernel"}  # which is for layers of PyTorch
+    assert {used["kernel"] for used in launched} == of_fused_layers
+    assert [used for used in launched if used["spill_bytes"]] == []
+    gpu = {80: GPU(108, 163 * 1024), 90: GPU(132, 227 * 1024)}[arch]
+    assert max(used["shared_bytes"] for used in launched) <= gpu.shared_memory
 
 
 # ---- how the work is divided
