@@ -17,7 +17,8 @@ from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RMSNormRotary, Rotary
 
-KERNEL_TOKENS, PRODUCT_TOKENS = (1, 32, 256, 8192), (1, 8, 64, 256)
+KERNEL_TOKENS, PRODUCT_TOKENS = (1, 32, 256, 8192), (1, 2, 4, 8, 16, 64, 256)
+EPS = 1e-6
 Timer = Callable[[Callable[[], object]], float]  # seconds of one call
 
 
@@ -65,10 +66,10 @@ def measure_kernels(
             }
 
 
-def check(name: str, out: torch.Tensor, expected: torch.Tensor) -> None:
+def check(name: str, out: torch.Tensor, expected: torch.Tensor, tolerance: float = 0.005) -> None:
     """Single numbers may be rounded to the other side, and what is left of a difference may be small: so together."""
     error = (out.float() - expected.float()).norm() / expected.float().norm()
-    assert error < 0.005, f"{name}: the output is off by {error:.2%}"
+    assert error < tolerance, f"{name}: the output is off by {error:.2%}"
 
 
 def time_compiled(contest: Contest, seconds: Timer) -> float | str:
@@ -85,7 +86,7 @@ def normal(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 
 def make_norm(norm_class: type[RMSNorm], size: int, dtype: torch.dtype, device: torch.device) -> Any:
-    norm = norm_class(size, 1e-6).to(device, dtype).requires_grad_(False)
+    norm = norm_class(size, EPS).to(device, dtype).requires_grad_(False)
     norm.weight.normal_()
     return norm
 
@@ -137,6 +138,52 @@ def norm_rotary_store(shape: Shape, num_tokens: int, dtype: torch.dtype, device:
     return Contest(fused, pytorch, (qkv, cache, slots), num_bytes)
 
 
+@dataclass(frozen=True)
+class Ways:
+    """Of computing a product: alone, with its neighbours in launches of their own, and with them in one launch."""
+
+    alone: Callable[[], torch.Tensor]
+    separate: Callable[[], torch.Tensor]
+    fused: Callable[[], torch.Tensor]
+
+
+def normed_product(x: torch.Tensor, weight: torch.Tensor) -> Ways:
+    from nanovllm.kernels import few_tokens
+    from nanovllm.kernels.norm import rms_norm as kernel
+
+    norm_weight = torch.randn_like(x[0])
+    return Ways(
+        lambda: F.linear(x, weight),
+        lambda: F.linear(kernel(x, norm_weight, EPS), weight),
+        lambda: few_tokens.norm_linear(x, norm_weight, EPS, weight, None),
+    )
+
+
+def gated_product(x: torch.Tensor, weight: torch.Tensor) -> Ways:
+    from nanovllm.kernels import few_tokens
+    from nanovllm.kernels.activation import silu_and_mul
+    from nanovllm.kernels.norm import rms_norm as kernel
+
+    norm_weight = torch.randn_like(x[0])
+    return Ways(
+        lambda: F.linear(x, weight),
+        lambda: silu_and_mul(F.linear(kernel(x, norm_weight, EPS), weight)),
+        lambda: few_tokens.norm_gate_up(x, norm_weight, EPS, weight),
+    )
+
+
+def added_product(x: torch.Tensor, weight: torch.Tensor) -> Ways:
+    """The residual is added by the last step of PyTorch's product too, so that nothing is left to do separately."""
+    from nanovllm.kernels import few_tokens
+
+    residual, fused_residual = x.new_zeros(2, len(x), len(weight))
+
+    def alone() -> torch.Tensor:
+        return residual.addmm_(x, weight.t())
+
+    return Ways(alone, alone, lambda: few_tokens.add_linear(fused_residual, x, weight, None))
+
+
 def measure_products(
     shape: Shape,
     dtype: torch.dtype,
@@ -145,28 +192,26 @@ def measure_products(
     bandwidth: float,
     num_tokens: Sequence[int] = PRODUCT_TOKENS,
 ) -> Iterator[dict[str, Any]]:
-    """Few tokens wait for the weights, which are read once: their share of `bandwidth`, in bytes per second, counts."""
+    """Few tokens wait for the weights, which are read once: their share of `bandwidth`, in bytes per second, counts.
+
+    For as few as `few_tokens.py` takes, its way stands beside the same with PyTorch's product.
+    """
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    products = {  # name: (inputs, outputs, whether the residual is added in place)
-        "qkv": (shape.hidden_size, q_size + 2 * kv_size, False),
-        "o + residual": (q_size, shape.hidden_size, True),
-        "gate_up": (shape.hidden_size, 2 * shape.intermediate_size, False),
-        "down + residual": (shape.intermediate_size, shape.hidden_size, True),
+    products: dict[str, tuple[int, int, Callable[..., Ways]]] = {  # name: (inputs, outputs, ways)
+        "qkv": (shape.hidden_size, q_size + 2 * kv_size, normed_product),
+        "o + residual": (q_size, shape.hidden_size, added_product),
+        "gate_up": (shape.hidden_size, 2 * shape.intermediate_size, gated_product),
+        "down + residual": (shape.intermediate_size, shape.hidden_size, added_product),
     }
-    for name, (num_inputs, num_outputs, is_added) in products.items():
+    for name, (num_inputs, num_outputs, make) in products.items():
         weight = normal(num_outputs, num_inputs, dtype=dtype, device=device) * num_inputs**-0.5
         for n in num_tokens:
             x = normal(n, num_inputs, dtype=dtype, device=device)
-            residual = torch.zeros(n, num_outputs, dtype=dtype, device=device)
-
-            def product(x: torch.Tensor = x, residual: torch.Tensor = residual, weight: torch.Tensor = weight) -> None:
-                residual.addmm_(x, weight.t())
-
-            def plain(x: torch.Tensor = x, weight: torch.Tensor = weight) -> torch.Tensor:
-                return F.linear(x, weight)
-
-            time_s = seconds(product if is_added else plain)
-            num_bytes = (weight.numel() + x.numel() + (1 + is_added) * residual.numel()) * dtype.itemsize
+            ways = make(x, weight)
+            beside = compare(name, x, ways, seconds)
+            time_s = seconds(ways.alone)
+            num_moved = weight.numel() + x.numel() + (1 + (make is added_product)) * n * num_outputs
+            num_bytes = num_moved * dtype.itemsize
             yield {
                 "product": name,
                 "tokens": n,
@@ -174,4 +219,15 @@ def measure_products(
                 "GB/s": round(num_bytes / time_s / 1e9, 1),
                 "of copy": f"{num_bytes / time_s / bandwidth:.0%}",
                 "TFLOP/s": round(2 * n * weight.numel() / time_s / 1e12, 1),
+                **beside,
             }
+
+
+def compare(name: str, x: torch.Tensor, ways: Ways, seconds: Timer) -> dict[str, float | str]:
+    """Microseconds of a product with its neighbours, in launches of their own and in one."""
+    from nanovllm.kernels import few_tokens
+
+    if len(x) > few_tokens.MAX_TOKENS or not few_tokens.takes(x.shape[1]):
+        return {"separate us": "-", "fused us": "-"}
+    check(name, ways.fused(), ways.separate(), 0.01)  # PyTorch's product may add up parts that are rounded
+    return {f"{way} us": round(seconds(getattr(ways, way)) * 1e6, 2) for way in ("separate", "fused")}

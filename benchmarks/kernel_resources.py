@@ -12,7 +12,7 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,27 +22,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanovllm.kernels.activation import BLOCK, silu_and_mul_kernel
+from nanovllm.kernels import activation, few_tokens, norm, paged_attention, sample, store_kv
 from nanovllm.kernels.launch import GPU, Launch, decode_launch, prefill_launch
-from nanovllm.kernels.norm import HEAD_ELEMENTS, norm_rotary_store_kernel, rms_norm_kernel, warps_for
-from nanovllm.kernels.paged_attention import decode_kernel, merge_kernel, prefill_kernel
-from nanovllm.kernels.sample import (
-    CAPACITY,
-    CHUNK,
-    GROUP,
-    ZERO_BITS,
-    num_truncate_warps,
-    pick_kernel,
-    stats_kernel,
-    truncate_kernel,
-)
-from nanovllm.kernels.store_kv import store_kv_kernel
 
 # num_multiprocessors, bytes of shared memory for one program
 GPUS = {80: GPU(108, 163 * 1024), 90: GPU(132, 227 * 1024)}
 REGISTERS, RESERVED_SHARED = 65536, 1024  # of a multiprocessor; of each program
 
-SAMPLING = ("stats", "truncate", "pick")
+NUM_KV_HEADS, HEADS_OF_A_GROUP = 8, 4  # Qwen3-8B's
 CHUNKS = 128  # a power of two, of Qwen3's 151,936 tokens
 
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv"}
@@ -50,23 +37,42 @@ POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel as it is compiled for a model: 8 K and V heads, a group of query heads to each.
+    """One kernel (a name in `BUILDS`), and what it is compiled for. A size is 0 where the kernel knows no such thing.
 
-    Kernels that know no heads get the size of a row as `head_dim`; those that sample need neither.
+    `num_columns` is the length of a row of activations.
     """
 
     kernel: str
     arch: int
     dtype: torch.dtype
-    head_dim: int = 128
-    block_size: int = 16
+    head_dim: int = 0
+    block_size: int = 0
+    num_columns: int = 0
     is_fp8: bool = False
-    group: int = 4
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.") + ("+fp8" if self.is_fp8 else "")
-        shape = "" if self.kernel in SAMPLING else f" head_dim {self.head_dim} block_size {self.block_size}"
-        return f"{self.kernel} sm_{self.arch} {dtype}{shape}"
+        sizes = {name: getattr(self, name) for name in ("head_dim", "block_size", "num_columns")}
+        return " ".join([self.kernel, f"sm_{self.arch}", dtype, *(f"{name} {n}" for name, n in sizes.items() if n)])
+
+    @property
+    def pointer(self) -> str:
+        return POINTERS[self.dtype]
+
+    @property
+    def cache_pointer(self) -> str:
+        return POINTERS[torch.float8_e4m3fn if self.is_fp8 else self.dtype]
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a launch of `kernel` tells Triton. Pointers that `pointers` does not name, without `_ptr`, are to int32."""
+
+    kernel: Any
+    pointers: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 3
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,125 @@ class Resources:
         return min(by_registers, (gpu.shared_memory + RESERVED_SHARED) // (self.shared_bytes + RESERVED_SHARED))
 
 
+# ---- how each kernel is launched
+
+
+def build_store_kv(case: Case) -> Build:
+    pointers = dict.fromkeys(("k", "v"), case.pointer) | dict.fromkeys(("k_cache", "v_cache"), case.cache_pointer)
+    row = NUM_KV_HEADS * case.head_dim
+    constants = {"NUM_KV_HEADS": NUM_KV_HEADS, "HEAD_DIM": case.head_dim, "ROW": row, "IS_FP8": case.is_fp8}
+    return Build(store_kv.store_kv_kernel, pointers, constants)
+
+
+def build_decode(case: Case) -> Build:
+    pointers = {"part": "*fp32", "part_lse": "*fp32"}
+    return build_attention(case, paged_attention.decode_kernel, decode_launch, pointers)
+
+
+def build_prefill(case: Case) -> Build:
+    return build_attention(case, paged_attention.prefill_kernel, prefill_launch, {})
+
+
+def build_attention(case: Case, kernel: Any, choose: Callable[..., Launch], pointers: dict[str, str]) -> Build:
+    launch = choose(HEADS_OF_A_GROUP, case.head_dim, case.dtype, GPUS[case.arch])
+    pointers = {**pointers, "out": case.pointer, "q": case.pointer}
+    pointers |= dict.fromkeys(("k_cache", "v_cache"), case.cache_pointer)
+    constants = {"NUM_KV_HEADS": NUM_KV_HEADS, "GROUP": HEADS_OF_A_GROUP, "HEAD_DIM": case.head_dim}
+    constants |= {"BLOCK_SIZE": case.block_size, "ROWS": launch.rows, "TILE": launch.tile}
+    return Build(kernel, pointers, constants, launch.num_warps, launch.num_stages)
+
+
+def build_merge(case: Case) -> Build:
+    pointers = {"out": case.pointer, "part": "*fp32", "part_lse": "*fp32"}
+    return Build(paged_attention.merge_kernel, pointers, {"HEAD_DIM": case.head_dim, "TILE": 64, "SPLITS": 16})
+
+
+def build_norm_rotary_store(case: Case) -> Build:
+    heads = min(norm.HEAD_ELEMENTS // case.head_dim, NUM_KV_HEADS)
+    pointers = dict.fromkeys(("q", "qkv", "q_weight", "k_weight", "cos", "sin"), case.pointer)
+    pointers |= dict.fromkeys(("k_cache", "v_cache"), case.cache_pointer)
+    constants = {"NUM_HEADS": NUM_KV_HEADS * HEADS_OF_A_GROUP, "NUM_KV_HEADS": NUM_KV_HEADS, "HEADS": heads}
+    constants |= {"HEAD_DIM": case.head_dim, "IS_FP8": case.is_fp8}
+    num_warps = norm.warps_for(heads * case.head_dim * case.dtype.itemsize // 2)
+    return Build(norm.norm_rotary_store_kernel, pointers, constants, num_warps)
+
+
+def build_rms_norm(case: Case) -> Build:
+    block = triton.next_power_of_2(case.num_columns)
+    constants = {"SIZE": case.num_columns, "BLOCK": block}
+    pointers = dict.fromkeys(("y", "x", "weight"), case.pointer)
+    return Build(norm.rms_norm_kernel, pointers, constants, norm.warps_for(block * case.dtype.itemsize))
+
+
+def build_silu_and_mul(case: Case) -> Build:
+    pointers = dict.fromkeys(("z", "gate_up"), case.pointer)
+    return Build(activation.silu_and_mul_kernel, pointers, {"SIZE": case.num_columns, "BLOCK": activation.BLOCK})
+
+
+def build_norm_linear(case: Case) -> Build:
+    return build_few_tokens(case, HAS_NORM=True)
+
+
+def build_norm_gate_up(case: Case) -> Build:
+    return build_few_tokens(case, HAS_NORM=True, IS_GATED=True)
+
+
+def build_add_linear(case: Case) -> Build:
+    return build_few_tokens(case, IS_ADDED=True)
+
+
+def build_few_tokens(case: Case, **flags: bool) -> Build:
+    launch = few_tokens.choose_launch(case.num_columns, case.dtype, flags.get("IS_GATED", False), GPUS[case.arch])
+    flags = dict.fromkeys(("HAS_NORM", "HAS_BIAS", "IS_GATED", "IS_ADDED"), False) | flags
+    sizes = {"NUM_INPUTS": case.num_columns, "ROWS": launch.rows, "OUTPUTS": few_tokens.OUTPUTS, "TILE": launch.tile}
+    pointers = dict.fromkeys(("out", "x", "norm_weight", "weight", "bias"), case.pointer)
+    return Build(few_tokens.few_tokens_kernel, pointers, {**sizes, **flags}, launch.num_warps, launch.num_stages)
+
+
+def build_stats(case: Case) -> Build:
+    return build_sampling(case, sample.stats_kernel)
+
+
+def build_truncate(case: Case) -> Build:
+    return build_sampling(case, sample.truncate_kernel, sample.num_truncate_warps(sample.CHUNK, sample.GROUP))
+
+
+def build_pick(case: Case) -> Build:
+    return build_sampling(case, sample.pick_kernel)
+
+
+def build_sampling(case: Case, kernel: Any, num_warps: int = 4) -> Build:
+    """For rows of all kinds: some greedy, some with limits."""
+    floats = ("maxima", "sums", "limits", "spare", "temperatures", "min_p", "top_p")
+    pointers = {**dict.fromkeys(floats, "*fp32"), "uniforms": "*fp64", "top_k": "*i64", "token_ids": "*i64"}
+    constants = {"CHUNK": sample.CHUNK, "CHUNKS": CHUNKS, "GROUP": sample.GROUP, "CAPACITY": sample.CAPACITY}
+    constants |= {"ALL_GREEDY": False, "HAS_LIMITS": True, "ZERO_BITS": sample.ZERO_BITS[case.dtype]}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return Build(kernel, {**pointers, "logits": case.pointer}, constants, num_warps)
+
+
+SAMPLING: dict[str, Callable[[Case], Build]] = {"stats": build_stats, "truncate": build_truncate, "pick": build_pick}
+FEW_TOKENS: dict[str, Callable[[Case], Build]] = {
+    "norm_linear": build_norm_linear,
+    "norm_gate_up": build_norm_gate_up,
+    "add_linear": build_add_linear,
+}
+BUILDS: dict[str, Callable[[Case], Build]] = {
+    "store_kv": build_store_kv,
+    "decode": build_decode,
+    "prefill": build_prefill,
+    "merge": build_merge,
+    "norm_rotary_store": build_norm_rotary_store,
+    "rms_norm": build_rms_norm,
+    "silu_and_mul": build_silu_and_mul,
+    **FEW_TOKENS,
+    **SAMPLING,
+}
+
+
+# ---- what is compiled
+
+
 def all_cases(arch: int, is_quick: bool = False) -> Iterator[Case]:
     """Every specialisation; with `is_quick` those that differ most."""
     half = [torch.bfloat16] if is_quick else [torch.bfloat16, torch.float16]
@@ -90,91 +215,42 @@ def all_cases(arch: int, is_quick: bool = False) -> Iterator[Case]:
             for is_fp8 in (False, True) if arch >= 89 else (False,):  # no e4m3 instructions before 8.9
                 yield Case("store_kv", arch, dtype, head_dim, is_fp8=is_fp8)
                 for block_size in (16, 256):
-                    yield Case("decode", arch, dtype, head_dim, block_size, is_fp8)
-                    yield Case("prefill", arch, dtype, head_dim, block_size, is_fp8)
+                    yield Case("decode", arch, dtype, head_dim, block_size, is_fp8=is_fp8)
+                    yield Case("prefill", arch, dtype, head_dim, block_size, is_fp8=is_fp8)
                 yield Case("norm_rotary_store", arch, dtype, head_dim, is_fp8=is_fp8)
             yield Case("merge", arch, dtype, head_dim)
         for hidden_size in (1024, 5120):
-            yield Case("rms_norm", arch, dtype, hidden_size)
-        yield Case("silu_and_mul", arch, dtype, 3072)
+            yield Case("rms_norm", arch, dtype, num_columns=hidden_size)
+        yield Case("silu_and_mul", arch, dtype, num_columns=3072)
     for head_dim in (128,) if is_quick else (64, 128):
         yield Case("norm_rotary_store", arch, torch.float32, head_dim)
-        yield Case("decode", arch, torch.float32, head_dim)
-        yield Case("prefill", arch, torch.float32, head_dim)
+        yield Case("decode", arch, torch.float32, head_dim, 16)
+        yield Case("prefill", arch, torch.float32, head_dim, 16)
     for dtype in (*half, torch.float32):
+        for kernel in FEW_TOKENS:
+            yield Case(kernel, arch, dtype, num_columns=3072 if kernel == "add_linear" else 1024)
         for kernel in SAMPLING:
             yield Case(kernel, arch, dtype)
 
 
-def compile_case(case: Case, launch: Launch | None = None) -> tuple[Any, Resources]:
+def compile_case(case: Case) -> tuple[Any, Resources]:
     """The compiled kernel (its `asm` holds every stage) and what it takes."""
-    gpu = GPUS[case.arch]
-    x, cache = POINTERS[case.dtype], POINTERS[torch.float8_e4m3fn if case.is_fp8 else case.dtype]
-    choose = {"decode": decode_launch, "prefill": prefill_launch}.get(case.kernel)
-    if launch is None and choose is not None:
-        launch = choose(case.group, case.head_dim, case.dtype, gpu)
-    attention = {"NUM_KV_HEADS": 8, "GROUP": case.group, "HEAD_DIM": case.head_dim, "BLOCK_SIZE": case.block_size}
-    num_warps, num_stages = 4, 3
-    if launch is not None:
-        attention |= {"ROWS": launch.rows, "TILE": launch.tile}
-        num_warps, num_stages = launch.num_warps, launch.num_stages
-    types: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    if case.kernel == "store_kv":
-        kernel, types = store_kv_kernel, {"k": x, "v": x, "k_cache": cache, "v_cache": cache, "slot_mapping": "*i32"}
-        constants = {"NUM_KV_HEADS": 8, "HEAD_DIM": case.head_dim, "ROW": 8 * case.head_dim, "IS_FP8": case.is_fp8}
-    elif case.kernel == "norm_rotary_store":
-        kernel, heads = norm_rotary_store_kernel, min(HEAD_ELEMENTS // case.head_dim, 8)
-        types = dict.fromkeys(("q", "qkv", "q_weight", "k_weight", "cos", "sin"), x) | dict.fromkeys(
-            ("k_cache", "v_cache"), cache
-        )
-        constants = {"NUM_HEADS": 8 * case.group, "NUM_KV_HEADS": 8, "HEAD_DIM": case.head_dim, "HEADS": heads}
-        constants["IS_FP8"] = case.is_fp8
-        num_warps = warps_for(heads * case.head_dim * case.dtype.itemsize // 2)
-    elif case.kernel == "rms_norm":
-        kernel, types = rms_norm_kernel, {"y": x, "x": x, "weight": x}
-        constants = {"SIZE": case.head_dim, "BLOCK": triton.next_power_of_2(case.head_dim)}
-        num_warps = warps_for(constants["BLOCK"] * case.dtype.itemsize)
-    elif case.kernel == "silu_and_mul":
-        kernel, types, constants = silu_and_mul_kernel, {"z": x, "gate_up": x}, {"SIZE": case.head_dim, "BLOCK": BLOCK}
-    elif case.kernel == "decode":
-        kernel, constants = decode_kernel, attention
-        types = {"out": x, "part": "*fp32", "part_lse": "*fp32", "q": x, "k_cache": cache, "v_cache": cache}
-    elif case.kernel == "merge":
-        kernel, types = merge_kernel, {"out": x, "part": "*fp32", "part_lse": "*fp32"}
-        constants = {"HEAD_DIM": case.head_dim, "TILE": 64, "SPLITS": 16}
-    elif case.kernel in SAMPLING:
-        kernel, types, constants = sampling_case(case.kernel, case.dtype)
-        num_warps = num_truncate_warps(CHUNK, GROUP) if case.kernel == "truncate" else 4
-    else:
-        kernel, constants = prefill_kernel, attention
-        types = {"out": x, "q": x, "k_cache": cache, "v_cache": cache}
-
+    build = BUILDS[case.kernel](case)
     signature, attributes = {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        floats = name.endswith("scale") or name == "eps"
-        pointer = types.get(name.removesuffix("_ptr"), "*i32")
-        signature[name] = pointer if name.endswith("_ptr") else "fp32" if floats else "i32"
-        if name in constants:
+    for i, name in enumerate(build.kernel.arg_names):
+        is_float = name.endswith("scale") or name == "eps"
+        pointer = build.pointers.get(name.removesuffix("_ptr"), "*i32")
+        signature[name] = pointer if name.endswith("_ptr") else "fp32" if is_float else "i32"
+        if name in build.constants:
             signature[name] = "constexpr"
-        elif not floats and name not in kernel.do_not_specialize:
+        elif not is_float and name not in build.kernel.do_not_specialize:
             attributes[(i,)] = [["tt.divisibility", 16]]  # tensors are aligned, and so are whole rows
-    source = ASTSource(kernel, signature, constants, attributes)
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    source = ASTSource(build.kernel, signature, build.constants, attributes)
+    options = {"num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", case.arch, 32), options=options)
     registers, spill_bytes = read_cubin(compiled.asm["cubin"])
-    return compiled, Resources(registers, spill_bytes, compiled.metadata.shared, num_warps, num_stages)
-
-
-def sampling_case(name: str, dtype: torch.dtype) -> tuple[Any, dict[str, str], dict[str, Any]]:
-    """Kernel, types of pointers and constants for rows of all kinds."""
-    kernel = {"stats": stats_kernel, "truncate": truncate_kernel, "pick": pick_kernel}[name]
-    floats = ("maxima", "sums", "limits", "spare", "temperatures", "min_p", "top_p")
-    types = {**dict.fromkeys(floats, "*fp32"), "uniforms": "*fp64", "top_k": "*i64", "token_ids": "*i64"}
-    constants = {"CHUNK": CHUNK, "CHUNKS": CHUNKS, "GROUP": GROUP, "CAPACITY": CAPACITY, "ALL_GREEDY": False}
-    constants |= {"HAS_LIMITS": True, "ZERO_BITS": ZERO_BITS[dtype]}
-    own = {key: value for key, value in constants.items() if key in kernel.arg_names}
-    return kernel, {**types, "logits": POINTERS[dtype]}, own
+    shared_bytes = compiled.metadata.shared
+    return compiled, Resources(registers, spill_bytes, shared_bytes, build.num_warps, build.num_stages)
 
 
 def read_cubin(cubin: bytes) -> tuple[int, int]:

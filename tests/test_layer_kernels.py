@@ -501,9 +501,22 @@ def test_benchmark_checks_and_measures(monkeypatch):
     small = list(kernel_layers.measure_kernels(*args, num_tokens=[1, 3]))
     assert [row["kernel"] for row in small[::2]] == ["rms_norm", "norm_rotary_store", "silu_and_mul"]
     assert small[1]["GB/s"] == round((2 * 3 * 64 + 64) * 2 / 1e-6 / 1e9, 1)
-    products = list(kernel_layers.measure_products(*args, bandwidth=1e9, num_tokens=[2]))
-    assert [row["product"] for row in products] == ["qkv", "o + residual", "gate_up", "down + residual"]
+    products = list(kernel_layers.measure_products(*args, bandwidth=1e9, num_tokens=[2, 17]))
+    assert [row["product"] for row in products[::2]] == ["qkv", "o + residual", "gate_up", "down + residual"]
     assert products[0]["TFLOP/s"] == round(2 * 2 * 64 * 128 / 1e-6 / 1e12, 1)
+    # 17 tokens are too many for the fused products, and 96 inputs are no whole tiles
+    assert [row["fused us"] for row in products] == [1.0, "-", 1.0, "-", 1.0, "-", "-", "-"]
+    assert [row["separate us"] for row in products] == [1.0, "-", 1.0, "-", 1.0, "-", "-", "-"]
+
+
+@pytest.mark.parametrize("name", ["norm_linear", "norm_gate_up", "add_linear"])
+def test_benchmark_refuses_products_that_differ(monkeypatch, name):
+    """Whatever is timed is checked first."""
+    right = getattr(few_tokens, name)
+    monkeypatch.setattr(few_tokens, name, lambda *args: right(*args) * 1.02)
+    shape = kernel_layers.Shape(hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16)
+    with pytest.raises(AssertionError, match="the output is off by"):
+        list(kernel_layers.measure_products(shape, torch.float16, DEVICE, lambda _: 1e-6, 1e9, num_tokens=[2]))
 
 
 # ---- on a GPU: real sizes, graphs

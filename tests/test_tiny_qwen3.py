@@ -47,7 +47,7 @@ def test_folder_is_small():
 def test_transformers_loads_it_unchanged():
     model, info = AutoModelForCausalLM.from_pretrained(MODEL_DIR, output_loading_info=True)
     assert type(model).__name__ == "Qwen3ForCausalLM"
-    assert not info["missing_keys"] | info["unexpected_keys"] | info["mismatched_keys"]
+    assert not any(info[keys] for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 

@@ -17,11 +17,15 @@ from tests.conftest import KERNEL_TESTS
 
 pytest.importorskip("triton")
 
+from nanovllm.kernels import activation, few_tokens, norm, paged_attention, sample, store_kv
 from nanovllm.kernels.flash_attention import FlashAttention
 from nanovllm.kernels.launch import GPU, choose_splits, decode_launch, prefill_launch
 from nanovllm.kernels.triton_attention import TritonAttention
 
 ROOT = Path(__file__).resolve().parent.parent
+MODULES = (activation, few_tokens, norm, paged_attention, sample, store_kv)
+KERNELS = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
+FEW_TOKENS = {"norm_linear", "norm_gate_up", "add_linear"}  # what one kernel, `few_tokens_kernel`, is compiled to
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -58,10 +62,35 @@ def test_kernels_compile_without_spilling(resources):
 
 
 def test_programs_fit_a_multiprocessor(resources):
-    """Two at least, so that one computes while the other waits; but prefill and truncate have warps enough for that."""
+    """Two at least, so that one computes while the other waits; but prefill and truncate have warps enough for that.
+
+    Products of few tokens have many tiles on their way instead: two programs where shared memory is as large as an
+    H100's, one where it is smaller or where numbers take twice as much.
+    """
     for used in resources:
-        least = 1 if used["case"].startswith(("prefill", "truncate")) else 2
+        kernel, arch, dtype = used["case"].split()[:3]
+        is_large = kernel in FEW_TOKENS and (arch, dtype) != ("sm_90", "bfloat16")
+        least = 1 if is_large or kernel in ("prefill", "truncate") else 2
         assert used["programs"] >= least, used
+
+
+def test_all_kernels_are_compiled(resources):
+    compiled = {used["case"].split()[0] for used in resources}
+    assert {f"{name}_kernel" for name in compiled - FEW_TOKENS} == KERNELS - {"few_tokens_kernel"}
+    assert compiled >= FEW_TOKENS
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_what_is_launched_compiles(arch):
+    """The interpreter takes all arguments and options, the compiler does not."""
+    done = run_python("-m", "tests.launched_kernels", str(arch))
+    assert done.returncode == 0, done.stderr[-5000:]
+    launched = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    of_fused_layers = KERNELS - {"store_kv_kernel"}  # which is for layers of PyTorch
+    assert {used["kernel"] for used in launched} == of_fused_layers
+    assert [used for used in launched if used["spill_bytes"]] == []
+    gpu = {80: GPU(108, 163 * 1024), 90: GPU(132, 227 * 1024)}[arch]
+    assert max(used["shared_bytes"] for used in launched) <= gpu.shared_memory
 
 
 # ---- how the work is divided
@@ -100,6 +129,22 @@ def test_launches_are_powers_of_two_that_hold_a_group(group, head_dim, dtype, sh
             assert n & (n - 1) == 0
         assert 128 % launch.tile == 0, "splits are whole tiles"
         assert launch.num_stages >= 1
+
+
+@pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_tiles_of_few_tokens_fit_shared_memory(is_gated, dtype, shared_memory):
+    for num_inputs in (64, 192, 1024, 3072):
+        launch = few_tokens.choose_launch(num_inputs, dtype, is_gated, GPU(132, shared_memory))
+        assert num_inputs % launch.tile == 0
+        loaded = (32 + 16 * is_gated) * launch.tile * dtype.itemsize
+        assert 1 <= launch.num_stages <= max(1, shared_memory // loaded)
+
+
+def test_many_tiles_of_few_tokens_are_on_their_way():
+    wanted = [few_tokens.choose_launch(1024, torch.bfloat16, is_gated, GPU()) for is_gated in (False, True)]
+    assert [(launch.tile, launch.num_stages) for launch in wanted] == [(256, 6), (256, 3)]
 
 
 # ---- who may choose it

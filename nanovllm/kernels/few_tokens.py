@@ -13,9 +13,13 @@ multiplies with all tokens at a time. The tokens are so few that every program n
 tensor cores want 16 rows: fewer tokens are filled up with zeros. Called by `decoder_layer.py`.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+
+from nanovllm.kernels.launch import GPU, Launch, describe_gpu
 
 MAX_TOKENS = 16  # rows of a tensor core's product
 OUTPUTS = 16  # of one program: few, so that there are programs for all multiprocessors
@@ -97,6 +101,18 @@ def takes(num_inputs: int) -> bool:
     return num_inputs % TILES[-1] == 0
 
 
+@functools.cache
+def choose_launch(num_inputs: int, dtype: torch.dtype, is_gated: bool, gpu: GPU) -> Launch:
+    """As many tiles on their way as are wanted, or as shared memory holds: float32 takes twice as much.
+
+    What is normalised lies in shared memory too, but Triton counts the tile that is computed with as a stage.
+    """
+    tile = next(tile for tile in TILES if num_inputs % tile == 0)
+    rows = MAX_TOKENS + OUTPUTS * (1 + is_gated) + 1  # of x, of the weight or both its halves, of the norm's weight
+    num_stages = min(NUM_STAGES // (1 + is_gated), gpu.shared_memory // (rows * tile * dtype.itemsize))
+    return Launch(MAX_TOKENS, tile, num_warps=4, num_stages=max(1, num_stages))
+
+
 def norm_linear(
     x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -131,6 +147,7 @@ def launch(
     assert 0 < num_tokens <= MAX_TOKENS
     assert x.is_contiguous()
     assert weight.is_contiguous()
+    options = choose_launch(num_inputs, x.dtype, is_gated, describe_gpu(x.device))
     with torch.cuda.device_of(x):
         few_tokens_kernel[(-(-num_outputs // OUTPUTS),)](
             out,
@@ -146,10 +163,11 @@ def launch(
             HAS_BIAS=bias is not None,
             IS_GATED=is_gated,
             IS_ADDED=is_added,
-            ROWS=MAX_TOKENS,
+            ROWS=options.rows,
             OUTPUTS=OUTPUTS,
-            TILE=next(tile for tile in TILES if num_inputs % tile == 0),
-            num_warps=4,
-            num_stages=max(2, 2 * NUM_STAGES // (x.element_size() * (1 + is_gated))),
+            TILE=options.tile,
+            num_warps=options.num_warps,
+            num_stages=options.num_stages,
+            enable_fp_fusion=True,
         )
     return out

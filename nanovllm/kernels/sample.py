@@ -392,7 +392,11 @@ def draw_tokens(
     all_greedy, temperatures, sizes = batch.uniforms is None, batch.temperatures, (vocab_size, row_stride(logits))
     with torch.cuda.device_of(logits):  # Triton launches on the current device, which need not be that of the logits
         stats_kernel[(num_rows * num_chunks,)](
-            *(maxima, sums, logits, temperatures, *sizes), ALL_GREEDY=all_greedy, CHUNK=chunk, num_warps=4
+            *(maxima, sums, logits, temperatures, *sizes),
+            ALL_GREEDY=all_greedy,
+            CHUNK=chunk,
+            num_warps=4,
+            enable_fp_fusion=True,
         )
         limits = maxima  # nobody reads them
         if is_truncated and not all_greedy:
@@ -405,6 +409,7 @@ def draw_tokens(
             CHUNK=chunk,
             CHUNKS=triton.next_power_of_2(num_chunks),
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return token_ids
 
@@ -435,6 +440,7 @@ def find_limits(
         GROUP=group,
         CAPACITY=capacity,
         num_warps=num_truncate_warps(chunk, group),
+        enable_fp_fusion=True,
     )
     return limits
 

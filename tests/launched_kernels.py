@@ -1,0 +1,86 @@
+"""Runs the code that launches kernels, on CPU: what it would launch on a GPU is compiled for one, and that is all.
+
+    python -m tests.launched_kernels 90
+
+The interpreter takes all arguments and options, but the compiler does not; what `benchmarks.kernel_resources` compiles
+is described there once more, while this is what the launches say themselves. Prints a dict for each compiled kernel.
+Kernels leave everything as it is, so the outputs mean nothing.
+"""
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "0"  # read by Triton when it is imported
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from benchmarks.kernel_resources import read_cubin
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm.kernels import decoder_layer, sample, triton_attention  # noqa: F401 (imported before the next line)
+from nanovllm.sampling_batch import SamplingBatch
+
+os.environ["TRITON_INTERPRET"] = "1"  # read by `LLM`, which would refuse the backend on CPU
+
+VOCAB_SIZE = 151_936  # Qwen3's
+
+
+class Driver:
+    """As much of a GPU's as compiling needs."""
+
+    def __init__(self, arch):
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self):
+        return self._target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def compile_launches(arch):
+    """From now on; returns the dict that grows by a line for each kernel."""
+    driver.set_active(Driver(arch))
+    compile_or_launch, lines = JITFunction.run, {}
+
+    def compile_only(self, *args, grid, **options):
+        assert all(isinstance(size, int) and 0 < size < 1 << 31 for size in grid)
+        kernel = compile_or_launch(self, *args, grid=grid, **{**options, "warmup": True})
+        if kernel.hash not in lines:
+            _, spill_bytes = read_cubin(kernel.asm["cubin"])
+            line = {"kernel": self.fn.__name__, "spill_bytes": spill_bytes, "shared_bytes": kernel.metadata.shared}
+            lines[kernel.hash] = line
+        return kernel
+
+    JITFunction.run = compile_only
+    return lines
+
+
+def launch_all(kv_cache_dtypes):
+    empty = torch.empty
+    torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).zero_()  # it is used as token ids
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    options = {"device": "cpu", "dtype": "bfloat16", "num_kv_blocks": 64, "attention_backend": "triton"}
+    for kv_cache_dtype in kv_cache_dtypes:
+        llm = LLM(TINY_QWEN3, kv_cache_dtype=kv_cache_dtype, **options)
+        for prompts in ([[1, 2, 3]], [[5] * 40, [7] * 9], [[8] * 300, [9]]):  # few tokens and many, decodes and mixed
+            llm.generate(prompts, params, use_tqdm=False)
+    temperatures, uniforms = torch.ones(2), torch.zeros(2, dtype=torch.float64)
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = torch.zeros(2, VOCAB_SIZE, dtype=dtype)
+        for limits in ({"uniforms": None}, {}, {"top_k": torch.ones(2, dtype=torch.int64)}, {"top_p": torch.ones(2)}):
+            sample.draw_tokens(logits, SamplingBatch(temperatures, **{"uniforms": uniforms, **limits}))
+
+
+if __name__ == "__main__":
+    arch = int(sys.argv[1])
+    lines = compile_launches(arch)
+    launch_all(["auto", "fp8"] if arch >= 89 else ["auto"])
+    for line in lines.values():
+        print(json.dumps(line))
