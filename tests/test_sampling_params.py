@@ -208,7 +208,7 @@ LEGAL = [
     {"logprobs": -1, "prompt_logprobs": -1},
     {"logit_bias": {}},
     {"logit_bias": {0: -100, 5: 100.0}},
-    {"logits_processors": [lambda output_token_ids, logits: logits]},
+    {"logits_processors": [max]},
     {"seed": np.int64(3), "max_tokens": np.int32(4), "top_p": np.float32(0.5), "stop_token_ids": [np.int64(2)]},
 ]
 
