@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,16 +30,34 @@ FEW_TOKENS = {"norm_linear", "norm_gate_up", "add_linear"}  # what one kernel, `
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def run_python(*args, **env):
-    """A process of its own: triton reads TRITON_INTERPRET once, when it is imported."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    return subprocess.run([sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+ARCHS = (80, 90)
+# name: environment, arguments. In processes of their own: triton reads TRITON_INTERPRET once, when it is imported.
+JOBS = {
+    **{f"compile {a}": ("0", ["benchmarks.kernel_resources", "--quick", "--json", "--arch", str(a)]) for a in ARCHS},
+    **{f"launch {a}": ("0", ["tests.launched_kernels", str(a)]) for a in ARCHS},
+}
+if not torch.cuda.is_available():  # else they run on the GPU
+    JOBS |= {file: ("1", ["pytest", "-x", "-p", "no:cacheprovider", f"tests/{file}"]) for file in KERNEL_TESTS}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU")
-@pytest.mark.parametrize("file", KERNEL_TESTS)
-def test_kernels_in_the_interpreter(file):
-    done = run_python("-m", "pytest", "-x", "-p", "no:cacheprovider", f"tests/{file}", TRITON_INTERPRET="1")
+def run_job(name):
+    interpret, arguments = JOBS[name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": interpret}
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    """All of them, as many at a time as there are cores; the first test that asks for one has them all begin."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {name: pool.submit(run_job, name) for name in reversed(JOBS)}  # the longest first
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("file", [file for file in KERNEL_TESTS if file in JOBS])
+def test_kernels_in_the_interpreter(jobs, file):
+    done = jobs[file].result()
     assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 
@@ -46,12 +65,10 @@ def test_kernels_in_the_interpreter(file):
 # ---- what the kernels compile to
 
 
-@pytest.fixture(scope="module", params=[80, 90])
-def resources(request):
+@pytest.fixture(scope="module", params=ARCHS)
+def resources(request, jobs):
     """One dict for each specialisation, but for float16, which differs from bfloat16 in a type only."""
-    done = run_python(
-        "-m", "benchmarks.kernel_resources", "--quick", "--json", "--arch", str(request.param), TRITON_INTERPRET="0"
-    )
+    done = jobs[f"compile {request.param}"].result()
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -80,10 +97,10 @@ def test_all_kernels_are_compiled(resources):
     assert compiled >= FEW_TOKENS
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-def test_what_is_launched_compiles(arch):
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_is_launched_compiles(jobs, arch):
     """The interpreter takes all arguments and options, the compiler does not."""
-    done = run_python("-m", "tests.launched_kernels", str(arch))
+    done = jobs[f"launch {arch}"].result()
     assert done.returncode == 0, done.stderr[-5000:]
     launched = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     of_fused_layers = KERNELS - {"store_kv_kernel"}  # which is for layers of PyTorch
@@ -178,7 +195,8 @@ def test_auto_is_triton_for_an_fp8_cache():
 
 def test_importing_nanovllm_does_not_import_triton():
     code = "import sys, nanovllm, nanovllm.kernels; print([m for m in sys.modules if m.split('.')[0] == 'triton'])"
-    assert run_python("-c", code).stdout.strip() == "[]"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("head_dim", [8, 80, 96, 512])
