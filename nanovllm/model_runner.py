@@ -95,11 +95,17 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> SampledTokens:
         """Compute the batch, and draw one token for each sequence that catches up."""
-        with torch.cuda.device_of(self.kv_cache.tensor):
-            self.kv_cache.move_blocks(batch.moves)
-            computed = (self._wrapped or self.compute_eagerly)(batch, self._newest_ids)
-            self._newest_ids = computed.token_ids
-            return SampledTokens(*computed)
+        try:
+            with torch.cuda.device_of(self.kv_cache.tensor):
+                self.kv_cache.move_blocks(batch.moves)
+                computed = (self._wrapped or self.compute_eagerly)(batch, self._newest_ids)
+                self._newest_ids = computed.token_ids
+                return SampledTokens(*computed)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                "the GPU's memory does not suffice for this step: lower gpu_memory_utilization, which leaves it more, "
+                f"or max_num_batched_tokens or max_num_seqs; {error}"
+            ) from error
 
     def compute_eagerly(self, batch: Batch, newest_ids: torch.Tensor) -> Computed:
         """`batch` on the host; newest_ids: [num_samples] of the step before, on the device"""

@@ -749,6 +749,16 @@ def test_a_failed_step_keeps_its_requests(checkpoint, answer):
     assert_at_rest(engine)
 
 
+def test_a_step_without_memory_says_what_to_lower_and_can_be_tried_again(checkpoint, answer):
+    engine = make_engine(checkpoint[0])
+    Failing(engine, lambda i: i == 1, "before", torch.OutOfMemoryError)
+    engine.add_request("a", FAILING_PROMPTS["a"], greedy(10))
+    engine.step()
+    with pytest.raises(torch.OutOfMemoryError, match="lower gpu_memory_utilization.*max_num_seqs; the model failed"):
+        engine.step()
+    assert tokens_of(run(engine)) == {"a": answer(FAILING_PROMPTS["a"], 10)}
+
+
 # --- hash collisions -----------------------------------------------------------------------------------------------
 
 COLLISIONS = {
