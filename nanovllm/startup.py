@@ -159,7 +159,8 @@ def advice_on_memory() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise ValueError(
             "the GPU's memory does not suffice to start: lower gpu_memory_utilization (if others use this GPU too), "
-            f"kv_cache_memory_bytes or num_kv_blocks, max_num_batched_tokens or max_num_seqs; {error.__cause__ or error}"
+            "kv_cache_memory_bytes or num_kv_blocks, max_num_batched_tokens or max_num_seqs; "
+            f"{error.__cause__ or error}"
         ) from error
 
 

@@ -12,9 +12,16 @@ No library is imported before its backend is chosen.
 import importlib.util
 import sys
 
+import torch
+
 
 def is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
     except ValueError:  # it is in sys.modules without a spec
         return sys.modules.get(package) is not None
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """Of the current GPU, like which the machine's others are taken to be; None if there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 from ctypes import c_float, c_int, c_long, c_void_p
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -134,17 +134,9 @@ class CpuAttention(AttentionBackend):
 
     default_block_size = 16
 
-    def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        dtype: torch.dtype = torch.float32,
-        kv_cache_dtype: str = "auto",
-    ) -> None:
-        super().__init__(num_heads, num_kv_heads, head_dim, block_size, dtype)
-        self.library = load_library(dtype)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.library = load_library(self.dtype)
         self.instructions = self.library.instructions().decode()
 
     @classmethod

@@ -5,11 +5,13 @@ https://arxiv.org/abs/2407.08608) the package flash-attn-3, from the folder `hop
 https://github.com/Dao-AILab/flash-attention. Their calls differ, and this is told here; what they compute does not.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import is_installed
+from nanovllm.kernels import gpu_capability, is_installed
 from nanovllm.layers.attention import AttentionBackend
 
 
@@ -99,16 +101,8 @@ class FlashAttention(AttentionBackend):
     default_block_size = 256
     block_size_multiple = 256  # of version 2
 
-    def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        dtype: torch.dtype = torch.bfloat16,
-        kv_cache_dtype: str = "auto",
-    ) -> None:
-        super().__init__(num_heads, num_kv_heads, head_dim, block_size, dtype)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._library = FlashAttention3(self.scale) if runs_version_3() else FlashAttention2(self.scale)
         self.instructions = self._library.name
 
@@ -150,8 +144,3 @@ class FlashAttention(AttentionBackend):
 
 def runs_version_3() -> bool:
     return is_installed("flash_attn_interface") and gpu_capability() == (9, 0)  # Hopper; what came later has others
-
-
-def gpu_capability() -> tuple[int, int] | None:
-    """Of the current GPU, like which the machine's others are taken to be."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None

@@ -6,19 +6,14 @@ the GPU only: grids and workspaces follow from shapes.
 
 import math
 import os
+from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import is_installed
-from nanovllm.kernels.launch import (
-    Launch,
-    choose_splits,
-    decode_launch,
-    describe_gpu,
-    prefill_launch,
-)
+from nanovllm.kernels import gpu_capability, is_installed
+from nanovllm.kernels.launch import Launch, choose_splits, decode_launch, describe_gpu, prefill_launch
 from nanovllm.layers.attention import AttentionBackend
 
 SPLITS_AT_A_TIME = 16  # parts that merge_kernel holds in registers
@@ -36,32 +31,20 @@ class TritonAttention(AttentionBackend):
     supports_fp8_kv_cache = True
     slow_dtypes = (torch.float32,)  # exact products do without the tensor cores
 
-    def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        dtype: torch.dtype = torch.bfloat16,
-        kv_cache_dtype: str = "auto",
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-    ) -> None:
-        super().__init__(num_heads, num_kv_heads, head_dim, block_size, dtype)
+    def __init__(self, *args: Any, k_scale: float = 1.0, v_scale: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         from nanovllm.kernels import paged_attention, store_kv  # these import triton
 
         self._kernels, self._store_kv = paged_attention, store_kv.store_kv
-        if kv_cache_dtype == "fp8":
-            # Triton converts e4m3 with instructions that came with compute capability 8.9
-            if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-                raise ValueError(
-                    "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or later (Ada, Hopper), "
-                    f"this one has {'.'.join(map(str, torch.cuda.get_device_capability()))}; take 'auto'"
-                )
-            self.kv_cache_dtype = torch.float8_e4m3fn
+        # Triton converts e4m3 with instructions that came with compute capability 8.9
+        if self.kv_cache_dtype is not None and (found := gpu_capability()) is not None and found < (8, 9):
+            raise ValueError(
+                "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or later (Ada, Hopper), "
+                f"this one has {found[0]}.{found[1]}; take 'auto'"
+            )
         self.k_scale = k_scale
         self.v_scale = v_scale
-        self.group = num_heads // num_kv_heads
+        self.group = self.num_heads // self.num_kv_heads
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:

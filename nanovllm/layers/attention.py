@@ -30,7 +30,6 @@ class AttentionBackend(ABC):
     supports_fp8_kv_cache = False
     supports_graphs = True  # for decodes, the host decides nothing by what only the device knows
     slow_dtypes: tuple[torch.dtype, ...] = ()  # `auto` does not choose it for these
-    kv_cache_dtype: torch.dtype | None = None  # the model's own
 
     def __init__(
         self,
@@ -46,6 +45,7 @@ class AttentionBackend(ABC):
         self.head_dim = head_dim
         self.block_size = block_size
         self.dtype = dtype
+        self.kv_cache_dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else None  # None: the model's
         self.scale = 1 / math.sqrt(head_dim)
 
     @classmethod
@@ -83,18 +83,6 @@ class TorchAttention(AttentionBackend):
     default_block_size = 16
     supports_fp8_kv_cache = True
     supports_graphs = False
-
-    def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        dtype: torch.dtype = torch.float32,
-        kv_cache_dtype: str = "auto",
-    ) -> None:
-        super().__init__(num_heads, num_kv_heads, head_dim, block_size, dtype)
-        self.kv_cache_dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else None
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
