@@ -16,7 +16,7 @@ import torch
 from benchmarks.common import describe_machine
 from nanovllm import TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm.batch import build_batch
-from nanovllm.in_flight import BlockMoves
+from nanovllm.scheduler_output import BlockMoves
 
 
 def main() -> None:

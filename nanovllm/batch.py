@@ -15,13 +15,14 @@ Two sequences with block_size 4: A decodes position 5 (block table [7, 2]), B pr
     logits_indices [  0,  3 ]             the last row of each sequence that has caught up: it gets a new token
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from nanovllm.in_flight import BlockMoves, SchedulerOutput
 from nanovllm.sampling_batch import SamplingBatch, build_sampling_batch
+from nanovllm.scheduler_output import BlockMoves, SchedulerOutput
 from nanovllm.sequence import Sequence
 
 
@@ -62,7 +63,6 @@ def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
     seqs = [seq for seq, _ in scheduled.chunks]
     num_new = np.array([num_new_tokens for _, num_new_tokens in scheduled.chunks], dtype=np.int32)  # [num_seqs]
     starts = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int32)  # [num_seqs]
-    num_tokens = np.array([seq.num_tokens for seq in seqs], dtype=np.int32)  # [num_seqs]
     seq_lens = starts + num_new  # [num_seqs]
     cu_seqlens_q = offsets(num_new)  # [num_seqs + 1]
 
@@ -72,7 +72,7 @@ def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
     block_tables = pad_block_tables(seqs)  # [num_seqs, max_num_blocks]
     slot_mapping = block_tables[rows, positions // block_size] * block_size + positions % block_size
 
-    samples, sampled_rows = find_samples(seqs, seq_lens == num_tokens)
+    sampled_rows = np.array([i for i, _ in scheduled.samples], dtype=np.int64)  # [num_samples]
     nd = scheduled.num_decodes
     input_ids = gather_token_ids(seqs, starts.tolist(), seq_lens.tolist(), nd)  # [num_tokens]
     return Batch(
@@ -89,42 +89,32 @@ def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
         num_decodes=nd,
         max_seqlen_q=int(num_new[nd:].max(initial=0)),
         max_seqlen_k=int(seq_lens[nd:].max(initial=0)),
-        sampling=build_sampling_batch(samples),
+        sampling=build_sampling_batch([seq for _, seq in scheduled.samples]),
         prompt_logprobs=build_prompt_logprobs(scheduled, cu_seqlens_q),
         moves=scheduled.moves,
     )
 
 
-def find_samples(seqs: list[Sequence], catches_up: np.ndarray) -> tuple[list[Sequence], np.ndarray]:
-    """The sequences that get a token, and which row of the batch each draws it from: [num_samples].
+def prompt_targets(scheduled: SchedulerOutput) -> Iterator[tuple[int, Sequence, range]]:
+    """Chunks whose prompt's log-probabilities are wanted: place in `chunks`, sequence, positions of the tokens judged.
 
-    Children that are about to come to life draw from their parent's row, each with its own random number.
+    The row of each token judges the next one, so these begin and end one later than the chunk, but within the prompt.
     """
-    rows = np.flatnonzero(catches_up)
-    samples = seqs if len(rows) == len(seqs) else [seqs[row] for row in rows.tolist()]
-    if any([seq.children for seq in samples]):
-        rows = np.repeat(rows, [1 + len(seq.children) for seq in samples])
-        samples = [sample for seq in samples for sample in (seq, *seq.children)]
-    return samples, rows
-
-
-def prompt_target_range(seq: Sequence, start: int, num_new_tokens: int) -> range:
-    """Positions of the prompt that the chunk from position `start` judges: each by the row of the token before it."""
-    if seq.sampling_params.prompt_logprobs is None:
-        return range(0)
-    return range(start + 1, max(start + 1, min(start + 1 + num_new_tokens, seq.num_prompt_tokens)))
+    if all([seq.is_plain_sampling for seq, _ in scheduled.chunks]):  # the usual case, at the price of one look each
+        return
+    for i, (seq, num_new_tokens) in enumerate(scheduled.chunks):
+        start = seq.num_computed_tokens + 1
+        stop = min(start + num_new_tokens, seq.num_prompt_tokens)
+        if seq.sampling_params.prompt_logprobs is not None and start < stop:
+            yield i, seq, range(start, stop)
 
 
 def build_prompt_logprobs(scheduled: SchedulerOutput, cu_seqlens_q: np.ndarray) -> PromptLogprobs | None:
-    rows, targets, wanted = [], [], [0]
-    if all([seq.is_plain_sampling for seq, _ in scheduled.chunks]):  # the usual case, at the price of one look each
-        return None
-    for row, (seq, num_new_tokens) in enumerate(scheduled.chunks):
-        positions = prompt_target_range(seq, seq.num_computed_tokens, num_new_tokens)
-        if positions:
-            rows.append(np.arange(len(positions)) + cu_seqlens_q[row])
-            targets.append(seq.token_ids.view(positions.start, positions.stop))
-            wanted.append(seq.sampling_params.prompt_logprobs or 0)
+    rows, targets, wanted = [], [], []
+    for i, seq, positions in prompt_targets(scheduled):
+        rows.append(np.arange(len(positions)) + cu_seqlens_q[i])
+        targets.append(seq.token_ids.view(positions.start, positions.stop))
+        wanted.append(seq.sampling_params.prompt_logprobs or 0)
     if not rows:
         return None
     return PromptLogprobs(

@@ -28,10 +28,10 @@ import numpy as np
 import torch
 
 from nanovllm.batch import Batch
-from nanovllm.in_flight import BlockMoves
 from nanovllm.input_buffer import InputBuffer
-from nanovllm.model_runner import Computed, ModelRunner, fill_in
+from nanovllm.model_runner import ModelRunner, SampledTokens, fill_in
 from nanovllm.sampling_batch import SamplingBatch
+from nanovllm.scheduler_output import BlockMoves
 
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ class CudaGraphs:
 
         self._graphs[size] = Recorded(*self._recorder.record(decode))
 
-    def __call__(self, batch: Batch, newest_ids: torch.Tensor) -> Computed:
+    def __call__(self, batch: Batch, newest_ids: torch.Tensor) -> SampledTokens:
         if not self.can_replay(batch, newest_ids):
             return self._runner.compute_eagerly(batch, newest_ids)
         num_seqs = len(batch.seq_lens)
@@ -136,9 +136,9 @@ class CudaGraphs:
             self._newest_ids[: len(newest_ids)] = newest_ids
         self._graphs[size].replay()
         if batch.sampling.wants_only_draws:
-            return Computed(self._newest_ids[:num_seqs], None, None)
+            return SampledTokens(self._newest_ids[:num_seqs], None, None)
         hidden = self._graphs[size].hidden[:num_seqs]
-        return Computed(*self._runner.choose_tokens(hidden, self._runner.send(batch.sampling)), None)
+        return SampledTokens(*self._runner.choose_tokens(hidden, self._runner.send(batch.sampling)), None)
 
     def can_replay(self, batch: Batch, newest_ids: torch.Tensor) -> bool:
         """Whether all of its sequences, and there are not too many, have one new token and get one."""

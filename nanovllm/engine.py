@@ -13,12 +13,11 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.batch import build_batch, prompt_target_range
+from nanovllm.batch import build_batch, prompt_targets
 from nanovllm.beam_search import BeamSearch, BeamSearchParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config, resolve_device
 from nanovllm.detokenizer import TokenDecoder
-from nanovllm.in_flight import SchedulerOutput
 from nanovllm.limits import Limits
 from nanovllm.loader import (
     load_tokenizer,
@@ -27,12 +26,13 @@ from nanovllm.loader import (
     read_model_config,
     resolve_model,
 )
-from nanovllm.model_runner import SampledTokens, StepTokens
+from nanovllm.model_runner import ArrivingTokens, StepTokens
 from nanovllm.outputs import EngineStats, RequestOutput, StepOutput
 from nanovllm.policies import POLICIES
 from nanovllm.request import Prompt, Request, encode_bad_words, encode_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
+from nanovllm.scheduler_output import SchedulerOutput
 from nanovllm.sequence import Sequence
 from nanovllm.startup import start_runner
 from nanovllm.stats import Counters, make_stats
@@ -44,9 +44,9 @@ class Flight:
     """A step that has been launched: what it computes, where its tokens will arrive, and when what happened to it."""
 
     scheduled: SchedulerOutput
-    tokens: SampledTokens
-    judged_prompts: list[tuple[Request | None, int, int]]
-    """In the order of the prompt log-probabilities' rows: whose (None: aborted), from which position on, how many."""
+    tokens: ArrivingTokens
+    prompt_positions: list[tuple[Request | None, range]]
+    """Whose (None: aborted) prompt tokens the prompt log-probabilities are of, in the order of their rows."""
     start: float
     scheduled_at: float
     built_at: float
@@ -108,7 +108,7 @@ class LLMEngine:
         self._is_stepping = True
         try:
             flight = self._ahead or self._launch()
-            self._ahead = self._launch() if flight and self.enable_overlap else None
+            self._ahead = self._launch() if flight and self.enable_overlap else None  # while `flight` is computed
             tokens = flight.tokens.wait() if flight else None
         except BaseException:
             self._ahead = None
@@ -117,7 +117,7 @@ class LLMEngine:
             raise
         if flight is None or tokens is None:
             self._end_step()
-            return StepOutput([], 0, 0, 0, 0, 0, time.monotonic() - start, 0.0, 0.0, 0.0, 0.0)
+            return StepOutput(schedule_time_s=time.monotonic() - start)
         arrived = time.monotonic()
         advanced = self.scheduler.update(flight.scheduled, tokens.token_ids)
         updated = time.monotonic()
@@ -137,6 +137,18 @@ class LLMEngine:
             update_time_s=updated - arrived,
             output_time_s=time.monotonic() - updated,
         )
+
+    def _launch(self) -> Flight | None:
+        """Schedule the next step and start it on the device; None if there is nothing to do, or not yet."""
+        start = time.monotonic()
+        scheduled = self.scheduler.schedule()
+        if not scheduled.chunks:
+            return None
+        scheduled_at = time.monotonic()
+        prompt_positions = self._note_prompts(scheduled, scheduled_at)
+        batch = build_batch(scheduled, self.block_size)
+        built_at = time.monotonic()
+        return Flight(scheduled, self.runner.run(batch), prompt_positions, start, scheduled_at, built_at)
 
     def has_unfinished_requests(self) -> bool:
         """Whether there is something to `step()` for: a request, or a step in flight whose requests are all gone."""
@@ -215,18 +227,6 @@ class LLMEngine:
 
     # ---- inside
 
-    def _launch(self) -> Flight | None:
-        """Schedule the next step and start it on the device; None if there is nothing to do, or not yet."""
-        start = time.monotonic()
-        scheduled = self.scheduler.schedule()
-        if not scheduled.chunks:
-            return None
-        scheduled_at = time.monotonic()
-        judged_prompts = self._note_prompts(scheduled, scheduled_at)
-        batch = build_batch(scheduled, self.block_size)
-        built_at = time.monotonic()
-        return Flight(scheduled, self.runner.run(batch), judged_prompts, start, scheduled_at, built_at)
-
     def _end_step(self) -> None:
         """What was aborted during the step can go."""
         self._is_stepping = False
@@ -267,10 +267,10 @@ class LLMEngine:
         """What the step's tokens mean for their requests: text, log-probabilities, times, and whether they are done."""
         if tokens.prompt_logprobs is not None:
             first_row = 0
-            for request, first_position, num_rows in flight.judged_prompts:
+            for request, positions in flight.prompt_positions:
                 if request is not None:
-                    request.add_prompt_logprobs(tokens.prompt_logprobs, first_row, first_position, num_rows)
-                first_row += num_rows
+                    request.add_prompt_logprobs(tokens.prompt_logprobs, first_row, positions)
+                first_row += len(positions)
         requests: dict[str, Request] = {}
         for row, seq in advanced:
             request = self._requests.get(seq.request_id)
@@ -288,19 +288,14 @@ class LLMEngine:
                 outputs.append(request.make_output())
         return outputs
 
-    def _note_prompts(self, scheduled: SchedulerOutput, now: float) -> list[tuple[Request | None, int, int]]:
-        """Note when requests begin to be served; see `Flight.judged_prompts` for what is returned."""
-        judged: list[tuple[Request | None, int, int]] = []
-        for seq, num_new_tokens in scheduled.chunks:
-            start = seq.num_computed_tokens
-            if start >= seq.num_prompt_tokens:
-                continue
-            request = self._requests.get(seq.request_id)
-            if request is not None and request.scheduled_time is None:
-                request.scheduled_time = now
-            if positions := prompt_target_range(seq, start, num_new_tokens):
-                judged.append((request, positions.start, len(positions)))
-        return judged
+    def _note_prompts(self, scheduled: SchedulerOutput, now: float) -> list[tuple[Request | None, range]]:
+        """Note which requests begin to be served now; returns `Flight.prompt_positions`."""
+        for seq, _ in scheduled.chunks:
+            if seq.num_computed_tokens < seq.num_prompt_tokens:
+                request = self._requests.get(seq.request_id)
+                if request is not None and request.scheduled_time is None:
+                    request.scheduled_time = now
+        return [(self._requests.get(seq.request_id), positions) for _, seq, positions in prompt_targets(scheduled)]
 
     def _fresh_scheduler(self, old: Scheduler | None = None) -> Scheduler:
         """An empty scheduler and block manager; the counts of `old` go on."""

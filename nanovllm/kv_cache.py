@@ -6,8 +6,8 @@ Knows whole blocks only; what is inside of one is the attention backend's affair
 
 import torch
 
-from nanovllm.in_flight import BlockMoves
 from nanovllm.layers.attention import AttentionBackend
+from nanovllm.scheduler_output import BlockMoves
 
 
 class KVCache:

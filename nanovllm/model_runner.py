@@ -23,8 +23,8 @@ T = TypeVar("T")
 LOGITS_SLICE = 256  # rows of logits for prompt_logprobs at a time: a long prompt's together would fill the memory
 
 
-class SampledTokens:
-    """What one step brings, which may not have arrived on the host yet."""
+class ArrivingTokens:
+    """What one step brings, on its way to the host."""
 
     def __init__(self, token_ids: torch.Tensor, logprobs: Logprobs | None, prompt_logprobs: Logprobs | None) -> None:
         self._token_ids = token_ids.to("cpu", non_blocking=True)  # [num_samples]
@@ -42,6 +42,8 @@ class SampledTokens:
 
 
 class StepTokens(NamedTuple):
+    """What one step brings, on the host."""
+
     token_ids: list[int]
     logprobs: LogprobRows | None
     """One row for each token."""
@@ -49,8 +51,8 @@ class StepTokens(NamedTuple):
     """One row for each of the batch's `prompt_logprobs.targets`."""
 
 
-class Computed(NamedTuple):
-    """What a step brings, on the device."""
+class SampledTokens(NamedTuple):
+    """What one step brings, on the device."""
 
     token_ids: torch.Tensor  # [num_samples] int64
     logprobs: Logprobs | None
@@ -77,7 +79,7 @@ class ModelRunner:
         self.draw = draw
         self.kv_cache = self._empty_cache(0)
         self._inputs = InputBuffer(device, 1 << 16) if device.type == "cuda" else None
-        self._wrapped: Callable[[Batch, torch.Tensor], Computed] | None = None
+        self._wrapped: Callable[[Batch, torch.Tensor], SampledTokens] | None = None
         self._newest_ids = torch.empty(0, dtype=torch.int64, device=device)  # what the step before has drawn
 
     @property
@@ -88,33 +90,33 @@ class ModelRunner:
         """Room for `num_kv_blocks` blocks and the null block, and `num_swap_blocks` in host memory."""
         self.kv_cache = self._empty_cache(num_kv_blocks, num_swap_blocks)
 
-    def wrap(self, compute: Callable[[Batch, torch.Tensor], Computed]) -> None:
+    def wrap(self, compute: Callable[[Batch, torch.Tensor], SampledTokens]) -> None:
         """From now on steps are computed so; see `cuda_graph.py`."""
         self._wrapped = compute
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> SampledTokens:
+    def run(self, batch: Batch) -> ArrivingTokens:
         """Compute the batch, and draw one token for each sequence that catches up."""
         try:
             with torch.cuda.device_of(self.kv_cache.tensor):
                 self.kv_cache.move_blocks(batch.moves)
                 computed = (self._wrapped or self.compute_eagerly)(batch, self._newest_ids)
                 self._newest_ids = computed.token_ids
-                return SampledTokens(*computed)
+                return ArrivingTokens(*computed)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 "the GPU's memory does not suffice for this step: lower gpu_memory_utilization, which leaves it more, "
                 f"or max_num_batched_tokens or max_num_seqs; {error}"
             ) from error
 
-    def compute_eagerly(self, batch: Batch, newest_ids: torch.Tensor) -> Computed:
+    def compute_eagerly(self, batch: Batch, newest_ids: torch.Tensor) -> SampledTokens:
         """`batch` on the host; newest_ids: [num_samples] of the step before, on the device"""
         batch = self.send(batch)
         if batch.has_expected_ids:
             batch = replace(batch, input_ids=fill_in(batch.input_ids, newest_ids))
         hidden = self.model(batch, self.kv_cache.tensor)  # [num_tokens, hidden_size]
         token_ids, logprobs = self.choose_tokens(hidden[batch.logits_indices], batch.sampling)
-        return Computed(token_ids, logprobs, self._compute_prompt_logprobs(hidden, batch))
+        return SampledTokens(token_ids, logprobs, self._compute_prompt_logprobs(hidden, batch))
 
     def send(self, record: T) -> T:
         """A dataclass of tensors, to the device. It is good for the kernels up to the next call."""

@@ -117,19 +117,19 @@ class BeamSearchOutput:
 class StepOutput:
     """What one `LLMEngine.step()` did."""
 
-    outputs: list[RequestOutput]
+    outputs: list[RequestOutput] = field(default_factory=list)
     """One for each request that advanced; of requests added with `stream=False`, the finished ones alone."""
-    num_scheduled_tokens: int
-    num_prefill_tokens: int
-    num_decode_tokens: int
+    num_scheduled_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
     """Of the scheduled tokens, those that were a sequence's only one in this step."""
-    num_seqs: int
-    num_preempted: int
-    schedule_time_s: float
-    build_time_s: float
-    run_time_s: float
-    update_time_s: float
-    output_time_s: float
+    num_seqs: int = 0
+    num_preempted: int = 0
+    schedule_time_s: float = 0.0
+    build_time_s: float = 0.0
+    run_time_s: float = 0.0
+    update_time_s: float = 0.0
+    output_time_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -125,14 +125,15 @@ class Request:
                 completion.read_text()
         self.finished_time = now
 
-    def add_prompt_logprobs(self, rows: LogprobRows, first_row: int, first_position: int, num_rows: int) -> None:
-        """Log-probabilities of the prompt from `first_position` on; what is computed a second time is known already."""
+    def add_prompt_logprobs(self, rows: LogprobRows, first_row: int, positions: range) -> None:
+        """Log-probabilities of the prompt at `positions`; what is computed a second time is known already."""
         k = self.sampling_params.prompt_logprobs
         assert self.prompt_logprobs is not None
         assert k is not None
-        for i in range(max(0, len(self.prompt_logprobs) - first_position), num_rows):
-            token_id = self.prompt_token_ids[first_position + i]
-            self.prompt_logprobs.append(position_logprobs(rows, first_row + i, token_id, k, self.tokenizer))
+        for row, position in enumerate(positions, first_row):
+            if position >= len(self.prompt_logprobs):
+                token_id = self.prompt_token_ids[position]
+                self.prompt_logprobs.append(position_logprobs(rows, row, token_id, k, self.tokenizer))
 
     def make_output(self) -> RequestOutput:
         """All that is known so far, as a snapshot."""

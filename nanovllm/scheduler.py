@@ -22,8 +22,9 @@ from itertools import count
 from operator import attrgetter
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.in_flight import BlockMoves, Chunk, SchedulerOutput, StepsInFlight
+from nanovllm.in_flight import StepsInFlight
 from nanovllm.policies import Policy, fcfs
+from nanovllm.scheduler_output import BlockMoves, Chunk, SchedulerOutput
 from nanovllm.sequence import Sequence, SequenceStatus
 from nanovllm.swap_space import SwapSpace
 
@@ -88,12 +89,12 @@ class Scheduler:
         may be nothing to do (no chunks): the next one must wait for its tokens, or for the blocks that it frees.
         """
         is_ahead = bool(self.in_flight.steps)
-        if is_ahead and not self._can_run_ahead():
-            return SchedulerOutput([], 0, 0, [], BlockMoves(), 0, 0)
+        if is_ahead and not (self.in_flight.try_take_for_granted() and self._has_blocks_to_run_ahead()):
+            return SchedulerOutput()
         self.block_manager.begin_step(is_ahead)
         decodes, prefills, preempted = self._share_budget()
         while not (decodes or prefills) and not is_ahead and self.has_unfinished():
-            # beams that have caught up hold the blocks that the others of their search need
+            # skip at first reading: beams that have caught up hold the blocks that others of their search need
             assert self.running, "some sequence always advances"
             parked = self._preempt()
             decodes, prefills, more = self._share_budget()
@@ -106,13 +107,12 @@ class Scheduler:
     def update(self, scheduled: SchedulerOutput, new_token_ids: SequenceOf[int]) -> list[tuple[int, Sequence]]:
         """Record that the oldest step has run; return the sequences that got a token, some of which are finished by it.
 
-        `new_token_ids` holds one token for each chunk that catches up, in the order of the chunks, and behind it one
-        for each child of a sequence whose prompt is computed now; with each sequence comes the place of its token.
-        Tokens of sequences that have been finished since the step was scheduled are dropped.
+        `new_token_ids` holds one token for each of `scheduled.samples`; with each sequence comes the place of its
+        token. Tokens of sequences that have been finished since the step was scheduled are dropped.
         """
-        samples = self.in_flight.land(scheduled)
-        assert len(new_token_ids) == len(samples), "one token for each"
-        advanced = list(enumerate(samples))
+        assert len(new_token_ids) == len(scheduled.samples), "one token for each"
+        self.in_flight.land(scheduled)
+        advanced = [(row, seq) for row, (_, seq) in enumerate(scheduled.samples)]
         if self.in_flight.leaving:
             advanced = [(row, seq) for row, seq in advanced if seq.finish_reason is None]
             self._free_those_who_left()
@@ -182,13 +182,11 @@ class Scheduler:
 
     # ---- the share of a step
 
-    def _can_run_ahead(self) -> bool:
-        """Whether all that runs can go on while a step is in flight: nobody needs its tokens, nor another's blocks.
+    def _has_blocks_to_run_ahead(self) -> bool:
+        """Whether all that runs can go on while a step is in flight, without taking blocks from anybody.
 
-        Blocks are not taken from anybody before the step has landed: those who finish by it will free some.
+        That can wait until the step has landed: those who finish by it will free some.
         """
-        if not self.in_flight.take_for_granted():
-            return False
         blocks = self.block_manager
         if blocks.num_free_blocks >= self.max_num_batched_tokens // blocks.block_size + 2 * len(self.running):
             return True  # each needs a part of a block at most, and a copy, besides what the budget fills
@@ -217,7 +215,7 @@ class Scheduler:
             i += 1
 
         # what was just preempted would only come back to be preempted again
-        num_seqs, num_promised = self._count_claims() if self.waiting and not preempted else (0, 0)
+        num_seqs, num_promised = self._count_places_and_promises() if self.waiting and not preempted else (0, 0)
         while self.waiting and budget and not preempted:
             seq = self.waiting[0][1]
             num_seqs += seq.num_claims
@@ -242,7 +240,7 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
         insort(self.running, seq, key=attrgetter("order"))
 
-    def _count_claims(self) -> tuple[int, int]:
+    def _count_places_and_promises(self) -> tuple[int, int]:
         """Sequences that run, children to come included; and blocks that they still need to catch up."""
         num_seqs = sum([seq.num_claims for seq in self.running])
         return num_seqs, sum([max(0, self.block_manager.num_missing_blocks(seq)) for seq in self.running])

@@ -18,13 +18,13 @@ import torch
 
 from nanovllm.batch import Batch
 from nanovllm.config import Config, resolve_device, resolve_dtype
-from nanovllm.in_flight import BlockMoves
 from nanovllm.layers.attention import AttentionBackend, select_backend
 from nanovllm.loader import load_model
 from nanovllm.model_runner import ModelRunner
 from nanovllm.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
 from nanovllm.sampler import Draw, draw_tokens
 from nanovllm.sampling_batch import SamplingBatch
+from nanovllm.scheduler_output import BlockMoves
 
 logger = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from nanovllm.in_flight import SchedulerOutput
 from nanovllm.outputs import EngineStats
 from nanovllm.scheduler import Scheduler
+from nanovllm.scheduler_output import SchedulerOutput
 
 
 @dataclass

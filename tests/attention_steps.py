@@ -10,9 +10,9 @@ import random
 import torch
 
 from nanovllm.batch import build_batch
-from nanovllm.in_flight import BlockMoves, SchedulerOutput
 from nanovllm.layers.attention import Attention
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler_output import BlockMoves, SchedulerOutput
 from nanovllm.sequence import Sequence
 
 # ---- the reference

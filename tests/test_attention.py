@@ -15,10 +15,10 @@ import torch
 
 from nanovllm import LLM
 from nanovllm.batch import build_batch
-from nanovllm.in_flight import BlockMoves, SchedulerOutput
 from nanovllm.kernels.flash_attention import FlashAttention
 from nanovllm.layers.attention import Attention, TorchAttention, select_backend
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler_output import BlockMoves, SchedulerOutput
 from nanovllm.sequence import Sequence
 from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
 

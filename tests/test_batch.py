@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.batch import build_batch
-from nanovllm.in_flight import BlockMoves, SchedulerOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler_output import BlockMoves, SchedulerOutput
 from nanovllm.sequence import Sequence
 
 

@@ -20,11 +20,11 @@ import torch
 from nanovllm import BeamSearchParams, Config, LLMEngine, SamplingParams
 from nanovllm.batch import PromptLogprobs, build_batch
 from nanovllm.cuda_graph import CudaGraphs, DecodeInputs, graph_sizes
-from nanovllm.in_flight import BlockMoves, SchedulerOutput
 from nanovllm.input_buffer import InputBuffer
 from nanovllm.layers import attention
 from nanovllm.sampler import draw_tokens
 from nanovllm.sampling_batch import SamplingBatch
+from nanovllm.scheduler_output import BlockMoves, SchedulerOutput
 from nanovllm.sequence import Sequence
 from nanovllm.startup import choose_draw, choose_graphs
 from tests.late_runner import LateRunner

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.in_flight import BlockMoves
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
+from nanovllm.scheduler_output import BlockMoves
 
 NUM_LAYERS, NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 3, 8, 6, 4
 KINDS = ("swap_outs", "swap_ins", "copies")

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.in_flight import BlockMoves, SchedulerOutput
 from nanovllm.policies import POLICIES, SJF_TOKENS_PER_ARRIVAL, fcfs, priority, sjf
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
+from nanovllm.scheduler_output import BlockMoves, SchedulerOutput
 from nanovllm.sequence import Sequence, SequenceStatus
 from nanovllm.swap_space import SwapSpace
 
