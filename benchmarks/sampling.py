@@ -21,8 +21,9 @@ import torch
 from benchmarks.common import describe_machine
 from nanovllm import SamplingParams
 from nanovllm.config import resolve_device
+from nanovllm.input_buffer import map_tensors
 from nanovllm.sampler import sample
-from nanovllm.sampling_batch import SamplingBatch, build_sampling_batch, map_tensors
+from nanovllm.sampling_batch import SamplingBatch, build_sampling_batch
 from nanovllm.sequence import Sequence
 
 CASES = {

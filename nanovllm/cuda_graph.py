@@ -12,13 +12,12 @@ that the host decides: addresses, shapes, numbers of programs. What lies at the 
     256 sequences, 27 graphs:   1 2 4 8 16 24 … 64 | 72 80 … 128 | 144 160 … 256
     a batch of 70               replays the one of 72, two rows of which are padding
 
-`CudaGraphs` takes the place of `ModelRunner.compute_eagerly`, and calls it for every batch that is not decodes alone.
+`ModelRunner` asks `can_replay` for every batch, and computes all that is not decodes alone eagerly.
 """
 
 import gc
 import logging
 import time
-import weakref
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,8 +27,9 @@ import numpy as np
 import torch
 
 from nanovllm.batch import Batch
-from nanovllm.input_buffer import InputBuffer
-from nanovllm.model_runner import ModelRunner, SampledTokens, fill_in
+from nanovllm.input_buffer import InputBuffer, fill_in
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.sampler import Draw, sample
 from nanovllm.sampling_batch import SamplingBatch
 from nanovllm.scheduler_output import BlockMoves
 
@@ -50,11 +50,12 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "min_p": np.dtype(np.float32),
 }
 ROW_BYTES = sum(dtype.itemsize for dtype in COLUMNS.values())
+OF_BATCH = ("input_ids", "positions", "slot_mapping", "seq_lens")  # the others are the sampler's
 OFF = {"uniforms": 0, "top_k": 0, "top_p": 1, "min_p": 0}  # for batches in which nobody asks for it
 
 
 def graph_sizes(max_batch_size: int) -> list[int]:
-    """Batch sizes to record: every eighth up to 128, then in ever larger steps; padding adds an eighth at most."""
+    """Batch sizes to record, in steps of 8, and from 128 on of ever more: padding is less than 8 rows, or an eighth."""
     sizes, size = [1, 2, 4], 8
     while size < max_batch_size:
         sizes.append(size)
@@ -92,16 +93,23 @@ class Recorded(NamedTuple):
 
 
 class CudaGraphs:
-    """Call it with a batch, as `ModelRunner.compute_eagerly`. The runner's KV cache must stay where it is."""
+    """A decode step with `model` and `draw` for each of `sizes`. The KV cache must stay where it is."""
 
     def __init__(
-        self, runner: ModelRunner, sizes: list[int], max_num_blocks: int, recorder: Recorder | None = None
+        self,
+        model: Qwen3ForCausalLM,
+        kv_cache: torch.Tensor,
+        draw: Draw,
+        sizes: list[int],
+        max_num_blocks: int,
+        recorder: Recorder | None = None,
     ) -> None:
-        # the runner holds its graphs: were it held by them too, its memory would wait for the garbage collector
-        self._runner: ModelRunner = weakref.proxy(runner)
+        self._model = model
+        self._kv_cache = kv_cache
+        self._draw = draw
         self._sizes = sorted(sizes)
-        self._inputs = DecodeInputs(self._sizes[-1], max_num_blocks, runner.device)
-        self._newest_ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=runner.device)  # [max_batch_size]
+        self._inputs = DecodeInputs(self._sizes[-1], max_num_blocks, kv_cache.device)
+        self._newest_ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=kv_cache.device)  # [max_batch_size]
         self._recorder = recorder or Recorder()
         self._graphs: dict[int, Recorded] = {}
 
@@ -120,25 +128,11 @@ class CudaGraphs:
 
         def decode() -> torch.Tensor:
             input_ids = fill_in(batch.input_ids, self._newest_ids)
-            hidden = self._runner.model(replace(batch, input_ids=input_ids), self._runner.kv_cache.tensor)
-            self._newest_ids[:size] = self._runner.choose_tokens(hidden, batch.sampling)[0]
+            hidden = self._model(replace(batch, input_ids=input_ids), self._kv_cache)
+            self._newest_ids[:size] = sample(self._model.compute_logits(hidden), batch.sampling, self._draw)[0]
             return hidden
 
         self._graphs[size] = Recorded(*self._recorder.record(decode))
-
-    def __call__(self, batch: Batch, newest_ids: torch.Tensor) -> SampledTokens:
-        if not self.can_replay(batch, newest_ids):
-            return self._runner.compute_eagerly(batch, newest_ids)
-        num_seqs = len(batch.seq_lens)
-        size = self._sizes[bisect_left(self._sizes, num_seqs)]
-        self._inputs.fill(batch, size)
-        if batch.has_expected_ids and newest_ids.data_ptr() != self._newest_ids.data_ptr():  # an eager step drew them
-            self._newest_ids[: len(newest_ids)] = newest_ids
-        self._graphs[size].replay()
-        if batch.sampling.wants_only_draws:
-            return SampledTokens(self._newest_ids[:num_seqs], None, None)
-        hidden = self._graphs[size].hidden[:num_seqs]
-        return SampledTokens(*self._runner.choose_tokens(hidden, self._runner.send(batch.sampling)), None)
 
     def can_replay(self, batch: Batch, newest_ids: torch.Tensor) -> bool:
         """Whether all of its sequences, and there are not too many, have one new token and get one."""
@@ -149,6 +143,20 @@ class CudaGraphs:
             and np.array_equal(batch.logits_indices.numpy(), np.arange(num_seqs))
             and len(newest_ids) <= len(self._newest_ids)
         )
+
+    def replay(self, batch: Batch, newest_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`batch` on the host; newest_ids: [num_samples] of the step before, on the device
+
+        Returns the tokens that are drawn, [num_seqs] int64, and for rows that ask for more the hidden states,
+        [num_seqs, hidden_size]. Both are good until the next replay.
+        """
+        num_seqs = len(batch.seq_lens)
+        size = self._sizes[bisect_left(self._sizes, num_seqs)]
+        self._inputs.fill(batch, size)
+        if batch.has_expected_ids and newest_ids.data_ptr() != self._newest_ids.data_ptr():  # no replay drew them
+            self._newest_ids[: len(newest_ids)] = newest_ids
+        self._graphs[size].replay()
+        return self._newest_ids[:num_seqs], self._graphs[size].hidden[:num_seqs]
 
 
 class DecodeInputs:
@@ -169,10 +177,9 @@ class DecodeInputs:
         column: dict[str, Any] = {}
         for name, (start, stop, dtype) in self._layout(size).items():
             column[name] = self._buffer.device_bytes[start:stop].view(getattr(torch, dtype.name))
-        sampling = SamplingBatch(**{name: column.pop(name) for name in ("temperatures", *OFF)})
         none = self._offsets[:1]
         return Batch(
-            **column,
+            **{name: column.pop(name) for name in OF_BATCH},
             block_tables=self._block_tables[:size],
             cu_seqlens_q=self._offsets[: size + 1],
             prefill_cu_seqlens_q=none,
@@ -182,7 +189,7 @@ class DecodeInputs:
             num_decodes=size,
             max_seqlen_q=0,
             max_seqlen_k=0,
-            sampling=sampling,
+            sampling=SamplingBatch(**column),
             prompt_logprobs=None,
             moves=BlockMoves(),
         )
@@ -193,7 +200,7 @@ class DecodeInputs:
         packed = self._buffer.next_host_bytes()
         for name, (start, stop, dtype) in self._layout(size).items():
             column = packed[start:stop].view(dtype)
-            values = getattr(batch if hasattr(batch, name) else batch.sampling, name)
+            values = getattr(batch if name in OF_BATCH else batch.sampling, name)
             column[:num_seqs] = OFF[name] if values is None else values.numpy()
             # a sequence of padding has no tokens and is greedy, and slot 0 is in the null block
             column[num_seqs:] = 0
@@ -216,34 +223,35 @@ class DecodeInputs:
 # ---- at startup
 
 
-def make_graphs(runner: ModelRunner, max_batch_size: int, max_model_len: int) -> CudaGraphs:
-    return CudaGraphs(runner, graph_sizes(max_batch_size), -(-max_model_len // runner.backend.block_size))
-
-
-def record_graphs(runner: ModelRunner, max_batch_size: int, max_model_len: int) -> CudaGraphs:
-    """For steps of up to `max_batch_size` decodes, each of up to `max_model_len` tokens."""
+def record_graphs(
+    model: Qwen3ForCausalLM, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
+) -> CudaGraphs:
+    """For steps of up to `max_batch_size` decodes, each of whose block tables has up to `max_num_blocks` blocks."""
     start = time.monotonic()
-    with torch.cuda.device_of(runner.kv_cache.tensor):
+    sizes = graph_sizes(max_batch_size)
+    with torch.cuda.device_of(kv_cache):
         free_before = torch.cuda.mem_get_info()[0]
-        graphs = make_graphs(runner, max_batch_size, max_model_len)
+        graphs = CudaGraphs(model, kv_cache, draw, sizes, max_num_blocks)
         graphs.record_all()
         num_bytes = free_before - torch.cuda.mem_get_info()[0]
     logger.info(
-        f"{len(graph_sizes(max_batch_size))} CUDA graphs for 1 to {max_batch_size} sequences: "
+        f"{len(sizes)} CUDA graphs for 1 to {max_batch_size} sequences: "
         f"{time.monotonic() - start:.1f} s, {num_bytes / 2**20:.0f} MiB"
     )
     return graphs
 
 
-def measure_graph_bytes(runner: ModelRunner, max_batch_size: int, max_model_len: int) -> int:
+def measure_graph_bytes(
+    model: Qwen3ForCausalLM, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
+) -> int:
     """Device memory that all graphs will take: what the largest takes, and for each of the others what the least takes.
 
-    The runner's cache of no blocks will do: padding needs the null block alone.
+    A cache of no blocks will do: padding needs the null block alone.
     """
     sizes = graph_sizes(max_batch_size)
-    with torch.cuda.device_of(runner.kv_cache.tensor):
+    with torch.cuda.device_of(kv_cache):
         before = torch.cuda.mem_get_info()[0]
-        graphs = make_graphs(runner, max_batch_size, max_model_len)
+        graphs = CudaGraphs(model, kv_cache, draw, sizes, max_num_blocks)
         graphs.record(sizes[-1])
         after_largest = torch.cuda.mem_get_info()[0]
         graphs.record(sizes[0])

@@ -2,15 +2,18 @@
 
 A copy from ordinary memory makes the host wait for the device, and each copy is a launch of its own. So the tensors of
 a step are packed behind each other into pinned host memory, which the device reads by itself, and are views of one
-tensor there. Used on CUDA, by `ModelRunner` and by `cuda_graph.py`; on CPU there is nothing to send.
+tensor there. Used on CUDA, by `ModelRunner` and by `cuda_graph.py`; on CPU there is nothing to send. What the host does
+not know yet, the tokens of a step in flight, are on the device already: `fill_in` puts them in their places.
 """
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from nanovllm.sampling_batch import map_tensors
+T = TypeVar("T")
 
 ALIGNMENT = 16  # bytes: what kernels like to load at once
 
@@ -41,10 +44,9 @@ class InputBuffer:
         if self._copied is not None:
             self._copied[self._turn].record()
 
-    def send_record(self, record: Any) -> Any:
+    def send_record(self, record: T) -> T:
         """A dataclass with tensors on the host -> the same on the device, valid for the kernels up to the next call."""
-        tensors: list[torch.Tensor] = []
-        map_tensors(record, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+        tensors = list(tensors_of(record))
         starts, stop = [], 0
         for tensor in tensors:
             starts.append(stop)
@@ -67,3 +69,31 @@ class InputBuffer:
         pin = self.device.type == "cuda"
         self._host_bytes = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
         self.device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)  # [num_bytes]
+
+
+def tensors_of(record: Any) -> Iterator[torch.Tensor]:
+    """Those of a dataclass, and of the dataclasses in it, in the order of the fields."""
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif is_dataclass(value):
+            yield from tensors_of(value)
+
+
+def map_tensors(record: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same dataclass with `function` of each of its tensors, in the order of `tensors_of`."""
+    mapped = {}
+    for field in fields(record):
+        value = getattr(record, field.name)
+        if isinstance(value, torch.Tensor):
+            mapped[field.name] = function(value)
+        elif is_dataclass(value):
+            mapped[field.name] = map_tensors(value, function)
+    return replace(record, **mapped)
+
+
+def fill_in(input_ids: torch.Tensor, newest_ids: torch.Tensor) -> torch.Tensor:
+    """input_ids: [num_tokens], -1 - row for the id that is newest_ids[row] -> [num_tokens], all of them ids"""
+    rows = (-1 - input_ids).clamp_(min=0)  # [num_tokens]
+    return torch.where(input_ids < 0, newest_ids[rows].to(input_ids.dtype), input_ids)

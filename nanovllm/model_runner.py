@@ -4,14 +4,14 @@
 `LLMEngine.step()`.
 """
 
-from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from nanovllm.batch import Batch
-from nanovllm.input_buffer import InputBuffer
+from nanovllm.cuda_graph import CudaGraphs
+from nanovllm.input_buffer import InputBuffer, fill_in
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import AttentionBackend
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -79,7 +79,7 @@ class ModelRunner:
         self.draw = draw
         self.kv_cache = self._empty_cache(0)
         self._inputs = InputBuffer(device, 1 << 16) if device.type == "cuda" else None
-        self._wrapped: Callable[[Batch, torch.Tensor], SampledTokens] | None = None
+        self.graphs: CudaGraphs | None = None  # set when the KV cache has its place
         self._newest_ids = torch.empty(0, dtype=torch.int64, device=device)  # what the step before has drawn
 
     @property
@@ -90,39 +90,44 @@ class ModelRunner:
         """Room for `num_kv_blocks` blocks and the null block, and `num_swap_blocks` in host memory."""
         self.kv_cache = self._empty_cache(num_kv_blocks, num_swap_blocks)
 
-    def wrap(self, compute: Callable[[Batch, torch.Tensor], SampledTokens]) -> None:
-        """From now on steps are computed so; see `cuda_graph.py`."""
-        self._wrapped = compute
-
     @torch.inference_mode()
     def run(self, batch: Batch) -> ArrivingTokens:
         """Compute the batch, and draw one token for each sequence that catches up."""
         try:
             with torch.cuda.device_of(self.kv_cache.tensor):
                 self.kv_cache.move_blocks(batch.moves)
-                computed = (self._wrapped or self.compute_eagerly)(batch, self._newest_ids)
-                self._newest_ids = computed.token_ids
-                return ArrivingTokens(*computed)
+                can_replay = self.graphs is not None and self.graphs.can_replay(batch, self._newest_ids)
+                sampled = self._replay(batch) if can_replay else self._compute_eagerly(batch)
+                self._newest_ids = sampled.token_ids
+                return ArrivingTokens(*sampled)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 "the GPU's memory does not suffice for this step: lower gpu_memory_utilization, which leaves it more, "
                 f"or max_num_batched_tokens or max_num_seqs; {error}"
             ) from error
 
-    def compute_eagerly(self, batch: Batch, newest_ids: torch.Tensor) -> SampledTokens:
-        """`batch` on the host; newest_ids: [num_samples] of the step before, on the device"""
-        batch = self.send(batch)
+    def _replay(self, batch: Batch) -> SampledTokens:
+        """Decodes alone, in one launch. If a row asks for more than a draw, all are drawn again, outside the graph."""
+        assert self.graphs is not None
+        token_ids, hidden = self.graphs.replay(batch, self._newest_ids)
+        if batch.sampling.wants_only_draws:
+            return SampledTokens(token_ids, None, None)
+        return SampledTokens(*self._choose_tokens(hidden, self._send(batch.sampling)), None)
+
+    def _compute_eagerly(self, batch: Batch) -> SampledTokens:
+        """Any batch, in as many launches as it takes."""
+        batch = self._send(batch)
         if batch.has_expected_ids:
-            batch = replace(batch, input_ids=fill_in(batch.input_ids, newest_ids))
+            batch = replace(batch, input_ids=fill_in(batch.input_ids, self._newest_ids))
         hidden = self.model(batch, self.kv_cache.tensor)  # [num_tokens, hidden_size]
-        token_ids, logprobs = self.choose_tokens(hidden[batch.logits_indices], batch.sampling)
+        token_ids, logprobs = self._choose_tokens(hidden[batch.logits_indices], batch.sampling)
         return SampledTokens(token_ids, logprobs, self._compute_prompt_logprobs(hidden, batch))
 
-    def send(self, record: T) -> T:
+    def _send(self, record: T) -> T:
         """A dataclass of tensors, to the device. It is good for the kernels up to the next call."""
         return record if self._inputs is None else self._inputs.send_record(record)
 
-    def choose_tokens(self, hidden: torch.Tensor, sampling: SamplingBatch) -> tuple[torch.Tensor, Logprobs | None]:
+    def _choose_tokens(self, hidden: torch.Tensor, sampling: SamplingBatch) -> tuple[torch.Tensor, Logprobs | None]:
         """hidden: [num_samples, hidden_size] -> [num_samples] int64, and log-probabilities if a row wants them"""
         return sample(self.model.compute_logits(hidden), sampling, self.draw)
 
@@ -141,9 +146,3 @@ class ModelRunner:
     def _empty_cache(self, num_kv_blocks: int, num_swap_blocks: int = 0) -> KVCache:
         dtype = self.kv_cache_dtype
         return KVCache(self.backend, self.num_layers, num_kv_blocks, num_swap_blocks, dtype, self.device)
-
-
-def fill_in(input_ids: torch.Tensor, newest_ids: torch.Tensor) -> torch.Tensor:
-    """input_ids: [num_tokens], -1 - row for the id that is newest_ids[row] -> [num_tokens], all of them ids"""
-    rows = (-1 - input_ids).clamp_(min=0)  # [num_tokens]
-    return torch.where(input_ids < 0, newest_ids[rows].to(input_ids.dtype), input_ids)

@@ -6,8 +6,8 @@ batch, on chunking, or on whether the draw was made before and dropped (counter-
 2011, https://doi.org/10.1145/2063384.2063405). Made by `build_batch`, read by `sampler.py`.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -193,15 +193,3 @@ def pad(rows: list[np.ndarray]) -> torch.Tensor:
     for line, row in zip(padded, rows, strict=True):
         line[: len(row)] = row
     return torch.from_numpy(padded)
-
-
-def map_tensors(record: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same dataclass with `function` of each of its tensors, those of records inside it too, in a fixed order."""
-    mapped = {}
-    for field in fields(record):
-        value = getattr(record, field.name)
-        if isinstance(value, torch.Tensor):
-            mapped[field.name] = function(value)
-        elif is_dataclass(value):
-            mapped[field.name] = map_tensors(value, function)
-    return replace(record, **mapped)

@@ -18,6 +18,7 @@ import torch
 
 from nanovllm.batch import Batch
 from nanovllm.config import Config, resolve_device, resolve_dtype
+from nanovllm.cuda_graph import measure_graph_bytes, record_graphs
 from nanovllm.layers.attention import AttentionBackend, select_backend
 from nanovllm.loader import load_model
 from nanovllm.model_runner import ModelRunner
@@ -75,9 +76,8 @@ def start_runner(
         runner.allocate_kv_cache(num_kv_blocks, num_swap_blocks)
     with clock.part("graphs"), advice_on_memory():
         if has_graphs:
-            from nanovllm.cuda_graph import record_graphs
-
-            runner.wrap(record_graphs(runner, sizes.max_decodes, max_model_len))
+            table_width = -(-max_model_len // backend.block_size)
+            runner.graphs = record_graphs(model, runner.kv_cache.tensor, draw, sizes.max_decodes, table_width)
     logger.info("started in " + ", ".join(f"{part} {seconds:.2f} s" for part, seconds in clock.seconds.items()))
     return Startup(runner, num_kv_blocks, num_swap_blocks, description, clock.seconds)
 
@@ -195,18 +195,18 @@ def num_blocks_that_fit(runner: ModelRunner, config: Config, sizes: StepSizes, h
 
 def measure_free_bytes(runner: ModelRunner, config: Config, sizes: StepSizes, has_graphs: bool) -> int:
     """What weights, a forward pass of the largest batch, and CUDA graphs leave of this GPU for the KV cache."""
-    # all of the batch's slots lie in the null block, which the cache of no blocks has too
     device = runner.device
     release_unused_memory()  # of an engine that is gone, which would count as what this one needs
     torch.cuda.reset_peak_memory_stats(device)
+    # all of the batch's slots lie in the null block, which the cache of no blocks has too
     runner.run(widest_batch(sizes, runner.backend.block_size)).wait()
     peak = torch.cuda.max_memory_allocated(device)
     release_unused_memory()
     num_graph_bytes = 0
     if has_graphs:
-        from nanovllm.cuda_graph import measure_graph_bytes
-
-        num_graph_bytes = measure_graph_bytes(runner, sizes.max_decodes, sizes.max_model_len)
+        table_width = -(-sizes.max_model_len // runner.backend.block_size)
+        recorded = (runner.model, runner.kv_cache.tensor, runner.draw, sizes.max_decodes, table_width)
+        num_graph_bytes = measure_graph_bytes(*recorded)
         release_unused_memory()
     free, total = torch.cuda.mem_get_info(device)
     used_by_others = total - free - torch.cuda.memory_reserved(device)  # the CUDA context, other processes

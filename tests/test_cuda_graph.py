@@ -153,9 +153,9 @@ def wants_no_truncation(sampling):
     return WANTS_ONLY_DRAWS(sampling) and sampling.top_k is sampling.top_p is sampling.min_p is None
 
 
-def draw_plainly(sampling):
-    """The stand-in for a recorded draw: without what the recorded rows do not ask for."""
-    return dataclasses.replace(sampling, top_k=None, top_p=None, min_p=None)
+def draw_plainly(logits, sampling):
+    """The draw that is recorded: PyTorch's truncation cannot be, so the rows that ask for it are drawn again."""
+    return draw_tokens(logits, dataclasses.replace(sampling, top_k=None, top_p=None, min_p=None))
 
 
 def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
@@ -173,14 +173,10 @@ def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
         if has_graphs:
             engine.recorder = OperationRecorder()
             width = -(-engine.max_model_len // engine.block_size)
-            graphs = CudaGraphs(runner, graph_sizes(max_num_seqs), width, engine.recorder)
-            # PyTorch's truncation cannot be recorded: here its rows are drawn afterwards, as those with penalties are
-            runner.choose_tokens = lambda hidden, sampling, choose_tokens=runner.choose_tokens: choose_tokens(
-                hidden, draw_plainly(sampling)
-            )
+            cache = runner.kv_cache.tensor
+            graphs = CudaGraphs(runner.model, cache, draw_plainly, graph_sizes(max_num_seqs), width, engine.recorder)
             graphs.record_all()
-            del runner.choose_tokens
-            runner.wrap(graphs)
+            runner.graphs = graphs
         engine.runner.kv_cache.tensor[:, :, 1:] = 50.0  # garbage that would show
         if late and engine.enable_overlap:
             LateRunner(engine)
@@ -245,7 +241,7 @@ def test_every_batch_size_and_beams(monkeypatch, tiny_checkpoint):
 
 def test_what_is_no_plain_decode_is_not_replayed(monkeypatch, tiny_checkpoint):
     _, engine = make_engines(monkeypatch, tiny_checkpoint[0], max_num_seqs=3)
-    graphs, none = engine.runner._wrapped, torch.empty(0, dtype=torch.int64)
+    graphs, none = engine.runner.graphs, torch.empty(0, dtype=torch.int64)
     batch = decode_batch(3, engine.block_size, 8, temperature=0)
     assert graphs.can_replay(batch, none)
     assert not graphs.can_replay(decode_batch(4, engine.block_size, 8, temperature=0), none), "more than were recorded"

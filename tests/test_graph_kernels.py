@@ -33,9 +33,9 @@ def make_engine(folder, **options):
     assert type(runner.model.model.layers[0]) is TritonDecoderLayer
     runner.draw = draw_tokens
     recorder = OperationRecorder()
-    graphs = CudaGraphs(runner, graph_sizes(3), 4, recorder)
+    graphs = CudaGraphs(runner.model, runner.kv_cache.tensor, draw_tokens, graph_sizes(3), 4, recorder)
     graphs.record_all()
-    runner.wrap(graphs)
+    runner.graphs = graphs
     return engine, recorder, LateRunner(engine)
 
 

@@ -149,10 +149,10 @@ def make_backend(name):
 @torch.inference_mode()
 def test_an_eager_step_is_one_copy_and_no_wait(flash_attn, kernels, batches, backend, has_twins):
     runner = make_runner(make_backend(backend), has_twins)
-    newest_ids = torch.zeros(64, dtype=torch.int64, device=META)
+    runner._newest_ids = torch.zeros(64, dtype=torch.int64, device=META)
     for batch in batches:
         with DeviceCheck(runner._inputs) as check:
-            runner.compute_eagerly(batch, newest_ids)
+            runner._compute_eagerly(batch)
         assert check.num_copies == 1
     # of two layers
     num_few = sum(len(batch.input_ids) <= 16 for batch in batches)
@@ -177,7 +177,8 @@ def test_an_eager_step_is_one_copy_and_no_wait(flash_attn, kernels, batches, bac
 @torch.inference_mode()
 def test_a_recorded_step_waits_for_nothing_and_reads_nothing_of_the_host(flash_attn, kernels, backend):
     runner = make_runner(make_backend(backend), True)
-    graphs = CudaGraphs(runner, [1, 2, 16, 17, 40], 8, DeviceRecorder())
+    cache = runner.kv_cache.tensor
+    graphs = CudaGraphs(runner.model, cache, runner.draw, [1, 2, 16, 17, 40], 8, DeviceRecorder())
     graphs.record_all()
     num_few, num_more = 3, 2
     expected = {

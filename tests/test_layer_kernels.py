@@ -17,6 +17,7 @@ import torch
 
 from benchmarks import kernel_layers
 from nanovllm import LLM, SamplingParams
+from nanovllm.input_buffer import map_tensors
 from nanovllm.kernels import decoder_layer, few_tokens
 from nanovllm.kernels.activation import silu_and_mul
 from nanovllm.kernels.decoder_layer import RotaryTable, TritonDecoderLayer, TritonRMSNorm, replace_layers
@@ -28,7 +29,6 @@ from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RMSNormRotary, Rotary
 from nanovllm.models.qwen3 import Qwen3Config, Qwen3DecoderLayer, Qwen3ForCausalLM
-from nanovllm.sampling_batch import map_tensors
 from tests.attention_steps import Step
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

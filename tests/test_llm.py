@@ -1005,7 +1005,9 @@ def test_memory_is_freed_at_once_without_the_garbage_collector(checkpoint, with_
     llm = make_llm(checkpoint[0])
     generate(llm, [GOOD])
     if with_graphs:
-        llm.engine.runner.wrap(CudaGraphs(llm.engine.runner, [1, 2], 4, recorder=object()))
+        runner = llm.engine.runner
+        runner.graphs = CudaGraphs(runner.model, runner.kv_cache.tensor, runner.draw, [1, 2], 4, recorder=object())
+        del runner
     refs = references(llm)
     gc.collect()
     gc.disable()

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.sampling_batch import build_sampling_batch, draw_uniforms, map_tensors, mix
+from nanovllm.input_buffer import map_tensors
+from nanovllm.sampling_batch import build_sampling_batch, draw_uniforms, mix
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
 

@@ -89,9 +89,7 @@ def runner(monkeypatch, tiny_checkpoint):
     monkeypatch.setattr("nanovllm.layers.attention.TorchAttention", GatherAttention)
     options = {"attention_backend": "torch", "num_kv_blocks": 8, "enforce_eager": True}
     runner = LLMEngine(Config(tiny_checkpoint[0], device="cpu", dtype="float32", **options)).runner
-    choose_tokens = runner.choose_tokens
-    runner.choose_tokens = lambda hidden, sampling: choose_tokens(hidden, sampling) if sampling.top_k is None else (
-        hidden.argmax(-1), None)  # fmt: skip
+    runner.draw = lambda logits, sampling: logits.argmax(-1)
     return runner
 
 
@@ -118,10 +116,11 @@ def test_a_function_is_run_once_before_it_is_recorded(fake_cuda):
 
 def test_graphs_are_recorded_and_measured(fake_cuda, runner):
     sizes = graph_sizes(20)
-    assert measure_graph_bytes(runner, 20, 512) == (107 << 20) + (len(sizes) - 1) * (7 << 20)
+    recorded = (runner.model, runner.kv_cache.tensor, runner.draw, 20, 32)
+    assert measure_graph_bytes(*recorded) == (107 << 20) + (len(sizes) - 1) * (7 << 20)
     free = fake_cuda.free
     num_streams = fake_cuda.num_streams
-    graphs = record_graphs(runner, 20, 512)
+    graphs = record_graphs(*recorded)
     assert fake_cuda.num_streams == num_streams + 1, "of all graphs together, and of no others"
     assert sorted(graphs._graphs) == sizes
     assert free - fake_cuda.free == len(sizes) * (7 << 20)

@@ -17,12 +17,12 @@ import torch
 from benchmarks import kernels
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch import build_batch
+from nanovllm.input_buffer import map_tensors
 from nanovllm.kernels import triton_attention
 from nanovllm.kernels.flash_attention import FlashAttention
 from nanovllm.kernels.launch import Launch
 from nanovllm.kernels.triton_attention import TritonAttention
 from nanovllm.layers.attention import Attention, TorchAttention
-from nanovllm.sampling_batch import map_tensors
 from nanovllm.scheduler import BlockMoves, SchedulerOutput
 from nanovllm.sequence import Sequence
 
