@@ -524,6 +524,18 @@ def test_a_flash_attn_that_cannot_be_imported_is_passed_by(monkeypatch, tmp_path
     assert choose("auto", CUDA, torch.bfloat16) is not FlashAttention
 
 
+def test_a_version_3_that_cannot_be_imported_is_passed_by(flash_attn, monkeypatch, tmp_path, caplog):
+    set_capability(monkeypatch, (9, 0))
+    (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    assert choose("auto", CUDA, torch.bfloat16) is FlashAttention
+    assert FlashAttention(4, 2, 16, 256).instructions == "flash-attn 2"
+    assert "flash-attn-3 cannot be imported: undefined symbol" in caplog.text
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert choose("auto", CUDA, torch.bfloat16) is not FlashAttention
+
+
 def test_default_block_size_is_one_that_the_backend_takes(flash_attn):
     for name, device in (("torch", CPU), ("flash_attn", CUDA)):
         backend_class = choose(name, device, torch.bfloat16)

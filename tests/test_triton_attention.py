@@ -242,17 +242,18 @@ def test_who_has_an_fp8_cache(tiny_checkpoint, monkeypatch):
     )
 
 
-def test_fp8_cache_is_refused_on_older_gpus(monkeypatch):
+def test_triton_has_no_fp8_cache_on_older_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert TritonAttention(4, 2, 64, 16).kv_cache_dtype is None
-    with pytest.raises(ValueError, match=r"capability 8.9 .* this one has 8.0; take 'auto'"):
-        TritonAttention(4, 2, 64, 16, kv_cache_dtype="fp8")
+    assert choose("triton", CUDA) is TritonAttention
+    with pytest.raises(ValueError, match=r"'triton' with kv_cache_dtype='fp8' .* capability 8.9 .* this one has 8.0"):
+        choose("triton", CUDA, kv_cache_dtype="fp8")
+    assert choose("auto", CUDA, kv_cache_dtype="fp8") is TorchAttention
 
 
 def test_the_dtype_of_an_fp8_cache():
     for backend_class in (TritonAttention, TorchAttention):
-        assert backend_class.supports_fp8_kv_cache
+        assert backend_class.why_no_fp8_kv_cache() is None
         assert backend_class(4, 2, 64, 16, kv_cache_dtype="fp8").kv_cache_dtype == torch.float8_e4m3fn
         assert backend_class(4, 2, 64, 16).kv_cache_dtype is None
-    assert not FlashAttention.supports_fp8_kv_cache
+    assert FlashAttention.why_no_fp8_kv_cache() == "it has no fp8 KV cache"

@@ -5,6 +5,7 @@ https://arxiv.org/abs/2407.08608) the package flash-attn-3, from the folder `hop
 https://github.com/Dao-AILab/flash-attention. Their calls differ, and this is told here; what they compute does not.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import nn
 from nanovllm.batch import Batch
 from nanovllm.kernels import gpu_capability, is_installed
 from nanovllm.layers.attention import AttentionBackend
+
+logger = logging.getLogger(__name__)
 
 
 class FlashAttention2:
@@ -143,4 +146,11 @@ class FlashAttention(AttentionBackend):
 
 
 def runs_version_3() -> bool:
-    return is_installed("flash_attn_interface") and gpu_capability() == (9, 0)  # Hopper; what came later has others
+    if not is_installed("flash_attn_interface") or gpu_capability() != (9, 0):  # Hopper; what came later has others
+        return False
+    try:
+        import flash_attn_interface  # noqa: F401
+    except ImportError as error:
+        logger.warning(f"the package flash-attn-3 cannot be imported: {error}")
+        return False
+    return True

@@ -1,6 +1,6 @@
 """The attention backend `triton`: launches the kernels of this package on one step's batch.
 
-Made by the engine through `select_backend`, like any backend. Decides nothing by the sequences' lengths, which are on
+Made by `startup.py` through `select_backend`, like any backend. Decides nothing by the sequences' lengths, which are on
 the GPU only: grids and workspaces follow from shapes.
 """
 
@@ -23,12 +23,12 @@ class TritonAttention(AttentionBackend):
     """Paged attention in Triton, over a cache in the model's dtype or in 8 bits (`kv_cache_dtype="fp8"`).
 
     An fp8 cache (e4m3: 4 bits of exponent, 3 of mantissa) holds K / k_scale and V / v_scale, in half the memory, so a
-    decode reads half the bytes. Computed with is the model's dtype.
+    decode reads half the bytes. Arithmetic is in the model's dtype. The scales are 1, as in vLLM, unless whoever makes
+    the backend has measured better ones: what is beyond 448, the largest number, is cut off.
     """
 
     default_block_size = 16
     instructions = "Triton"
-    supports_fp8_kv_cache = True
     slow_dtypes = (torch.float32,)  # exact products do without the tensor cores
 
     def __init__(self, *args: Any, k_scale: float = 1.0, v_scale: float = 1.0, **kwargs: Any) -> None:
@@ -36,12 +36,6 @@ class TritonAttention(AttentionBackend):
         from nanovllm.kernels import paged_attention, store_kv  # these import triton
 
         self._kernels, self._store_kv = paged_attention, store_kv.store_kv
-        # Triton converts e4m3 with instructions that came with compute capability 8.9
-        if self.kv_cache_dtype is not None and (found := gpu_capability()) is not None and found < (8, 9):
-            raise ValueError(
-                "kv_cache_dtype='fp8' needs a GPU of compute capability 8.9 or later (Ada, Hopper), "
-                f"this one has {found[0]}.{found[1]}; take 'auto'"
-            )
         self.k_scale = k_scale
         self.v_scale = v_scale
         self.group = self.num_heads // self.num_kv_heads
@@ -56,6 +50,15 @@ class TritonAttention(AttentionBackend):
             return f"block_size must be a power of two and at least 16, got {block_size}"
         if not is_installed("triton"):
             return "it needs the package triton, which comes with torch's CUDA build on Linux"
+        return None
+
+    @classmethod
+    def why_no_fp8_kv_cache(cls) -> str | None:
+        if (found := gpu_capability()) is not None and found < (8, 9):  # whose instructions Triton converts e4m3 with
+            return (
+                "its fp8 KV cache needs a GPU of compute capability 8.9 or later (Ada, Hopper), "
+                f"this one has {found[0]}.{found[1]}"
+            )
         return None
 
     def replace_layers(self, model: nn.Module) -> None:

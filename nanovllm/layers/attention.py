@@ -6,7 +6,7 @@
 - `kernels/` holds the fast ones: `flash_attn` and `triton` on CUDA, `cpu`.
 
 All store the K and V of the whole batch before anything attends: a sequence may share blocks that another sequence of
-the same step fills. Which token goes where is decided in `batch.py`; `select_backend` is called by the engine, once.
+the same step fills. Which token goes where is decided in `batch.py`; `select_backend` is called by `startup.py`, once.
 """
 
 import importlib
@@ -27,7 +27,6 @@ class AttentionBackend(ABC):
 
     default_block_size: int
     instructions = "PyTorch"  # what computes, in a word for the log
-    supports_fp8_kv_cache = False
     supports_graphs = True  # for decodes, the host decides nothing by what only the device knows
     slow_dtypes: tuple[torch.dtype, ...] = ()  # `auto` does not choose it for these
 
@@ -53,6 +52,11 @@ class AttentionBackend(ABC):
     def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
         """Why this backend cannot serve such a model on this machine; None if it can. `block_size` may be open."""
 
+    @classmethod
+    def why_no_fp8_kv_cache(cls) -> str | None:
+        """As `why_not`, of `kv_cache_dtype="fp8"`."""
+        return "it has no fp8 KV cache"
+
     def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
         """Begins with [2, num_layers, num_blocks] in every backend, so that others can copy whole blocks."""
         return (2, num_layers, num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
@@ -77,15 +81,18 @@ class AttentionBackend(ABC):
 class TorchAttention(AttentionBackend):
     """Gather K and V through the block tables, then attend. Any device, dtype and block size.
 
-    An fp8 cache holds them in 8 bits (e4m3: 4 bits of exponent, 3 of mantissa). Computed with is the model's dtype.
+    An fp8 cache holds them in 8 bits (e4m3: 4 bits of exponent, 3 of mantissa); arithmetic is in the model's dtype.
     """
 
     default_block_size = 16
-    supports_fp8_kv_cache = True
     supports_graphs = False
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
+        return None
+
+    @classmethod
+    def why_no_fp8_kv_cache(cls) -> str | None:
         return None
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -202,8 +209,8 @@ def select_backend(
         module, _, class_name = path.rpartition(".")
         backend_class: type[AttentionBackend] = getattr(importlib.import_module(module), class_name)
         reason = backend_class.why_not(device, dtype, head_dim, block_size)
-        if kv_cache_dtype == "fp8" and not backend_class.supports_fp8_kv_cache:
-            reason = "it has no fp8 KV cache"
+        if kv_cache_dtype == "fp8":
+            reason = reason or backend_class.why_no_fp8_kv_cache()
         if name == "auto" and dtype in backend_class.slow_dtypes:
             reason = reason or f"it is slow in {dtype}"
         if reason is None:
