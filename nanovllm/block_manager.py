@@ -56,14 +56,15 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.num_duplicate_tokens = 0  # tokens in shared blocks, for each owner but one
+        # for the statistics alone: tokens in shared blocks, for each owner but one
+        self.num_duplicate_tokens = 0
         self._ref_counts = [0] * (num_blocks + 1)
         # in the order in which they are to be handed out again
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self._cached_by_hash: dict[int, CachedBlock] = {}
         self._cached_by_id: dict[int, CachedBlock] = {}
         self._serials = count(ROOT_SERIAL + 1)
-        self._partial: dict[int, int] = {}  # tokens in the shared blocks that are not full
+        self._partial: dict[int, int] = {}  # tokens in the shared blocks that are not full, likewise
         self._copies: list[tuple[int, int]] = []
         self._registered_now: set[int] = set()  # by this step's chunks, so not computed yet
         self._registered_before: set[int] = set()  # by the step before, if that is in flight
@@ -98,7 +99,7 @@ class BlockManager:
         self._registered_now = set()
 
     def end_step(self) -> None:
-        """The oldest step in flight has succeeded; if it is this one, nothing is left to be noted anyway."""
+        """The oldest step in flight has succeeded: the blocks that it has filled cannot become untrue any more."""
         self._registered_before.clear()
 
     def rollback_steps(self) -> None:
@@ -110,9 +111,9 @@ class BlockManager:
         """Give `seq`, which owns nothing, the cached blocks of its prefix, if all of its tokens find room right now.
 
         Looking at the whole sequence, and not only at its first chunk, keeps a long prompt from being admitted only
-        to be preempted half-way; nothing is reserved all the same. `num_promised` blocks are still to be given to
-        sequences that run. Sets `num_computed_tokens` to what was found, short of the last token, which must be
-        computed in any case.
+        to be preempted half-way; its output is not looked at. `num_promised` blocks are still to be given to sequences
+        that run, for what they have not computed yet. Sets `num_computed_tokens` to what was found, short of the last
+        token, which must be computed in any case.
         """
         assert not seq.block_table.length, "a sequence that is admitted owns no blocks"
         num_free = len(self._free) - num_promised

@@ -2,7 +2,7 @@
 
 Decides what a user may set and which values are legal. Does not hold what is found out later (the number of KV blocks
 that fit, the end-of-sequence ids): those are constructor arguments of whoever needs them. Made by `LLM`, read by
-`LLMEngine`.
+`LLMEngine` and `startup.py`.
 """
 
 from collections.abc import Callable

@@ -33,7 +33,8 @@ class LLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         self._engine: LLMEngine | None = LLMEngine(Config.from_options(model, options))
         self._request_ids = count()
-        self._inboxes: dict[str, dict[str, Any]] = {}  # by request: the outputs that its call has not taken yet
+        # by request: the outputs that its call has not taken yet; all requests of a call share one inbox
+        self._inboxes: dict[str, dict[str, Any]] = {}
 
     @property
     def engine(self) -> LLMEngine:

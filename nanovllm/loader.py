@@ -3,7 +3,7 @@
 Reads Hugging Face's layout: config.json, and safetensors in one file or in several with an index. Each tensor is copied
 straight into its place on the device, so the weights are never there twice; what is missing, unexpected or of another
 shape is an error that names the tensor. Nothing is ever unpickled, and no code from a checkpoint is run. Called by
-`LLMEngine` at start.
+`LLMEngine`, which reads the configuration, and by `startup.py`, which loads the weights.
 """
 
 import json

@@ -42,36 +42,36 @@ class LogprobRows(NamedTuple):
     top_ids: list[list[int]]
 
 
-def draw_tokens(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def draw_tokens(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
     """logits: [num_samples, vocab_size], as `process` leaves them -> token ids [num_samples] int64"""
     greedy = logits.argmax(dim=-1)
-    if batch.uniforms is None:
+    if sampling.uniforms is None:
         return greedy
     logits = logits.float()
-    temperatures = batch.temperatures[:, None]  # [num_samples, 1]
+    temperatures = sampling.temperatures[:, None]  # [num_samples, 1]
     is_greedy = temperatures == 0
     # from the largest down, so that the smallest temperature does not overflow
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures.masked_fill(is_greedy, 1)
-    logits = truncate(logits, batch)
-    return torch.where(is_greedy[:, 0], greedy, draw(logits, batch.uniforms))
+    logits = truncate(logits, sampling)
+    return torch.where(is_greedy[:, 0], greedy, invert_distribution(logits, sampling.uniforms))
 
 
 def sample(
-    logits: torch.Tensor, batch: SamplingBatch, draw: Draw = draw_tokens
+    logits: torch.Tensor, sampling: SamplingBatch, draw: Draw = draw_tokens
 ) -> tuple[torch.Tensor, Logprobs | None]:
     """logits: [num_samples, vocab_size] -> token ids [num_samples] int64, and log-probabilities if a row wants them
 
     The logits stay as they are. `draw` is `draw_tokens`, or a faster twin of it.
     """
-    token_ids = draw(process(logits, batch), batch)
-    logprobs = None if batch.num_logprobs is None else compute_logprobs(logits, token_ids, batch.num_logprobs)
+    token_ids = draw(process(logits, sampling), sampling)
+    logprobs = None if sampling.num_logprobs is None else compute_logprobs(logits, token_ids, sampling.num_logprobs)
     return token_ids, logprobs
 
 
-def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def invert_distribution(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The token in whose share of [0, 1) the row's uniform number falls: [num_samples] int64
 
-    Inverting the distribution needs one random number a row, where noise on every logit would need vocab_size.
+    This needs one random number a row, where noise on every logit would need vocab_size.
     Summed in float64: in float32 the tail of a large vocabulary would be rounded away.
     """
     cumulative = logits.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)  # [num_samples, vocab_size]
@@ -83,21 +83,21 @@ def draw(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 # ---- before the temperature
 
 
-def process(raw: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def process(raw: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
     """Logits as the requests want them, in float32; `raw` itself, of any dtype, if they want nothing."""
-    if batch.allowed is None and batch.biases is None and not batch.processors and batch.penalties is None:
+    if sampling.allowed is None and sampling.biases is None and not sampling.processors and sampling.penalties is None:
         return raw
     logits = raw.to(torch.float32, copy=True)
-    if batch.allowed is not None:
-        apply_allowed(logits, batch.allowed)
-    if batch.biases is not None:
-        apply_biases(logits, batch.biases)
-    for row, output_token_ids, processors in batch.processors:
+    if sampling.allowed is not None:
+        apply_allowed(logits, sampling.allowed)
+    if sampling.biases is not None:
+        apply_biases(logits, sampling.biases)
+    for row, output_token_ids, processors in sampling.processors:
         for processor in processors:
             logits[row] = processor(output_token_ids, logits[row])
-    if batch.penalties is not None:
-        rows = batch.penalties.rows
-        logits[rows] = apply_penalties(logits[rows], batch.penalties)
+    if sampling.penalties is not None:
+        rows = sampling.penalties.rows
+        logits[rows] = apply_penalties(logits[rows], sampling.penalties)
     return logits
 
 
@@ -132,14 +132,14 @@ def count_tokens(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
 # ---- after the temperature
 
 
-def truncate(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def truncate(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
     """-inf for the tokens that min-p, top-k and top-p leave out, in this order: [num_samples, vocab_size]"""
-    if batch.min_p is not None:
-        logits = apply_min_p(logits, batch.min_p)
-    if batch.top_k is not None:
-        logits = apply_top_k(logits, batch.top_k, batch.max_top_k)
-    if batch.top_p is not None:
-        logits = apply_top_p(logits, batch.top_p, batch.max_top_k)
+    if sampling.min_p is not None:
+        logits = apply_min_p(logits, sampling.min_p)
+    if sampling.top_k is not None:
+        logits = apply_top_k(logits, sampling.top_k, sampling.max_top_k)
+    if sampling.top_p is not None:
+        logits = apply_top_p(logits, sampling.top_p, sampling.max_top_k)
     return logits
 
 

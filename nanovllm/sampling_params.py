@@ -94,7 +94,7 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is greedy or plain temperature: nothing that the sampler's short path does not know."""
+        """Whether it is greedy or plain temperature: nothing for which `sampling_batch.py` has to look any further."""
         return (
             (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0, 0, 1)
             and (self.top_p, self.min_p, self.min_tokens) == (1, 0, 0)

@@ -1,7 +1,7 @@
 """One sequence: its token ids, how far its K and V are computed, and which blocks hold them.
 
-A record: the `Scheduler` appends tokens, the `BlockManager` fills the block table, both move `num_computed_tokens`. It
-knows nothing of block arithmetic and holds no tensors.
+A record: the `Scheduler` and its parts append tokens and count them as computed, the `BlockManager` fills the block
+table, and a beam search forks it. It knows nothing of block arithmetic and holds no tensors.
 
     token_ids            [ 11  7  42  5 | 90  13 ]     prompt | output
     num_prompt_tokens      4

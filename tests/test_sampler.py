@@ -420,7 +420,7 @@ def test_a_large_vocabulary_is_drawn_to_the_last_token():
     """Of 100,003 equally likely tokens each has the same interval, which sums in float32 would shift by hundreds."""
     vocab_size = 100_003
     uniforms = torch.tensor([0.0, 1e-5, 0.25, 0.5, 0.9, 0.999, 1 - 2.0**-52], dtype=torch.float64)
-    token_ids = sampler.draw(torch.zeros(len(uniforms), vocab_size), uniforms)
+    token_ids = sampler.invert_distribution(torch.zeros(len(uniforms), vocab_size), uniforms)
     assert (token_ids - uniforms * vocab_size).abs().max() <= 1
     assert int(token_ids[-1]) == vocab_size - 1
 
@@ -429,7 +429,7 @@ def test_tokens_of_probability_zero_are_never_drawn():
     logits = torch.full((3, 9), -math.inf)
     logits[:, [2, 6]] = 0.0
     uniforms = torch.tensor([0.0, 0.5, 1 - 2.0**-52], dtype=torch.float64)
-    assert sampler.draw(logits, uniforms).tolist() == [2, 6, 6]
+    assert sampler.invert_distribution(logits, uniforms).tolist() == [2, 6, 6]
 
 
 # --- short paths -----------------------------------------------------------------------------------------------------
@@ -455,7 +455,7 @@ def test_plain_rows_touch_no_slow_path(temperatures, monkeypatch):
 
 
 def test_a_greedy_batch_is_an_argmax_alone(monkeypatch):
-    monkeypatch.setattr(sampler, "draw", lambda *_: pytest.fail("a greedy batch has nothing to draw"))
+    monkeypatch.setattr(sampler, "invert_distribution", lambda *_: pytest.fail("a greedy batch has nothing to draw"))
     raw = random_logits(4)
     token_ids, _ = sampler.sample(raw, build_sampling_batch([sequence(temperature=0)] * 4))
     assert token_ids.tolist() == raw.argmax(dim=-1).tolist()

@@ -1,10 +1,13 @@
-"""Fast attention backends, and layers, as add-ons that the core can do without: `select_backend` alone knows them.
+"""Fast attention backends, layers and draws, as add-ons that the core can do without.
+
+`select_backend` imports backends, which bring their layers; `startup.choose_draw` imports `sample.py`.
 
 - `cpu.py` and `cpu.c`: all layers on CPU.
 - `flash_attention.py`: the flash-attn library on CUDA.
-- Kernels in Triton. Read `store_kv.py` (how a token gets into the cache), `paged_attention.py` (how it is read) and
-  `launch.py` (how large the pieces are), then `triton_attention.py`, which calls them. The rest of a layer on CUDA is
-  `decoder_layer.py`, with its kernels in `norm.py` and `activation.py`.
+- Kernels in Triton. Begin with `decoder_layer.py`, a whole layer in nine launches. Its kernels are in `norm.py`, which
+  also puts K and V into the cache, `activation.py` and, for up to 16 tokens, `few_tokens.py`. Attention reads the cache
+  in `paged_attention.py`; `launch.py` says how large the pieces are, `triton_attention.py` makes the calls. `sample.py`
+  draws tokens. `store_kv.py` fills the cache where PyTorch's layers are wanted (`enforce_eager=True`).
 
 No library is imported before its backend is chosen.
 """

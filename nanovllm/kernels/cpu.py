@@ -4,7 +4,7 @@
 seconds and a C compiler. Without one, `load_library` says why, and the engine runs the PyTorch layers.
 
 A weight is packed once, when its layer is replaced: `F.linear` would reorder a bfloat16 weight at every call. Add-on:
-the engine calls `select_backend`, and `replace_layers` when the weights are loaded; nothing else knows of it.
+`startup.py` calls `select_backend`, and `replace_layers` when the weights are loaded; nothing else knows of it.
 """
 
 import contextlib

@@ -118,21 +118,21 @@ def norm_linear(
 ) -> torch.Tensor:
     """x: [num_tokens, num_inputs], weight: [num_outputs, num_inputs] -> [num_tokens, num_outputs]"""
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    return launch(out, x, weight, bias=bias, norm_weight=norm_weight, eps=eps)
+    return multiply(out, x, weight, bias=bias, norm_weight=norm_weight, eps=eps)
 
 
 def norm_gate_up(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor) -> torch.Tensor:
     """weight: [2 * num_outputs, num_inputs], gates first -> [num_tokens, num_outputs]"""
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
-    return launch(out, x, weight, norm_weight=norm_weight, eps=eps, is_gated=True)
+    return multiply(out, x, weight, norm_weight=norm_weight, eps=eps, is_gated=True)
 
 
 def add_linear(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """out: [num_tokens, num_outputs], changed in place"""
-    return launch(out, x, weight, bias=bias, is_added=True)
+    return multiply(out, x, weight, bias=bias, is_added=True)
 
 
-def launch(
+def multiply(
     out: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,

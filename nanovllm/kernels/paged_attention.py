@@ -73,9 +73,7 @@ def attend_to_tokens(
             block = tl.load(block_table_ptr + start // BLOCK_SIZE).to(tl.int64)
             slots = block * BLOCK_SIZE + start % BLOCK_SIZE + in_tile
         else:
-            unsigned = positions.to(
-                tl.uint32
-            )  # divided by a power of two, it is shifted, whereas an int may be negative
+            unsigned = positions.to(tl.uint32)  # to divide it is a shift: it cannot be negative
             if IS_MASKED:
                 blocks = tl.load(block_table_ptr + unsigned // BLOCK_SIZE, mask=positions < end, other=0)
             else:

@@ -1,4 +1,4 @@
-"""Paged attention: the one layer through which tokens see each other, and the only reader and writer of the KV cache.
+"""Paged attention: the one layer through which tokens see each other, by reading each other's K and V in the cache.
 
 `Attention` is the layer. It calls a backend, which owns the shape of the cache, stores K and V in it, and attends:
 
