@@ -1,9 +1,14 @@
-"""README says what is so: its commands are CI's, its links lead somewhere, and its map counts the files' real lines."""
+"""README says what is so: its commands are CI's, its code runs, its links lead somewhere, and its map counts the files'
+real lines. And so do the documents that it leads to.
+"""
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+
+from nanovllm import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -23,11 +28,30 @@ def test_ci_runs_readme_test_command_word_for_word():
     assert TEST_COMMAND in CI.splitlines()
 
 
-def test_links_lead_to_files():
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", README)
+def test_the_code_runs(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2
+    exec("\n".join(blocks), {})
+    printed = capsys.readouterr().out
+    assert "EngineStats(" in printed
+    assert "attention_backend=" in printed
+    steps = re.findall(r"(\d+) tokens of prompts, (\d+) decodes: (.*)", printed)
+    assert any(prefill != "0" != decodes for prefill, decodes, _ in steps), "a prompt is prefilled beside a decode"
+    assert any("A block table is" in texts and "Paged attention stores" in texts for _, _, texts in steps)
+
+
+@pytest.mark.parametrize("path", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md"))])
+def test_links_lead_to_files(path):
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / path).read_text(encoding="utf-8"))
     local = [target for target in targets if not target.startswith("http")]
-    assert len(local) > 15
-    assert [target for target in local if not (ROOT / target).exists()] == []
+    assert len(local) > (15 if path == "README.md" else 0)
+    assert [target for target in local if not (ROOT / path).parent.joinpath(target).exists()] == []
+
+
+def test_all_options_are_compared():
+    options = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `([^`]+)` \|", options, re.MULTILINE)
+    assert named == [field.name for field in dataclasses.fields(Config)]
 
 
 def map_rows():
