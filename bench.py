@@ -25,6 +25,7 @@ from benchmarks.common import (
     named_workload,
     peak_memory_bytes,
     random_workload,
+    read_config,
     resolve_device_name,
     resolve_dtype_name,
 )
@@ -81,7 +82,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--no-roofline", action="store_true", help="do not measure the machine's rates first")
     parser.add_argument("--rates", type=float, nargs=2, metavar=("GB/S", "GFLOP/S"), help="of the machine, if known")
     engine = parser.add_argument_group("nanovllm and vllm")
-    engine.add_argument("--max-model-len", type=int, default=4096)
+    engine.add_argument("--max-model-len", type=int, help="default: 4096, or the model's own limit if that is smaller")
     engine.add_argument("--max-num-seqs", type=int, default=256)
     engine.add_argument("--max-num-batched-tokens", type=int, help="default: the engine's own")
     engine.add_argument("--no-prefix-caching", action="store_true")
@@ -98,7 +99,10 @@ def parse_args() -> argparse.Namespace:
     theirs.add_argument("--hf-batch-size", type=int, default=32, help="requests in a static batch (default: 32)")
     theirs.add_argument("--engine-option", type=parse_option, action="append", default=[], metavar="NAME=JSON",
                         help="of vLLM's LLM(...), or of llama.cpp's context; may be repeated")  # fmt: skip
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.max_model_len is None:
+        args.max_model_len = min(4096, read_config(args.model).get("max_position_embeddings", 4096))
+    return args
 
 
 def parse_option(text: str) -> tuple[str, object]:

@@ -25,11 +25,12 @@ from benchmarks.common import describe_machine
 from nanovllm.batch import Batch
 from nanovllm.kernels.cpu import CpuAttention, CpuLinear, HugePages
 from nanovllm.layers.attention import TorchAttention
-from nanovllm.model_runner import widest_batch
+from nanovllm.startup import StepSizes, widest_batch
 
 LAYER_SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]  # outputs, inputs
 HEAD_SHAPE = (151_936, 1024)
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 28, 16, 8, 128, 16
+NUM_CACHED_LAYERS = 8  # whose attention is timed
 
 Contender = Callable[[], Any]
 
@@ -71,13 +72,14 @@ def race(contenders: dict[str, Contender], repeats: int) -> dict[str, float]:
 def make_products(batches: list[int], _: int, dtype: torch.dtype) -> Any:
     """All of a step's weights, three times: as they are, as oneDNN packs them, and as `cpu.c` does."""
     shapes = LAYER_SHAPES * NUM_LAYERS + [HEAD_SHAPE]
+    widths = {num_inputs for _, num_inputs in shapes}
     weights = [torch.randn(shape).mul_(0.02).to(dtype) for shape in shapes]
     packed = [torch.ops.mkldnn._reorder_linear_weight(w, 32) for w in weights]
     memory = HugePages(sum(w.nbytes + HugePages.ALIGNMENT for w in weights))
     ours = [CpuLinear(w, None, memory) for w in weights]
     linear_pointwise = torch.ops.mkldnn._linear_pointwise
     for batch in batches:
-        inputs = {k: torch.randn(batch, k).to(dtype) for k in (1024, 2048, 3072)}
+        inputs = {k: torch.randn(batch, k).to(dtype) for k in widths}
         yield (
             batch,
             {
@@ -93,28 +95,33 @@ def make_products(batches: list[int], _: int, dtype: torch.dtype) -> Any:
 
 def make_attention(batches: list[int], context_len: int, dtype: torch.dtype) -> Any:
     """Caches of several layers, so that none is found in the processor's caches; times are of all of them."""
-    num_layers = 8
     for batch in batches:
-        num_blocks = -(-context_len // BLOCK_SIZE)
-        ids = torch.randperm(batch * num_blocks, dtype=torch.int32) + 1
-        step = decode_batch(ids.view(batch, num_blocks), context_len)
-        q = torch.randn(batch, NUM_HEADS, HEAD_DIM).to(dtype)
-        contenders: dict[str, Contender] = {}
-        for name, backend_class in (("PyTorch", TorchAttention), ("cpu.c", CpuAttention)):
-            backend = backend_class(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, dtype)
-            cache = torch.randn(backend.kv_cache_shape(num_layers, len(ids) + 1)).to(dtype)
-            contenders[name] = attend_all(backend.attend, q, cache, step)
-            if name == "PyTorch":
-                compiled = torch.compile(backend._attend_decodes, dynamic=False)
+        yield batch, attention_contenders(batch, context_len, dtype)
 
-                def attend(q: torch.Tensor, cache: torch.Tensor, step: Batch, compiled: Any = compiled) -> Any:
-                    return compiled(q, cache, step.block_tables, step.seq_lens, context_len)
 
-                contenders["torch.compile"] = attend_all(attend, q, cache, step)
-        if numba := numba_attend(dtype):
-            shape = (2, num_layers, len(ids) + 1, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-            contenders["Numba"] = attend_all(numba, q, torch.randn(shape).to(dtype), step)
-        yield batch, contenders
+def attention_contenders(batch: int, context_len: int, dtype: torch.dtype) -> dict[str, Contender]:
+    num_blocks = -(-context_len // BLOCK_SIZE)
+    ids = torch.randperm(batch * num_blocks, dtype=torch.int32) + 1
+    step = decode_batch(ids.view(batch, num_blocks), context_len)
+    q = torch.randn(batch, NUM_HEADS, HEAD_DIM).to(dtype)
+    in_torch = TorchAttention(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, dtype)
+    in_c = CpuAttention(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, dtype)
+    compiled = torch.compile(in_torch._attend_decodes, dynamic=False)
+
+    def attend_compiled(q: torch.Tensor, layer_cache: torch.Tensor, step: Batch) -> torch.Tensor:
+        return compiled(q, layer_cache, step.block_tables, step.seq_lens, context_len)
+
+    torch_cache = torch.randn(in_torch.kv_cache_shape(NUM_CACHED_LAYERS, len(ids) + 1)).to(dtype)
+    c_cache = torch.randn(in_c.kv_cache_shape(NUM_CACHED_LAYERS, len(ids) + 1)).to(dtype)
+    contenders = {
+        "PyTorch": attend_all(in_torch.attend, q, torch_cache, step),
+        "torch.compile": attend_all(attend_compiled, q, torch_cache, step),
+        "cpu.c": attend_all(in_c.attend, q, c_cache, step),
+    }
+    if numba := numba_attend(dtype):
+        shape = (2, NUM_CACHED_LAYERS, len(ids) + 1, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        contenders["Numba"] = attend_all(numba, q, torch.randn(shape).to(dtype), step)
+    return contenders
 
 
 def attend_all(attend: Callable[..., Any], q: torch.Tensor, cache: torch.Tensor, step: Batch) -> Contender:
@@ -124,7 +131,7 @@ def attend_all(attend: Callable[..., Any], q: torch.Tensor, cache: torch.Tensor,
 def decode_batch(block_tables: torch.Tensor, context_len: int) -> Batch:
     """One new token for each row of block_tables: [batch, num_blocks]"""
     num_seqs = len(block_tables)
-    batch = widest_batch(num_seqs, num_seqs, context_len, BLOCK_SIZE)
+    batch = widest_batch(StepSizes(num_seqs, num_seqs, context_len), BLOCK_SIZE)
     seq_lens = torch.full((num_seqs,), context_len, dtype=torch.int32)
     fields = {**vars(batch), "block_tables": block_tables, "seq_lens": seq_lens, "num_decodes": num_seqs}
     return Batch(**fields)

@@ -68,13 +68,17 @@ class Clock:
         for name, module in model.named_modules():
             leaf = name.rpartition(".")[2]
             if leaf in PROJECTIONS or leaf == "attention":
-                module.forward = self.timed(leaf, module.forward)
+                self.watch(module, "forward", leaf)
             elif leaf == "activation" or leaf.endswith("norm"):
-                module.forward = self.timed("norms and activations", module.forward)
-        model.forward = self.timed("model", model.forward)
-        model.compute_logits = self.timed("lm_head", model.compute_logits)
-        runner.run = self.timed("run", runner.run)
-        llm.engine.step = self.timed("step", llm.engine.step)
+                self.watch(module, "forward", "norms and activations")
+        self.watch(model, "forward", "model")
+        self.watch(model, "compute_logits", "lm_head")
+        self.watch(runner, "run", "run")
+        self.watch(llm.engine, "step", "step")
+
+    def watch(self, owner: object, method: str, part: str) -> None:
+        """From now on, what this object's method takes counts as this part."""
+        setattr(owner, method, self.timed(part, getattr(owner, method)))
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -155,8 +159,9 @@ def draw(measured: dict[int, dict[str, float]], bounds: dict[int, dict[str, floa
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(10, 1.2 + 0.95 * len(measured)))
-    colors = dict(zip(PARTS, plt.get_cmap("tab20").colors, strict=False))
-    labels = []
+    color_map = plt.get_cmap("tab20")
+    colors = {part: color_map(i) for i, part in enumerate(PARTS)}
+    labels: list[tuple[float, str]] = []
     for row, n in enumerate(measured):
         for offset, (label, values) in enumerate([(f"batch of {n}", measured[n]), ("bound", bounds[n])]):
             y, left = -2.4 * row - offset, 0.0

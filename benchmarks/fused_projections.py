@@ -49,9 +49,10 @@ def measure(
     for layer in (fused, *separate):
         layer.weight.normal_(0, 0.02)
     x = torch.randn(num_tokens, HIDDEN, dtype=dtype, device=device)  # [num_tokens, hidden_size]
+    contenders: list[list[Linear]] = [separate, [fused]]
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
-        for values, layers in zip(times, (separate, [fused]), strict=True):
+        for values, layers in zip(times, contenders, strict=True):
             start = time.perf_counter()
             for layer in layers:
                 layer(x)

@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -134,7 +135,7 @@ def measure_decode(backend: AttentionBackend, args: argparse.Namespace, bandwidt
             continue
         step = make_step(backend, [(1, context - 1)] * batch_size, True, args.dtype)
         check(backend, step, backend.attend(step.q, step.layer_cache, step))
-        time_s = seconds(lambda step=step: backend.attend(step.q, step.layer_cache, step))
+        time_s = seconds(partial(backend.attend, step.q, step.layer_cache, step))
         yield {
             "batch": batch_size,
             "context": context,
@@ -148,7 +149,7 @@ def measure_prefill(backend: AttentionBackend, args: argparse.Namespace) -> Iter
     for name, lens in PREFILLS.items():
         step = make_step(backend, lens, False, args.dtype)
         check(backend, step, backend.attend(step.q, step.layer_cache, step))
-        time_s = seconds(lambda step=step: backend.attend(step.q, step.layer_cache, step))
+        time_s = seconds(partial(backend.attend, step.q, step.layer_cache, step))
         num_pairs = sum(new * computed + new * (new + 1) // 2 for new, computed in lens)  # of a query and a key
         operations = 4 * num_pairs * backend.num_heads * backend.head_dim  # two products, each multiplies and adds
         yield {"prefill": name, "us": round(time_s * 1e6, 1), "TFLOP/s": round(operations / time_s / 1e12, 1)}
@@ -167,7 +168,7 @@ def measure_store(backend: AttentionBackend, args: argparse.Namespace) -> Iterat
         stored = cache.view(torch.uint8).view(2, -1, k[0].numel() * cache.itemsize)[:, slots.long()]
         for part, x in zip(stored, (k, v), strict=True):
             assert torch.equal(part, x.to(cache.dtype).flatten(1).view(torch.uint8))
-        time_s = seconds(lambda k=k, v=v, c=cache, s=slots: backend.store_kv(k, v, c, s))
+        time_s = seconds(partial(backend.store_kv, k, v, cache, slots))
         num_bytes = 2 * k.numel() * (k.itemsize + cache.itemsize)
         yield {"store_kv": num_tokens, "us": round(time_s * 1e6, 2), "GB/s": round(num_bytes / time_s / 1e9, 1)}
 

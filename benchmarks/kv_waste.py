@@ -38,7 +38,7 @@ def measure_waste(workload: Workload, block_size: int) -> float:
         scheduled = scheduler.schedule()
         num_stored += scheduled.kv_tokens_stored
         num_reserved += scheduled.kv_slots_reserved
-        scheduler.update(scheduled, [0] * len(scheduled.chunks))
+        scheduler.update(scheduled, [0] * len(scheduled.samples))
     return 1 - num_stored / num_reserved
 
 

@@ -39,11 +39,12 @@ def load_hf(args: argparse.Namespace, device: str) -> Any:
     except ImportError as error:
         raise ValueError(missing("hf", "transformers")) from error
     dtype = getattr(torch, resolve_dtype_name(args.dtype, args.model))
-    if args.load_format != "dummy":
-        return AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device).eval()
-    torch.manual_seed(args.seed)
-    config = AutoConfig.from_pretrained(args.model)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval()
+    if args.load_format == "dummy":
+        torch.manual_seed(args.seed)
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model), dtype=dtype)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+    return model.to(device).eval()
 
 
 def hf_generate(model: Any, prompts: list[list[int]], num_tokens: int, device: str) -> list[float]:

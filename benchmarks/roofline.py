@@ -22,10 +22,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from benchmarks.common import DTYPE_BYTES, QWEN3_06B, ModelShape, Workload, named_workload, resolve_dtype_name
 
@@ -124,7 +126,7 @@ def token_flops(shape: ModelShape, context: int) -> int:
     return 2 * shape.body_params + context * shape.attention_flops_per_pair
 
 
-def shared_prefix_len(prompts: Sequence[Sequence[int]]) -> int:
+def shared_prefix_len(prompts: list[list[int]]) -> int:
     """How many tokens all prompts begin with alike; of a single prompt, or of equal ones, none or all but the last.
 
     The last token of a prompt always has to be computed, because its scores are needed.
@@ -202,7 +204,7 @@ def measure_gemm_rate(dtype: str) -> float:
     for num_tokens, num_inputs, num_outputs in GEMM_SHAPES:
         x = torch.rand(num_tokens, num_inputs).to(torch_dtype)
         weight = torch.rand(num_outputs, num_inputs).to(torch_dtype)
-        products = [lambda x=x, weight=weight: torch.nn.functional.linear(x, weight)]
+        products: list[Callable[[], torch.Tensor]] = [partial(F.linear, x, weight)]
         if (packed := packed_linear(x, weight)) is not None:
             products.append(packed)
         rates += [2 * num_tokens * num_inputs * num_outputs / best_time(product, 5) for product in products]
@@ -232,7 +234,7 @@ def measure_cuda_gemm_rate(dtype: str, device: str) -> float:
     for num_tokens, num_inputs, num_outputs in CUDA_GEMM_SHAPES:
         x = torch.randn(num_tokens, num_inputs, device=device).to(getattr(torch, dtype))
         weight = torch.randn(num_outputs, num_inputs, device=device).to(x.dtype)
-        time_s = best_cuda_time(lambda x=x, weight=weight: torch.nn.functional.linear(x, weight), 20)
+        time_s = best_cuda_time(partial(F.linear, x, weight), 20)
         rates.append(2 * num_tokens * num_inputs * num_outputs / time_s)
     return max(rates)
 

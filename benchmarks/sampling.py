@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 
 import torch
@@ -108,7 +109,7 @@ def measure_kernels(
         if batch.penalties is not None or batch.num_logprobs is not None:
             continue  # these stay in PyTorch
         is_equal = draw_tokens(logits, batch) == draw_in_torch(logits, batch)
-        time_s = seconds(lambda batch=batch: draw_tokens(logits, batch))
+        time_s = seconds(partial(draw_tokens, logits, batch))
         yield (
             name,
             {

@@ -21,12 +21,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # so that `python tools/train_tiny.py` finds its sibling, as the tests do
@@ -257,6 +258,8 @@ def endless_batches(entries: list[Entry], tokenizer: Tokenizer, args: argparse.N
 def build_model(seed: int) -> Qwen3ForCausalLM:
     """3.5 M parameters with everything that makes a Qwen3: GQA, q/k norm, a head_dim of its own, tied embeddings."""
     torch.manual_seed(seed)
+    # any keyword is taken, but transformers 5 declares neither of these
+    undeclared: dict[str, Any] = {"rope_theta": ROPE_THETA, "attn_implementation": "sdpa"}
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -266,13 +269,12 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=MAX_POSITIONS,
-        rope_theta=ROPE_THETA,
         initializer_range=0.06,  # the usual 0.02 is meant for wider layers; short trials learned far slower with it
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=TURN_END_ID,
         pad_token_id=PAD_ID,
-        attn_implementation="sdpa",
+        **undeclared,
     )
     return Qwen3ForCausalLM(config)
 
@@ -355,7 +357,7 @@ def plot_losses(losses: list[float], path: Path) -> None:
 def save_model(model: Qwen3ForCausalLM, folder: Path) -> None:
     """Weights in bfloat16, and configs that transformers 4.51 and 5 both understand."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
     config = json.loads((folder / "config.json").read_text())
     # transformers 5 keeps the base in `rope_parameters` and calls the dtype `dtype`; 4.51 knows only these two.
@@ -419,7 +421,7 @@ def print_evaluation(folder: Path, entries: list[Entry]) -> None:
     """The saved files' own answers, computed in float32 and in bfloat16 from the same bfloat16 weights."""
     groups = evaluation_groups(entries, Tokenizer.from_file(str(folder / "tokenizer.json")))
     print(f"{'answered word for word':34}{'float32':>18}{'bfloat16':>18}")
-    models_by_dtype = [AutoModelForCausalLM.from_pretrained(folder, dtype=d) for d in (torch.float32, torch.bfloat16)]
+    models_by_dtype = [Qwen3ForCausalLM.from_pretrained(folder, dtype=d) for d in (torch.float32, torch.bfloat16)]
     for name, examples in groups.items():
         counts = [count_right(model, examples) for model in models_by_dtype]
         cells = [f"{count}/{len(examples)} {count / max(1, len(examples)):7.2%}" for count in counts]

@@ -1,0 +1,423 @@
+"""Every benchmark that the documents name runs, with little work, and measures what it says.
+
+Figures that depend on no clock are computed once more by other means; times are only held against each other.
+"""
+
+import importlib
+import json
+import os
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import bench
+from benchmarks import (
+    cold_start,
+    cpu,
+    cpu_kernels,
+    decode_profile,
+    fused_projections,
+    kv_waste,
+    long_prefill,
+    preemption,
+    roofline,
+    sampling,
+    step_overhead,
+)
+from benchmarks.common import QWEN3_06B, ModelShape, make_workload
+from benchmarks.roofline import Rates
+from nanovllm import TINY_QWEN3, LLMEngine
+from nanovllm.kernels.cpu import NoLibraryError, load_library
+from nanovllm.kv_cache import KVCache
+from nanovllm.model_runner import ModelRunner
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY_WORK = ["--num-requests", "3", "--input-len", "4", "9", "--output-len", "2", "6"]
+
+
+@pytest.fixture
+def run_main(monkeypatch, capsys):
+    """Run a benchmark as its command does; returns the lines that it prints."""
+
+    def run(module, *arguments):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+        module.main()
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def cells(row):
+    """Of a row of a Markdown table."""
+    return [cell.strip() for cell in row.strip().strip("|").split("|")]
+
+
+# ---- what the documents say
+
+
+def documents():
+    """README, the pages about it, and what the benchmarks say of themselves."""
+    texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in markdown_files()}
+    for path in [ROOT / "bench.py", *ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/gpu/*.py")]:
+        docstring = re.match(r'"""(.*?)"""', path.read_text(encoding="utf-8"), re.DOTALL)
+        texts[str(path.relative_to(ROOT))] = docstring[1] if docstring else ""
+    return texts
+
+
+def markdown_files():
+    return [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
+
+
+def named_commands():
+    """(module, the options that a document names with it); a command may go on behind a backslash."""
+    options = {}
+    for text in documents().values():
+        command = r"(?:python -m (benchmarks\.[\w.]*\w)|\b(bench)\.py)([^`#\n]*)"
+        for match in re.finditer(command, text.replace("\\\n", "")):
+            names = re.findall(r"(?<![\w:=-])--[a-z][a-z0-9-]*", match[3])  # not ENGINE:--option, an argument's own
+            options.setdefault(match[1] or match[2], set()).update(names)
+    return sorted(options.items())
+
+
+def test_the_documents_name_commands():
+    names = dict(named_commands())
+    assert {"--engine", "--workload", "--json", "--input-len"} <= names["bench"]
+    assert {"--engines", "--python", "--env", "--repeats"} <= names["benchmarks.cpu"]
+    assert len(names) > 15
+
+
+# test_triton_attention.py runs the one that is left out, in a process of its own, because it imports triton
+@pytest.mark.parametrize(("name", "options"), [c for c in named_commands() if c[0] != "benchmarks.kernel_resources"])
+def test_named_commands_exist_and_know_the_named_options(name, options, run_main, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_main(importlib.import_module(name), "--help")
+    assert end.value.code == 0
+    assert options <= set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))
+
+
+# ---- kv_waste
+
+
+def waste(contexts, block_size):
+    """Of sequences that hold so many tokens each, in one step or another."""
+    reserved = sum(-(-context // block_size) * block_size for context in contexts)
+    return 1 - sum(contexts) / reserved
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16, 256])
+def test_waste_is_what_the_last_blocks_do_not_hold(block_size):
+    workload = make_workload("tiny", [5, 30], [40, 3], vocab_size=1000, shared_len=0)
+    contexts = [*range(5, 5 + 40), *range(30, 30 + 3)]  # in the step of its n-th output, a request holds prompt + n - 1
+    assert kv_waste.measure_waste(workload, block_size) == pytest.approx(waste(contexts, block_size))
+    assert (waste(contexts, block_size) == 0) == (block_size == 1)
+
+
+def test_waste_counts_a_prompt_that_two_steps_share():
+    workload = make_workload("long", [4000] * 3, [5] * 3, vocab_size=1000, shared_len=0)
+    contexts = [*range(4000, 4005)] * 3 + [8192 - 2 * 4000]  # what the first step's budget leaves for the third
+    assert kv_waste.measure_waste(workload, 256) == pytest.approx(waste(contexts, 256))
+
+
+def test_readme_tells_the_measured_waste(run_main):
+    lines = run_main(kv_waste, "--block-size", 16, 256)
+    measured = [float(re.search(r"([\d.]+)% of", line)[1]) for line in lines]
+    row = next(row for row in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if "kv_waste" in row)
+    told = [float(figure) for figure in re.findall(r"([\d.]+) % with blocks", row)]
+    assert measured == [pytest.approx(told[0], abs=0.005), pytest.approx(told[1], abs=0.05)]
+
+
+# ---- the engine's own work
+
+
+def test_step_overhead_is_the_sum_of_its_parts(run_main, monkeypatch, tmp_path):
+    real_build_batch = step_overhead.build_batch
+
+    def slow_build_batch(*args):
+        time.sleep(0.02)
+        return real_build_batch(*args)
+
+    monkeypatch.setattr(step_overhead, "build_batch", slow_build_batch)
+    sizes = ["--num-seqs", 2, 5, "--context-len", 20, "--block-size", 4, 16]
+    lines = run_main(step_overhead, *sizes, "--steps", 1, "--json", tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(r["num_seqs"], r["context_len"], r["block_size"]) for r in rows] == [
+        (2, 20, 4), (2, 20, 16), (5, 20, 4), (5, 20, 16)
+    ]  # fmt: skip
+    assert [[float(x) for x in line.split()] for line in lines[1:]] == [
+        [round(row[name]) for name in lines[0].split()[:-1]] for row in rows
+    ]
+    for row in rows:  # of one step each
+        assert row["sum"] == pytest.approx(row["schedule"] + row["build_batch"] + row["update"], abs=0.3)
+        assert row["build_batch"] >= 20_000  # the sleep, in microseconds
+        assert min(row["schedule"], row["update"], row["outputs"]) > 0
+
+
+def test_preemption_moves_and_computes_the_whole_context(run_main, monkeypatch):
+    moves, computed = [], []
+    real_move, real_run = KVCache.move_blocks, ModelRunner.run
+
+    def move(self, block_moves):
+        moves.append((block_moves.swap_outs, block_moves.swap_ins))
+        real_move(self, block_moves)
+
+    def run(self, batch):
+        computed.append(len(batch.input_ids))
+        return real_run(self, batch)
+
+    monkeypatch.setattr(KVCache, "move_blocks", move)
+    monkeypatch.setattr(ModelRunner, "run", run)
+    lines = run_main(preemption, "--context-len", 33, 48, "--rounds", 1)
+    assert computed == [33, 33, 48, 48]  # a warm-up and a round each
+    outs = [out for out, _ in moves if out]
+    assert [len(set(out)) for out in outs] == [3] * 4  # blocks of 16
+    backs = [back for _, back in moves if back]
+    assert [[(device, host) for host, device in back] for back in backs] == outs
+    for line, context_len in zip(lines[-2:], (33, 48), strict=True):
+        context, swap, recompute, ratio = map(float, line.replace("ms", "").split())
+        assert context == context_len
+        assert ratio == pytest.approx(recompute / swap, rel=0.1, abs=0.1)
+
+
+def test_short_prompts_wait_for_the_long_one_or_go_beside_it(run_main, monkeypatch, tiny_checkpoint):
+    """With a clock that ticks once per step, times to first token can be told in advance."""
+    steps = Counter()
+    real_step = LLMEngine.step
+
+    def step(self):
+        steps[None] += 1
+        return real_step(self)
+
+    monkeypatch.setattr(LLMEngine, "step", step)
+    monkeypatch.setattr(long_prefill, "time", SimpleNamespace(monotonic=lambda: steps.total()))
+    monkeypatch.setattr(long_prefill, "MODEL", tiny_checkpoint[0])
+    sizes = ["--long-len", 300, "--short-len", 8, "--num-short", 3, "--budget", 64]
+    lines = run_main(long_prefill, *sizes, "--thresholds", 0, 32)
+    seen = [[float(figure) for figure in re.findall(r"([\d.]+) s", line)] for line in lines[-2:]]
+    # 300 = 4 * 64 + 44: two of 8 fit beside the last 44. Capped, 300 = 9 * 32 + 12, and the short ones go at once.
+    assert seen == [[5.0, 5.0], [1.0, 10.0]]
+
+
+# ---- the start
+
+
+def test_a_cold_start_is_told_part_by_part(run_main, monkeypatch, tmp_path):
+    real_run = cold_start.run
+    usual_cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+    first, caches, elapsed = {}, [], []
+
+    def run(args, cache):
+        assert list(Path(cache).iterdir()) == []
+        caches.append(cache)
+        if len(caches) > 1:
+            return {part: 2 * seconds for part, seconds in first.items()}
+        start = time.perf_counter()
+        first.update(real_run(args, usual_cache))  # where other tests have compiled the kernels
+        elapsed.append(time.perf_counter() - start)
+        return first
+
+    monkeypatch.setattr(cold_start, "run", run)
+    lines = run_main(cold_start, "--repeats", 2, "--json", tmp_path / "out.json")
+    assert len(caches) == 3
+    assert len(set(caches)) == 1
+    assert min(first.values()) > -0.01  # a part that is counted twice leaves less than nothing for the rest
+    assert 0.5 * elapsed[0] < sum(first.values()) < elapsed[0]  # the process also has to end
+    rows = [cells(line) for line in lines[2:]]
+    assert [row[0] for row in rows] == [*first, "sum"]
+    for label, once, later in rows[:-1]:
+        assert float(once) == pytest.approx(first[label], abs=0.006)
+        assert float(later) == pytest.approx(2 * first[label], abs=0.006)
+    assert float(rows[-1][1]) == pytest.approx(sum(first.values()), abs=0.006)
+    assert json.loads((tmp_path / "out.json").read_text())["first_ever_s"] == first
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    section = page.partition("## The start")[2].partition("\n## ")[0]
+    assert [part for part in first if f"`{part}`" not in section] == []
+
+
+# ---- on a CPU
+
+
+@pytest.fixture
+def small_kernels(monkeypatch):
+    """`cpu_kernels` with matrices of a few KiB, nothing that compiles for seconds, and in float32."""
+    try:
+        load_library(torch.float32)
+    except NoLibraryError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(cpu_kernels, "LAYER_SHAPES", [(64, 32), (32, 64)])
+    monkeypatch.setattr(cpu_kernels, "HEAD_SHAPE", (96, 32))
+    monkeypatch.setattr(cpu_kernels, "NUM_LAYERS", 2)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+def test_cpu_kernels_race(small_kernels, run_main, tmp_path):
+    options = ["--dtype", "float32", "--batch", 1, 3, "--context-len", 20, "--repeats", 1]
+    lines = run_main(cpu_kernels, *options, "--json", tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["kind"], row["batch"]) for row in rows] == [
+        ("products", 1), ("products", 3), ("attention", 1), ("attention", 3)
+    ]  # fmt: skip
+    assert all(ms > 0 for row in rows for ms in row["milliseconds"].values())
+    assert all(line.startswith(f"{row['kind']}, batch {row['batch']}: ") for line, row in zip(lines, rows, strict=True))
+
+
+def test_contenders_compute_the_same_products(small_kernels):
+    for batch, contenders in cpu_kernels.make_products([1, 3], 0, torch.float32):
+        outputs = [run() for run in contenders.values()]
+        assert len(outputs) == 3
+        assert [tuple(y.shape) for y in outputs[0]] == [(batch, n) for n in (64, 32, 64, 32, 96)]
+        for others in outputs[1:]:
+            for y, expected in zip(others, outputs[0], strict=True):
+                torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_contenders_attend(small_kernels, monkeypatch):
+    """Each has a cache in a layout of its own; where all values are one, so is every mean of them."""
+    monkeypatch.setattr(torch, "randn", torch.ones)
+    for batch, contenders in cpu_kernels.make_attention([1, 3], 20, torch.float32):
+        assert {"PyTorch", "torch.compile", "cpu.c"} <= set(contenders)
+        for run in contenders.values():
+            layers = run()
+            assert len(layers) == cpu_kernels.NUM_CACHED_LAYERS
+            for out in layers:
+                torch.testing.assert_close(out, torch.ones(batch, cpu_kernels.NUM_HEADS, cpu_kernels.HEAD_DIM))
+
+
+def test_contenders_with_the_same_cache_attend_alike(small_kernels):
+    ((_, contenders),) = cpu_kernels.make_attention([3], 20, torch.float32)
+    for out, expected in zip(contenders["torch.compile"](), contenders["PyTorch"](), strict=True):
+        torch.testing.assert_close(out, expected)
+
+
+def test_parts_of_a_decode_step_add_up(run_main, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    durations = []
+    real_step = LLMEngine.step
+
+    def step(self):
+        start = time.perf_counter()
+        output = real_step(self)
+        durations.append(1e3 * (time.perf_counter() - start))
+        return output
+
+    monkeypatch.setattr(LLMEngine, "step", step)
+    monkeypatch.setattr(decode_profile, "measure_rates_apart", lambda dtype: Rates(1e9, 1e15))  # memory is the limit
+    options = ["--model", TINY_QWEN3, "--num-seqs", 3, "--context-len", 20, "--steps", 2]
+    lines = run_main(decode_profile, *options, "--json", tmp_path / "out.json", "--png", tmp_path / "out.png")
+    (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
+    measured, bound = row["measured_ms"], row["bound_ms"]
+    # prefill, a decode, and the one that is measured
+    assert sum(measured.values()) == pytest.approx(durations[2], rel=0.02, abs=0.2)
+    assert min(measured.values()) > 0  # a part that is counted twice leaves less than nothing for the rest
+    shape = ModelShape.from_folder(TINY_QWEN3)
+    body_ms = 1e3 * 2 * shape.body_params / 1e9  # bfloat16
+    assert sum(bound[part] for part in decode_profile.PROJECTIONS) == pytest.approx(body_ms)
+    assert bound["attention"] == pytest.approx(1e3 * 2 * 3 * 20 * shape.kv_values_per_token / 1e9)
+    labels = [cells(line)[0] for line in lines if line.startswith("| ")]
+    assert labels == ["milliseconds", *decode_profile.PARTS, "**step**"]
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_fused_and_separate_projections_do_the_same_work(run_main, monkeypatch):
+    monkeypatch.setattr(fused_projections, "HIDDEN", 32)
+    monkeypatch.setattr(fused_projections, "PARTS", {"qkv": {"q": 64, "k": 16, "v": 16}})
+    with FlopCounterMode(display=False) as counter:
+        lines = run_main(fused_projections, "--device", "cpu", "--dtypes", "float32", "--num-tokens", 5, "--rounds", 3)
+    assert counter.get_total_flops() == 3 * 2 * (2 * 5 * 32 * (64 + 16 + 16))
+    dtype, layer, tokens, separate, fused, ratio = lines[-1].replace("µs", "").split()
+    assert (dtype, layer, tokens) == ("float32", "qkv", "5")
+    assert float(ratio) == pytest.approx(float(separate) / float(fused), rel=0.3)  # they are printed without decimals
+
+
+def test_sampling_times_every_case(run_main):
+    sizes = ["--num-rows", 3, "--vocab-size", 200, "--rounds", 1, "--device", "cpu"]
+    report = json.loads(run_main(sampling, *sizes, "--json")[-1])
+    assert set(report["results"]) == {"argmax alone", sampling.ONE_TOP_P, *sampling.CASES}
+    assert all(result["ms"] > 0 for result in report["results"].values())
+    assert len(run_main(sampling, *sizes)) == 1 + len(report["results"])
+
+
+def test_sampling_calls_sample():
+    logits = torch.randn(3, 200)
+    token_ids, _ = sampling.make_call(logits, [sampling.CASES["greedy"]] * 3)()
+    assert torch.equal(token_ids, logits.argmax(dim=-1))
+    _, logprobs = sampling.make_call(logits, [sampling.CASES["5 logprobs, greedy"]] * 3)()
+    assert logprobs is not None
+
+
+def test_rooflines_of_the_workloads_are_printed(run_main, monkeypatch):
+    monkeypatch.setattr(roofline, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(roofline, "GEMM_SHAPES", [(16, 32, 64)])
+    rates = json.loads(run_main(roofline, "--rates-only", "--dtype", "float32")[-1])
+    assert min(rates.values()) > 0
+    monkeypatch.setattr(roofline, "measure_rates", lambda dtype, device: Rates(25e9, 1e12))
+    lines = run_main(roofline)
+    assert [line.split()[0] for line in lines[1:]] == ["W", "W2", "W3"]
+    # W2 is one request of 64 tokens out: each step reads at least all weights, in bfloat16
+    shape = ModelShape.from_folder(QWEN3_06B)
+    limit = 25e9 / (2 * (shape.body_params + shape.head_params))
+    assert 0.9 * limit < float(lines[2].split()[1]) <= limit * 1.001
+
+
+# ---- bench.py
+
+
+def run_bench(run_main, path, *options):
+    lines = run_main(bench, "--model", TINY_QWEN3, "--device", "cpu", *TINY_WORK, "--json", path, *options)
+    report = json.loads(path.read_text())
+    assert report["requests"] == 3
+    assert 12 <= report["prompt_tokens"] <= 27
+    assert 6 <= report["output_tokens"] <= 18
+    elapsed_s = report["output_tokens"] / report["output_tokens_per_second"]
+    assert elapsed_s == pytest.approx(report["elapsed_s"], abs=0.001)
+    assert 0 < report["ttft_s"]["p50"] <= report["elapsed_s"] + 0.001
+    printed = {line.split()[0] for line in lines}
+    assert set(report) <= printed
+    return report
+
+
+def test_bench_serves_the_work(run_main, tmp_path):
+    report = run_bench(run_main, tmp_path / "out.json", "--rates", 25, 1000, "--num-kv-blocks", 64)
+    workload = bench.random_workload(3, (4, 9), (2, 6), 0, ModelShape.from_folder(TINY_QWEN3).vocab_size)
+    assert report["steps"] == max(workload.output_lens)  # all prompts fit into the first
+    assert report["output_tokens"] == sum(workload.output_lens)
+    assert report["kv_blocks"] == 64
+    bound = report["roofline"]
+    assert bound["num_decode_steps"] == max(workload.output_lens) - 1
+    weights = ModelShape.from_folder(TINY_QWEN3)
+    least_bytes = bound["num_decode_steps"] * 2 * (weights.body_params + weights.head_params)
+    assert least_bytes < bound["decode_bytes"] < 1.1 * least_bytes
+
+
+def test_bench_serves_the_same_work_through_transformers(run_main, tmp_path):
+    report = run_bench(run_main, tmp_path / "out.json", "--engine", "hf", "--no-roofline")
+    assert "roofline" not in report
+    assert report["machine"]["transformers"]
+
+
+def test_requests_are_as_long_as_the_model_allows_or_4096(monkeypatch):
+    def max_model_len(*options):
+        monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, options)])
+        return bench.parse_args().max_model_len
+
+    assert max_model_len("--model", TINY_QWEN3) == 2048
+    assert max_model_len() == 4096  # Qwen3-0.6B's is 40,960
+    assert max_model_len("--max-model-len", 5000) == 5000
+
+
+def test_engines_run_side_by_side(run_main, monkeypatch, tmp_path):
+    """`bench.py` in a process of its own, as `benchmarks.cpu` starts it."""
+    arguments = ["--model", TINY_QWEN3, "--first", 2, "--no-roofline", "--num-kv-blocks", 128]
+    options = [option for argument in arguments for option in ("--arg", f"nanovllm:{argument}")]
+    settings = ["--workloads", "W3", "--repeats", 1, "--retries", 0, "--quiet-timeout", 0]
+    lines = run_main(cpu, "--engines", "nanovllm", *settings, *options, "--json", tmp_path / "out.json")
+    (run,) = json.loads((tmp_path / "out.json").read_text())["runs"]
+    assert (run["requests"], run["output_tokens"], run["model"]) == (2, 64, "tiny-qwen3")
+    assert cells(lines[-1])[1].startswith(str(round(run["output_tokens_per_second"], 2)))
