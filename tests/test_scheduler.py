@@ -781,6 +781,27 @@ def test_prompt_that_is_computed_in_chunks_keeps_the_room_that_it_was_admitted_t
     run.finish()
 
 
+def test_prompts_that_are_admitted_in_one_step_do_not_count_on_the_same_room():
+    """The threshold leaves budget for a second prompt, whose blocks are those that the first one's later chunks need."""
+    run = Run(num_blocks=6, block_size=4, budget=16, threshold=4)
+    first, second = run.add([1] * 16, max_tokens=1), run.add([2] * 12, max_tokens=1)
+    for _ in range(4):
+        out = run.step()
+        assert chunk_lens(out) == {first.request_id: 4}
+        assert second.status is SequenceStatus.WAITING
+    run.finish()
+    assert first.num_preemptions == second.num_preemptions == 0
+
+
+def test_samples_that_need_copies_take_no_blocks_while_a_step_is_in_flight():
+    """The budget serves two of four samples at a time. The others still share the prompt's last block when the first
+    two are at their ends and hold all other blocks: these come free as soon as the step in flight has landed."""
+    run = Run(num_blocks=3, block_size=4, budget=2, overlap=True)
+    samples = run.add([1] * 3, n=4, max_tokens=2)
+    run.finish()
+    assert [seq.num_preemptions for seq in samples] == [0, 0, 0, 0]
+
+
 def test_newest_is_preempted_and_resumes_with_all_of_its_tokens():
     run = Run(num_blocks=6, block_size=4, budget=32)
     seqs = [run.add([i] * 7, max_tokens=9) for i in range(3)]
