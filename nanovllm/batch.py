@@ -6,7 +6,7 @@ Called by `LLMEngine.step()` between `Scheduler.schedule()` and `ModelRunner.run
 Two sequences with block_size 4: A decodes position 5 (block table [7, 2]), B prefills positions 4 … 6
 (block table [3, 5]):
 
-    input_ids      [ a5 | b4 b5 b6 ]      all new tokens behind each other, no padding; decodes first
+    input_ids      [ a5 | b4 b5 b6 ]      all new tokens end to end, no padding; decodes first
     positions      [  5 |  4  5  6 ]
     slot_mapping   [  9 | 20 21 22 ]      2*4 + 5%4,  5*4 + 4%4 …: where their K and V are written
     block_tables   [[7, 2], [3, 5]]       where the K and V of all tokens are read
@@ -132,7 +132,7 @@ def offsets(lens: np.ndarray) -> np.ndarray:
 
 
 def gather_token_ids(seqs: list[Sequence], starts: list[int], stops: list[int], num_decodes: int) -> np.ndarray:
-    """The tokens [start, stop) of every sequence behind each other: [num_tokens] int32."""
+    """The tokens [start, stop) of every sequence end to end: [num_tokens] int32."""
     ranges = list(zip(seqs, starts, stops, strict=True))
     ids = [np.array([seq.token_ids.data[start] for seq, start, _ in ranges[:num_decodes]], dtype=np.int32)]
     ids += [seq.token_ids.data[start:stop] for seq, start, stop in ranges[num_decodes:]]
@@ -140,7 +140,7 @@ def gather_token_ids(seqs: list[Sequence], starts: list[int], stops: list[int], 
 
 
 def pad_block_tables(seqs: list[Sequence]) -> np.ndarray:
-    """Block tables below each other, filled up with the null block: [num_seqs, max_num_blocks] int32."""
+    """Block tables as rows, filled up with the null block: [num_seqs, max_num_blocks] int32."""
     tables = [seq.block_table for seq in seqs]
     lens = np.array([table.length for table in tables])  # [num_seqs]
     padded = np.zeros((len(tables), lens.max()), dtype=np.int32)

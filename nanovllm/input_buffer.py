@@ -1,7 +1,7 @@
 """How does a step's input reach the device? In one copy, which nobody waits for.
 
 A copy from ordinary memory makes the host wait for the device, and each copy is a launch of its own. So the tensors of
-a step are packed behind each other into pinned host memory, which the device reads by itself, and are views of one
+a step are packed end to end into pinned host memory, which the device reads by itself, and are views of one
 tensor there. Used on CUDA, by `ModelRunner` and by `cuda_graph.py`; on CPU there is nothing to send. What the host does
 not know yet, the tokens of a step in flight, are on the device already: `fill_in` puts them in their places.
 """

@@ -188,7 +188,7 @@ def column(params: list[Any], name: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pad(rows: list[np.ndarray]) -> torch.Tensor:
-    """Arrays below each other, filled up with -1: [len(rows), longest] int64"""
+    """Arrays as rows, filled up with -1: [len(rows), longest] int64"""
     padded = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int64)
     for line, row in zip(padded, rows, strict=True):
         line[: len(row)] = row

@@ -547,7 +547,7 @@ def test_decodes_go_on_while_prompts_keep_arriving(tmp_path, checkpoint):
 
 @both_ways
 def test_several_prompts_are_chunked_in_one_run(checkpoint, answer, overlap):
-    """Not only the first of a batch can be cut: three prompts behind each other, each over several steps."""
+    """Not only the first of a batch can be cut: three prompts in a row, each over several steps."""
     engine = make_engine(checkpoint[0], overlap, max_num_batched_tokens=11)
     prompts = {str(i): ids(25, seed=i) for i in range(3)}
     for request_id, prompt in prompts.items():

@@ -347,7 +347,7 @@ def test_allowed_token_ids(llm, model):
 
 
 def test_bad_words(llm, model, tokenizer):
-    """Of one token and of two; the letters of the second one may come, but not behind each other."""
+    """Of one token and of two; the letters of the second one may come, but not in a row."""
     letters = tokenizer.convert_tokens_to_ids(list("abcdefgh"))
     plain = greedy_tokens(llm, ids(6), allowed_token_ids=letters)
     text = tokenizer.decode(plain)

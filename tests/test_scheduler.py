@@ -782,7 +782,7 @@ def test_prompt_that_is_computed_in_chunks_keeps_the_room_that_it_was_admitted_t
 
 
 def test_prompts_that_are_admitted_in_one_step_do_not_count_on_the_same_room():
-    """The threshold leaves budget for a second prompt, whose blocks are those that the first one's later chunks need."""
+    """The threshold leaves budget for a second prompt, but its blocks are needed for the later chunks of the first."""
     run = Run(num_blocks=6, block_size=4, budget=16, threshold=4)
     first, second = run.add([1] * 16, max_tokens=1), run.add([2] * 12, max_tokens=1)
     for _ in range(4):

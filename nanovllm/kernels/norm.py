@@ -107,7 +107,7 @@ def norm_rotary_store_kernel(
 ):
     """Grid: (num_tokens * parts of a token,). A part is HEADS heads of the queries, of the keys, or of the values.
 
-    Queries go to `q`, keys and values to the token's slot of the cache. The parts of a token lie behind each other in
+    Queries go to `q`, keys and values to the token's slot of the cache. The parts of a token lie end to end in
     the grid, as its heads do in memory. A head is summed up by a few threads of one warp, which share no memory.
     """
     Q_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS

@@ -266,7 +266,7 @@ def prefill_kernel(
     num_computed = tl.load(seq_lens_ptr + seq) - num_new
 
     rows, dims = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
-    tokens = first_token + rows // GROUP  # [ROWS] the heads of a token below each other
+    tokens = first_token + rows // GROUP  # [ROWS] the heads of a token in neighbouring rows
     heads = kv_head * GROUP + rows % GROUP  # [ROWS]
     is_row = (rows < TOKENS * GROUP) & (tokens < num_new)
     q_rows = (q_start + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads

@@ -147,7 +147,7 @@ class TritonAttention(AttentionBackend):
         cu_seqlens_q: torch.Tensor,
         launch: Launch | None = None,
     ) -> None:
-        """Chunks of new tokens behind each other. q, out: [num_tokens, num_heads, head_dim]"""
+        """Chunks of new tokens end to end. q, out: [num_tokens, num_heads, head_dim]"""
         launch = launch or prefill_launch(self.group, self.head_dim, q.dtype, describe_gpu(q.device))
         num_seqs = len(block_tables)
         num_q_tiles = q.shape[0] // (launch.rows // self.group) + num_seqs

@@ -125,7 +125,7 @@ class TorchAttention(AttentionBackend):
         num_blocks = -(-seq_len // self.block_size)
         kv = self._gather(layer_cache, block_table[:num_blocks])  # [2, num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv.flatten(1, 2)[:, :seq_len].transpose(1, 2)  # [num_kv_heads, seq_len, head_dim] each
-        # 2. lay the query heads that share a K and V head below each other
+        # 2. stack the query heads that share a K and V head
         q = q.view(n, self.num_kv_heads, group, self.head_dim).permute(1, 2, 0, 3)  # [num_kv_heads, group, n, head_dim]
         q = q.reshape(self.num_kv_heads, group * n, self.head_dim)
         # 3. a token sees what is not behind it; its position is seq_len - n + its row

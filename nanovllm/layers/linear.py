@@ -21,7 +21,7 @@ class Linear(nn.Module):
 
 
 class FusedLinear(Linear):
-    """Several projections of the same input as one product: their rows lie below each other in one weight.
+    """Several projections of the same input as one product: their rows are stacked in one weight.
 
     `parts` maps the name that each has in the checkpoint to its number of rows, in order; the loader reads it.
     Returns one tensor [..., rows] for each part.

@@ -4,7 +4,7 @@ RMS-normalised queries and keys, rotary positions, and a SwiGLU feed-forward net
     token ids → embedding → num_layers × [ x + attention(norm(x)),  x + mlp(norm(x)) ] → norm → logits
 
 Reads from top to bottom: the configuration, the two halves of a layer, the layer, the model. All tokens of a batch lie
-behind each other in one dimension, whatever sequence they belong to: only `Attention` tells them apart. The modules
+end to end in one dimension, whatever sequence they belong to: only `Attention` tells them apart. The modules
 have the names that they have in the checkpoint. Weights are filled in by `loader.py`; called by `ModelRunner`.
 """
 
