@@ -72,7 +72,6 @@ def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
     block_tables = pad_block_tables(seqs)  # [num_seqs, max_num_blocks]
     slot_mapping = block_tables[rows, positions // block_size] * block_size + positions % block_size
 
-    sampled_rows = np.array([i for i, _ in scheduled.samples], dtype=np.int64)  # [num_samples]
     nd = scheduled.num_decodes
     input_ids = gather_token_ids(seqs, starts.tolist(), seq_lens.tolist(), nd)  # [num_tokens]
     return Batch(
@@ -84,12 +83,12 @@ def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
         cu_seqlens_q=torch.from_numpy(cu_seqlens_q),
         prefill_cu_seqlens_q=torch.from_numpy(cu_seqlens_q[nd:] - cu_seqlens_q[nd]),
         prefill_cu_seqlens_k=torch.from_numpy(offsets(seq_lens[nd:])),
-        logits_indices=torch.from_numpy(cu_seqlens_q[1:][sampled_rows] - 1),
+        logits_indices=torch.from_numpy(cu_seqlens_q[1:][scheduled.sampled_chunks] - 1),
         has_expected_ids=bool((input_ids[:nd] < 0).any()),
         num_decodes=nd,
         max_seqlen_q=int(num_new[nd:].max(initial=0)),
         max_seqlen_k=int(seq_lens[nd:].max(initial=0)),
-        sampling=build_sampling_batch([seq for _, seq in scheduled.samples]),
+        sampling=build_sampling_batch(scheduled.samples),
         prompt_logprobs=build_prompt_logprobs(scheduled, cu_seqlens_q),
         moves=scheduled.moves,
     )
@@ -100,13 +99,12 @@ def prompt_targets(scheduled: SchedulerOutput) -> Iterator[tuple[int, Sequence, 
 
     The row of each token judges the next one, so these begin and end one later than the chunk, but within the prompt.
     """
-    if all([seq.is_plain_sampling for seq, _ in scheduled.chunks]):  # the usual case, at the price of one look each
-        return
     for i, (seq, num_new_tokens) in enumerate(scheduled.chunks):
+        if seq.is_plain_sampling or seq.sampling_params.prompt_logprobs is None:
+            continue
         start = seq.num_computed_tokens + 1
-        stop = min(start + num_new_tokens, seq.num_prompt_tokens)
-        if seq.sampling_params.prompt_logprobs is not None and start < stop:
-            yield i, seq, range(start, stop)
+        if positions := range(start, min(start + num_new_tokens, seq.num_prompt_tokens)):
+            yield i, seq, positions
 
 
 def build_prompt_logprobs(scheduled: SchedulerOutput, cu_seqlens_q: np.ndarray) -> PromptLogprobs | None:

@@ -92,7 +92,7 @@ class LLMEngine:
         self._ahead: Flight | None = None  # the step that was launched before the one before it had landed
         self._requests: dict[str, Request] = {}
         self._counters = Counters()
-        self._is_stepping = False  # a logits processor or another thread may abort meanwhile
+        self._is_stepping = False  # a logits processor may abort meanwhile
         self._aborted_meanwhile: list[Request] = []
 
     # ---- the loop
@@ -237,7 +237,7 @@ class LLMEngine:
     def _check_request_id(self, request_id: str) -> None:
         if not isinstance(request_id, str):
             raise TypeError(f"request_id must be a str, got {request_id!r}")
-        if request_id in self._requests:
+        if request_id in self._requests or any(one.request_id == request_id for one in self._aborted_meanwhile):
             raise ValueError(f"request_id {request_id!r} belongs to an unfinished request; choose another")
 
     def _queue(self, request: Request) -> None:

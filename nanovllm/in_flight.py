@@ -35,7 +35,7 @@ class StepsInFlight:
         # for the others that token is the last, or not even wanted any more
         going_on = [
             (row, seq)
-            for row, (_, seq) in enumerate(self.steps[0].samples)
+            for row, seq in enumerate(self.steps[0].samples)
             if seq.finish_reason is None and seq.num_tokens + 1 < seq.max_num_tokens
         ]
         if any([seq.is_beam or seq.children or seq.reads_output for _, seq in going_on]):

@@ -112,7 +112,7 @@ class Scheduler:
         """
         assert len(new_token_ids) == len(scheduled.samples), "one token for each"
         self.in_flight.land(scheduled)
-        advanced = [(row, seq) for row, (_, seq) in enumerate(scheduled.samples)]
+        advanced = list(enumerate(scheduled.samples))
         if self.in_flight.leaving:
             advanced = [(row, seq) for row, seq in advanced if seq.finish_reason is None]
             self._free_those_who_left()

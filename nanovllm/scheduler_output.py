@@ -20,7 +20,7 @@ class BlockMoves:
     copies: BlockPairs = field(default_factory=list)  # device -> device: copy-on-write
 
 
-@dataclass
+@dataclass(frozen=True)
 class SchedulerOutput:
     """Chunks of one new token, the decodes, come first, then prefill chunks; without any there is nothing to do."""
 
@@ -33,23 +33,18 @@ class SchedulerOutput:
     """Tokens whose K and V are in the cache when the step has run, tokens in shared blocks counted once."""
     kv_slots_reserved: int = 0
     """Slots of all blocks that are owned; those that hold no token are the waste."""
-    samples: list[tuple[int, Sequence]] = field(init=False)
-    """Who gets a token by this step, and the place in `chunks` of the sequence whose last row it is drawn from."""
+    samples: list[Sequence] = field(default_factory=list, init=False)
+    """Who gets a token by this step: whoever catches up by its chunk, and its children, which come to life then."""
+    sampled_chunks: list[int] = field(default_factory=list, init=False)
+    """For each of them the place in `chunks` of the sequence whose last row it draws from: itself or its parent."""
 
     def __post_init__(self) -> None:
-        self.samples = find_samples(self.chunks)
+        for i, (seq, num_new_tokens) in enumerate(self.chunks):
+            if seq.num_computed_tokens + num_new_tokens == seq.num_tokens:
+                family = (seq, *seq.children)
+                self.samples.extend(family)
+                self.sampled_chunks.extend([i] * len(family))
 
     @property
     def num_prefill_tokens(self) -> int:
         return self.num_scheduled_tokens - self.num_decodes
-
-
-def find_samples(chunks: list[Chunk]) -> list[tuple[int, Sequence]]:
-    """Whoever catches up by its chunk. Children that are about to come to life draw from their parent's row."""
-    samples: list[tuple[int, Sequence]] = []
-    for i, (seq, num_new_tokens) in enumerate(chunks):
-        if seq.num_computed_tokens + num_new_tokens == seq.num_tokens:
-            samples.append((i, seq))
-            if seq.children:
-                samples += [(i, child) for child in seq.children]
-    return samples

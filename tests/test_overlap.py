@@ -250,6 +250,31 @@ def test_abort_in_the_middle_of_a_step(tiny_checkpoint, aborted_at, is_late):
     assert_at_rest(engine)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_id_of_a_request_that_is_aborted_is_free_again_after_the_step(tiny_checkpoint, overlap):
+    engine = make_engine(tiny_checkpoint[0], False)
+    engine.enable_overlap = overlap
+    refused = []
+
+    def abort(output_token_ids, logits):
+        if len(output_token_ids) == 1:
+            engine.abort_request("victim")
+            with pytest.raises(ValueError, match="'victim' belongs to an unfinished request"):
+                engine.add_request("victim", ids(7), greedy(3))
+            refused.append(len(output_token_ids))
+        return logits
+
+    engine.add_request("victim", ids(5), greedy(20))
+    engine.add_request("other", ids(6), greedy(5, logits_processors=[abort]))
+    while not refused:
+        engine.step()
+    engine.add_request("victim", ids(7), greedy(3, logprobs=1))
+    done = run(engine)
+    assert tokens_of(done)["victim"] == tokens_of(run_one(make_engine(tiny_checkpoint[0]), ids(7)))["a"][:3]
+    assert len(done["victim"].outputs[0].logprobs) == 3
+    assert_at_rest(engine)
+
+
 def test_waiting_is_decided_anew_for_each_step(tiny_checkpoint):
     """As long as a request runs whose penalties need its newest token, each step is awaited; before and after, none."""
     engine = make_engine(tiny_checkpoint[0], True)

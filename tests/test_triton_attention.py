@@ -248,7 +248,9 @@ def test_triton_has_no_fp8_cache_on_older_gpus(monkeypatch):
     assert choose("triton", CUDA) is TritonAttention
     with pytest.raises(ValueError, match=r"'triton' with kv_cache_dtype='fp8' .* capability 8.9 .* this one has 8.0"):
         choose("triton", CUDA, kv_cache_dtype="fp8")
-    assert choose("auto", CUDA, kv_cache_dtype="fp8") is TorchAttention
+    with pytest.raises(ValueError, match=r"'auto' .* 8.9 .* not torch: .* slow.*'torch', or kv_cache_dtype='auto'"):
+        choose("auto", CUDA, kv_cache_dtype="fp8")
+    assert choose("torch", CUDA, kv_cache_dtype="fp8") is TorchAttention
 
 
 def test_the_dtype_of_an_fp8_cache():

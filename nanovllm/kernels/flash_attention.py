@@ -106,7 +106,9 @@ class FlashAttention(AttentionBackend):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._library = FlashAttention3(self.scale) if runs_version_3() else FlashAttention2(self.scale)
+        reason = why_not_version_3()
+        self._library = FlashAttention3(self.scale) if reason is None else FlashAttention2(self.scale)
+        logger.info(f"{self._library.name}" + (f", not 3: {reason}" if reason else ""))
         self.instructions = self._library.name
 
     @classmethod
@@ -115,7 +117,7 @@ class FlashAttention(AttentionBackend):
             return f"it needs a CUDA device and float16 or bfloat16, got {device} and {dtype}"
         if head_dim % 8 or head_dim > 256:
             return f"the model's head_dim must be a multiple of 8 up to 256, it is {head_dim}"
-        if runs_version_3():
+        if why_not_version_3() is None:
             return None
         if block_size is not None and block_size % cls.block_size_multiple:
             return f"block_size must be a multiple of {cls.block_size_multiple}, got {block_size}"
@@ -145,12 +147,13 @@ class FlashAttention(AttentionBackend):
         return torch.cat([decodes, self._library.prefill(q[nd:], layer_cache, batch)])
 
 
-def runs_version_3() -> bool:
-    if not is_installed("flash_attn_interface") or gpu_capability() != (9, 0):  # Hopper; what came later has others
-        return False
+def why_not_version_3() -> str | None:
+    if not is_installed("flash_attn_interface"):
+        return "it is not installed"
+    if gpu_capability() != (9, 0):
+        return "it is for Hopper alone"  # on what came later the package has other kernels
     try:
         import flash_attn_interface  # noqa: F401
     except ImportError as error:
-        logger.warning(f"the package flash-attn-3 cannot be imported: {error}")
-        return False
-    return True
+        return f"it cannot be imported: {error}"
+    return None

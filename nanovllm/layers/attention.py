@@ -211,10 +211,14 @@ def select_backend(
         reason = backend_class.why_not(device, dtype, head_dim, block_size)
         if kv_cache_dtype == "fp8":
             reason = reason or backend_class.why_no_fp8_kv_cache()
+            if name == "auto" and device.type == "cuda" and backend_class is TorchAttention:
+                reason = "there it is for comparisons, and slow"
         if name == "auto" and dtype in backend_class.slow_dtypes:
             reason = reason or f"it is slow in {dtype}"
         if reason is None:
             return backend_class, "; ".join([f"attention_backend={candidate}", *reasons])
         reasons.append(f"not {candidate}: {reason}")
-    wanted = f"attention_backend={name!r}" + (" with kv_cache_dtype='fp8'" if kv_cache_dtype == "fp8" else "")
-    raise ValueError(f"{wanted} cannot be used ({'; '.join(reasons)}); take attention_backend='torch'")
+    wanted, advice = f"attention_backend={name!r}", "take attention_backend='torch'"
+    if kv_cache_dtype == "fp8":
+        wanted, advice = f"{wanted} with kv_cache_dtype='fp8'", f"{advice}, or kv_cache_dtype='auto'"
+    raise ValueError(f"{wanted} cannot be used ({'; '.join(reasons)}); {advice}")
