@@ -39,11 +39,14 @@ class SchedulerOutput:
     """For each of them the place in `chunks` of the sequence whose last row it draws from: itself or its parent."""
 
     def __post_init__(self) -> None:
+        samples, sampled_chunks = self.samples, self.sampled_chunks
         for i, (seq, num_new_tokens) in enumerate(self.chunks):
             if seq.num_computed_tokens + num_new_tokens == seq.num_tokens:
-                family = (seq, *seq.children)
-                self.samples.extend(family)
-                self.sampled_chunks.extend([i] * len(family))
+                samples.append(seq)
+                sampled_chunks.append(i)
+                if seq.children:
+                    samples.extend(seq.children)
+                    sampled_chunks.extend([i] * len(seq.children))
 
     @property
     def num_prefill_tokens(self) -> int:
