@@ -51,7 +51,7 @@ def measure(num_seqs: int, context_len: int, block_size: int, num_steps: int) ->
     blocks = BlockManager(num_seqs * -(-max_len // block_size), block_size)
     scheduler = Scheduler(blocks, num_seqs, max_num_batched_tokens=num_seqs * context_len, max_model_len=max_len)
     requests = add_requests(scheduler, num_seqs, context_len)
-    tokens = list(range(100, 100 + num_seqs))
+    tokens = [400 + i % 600 for i in range(num_seqs)]  # words and parts of words, in the bundled tokenizer
     step_tokens = StepTokens(tokens, None, None)
     scheduler.update(scheduler.schedule(), tokens)  # all prompts at once
     times: dict[str, list[float]] = {"schedule": [], "build_batch": [], "update": [], "sum": [], "outputs": []}

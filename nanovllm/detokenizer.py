@@ -13,6 +13,8 @@ from nanovllm.sampling_params import SamplingParams
 
 REPLACEMENT = "\ufffd"  # what decoding half a character gives
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+NUM_OPEN = 3  # tokens, of a byte at least, that the next one may complete to a character: it has four bytes at most
+MAX_PENDING = 16  # more are looked through for text that is settled, although it is no whole character
 
 
 class TokenDecoder:
@@ -81,6 +83,12 @@ class Detokenizer:
             if is_last or not (decoder.is_byte(self._pending[-1]) or window.endswith(REPLACEMENT)):
                 self._text += window[len(known) :]
                 self._context, self._pending = self._pending, []
+            elif len(self._pending) > MAX_PENDING and not any(map(decoder.is_byte, self._pending)):
+                # bytes that are no characters, and never will be: only the last of them are still open
+                settled = decoder.decode(self._context + self._pending[:-NUM_OPEN], skip)
+                if window.startswith(settled):
+                    self._text += settled[len(known) :]
+                    self._context, self._pending = self._pending[:-NUM_OPEN], self._pending[-NUM_OPEN:]
         if self._stop_strings:
             self._find_stop_string()
 

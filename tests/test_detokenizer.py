@@ -188,6 +188,42 @@ def test_long_runs_of_characters_in_bytes(kind, character):
     assert not any(REPLACEMENT in one for one in shown)
 
 
+def test_bytes_that_never_become_characters_are_shown_and_not_decoded_for_ever():
+    """Lone and cut-off bytes of all kinds, as no model should write them: nothing is decoded more than a few times."""
+    lengths = []
+
+    class Counting(TokenDecoder):
+        def decode(self, token_ids, skip_special_tokens):
+            lengths.append(len(token_ids))
+            return super().decode(token_ids, skip_special_tokens)
+
+    decoder = Counting(BUNDLED)
+    lone = st.builds(
+        lambda byte, n: bytes([byte] * n), st.sampled_from([0x80, 0xBF, 0xC3, 0xE2, 0xF0, 0xFF]), st.integers(1, 30)
+    )
+    cut = st.builds(lambda char, n: char.encode()[:n], st.sampled_from("é€😀"), st.integers(1, 4))
+
+    @settings(max_examples=600, deadline=None, derandomize=True, database=None)
+    @given(st.lists(lone | cut, max_size=8), st.integers(1, 5))
+    def check(pieces, num_at_a_time):
+        ids = [BYTES["byte-level"][byte] for byte in b"".join(pieces)]
+        detokenizer = Detokenizer(decoder, SamplingParams())
+        lengths.clear()
+        shown = [""]
+        for i in range(0, len(ids), num_at_a_time):
+            detokenizer.append(ids[i : i + num_at_a_time], False)
+            shown.append(detokenizer.text(False))
+            assert shown[-1].startswith(shown[-2])
+        assert max(lengths, default=0) < 50
+        detokenizer.append([], True)
+        text = decode(BUNDLED, ids)
+        assert detokenizer.text(True) == text
+        assert text.startswith(shown[-1])
+        assert len(text) - len(shown[-1]) <= 16 + num_at_a_time, "they are shown, if late"
+
+    check()
+
+
 def test_a_space_comes_with_the_word_after_it():
     """A tokenizer that drops the first space must not drop that of the newest word."""
     for tokenizer in (SENTENCEPIECE, METASPACE):
