@@ -1,10 +1,10 @@
 """What the Triton kernels take of a GPU: registers, spills and shared memory, found by compiling them without one.
 
-    python -m benchmarks.kernel_resources [--arch 80 90] [--quick] [--json]
+    python -m benchmarks.kernel_resources [--arch 80 86 89 90 100 120] [--quick] [--json]
 
 Triton compiles for any target, and the machine code says what came out. A spill is a value that found no register and
-goes through memory in each pass of a loop; there should be none. Shared memory and registers decide how many programs
-fit a multiprocessor at a time (the last column).
+goes through memory: a few bytes before a loop are nothing, hundreds in one are slow. Shared memory and registers decide
+how many programs fit a multiprocessor at a time (the last column).
 """
 
 import argparse
@@ -25,8 +25,15 @@ from triton.compiler import ASTSource
 from nanovllm.kernels import activation, few_tokens, norm, paged_attention, sample, store_kv
 from nanovllm.kernels.launch import GPU, Launch, decode_launch, prefill_launch
 
-# num_multiprocessors, bytes of shared memory for one program
-GPUS = {80: GPU(108, 163 * 1024), 90: GPU(132, 227 * 1024)}
+# by compute capability: multiprocessors, bytes of shared memory that one program can have
+GPUS = {
+    80: GPU(108, 163 * 1024),  # A100
+    86: GPU(82, 99 * 1024),  # RTX 3090
+    89: GPU(128, 99 * 1024),  # RTX 4090
+    90: GPU(132, 227 * 1024),  # H100
+    100: GPU(148, 227 * 1024),  # B200
+    120: GPU(170, 99 * 1024),  # RTX 5090
+}
 REGISTERS, RESERVED_SHARED = 65536, 1024  # of a multiprocessor; of each program
 
 NUM_KV_HEADS, HEADS_OF_A_GROUP = 8, 4  # Qwen3-8B's

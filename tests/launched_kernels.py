@@ -18,9 +18,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks.kernel_resources import read_cubin
+from benchmarks.kernel_resources import GPUS, read_cubin
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.kernels import decoder_layer, sample, triton_attention  # noqa: F401 (imported before the next line)
+from nanovllm.kernels import decoder_layer, few_tokens, sample, triton_attention  # noqa: F401 (before the next line)
 from nanovllm.sampling_batch import SamplingBatch
 
 os.environ["TRITON_INTERPRET"] = "1"  # read by `LLM`, which would refuse the backend on CPU
@@ -47,6 +47,7 @@ class Driver:
 def compile_launches(arch):
     """From now on; returns the dict that grows by a line for each kernel."""
     driver.set_active(Driver(arch))
+    few_tokens.describe_gpu = triton_attention.describe_gpu = lambda device: GPUS[arch]
     compile_or_launch, lines = JITFunction.run, {}
 
     def compile_only(self, *args, grid, **options):

@@ -28,3 +28,11 @@ def is_installed(package: str) -> bool:
 def gpu_capability() -> tuple[int, int] | None:
     """Of the current GPU, like which the machine's others are taken to be; None if there is none."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+def why_too_old(least: tuple[int, int], generation: str) -> str | None:
+    """What is missing for compute capability `least`; nothing where there is no GPU to ask."""
+    if (found := gpu_capability()) is None or found >= least:
+        return None
+    wanted, has = ".".join(map(str, least)), ".".join(map(str, found))
+    return f"it needs a GPU of compute capability {wanted} or later ({generation}), this one has {has}"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import gpu_capability, is_installed
+from nanovllm.kernels import gpu_capability, is_installed, why_too_old
 from nanovllm.layers.attention import AttentionBackend
 
 logger = logging.getLogger(__name__)
@@ -123,8 +123,8 @@ class FlashAttention(AttentionBackend):
             return f"block_size must be a multiple of {cls.block_size_multiple}, got {block_size}"
         if not is_installed("flash_attn"):
             return "it needs the package flash-attn: pip install flash-attn --no-build-isolation (see docs/gpu.md)"
-        if (found := gpu_capability()) is not None and found < (8, 0):
-            return f"it needs a GPU of compute capability 8.0 or later (Ampere), this one has {found[0]}.{found[1]}"
+        if too_old := why_too_old((8, 0), "Ampere"):
+            return too_old
         try:
             import flash_attn  # noqa: F401
         except ImportError as error:  # built for another torch, for example

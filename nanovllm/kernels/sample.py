@@ -58,7 +58,7 @@ def weigh(logits, limit, largest, scale):
 def load_scale(temperatures_ptr, row):
     """log2(e) / temperature, but no infinity: its product with a difference of 0 has to be 0."""
     temperature = tl.load(temperatures_ptr + row)
-    return tl.minimum(LOG2E / tl.where(temperature > 0, temperature, 1.0), LARGEST)
+    return tl.minimum(1.0 / tl.where(temperature > 0, temperature, 1.0) * LOG2E, LARGEST)
 
 
 # ---- bisection

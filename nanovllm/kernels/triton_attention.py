@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nanovllm.batch import Batch
-from nanovllm.kernels import gpu_capability, is_installed
+from nanovllm.kernels import is_installed, why_too_old
 from nanovllm.kernels.launch import Launch, choose_splits, decode_launch, describe_gpu, prefill_launch
 from nanovllm.layers.attention import AttentionBackend
 
@@ -50,16 +50,12 @@ class TritonAttention(AttentionBackend):
             return f"block_size must be a power of two and at least 16, got {block_size}"
         if not is_installed("triton"):
             return "it needs the package triton, which comes with torch's CUDA build on Linux"
-        return None
+        return why_too_old((8, 0), "Ampere")  # before that the tiles are larger than shared memory
 
     @classmethod
     def why_no_fp8_kv_cache(cls) -> str | None:
-        if (found := gpu_capability()) is not None and found < (8, 9):  # whose instructions Triton converts e4m3 with
-            return (
-                "its fp8 KV cache needs a GPU of compute capability 8.9 or later (Ada, Hopper), "
-                f"this one has {found[0]}.{found[1]}"
-            )
-        return None
+        too_old = why_too_old((8, 9), "Ada, Hopper")  # whose instructions Triton converts e4m3 with
+        return too_old and f"for an fp8 KV cache {too_old}"
 
     def replace_layers(self, model: nn.Module) -> None:
         from nanovllm.kernels.decoder_layer import replace_layers  # imports triton
