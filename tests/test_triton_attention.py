@@ -186,8 +186,8 @@ def test_triton_is_chosen_on_cuda(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_auto_is_triton_on_cuda_without_flash_attn(monkeypatch, dtype):
-    for version in ("flash_attn", "flash_attn_interface"):
-        monkeypatch.setitem(sys.modules, version, None)
+    for module in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, module, None)
     assert choose("auto", CUDA, dtype) is TritonAttention
     assert choose("auto", CUDA, torch.float32) is TorchAttention
     assert choose("auto", CUDA, dtype, head_dim=80) is TorchAttention
