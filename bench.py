@@ -4,6 +4,7 @@
     python bench.py --engine hf                  # the same work through transformers' generate, static padded batches
     path/to/its/python bench.py --engine vllm    # others, from environments of their own: benchmarks/cpu_peers.md
     python bench.py --workload W3 --json out.json
+    python bench.py --model Qwen/Qwen3-1.7B      # another shape; with its weights: --load-format safetensors
     python bench.py --num-requests 64 --input-len 100 500 --output-len 16 64
 
 The default model has the exact shape of Qwen3-0.6B, and dummy weights, so nothing is downloaded: speed does not depend
@@ -22,6 +23,7 @@ from benchmarks.common import (
     ModelShape,
     Workload,
     describe_machine,
+    find_model,
     named_workload,
     peak_memory_bytes,
     random_workload,
@@ -51,7 +53,7 @@ def main() -> None:
     if measures_rates:
         rates.append(measure_rates_apart(dtype, device))
     measurement = {"nanovllm": run_nanovllm, **PEERS}[args.engine](workload, args, device)
-    report = {"workload": workload.name, "model": args.model.name, "dtype": dtype, **measurement.report()}
+    report = {"workload": workload.name, "model": args.model_name, "dtype": dtype, **measurement.report()}
     if (
         measures_rates and device == "cpu"
     ):  # once more: if others use the machine for a while, its best is still likely to be seen
@@ -68,7 +70,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure offline throughput.")
     parser.add_argument("--engine", choices=["nanovllm", *PEERS], default="nanovllm")
-    parser.add_argument("--model", type=Path, default=QWEN3_06B, help="model folder (default: Qwen3-0.6B's shape)")
+    parser.add_argument("--model", default=str(QWEN3_06B), help="folder or hub id (default: Qwen3-0.6B's shape)")
     parser.add_argument("--load-format", default="dummy", help="dummy (default) or safetensors")
     parser.add_argument("--dtype", default="auto", help="auto (the model's), bfloat16, float16, float32")
     parser.add_argument("--device", default="auto")
@@ -100,6 +102,11 @@ def parse_args() -> argparse.Namespace:
     theirs.add_argument("--engine-option", type=parse_option, action="append", default=[], metavar="NAME=JSON",
                         help="of vLLM's LLM(...), or of llama.cpp's context; may be repeated")  # fmt: skip
     args = parser.parse_args()
+    args.model_name = Path(args.model).name
+    try:
+        args.model = find_model(args.model, with_weights=args.load_format != "dummy")
+    except ValueError as error:
+        parser.error(str(error))
     if args.max_model_len is None:
         args.max_model_len = min(4096, read_config(args.model).get("max_position_embeddings", 4096))
     return args

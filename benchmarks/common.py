@@ -72,6 +72,24 @@ class ModelShape:
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim
 
 
+def find_model(name: str, with_weights: bool) -> Path:
+    """The folder `name`; of a hub id, one with what is needed of it. ValueError if there is neither.
+
+    Does without nanovllm, which other engines' environments may lack the packages for.
+    """
+    if Path(name).is_dir():
+        read_config(Path(name))
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    files = ["*.json", "*.safetensors"] if with_weights else ["config.json"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=files))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ValueError(f"--model {name!r} is neither a folder here nor to be had from the hub: {error}") from error
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """A model folder's config.json."""
     file = folder / "config.json"

@@ -402,6 +402,30 @@ def test_bench_serves_the_same_work_through_transformers(run_main, tmp_path):
     assert report["machine"]["transformers"]
 
 
+@pytest.mark.parametrize(("load_format", "has_weights"), [("dummy", False), ("safetensors", True)])
+def test_bench_fetches_what_it_needs_of_a_hub_id(monkeypatch, load_format, has_weights):
+    asked = []
+
+    def snapshot_download(repo_id, *, allow_patterns):
+        asked.append((repo_id, "*.safetensors" in allow_patterns))
+        return str(TINY_QWEN3)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--model", "Qwen/Qwen3-1.7B", "--load-format", load_format])
+    args = bench.parse_args()
+    assert asked == [("Qwen/Qwen3-1.7B", has_weights)]
+    assert (args.model, args.model_name, args.max_model_len) == (TINY_QWEN3, "Qwen3-1.7B", 2048)
+
+
+@pytest.mark.parametrize("model", ["docs", "no/such/folder", "Qwen/Qwen3-1.7B"])
+def test_bench_says_what_is_wrong_with_a_model(monkeypatch, capsys, model):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--model", model])
+    with pytest.raises(SystemExit):
+        bench.parse_args()
+    assert f"{model!r}" in capsys.readouterr().err
+
+
 def test_requests_are_as_long_as_the_model_allows_or_4096(monkeypatch):
     def max_model_len(*options):
         monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, options)])
