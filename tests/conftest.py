@@ -1,8 +1,10 @@
 """Shared fixtures: random small Qwen3 checkpoints, made with `transformers`, which is the oracle too."""
 
 import functools
+import gc
 import os
 import shutil
+import sys
 
 import pytest
 import tokenizers
@@ -24,6 +26,22 @@ KERNEL_TESTS = [
 collect_ignore = []
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore += KERNEL_TESTS
+
+
+@pytest.fixture(autouse=True)
+def _leave_the_gpu_as_it_was():
+    """What a test held there goes when it ends: other processes may test on the same GPU."""
+    yield
+    if torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def pytest_runtest_makereport(item, call):
+    """After a fault on a GPU its process can do nothing more there; pytest-xdist starts another for the other tests."""
+    if call.excinfo is not None and "CUDA error" in str(call.excinfo.value) and "PYTEST_XDIST_WORKER" in os.environ:
+        print(f"{item.nodeid}: {call.excinfo.value}", file=sys.__stderr__, flush=True)
+        os._exit(1)
 
 
 class TinyCheckpoints:

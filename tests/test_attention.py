@@ -12,6 +12,8 @@ import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from nanovllm import LLM
 from nanovllm.batch import build_batch
@@ -23,6 +25,27 @@ from nanovllm.sequence import Sequence
 from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
 
 # ---- TorchAttention
+
+
+class LargestTensor(TorchDispatchMode):
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.num_bytes = max(self.num_bytes, *sizes, 0)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chunk_is_computed_without_all_of_its_scores(dtype):
+    """Of 8,192 tokens they would be gigabytes."""
+    num_heads, n, seq_len = 8, 256, 1024
+    backend = TorchAttention(num_heads, 2, 64, 16)
+    step = Step(backend, [(seq_len - n, n)], dtype=dtype)
+    with LargestTensor() as largest:
+        step.run(backend)
+    assert 0 < largest.num_bytes < num_heads * n * seq_len * dtype.itemsize / 2
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -13,7 +13,6 @@ sequence that goes on one token too far; an fp8 cache of 2 bits' precision.
 """
 
 import copy
-import gc
 import random
 
 import pytest
@@ -63,15 +62,12 @@ FIRST_SHAPE = next(iter(SHAPES))
 
 
 @pytest.fixture(autouse=True)
-def _exact_products_and_no_leftovers():
-    """float32 means float32 on a card too, and what a test held there goes when it ends."""
+def _exact_products():
+    """float32 means float32 on a card too."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
     torch.backends.cuda.matmul.allow_tf32 = before
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")
@@ -318,6 +314,8 @@ def exacts(checkpoints):
 def test_logits_in_half_precision(exacts, name, dtype, device, backend):
     if device == "cpu" and name not in list(SHAPES)[:2]:
         pytest.skip("two shapes show on CPU that the check is right")
+    if backend == "flash_attn" and SHAPES[name]["head_dim"] % 32:
+        pytest.skip("some builds of flash-attn have no heads of other sizes")
     folder, exact = exacts(name, dtype)
     rng = random.Random(0)
     prompts = [[rng.randrange(300) for _ in range(n)] for n in (1, 15, 16, 17, 60, 130, 260)]
@@ -435,6 +433,7 @@ def test_too_little_memory_is_refused_with_the_knob_to_turn(tiny_checkpoint, dev
         LLM(tiny_checkpoint[0], **make_options(device, "torch", num_kv_blocks=None, **options))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", [pytest.param(name, marks=ON_A_CARD) for name in ("torch", "triton")])
 def test_the_cache_is_sized_by_what_the_card_has_left(checkpoints, backend):
     """A share of the memory that is a little more than what is in use: the cache fills the rest, and it all runs."""
@@ -442,7 +441,7 @@ def test_the_cache_is_sized_by_what_the_card_has_left(checkpoints, backend):
         num_hidden_layers=4, num_key_value_heads=4, head_dim=128, max_position_embeddings=32_768
     )
     free, total = torch.cuda.mem_get_info()
-    wanted = 12 << 30  # far more than other tests, which may run at the same time, take meanwhile
+    wanted = 12 << 30
     if free < 1.3 * wanted:
         pytest.skip("the GPU has less than 16 GiB left")
     share = (total - free + wanted) / total
@@ -450,7 +449,7 @@ def test_the_cache_is_sized_by_what_the_card_has_left(checkpoints, backend):
     llm = LLM(folder, **options)
     runner = llm.engine.runner
     num_bytes = llm.engine.num_kv_blocks * runner.bytes_per_block
-    assert 0.3 * wanted < num_bytes < 1.7 * wanted  # other tests have taken or given back some meanwhile
+    assert 0.3 * wanted < num_bytes < 1.05 * wanted  # the rest is for weights, a step and graphs
     outputs = llm.generate(
         [[1, 2, 3]] * 200, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False
     )

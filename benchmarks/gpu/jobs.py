@@ -57,7 +57,11 @@ def gpu_jobs() -> list[Job]:
         sampling_job(["--num-rows", "256", "--device", "cuda"]),
         *offline_jobs(),
         *[latency_job(backend, []) for backend in ("triton", "flash_attn")],
-        Job("profile", ["-m", "benchmarks.gpu.profile", "--output", "{out}", "--trace", "{stem}"], 100),
+        Job(
+            "profile",
+            ["-m", "benchmarks.gpu.profile", "--attention-backend", "triton", "--output", "{out}", "--trace", "{stem}"],
+            100,
+        ),
         picture_job(),
     ]
 
@@ -71,7 +75,8 @@ def test_jobs() -> list[Job]:
     files = [str(file) for file in sorted((ROOT / "tests").glob("test_*.py")) if "IS_INTERPRETED" in file.read_text()]
     kernels = [*files, "-m", "not gpu"]
     return [
-        Job("tests/engine", [*record, "-m", "gpu", *workers], 240),
+        Job("tests/engine", [*record, "-m", "gpu and not alone", *workers], 240),
+        Job("tests/memory", [*record, "-m", "gpu and alone"], 60),
         Job("tests/kernels", [*record, *kernels, *workers], 180),
     ]
 

@@ -51,8 +51,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("pytest_args", nargs="*")
     args = parser.parse_args()
-    options = ["-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=90", *args.pytest_args]
-    sys.exit(pytest.main(options, plugins=[Recorder(args.output)]))
+    options = ["-q", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=90", "--continue-on-collection-errors"]
+    sys.exit(pytest.main([*options, *args.pytest_args], plugins=[Recorder(args.output)]))
 
 
 if __name__ == "__main__":

@@ -125,16 +125,16 @@ class TorchAttention(AttentionBackend):
         num_blocks = -(-seq_len // self.block_size)
         kv = self._gather(layer_cache, block_table[:num_blocks])  # [2, num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv.flatten(1, 2)[:, :seq_len].transpose(1, 2)  # [num_kv_heads, seq_len, head_dim] each
-        # 2. stack the query heads that share a K and V head
+        # 2. the query heads of a group share a K and V head, which each of them sees through a view
         q = q.view(n, self.num_kv_heads, group, self.head_dim).permute(1, 2, 0, 3)  # [num_kv_heads, group, n, head_dim]
-        q = q.reshape(self.num_kv_heads, group * n, self.head_dim)
+        k, v = k[:, None].expand(-1, group, -1, -1), v[:, None].expand(-1, group, -1, -1)
         # 3. a token sees what is not behind it; its position is seq_len - n + its row
         positions = torch.arange(seq_len, device=q.device)
         mask = positions <= positions[seq_len - n :, None]  # [n, seq_len]
-        # 4. softmax(q k^T / sqrt(head_dim) + mask) v
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.repeat(group, 1), scale=self.scale)
+        # 4. softmax(q k^T / sqrt(head_dim) + mask) v; of less than four dimensions PyTorch would keep all of q k^T
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
         # 5. back to one row a token
-        return o.view(self.num_kv_heads, group, n, self.head_dim).permute(2, 0, 1, 3).reshape(n, -1, self.head_dim)
+        return o.permute(2, 0, 1, 3).reshape(n, -1, self.head_dim)
 
     def _attend_decodes(
         self,
