@@ -34,8 +34,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 ARCHS = (80, 90, 100, 120)  # A100, H100, B200, and an RTX 5090, which has least shared memory
-# by a thread: none, or up to 72, depending on the version of Triton and on the GPU; what counts is hundreds
-FEW_SPILLED_BYTES = 128
+SPILLS_NOTHING = Version(version("triton")).release[:2] in ((3, 6), (3, 9))  # on the first two; others up to 96 bytes
 # name: environment, arguments. In processes of their own: triton reads TRITON_INTERPRET once, when it is imported.
 JOBS = {
     **{f"compile {a}": ("0", ["benchmarks.kernel_resources", "--quick", "--json", "--arch", str(a)]) for a in ARCHS},
@@ -74,6 +73,11 @@ def test_kernels_in_the_interpreter(jobs, file):
 # ---- what the kernels compile to
 
 
+def may_spill(arch):
+    """Bytes of a thread. A few before a loop are nothing; hundreds would be slow."""
+    return 0 if arch in (80, 90) and SPILLS_NOTHING else 96
+
+
 @pytest.fixture(scope="module", params=ARCHS)
 def resources(request, jobs):
     """One dict for each specialisation, but for float16, which differs from bfloat16 in a type only."""
@@ -84,7 +88,8 @@ def resources(request, jobs):
 
 def test_kernels_hardly_spill(resources):
     assert len(resources) >= 20
-    assert [used["case"] for used in resources if used["spill_bytes"] > FEW_SPILLED_BYTES] == []
+    for used in resources:
+        assert used["spill_bytes"] <= may_spill(int(used["case"].split()[1].removeprefix("sm_"))), used
 
 
 def test_programs_fit_a_multiprocessor(resources):
@@ -114,7 +119,7 @@ def test_what_is_launched_compiles(jobs, arch):
     launched = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     of_fused_layers = KERNELS - {"store_kv_kernel"}  # which is for layers of PyTorch
     assert {used["kernel"] for used in launched} == of_fused_layers
-    assert [used for used in launched if used["spill_bytes"] > FEW_SPILLED_BYTES] == []
+    assert [used for used in launched if used["spill_bytes"] > may_spill(arch)] == []
     assert max(used["shared_bytes"] for used in launched) <= GPUS[arch].shared_memory
 
 

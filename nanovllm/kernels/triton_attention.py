@@ -29,7 +29,6 @@ class TritonAttention(AttentionBackend):
 
     default_block_size = 16
     instructions = "Triton"
-    slow_dtypes = (torch.float32,)  # exact products do without the tensor cores
 
     def __init__(self, *args: Any, k_scale: float = 1.0, v_scale: float = 1.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -56,6 +55,11 @@ class TritonAttention(AttentionBackend):
     def why_no_fp8_kv_cache(cls) -> str | None:
         too_old = why_too_old((8, 9), "Ada, Hopper")  # whose instructions Triton converts e4m3 with
         return too_old and f"for an fp8 KV cache {too_old}"
+
+    @classmethod
+    def why_slow(cls, device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str | None:
+        # exact products do without the tensor cores
+        return f"it is slow in {dtype}" if dtype == torch.float32 else None
 
     def replace_layers(self, model: nn.Module) -> None:
         from nanovllm.kernels.decoder_layer import replace_layers  # imports triton

@@ -28,7 +28,6 @@ class AttentionBackend(ABC):
     default_block_size: int
     instructions = "PyTorch"  # what computes, in a word for the log
     supports_graphs = True  # for decodes, the host decides nothing by what only the device knows
-    slow_dtypes: tuple[torch.dtype, ...] = ()  # `auto` does not choose it for these
 
     def __init__(
         self,
@@ -56,6 +55,11 @@ class AttentionBackend(ABC):
     def why_no_fp8_kv_cache(cls) -> str | None:
         """As `why_not`, of `kv_cache_dtype="fp8"`."""
         return "it has no fp8 KV cache"
+
+    @classmethod
+    def why_slow(cls, device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str | None:
+        """Why `auto` passes this backend by although it could serve; None if it does not."""
+        return None
 
     def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
         """Begins with [2, num_layers, num_blocks] in every backend, so that others can copy whole blocks."""
@@ -94,6 +98,11 @@ class TorchAttention(AttentionBackend):
     @classmethod
     def why_no_fp8_kv_cache(cls) -> str | None:
         return None
+
+    @classmethod
+    def why_slow(cls, device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str | None:
+        is_slow = device.type == "cuda" and kv_cache_dtype == "fp8"
+        return "there it is for comparisons, and slow" if is_slow else None
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         if self.kv_cache_dtype is not None:
@@ -211,10 +220,8 @@ def select_backend(
         reason = backend_class.why_not(device, dtype, head_dim, block_size)
         if kv_cache_dtype == "fp8":
             reason = reason or backend_class.why_no_fp8_kv_cache()
-            if name == "auto" and device.type == "cuda" and backend_class is TorchAttention:
-                reason = "there it is for comparisons, and slow"
-        if name == "auto" and dtype in backend_class.slow_dtypes:
-            reason = reason or f"it is slow in {dtype}"
+        if name == "auto":
+            reason = reason or backend_class.why_slow(device, dtype, kv_cache_dtype)
         if reason is None:
             return backend_class, "; ".join([f"attention_backend={candidate}", *reasons])
         reasons.append(f"not {candidate}: {reason}")
