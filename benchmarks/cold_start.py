@@ -73,7 +73,8 @@ def start(model: str, load_format: str, started_at: float) -> dict[str, float]:
     import torch  # noqa: F401
 
     read("import torch")
-    from nanovllm import LLM, SamplingParams, engine
+    from nanovllm import LLM, SamplingParams
+    from nanovllm.engine import engine
 
     read("import nanovllm")
     inner: dict[str, float] = {}

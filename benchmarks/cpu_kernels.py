@@ -14,6 +14,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,10 +23,10 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import describe_machine
-from nanovllm.batch import Batch
-from nanovllm.kernels.cpu import CpuAttention, CpuLinear, HugePages
-from nanovllm.layers.attention import TorchAttention
-from nanovllm.startup import StepSizes, widest_batch
+from nanovllm.execution.cache_size import StepSizes, widest_batch
+from nanovllm.kernels.cpu.layers import CpuAttention, CpuLinear, HugePages
+from nanovllm.layers.attention import AttentionMetadata, attend_decodes
+from nanovllm.layers.backends import TorchAttention
 
 LAYER_SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]  # outputs, inputs
 HEAD_SHAPE = (151_936, 1024)
@@ -106,9 +107,9 @@ def attention_contenders(batch: int, context_len: int, dtype: torch.dtype) -> di
     q = torch.randn(batch, NUM_HEADS, HEAD_DIM).to(dtype)
     in_torch = TorchAttention(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, dtype)
     in_c = CpuAttention(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, dtype)
-    compiled = torch.compile(in_torch._attend_decodes, dynamic=False)
+    compiled = torch.compile(attend_decodes, dynamic=False)
 
-    def attend_compiled(q: torch.Tensor, layer_cache: torch.Tensor, step: Batch) -> torch.Tensor:
+    def attend_compiled(q: torch.Tensor, layer_cache: torch.Tensor, step: AttentionMetadata) -> torch.Tensor:
         return compiled(q, layer_cache, step.block_tables, step.seq_lens, context_len)
 
     torch_cache = torch.randn(in_torch.kv_cache_shape(NUM_CACHED_LAYERS, len(ids) + 1)).to(dtype)
@@ -124,17 +125,16 @@ def attention_contenders(batch: int, context_len: int, dtype: torch.dtype) -> di
     return contenders
 
 
-def attend_all(attend: Callable[..., Any], q: torch.Tensor, cache: torch.Tensor, step: Batch) -> Contender:
+def attend_all(attend: Callable[..., Any], q: torch.Tensor, cache: torch.Tensor, step: AttentionMetadata) -> Contender:
     return lambda: [attend(q, cache[:, layer], step) for layer in range(cache.shape[1])]
 
 
-def decode_batch(block_tables: torch.Tensor, context_len: int) -> Batch:
+def decode_batch(block_tables: torch.Tensor, context_len: int) -> AttentionMetadata:
     """One new token for each row of block_tables: [batch, num_blocks]"""
     num_seqs = len(block_tables)
     batch = widest_batch(StepSizes(num_seqs, num_seqs, context_len), BLOCK_SIZE)
     seq_lens = torch.full((num_seqs,), context_len, dtype=torch.int32)
-    fields = {**vars(batch), "block_tables": block_tables, "seq_lens": seq_lens, "num_decodes": num_seqs}
-    return Batch(**fields)
+    return replace(batch.metadata, block_tables=block_tables, seq_lens=seq_lens, num_decodes=num_seqs)
 
 
 def numba_attend(dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
@@ -182,7 +182,7 @@ def numba_attend(dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
             for d in range(head_dim):
                 out[seq, head, d] = sums[d] / total
 
-    def attend(q: torch.Tensor, layer_cache: torch.Tensor, step: Batch) -> torch.Tensor:
+    def attend(q: torch.Tensor, layer_cache: torch.Tensor, step: AttentionMetadata) -> torch.Tensor:
         k, v = layer_cache.view(torch.uint16).numpy()
         out = torch.empty(q.shape)
         tables, lens = step.block_tables.numpy(), step.seq_lens.numpy()

@@ -22,8 +22,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanovllm.kernels import activation, few_tokens, norm, paged_attention, sample, store_kv
-from nanovllm.kernels.launch import GPU, Launch, decode_launch, prefill_launch
+from nanovllm.kernels.cuda import activation, few_tokens, norm, paged_attention, sample, store_kv
+from nanovllm.kernels.cuda.launch import GPU, Launch, decode_launch, prefill_launch
 
 # by compute capability: multiprocessors, bytes of shared memory that one program can have
 GPUS = {

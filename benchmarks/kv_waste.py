@@ -11,9 +11,9 @@ import argparse
 
 from benchmarks.common import Workload, named_workload
 from nanovllm import SamplingParams
-from nanovllm.block_manager import BlockManager
-from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
+from nanovllm.scheduling.block_manager import BlockManager
+from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.scheduling.sequence import Sequence
 
 
 def main() -> None:

@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.common import describe_machine
 from nanovllm import TINY_QWEN3, Config, LLMEngine, SamplingParams
-from nanovllm.batch import build_batch
-from nanovllm.scheduler_output import BlockMoves
+from nanovllm.execution.batch import build_batch
+from nanovllm.scheduling.step import BlockMoves
 
 
 def main() -> None:

@@ -22,10 +22,10 @@ import torch
 from benchmarks.common import describe_machine
 from nanovllm import SamplingParams
 from nanovllm.config import resolve_device
-from nanovllm.input_buffer import map_tensors
-from nanovllm.sampler import sample
-from nanovllm.sampling_batch import SamplingBatch, build_sampling_batch
-from nanovllm.sequence import Sequence
+from nanovllm.execution.input_buffer import map_tensors
+from nanovllm.execution.sampler import sample
+from nanovllm.execution.sampling_batch import SamplingBatch, build_sampling_batch
+from nanovllm.scheduling.sequence import Sequence
 
 CASES = {
     "greedy": SamplingParams(temperature=0),
@@ -100,16 +100,17 @@ def measure_kernels(
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """The same with the Triton kernels, without building the tensors, and how far it is from one read of the logits."""
     from benchmarks.kernels import copy_bandwidth, seconds
-    from nanovllm.kernels.sample import draw_tokens
-    from nanovllm.sampler import draw_tokens as draw_in_torch
+    from nanovllm.execution.sampler import draw_tokens as draw_in_torch
+    from nanovllm.kernels.cuda.sample import draw_tokens
 
     read_s = logits.numel() * logits.element_size() / copy_bandwidth()
     for name, params in rows.items():
         batch = make_batch(logits, params)
         if batch.penalties is not None or batch.num_logprobs is not None:
             continue  # these stay in PyTorch
-        is_equal = draw_tokens(logits, batch) == draw_in_torch(logits, batch)
-        time_s = seconds(partial(draw_tokens, logits, batch))
+        arguments = (logits, *batch.draw_arguments)
+        is_equal = draw_tokens(*arguments) == draw_in_torch(*arguments)
+        time_s = seconds(partial(draw_tokens, *arguments))
         yield (
             name,
             {

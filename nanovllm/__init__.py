@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from nanovllm.beam_search import BeamSearchParams
 from nanovllm.config import Config
-from nanovllm.engine import LLMEngine
+from nanovllm.engine.engine import LLMEngine
 from nanovllm.llm import LLM
 from nanovllm.outputs import (
     BeamSearchOutput,
@@ -16,7 +15,7 @@ from nanovllm.outputs import (
     RequestOutput,
     StepOutput,
 )
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
 TINY_QWEN3 = Path(__file__).parent / "assets" / "tiny-qwen3"
 """The bundled model: a Qwen3 of 3.5 million parameters that explains how this engine works."""

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from nanovllm.checks import check_bool, check_choice, check_int, check_number
-from nanovllm.policies import POLICIES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION_BACKENDS = ("auto", "torch", "flash_attn", "triton", "cpu")
 KV_CACHE_DTYPES = ("auto", "fp8")
+SCHEDULING_POLICIES = ("fcfs", "priority", "sjf")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -94,7 +94,7 @@ class Config:
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if not callable(self.scheduling_policy):
-            check_choice("scheduling_policy", self.scheduling_policy, tuple(POLICIES))
+            check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         check_choice("preemption_mode", self.preemption_mode, ("recompute", "swap"))
         check_int("swap_space_bytes", self.swap_space_bytes, 0)

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from nanovllm.beam_search import BeamSearchParams
 from nanovllm.checks import check_bool
 from nanovllm.config import Config
-from nanovllm.engine import LLMEngine
+from nanovllm.engine.engine import LLMEngine
+from nanovllm.engine.request import Prompt
 from nanovllm.outputs import BeamSearchOutput, EngineStats, RequestOutput
-from nanovllm.request import Prompt
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
 Message = Mapping[str, Any]
 

@@ -153,3 +153,23 @@ def check_list(name: str, value: Any, of_what: str) -> SequenceOf[Any]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, SequenceOf):
         raise TypeError(f"{name} must be a list of {of_what} or None, got {value!r}")
     return value
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Raises TypeError or ValueError for a bad value; it names the field, the value and what is allowed."""
+
+    beam_width: int
+    """Completions that are followed at the same time, and returned."""
+    max_tokens: int
+    """Tokens to generate at most."""
+    ignore_eos: bool = False
+    """Whether to go on after the model's end-of-sequence tokens."""
+    length_penalty: float = 1.0
+    """Finished completions are compared by log-probability / length ** length_penalty."""
+
+    def __post_init__(self) -> None:
+        check_int("beam_width", self.beam_width, 1)
+        check_int("max_tokens", self.max_tokens, 1)
+        check_bool("ignore_eos", self.ignore_eos)
+        check_number("length_penalty", self.length_penalty, -100, 100)

@@ -9,11 +9,11 @@ import random
 
 import torch
 
-from nanovllm.batch import build_batch
+from nanovllm.execution.batch import build_batch
 from nanovllm.layers.attention import Attention
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler_output import BlockMoves, SchedulerOutput
-from nanovllm.sequence import Sequence
+from nanovllm.scheduling.sequence import Sequence
+from nanovllm.scheduling.step import BlockMoves, SchedulerOutput
 
 # ---- the reference
 
@@ -82,7 +82,7 @@ class Step:
         self.expected = torch.cat(expected)
 
     def run(self, backend):
-        return Attention(backend)(self.q, self.k, self.v, self.layer_cache, self.batch)
+        return Attention(backend)(self.q, self.k, self.v, self.layer_cache, self.batch.metadata)
 
 
 def check_close(out, step):
@@ -118,4 +118,4 @@ def shared_step(backend):
     q, k, v = (torch.cat([t, t[size : size + 2]]) for t in (step.q, step.k, step.v))
     expected = torch.cat([step.expected, step.expected[size : size + 2]])
     cache = torch.full(backend.kv_cache_shape(1, 4), math.nan)[:, 0]
-    return Attention(backend)(q, k, v, cache, batch), expected
+    return Attention(backend)(q, k, v, cache, batch.metadata), expected

@@ -17,11 +17,11 @@ transformers.utils.logging.disable_progress_bar()
 
 # These need a GPU or Triton's interpreter; test_triton_attention.py runs them in the latter.
 KERNEL_TESTS = [
-    "test_triton_kernels.py",
-    "test_layer_kernels.py",
-    "test_few_tokens_kernels.py",
-    "test_sample_kernels.py",
-    "test_graph_kernels.py",
+    "kernels/test_triton_kernels.py",
+    "kernels/test_layer_kernels.py",
+    "kernels/test_few_tokens_kernels.py",
+    "kernels/test_sample_kernels.py",
+    "kernels/test_graph_kernels.py",
 ]
 collect_ignore = []
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":

@@ -20,8 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.kernel_resources import GPUS, read_cubin
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.kernels import decoder_layer, few_tokens, sample, triton_attention  # noqa: F401 (before the next line)
-from nanovllm.sampling_batch import SamplingBatch
+from nanovllm.kernels.cuda import decoder_layer, few_tokens, sample, triton_attention  # noqa: F401 (before the next line)
 
 os.environ["TRITON_INTERPRET"] = "1"  # read by `LLM`, which would refuse the backend on CPU
 
@@ -76,7 +75,7 @@ def launch_all(kv_cache_dtypes):
     for dtype in (torch.bfloat16, torch.float32):
         logits = torch.zeros(2, VOCAB_SIZE, dtype=dtype)
         for limits in ({"uniforms": None}, {}, {"top_k": torch.ones(2, dtype=torch.int64)}, {"top_p": torch.ones(2)}):
-            sample.draw_tokens(logits, SamplingBatch(temperatures, **{"uniforms": uniforms, **limits}))
+            sample.draw_tokens(logits, temperatures, **{"uniforms": uniforms, **limits})
 
 
 if __name__ == "__main__":

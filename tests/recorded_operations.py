@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from nanovllm.layers.attention import TorchAttention
+from nanovllm.layers.backends import TorchAttention
 
 
 class OperationLog(TorchDispatchMode):
@@ -112,12 +112,12 @@ class GatherAttention(TorchAttention):
 
     supports_graphs = True
 
-    def attend(self, q, layer_cache, batch):
-        if batch.max_seqlen_q:
-            return super().attend(q, layer_cache, batch)
+    def attend(self, q, layer_cache, metadata):
+        if metadata.max_seqlen_q:
+            return super().attend(q, layer_cache, metadata)
         n = len(q)
-        k, v = layer_cache[:, batch.block_tables].flatten(2, 3)  # [n, max_len, num_kv_heads, head_dim] each
-        is_token = torch.arange(k.shape[1]) < batch.seq_lens[:, None]  # [n, max_len]
+        k, v = layer_cache[:, metadata.block_tables].flatten(2, 3)  # [n, max_len, num_kv_heads, head_dim] each
+        is_token = torch.arange(k.shape[1]) < metadata.seq_lens[:, None]  # [n, max_len]
         group = self.num_heads // self.num_kv_heads
         q = q.view(n, self.num_kv_heads, group, self.head_dim)
         scores = torch.einsum("nhgd,nlhd->nhgl", q, k) * self.scale

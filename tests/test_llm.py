@@ -24,7 +24,7 @@ import transformers
 
 import nanovllm
 from nanovllm import LLM, CompletionOutput, Config, EngineStats, LLMEngine, RequestOutput, SamplingParams
-from nanovllm.cuda_graph import CudaGraphs
+from nanovllm.execution.cuda_graph import CudaGraphs, ReplayedDecodes
 from tests.conftest import hf_greedy
 
 VOCAB_SIZE = 300  # the model's
@@ -809,11 +809,11 @@ class Interrupted:
         self.model, self.countdown, self.exception, self.when = model, nth, exception, when
         self.compute_logits = model.compute_logits
 
-    def __call__(self, batch, kv_cache):
+    def __call__(self, *inputs):
         self.countdown -= 1
         if self.countdown == 0 and self.when == "before":
             raise self.exception
-        hidden = self.model(batch, kv_cache)
+        hidden = self.model(*inputs)
         if self.countdown == 0:
             raise self.exception
         return hidden
@@ -1008,8 +1008,9 @@ def test_memory_is_freed_at_once_without_the_garbage_collector(checkpoint, with_
     generate(llm, [GOOD])
     if with_graphs:
         runner = llm.engine.runner
-        runner.graphs = CudaGraphs(runner.model, runner.kv_cache.tensor, runner.draw, [1, 2], 4, recorder=object())
-        del runner
+        graphs = CudaGraphs(runner.model, runner.kv_cache.tensor, runner.draw, [1, 2], 4, recorder=object())
+        runner.compute = ReplayedDecodes(graphs)
+        del runner, graphs
     refs = references(llm)
     gc.collect()
     gc.disable()

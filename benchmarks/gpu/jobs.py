@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.kernels.flash_attention import FlashAttention
+from nanovllm.kernels.cuda.flash_attention import FlashAttention
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY_MODEL = str(ROOT / "nanovllm" / "assets" / "tiny-qwen3")
@@ -72,7 +72,7 @@ def test_jobs() -> list[Job]:
     # they wait for compilers more than for the card
     workers = ["-n", str(max(2, min(12, (os.cpu_count() or 1) * 3 // 4)))] if importlib.util.find_spec("xdist") else []
     # these files run kernels in Triton's interpreter where there is no GPU, and so have tests that need none
-    files = [str(file) for file in sorted((ROOT / "tests").glob("test_*.py")) if "IS_INTERPRETED" in file.read_text()]
+    files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "IS_INTERPRETED" in file.read_text()]
     kernels = [*files, "-m", "not gpu"]
     return [
         Job("tests/engine", [*record, "-m", "gpu and not alone", *workers], 240),

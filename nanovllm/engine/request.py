@@ -1,0 +1,221 @@
+"""A request from arrival to end, and the forms in which its prompt may come.
+
+Decides what a legal prompt is, and turns what the sequences have become into outputs. Made by `LLMEngine.add_request`,
+kept by the engine until the request has finished.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from numbers import Integral
+from typing import Any
+
+import torch
+
+from nanovllm.engine.detokenizer import Detokenizer, TokenDecoder
+from nanovllm.execution.logprobs import LogprobRows
+from nanovllm.execution.model_runner import StepTokens
+from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.scheduling.sequence import Sequence
+
+Prompt = str | SequenceOf[int] | Mapping[str, Any]
+PositionLogprobs = dict[int, Logprob]
+
+
+class Completion:
+    """One sample of a request: its sequence, its text, and the log-probabilities if they are wanted."""
+
+    def __init__(self, seq: Sequence, tokenizer: Any, decoder: TokenDecoder | None) -> None:
+        self.seq = seq
+        self.tokenizer = tokenizer
+        self.detokenizer = Detokenizer(decoder, seq.sampling_params)
+        self.num_seen_tokens = 0  # output tokens that the detokenizer has got
+        self.logprobs: list[PositionLogprobs] | None = None if seq.sampling_params.logprobs is None else []
+        self.cumulative_logprob = 0.0
+
+    def read_text(self) -> None:
+        """Make text of the new tokens; the text of the token that ended the sequence is left out, as in vLLM."""
+        seq = self.seq
+        is_finished = seq.finish_reason is not None
+        stop = seq.num_tokens
+        if seq.finish_reason == "stop" and not seq.sampling_params.include_stop_str_in_output:
+            stop -= 1
+        start = seq.num_prompt_tokens + self.num_seen_tokens
+        self.detokenizer.append(seq.token_ids.view(start, stop).tolist(), is_finished)
+        self.num_seen_tokens = seq.num_output_tokens
+
+    def add_logprobs(self, rows: LogprobRows, row: int) -> None:
+        k = self.seq.sampling_params.logprobs
+        if self.logprobs is not None and k is not None:
+            token_id = int(self.seq.token_ids.data[self.seq.num_tokens - 1])
+            self.logprobs.append(position_logprobs(rows, row, token_id, k, self.tokenizer))
+            self.cumulative_logprob += self.logprobs[-1][token_id].logprob
+
+    def make_output(self) -> CompletionOutput:
+        seq = self.seq
+        return CompletionOutput(
+            index=seq.sample_index,
+            text=self.detokenizer.text(seq.finish_reason is not None),
+            token_ids=seq.output_token_ids,
+            finish_reason=seq.finish_reason,
+            stop_reason=seq.stop_reason,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+        )
+
+
+class Request:
+    """`seqs` are its samples; with `stream` every step that advances it gives an output, else only its last."""
+
+    def __init__(
+        self,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        seqs: list[Sequence],
+        stream: bool,
+        tokenizer: Any,
+        decoder: TokenDecoder | None,
+        arrival_time: float,
+    ) -> None:
+        self.request_id = seqs[0].request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.sampling_params: SamplingParams = seqs[0].sampling_params
+        self.seqs = seqs
+        self.stream = stream
+        self.tokenizer = tokenizer
+        self.completions = [Completion(seq, tokenizer, decoder) for seq in seqs]
+        # token by token for those who watch and those who may stop; all at once at the end for the others
+        self.reads_each_step = stream or bool(self.sampling_params.stop_strings)
+        wants_prompt_logprobs = self.sampling_params.prompt_logprobs is not None
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = [None] if wants_prompt_logprobs else None
+        self.arrival_time = arrival_time
+        self.scheduled_time: float | None = None
+        self.token_times: list[float] = []  # when a step brought it tokens
+        self.finished_time: float | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return all(seq.finish_reason is not None for seq in self.seqs)
+
+    def read_token(self, seq: Sequence, tokens: StepTokens, row: int) -> None:
+        """Take what the step has brought for one of the sequences: row `row` of `tokens`."""
+        completion = self.completions[seq.sample_index]
+        if tokens.logprobs is not None:
+            completion.add_logprobs(tokens.logprobs, row)
+        if self.reads_each_step or seq.finish_reason is not None:
+            completion.read_text()
+
+    def end_step(self, scheduler: Scheduler, now: float) -> None:
+        """All sequences' tokens have been read: end those whose text has come to a stop string."""
+        self.token_times.append(now)
+        for completion in self.completions:
+            stop_string, seq = completion.detokenizer.stop_string, completion.seq
+            if stop_string is None or seq.finish_reason == "stop":
+                continue
+            if seq.finish_reason is None:
+                scheduler.finish(seq, "stop", stop_string)
+            seq.finish_reason, seq.stop_reason = "stop", stop_string
+
+    def abort(self, scheduler: Scheduler, now: float) -> None:
+        for completion in self.completions:
+            if completion.seq.finish_reason is None:
+                scheduler.finish(completion.seq, "abort")
+                completion.read_text()
+        self.finished_time = now
+
+    def add_prompt_logprobs(self, rows: LogprobRows, first_row: int, positions: range) -> None:
+        """Log-probabilities of the prompt at `positions`; what is computed a second time is known already."""
+        k = self.sampling_params.prompt_logprobs
+        assert self.prompt_logprobs is not None
+        assert k is not None
+        for row, position in enumerate(positions, first_row):
+            if position >= len(self.prompt_logprobs):
+                token_id = self.prompt_token_ids[position]
+                self.prompt_logprobs.append(position_logprobs(rows, row, token_id, k, self.tokenizer))
+
+    def make_output(self) -> RequestOutput:
+        """All that is known so far, as a snapshot."""
+        completions = [completion.make_output() for completion in self.completions]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
+            outputs=completions,
+            finished=self.is_finished,
+            num_cached_tokens=self.seqs[0].num_cached_tokens or 0,
+            metrics=RequestMetrics(
+                arrival_time=self.arrival_time,
+                scheduled_time=self.scheduled_time,
+                first_token_time=self.token_times[0] if self.token_times else None,
+                finished_time=self.finished_time,
+                token_times=self.token_times.copy(),
+                num_output_tokens=max(len(completion.token_ids) for completion in completions),
+                num_preemptions=sum(seq.num_preemptions for seq in self.seqs),
+            ),
+        )
+
+
+def position_logprobs(rows: LogprobRows, row: int, token_id: int, k: int, tokenizer: Any) -> PositionLogprobs:
+    """The chosen token first, then the k likeliest (all of them for -1), as vLLM orders them."""
+    top_ids, top = rows.top_ids[row], rows.top[row]
+    num_top = len(top_ids) if k < 0 else min(k, len(top_ids))
+    entries = {token_id: (rows.chosen[row], rows.ranks[row])}
+    for rank in range(num_top):
+        entries.setdefault(top_ids[rank], (top[rank], rank + 1))
+    return {i: Logprob(value, rank, decode_token(tokenizer, i)) for i, (value, rank) in entries.items()}
+
+
+def decode_token(tokenizer: Any, token_id: int) -> str | None:
+    return None if tokenizer is None else tokenizer.decode([token_id])
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[str | None, list[int]]:
+    """Text (None if there was none) and token ids of a prompt; TypeError or ValueError if it is not one."""
+    text: Any = None
+    token_ids: Any = prompt
+    if isinstance(prompt, Mapping):
+        if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
+            raise ValueError(f"a prompt dict has the keys prompt or prompt_token_ids, got {sorted(map(str, unknown))}")
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if "prompt_token_ids" in prompt and isinstance(token_ids, str):
+            raise TypeError(f"prompt_token_ids must be a list of token ids, got {token_ids!r}")
+    if isinstance(token_ids, str):
+        if tokenizer is None:
+            raise ValueError("this model has no tokenizer, so a prompt must be token ids, got text")
+        text, token_ids = token_ids, tokenizer.encode(token_ids)
+    return text, check_token_ids(token_ids, vocab_size)
+
+
+def check_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
+    """A list of ints in [0, vocab_size), from any sequence of integers; an error names the first bad one."""
+    if isinstance(token_ids, torch.Tensor):
+        token_ids = token_ids.tolist()
+    if isinstance(token_ids, bytes | Mapping) or not hasattr(token_ids, "__iter__"):
+        raise TypeError(
+            "a prompt must be a str, a list of token ids, or a dict with prompt or prompt_token_ids, "
+            f"got {type(token_ids).__name__}"
+        )
+    checked = []
+    for i, token_id in enumerate(token_ids):
+        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+            raise TypeError(f"prompt token ids must be integers, got {token_id!r} at index {i}")
+        checked.append(int(token_id))
+        if not 0 <= checked[i] < vocab_size:
+            raise ValueError(
+                f"token id {checked[i]} at index {i} is outside the vocabulary: allowed are 0 to {vocab_size - 1}"
+            )
+    return checked
+
+
+def encode_bad_words(bad_words: SequenceOf[str], tokenizer: Any) -> list[list[int]]:
+    """Each word as tokens, as it begins a text and as it follows a space; where these differ, both."""
+    encoded: list[list[int]] = []
+    for word in bad_words:
+        for text in (word.lstrip(" "), " " + word.lstrip(" ")):
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            if token_ids and token_ids not in encoded:
+                encoded.append(token_ids)
+    return encoded

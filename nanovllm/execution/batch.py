@@ -1,0 +1,102 @@
+"""SchedulerOutput → Batch: the tensors that the model computes with.
+
+Pure: the same sequences give the same arrays. Vectorised with numpy: no Python loop over tokens.
+Called by `LLMEngine.step()` between `Scheduler.schedule()` and `ModelRunner.run()`.
+
+Two sequences with block_size 4: A decodes position 5 (block table [7, 2]), B prefills positions 4 … 6
+(block table [3, 5]):
+
+    input_ids      [ a5 | b4 b5 b6 ]      all new tokens end to end, no padding; decodes first
+    positions      [  5 |  4  5  6 ]
+    slot_mapping   [  9 | 20 21 22 ]      2*4 + 5%4,  5*4 + 4%4 …: where their K and V are written
+    block_tables   [[7, 2], [3, 5]]       where the K and V of all tokens are read
+    seq_lens       [  6,  7 ]             how many are read, the new ones included
+    cu_seqlens_q   [  0,  1,  4 ]         rows cu[i] … cu[i+1] belong to sequence i
+    logits_indices [  0,  3 ]             the last row of each sequence that has caught up: it gets a new token
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nanovllm.execution.logprobs import PromptLogprobs, build_prompt_logprobs
+from nanovllm.execution.sampling_batch import SamplingBatch, build_sampling_batch
+from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.scheduling.sequence import Sequence
+from nanovllm.scheduling.step import BlockMoves, SchedulerOutput
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's input; num_tokens new tokens of num_seqs sequences, of which num_samples get a new token."""
+
+    input_ids: torch.Tensor  # [num_tokens] int32
+    positions: torch.Tensor  # [num_tokens] int32
+    metadata: AttentionMetadata  # which token belongs to which sequence, and where K and V lie
+    logits_indices: torch.Tensor  # [num_samples] int32
+    has_expected_ids: bool  # an input id below 0 is -1 - row: what the step before has drawn in this row
+    sampling: SamplingBatch  # what the num_samples rows ask for
+    prompt_logprobs: PromptLogprobs | None  # the rows whose prompt's log-probabilities are wanted
+    moves: BlockMoves  # blocks to be copied before the forward pass
+
+
+def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
+    seqs = [seq for seq, _ in scheduled.chunks]
+    num_new = np.array([num_new_tokens for _, num_new_tokens in scheduled.chunks], dtype=np.int32)  # [num_seqs]
+    starts = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int32)  # [num_seqs]
+    seq_lens = starts + num_new  # [num_seqs]
+    cu_seqlens_q = offsets(num_new)  # [num_seqs + 1]
+
+    # every new token's row in block_tables, and its position in its sequence
+    rows = np.repeat(np.arange(len(seqs)), num_new)  # [num_tokens]
+    positions = np.arange(len(rows), dtype=np.int32) + (starts - cu_seqlens_q[:-1])[rows]  # [num_tokens]
+    block_tables = pad_block_tables(seqs)  # [num_seqs, max_num_blocks]
+    slot_mapping = block_tables[rows, positions // block_size] * block_size + positions % block_size
+
+    nd = scheduled.num_decodes
+    input_ids = gather_token_ids(seqs, starts.tolist(), seq_lens.tolist(), nd)  # [num_tokens]
+    return Batch(
+        input_ids=torch.from_numpy(input_ids),
+        positions=torch.from_numpy(positions),
+        metadata=AttentionMetadata(
+            slot_mapping=torch.from_numpy(slot_mapping),
+            block_tables=torch.from_numpy(block_tables),
+            seq_lens=torch.from_numpy(seq_lens),
+            cu_seqlens_q=torch.from_numpy(cu_seqlens_q),
+            prefill_cu_seqlens_q=torch.from_numpy(cu_seqlens_q[nd:] - cu_seqlens_q[nd]),
+            prefill_cu_seqlens_k=torch.from_numpy(offsets(seq_lens[nd:])),
+            num_decodes=nd,
+            max_seqlen_q=int(num_new[nd:].max(initial=0)),
+            max_seqlen_k=int(seq_lens[nd:].max(initial=0)),
+        ),
+        logits_indices=torch.from_numpy(cu_seqlens_q[1:][scheduled.sampled_chunks] - 1),
+        has_expected_ids=bool((input_ids[:nd] < 0).any()),
+        sampling=build_sampling_batch(scheduled.samples),
+        prompt_logprobs=build_prompt_logprobs(scheduled, cu_seqlens_q),
+        moves=scheduled.moves,
+    )
+
+
+def offsets(lens: np.ndarray) -> np.ndarray:
+    """[3, 1, 4] -> [0, 3, 4, 8]"""
+    cu = np.zeros(len(lens) + 1, dtype=np.int32)
+    np.cumsum(lens, out=cu[1:])
+    return cu
+
+
+def gather_token_ids(seqs: list[Sequence], starts: list[int], stops: list[int], num_decodes: int) -> np.ndarray:
+    """The tokens [start, stop) of every sequence end to end: [num_tokens] int32."""
+    ranges = list(zip(seqs, starts, stops, strict=True))
+    ids = [np.array([seq.token_ids.data[start] for seq, start, _ in ranges[:num_decodes]], dtype=np.int32)]
+    ids += [seq.token_ids.data[start:stop] for seq, start, stop in ranges[num_decodes:]]
+    return np.concatenate(ids)
+
+
+def pad_block_tables(seqs: list[Sequence]) -> np.ndarray:
+    """Block tables as rows, filled up with the null block: [num_seqs, max_num_blocks] int32."""
+    tables = [seq.block_table for seq in seqs]
+    lens = np.array([table.length for table in tables])  # [num_seqs]
+    padded = np.zeros((len(tables), lens.max()), dtype=np.int32)
+    padded[np.arange(lens.max()) < lens[:, None]] = np.concatenate([table.data[: table.length] for table in tables])
+    return padded

@@ -1,0 +1,66 @@
+"""Blocks in host memory, and copies between them and the device that make the host wait for nothing.
+
+On CUDA the copies run in a stream of their own, so that the way to the host may take longer than the step. Used by
+`KVCache` alone.
+"""
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+
+
+class HostBlocks:
+    """`num_blocks` blocks of the KV cache in host memory: [num_blocks, 2, num_layers, …].
+
+    Pinned on CUDA, with each block in one piece: PyTorch copies scattered memory by way of ordinary memory, for which
+    the host waits.
+    """
+
+    def __init__(self, kv_cache: torch.Tensor, num_blocks: int) -> None:
+        is_cuda = kv_cache.is_cuda and num_blocks > 0
+        shape = (num_blocks, *kv_cache.shape[:2], *kv_cache.shape[3:])
+        self.tensor = torch.empty(shape, dtype=kv_cache.dtype, pin_memory=is_cuda)
+        self._stream = torch.cuda.Stream(kv_cache.device) if is_cuda else None
+
+    def copy_out(self, kv_cache: torch.Tensor, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """pairs: (device block, host block). The blocks are gathered before anything of this step is written."""
+        sources, destinations = zip(*pairs, strict=True)
+        found = as_words(kv_cache)[:, :, indices_on(kv_cache.device, sources)]
+        gathered = found.movedim(2, 0).contiguous()  # [num_moved, 2, num_layers, …]
+        host_blocks = as_words(self.tensor)
+        if self._stream is None:
+            host_blocks[list(destinations)] = gathered
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(kv_cache.device))
+        with torch.cuda.stream(self._stream):
+            for block, destination in zip(gathered, destinations, strict=True):
+                host_blocks[destination].copy_(block, non_blocking=True)
+        gathered.record_stream(self._stream)
+
+    def copy_in(self, kv_cache: torch.Tensor, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """pairs: (host block, device block)"""
+        sources, destinations = zip(*pairs, strict=True)
+        host_blocks = as_words(self.tensor)
+        if self._stream is None:
+            arrived = host_blocks[list(sources)]  # [num_moved, 2, num_layers, …]
+        else:
+            current = torch.cuda.current_stream(kv_cache.device)
+            shape = (len(sources), *host_blocks.shape[1:])
+            arrived = torch.empty(shape, dtype=host_blocks.dtype, device=kv_cache.device)
+            self._stream.wait_stream(current)  # `arrived` may reuse memory that a kernel of this stream still reads
+            with torch.cuda.stream(self._stream):  # behind the copies out, which may not be done yet
+                for block, source in zip(arrived, sources, strict=True):
+                    block.copy_(host_blocks[source], non_blocking=True)
+            current.wait_stream(self._stream)
+        as_words(kv_cache)[:, :, indices_on(kv_cache.device, destinations)] = arrived.movedim(0, 2)
+
+
+def indices_on(device: torch.device, block_ids: SequenceOf[int]) -> torch.Tensor:
+    """[len(block_ids)] int64 on the device. A list as an index would make the host wait for the device."""
+    pinned = torch.tensor(block_ids, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
+
+
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of 8 bytes, or of 1 where rows are no whole numbers of 8: indexing knows no fp8."""
+    return tensor.view(torch.int64 if tensor.shape[-1] * tensor.itemsize % 8 == 0 else torch.uint8)

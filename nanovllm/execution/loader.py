@@ -1,0 +1,200 @@
+"""A name → a folder → a model with its weights, strictly.
+
+Reads Hugging Face's layout: config.json, and safetensors in one file or in several with an index. Each tensor is copied
+straight into its place on the device, so the weights are never there twice; what is missing, unexpected or of another
+shape is an error that names the tensor. Nothing is ever unpickled, and no code from a checkpoint is run. Called by
+`LLMEngine`, which reads the configuration, and by `startup.py`, which loads the weights.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from nanovllm.layers.backends import AttentionBackend
+from nanovllm.layers.linear import FusedLinear
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3_config import Qwen3Config
+from nanovllm.sampling_params import SamplingParams
+
+ARCHITECTURES = {"Qwen3ForCausalLM": Qwen3ForCausalLM}
+
+TOKENIZER_FILES = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
+INDEX_FILE = "model.safetensors.index.json"
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def resolve_model(model: str | Path, with_weights: bool = True) -> Path:
+    """The folder of `model`; a hub id is downloaded first, or found in the hub's cache. ValueError if there is none."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model folder {str(model)!r} holds no config.json")
+        return folder
+    if isinstance(model, Path) or not HUB_ID.fullmatch(model) or model.startswith("."):
+        raise ValueError(
+            f"model {str(model)!r} is not a folder on this machine, nor a hub id such as 'Qwen/Qwen3-0.6B'"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    files = ["config.json", "generation_config.json", *TOKENIZER_FILES]
+    if with_weights:
+        files += ["*.safetensors", INDEX_FILE]
+    try:
+        return Path(snapshot_download(model, allow_patterns=files))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ValueError(
+            f"model {model!r} is neither a folder on this machine nor to be had from the hub: {error}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path.parent} holds no {path.name}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def read_model_config(folder: Path) -> tuple[type[Qwen3ForCausalLM], Qwen3Config]:
+    """Which network config.json describes, and its shape. ValueError if it is not one of ours."""
+    raw = read_json(folder / "config.json")
+    for name in raw.get("architectures") or ():
+        if name in ARCHITECTURES:
+            model_class = ARCHITECTURES[name]
+            return model_class, model_class.config_class.from_dict(raw)
+    raise ValueError(
+        f"architecture {raw.get('architectures')} of {folder} is not supported; supported: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def read_eos_token_ids(folder: Path) -> frozenset[int]:
+    """The tokens at which the model ends by itself: generation_config.json's, else config.json's."""
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        eos = read_json(file).get("eos_token_id") if file.is_file() else None
+        if eos is not None:
+            return frozenset(eos if isinstance(eos, list) else [eos])
+    return frozenset()
+
+
+def read_default_sampling_params(folder: Path) -> SamplingParams:
+    """What requests that ask for nothing get: vLLM's defaults, but for what generation_config.json sets."""
+    file = folder / "generation_config.json"
+    raw = read_json(file) if file.is_file() else {}
+    if raw.get("do_sample") is False:
+        raw["temperature"] = 0.0  # what transformers makes of it
+    names = {"max_new_tokens": "max_tokens"}
+    names |= {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    return SamplingParams(**{ours: raw[theirs] for theirs, ours in names.items() if raw.get(theirs) is not None})
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The `transformers` tokenizer of `folder`, or None if it holds none: prompts are token ids then."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        return None
+    from transformers import AutoTokenizer  # imported late: it takes longer than the rest of the engine together
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def load_model(
+    model_class: type[Qwen3ForCausalLM],
+    config: Qwen3Config,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    device: torch.device,
+    folder: Path,
+    dummy_seed: int | None = None,
+) -> Qwen3ForCausalLM:
+    """The network on `device`, with the weights of `folder`, or with random ones of seed `dummy_seed`."""
+    with torch.device("meta"):  # a description first: memory is taken once, on the right device and in the right dtype
+        model = model_class(config, backend)
+    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    if dummy_seed is None:
+        load_weights(model, folder)
+    else:
+        init_dummy_weights(model, dummy_seed, config.initializer_range)
+    return model
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Copy each tensor of the checkpoint into its place; ValueError if checkpoint and model don't match exactly."""
+    places = checkpoint_places(model)
+    filled: dict[int, str] = {}
+    for name, tensor in iterate_checkpoint(folder):
+        if name not in places:
+            raise ValueError(
+                f"unexpected tensor {name} {list(tensor.shape)} in {folder}: the model has no place for it"
+            )
+        place = places[name]
+        if tensor.shape != place.shape:
+            raise ValueError(f"tensor {name} in {folder} is {list(tensor.shape)}, the model needs {list(place.shape)}")
+        twin = filled.get(id(place))  # tied embeddings have two names for one place
+        if twin is not None and not torch.equal(place, tensor.to(place)):
+            raise ValueError(f"tensors {twin} and {name} in {folder} differ, but config.json ties them together")
+        place.copy_(tensor)
+        filled[id(place)] = name
+    if missing := [name for name, place in places.items() if id(place) not in filled]:
+        raise ValueError(f"{len(missing)} tensors are missing in {folder}: {', '.join(missing[:5])}")
+
+
+def checkpoint_places(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by name, and where it goes: a parameter, or the rows of one in a fused layer."""
+    places: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, FusedLinear):
+                parent = path.rpartition(".")[0]
+                rows = parameter.split(tuple(module.parts.values()))
+                places |= {f"{parent}.{part}.{name}": view for part, view in zip(module.parts, rows, strict=True)}
+            else:
+                places[f"{path}.{name}"] = parameter
+    return places
+
+
+def iterate_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of everything in the folder's safetensors, one at a time, mapped from disk."""
+    if (folder / INDEX_FILE).is_file():
+        weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{folder / INDEX_FILE} has no weight_map from tensor to file")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    elif (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no *.safetensors weights, the only format that is read")
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file} is missing, but {INDEX_FILE} names it")
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (it is no dict)
+                    yield name, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+def init_dummy_weights(model: nn.Module, seed: int, std: float) -> None:
+    """Normal weights of standard deviation `std`, norms of one and biases of zero, the same for the same seed."""
+    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, RMSNorm):
+                parameter.fill_(1)
+            elif name == "bias":
+                parameter.zero_()
+            else:
+                parameter.normal_(0, std, generator=generator)

@@ -1,0 +1,156 @@
+"""A whole decoder layer on CUDA in nine launches: four matrix products, attention, and four small kernels.
+
+For few tokens the products take three of these along (`few_tokens.py`), which leaves six. Where attention splits long
+contexts, it takes a launch more, to join them.
+
+Twins of `Qwen3DecoderLayer`, of the norm behind the last layer and of the rotary angles, with the same signatures.
+What PyTorch computes operation by operation, each of which reads and writes the activations, is done here on the way
+from one product to the next. Rounding is that of the PyTorch layers, but for the residual: it is added to the sums of
+a product before these are rounded, so a layer rounds twice less.
+
+The attention backends for CUDA call `replace_layers` when the weights are loaded; the model file knows nothing of it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.kernels.cuda import few_tokens
+from nanovllm.kernels.cuda.activation import silu_and_mul
+from nanovllm.kernels.cuda.norm import norm_rotary_store, rms_norm
+from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.layers.backends import AttentionBackend
+from nanovllm.layers.linear import Linear
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import Rotary
+from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
+from nanovllm.models.qwen3_config import Qwen3Config
+
+MAX_SIZE = 1 << 15  # of a row that one program normalises: what its registers hold
+
+
+class TritonDecoderLayer(nn.Module):
+    """Has the weights of the layer whose place it takes. `k_scale` and `v_scale` are those of an fp8 cache."""
+
+    def __init__(
+        self, layer: Qwen3DecoderLayer, backend: AttentionBackend, k_scale: float = 1.0, v_scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = layer.input_layernorm
+        self.qkv_proj = layer.self_attn.qkv_proj
+        self.q_norm = layer.self_attn.q_norm
+        self.k_norm = layer.self_attn.k_norm
+        self.o_proj = layer.self_attn.o_proj
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.gate_up_proj = layer.mlp.gate_up_proj
+        self.down_proj = layer.mlp.down_proj
+        self.backend = backend
+        self.k_scale = k_scale
+        self.v_scale = v_scale
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """x: [num_tokens, hidden_size] -> the same tensor, changed in place
+
+        Nobody misses the old x: it comes from the embedding, which makes a new tensor, or from the layer before.
+        """
+        qkv = norm_linear(x, self.input_layernorm, self.qkv_proj)  # [num_tokens, (num_heads + 2 * num_kv_heads) * …]
+        q = norm_rotary_store(
+            qkv,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.q_norm.eps,
+            cos,
+            sin,
+            layer_cache,
+            metadata.slot_mapping,
+            self.k_scale,
+            self.v_scale,
+        )
+        out = self.backend.attend(q, layer_cache, metadata)  # [num_tokens, num_heads, head_dim]
+        add_linear(x, out.flatten(1), self.o_proj)
+        z = norm_gate_up(x, self.post_attention_layernorm, self.gate_up_proj)  # [num_tokens, intermediate_size]
+        add_linear(x, z, self.down_proj)
+        return x
+
+
+def is_few(x: torch.Tensor) -> bool:
+    """Whether the products of `few_tokens.py` are made for it. A CUDA graph is recorded for one number of tokens."""
+    return len(x) <= few_tokens.MAX_TOKENS and few_tokens.takes(x.shape[1])
+
+
+def norm_linear(x: torch.Tensor, norm: RMSNorm, linear: Linear) -> torch.Tensor:
+    if is_few(x):
+        return few_tokens.norm_linear(x, norm.weight, norm.eps, linear.weight, linear.bias)
+    return F.linear(rms_norm(x, norm.weight, norm.eps), linear.weight, linear.bias)
+
+
+def norm_gate_up(x: torch.Tensor, norm: RMSNorm, linear: Linear) -> torch.Tensor:
+    """linear: gates, then ups, without a bias"""
+    if is_few(x):
+        return few_tokens.norm_gate_up(x, norm.weight, norm.eps, linear.weight)
+    return silu_and_mul(F.linear(rms_norm(x, norm.weight, norm.eps), linear.weight))
+
+
+def add_linear(x: torch.Tensor, y: torch.Tensor, linear: Linear) -> None:
+    """x += linear(y), in place: the product's last step adds what is there already, instead of a kernel of its own."""
+    if is_few(y):
+        few_tokens.add_linear(x, y, linear.weight, linear.bias)
+        return
+    x.addmm_(y, linear.weight.t())
+    if linear.bias is not None:  # which no published Qwen3 has
+        x.add_(linear.bias)
+
+
+class TritonRMSNorm(nn.Module):
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.eps = norm.eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)  # [num_tokens, hidden_size]
+
+
+class RotaryTable(nn.Module):
+    """The cosines and sines of all positions that there are, computed once by the layer whose place it takes."""
+
+    table: torch.Tensor  # [num_positions, head_dim]: cosines, then sines, of half the length each
+
+    def __init__(self, rotary: Rotary, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        cos_sin = rotary(torch.arange(num_positions, device=device), dtype)
+        self.register_buffer("table", torch.cat(cos_sin, dim=-1)[:, 0])
+
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions: [num_tokens] int -> two of [num_tokens, 1, head_dim / 2]"""
+        assert dtype == self.table.dtype
+        cos, sin = self.table.index_select(0, positions)[:, None].chunk(2, dim=-1)
+        return cos, sin
+
+
+def replace_layers(model: nn.Module, backend: AttentionBackend, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
+    """Put the twin in the place of every layer that has one for its shape. The model's weights are loaded."""
+    for decoder in list(model.modules()):
+        if isinstance(decoder, Qwen3Model):
+            config, weight = decoder.config, decoder.embed_tokens.weight
+            positions = (config.max_position_embeddings, weight.dtype, weight.device)
+            decoder.rotary = RotaryTable(decoder.rotary, *positions)  # type: ignore[assignment]
+            if config.hidden_size <= MAX_SIZE:
+                decoder.norm = TritonRMSNorm(decoder.norm)  # type: ignore[assignment]
+            if has_twin(config):
+                for i, layer in enumerate(decoder.layers):
+                    assert isinstance(layer, Qwen3DecoderLayer)
+                    decoder.layers[i] = TritonDecoderLayer(layer, backend, k_scale, v_scale)
+
+
+def has_twin(config: Qwen3Config) -> bool:
+    """Triton's blocks are powers of two: rows are filled up to one, but the heads' halves must be ones."""
+    head_dim = config.head_dim
+    return config.hidden_size <= MAX_SIZE and 2 <= head_dim <= 1024 and head_dim & (head_dim - 1) == 0

@@ -1,0 +1,95 @@
+"""What an attention backend is: how it stores K and V and attends, which machines it runs on, and what it replaces.
+
+`TorchAttention` calls the PyTorch definition in `attention.py` and runs anywhere. The fast backends are in `kernels/`:
+`flash_attn` and `triton` on CUDA, `cpu`. `execution/choices.py` chooses one at start-up.
+"""
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+
+from nanovllm.layers import attention
+from nanovllm.layers.attention import AttentionMetadata
+
+
+class AttentionBackend(ABC):
+    """`num_kv_heads` divides `num_heads`: a group of query heads shares one K and V head (GQA, https://arxiv.org/abs/2305.13245)."""
+
+    default_block_size: int
+    instructions = "PyTorch"  # what computes, in a word for the log
+    supports_graphs = True  # for decodes, the host decides nothing by values that only the device knows
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        kv_cache_dtype: str = "auto",
+    ) -> None:
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.block_size = block_size
+        self.dtype = dtype
+        self.kv_cache_dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else None  # None: the model's
+        self.scale = 1 / math.sqrt(head_dim)
+
+    @classmethod
+    @abstractmethod
+    def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
+        """Why this backend cannot serve such a model on this machine; None if it can. `block_size` may be open."""
+
+    @classmethod
+    def why_no_fp8_kv_cache(cls) -> str | None:
+        """As `why_not`, of `kv_cache_dtype="fp8"`."""
+        return "it has no fp8 KV cache"
+
+    @classmethod
+    def why_slow(cls, device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str | None:
+        """Why `auto` passes this backend by although it could serve; None if it does not."""
+        return None
+
+    def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
+        """Begins with [2, num_layers, num_blocks] in every backend, so that `KVCache` can copy whole blocks."""
+        return (2, num_layers, num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+
+    def replace_layers(self, model: nn.Module) -> None:  # noqa: B027 (most have none)
+        """Put faster twins, where this backend comes with some, in the places of the model's other layers."""
+
+    def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """k, v: [num_tokens, num_kv_heads, head_dim], written to the slots slot_mapping: [num_tokens]"""
+        attention.store_kv(k, v, layer_cache, slot_mapping)
+
+    @abstractmethod
+    def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        """q: [num_tokens, num_heads, head_dim] over layer_cache: kv_cache[:, layer] -> as q
+
+        Each new token attends to its sequence's tokens up to itself, all of which are in the cache by now.
+        """
+
+
+class TorchAttention(AttentionBackend):
+    """The definition as a backend: any device, dtype and block size."""
+
+    default_block_size = 16
+    supports_graphs = False
+
+    @classmethod
+    def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
+        return None
+
+    @classmethod
+    def why_no_fp8_kv_cache(cls) -> str | None:
+        return None
+
+    @classmethod
+    def why_slow(cls, device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str | None:
+        is_slow = device.type == "cuda" and kv_cache_dtype == "fp8"
+        return "there it is for comparisons, and slow" if is_slow else None
+
+    def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        return attention.attend(q, layer_cache, metadata)

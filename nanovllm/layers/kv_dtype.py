@@ -1,0 +1,27 @@
+"""The dtype of the KV cache: the model's own, or 8-bit floats (fp8 e4m3: 4 bits of exponent, 3 of mantissa).
+
+An fp8 cache holds twice the tokens; arithmetic stays in the model's dtype. Used by the PyTorch definition of attention,
+which writes slots and gathers blocks through these two functions whatever the dtype is.
+"""
+
+import torch
+
+
+def write_slots(slots: torch.Tensor, slot_mapping: torch.Tensor, x: torch.Tensor) -> None:
+    """slots: [num_slots, num_kv_heads, head_dim], x: [num_tokens, num_kv_heads, head_dim]: slots[slot_mapping] = x"""
+    if slots.dtype == torch.float8_e4m3fn:
+        slots, x = slots.view(torch.uint8), to_fp8(x).view(torch.uint8)  # bytes, which any device can move
+    slots[slot_mapping] = x
+
+
+def gather_blocks(layer_cache: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy in `dtype`, the model's: [2, *blocks.shape, block_size, num_kv_heads, head_dim]"""
+    if layer_cache.dtype != torch.float8_e4m3fn:
+        return layer_cache[:, blocks]
+    return layer_cache.view(torch.uint8)[:, blocks].view(layer_cache.dtype).to(dtype)
+
+
+def to_fp8(x: torch.Tensor) -> torch.Tensor:
+    """As e4m3. Values beyond its largest number become that number: as NaN they would spread to every later token."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    return x.clamp(-limit, limit).to(torch.float8_e4m3fn)

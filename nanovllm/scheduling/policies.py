@@ -1,0 +1,35 @@
+"""In which order sequences are served: a number for each, smaller first; earlier arrivals first among equals.
+
+The order decides who is admitted, who gets the budget, and, from its other end, who is preempted. A policy is a
+function of the sequence as it arrives, so an order never changes while sequences wait. To add one, write a function of
+one line and pass it: `LLM(model, scheduling_policy=lambda seq: -seq.num_prompt_tokens)`. Called by `Scheduler.add`.
+"""
+
+from collections.abc import Callable
+
+from nanovllm.scheduling.sequence import Sequence
+
+Policy = Callable[[Sequence], float]
+
+SJF_TOKENS_PER_ARRIVAL = 256
+
+
+def fcfs(seq: Sequence) -> float:
+    """First come, first served."""
+    return 0
+
+
+def priority(seq: Sequence) -> float:
+    """The request's `priority`, smaller first, as in vLLM. A low one waits as long as higher ones keep coming."""
+    return seq.priority
+
+
+def sjf(seq: Sequence) -> float:
+    """Shortest prompt first, with aging: each later arrival must be 256 tokens shorter to go first.
+
+    So at most num_prompt_tokens / 256 of the requests that come after another can overtake it, and nothing starves.
+    """
+    return seq.num_prompt_tokens + SJF_TOKENS_PER_ARRIVAL * seq.arrival
+
+
+POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": priority, "sjf": sjf}

@@ -1,0 +1,324 @@
+"""CUDA graphs as far as they go without a GPU: which sizes, what padding does, what is sent, and that outputs are those
+of eager steps.
+
+`recorded_operations.py` stands in for CUDA's recording: what it replays is fixed in the same way. On a GPU,
+`test_gpu.py` compares the real thing.
+
+Broken by hand, and seen here: padding that keeps the slots of an older batch; padding of one token; a table that is
+spread with the wrong width; the newest tokens of an eager step not handed over; a replay of the next smaller size; rows
+with children or without a sample replayed; penalties and log-probabilities of replayed rows left out.
+"""
+
+import dataclasses
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm import BeamSearchParams, Config, LLMEngine, SamplingParams
+from nanovllm.execution import choices
+from nanovllm.execution.batch import build_batch
+from nanovllm.execution.choices import choose_draw, choose_graphs
+from nanovllm.execution.cuda_graph import CudaGraphs, DecodeInputs, ReplayedDecodes, graph_sizes
+from nanovllm.execution.input_buffer import InputBuffer
+from nanovllm.execution.logprobs import PromptLogprobs
+from nanovllm.execution.sampler import draw_tokens
+from nanovllm.execution.sampling_batch import SamplingBatch
+from nanovllm.layers.backends import TorchAttention
+from nanovllm.scheduling.sequence import Sequence
+from nanovllm.scheduling.step import BlockMoves, SchedulerOutput
+from tests.engine.test_engine import assert_at_rest, greedy, ids, run, tokens_of
+from tests.engine.test_overlap import KINDS, visible
+from tests.late_runner import LateRunner
+from tests.recorded_operations import GatherAttention, OperationRecorder
+
+CPU = torch.device("cpu")
+
+# ---- sizes
+
+
+@pytest.mark.parametrize("largest", [*range(1, 70), 100, 255, 256, 257, 500, 1024, 4096])
+def test_sizes_end_with_the_largest_and_waste_little(largest):
+    sizes = graph_sizes(largest)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == largest
+    for n in range(1, largest + 1):
+        padded = min(size for size in sizes if size >= n)
+        assert padded - n < max(8, n / 8)
+    assert len(sizes) <= 11 + 8 * max(0, largest.bit_length() - 6)
+
+
+def test_sizes_of_the_default():
+    sizes = graph_sizes(256)
+    assert sizes[:6] == [1, 2, 4, 8, 16, 24]
+    assert len(sizes) == 27
+
+
+# ---- what is sent
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    a: torch.Tensor
+    note: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    first: torch.Tensor
+    inner: Inner | None
+    last: torch.Tensor
+    number: int
+
+
+def test_a_record_arrives_as_it_was_sent():
+    buffer = InputBuffer(CPU, 64)
+    rng = np.random.default_rng(0)
+    for n in (0, 1, 3, 5, 1000, 2):  # the buffer grows on the way
+        record = Record(
+            torch.from_numpy(rng.integers(0, 100, n, dtype=np.int32)),
+            Inner(torch.from_numpy(rng.random((n, 3))), "x") if n != 3 else None,
+            torch.from_numpy(rng.random((n, 2), dtype=np.float32)).t(),  # not contiguous
+            n,
+        )
+        sent = buffer.send_record(record)
+        assert torch.equal(sent.first, record.first)
+        assert torch.equal(sent.last, record.last)
+        assert (sent.inner is None) == (record.inner is None)
+        if record.inner is not None:
+            assert torch.equal(sent.inner.a, record.inner.a)
+            assert sent.inner.a.dtype == torch.float64
+            assert sent.inner.note == "x"
+        assert sent.number == n
+        for tensor in (sent.first, sent.last):
+            assert tensor.data_ptr() % 16 == buffer.device_bytes.data_ptr() % 16
+            assert tensor.untyped_storage().data_ptr() == buffer.device_bytes.data_ptr()
+
+
+def test_the_host_may_pack_the_next_step_while_the_last_is_on_its_way():
+    buffer = InputBuffer(CPU, 32)
+    first, second, third = (buffer.next_host_bytes() for _ in range(3))
+    assert first.ctypes.data != second.ctypes.data
+    assert first.ctypes.data == third.ctypes.data
+
+
+def decode_batch(num_seqs, block_size, longest, seed=0, **params):
+    rng = random.Random(seed)
+    chunks, next_block = [], 1
+    for i in range(num_seqs):
+        prompt = [rng.randrange(100) for _ in range(rng.randint(1, longest))]
+        seq = Sequence(str(i), prompt, SamplingParams(**params), frozenset(), seed=i)
+        seq.num_computed_tokens = len(prompt) - 1
+        num_blocks = -(-len(prompt) // block_size)
+        for block in range(next_block, next_block + num_blocks):
+            seq.block_table.append(block)
+        next_block += num_blocks
+        chunks.append((seq, 1))
+    return build_batch(SchedulerOutput(chunks, num_seqs, num_seqs, [], BlockMoves(), 0, 0), block_size)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}, {}])
+def test_inputs_arrive_in_their_places_and_padding_is_harmless(params):
+    inputs = DecodeInputs(13, 9, CPU)
+    static = {size: inputs.batch(size) for size in (1, 5, 13)}  # as a graph keeps them
+    for seed, (num_seqs, size) in enumerate([(13, 13), (3, 5), (1, 1), (5, 5), (2, 13), (12, 13)]):
+        sent = decode_batch(num_seqs, 4, 36, seed, **params)
+        inputs.fill(sent, size)
+        batch = static[size]
+        assert batch.metadata.num_decodes == size
+        assert batch.metadata.block_tables.shape == (size, 9)
+        assert torch.equal(batch.metadata.cu_seqlens_q[: num_seqs + 1], sent.metadata.cu_seqlens_q)
+        for name in ("input_ids", "positions", "slot_mapping", "seq_lens", "logits_indices"):
+            is_of_batch = hasattr(batch, name)
+            column = getattr(batch if is_of_batch else batch.metadata, name)
+            expected = getattr(sent if is_of_batch else sent.metadata, name)
+            assert column.dtype == expected.dtype, name
+            assert torch.equal(column[:num_seqs], expected), name
+        assert torch.equal(
+            batch.metadata.block_tables[:num_seqs, : sent.metadata.block_tables.shape[1]], sent.metadata.block_tables
+        )
+        off = {"uniforms": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperatures": None}
+        for name, nothing in off.items():
+            column, expected = getattr(batch.sampling, name), getattr(sent.sampling, name)
+            expected = torch.full((num_seqs,), nothing, dtype=column.dtype) if expected is None else expected
+            assert column.dtype == expected.dtype, name
+            assert torch.equal(column[:num_seqs], expected), name
+        for column in (
+            batch.metadata.seq_lens,
+            batch.metadata.slot_mapping,
+            batch.sampling.temperatures,
+            batch.input_ids,
+        ):
+            assert not column[num_seqs:].any(), "padding reads nothing, writes to the null block, and is greedy"
+
+
+# ---- what is computed
+
+
+WANTS_ONLY_DRAWS = SamplingBatch.wants_only_draws.fget
+
+
+def wants_no_truncation(sampling):
+    return WANTS_ONLY_DRAWS(sampling) and sampling.top_k is sampling.top_p is sampling.min_p is None
+
+
+def draw_plainly(logits, temperatures, uniforms, *_):
+    """The draw that is recorded: PyTorch's truncation cannot be, so the rows that ask for it are drawn again."""
+    return draw_tokens(logits, temperatures, uniforms)
+
+
+def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
+    """The same engine with and without graphs, both with the same attention."""
+    monkeypatch.setitem(choices.BACKENDS, "torch", "tests.recorded_operations.GatherAttention")
+    monkeypatch.setattr(SamplingBatch, "wants_only_draws", property(wants_no_truncation))
+    engines = []
+    for has_graphs in (False, True):
+        config = Config(folder, device="cpu", dtype="float32", attention_backend="torch", max_num_seqs=max_num_seqs,
+                        enforce_eager=True, **options)  # fmt: skip
+        engine = LLMEngine(config)
+        runner = engine.runner
+        assert isinstance(runner.backend, GatherAttention)
+        engine.recorder = None
+        if has_graphs:
+            engine.recorder = OperationRecorder()
+            width = -(-engine.max_model_len // engine.block_size)
+            cache = runner.kv_cache.tensor
+            graphs = CudaGraphs(runner.model, cache, draw_plainly, graph_sizes(max_num_seqs), width, engine.recorder)
+            graphs.record_all()
+            runner.compute = ReplayedDecodes(graphs)
+        engine.runner.kv_cache.tensor[:, :, 1:] = 50.0  # garbage that would show
+        if late and engine.enable_overlap:
+            LateRunner(engine)
+        engines.append(engine)
+    return engines
+
+
+def serve(engine, requests):
+    todo, outputs = list(enumerate(requests)), {}
+    while todo or engine.has_unfinished_requests():
+        for i, (prompt, params) in todo[:2]:
+            engine.add_request(str(i), prompt, params, stream=False)
+        del todo[:2]
+        outputs |= {output.request_id: visible(output) for output in engine.step().outputs}
+    assert_at_rest(engine)
+    return outputs
+
+
+FEW_BLOCKS = {"enable_overlap": True, "num_kv_blocks": 48, "block_size": 4}
+CONFIGURATIONS = {
+    "one at a time": {"enable_overlap": False},
+    "overlap": {"enable_overlap": True},
+    "overlap, chunked prefill": {"enable_overlap": True, "max_num_batched_tokens": 9, "block_size": 4},
+    "overlap, preemption": FEW_BLOCKS,
+    "overlap, swap": {**FEW_BLOCKS, "preemption_mode": "swap", "swap_space_bytes": 1 << 20},
+    "length that is no multiple of the block size": {"enable_overlap": True, "max_model_len": 61, "block_size": 8},
+}
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+@pytest.mark.parametrize("kind", ["greedy", "seeded", "samples", "logprobs", "penalties", "biases", "all kinds"])
+def test_outputs_are_those_of_eager_steps(monkeypatch, with_tokenizer, kind, options):
+    rng, stem = random.Random(1), ids(20)
+    requests = []
+    for i in range(16):
+        prompt = stem[: rng.choice([0, 7, 16])] + ids(rng.randint(1, 16), seed=i)
+        fields = KINDS[rng.choice(list(KINDS)) if kind == "all kinds" else kind](i)
+        requests.append((prompt, SamplingParams(**{"max_tokens": rng.randint(2, 16), "ignore_eos": True, **fields})))
+    eager, graphs = make_engines(monkeypatch, with_tokenizer, **options)
+    assert serve(graphs, requests) == serve(eager, requests)
+    assert graphs.recorder.num_recorded == 4  # 1, 2, 4, 6
+    assert graphs.recorder.num_replays > 5
+    # padding has written to the null block, and nothing else has
+    assert eager.runner.kv_cache.tensor[:, :, 0].abs().sum() == 0
+
+
+def test_every_batch_size_and_beams(monkeypatch, tiny_checkpoint):
+    eager, graphs = make_engines(monkeypatch, tiny_checkpoint[0], max_num_seqs=11, enable_overlap=True)
+    outputs = []
+    for engine in (eager, graphs):
+        for i in range(11):  # they end one after the other
+            engine.add_request(str(i), ids(3 + i, seed=i), greedy(4 + 2 * i))
+        done = tokens_of(run(engine))
+        engine.add_beam_search("beams", ids(5), BeamSearchParams(3, 6))
+        engine.add_request("beside", ids(9), greedy(14))
+        found = run(engine)
+        beams = [(one.tokens, pytest.approx(one.cum_logprob, abs=1e-4)) for one in found.pop("beams").sequences]
+        outputs.append((done, beams, tokens_of(found)))
+    assert outputs[0] == outputs[1]
+    assert graphs.recorder.num_replays > 20
+
+
+def test_what_is_no_plain_decode_is_not_replayed(monkeypatch, tiny_checkpoint):
+    _, engine = make_engines(monkeypatch, tiny_checkpoint[0], max_num_seqs=3)
+    graphs, none = engine.runner.compute.graphs, torch.empty(0, dtype=torch.int64)
+    batch = decode_batch(3, engine.block_size, 8, temperature=0)
+    assert graphs.can_replay(batch, none)
+    assert not graphs.can_replay(decode_batch(4, engine.block_size, 8, temperature=0), none), "more than were recorded"
+    assert not graphs.can_replay(
+        dataclasses.replace(batch, metadata=dataclasses.replace(batch.metadata, num_decodes=2)), none
+    ), "one is a prefill chunk"
+    judged = PromptLogprobs(torch.tensor([0]), torch.tensor([5]), 1)
+    assert not graphs.can_replay(dataclasses.replace(batch, prompt_logprobs=judged), none), "a prompt is judged"
+    for rows in ([0, 1], [0, 2, 2], [0, 0, 1]):
+        rows = torch.tensor(rows, dtype=torch.int32)
+        assert not graphs.can_replay(dataclasses.replace(batch, logits_indices=rows), none), "not each row one token"
+    assert not graphs.can_replay(batch, torch.zeros(4, dtype=torch.int64)), "tokens that have no place"
+
+
+# ---- who gets them
+
+
+def test_they_are_refused_where_they_cannot_be(tiny_checkpoint):
+    with pytest.raises(ValueError, match="enable_cuda_graphs=True cannot be had .*need a CUDA device, got cpu"):
+        LLMEngine(Config(tiny_checkpoint[0], device="cpu", enable_cuda_graphs=True))
+
+
+def kernels(logits, sampling):
+    raise AssertionError("it is only chosen here")
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "draw", "expected"),
+    [
+        ({}, GatherAttention, kernels, "; with CUDA graphs"),
+        ({"enable_cuda_graphs": True}, GatherAttention, kernels, "; with CUDA graphs"),
+        (
+            {"enable_cuda_graphs": False},
+            GatherAttention,
+            kernels,
+            "; no CUDA graphs (enable_cuda_graphs=False)",
+        ),
+        ({"enforce_eager": True}, GatherAttention, kernels, "; no CUDA graphs (enforce_eager=True)"),
+        (
+            {},
+            TorchAttention,
+            kernels,
+            "; no CUDA graphs (this attention backend reads lengths back to the host)",
+        ),
+        ({}, GatherAttention, draw_tokens, "; no CUDA graphs (without triton, drawing tokens makes the host wait)"),
+    ],
+)
+def test_who_has_them_on_cuda(options, backend, draw, expected):
+    config = Config("model", **options)
+    chosen = choose_graphs(config, backend(4, 2, 16, 16), draw, torch.device("cuda", 0))
+    assert chosen == (expected == "; with CUDA graphs", expected)
+
+
+def test_who_draws_with_triton(monkeypatch):
+    cuda = torch.device("cuda", 0)
+    assert choose_draw(Config("model"), CPU) is draw_tokens
+    assert choose_draw(Config("model", enforce_eager=True), cuda) is draw_tokens
+    pytest.importorskip("triton")
+    assert choose_draw(Config("model"), cuda).__module__ == "nanovllm.kernels.cuda.sample"
+    monkeypatch.delitem(sys.modules, "nanovllm.kernels.cuda.sample")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert choose_draw(Config("model"), cuda) is draw_tokens
+
+
+def test_sampling_rows_that_are_drawn_in_a_graph():
+    plain = SamplingBatch(torch.ones(1), torch.zeros(1, dtype=torch.float64), top_k=torch.ones(1, dtype=torch.int64))
+    assert plain.wants_only_draws
+    assert not dataclasses.replace(plain, num_logprobs=0).wants_only_draws
+    assert not dataclasses.replace(plain, processors=((0, [], ()),)).wants_only_draws

@@ -1,0 +1,429 @@
+"""Checkpoints are read completely or refused by name.
+
+Oracle: the `transformers` model that wrote the checkpoint, tensor by tensor. Faults are made by hand: each file, tensor
+and shape once. Nothing here touches the network.
+"""
+
+import copy
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from nanovllm.execution.loader import (
+    INDEX_FILE,
+    checkpoint_places,
+    load_model,
+    load_tokenizer,
+    read_eos_token_ids,
+    read_model_config,
+    resolve_model,
+)
+from nanovllm.layers.backends import TorchAttention
+
+CPU = torch.device("cpu")
+
+
+def load(folder, dtype=torch.float32, dummy_seed=None):
+    model_class, config = read_model_config(folder)
+    backend = TorchAttention(config.num_attention_heads, config.num_key_value_heads, config.head_dim, 16)
+    return load_model(model_class, config, backend, dtype, CPU, folder, dummy_seed)
+
+
+def check_equals(model, hf_model, dtype=torch.float32):
+    """Every tensor of `transformers` by its name in the checkpoint, and none besides."""
+    ours, theirs = checkpoint_places(model), hf_model.state_dict()
+    assert set(ours) == set(theirs)
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == dtype
+        assert torch.equal(ours[name], tensor.to(dtype)), name
+
+
+@pytest.fixture
+def broken(tiny_checkpoint, tmp_path):
+    """A copy of the tiny checkpoint to break: (folder, its tensors)."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(tiny_checkpoint[0], folder)
+    return folder, load_file(folder / "model.safetensors")
+
+
+def save(folder, tensors):
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+# ---- good checkpoints
+
+
+def test_single_file_equals_transformers(tiny_checkpoint):
+    folder, hf_model = tiny_checkpoint
+    assert (folder / "model.safetensors").is_file()
+    check_equals(load(folder), hf_model)
+
+
+def test_shards_with_an_index_equal_the_single_file(tiny_checkpoint, tmp_path):
+    hf_model = tiny_checkpoint[1]
+    hf_model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert not (tmp_path / "model.safetensors").exists()
+    check_equals(load(tmp_path), hf_model)
+
+
+def test_biases_of_fused_layers_find_their_rows(checkpoints, tmp_path):
+    hf_model = copy.deepcopy(checkpoints.make(attention_bias=True, num_hidden_layers=1)[1])
+    with torch.no_grad():
+        for name, parameter in hf_model.named_parameters():
+            if name.endswith("bias"):  # transformers starts them at zero
+                parameter.normal_()
+    hf_model.save_pretrained(tmp_path)
+    assert "model.layers.0.self_attn.v_proj.bias" in load_file(tmp_path / "model.safetensors")
+    check_equals(load(tmp_path), hf_model)
+
+
+def test_file_of_another_name_is_found(broken, tiny_checkpoint):
+    folder, _ = broken
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    check_equals(load(folder), tiny_checkpoint[1])
+
+
+@pytest.mark.parametrize("kept", ["both", "model.embed_tokens.weight", "lm_head.weight"])
+def test_tied_embeddings_are_one_tensor_whatever_names_the_file_has(checkpoints, tmp_path, kept):
+    folder, hf_model = checkpoints.make(tie_word_embeddings=True, num_hidden_layers=1)
+    tensors = load_file(folder / "model.safetensors")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    embeddings = tensors["model.embed_tokens.weight"]
+    tensors |= {"lm_head.weight": embeddings.clone()}
+    if kept != "both":
+        del tensors[({"model.embed_tokens.weight", "lm_head.weight"} - {kept}).pop()]
+    save(tmp_path, tensors)
+    model = load(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    check_equals(model, hf_model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_weights_are_converted_to_the_wanted_dtype(tiny_checkpoint, tmp_path, stored, dtype):
+    folder, hf_model = tiny_checkpoint
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    save(tmp_path, {name: tensor.to(stored) for name, tensor in load_file(folder / "model.safetensors").items()})
+    model = load(tmp_path, dtype)
+    for name, tensor in hf_model.state_dict().items():
+        assert torch.equal(checkpoint_places(model)[name], tensor.to(stored).to(dtype)), name
+
+
+def test_weights_need_no_gradients(tiny_checkpoint):
+    model = load(tiny_checkpoint[0])
+    assert not model.training
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+# ---- broken checkpoints
+
+SOME_TENSORS = [
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.k_proj.weight",
+    "model.layers.1.self_attn.q_norm.weight",
+    "model.layers.1.mlp.up_proj.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+]
+
+
+@pytest.mark.parametrize("name", SOME_TENSORS)
+def test_missing_tensor_is_named(broken, name):
+    folder, tensors = broken
+    del tensors[name]
+    save(folder, tensors)
+    with pytest.raises(ValueError, match=f"1 tensors are missing .*: {name}$"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj.weight"])
+def test_unexpected_tensor_is_named(broken, name):
+    folder, tensors = broken
+    save(folder, {**tensors, name: torch.zeros(3, 4)})
+    with pytest.raises(ValueError, match=rf"unexpected tensor {name} \[3, 4\]"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", SOME_TENSORS)
+def test_tensor_of_another_shape_is_named_with_both_shapes(broken, name):
+    folder, tensors = broken
+    shape = list(tensors[name].shape)
+    tensors[name] = torch.cat([tensors[name], tensors[name]])
+    save(folder, tensors)
+    with pytest.raises(ValueError, match="the model needs") as error:
+        load(folder)
+    assert f"tensor {name} in {folder} is {[2 * shape[0], *shape[1:]]}, the model needs {shape}" in str(error.value)
+
+
+def test_transposed_tensor_is_refused(broken):
+    folder, tensors = broken
+    name = "model.layers.0.mlp.down_proj.weight"
+    save(folder, {**tensors, name: tensors[name].T.contiguous()})
+    with pytest.raises(ValueError, match=name):
+        load(folder)
+
+
+def test_checkpoint_with_fewer_layers_than_its_config_says(broken):
+    folder, _ = broken
+    edit_config(folder, num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"11 tensors are missing .*model\.layers\.2\."):
+        load(folder)
+
+
+def test_missing_shard_is_named(tiny_checkpoint, tmp_path):
+    tiny_checkpoint[1].save_pretrained(tmp_path, max_shard_size="100KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"{shard.name} is missing, but {INDEX_FILE} names it"):
+        load(tmp_path)
+
+
+def test_file_that_was_cut_off_is_named(broken):
+    folder, _ = broken
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        load(folder)
+
+
+@pytest.mark.parametrize("files", [("a", "a"), ("a", "b"), ("b", "a")], ids="-".join)
+def test_tied_head_that_differs_is_not_dropped_silently(checkpoints, tmp_path, files):
+    """Two names of one tensor with two contents: refused, or both kept as `transformers` does (with a warning)."""
+    folder, _ = checkpoints.make(tie_word_embeddings=True, num_hidden_layers=1)
+    shutil.copy(folder / "config.json", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    head = torch.zeros_like(tensors["model.embed_tokens.weight"])
+    parts = {file: {} for file in files}
+    parts[files[0]] |= tensors
+    parts[files[1]] |= {"lm_head.weight": head}
+    for name, part in parts.items():
+        save_file(part, tmp_path / f"{name}.safetensors", metadata={"format": "pt"})
+    try:
+        model = load(tmp_path)
+    except ValueError as error:
+        assert "lm_head.weight" in str(error)  # noqa: PT017 (both ways are right)
+    else:
+        assert torch.equal(model.model.embed_tokens.weight, tensors["model.embed_tokens.weight"])
+        assert torch.equal(model.lm_head.weight, head)
+
+
+def test_folder_without_weights_is_refused(broken):
+    folder, _ = broken
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"holds no \*\.safetensors weights"):
+        load(folder)
+
+
+class Bomb:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_pickled_weights_are_refused_and_not_opened(broken, tmp_path):
+    folder, _ = broken
+    (folder / "model.safetensors").unlink()
+    for name in ("pytorch_model.bin", "model.pt"):
+        (folder / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    with pytest.raises(ValueError, match=r"holds no \*\.safetensors weights"):
+        load(folder)
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", INDEX_FILE])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "is not valid JSON"), ("", "is not valid JSON"), ("[1]", "must hold a JSON object, got list")],
+)
+def test_bad_json_is_named(broken, file, content, message):
+    folder, _ = broken
+    (folder / file).write_text(content)
+    with pytest.raises(ValueError, match=f"{file} {message}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", [{}, {"weight_map": []}, {"weight_map": {}}], ids=str)
+def test_index_without_a_weight_map_is_named(broken, content):
+    folder, _ = broken
+    (folder / INDEX_FILE).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"{INDEX_FILE}|safetensors"):
+        load(folder)
+
+
+@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], ["Qwen3MoeForCausalLM"], [], None])
+def test_other_architectures_are_refused(broken, architectures):
+    folder, _ = broken
+    edit_config(folder, architectures=architectures)
+    with pytest.raises(ValueError, match="is not supported; supported: Qwen3ForCausalLM") as error:
+        load(folder)
+    assert str(architectures) in str(error.value)
+
+
+# ---- dummy weights
+
+
+def test_dummy_weights_are_the_same_for_the_same_seed_and_no_other(tiny_checkpoint, tmp_path):
+    shutil.copy(tiny_checkpoint[0] / "config.json", tmp_path)  # nothing else is there, nor needed
+    first, again, other = (checkpoint_places(load(tmp_path, dummy_seed=seed)) for seed in (3, 3, 4))
+    for name, tensor in first.items():
+        assert torch.equal(tensor, again[name]), name
+        assert torch.equal(tensor, other[name]) == name.endswith("norm.weight"), name
+
+
+def test_dummy_weights_have_the_spread_of_the_config(checkpoints):
+    folder, _ = checkpoints.make(attention_bias=True, num_hidden_layers=1)  # initializer_range 0.2
+    for name, tensor in checkpoint_places(load(folder, dummy_seed=0)).items():
+        if name.endswith("norm.weight"):
+            assert (tensor == 1).all(), name
+        elif name.endswith("bias"):
+            assert (tensor == 0).all(), name
+        else:
+            assert 0.18 < tensor.std() < 0.22, name
+
+
+# ---- from a name to a folder
+
+
+def test_folder_is_taken_as_str_and_as_path(tiny_checkpoint):
+    folder = tiny_checkpoint[0]
+    assert resolve_model(folder) == resolve_model(str(folder)) == folder
+
+
+def test_home_is_expanded(tiny_checkpoint, monkeypatch):
+    folder = tiny_checkpoint[0]
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert resolve_model(f"~/{folder.name}") == folder
+
+
+def test_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path.name}' holds no config.json"):
+        resolve_model(tmp_path)
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./nothing", "../nothing", "a/b/c", "~/none", Path("nothing")])
+def test_path_that_is_not_there_is_named(model):
+    with pytest.raises(ValueError, match="is not a folder on this machine, nor a hub id") as error:
+        resolve_model(model)
+    assert repr(str(model)) in str(error.value)
+
+
+@pytest.fixture
+def hub_cache(monkeypatch, tmp_path):
+    """An empty hub cache, and no network."""
+    cache = tmp_path / "hub"
+    cache.mkdir()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    return cache
+
+
+def put_into_cache(cache, hub_id, folder, files=("config.json", "model.safetensors")):
+    """As the hub's client lays it out: a reference to a commit, whose folder links to the files' contents."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repo = cache / ("models--" + hub_id.replace("/", "--"))
+    snapshot = repo / "snapshots" / commit
+    for part in (repo / "refs", repo / "blobs", snapshot):
+        part.mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    for name in files:
+        shutil.copy(folder / name, repo / "blobs" / name)
+        (snapshot / name).symlink_to(repo / "blobs" / name)
+    return snapshot
+
+
+@pytest.mark.parametrize("hub_id", ["some-org/Some-Model.1", "model"])
+def test_hub_id_is_found_in_the_cache_when_offline(hub_cache, tiny_checkpoint, hub_id):
+    folder, hf_model = tiny_checkpoint
+    snapshot = put_into_cache(hub_cache, hub_id, folder)
+    found = resolve_model(hub_id)
+    assert found.samefile(snapshot)
+    check_equals(load(found), hf_model)
+
+
+def test_hub_id_that_is_not_in_the_cache_is_named_when_offline(hub_cache):
+    with pytest.raises(ValueError, match="model 'org/unknown' is neither a folder on this machine nor to be had"):
+        resolve_model("org/unknown")
+
+
+def test_hub_id_without_a_config_is_refused(hub_cache, tiny_checkpoint):
+    put_into_cache(hub_cache, "org/half", tiny_checkpoint[0], ["model.safetensors"])
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_model_config(resolve_model("org/half"))
+
+
+# ---- end tokens and tokenizer
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, {5, 6}),
+        ({"eos_token_id": 5}, {"eos_token_id": 7}, {5}),
+        ({"eos_token_id": 0}, {"eos_token_id": 7}, {0}),
+        ({}, {"eos_token_id": 7}, {7}),
+        ({"eos_token_id": None}, {"eos_token_id": [7, 8]}, {7, 8}),
+        (None, {"eos_token_id": 7}, {7}),
+        (None, {"eos_token_id": None}, set()),
+        (None, {}, set()),
+    ],
+)
+def test_end_tokens_are_those_of_the_generation_config_or_else_of_the_config(tmp_path, generation, config, expected):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_eos_token_ids(tmp_path) == expected
+
+
+def test_model_without_tokenizer_files_has_none(tiny_checkpoint):
+    assert load_tokenizer(tiny_checkpoint[0]) is None
+
+
+@pytest.fixture
+def tokenizer_folder(broken):
+    """The tiny checkpoint with a tokenizer of four words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "</s>": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder, _ = broken
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+def test_tokenizer_is_read(tokenizer_folder):
+    tokenizer = load_tokenizer(tokenizer_folder)
+    assert tokenizer.encode("b a b", add_special_tokens=False) == [2, 1, 2]
+    assert tokenizer.eos_token_id == 3
+
+
+def test_code_of_a_checkpoint_is_not_run(tokenizer_folder, tmp_path):
+    file = tokenizer_folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    settings |= {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
+    file.write_text(json.dumps(settings))
+    (tokenizer_folder / "evil.py").write_text(
+        f"from pathlib import Path\nPath({str(tmp_path / 'run')!r}).touch()\n"
+        "from transformers import PreTrainedTokenizerFast as Evil\n"
+    )
+    try:
+        load_tokenizer(tokenizer_folder)
+    except ValueError as error:
+        assert "trust_remote_code" in str(error)  # noqa: PT017 (it may also load without that code)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,430 @@
+"""The compiled CPU layers against float64 arithmetic, PyTorch's layers, and themselves in other batches.
+
+`cpu.c` is also compiled for a processor without AVX-512 and for one without vectors at all, so that every branch of it
+is run.
+"""
+
+import ctypes
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm.execution.choices import select_backend
+from nanovllm.kernels.cpu import layers as cpu
+from nanovllm.kernels.cpu.layers import CpuAttention, HugePages, NoLibraryError, load_library, pack, replace_layers
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.backends import TorchAttention
+from nanovllm.layers.embedding import Embedding
+from nanovllm.layers.linear import FusedLinear, Linear
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import RMSNormRotary, Rotary
+from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
+
+TINY = TINY_QWEN3
+DTYPES = [torch.float32, torch.bfloat16]
+# the best processor here, one without AVX-512, and none in particular
+PROCESSORS = {"native": "native", "AVX2": "x86-64-v3", "SSE": "x86-64"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_a_compiler():
+    try:
+        load_library(torch.float32)
+    except NoLibraryError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=PROCESSORS)
+def processor(request, monkeypatch):
+    """Layers made in the test run the code that is made for this processor."""
+    flags = [f.replace("-march=native", f"-march={PROCESSORS[request.param]}") for f in cpu.FLAGS]
+    monkeypatch.setattr(cpu, "FLAGS", tuple(flags))
+    cpu.load_library.cache_clear()
+    yield request.param
+    cpu.load_library.cache_clear()
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request):
+    return request.param
+
+
+def filled(layer, dtype, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in layer.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype)
+    return layer.requires_grad_(False)
+
+
+def twin_of(layer, dtype):
+    model = torch.nn.Sequential(layer)
+    replace_layers(model, dtype)
+    assert type(model[0]).__module__ == cpu.__name__, "the layer has a twin"
+    return model[0]
+
+
+def randn(*shape, dtype, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def one_rounding(dtype):
+    """Results that differ in the last bit at most: sums run in another order, and are then rounded."""
+    return {torch.float32: {"rtol": 1e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-9}}[dtype]
+
+
+# ---- matrix products
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 11, 12, 13, 25, 40])
+@pytest.mark.parametrize(("n", "k"), [(1, 2), (16, 32), (17, 6), (48, 130), (100, 64)])
+def test_linear_equals_float64(processor, dtype, m, n, k):
+    layer = filled(Linear(k, n, bias=n % 2 == 0), dtype)
+    x = randn(m, k, dtype=dtype)
+    expected = x.double() @ layer.weight.double().T + (0 if layer.bias is None else layer.bias.double())
+    torch.testing.assert_close(twin_of(layer, dtype)(x).double(), expected, **one_rounding(dtype))
+
+
+def test_linear_of_nothing(dtype):
+    layer = filled(Linear(32, 20), dtype)
+    assert twin_of(layer, dtype)(torch.empty(0, 32, dtype=dtype)).shape == (0, 20)
+
+
+def test_linear_takes_an_input_that_is_a_view(dtype):
+    layer = filled(Linear(32, 20), dtype)
+    x = randn(5, 64, dtype=dtype)[:, 32:]
+    expected = layer(x)
+    torch.testing.assert_close(twin_of(layer, dtype)(x), expected, **one_rounding(dtype))
+
+
+def test_fused_linear_returns_its_parts(dtype):
+    layer = filled(FusedLinear(32, {"a": 10, "b": 7}, bias=True), dtype)
+    x = randn(5, 32, dtype=dtype)
+    expected = layer(x)
+    for part, wanted in zip(twin_of(layer, dtype)(x), expected, strict=True):
+        torch.testing.assert_close(part, wanted, **one_rounding(dtype))
+
+
+def test_embedding_is_read_from_the_packed_weight(dtype):
+    layer = filled(Embedding(37, 24), dtype)
+    weight = layer.weight.clone()
+    twin = twin_of(layer, dtype)
+    token_ids = torch.tensor([0, 36, 15, 16, 17, 36], dtype=torch.int32)
+    assert torch.equal(twin(token_ids), weight[token_ids])
+    hidden = randn(4, 24, dtype=dtype)
+    logits = twin.logits(hidden)
+    assert logits.dtype == torch.float32  # not rounded: closer to the truth than the dtype could say
+    torch.testing.assert_close(logits.double(), hidden.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+
+
+def test_pack_puts_sixteen_outputs_side_by_side():
+    weight = torch.arange(20 * 4, dtype=torch.float32).view(20, 4)
+    memory = HugePages(4096)
+    packed, halves = pack(weight, memory), pack(weight.bfloat16(), memory)
+    assert packed.shape == (2, 4, 16, 1)
+    assert halves.shape == (2, 2, 16, 2)
+    assert packed[1, 2, 3, 0] == weight[19, 2]
+    assert halves[0, 1, 5].tolist() == weight[5, 2:4].tolist()
+    assert not packed[1, :, 4:].any()
+    assert [t.data_ptr() % 64 for t in (packed, halves)] == [0, 0]
+
+
+def test_tied_layers_stay_tied_and_their_weight_is_there_once():
+    embedding = filled(Embedding(32, 16), torch.bfloat16)
+    model = torch.nn.ModuleDict({"embed": embedding, "head": embedding})
+    replace_layers(model, torch.bfloat16)
+    assert model["embed"] is model["head"]
+    assert not list(model.parameters())
+
+
+# ---- the rest of a layer
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 300])
+def test_norm_equals_the_definition(processor, dtype, num_tokens):
+    layer = filled(RMSNorm(48, 1e-6), dtype)
+    x = randn(num_tokens, 48, dtype=dtype) * 3
+    expected = layer(x)
+    torch.testing.assert_close(twin_of(layer, dtype)(x), expected, **one_rounding(dtype))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_heads", "head_dim"), [(1, 1, 32), (5, 3, 64), (200, 2, 96)])
+def test_norm_and_rotation_equal_float64(processor, dtype, num_tokens, num_heads, head_dim):
+    layer = filled(RMSNormRotary(head_dim, 1e-6), dtype)
+    qkv = randn(num_tokens, num_heads * head_dim + 40, dtype=dtype)
+    x = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))  # a view, as of the fused projection
+    cos, sin = Rotary(head_dim, 1e4)(torch.arange(num_tokens) * 3, dtype)
+    normed = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * layer.weight.double()
+    first, second = normed.chunk(2, dim=-1)
+    c, s = cos.double(), sin.double()
+    expected = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+    before = qkv.clone()
+    out = twin_of(layer, dtype)(x, cos, sin)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]  # bfloat16 is rounded three times on the way
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(qkv, before)
+
+
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 16), (3, 20), (70, 256)])
+def test_silu_and_mul_equals_the_definition(processor, dtype, num_tokens, size):
+    gate, up = randn(num_tokens, 2 * size, dtype=dtype).mul(8).chunk(2, dim=1)
+    gate[0, :6] = torch.tensor([-200.0, 200.0, 0.0, -88.0, 88.0, 1e-3]).to(dtype)
+    expected = SiluAndMul()(gate, up)
+    torch.testing.assert_close(twin_of(SiluAndMul(), dtype)(gate, up), expected, **one_rounding(dtype))
+
+
+def test_layers_of_odd_shapes_stay_as_they_are():
+    model = torch.nn.Sequential(
+        filled(Linear(33, 8), torch.bfloat16),
+        filled(RMSNorm(20, 1e-6), torch.bfloat16),
+        filled(Linear(32, 8), torch.bfloat16),
+    )
+    replace_layers(model, torch.bfloat16)
+    assert [type(layer).__name__ for layer in model] == ["Linear", "RMSNorm", "CpuLinear"]
+
+
+# ---- attention
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("block_size", [16, 32, 80])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [*HEADS, (32, 2), (40, 2)])
+def test_mixed_batch_equals_the_reference(dtype, num_heads, num_kv_heads, block_size, seed):
+    backend = CpuAttention(num_heads, num_kv_heads, [32, 64, 96][seed], block_size, dtype)
+    step = Step(backend, random_lens(block_size, seed), seed, dtype)
+    check_close(step.run(backend), step)
+
+
+@pytest.mark.parametrize(
+    "lens",
+    [
+        [(0, 1)],
+        [(15, 1), (16, 1), (17, 1), (31, 1), (32, 1)],
+        [(0, 15), (0, 16), (0, 17), (0, 2)],
+        [(5, 4), (16, 16), (32, 2), (1, 60)],
+        [(300, 1), (1000, 1), (127, 1), (0, 257), (129, 20)],
+    ],
+    ids=["one token", "decodes", "whole prompts", "later chunks", "long"],
+)
+def test_each_kind_of_batch_equals_the_reference_on_each_processor(processor, dtype, lens):
+    backend = CpuAttention(4, 2, 64, 16, dtype)
+    step = Step(backend, lens, dtype=dtype)
+    check_close(step.run(backend), step)
+
+
+def test_large_scores_do_not_overflow(dtype):
+    backend = CpuAttention(2, 1, 32, 16, dtype)
+    step = Step(backend, [(40, 1), (0, 33)], dtype=dtype)
+    same = TorchAttention(2, 1, 32, 16)
+    cache = torch.zeros(same.kv_cache_shape(1, 8), dtype=torch.float64)[:, 0]
+    step.q, step.k = step.q * 100, step.k * 100
+    backend.store_kv(step.k, step.v, step.layer_cache, step.batch.metadata.slot_mapping)
+    assert backend.attend(step.q, step.layer_cache, step.batch.metadata).isfinite().all()
+    assert cache.isfinite().all()
+
+
+def test_block_that_is_filled_in_this_step_can_be_shared():
+    out, expected = shared_step(CpuAttention(4, 2, 32, 16))
+    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+def test_attention_leaves_the_cache_of_other_tokens_alone(dtype):
+    """As many elements change as the new tokens have, and none that held something."""
+    backend = CpuAttention(4, 2, 32, 16, dtype)
+    step = Step(backend, random_lens(16, 3), dtype=dtype)
+    before = step.cache.clone()
+    step.run(backend)
+    changed = before.isnan() & ~step.cache.isnan()
+    assert not changed[:, 0].any(), "another layer"
+    assert changed[:, 1].flatten(1).sum(1).tolist() == [step.k.numel(), step.v.numel()]
+    blocks = {slot // 16 for slot in step.batch.metadata.slot_mapping.tolist()}
+    assert set(changed[:, 1].any(-1).any(-1).nonzero()[:, 1].tolist()) == blocks
+    kept = ~before.isnan()
+    assert torch.equal(before[kept], step.cache[kept])
+
+
+def test_reference_sees_a_slot_that_was_never_filled(dtype):
+    """The poison works: with one value of the past missing, the output is NaN, and only that of its sequence."""
+    backend = CpuAttention(4, 2, 32, 16, dtype)
+    step = Step(backend, [(9, 1), (0, 12)], dtype=dtype)
+    step.layer_cache[:, step.batch.metadata.block_tables[0, 0]] = math.nan
+    out = step.run(backend)
+    assert out[0].isnan().all()
+    assert not out[1:].isnan().any()
+
+
+# ---- the same bits in every batch
+
+
+def test_a_row_has_the_same_bits_in_every_batch(processor, dtype):
+    twin = twin_of(filled(Linear(96, 70), dtype), dtype)
+    x = randn(40, 96, dtype=dtype)
+    together = twin(x)
+    for start, stop in [(0, 1), (3, 5), (7, 19), (1, 40)]:
+        assert torch.equal(twin(x[start:stop]), together[start:stop])
+
+
+def test_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prompt(dtype):
+    backend = CpuAttention(8, 2, 64, 16, dtype)
+    whole = Step(backend, [(0, 77)], dtype=dtype)
+    at_once = whole.run(backend)
+    decode = Step(backend, [(76, 1)], dtype=dtype)
+    decode.layer_cache[:, decode.batch.metadata.block_tables[0].long()] = whole.layer_cache[
+        :, whole.batch.metadata.block_tables[0].long()
+    ]
+    out = backend.attend(whole.q[76:], decode.layer_cache, decode.batch.metadata)
+    assert torch.equal(out[0], at_once[76])
+
+
+def test_outputs_do_not_depend_on_what_else_is_in_the_batch():
+    """In bfloat16, where one other bit soon is another token: alone, together, in chunks, and with a cached prefix."""
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts = ["What is paged attention? Explain it well.", "What is 17 + 25?", "Why is the sky blue?", "Name a fruit."]
+
+    def run(options, calls):
+        llm = LLM(TINY, dtype="bfloat16", attention_backend="cpu", **options)
+        return [output.outputs[0].token_ids for call in calls for output in llm.generate(call, params, use_tqdm=False)]
+
+    together = run({}, [prompts])
+    assert run({}, [[prompt] for prompt in prompts]) == together
+    assert run({"max_num_batched_tokens": 5}, [prompts]) == together
+    assert run({"num_kv_blocks": 9}, [prompts]) == together  # with preemption
+    assert run({}, [prompts, prompts])[4:] == together  # from the prefix cache
+
+
+# ---- whole models
+
+
+def test_the_model_gives_the_same_tokens_as_with_pytorch_layers():
+    prompts = ["What is paged attention?", "What is 31 + 46?", "Hello!", "Explain the KV cache in detail."]
+    params = SamplingParams(temperature=0, max_tokens=40, logprobs=2)
+    fast, plain = (
+        LLM(TINY, dtype="float32", attention_backend=name, enforce_eager=name == "torch").generate(
+            prompts, params, use_tqdm=False
+        )
+        for name in ("cpu", "torch")
+    )
+    for ours, theirs in zip(fast, plain, strict=True):
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+        assert ours.outputs[0].cumulative_logprob == pytest.approx(theirs.outputs[0].cumulative_logprob, abs=1e-3)
+
+
+def test_bfloat16_logits_are_as_close_to_float32_as_pytorchs():
+    """The fast path may round in other places than PyTorch's, but not more coarsely."""
+    prompt = [list(range(5, 105))]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+
+    def logprobs(**options):
+        (output,) = LLM(TINY, **options).generate(prompt, params, use_tqdm=False)
+        rows = output.prompt_logprobs[1:]
+        return torch.tensor([row[token].logprob for row, token in zip(rows, prompt[0][1:], strict=True)])
+
+    exact = logprobs(dtype="float32", attention_backend="torch", enforce_eager=True)
+    plain = logprobs(dtype="bfloat16", attention_backend="torch", enforce_eager=True)
+    fast = logprobs(dtype="bfloat16", attention_backend="cpu")
+    assert not torch.equal(fast, exact)
+    assert (fast - exact).abs().mean() <= 1.1 * (plain - exact).abs().mean()
+
+
+def test_enforce_eager_keeps_the_layers_of_pytorch():
+    for enforce_eager, name in ((True, "FusedLinear"), (False, "CpuFusedLinear")):
+        llm = LLM(TINY, enforce_eager=enforce_eager, attention_backend="cpu")
+        assert type(llm.engine.runner.model.model.layers[0].mlp.gate_up_proj).__name__ == name
+
+
+# ---- where it can be used
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["cpu", "auto"])
+def test_it_is_chosen_on_cpu(dtype, name):
+    assert select_backend(name, CPU, dtype, 64, None)[0] is CpuAttention
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"device": torch.device("cuda")}, "it runs on CPU, not on cuda"),
+        ({"dtype": torch.float16}, "know bfloat16 and float32, not torch.float16"),
+        ({"head_dim": 48}, "head_dim must be a multiple of 32, it is 48"),
+        ({"block_size": 8}, "block_size must be a multiple of 16, got 8"),
+    ],
+)
+def test_it_says_where_it_cannot_be_used(changed, message):
+    wanted = {"name": "cpu", "device": CPU, "dtype": torch.float32, "head_dim": 64, "block_size": None, **changed}
+    with pytest.raises(ValueError, match=f"attention_backend='cpu' cannot be used .*{message}"):
+        select_backend(**wanted)
+
+
+@pytest.fixture
+def fresh_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu.load_library.cache_clear()
+    yield tmp_path / "nanovllm"
+    cpu.load_library.cache_clear()
+
+
+def test_without_a_compiler_the_engine_runs_on_pytorch(fresh_cache, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    llm = LLM(TINY)
+    assert isinstance(llm.engine.runner.backend, TorchAttention)
+    assert "not cpu: there is no C compiler" in llm.engine.description
+
+
+def test_a_compiler_that_fails_is_quoted(fresh_cache, monkeypatch):
+    monkeypatch.setenv("CC", f"{sys.executable} -c 'import sys; sys.exit(\"out of order\")'")
+    with pytest.raises(NoLibraryError, match="could not compile cpu.c: out of order"):
+        load_library(torch.float32)
+    assert not list(fresh_cache.iterdir())
+
+
+def test_a_compiler_that_is_not_there_is_no_disaster(fresh_cache, monkeypatch):
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    with pytest.raises(NoLibraryError, match="could not be compiled and loaded: .*/no/such/compiler"):
+        load_library(torch.float32)
+    assert isinstance(LLM(TINY).engine.runner.backend, TorchAttention)
+
+
+def test_a_folder_that_others_can_write_to_is_not_trusted(fresh_cache):
+    fresh_cache.mkdir()
+    fresh_cache.chmod(0o777)
+    with pytest.raises(NoLibraryError, match="others than you can write into .*nanovllm: chmod 700"):
+        load_library(torch.float32)
+
+
+def test_a_cache_that_cannot_be_made_is_no_disaster(fresh_cache):
+    fresh_cache.write_text("in the way")
+    with pytest.raises(NoLibraryError, match="could not be compiled and loaded"):
+        load_library(torch.float32)
+
+
+def test_it_is_compiled_once(fresh_cache, monkeypatch):
+    load_library(torch.float32)
+    (file,) = fresh_cache.iterdir()
+    assert fresh_cache.stat().st_mode & 0o077 == 0  # nobody else can put code there
+    monkeypatch.setattr(cpu, "compile_to", lambda *_: pytest.fail("compiled again"))
+    cpu.load_library.cache_clear()
+    assert isinstance(load_library(torch.float32), ctypes.CDLL)
+    assert list(fresh_cache.iterdir()) == [file]
+
+
+def test_one_pool_of_threads(dtype):
+    """Two OpenMP libraries in one process wait for each other's cores: the process maps one file called libgomp."""
+    code = (
+        "import torch; from nanovllm.kernels.cpu.layers import load_library; load_library(torch.float32); "
+        "print(*{line.split()[-1] for line in open('/proc/self/maps') if 'libgomp' in line})"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len(run.stdout.split()) == 1
+
+
+def test_the_source_compiles_without_a_warning():
+    for flags in ([], ["-DBFLOAT16"]):
+        command = ["cc", *cpu.FLAGS, *flags, "-Wall", "-Wextra", "-Werror", str(cpu.SOURCE), "-o", "/dev/null"]
+        subprocess.run(command, check=True)

@@ -1,0 +1,80 @@
+"""The whole way of a step on CUDA, on CPU: Triton's attention, layers and draws, recorded and replayed, with overlap.
+
+Collected only where the kernels can run: under TRITON_INTERPRET=1, which `test_triton_attention.py` sets for a process
+that runs this file. `recorded_operations.py` stands in for CUDA's recording. On a GPU, `test_gpu.py` has the real one.
+The oracles are PyTorch's layers without any of it, and `transformers`.
+"""
+
+import os
+import random
+
+import pytest
+
+from nanovllm import Config, LLMEngine, SamplingParams
+from nanovllm.execution.cuda_graph import CudaGraphs, graph_sizes
+from nanovllm.kernels.cuda.decoder_layer import TritonDecoderLayer
+from nanovllm.kernels.cuda.sample import draw_tokens
+from tests.conftest import hf_greedy
+from tests.engine.test_engine import assert_at_rest, ids, run, tokens_of
+from tests.late_runner import LateRunner
+from tests.recorded_operations import OperationRecorder
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("on a GPU, test_gpu.py records real graphs", allow_module_level=True)
+
+SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128}
+OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 3, "block_size": 16}
+
+
+def make_engine(folder, **options):
+    """As on CUDA: twins of the layers, draws in Triton, graphs, overlap."""
+    engine = LLMEngine(Config(folder, attention_backend="triton", enable_overlap=True, **{**OPTIONS, **options}))
+    runner = engine.runner
+    assert type(runner.model.model.layers[0]) is TritonDecoderLayer
+    runner.draw = draw_tokens
+    recorder = OperationRecorder()
+    graphs = CudaGraphs(runner.model, runner.kv_cache.tensor, draw_tokens, graph_sizes(3), 4, recorder)
+    graphs.record_all()
+    runner.graphs = graphs
+    return engine, recorder, LateRunner(engine)
+
+
+def serve(engine, requests):
+    for i, (prompt, params) in enumerate(requests):
+        engine.add_request(str(i), prompt, params)
+    done = tokens_of(run(engine))
+    assert_at_rest(engine)
+    return done
+
+
+def test_greedy_tokens_are_those_of_transformers(checkpoints):
+    folder, model = checkpoints.make(**SHAPE)
+    engine, recorder, late = make_engine(folder)
+    prompts = [ids(n, seed=n) for n in (3, 16, 33, 1, 20)]
+    outputs = serve(engine, [(p, SamplingParams(temperature=0, max_tokens=3 + i)) for i, p in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        assert outputs[str(i)] == hf_greedy(model, prompt, 3 + i)
+    assert recorder.num_recorded == 3
+    assert recorder.num_replays >= 4
+    assert late.num_expected_ids > 8
+
+
+@pytest.mark.parametrize(
+    ("options", "lens"),
+    [({}, (1, 30)), ({"num_kv_blocks": 4, "max_num_batched_tokens": 24}, (13, 15))],
+    ids=["room", "preemption"],
+)
+def test_mixtures_of_draws_are_those_of_eager_steps(checkpoints, options, lens):
+    folder, _ = checkpoints.make(**SHAPE)
+    rng = random.Random(0)
+    kinds = [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8, "min_p": 0.01},
+             {"temperature": 0}, {"logprobs": 2}, {"repetition_penalty": 1.3}]  # fmt: skip
+    requests = [
+        (ids(rng.randint(*lens), seed=i), SamplingParams(**{"temperature": 1.0, "seed": i, "max_tokens": 5, **kind}))
+        for i, kind in enumerate(kinds)
+    ]
+    plain = LLMEngine(Config(folder, attention_backend="torch", enforce_eager=True, **OPTIONS))
+    engine, recorder, _ = make_engine(folder, **options)
+    assert serve(engine, requests) == serve(plain, requests)
+    assert recorder.num_replays >= 6
+    assert bool(engine.get_stats().num_preemptions) == bool(options)

@@ -1,0 +1,283 @@
+"""The Triton backend as far as it goes without a GPU: all kernels' tests in the interpreter, what they compile to for
+real GPUs, how the work is divided, and who may choose it.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.version import Version
+
+from nanovllm import LLM
+from nanovllm.execution.choices import select_backend
+from nanovllm.layers.backends import TorchAttention
+from tests.conftest import KERNEL_TESTS
+
+pytest.importorskip("triton")
+
+from benchmarks.kernel_resources import GPUS
+from nanovllm.kernels.cuda import activation, few_tokens, norm, paged_attention, sample, store_kv
+from nanovllm.kernels.cuda.flash_attention import FlashAttention
+from nanovllm.kernels.cuda.launch import GPU, choose_splits, decode_launch, prefill_launch
+from nanovllm.kernels.cuda.triton_attention import TritonAttention
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = (activation, few_tokens, norm, paged_attention, sample, store_kv)
+KERNELS = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
+FEW_TOKENS = {"norm_linear", "norm_gate_up", "add_linear"}  # what one kernel, `few_tokens_kernel`, is compiled to
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+ARCHS = (80, 90, 100, 120)  # A100, H100, B200, and an RTX 5090, which has least shared memory
+SPILLS_NOTHING = Version(version("triton")).release[:2] in ((3, 6), (3, 9))  # on the first two; others up to 96 bytes
+# name: environment, arguments. In processes of their own: triton reads TRITON_INTERPRET once, when it is imported.
+JOBS = {
+    **{f"compile {a}": ("0", ["benchmarks.kernel_resources", "--quick", "--json", "--arch", str(a)]) for a in ARCHS},
+    **{f"launch {a}": ("0", ["tests.launched_kernels", str(a)]) for a in ARCHS},
+}
+if not torch.cuda.is_available():  # else they run on the GPU
+    JOBS |= {file: ("1", ["pytest", "-x", "-p", "no:cacheprovider", f"tests/{file}"]) for file in KERNEL_TESTS}
+
+
+def run_job(name):
+    interpret, arguments = JOBS[name]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": interpret}
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    """All of them, as many at a time as there are cores; the first test that asks for one has them all begin."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {name: pool.submit(run_job, name) for name in reversed(JOBS)}  # the longest first
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("file", [file for file in KERNEL_TESTS if file in JOBS])
+@pytest.mark.skipif(
+    Version(version("triton")) < Version("3.7") and Version(version("numpy")) >= Version("2.4"),
+    reason="the interpreter of Triton 3.6 needs NumPy before 2.4",
+)
+def test_kernels_in_the_interpreter(jobs, file):
+    done = jobs[file].result()
+    assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+# ---- what the kernels compile to
+
+
+def may_spill(arch):
+    """Bytes of a thread. A few before a loop are nothing; hundreds would be slow."""
+    return 0 if arch in (80, 90) and SPILLS_NOTHING else 96
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def resources(request, jobs):
+    """One dict for each specialisation, but for float16, which differs from bfloat16 in a type only."""
+    done = jobs[f"compile {request.param}"].result()
+    assert done.returncode == 0, done.stderr[-5000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_kernels_hardly_spill(resources):
+    assert len(resources) >= 20
+    for used in resources:
+        assert used["spill_bytes"] <= may_spill(int(used["case"].split()[1].removeprefix("sm_"))), used
+
+
+def test_programs_fit_a_multiprocessor(resources):
+    """Two at least, so that one computes while the other waits; but prefill and truncate have warps enough for that.
+
+    Products of few tokens have many tiles on their way instead: two programs where shared memory is as large as an
+    H100's, one where it is smaller or where numbers take twice as much.
+    """
+    for used in resources:
+        kernel, arch, dtype = used["case"].split()[:3]
+        is_large = kernel in FEW_TOKENS and (arch, dtype) != ("sm_90", "bfloat16")
+        least = 1 if is_large or kernel in ("prefill", "truncate") else 2
+        assert used["programs"] >= least, used
+
+
+def test_all_kernels_are_compiled(resources):
+    compiled = {used["case"].split()[0] for used in resources}
+    assert {f"{name}_kernel" for name in compiled - FEW_TOKENS} == KERNELS - {"few_tokens_kernel"}
+    assert compiled >= FEW_TOKENS
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_is_launched_compiles(jobs, arch):
+    """The interpreter takes all arguments and options, the compiler does not."""
+    done = jobs[f"launch {arch}"].result()
+    assert done.returncode == 0, done.stderr[-5000:]
+    launched = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    of_fused_layers = KERNELS - {"store_kv_kernel"}  # which is for layers of PyTorch
+    assert {used["kernel"] for used in launched} == of_fused_layers
+    assert [used for used in launched if used["spill_bytes"] > may_spill(arch)] == []
+    assert max(used["shared_bytes"] for used in launched) <= GPUS[arch].shared_memory
+
+
+# ---- how the work is divided
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 8, 64, 131, 264, 300, 2048, 100_000])
+@pytest.mark.parametrize("max_len", [16, 128, 1000, 32_768, 1 << 20])
+def test_splits_fill_the_gpu_and_are_not_tiny(num_programs, max_len):
+    gpu = GPU()
+    num_splits, min_split_len = choose_splits(num_programs, max_len, gpu)
+    assert num_splits >= 1
+    assert min_split_len % 128 == 0, "a multiple of every tile"
+    assert (num_splits - 1) * min_split_len < max_len, "the last one would be empty for every length"
+    assert num_splits == 1 or num_programs * num_splits <= 16 * gpu.num_multiprocessors + num_programs
+    if num_splits * min_split_len < max_len and num_programs < 2 * gpu.num_multiprocessors:
+        assert num_programs * num_splits >= 2 * gpu.num_multiprocessors
+
+
+def test_splits_of_well_known_cases():
+    gpu = GPU(num_multiprocessors=132)
+    assert choose_splits(8, 32_768, gpu) == (33, 128)  # one sequence, 8 K and V heads
+    assert choose_splits(8, 256, gpu) == (2, 128)
+    assert choose_splits(256 * 8, 1024, gpu) == (1, 4096)
+    assert choose_splits(40 * 8, 32_768, gpu) == (6, 4096)
+
+
+@pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 4, 16, 64])
+def test_launches_are_powers_of_two_that_hold_a_group(group, head_dim, dtype, shared_memory):
+    for choose in (decode_launch, prefill_launch):
+        launch = choose(group, head_dim, dtype, GPU(132, shared_memory))
+        assert launch.rows >= max(16, group)
+        for n in (launch.rows, launch.tile, launch.num_warps):
+            assert n & (n - 1) == 0
+        assert 128 % launch.tile == 0, "splits are whole tiles"
+        assert launch.num_stages >= 1
+
+
+@pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_tiles_of_few_tokens_fit_shared_memory(is_gated, dtype, shared_memory):
+    for num_inputs in (64, 192, 1024, 3072):
+        launch = few_tokens.choose_launch(num_inputs, dtype, is_gated, GPU(132, shared_memory))
+        assert num_inputs % launch.tile == 0
+        loaded = (32 + 16 * is_gated) * launch.tile * dtype.itemsize
+        assert 1 <= launch.num_stages <= max(1, shared_memory // loaded)
+
+
+def test_many_tiles_of_few_tokens_are_on_their_way():
+    wanted = [few_tokens.choose_launch(1024, torch.bfloat16, is_gated, GPU()) for is_gated in (False, True)]
+    assert [(launch.tile, launch.num_stages) for launch in wanted] == [(256, 6), (256, 3)]
+
+
+# ---- who may choose it
+
+
+def choose(name, device, dtype=torch.bfloat16, head_dim=128, block_size=None, kv_cache_dtype="auto"):
+    return select_backend(name, device, dtype, head_dim, block_size, kv_cache_dtype)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_triton_is_chosen_on_cuda(dtype):
+    assert choose("triton", CUDA, dtype) is TritonAttention
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_auto_is_triton_on_cuda_without_flash_attn(monkeypatch, dtype):
+    for module in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert choose("auto", CUDA, dtype) is TritonAttention
+    assert choose("auto", CUDA, torch.float32) is TorchAttention
+    assert choose("auto", CUDA, dtype, head_dim=80) is TorchAttention
+    assert choose("auto", CUDA, dtype, head_dim=512) is TorchAttention
+    assert choose("auto", CUDA, dtype, block_size=24) is TorchAttention
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert choose("auto", CUDA, dtype) is TorchAttention
+
+
+def test_auto_is_triton_for_an_fp8_cache():
+    assert choose("auto", CUDA, kv_cache_dtype="fp8") is TritonAttention
+
+
+def test_importing_nanovllm_does_not_import_triton():
+    code = "import sys, nanovllm, nanovllm.kernels; print([m for m in sys.modules if m.split('.')[0] == 'triton'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("head_dim", [8, 80, 96, 512])
+def test_other_head_dims_are_refused(head_dim):
+    with pytest.raises(ValueError, match=rf"'triton' cannot be used .*head_dim .* it is {head_dim}\); take .*'torch'"):
+        choose("triton", CUDA, head_dim=head_dim)
+
+
+def test_cpu_is_refused_unless_interpreted(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(
+        ValueError, match="'triton' .* needs a CUDA device, got cpu .*TRITON_INTERPRET=1.* take .*'torch'"
+    ):
+        choose("triton", CPU, torch.float32)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose("triton", CPU, torch.float32) is TritonAttention
+    assert choose("auto", CPU, torch.float32) is not TritonAttention
+
+
+def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ValueError, match="needs the package triton"):
+        choose("triton", CUDA)
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 15, 17, 24, 384])
+def test_block_sizes_are_refused(block_size):
+    with pytest.raises(ValueError, match=rf"power of two and at least 16, got {block_size}\)"):
+        choose("triton", CUDA, block_size=block_size)
+
+
+def test_who_has_an_fp8_cache(tiny_checkpoint, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="attention_backend='cpu' with kv_cache_dtype='fp8' .* no fp8 KV cache"):
+        LLM(tiny_checkpoint[0], device="cpu", attention_backend="cpu", kv_cache_dtype="fp8")
+    for name in ("auto", "torch"):
+        engine = LLM(tiny_checkpoint[0], device="cpu", attention_backend=name, kv_cache_dtype="fp8").engine
+        assert type(engine.runner.backend) is TorchAttention
+        assert engine.runner.kv_cache.tensor.dtype == torch.float8_e4m3fn
+    assert (
+        "not cpu: it has no fp8 KV cache"
+        in LLM(tiny_checkpoint[0], device="cpu", kv_cache_dtype="fp8").engine.description
+    )
+
+
+def test_triton_has_no_fp8_cache_on_older_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert choose("triton", CUDA) is TritonAttention
+    with pytest.raises(ValueError, match=r"'triton' with kv_cache_dtype='fp8' .* capability 8.9 .* this one has 8.0"):
+        choose("triton", CUDA, kv_cache_dtype="fp8")
+    with pytest.raises(ValueError, match=r"'auto' .* 8.9 .* not torch: .* slow.*'torch', or kv_cache_dtype='auto'"):
+        choose("auto", CUDA, kv_cache_dtype="fp8")
+    assert choose("torch", CUDA, kv_cache_dtype="fp8") is TorchAttention
+
+
+def test_older_gpus_get_pytorchs_attention(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    with pytest.raises(ValueError, match=r"'triton' cannot be used .* 8.0 or later \(Ampere\), this one has 7.5"):
+        choose("triton", CUDA)
+    assert choose("auto", CUDA) is TorchAttention
+
+
+def test_the_dtype_of_an_fp8_cache():
+    for backend_class in (TritonAttention, TorchAttention):
+        assert backend_class.why_no_fp8_kv_cache() is None
+        assert backend_class(4, 2, 64, 16, kv_cache_dtype="fp8").kv_cache_dtype == torch.float8_e4m3fn
+        assert backend_class(4, 2, 64, 16).kv_cache_dtype is None
+    assert FlashAttention.why_no_fp8_kv_cache() == "it has no fp8 KV cache"

@@ -1,0 +1,112 @@
+"""The order in which sequences are served: each policy against a sort by hand, and the bound on overtaking.
+
+What the scheduler makes of an order (admission, budget, victims) is shown in `test_scheduler.py`.
+"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm import LLM, Config
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.block_manager import BlockManager
+from nanovllm.scheduling.policies import POLICIES, SJF_TOKENS_PER_ARRIVAL, fcfs, priority, sjf
+from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.scheduling.sequence import Sequence
+
+REQUESTS = st.lists(st.tuples(st.integers(1, 2000), st.integers(-3, 3)), min_size=1, max_size=12)
+
+
+def ranks(policy, requests):
+    """Requests, (prompt tokens, priority) in order of arrival, in the order in which the scheduler has them wait."""
+    scheduler = Scheduler(BlockManager(3000, 1), 8, 8, 4000, policy)
+    for i, (num_tokens, urgency) in enumerate(requests):
+        scheduler.add(Sequence(str(i), [0] * num_tokens, SamplingParams(), priority=urgency))
+    return [int(seq.request_id) for _, seq in sorted(scheduler.waiting)]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(REQUESTS)
+def test_fcfs_looks_at_nothing_but_arrival(requests):
+    assert ranks(fcfs, requests) == list(range(len(requests)))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(REQUESTS)
+def test_priority_is_the_smallest_number_first_and_then_arrival(requests):
+    assert ranks(priority, requests) == sorted(range(len(requests)), key=lambda i: requests[i][1])
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(REQUESTS)
+def test_sjf_is_the_shortest_first_and_each_later_arrival_counts_256_tokens(requests):
+    assert ranks(sjf, requests) == sorted(range(len(requests)), key=lambda i: requests[i][0] + 256 * i)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(REQUESTS)
+def test_overtaking_under_sjf_is_bounded(requests):
+    """By how much longer the overtaken prompt is, whatever comes later."""
+    order = ranks(sjf, requests)
+    for place, i in enumerate(order):
+        num_overtaking = sum(other > i for other in order[:place])
+        assert num_overtaking <= requests[i][0] / SJF_TOKENS_PER_ARRIVAL
+
+
+@pytest.mark.parametrize("policy", POLICIES.values())
+def test_equals_are_served_by_arrival(policy):
+    assert ranks(policy, [(5, 1)] * 6) == list(range(6))
+
+
+def test_samples_of_a_request_stay_together_in_their_order():
+    scheduler = Scheduler(BlockManager(3000, 1), 8, 8, 4000, sjf)
+    samples = [Sequence("a", [0] * 300, SamplingParams(n=3), sample_index=i) for i in range(3)]
+    samples[0].children = samples[1:]
+    other = Sequence("b", [0], SamplingParams())
+    scheduler.add(samples[0])
+    scheduler.add(other)
+    assert sorted([other, *samples[::-1]], key=lambda seq: seq.order) == [other, *samples]
+
+
+def test_policies_are_known_by_their_names():
+    assert [POLICIES[name] for name in ("fcfs", "priority", "sjf")] == [fcfs, priority, sjf]
+    assert Config("model").scheduling_policy == "fcfs"
+
+
+@pytest.mark.parametrize("value", ["lifo", "", "FCFS"])
+def test_unknown_policy_is_refused_by_name(value):
+    with pytest.raises(ValueError, match=rf"scheduling_policy must be one of fcfs, priority, sjf.*'{value}'"):
+        Config("model", scheduling_policy=value)
+
+
+def make_llm(folder, **options):
+    return LLM(folder, dtype="float32", device="cpu", block_size=4, num_kv_blocks=128, max_num_seqs=1, **options)
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        ("fcfs", [0, 1, 2]),
+        ("priority", [2, 0, 1]),
+        ("sjf", [1, 0, 2]),  # 300, 3 + 256, 8 + 512
+        (lambda seq: seq.num_prompt_tokens, [1, 2, 0]),
+    ],
+)
+def test_policy_decides_who_is_served_first(tiny_checkpoint, policy, order):
+    """Through the engine, one request at a time; by the steps in which they finish."""
+    engine = make_llm(tiny_checkpoint[0], scheduling_policy=policy).engine
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    for i, (num_tokens, urgency) in enumerate([(300, 0), (3, 5), (8, -1)]):
+        engine.add_request(str(i), [i + 1] * num_tokens, params, urgency)
+    finished = []
+    while engine.has_unfinished_requests():
+        finished += [int(output.request_id) for output in engine.step().outputs if output.finished]
+    assert finished == order
+
+
+def test_priority_of_each_prompt_is_passed_through_generate(tiny_checkpoint):
+    llm = make_llm(tiny_checkpoint[0], scheduling_policy="priority")
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    outputs = llm.generate([[1], [2], [3]], params, use_tqdm=False, priority=[2, 0, 1])
+    finished = [output.metrics.finished_time for output in outputs]
+    assert sorted(range(3), key=lambda i: finished[i]) == [1, 2, 0]
