@@ -74,7 +74,7 @@ def start(model: str, load_format: str, started_at: float) -> dict[str, float]:
 
     read("import torch")
     from nanovllm import LLM, SamplingParams
-    from nanovllm.engine import engine
+    from nanovllm.engine import assembly
 
     read("import nanovllm")
     inner: dict[str, float] = {}
@@ -88,7 +88,7 @@ def start(model: str, load_format: str, started_at: float) -> dict[str, float]:
 
         return wrapped
 
-    engine.load_tokenizer = timed("import transformers, tokenizer", engine.load_tokenizer)
+    assembly.load_tokenizer = timed("import transformers, tokenizer", assembly.load_tokenizer)
     llm = LLM(model, load_format=load_format)
     read("rest of the engine")
     inner |= {f"engine: {part}": seconds for part, seconds in llm.engine.startup.seconds.items()}

@@ -12,6 +12,7 @@ import argparse
 from benchmarks.common import Workload, named_workload
 from nanovllm import SamplingParams
 from nanovllm.scheduling.block_manager import BlockManager
+from nanovllm.scheduling.observer import SchedulingStats
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.sequence import Sequence
 
@@ -30,16 +31,14 @@ def measure_waste(workload: Workload, block_size: int) -> float:
     num_blocks = sum(
         -(-(len(p) + n) // block_size) for p, n in zip(workload.prompts, workload.output_lens, strict=True)
     )
-    scheduler = Scheduler(BlockManager(num_blocks, block_size), 256, 8192, 4096)
+    stats = SchedulingStats()
+    scheduler = Scheduler(BlockManager(num_blocks, block_size, observer=stats), 256, 8192, 4096)
     for i, (prompt, num_output) in enumerate(zip(workload.prompts, workload.output_lens, strict=True)):
         scheduler.add(Sequence(str(i), prompt, SamplingParams(max_tokens=num_output, ignore_eos=True)))
-    num_stored = num_reserved = 0
     while scheduler.has_unfinished():
         scheduled = scheduler.schedule()
-        num_stored += scheduled.kv_tokens_stored
-        num_reserved += scheduled.kv_slots_reserved
         scheduler.update(scheduled, [0] * len(scheduled.samples))
-    return 1 - num_stored / num_reserved
+    return 1 - stats.kv_tokens_stored / stats.kv_slots_reserved
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 from benchmarks.common import describe_machine
 from nanovllm import TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm.execution.batch import build_batch
+from nanovllm.scheduling.rollback import roll_back
 from nanovllm.scheduling.step import BlockMoves
 
 
@@ -59,12 +60,12 @@ def measure(engine: LLMEngine, context_len: int, rounds: int) -> tuple[float, fl
         engine.add_request("r", [1] * context_len, SamplingParams(max_tokens=1))
         scheduled = engine.scheduler.schedule()
         computing = time.perf_counter()
-        engine.runner.run(build_batch(scheduled, engine.block_size)).wait()
+        engine.runner.run(build_batch(scheduled, engine.scheduler.block_manager.block_tables)).wait()
         synchronize(engine)
         if round_:  # the first warms up
             swaps.append(swapped - start)
             recomputes.append(time.perf_counter() - computing)
-        engine.scheduler.rollback()
+        roll_back(engine.scheduler)
         engine.abort_request("r")
     return median(swaps), median(recomputes)
 

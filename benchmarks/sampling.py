@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
 
+import numpy as np
 import torch
 
 from benchmarks.common import describe_machine
@@ -87,7 +88,10 @@ def measure_calls(logits: torch.Tensor, rows: dict[str, list[SamplingParams]], r
 
 def make_batch(logits: torch.Tensor, params: list[SamplingParams]) -> SamplingBatch:
     seqs = [Sequence(str(i), list(range(100)), one, seed=i) for i, one in enumerate(params)]
-    return map_tensors(build_sampling_batch(seqs), lambda tensor: tensor.to(logits.device))
+    return map_tensors(
+        build_sampling_batch(seqs, np.array([seq.num_known_tokens for seq in seqs])),
+        lambda tensor: tensor.to(logits.device),
+    )
 
 
 def make_call(logits: torch.Tensor, params: list[SamplingParams]) -> Callable[[], object]:

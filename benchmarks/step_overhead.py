@@ -59,7 +59,7 @@ def measure(num_seqs: int, context_len: int, block_size: int, num_steps: int) ->
         t0 = time.perf_counter()
         scheduled = scheduler.schedule()
         t1 = time.perf_counter()
-        build_batch(scheduled, block_size)
+        build_batch(scheduled, blocks.block_tables)
         t2 = time.perf_counter()
         scheduler.update(scheduled, tokens)
         t3 = time.perf_counter()

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from nanovllm.checks import check_bool
 from nanovllm.config import Config
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.request import Prompt
+from nanovllm.engine.intake import Prompt
 from nanovllm.outputs import BeamSearchOutput, EngineStats, RequestOutput
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 

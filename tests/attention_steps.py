@@ -9,11 +9,10 @@ import random
 
 import torch
 
-from nanovllm.execution.batch import build_batch
 from nanovllm.layers.attention import Attention
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.sequence import Sequence
-from nanovllm.scheduling.step import BlockMoves, SchedulerOutput
+from tests.steps import batch_of
 
 # ---- the reference
 
@@ -70,14 +69,12 @@ class Step:
             seq.num_computed_tokens = num_computed
             for block_id in table:
                 seq.block_table.append(block_id)
-            chunks.append((seq, num_new))
+            chunks.append((seq, num_computed, num_new))
             qs.append(q)
             ks.append(k[num_computed:])
             vs.append(v[num_computed:])
             expected.append(attend_with_loops(q, k, v))
-        num_decodes = sum(num_new == 1 for _, num_new in lens)
-        num_tokens = sum(num_new for _, num_new in lens)
-        self.batch = build_batch(SchedulerOutput(chunks, num_decodes, num_tokens, [], BlockMoves(), 0, 0), size)
+        self.batch = batch_of(chunks, size)
         self.q, self.k, self.v = torch.cat(qs), torch.cat(ks), torch.cat(vs)
         self.expected = torch.cat(expected)
 
@@ -113,7 +110,7 @@ def shared_step(backend):
     for seq, table in ((a, [2, 3]), (b, [2, 1])):
         for block_id in table:
             seq.block_table.append(block_id)
-    batch = build_batch(SchedulerOutput([(a, size + 3), (b, 2)], 0, size + 5, [], BlockMoves(), 0, 0), size)
+    batch = batch_of([(a, 0, size + 3), (b, size, 2)], size)
     # B's own tokens are A's, so its rows are A's rows at the same positions
     q, k, v = (torch.cat([t, t[size : size + 2]]) for t in (step.q, step.k, step.v))
     expected = torch.cat([step.expected, step.expected[size : size + 2]])

@@ -7,6 +7,8 @@ manager's and the scheduler's tests: it knows no hashes, no reference counts and
 
 from collections import Counter
 
+from nanovllm.scheduling.observer import count_empty_slots
+
 GARBAGE = "garbage"
 
 
@@ -33,9 +35,10 @@ class FakeKVCache:
     def slot(self, seq, position):
         return table_of(seq)[position // self.block_size], position % self.block_size
 
-    def tokens_of(self, seq):
-        """With those that are under way."""
-        return [self.newest[-1 - token] if token < 0 else token for token in tokens_of(seq)]
+    def tokens_of(self, seq, stop):
+        """The first `stop`, with those that are under way."""
+        tokens = seq.token_ids.data[:stop].tolist()
+        return [self.newest[-1 - token] if token < 0 else token for token in tokens]
 
     def move(self, swap_outs=(), swap_ins=(), copies=()):
         """Whole blocks, kind by kind, each kind at once; returns what `spoil` needs."""
@@ -56,7 +59,7 @@ class FakeKVCache:
     def write(self, seq, start, stop):
         """What a forward pass over tokens [start, stop) stores; returns what `spoil` needs."""
         journal = []
-        tokens = self.tokens_of(seq)
+        tokens = self.tokens_of(seq, stop)
         for position in range(start, stop):
             slot = self.slot(seq, position)
             journal.append((self.slots, slot, self.slots.get(slot)))
@@ -78,7 +81,7 @@ class FakeKVCache:
         self._check(seq, num_tokens, self.host_slots, seq.host_block_ids)
 
     def _check(self, seq, num_tokens, slots, table):
-        tokens = self.tokens_of(seq)
+        tokens = self.tokens_of(seq, num_tokens)
         for position in range(num_tokens):
             held = slots.get((table[position // self.block_size], position % self.block_size))
             assert held == tuple(tokens[: position + 1]), (
@@ -114,23 +117,29 @@ def check_ownership(block_manager, seqs):
     assert block_manager._ref_counts == [owners[block_id] for block_id in range(block_manager.num_blocks + 1)]
     assert block_manager.num_free_blocks == len(free)
     assert block_manager.num_used_blocks == len(owners)
-    assert block_manager.num_references == sum(owners.values())
+    assert sum(block_manager._ref_counts) == sum(owners.values())
 
 
-def check_duplicates(block_manager, seqs):
-    """`num_duplicate_tokens` against the slots themselves: tokens that are computed, less the places that hold them."""
+def check_stored(block_manager, seqs):
+    """`count_empty_slots` against the slots themselves: slots of owned blocks, less those that hold a token."""
     size = block_manager.block_size
     slots = {
         (table_of(seq)[position // size], position % size)
         for seq in seqs
         for position in range(seq.num_computed_tokens)
     }
-    assert block_manager.num_duplicate_tokens == sum(seq.num_computed_tokens for seq in seqs) - len(slots)
+    assert count_empty_slots(seqs, size) == block_manager.num_used_blocks * size - len(slots)
+
+
+def forget_new(block_manager):
+    """The step has failed: hide the blocks that it should have filled."""
+    for block_id in block_manager.prefix_cache.new_blocks:
+        block_manager.prefix_cache.forget(block_id)
 
 
 def check_cached_blocks(block_manager, cache):
     """Each block that can be hit is filled, holds the tokens it is known for, and is known once."""
-    by_id, by_hash = block_manager._cached_by_id, block_manager._cached_by_hash
+    by_id, by_hash = block_manager.prefix_cache._by_id, block_manager.prefix_cache._by_hash
     assert {known.block_hash: known for known in by_id.values()} == by_hash, "a stale entry"
     size = block_manager.block_size
     for block_id, known in by_id.items():

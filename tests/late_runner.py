@@ -20,7 +20,7 @@ class LateRunner:
         self.num_expected_ids = 0  # input ids that nobody knew at launch
 
     def run(self, batch):
-        num_in_flight = len(self._engine.scheduler.in_flight.steps)
+        num_in_flight = len(self._engine.scheduler.in_flight)
         assert num_in_flight <= 2
         assert batch.has_expected_ids == bool((batch.input_ids < 0).any())
         late = LateTokens(self, batch, self.num_steps)

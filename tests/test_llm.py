@@ -5,6 +5,7 @@ the statistics, and an undisturbed engine for a disturbed one. The model is rand
 fewer tokens than the model's vocabulary has.
 """
 
+import dataclasses
 import gc
 import json
 import math
@@ -97,7 +98,7 @@ def assert_at_rest(llm):
     stats = llm.get_stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == stats.num_kv_blocks
-    assert llm.engine.scheduler.block_manager.num_references == 0
+    assert llm.engine.scheduler.block_manager.num_used_blocks == 0
     assert not llm.engine.has_unfinished_requests()
 
 
@@ -191,7 +192,7 @@ def test_one_sampling_params_for_all_or_one_for_each(llm):
 
 def test_without_sampling_params_16_tokens_come(checkpoint):
     llm = make_llm(checkpoint[0])
-    llm.engine.eos_token_ids = frozenset()
+    llm.engine.intake = dataclasses.replace(llm.engine.intake, eos_token_ids=frozenset())
     outputs = llm.generate([ids(5)], use_tqdm=False)
     assert len(outputs[0].outputs[0].token_ids) == 16 == SamplingParams().max_tokens
 

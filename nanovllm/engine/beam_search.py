@@ -13,6 +13,7 @@ from nanovllm.engine.request import Request
 from nanovllm.execution.model_runner import StepTokens
 from nanovllm.outputs import BeamSearchOutput, BeamSearchSequence
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.scheduling.forks import fork, resume
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.sequence import Sequence
 
@@ -50,7 +51,7 @@ class BeamSearch(Request):
         self._num_candidates = max(2, 1 + len(eos_token_ids)) * params.beam_width
         self._seq_params = SamplingParams(temperature=0, max_tokens=params.max_tokens, logprobs=self._num_candidates)
         seq = self._new_sequence(request_id, prompt_token_ids)
-        seq.num_claims = params.beam_width
+        seq.num_places = params.beam_width
         super().__init__(prompt, prompt_token_ids, [seq], False, tokenizer, None, arrival_time)
         self.params = params
         self.eos_token_ids = eos_token_ids
@@ -133,7 +134,7 @@ class BeamSearch(Request):
         for cum_logprob, beam, token_id in going_on:
             by_parent[id(beam)].append((cum_logprob, token_id))
         for beam in self.beams:  # first those that end: their places are for the others
-            beam.seq.num_claims = 1
+            beam.seq.num_places = 1
             if not by_parent[id(beam)]:
                 scheduler.finish(beam.seq, "abort")
         for beam in self.beams:
@@ -143,7 +144,7 @@ class BeamSearch(Request):
             forks = [self._fork(beam.seq, scheduler) for _ in chosen[1:]]  # before it gets a token of its own
             for seq, (cum_logprob, token_id) in zip([beam.seq, *forks], chosen, strict=True):
                 seq.append_token(token_id)
-                scheduler.unpark(seq)
+                resume(scheduler, seq)
                 children.append(Beam(seq, cum_logprob))
         self.beams = children
 
@@ -155,7 +156,7 @@ class BeamSearch(Request):
         child.max_num_tokens, child.arrival = parent.max_num_tokens, parent.arrival
         child.order = (*parent.order[:2], child.sample_index)
         self.seqs.append(child)
-        scheduler.fork(parent, child)
+        fork(scheduler, parent, child)
         return child
 
     def _finish(self, scheduler: Scheduler) -> None:

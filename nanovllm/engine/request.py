@@ -1,25 +1,19 @@
-"""A request from arrival to end, and the forms in which its prompt may come.
+"""A request from arrival to end: turns what its sequences have become into outputs.
 
-Decides what a legal prompt is, and turns what the sequences have become into outputs. Made by `LLMEngine.add_request`,
-kept by the engine until the request has finished.
+Made by `intake.py`, kept by `LLMEngine` until the request has finished.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
-from numbers import Integral
 from typing import Any
 
-import torch
-
 from nanovllm.engine.detokenizer import Detokenizer, TokenDecoder
-from nanovllm.execution.logprobs import LogprobRows
+from nanovllm.execution.logprobs import LogprobRows, prompt_targets
 from nanovllm.execution.model_runner import StepTokens
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.sequence import Sequence
+from nanovllm.scheduling.step import SchedulerOutput
 
-Prompt = str | SequenceOf[int] | Mapping[str, Any]
 PositionLogprobs = dict[int, Logprob]
 
 
@@ -38,7 +32,7 @@ class Completion:
         """Make text of the new tokens; the text of the token that ended the sequence is left out, as in vLLM."""
         seq = self.seq
         is_finished = seq.finish_reason is not None
-        stop = seq.num_tokens
+        stop = seq.num_known_tokens
         if seq.finish_reason == "stop" and not seq.sampling_params.include_stop_str_in_output:
             stop -= 1
         start = seq.num_prompt_tokens + self.num_seen_tokens
@@ -48,7 +42,7 @@ class Completion:
     def add_logprobs(self, rows: LogprobRows, row: int) -> None:
         k = self.seq.sampling_params.logprobs
         if self.logprobs is not None and k is not None:
-            token_id = int(self.seq.token_ids.data[self.seq.num_tokens - 1])
+            token_id = int(self.seq.token_ids.view()[-1])
             self.logprobs.append(position_logprobs(rows, row, token_id, k, self.tokenizer))
             self.cumulative_logprob += self.logprobs[-1][token_id].logprob
 
@@ -172,50 +166,13 @@ def decode_token(tokenizer: Any, token_id: int) -> str | None:
     return None if tokenizer is None else tokenizer.decode([token_id])
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[str | None, list[int]]:
-    """Text (None if there was none) and token ids of a prompt; TypeError or ValueError if it is not one."""
-    text: Any = None
-    token_ids: Any = prompt
-    if isinstance(prompt, Mapping):
-        if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
-            raise ValueError(f"a prompt dict has the keys prompt or prompt_token_ids, got {sorted(map(str, unknown))}")
-        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
-        if "prompt_token_ids" in prompt and isinstance(token_ids, str):
-            raise TypeError(f"prompt_token_ids must be a list of token ids, got {token_ids!r}")
-    if isinstance(token_ids, str):
-        if tokenizer is None:
-            raise ValueError("this model has no tokenizer, so a prompt must be token ids, got text")
-        text, token_ids = token_ids, tokenizer.encode(token_ids)
-    return text, check_token_ids(token_ids, vocab_size)
-
-
-def check_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
-    """A list of ints in [0, vocab_size), from any sequence of integers; an error names the first bad one."""
-    if isinstance(token_ids, torch.Tensor):
-        token_ids = token_ids.tolist()
-    if isinstance(token_ids, bytes | Mapping) or not hasattr(token_ids, "__iter__"):
-        raise TypeError(
-            "a prompt must be a str, a list of token ids, or a dict with prompt or prompt_token_ids, "
-            f"got {type(token_ids).__name__}"
-        )
-    checked = []
-    for i, token_id in enumerate(token_ids):
-        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
-            raise TypeError(f"prompt token ids must be integers, got {token_id!r} at index {i}")
-        checked.append(int(token_id))
-        if not 0 <= checked[i] < vocab_size:
-            raise ValueError(
-                f"token id {checked[i]} at index {i} is outside the vocabulary: allowed are 0 to {vocab_size - 1}"
-            )
-    return checked
-
-
-def encode_bad_words(bad_words: SequenceOf[str], tokenizer: Any) -> list[list[int]]:
-    """Each word as tokens, as it begins a text and as it follows a space; where these differ, both."""
-    encoded: list[list[int]] = []
-    for word in bad_words:
-        for text in (word.lstrip(" "), " " + word.lstrip(" ")):
-            token_ids = tokenizer.encode(text, add_special_tokens=False)
-            if token_ids and token_ids not in encoded:
-                encoded.append(token_ids)
-    return encoded
+def read_prompt_logprobs(requests: dict[str, Request], scheduled: SchedulerOutput, tokens: StepTokens) -> None:
+    """Give the step's log-probabilities of prompt tokens to their requests, by `request_id`."""
+    if tokens.prompt_logprobs is None:
+        return
+    first_row = 0
+    for _, seq, positions in prompt_targets(scheduled):
+        request = requests.get(seq.request_id)
+        if request is not None and request.seqs[0] is seq:  # else it was aborted, and another may have its id
+            request.add_prompt_logprobs(tokens.prompt_logprobs, first_row, positions)
+        first_row += len(positions)

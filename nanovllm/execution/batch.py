@@ -15,6 +15,7 @@ Two sequences with block_size 4: A decodes position 5 (block table [7, 2]), B pr
     logits_indices [  0,  3 ]             the last row of each sequence that has caught up: it gets a new token
 """
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 from nanovllm.execution.logprobs import PromptLogprobs, build_prompt_logprobs
 from nanovllm.execution.sampling_batch import SamplingBatch, build_sampling_batch
 from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.scheduling.block_tables import BlockTables
 from nanovllm.scheduling.sequence import Sequence
 from nanovllm.scheduling.step import BlockMoves, SchedulerOutput
 
@@ -41,19 +43,21 @@ class Batch:
     moves: BlockMoves  # blocks to be copied before the forward pass
 
 
-def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
-    seqs = [seq for seq, _ in scheduled.chunks]
-    num_new = np.array([num_new_tokens for _, num_new_tokens in scheduled.chunks], dtype=np.int32)  # [num_seqs]
-    starts = np.array([seq.num_computed_tokens for seq in seqs], dtype=np.int32)  # [num_seqs]
+def build_batch(scheduled: SchedulerOutput, block_tables: BlockTables) -> Batch:
+    block_size = block_tables.block_size
+    seqs, *spans = zip(*scheduled.chunks, strict=True)
+    starts, num_new = [np.array(span, dtype=np.int32) for span in spans]  # [num_seqs] each
     seq_lens = starts + num_new  # [num_seqs]
     cu_seqlens_q = offsets(num_new)  # [num_seqs + 1]
 
     # every new token's row in block_tables, and its position in its sequence
     rows = np.repeat(np.arange(len(seqs)), num_new)  # [num_tokens]
     positions = np.arange(len(rows), dtype=np.int32) + (starts - cu_seqlens_q[:-1])[rows]  # [num_tokens]
-    block_tables = pad_block_tables(seqs)  # [num_seqs, max_num_blocks]
-    slot_mapping = block_tables[rows, positions // block_size] * block_size + positions % block_size
+    width = -(-int(seq_lens.max()) // block_size)
+    tables = block_tables.rows[[seq.block_table.row for seq in seqs], :width]  # [num_seqs, max_num_blocks], a copy
+    slot_mapping = tables[rows, positions // block_size] * block_size + positions % block_size  # [num_tokens]
 
+    sampled = np.array(scheduled.sampled_chunks, dtype=np.intp)  # [num_samples], rows of the [num_seqs] arrays
     nd = scheduled.num_decodes
     input_ids = gather_token_ids(seqs, starts.tolist(), seq_lens.tolist(), nd)  # [num_tokens]
     return Batch(
@@ -61,7 +65,7 @@ def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
         positions=torch.from_numpy(positions),
         metadata=AttentionMetadata(
             slot_mapping=torch.from_numpy(slot_mapping),
-            block_tables=torch.from_numpy(block_tables),
+            block_tables=torch.from_numpy(tables),
             seq_lens=torch.from_numpy(seq_lens),
             cu_seqlens_q=torch.from_numpy(cu_seqlens_q),
             prefill_cu_seqlens_q=torch.from_numpy(cu_seqlens_q[nd:] - cu_seqlens_q[nd]),
@@ -70,9 +74,9 @@ def build_batch(scheduled: SchedulerOutput, block_size: int) -> Batch:
             max_seqlen_q=int(num_new[nd:].max(initial=0)),
             max_seqlen_k=int(seq_lens[nd:].max(initial=0)),
         ),
-        logits_indices=torch.from_numpy(cu_seqlens_q[1:][scheduled.sampled_chunks] - 1),
+        logits_indices=torch.from_numpy(cu_seqlens_q[1:][sampled] - 1),
         has_expected_ids=bool((input_ids[:nd] < 0).any()),
-        sampling=build_sampling_batch(scheduled.samples),
+        sampling=build_sampling_batch(scheduled.samples, seq_lens[sampled]),
         prompt_logprobs=build_prompt_logprobs(scheduled, cu_seqlens_q),
         moves=scheduled.moves,
     )
@@ -85,18 +89,10 @@ def offsets(lens: np.ndarray) -> np.ndarray:
     return cu
 
 
-def gather_token_ids(seqs: list[Sequence], starts: list[int], stops: list[int], num_decodes: int) -> np.ndarray:
+def gather_token_ids(seqs: SequenceOf[Sequence], starts: list[int], stops: list[int], num_decodes: int) -> np.ndarray:
     """The tokens [start, stop) of every sequence end to end: [num_tokens] int32."""
-    ranges = list(zip(seqs, starts, stops, strict=True))
-    ids = [np.array([seq.token_ids.data[start] for seq, start, _ in ranges[:num_decodes]], dtype=np.int32)]
-    ids += [seq.token_ids.data[start:stop] for seq, start, stop in ranges[num_decodes:]]
+    decodes = zip(seqs[:num_decodes], starts, strict=False)
+    prefills = zip(seqs[num_decodes:], starts[num_decodes:], stops[num_decodes:], strict=True)
+    ids = [np.array([seq.token_ids.data.item(start) for seq, start in decodes], dtype=np.int32)]
+    ids += [seq.token_ids.data[start:stop] for seq, start, stop in prefills]
     return np.concatenate(ids)
-
-
-def pad_block_tables(seqs: list[Sequence]) -> np.ndarray:
-    """Block tables as rows, filled up with the null block: [num_seqs, max_num_blocks] int32."""
-    tables = [seq.block_table for seq in seqs]
-    lens = np.array([table.length for table in tables])  # [num_seqs]
-    padded = np.zeros((len(tables), lens.max()), dtype=np.int32)
-    padded[np.arange(lens.max()) < lens[:, None]] = np.concatenate([table.data[: table.length] for table in tables])
-    return padded

@@ -68,11 +68,10 @@ def prompt_targets(scheduled: SchedulerOutput) -> Iterator[tuple[int, Sequence, 
 
     The row of each token judges the next one, so these begin and end one later than the chunk, but within the prompt.
     """
-    for i, (seq, num_new_tokens) in enumerate(scheduled.chunks):
+    for i, (seq, start, num_new_tokens) in enumerate(scheduled.chunks):
         if seq.is_plain_sampling or seq.sampling_params.prompt_logprobs is None:
             continue
-        start = seq.num_computed_tokens + 1
-        if positions := range(start, min(start + num_new_tokens, seq.num_prompt_tokens)):
+        if positions := range(start + 1, min(start + 1 + num_new_tokens, seq.num_prompt_tokens)):
             yield i, seq, positions
 
 

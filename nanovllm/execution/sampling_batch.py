@@ -75,20 +75,24 @@ class SamplingBatch:
         return all([one is None for one in asked]) and not self.processors
 
 
-def build_sampling_batch(samples: list[Sequence]) -> SamplingBatch:
-    """`samples` are the sequences that get a token in this step, in the order of the rows."""
+def build_sampling_batch(samples: list[Sequence], positions: np.ndarray) -> SamplingBatch:
+    """`samples` are the sequences that get a token in this step, in the order of the rows.
+
+    positions: [num_samples], the place of each token in its sequence. With overlap there may be tokens before it that
+    are not known yet, so `num_known_tokens` would be wrong.
+    """
     temperatures = np.array([seq.sampling_params.temperature for seq in samples])  # [num_samples]
     temperatures = temperatures.clip(max=np.finfo(np.float32).max).astype(np.float32)
     plain = SamplingBatch(
         temperatures=torch.from_numpy(temperatures),
-        uniforms=torch.from_numpy(draw_uniforms(samples)) if temperatures.any() else None,
+        uniforms=torch.from_numpy(draw_uniforms(samples, positions)) if temperatures.any() else None,
     )
     if all([seq.is_plain_sampling for seq in samples]):
         return plain
-    return add_special(plain, samples)
+    return add_special(plain, samples, positions.tolist())
 
 
-def add_special(plain: SamplingBatch, samples: list[Sequence]) -> SamplingBatch:
+def add_special(plain: SamplingBatch, samples: list[Sequence], positions: list[int]) -> SamplingBatch:
     """With all that the rows ask for which want more than a temperature."""
     special = [(row, seq) for row, seq in enumerate(samples) if not seq.is_plain_sampling]
     params = [seq.sampling_params for seq in samples]
@@ -101,7 +105,7 @@ def add_special(plain: SamplingBatch, samples: list[Sequence]) -> SamplingBatch:
         min_p=column(params, "min_p", torch.float32) if any(p.min_p > 0 for p in params) else None,
         max_top_k=0 if any(p.top_k <= 0 for p in ordered) else max((p.top_k for p in ordered), default=0),
         penalties=build_penalties([(row, seq) for row, seq in special if has_penalty(seq)]),
-        biases=build_biases(special),
+        biases=build_biases(special, positions),
         allowed=build_allowed([(row, seq) for row, seq in special if seq.sampling_params.allowed_token_ids]),
         processors=tuple(
             (row, seq.output_token_ids, tuple(seq.sampling_params.logits_processors))
@@ -117,12 +121,12 @@ def add_special(plain: SamplingBatch, samples: list[Sequence]) -> SamplingBatch:
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def draw_uniforms(samples: list[Sequence]) -> np.ndarray:
-    """A number in [0, 1) for each sequence's next token: [num_samples] float64"""
+def draw_uniforms(samples: list[Sequence], positions: np.ndarray) -> np.ndarray:
+    """A number in [0, 1) for each sequence's token at its position: [num_samples] float64"""
     seeds = np.array([seq.seed for seq in samples], dtype=np.uint64)
     sample_indices = np.array([seq.sample_index for seq in samples], dtype=np.uint64)
-    positions = np.array([seq.num_output_tokens for seq in samples], dtype=np.uint64)
-    bits = mix(mix(mix(seeds) + sample_indices) + positions)
+    output_positions = positions - np.array([seq.num_prompt_tokens for seq in samples], dtype=np.int64)
+    bits = mix(mix(mix(seeds) + sample_indices) + output_positions.astype(np.uint64))
     return (bits >> np.uint64(12)) * 2.0**-52
 
 
@@ -156,23 +160,23 @@ def build_penalties(penalized: list[tuple[int, Sequence]]) -> Penalties | None:
     )
 
 
-def build_biases(special: list[tuple[int, Sequence]]) -> Biases | None:
+def build_biases(special: list[tuple[int, Sequence]], positions: list[int]) -> Biases | None:
     """logit_bias as given; tokens that bad words or `min_tokens` forbid at this position get -inf."""
     triples: list[tuple[int, int, float]] = []
     for row, seq in special:
         triples += [(row, token_id, bias) for token_id, bias in (seq.sampling_params.logit_bias or {}).items()]
-        triples += [(row, token_id, -np.inf) for token_id in forbidden_token_ids(seq)]
+        triples += [(row, token_id, -np.inf) for token_id in forbidden_token_ids(seq, positions[row])]
     if not triples:
         return None
     rows, token_ids, values = zip(*triples, strict=True)
     return Biases(torch.tensor(rows), torch.tensor(token_ids), torch.tensor(values, dtype=torch.float32))
 
 
-def forbidden_token_ids(seq: Sequence) -> Iterable[int]:
-    if seq.num_output_tokens < seq.sampling_params.min_tokens:
+def forbidden_token_ids(seq: Sequence, position: int) -> Iterable[int]:
+    if position - seq.num_prompt_tokens < seq.sampling_params.min_tokens:
         yield from seq.stop_token_ids
     for *first, last in seq.bad_word_ids:
-        tail = seq.token_ids.view(max(seq.num_prompt_tokens, seq.num_tokens - len(first)))
+        tail = seq.token_ids.view(max(seq.num_prompt_tokens, position - len(first)))
         if tail.tolist() == first:
             yield last
 

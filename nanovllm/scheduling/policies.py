@@ -1,8 +1,8 @@
-"""In which order sequences are served: a number for each, smaller first; earlier arrivals first among equals.
+"""In which order are sequences served? A number for each, smaller first; earlier arrivals first among equals.
 
-The order decides who is admitted, who gets the budget, and, from its other end, who is preempted. A policy is a
-function of the sequence as it arrives, so an order never changes while sequences wait. To add one, write a function of
-one line and pass it: `LLM(model, scheduling_policy=lambda seq: -seq.num_prompt_tokens)`. Called by `Scheduler.add`.
+The order decides which sequence is admitted, which gets the budget, and, from its other end, which is preempted. A
+policy is a function of the sequence as it arrives, so the order never changes while sequences wait. To add one, write a
+function of one line and pass it: `LLM(model, scheduling_policy=lambda seq: -seq.num_prompt_tokens)`.
 """
 
 from collections.abc import Callable

@@ -1,23 +1,40 @@
-"""One step's work, as the scheduler decides it: what the engine builds a batch from. Records only, without tensors."""
+"""One step's work: a `Draft` while the scheduler decides it, then a `SchedulerOutput`. Records only, without tensors.
+
+A has 20 tokens, B has 30:
+
+    chunks    [(A, 19, 1), (B, 4, 7)]     A decodes its token 19; B prefills its tokens 4 … 10
+    samples   [A]                         19 + 1 == 20: A gets a new token; B goes on with its prompt
+"""
 
 from dataclasses import dataclass, field
 
 from nanovllm.scheduling.sequence import Sequence
 
-Chunk = tuple[Sequence, int]
-"""A sequence, and how many of its tokens are to be computed in this step."""
+Chunk = tuple[Sequence, int, int]
+"""(sequence, start, num_new_tokens): the step computes the tokens [start, start + num_new_tokens)."""
 
-BlockPairs = list[tuple[int, int]]
-"""(source, destination)"""
+BlockPairs = list[tuple[int, int]]  # (source, destination)
 
 
 @dataclass(frozen=True)
 class BlockMoves:
-    """Blocks to be copied before a step's forward pass, in this order of kinds."""
+    """Whole blocks to be copied before a step's forward pass, in this order."""
 
     swap_outs: BlockPairs = field(default_factory=list)  # device -> host
     swap_ins: BlockPairs = field(default_factory=list)  # host -> device
     copies: BlockPairs = field(default_factory=list)  # device -> device: copy-on-write
+
+
+class Draft:
+    """A step while the scheduler decides it: `budget` tokens are left to give."""
+
+    def __init__(self, max_num_batched_tokens: int, new_blocks: set[int]) -> None:
+        self.budget = max_num_batched_tokens
+        self.chunks: list[Chunk] = []
+        self.admitted: list[Sequence] = []
+        self.preempted: list[Sequence] = []
+        self.samples: list[Sequence] = []  # decided with the chunks, at the end
+        self.new_blocks = new_blocks
 
 
 @dataclass(frozen=True)
@@ -27,27 +44,32 @@ class SchedulerOutput:
     chunks: list[Chunk] = field(default_factory=list)
     num_decodes: int = 0
     num_scheduled_tokens: int = 0
+    admitted: list[Sequence] = field(default_factory=list)  # sequences that run from this step on
     preempted: list[Sequence] = field(default_factory=list)
+    new_blocks: set[int] = field(default_factory=set)
+    """Blocks that the prefix cache knows already, although only this step fills them: forgotten if the step fails."""
     moves: BlockMoves = field(default_factory=BlockMoves)
-    kv_tokens_stored: int = 0
-    """Tokens whose K and V are in the cache when the step has run, tokens in shared blocks counted once."""
-    kv_slots_reserved: int = 0
-    """Slots of all blocks that are owned; those that hold no token are the waste."""
-    samples: list[Sequence] = field(default_factory=list, init=False)
-    """Who gets a token by this step: whoever catches up by its chunk, and its children, which come to life then."""
-    sampled_chunks: list[int] = field(default_factory=list, init=False)
-    """For each of them the place in `chunks` of the sequence whose last row it draws from: itself or its parent."""
+    samples: list[Sequence] = field(default_factory=list)
+    """Sequences that get a token: those whose chunk ends at `num_tokens`, and their children."""
+    sampled_chunks: list[int] = field(default_factory=list)
+    """For each of `samples` the place in `chunks` of its chunk, or its parent's, whose last row draws its token."""
 
     def __post_init__(self) -> None:
         samples, sampled_chunks = self.samples, self.sampled_chunks
-        for i, (seq, num_new_tokens) in enumerate(self.chunks):
-            if seq.num_computed_tokens + num_new_tokens == seq.num_tokens:
-                samples.append(seq)
-                sampled_chunks.append(i)
-                if seq.children:
-                    samples.extend(seq.children)
-                    sampled_chunks.extend([i] * len(seq.children))
+        for i, (seq, start, num_new_tokens) in enumerate(self.chunks):
+            if start + num_new_tokens == seq.num_tokens:
+                samples += (seq, *seq.children)
+                sampled_chunks += [i] * (1 + len(seq.children))
 
     @property
     def num_prefill_tokens(self) -> int:
         return self.num_scheduled_tokens - self.num_decodes
+
+
+def finish_draft(draft: Draft, num_tokens: int, moves: BlockMoves) -> SchedulerOutput:
+    """Decodes first, then prefill chunks, each in the order in which they were decided."""
+    chunks, num_decodes = draft.chunks, len(draft.chunks)
+    if num_tokens > num_decodes:  # some are prefill chunks
+        decodes = [chunk for chunk in chunks if chunk[2] == 1]
+        chunks, num_decodes = decodes + [chunk for chunk in chunks if chunk[2] > 1], len(decodes)
+    return SchedulerOutput(chunks, num_decodes, num_tokens, draft.admitted, draft.preempted, draft.new_blocks, moves)

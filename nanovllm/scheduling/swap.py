@@ -1,10 +1,13 @@
-"""Who owns which block of the swap space: the K and V of preempted sequences, kept in host memory.
+"""The swap space: K and V of preempted sequences in host memory. Which host block is used, and which copies are due?
 
-Copying a sequence out and back can be cheaper than computing it anew. Decides which host blocks are used; which
-sequence is swapped is the scheduler's decision, and `ModelRunner` does the copies before the step's forward pass.
+Copying a sequence out and back can be cheaper than computing it anew. The scheduler decides which sequence is
+preempted; `KVCache.move_blocks` does the copies before the step's forward pass.
 """
 
+from nanovllm.scheduling.block_manager import BlockManager
+from nanovllm.scheduling.preemption import Recompute
 from nanovllm.scheduling.sequence import Sequence
+from nanovllm.scheduling.step import BlockMoves, BlockPairs
 
 
 class SwapSpace:
@@ -14,15 +17,15 @@ class SwapSpace:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = list(range(num_blocks))
-        self._outs: list[tuple[int, int]] = []
-        self._ins: list[tuple[int, int]] = []
+        self._outs: BlockPairs = []
+        self._ins: BlockPairs = []
 
     @property
     def num_free_blocks(self) -> int:
         return len(self._free)
 
     def try_swap_out(self, seq: Sequence) -> bool:
-        """Note that the computed blocks of `seq` are to be copied out; False, and no change, if they don't fit."""
+        """Note that the computed blocks of `seq` are to be copied out; False, and no change, if they do not fit."""
         num_blocks = -(-seq.num_computed_tokens // self.block_size)
         if num_blocks == 0 or num_blocks > len(self._free):
             return False
@@ -37,16 +40,48 @@ class SwapSpace:
         self.drop(seq)
 
     def drop(self, seq: Sequence) -> None:
-        """Give up what is kept of `seq`, if anything."""
+        """Give up the host blocks of `seq`, if it has any."""
         self._free += seq.host_block_ids
         seq.host_block_ids = []
 
-    def take_moves(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def take_moves(self) -> tuple[BlockPairs, BlockPairs]:
         """(source, destination) blocks to be copied out, and back in, before the step runs.
 
-        Outs are done first. Ins are noted behind all of a step's outs, so a host block that is given up by a copy in
-        is not written by a copy out of the same step.
+        Outs are done first. All outs of a step are noted before its first in, so a host block that an in gives up is
+        not written by an out of the same step.
         """
         moves = self._outs, self._ins
         self._outs, self._ins = [], []
         return moves
+
+
+class Swap(Recompute):
+    """Preempted sequences go to `space` as long as it has room, and are recomputed otherwise."""
+
+    def __init__(self, block_manager: BlockManager, space: SwapSpace) -> None:
+        super().__init__(block_manager)
+        self.space = space
+
+    def preempt(self, seq: Sequence) -> bool:
+        num_computed_tokens = seq.num_computed_tokens
+        is_swapped = self.space.try_swap_out(seq)
+        self.block_manager.free(seq)
+        if is_swapped:
+            seq.num_computed_tokens = num_computed_tokens
+        return is_swapped
+
+    def try_admit(self, seq: Sequence, num_reserved: int) -> bool:
+        if not seq.host_block_ids:
+            return super().try_admit(seq, num_reserved)
+        if self.block_manager.num_missing_blocks(seq) > self.block_manager.num_free_blocks - num_reserved:
+            return False
+        self.block_manager.try_allocate(seq, seq.num_computed_tokens)  # blocks of its own
+        self.space.swap_in(seq)
+        return True
+
+    def drop(self, seq: Sequence) -> None:
+        super().drop(seq)
+        self.space.drop(seq)
+
+    def take_moves(self) -> BlockMoves:
+        return BlockMoves(*self.space.take_moves(), self.block_manager.take_copies())

@@ -3,6 +3,8 @@
 One prompt at a time there, any number here; small caches force beams to be preempted, and to be swapped or recomputed.
 """
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ def prompts():
 
 def make_llm(checkpoint, eos, **options):
     llm = LLM(checkpoint[0], dtype="float32", **options)
-    llm.engine.eos_token_ids = frozenset(eos)
+    llm.engine.intake = dataclasses.replace(llm.engine.intake, eos_token_ids=frozenset(eos))
     return llm
 
 

@@ -68,7 +68,7 @@ def assert_at_rest(engine):
     assert not engine.has_unfinished_requests()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == stats.num_kv_blocks
-    assert engine.scheduler.block_manager.num_references == 0
+    assert engine.scheduler.block_manager.num_used_blocks == 0
     idle = engine.step()
     assert (idle.outputs, idle.num_scheduled_tokens, idle.num_seqs) == ([], 0, 0)
 
@@ -781,7 +781,7 @@ def test_a_hash_collision_never_serves_another_prompts_blocks(checkpoint, answer
         num_calls += 1
         return COLLISIONS[name](*args)
 
-    monkeypatch.setattr("nanovllm.scheduling.block_manager.hash_block", bad_hash)
+    monkeypatch.setattr("nanovllm.scheduling.prefix_cache.hash_block", bad_hash)
     rng = random.Random(0)
     a, b, x, y = blocks = [ids(4, seed=i) for i in range(4)]
     prompts = [a + x + [1], b + y + [1], b + x + [1], x + [1], y + x + [1], a + x + [1]]

@@ -28,7 +28,7 @@ def samples(llm, prompts, params):
     for output in outputs:
         assert [completion.index for completion in output.outputs] == list(range(params.n))
     assert llm.get_stats().num_free_blocks == llm.get_stats().num_kv_blocks
-    assert llm.engine.scheduler.block_manager.num_references == 0
+    assert llm.engine.scheduler.block_manager.num_used_blocks == 0
     return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from nanovllm.scheduling.swap import Swap
 from tests.tiny_tokenizers import byte_level, copy_checkpoint
 
 VOCAB_SIZE = 300
@@ -48,8 +49,8 @@ def assert_at_rest(engine):
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == stats.num_kv_blocks
     assert not engine.has_unfinished_requests()
-    if engine.scheduler.swap_space is not None:
-        assert engine.scheduler.swap_space.num_free_blocks == engine.num_swap_blocks
+    if isinstance(engine.scheduler.preemption, Swap):
+        assert engine.scheduler.preemption.space.num_free_blocks == engine.num_swap_blocks
 
 
 def ids(length, seed=0):
@@ -442,7 +443,7 @@ ENGINES = {
 
 
 def sequences_of(engine, request_id):
-    queued = [*engine.scheduler.running, *(seq for _, seq in engine.scheduler.waiting)]
+    queued = [*engine.scheduler.running, *engine.scheduler.waiting]
     return [seq for seq in queued if seq.request_id == request_id]
 
 

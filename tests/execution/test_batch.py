@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.execution.batch import build_batch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.sequence import Sequence
-from nanovllm.scheduling.step import BlockMoves, SchedulerOutput
+from nanovllm.scheduling.step import SchedulerOutput
+from tests.steps import build_step
 
 
 def make_seq(token_ids, num_computed_tokens, block_table, temperature=1.0):
@@ -21,17 +21,10 @@ def make_seq(token_ids, num_computed_tokens, block_table, temperature=1.0):
 
 def schedule(chunks):
     """What the scheduler says of `chunks`, which have the decodes in front."""
-    num_decodes = sum(num_new_tokens == 1 for _, num_new_tokens in chunks)
-    num_tokens = sum(num_new_tokens for _, num_new_tokens in chunks)
-    return SchedulerOutput(
-        chunks=chunks,
-        num_decodes=num_decodes,
-        num_scheduled_tokens=num_tokens,
-        preempted=[],
-        moves=BlockMoves(),
-        kv_tokens_stored=0,
-        kv_slots_reserved=0,
-    )
+    chunks = [(seq, seq.num_computed_tokens, num_new_tokens) for seq, num_new_tokens in chunks]
+    num_decodes = sum(num_new_tokens == 1 for _, _, num_new_tokens in chunks)
+    num_tokens = sum(num_new_tokens for _, _, num_new_tokens in chunks)
+    return SchedulerOutput(chunks, num_decodes, num_tokens)
 
 
 def expected_batch(chunks, block_size):
@@ -99,13 +92,13 @@ def steps(draw):
 @given(steps())
 def test_batch_equals_a_loop_over_tokens(step):
     chunks, block_size = step
-    check_batch(build_batch(schedule(chunks), block_size), expected_batch(chunks, block_size))
+    check_batch(build_step(schedule(chunks), block_size), expected_batch(chunks, block_size))
 
 
 def test_example_of_the_docstring():
     a = make_seq([10, 11, 12, 13, 14, 15], 5, [7, 2])
     b = make_seq([20, 21, 22, 23, 24, 25, 26], 4, [3, 5])
-    batch = build_batch(schedule([(a, 1), (b, 3)]), 4)
+    batch = build_step(schedule([(a, 1), (b, 3)]), 4)
     assert batch.input_ids.tolist() == [15, 24, 25, 26]
     assert batch.positions.tolist() == [5, 4, 5, 6]
     assert batch.metadata.slot_mapping.tolist() == [9, 20, 21, 22]
@@ -124,27 +117,27 @@ def test_example_of_the_docstring():
 def test_decode_slot_at_a_block_border(num_tokens, slot):
     """Block table [7, 2, 9] and four tokens a block: the newest token's slot at the end of a block and behind it."""
     seq = make_seq(list(range(num_tokens)), num_tokens - 1, [7, 2, 9][: -(-num_tokens // 4)])
-    batch = build_batch(schedule([(seq, 1)]), 4)
+    batch = build_step(schedule([(seq, 1)]), 4)
     assert batch.positions.tolist() == [num_tokens - 1]
     assert batch.metadata.slot_mapping.tolist() == [slot]
 
 
 def test_short_block_tables_are_filled_up_with_the_null_block():
     short, long = make_seq([1], 0, [5]), make_seq(list(range(10)), 0, [4, 3, 2])
-    batch = build_batch(schedule([(short, 1), (long, 10)]), 4)
+    batch = build_step(schedule([(short, 1), (long, 10)]), 4)
     assert batch.metadata.block_tables.tolist() == [[5, 0, 0], [4, 3, 2]]
 
 
 def test_chunk_that_does_not_catch_up_gets_no_token():
     done, cut = make_seq([1, 2, 3], 0, [1], temperature=0.0), make_seq([1] * 9, 2, [2, 3], temperature=0.7)
-    batch = build_batch(schedule([(cut, 4), (done, 3)]), 4)
+    batch = build_step(schedule([(cut, 4), (done, 3)]), 4)
     assert batch.logits_indices.tolist() == [6]
     assert batch.sampling.temperatures.tolist() == [0.0]
     assert batch.sampling.uniforms is None, "what is not sampled does not count"
 
 
 def test_step_in_which_nobody_catches_up_samples_nothing():
-    batch = build_batch(schedule([(make_seq([1] * 9, 0, [2]), 4)]), 4)
+    batch = build_step(schedule([(make_seq([1] * 9, 0, [2]), 4)]), 4)
     assert batch.logits_indices.shape == batch.sampling.temperatures.shape == (0,)
     assert (batch.logits_indices.dtype, batch.sampling.temperatures.dtype) == (torch.int32, torch.float32)
 
@@ -153,7 +146,7 @@ def test_batch_does_not_change_when_its_sequences_go_on():
     """A step may still be in flight when the next one is planned: no array shares memory with a sequence."""
     seqs = [make_seq([1, 2, 3], 2, [1]), make_seq([4, 5, 6], 0, [2])]
     for chunks in ([(seqs[0], 1), (seqs[1], 3)], [(seqs[1], 3)], [(seqs[0], 1)]):
-        batch = build_batch(schedule(chunks), 4)
+        batch = build_step(schedule(chunks), 4)
         want = expected_batch(chunks, 4)
         for seq, _ in chunks:
             seq.token_ids.view()[:] += 50

@@ -19,7 +19,6 @@ import torch
 
 from nanovllm import BeamSearchParams, Config, LLMEngine, SamplingParams
 from nanovllm.execution import choices
-from nanovllm.execution.batch import build_batch
 from nanovllm.execution.choices import choose_draw, choose_graphs
 from nanovllm.execution.cuda_graph import CudaGraphs, DecodeInputs, ReplayedDecodes, graph_sizes
 from nanovllm.execution.input_buffer import InputBuffer
@@ -28,11 +27,11 @@ from nanovllm.execution.sampler import draw_tokens
 from nanovllm.execution.sampling_batch import SamplingBatch
 from nanovllm.layers.backends import TorchAttention
 from nanovllm.scheduling.sequence import Sequence
-from nanovllm.scheduling.step import BlockMoves, SchedulerOutput
 from tests.engine.test_engine import assert_at_rest, greedy, ids, run, tokens_of
 from tests.engine.test_overlap import KINDS, visible
 from tests.late_runner import LateRunner
 from tests.recorded_operations import GatherAttention, OperationRecorder
+from tests.steps import batch_of
 
 CPU = torch.device("cpu")
 
@@ -115,8 +114,8 @@ def decode_batch(num_seqs, block_size, longest, seed=0, **params):
         for block in range(next_block, next_block + num_blocks):
             seq.block_table.append(block)
         next_block += num_blocks
-        chunks.append((seq, 1))
-    return build_batch(SchedulerOutput(chunks, num_seqs, num_seqs, [], BlockMoves(), 0, 0), block_size)
+        chunks.append((seq, len(prompt) - 1, 1))
+    return batch_of(chunks, block_size)
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}, {}])

@@ -19,9 +19,9 @@ import transformers
 
 from nanovllm.execution import logits_processing, sampler
 from nanovllm.execution.logprobs import compute_logprobs
-from nanovllm.execution.sampling_batch import build_sampling_batch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.sequence import Sequence
+from tests.steps import sampling_of
 
 VOCAB_SIZE = 40
 EOS = 39
@@ -64,7 +64,7 @@ def test_repetition_penalty_is_that_of_transformers():
         transformers.RepetitionPenaltyLogitsProcessor(p)(torch.tensor([prompt + output]), raw[i : i + 1])
         for i, (p, (prompt, output)) in enumerate(zip(penalties, histories, strict=True))
     ]
-    assert_equal_rows(sampler.process(raw, build_sampling_batch(rows)), expected)
+    assert_equal_rows(sampler.process(raw, sampling_of(rows)), expected)
 
 
 TRUNCATIONS = {
@@ -89,7 +89,7 @@ def test_truncation_is_that_of_transformers(name, scale):
     warper, values, neutral = TRUNCATIONS[name]
     fields = [{name: value} for value in [*values, *neutral, *values]]
     raw = random_logits(len(fields), vocab_size=500, scale=scale)
-    ours = truncate(raw, build_sampling_batch([sequence(**f) for f in fields]))
+    ours = truncate(raw, sampling_of([sequence(**f) for f in fields]))
     expected = [
         row[None] if f[name] in neutral else warper(f[name])(None, row[None])
         for f, row in zip(fields, raw, strict=True)
@@ -103,7 +103,7 @@ def test_top_k_and_top_p_together_are_those_of_transformers_in_turn(max_top_k):
     fields = [{"top_k": k, "top_p": p} for k in (1, 3, 20, 60) for p in (1.0, 0.9, 0.5, 0.05)]
     fields += [{"top_p": 0.6}] if max_top_k == "one has no top-k" else []
     raw = random_logits(len(fields), vocab_size=500, scale=1.0)
-    batch = build_sampling_batch([sequence(**f) for f in fields])
+    batch = sampling_of([sequence(**f) for f in fields])
     assert batch.max_top_k == (60 if max_top_k == "few" else 0)
     expected = []
     for f, row in zip(fields, raw, strict=True):
@@ -114,7 +114,7 @@ def test_top_k_and_top_p_together_are_those_of_transformers_in_turn(max_top_k):
 
 def test_tokens_as_likely_as_the_kth_stay():
     raw = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]] * 2)
-    batch = build_sampling_batch([sequence(top_k=2), sequence(top_k=2, top_p=0.99999)])
+    batch = sampling_of([sequence(top_k=2), sequence(top_k=2, top_p=0.99999)])
     for row in truncate(raw, batch):
         assert row.isfinite().tolist() == [False, True, True, True, True, False]
 
@@ -122,7 +122,7 @@ def test_tokens_as_likely_as_the_kth_stay():
 @pytest.mark.parametrize(("top_p", "num_left"), [(0.25, 1), (0.5, 2), (0.51, 3), (0.75, 3), (1.0, 4)])
 def test_top_p_that_is_reached_exactly_is_enough(top_p, num_left):
     raw = torch.tensor([[0.0, 2e-9, 1e-9, 3e-9]])  # one after the other, but each has a probability of 1/4
-    ours = truncate(raw, build_sampling_batch([sequence(top_p=top_p)]))
+    ours = truncate(raw, sampling_of([sequence(top_p=top_p)]))
     assert ours.isfinite().tolist() == [(raw[0] >= raw[0].topk(num_left).values[-1]).tolist()]
     if top_p < 1:
         assert torch.equal(ours, transformers.TopPLogitsWarper(top_p)(None, raw))
@@ -134,13 +134,13 @@ def test_tokens_as_likely_as_the_least_likely_in_top_p_stay(top_p, expected, top
     """In whatever order equal ones are sorted: of tokens 1, 3 and 4, two are enough for 0.7."""
     raw = torch.tensor([[1, 4, 0, 3, 3]]).log()
     for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [3, 0, 4, 1, 2]):
-        ours = truncate(raw[:, order], build_sampling_batch([sequence(top_p=top_p, top_k=top_k)]))
+        ours = truncate(raw[:, order], sampling_of([sequence(top_p=top_p, top_k=top_k)]))
         assert sorted(order[i] for i in ours[0].isfinite().nonzero()[:, 0].tolist()) == expected
 
 
 def test_a_top_k_beyond_the_vocabulary_is_all():
     raw = random_logits(2)
-    assert torch.equal(truncate(raw, build_sampling_batch([sequence(top_k=10**9)] * 2)), raw)
+    assert torch.equal(truncate(raw, sampling_of([sequence(top_k=10**9)] * 2)), raw)
 
 
 # --- all stages, and their order -------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def softmax(x):
 
 def drawn_shares(raw, rows, num_points=400):
     """Share of an even grid of uniform numbers for which each row gets each token: [num_rows, vocab_size]"""
-    batch = build_sampling_batch(rows)
+    batch = sampling_of(rows)
     counts = torch.zeros(raw.shape, dtype=torch.int64)
     for i in range(num_points):
         uniforms = torch.full((len(rows),), (i + 0.5) / num_points, dtype=torch.float64)
@@ -331,8 +331,8 @@ def test_random_combinations_in_one_batch():
 def test_a_row_is_drawn_the_same_whatever_its_neighbours_want():
     rows = [sequence(*HISTORY, seed=i, **random_fields(i)) for i in range(30)]
     raw = random_logits(len(rows))
-    together, _ = sampler.sample(raw, build_sampling_batch(rows))
-    alone = [int(sampler.sample(raw[i : i + 1], build_sampling_batch([seq]))[0]) for i, seq in enumerate(rows)]
+    together, _ = sampler.sample(raw, sampling_of(rows))
+    alone = [int(sampler.sample(raw[i : i + 1], sampling_of([seq]))[0]) for i, seq in enumerate(rows)]
     assert together.tolist() == alone
 
 
@@ -345,7 +345,7 @@ def test_processors_see_their_own_row_and_output():
 
     raw = random_logits(3)
     rows = [sequence(), sequence([1], [5, 6], logits_processors=[note], logit_bias={4: 1.0}), sequence()]
-    sampler.sample(raw, build_sampling_batch(rows))
+    sampler.sample(raw, sampling_of(rows))
     ((output_token_ids, logits),) = seen
     assert output_token_ids == [5, 6]
     assert torch.equal(logits, raw[1] + torch.eye(VOCAB_SIZE)[4])
@@ -370,16 +370,14 @@ def test_greedy_rows_among_random_ones():
 def test_the_first_of_equally_likely_tokens_is_greedy_whoever_is_in_the_batch():
     raw = torch.tensor([[0.0, 2.0, 1.0, 2.0]] * 2)
     for rows in ([sequence(temperature=0)] * 2, [sequence(temperature=0), sequence(temperature=1.0)]):
-        assert int(sampler.sample(raw, build_sampling_batch(rows))[0][0]) == 1
+        assert int(sampler.sample(raw, sampling_of(rows))[0][0]) == 1
 
 
 @pytest.mark.parametrize("temperature", [1e-2, 1e-4, 1e-8, 1e-20, 1e-37, 1e-38, 1e-40, 1e-45, 1e-60])
 def test_the_lower_the_temperature_the_greedier(temperature):
     """No legal temperature is too low: what it makes of the logits may be infinite, but it has a limit."""
     raw = random_logits(20, scale=10.0)
-    token_ids, _ = sampler.sample(
-        raw, build_sampling_batch([sequence(temperature=temperature, seed=i) for i in range(20)])
-    )
+    token_ids, _ = sampler.sample(raw, sampling_of([sequence(temperature=temperature, seed=i) for i in range(20)]))
     assert token_ids.tolist() == raw.argmax(dim=-1).tolist()
 
 
@@ -402,8 +400,8 @@ def test_frequencies_follow_the_distribution():
         for seed in range(100):
             for position in range(100):
                 draws.append(sequence(seed=1000 * kind + seed))
-                draws[-1].num_tokens += position
-        batch = replace(build_sampling_batch([seq] * len(draws)), uniforms=build_sampling_batch(draws).uniforms)
+                draws[-1].token_ids.length += position
+        batch = replace(sampling_of([seq] * len(draws)), uniforms=sampling_of(draws).uniforms)
         token_ids, _ = sampler.sample(raw.expand(len(draws), -1), batch)
         counts = torch.bincount(token_ids, minlength=VOCAB_SIZE).double()
         expected = torch.tensor(expected_probs(raw[0], seq), dtype=torch.float64) * len(draws)
@@ -456,7 +454,7 @@ def test_plain_rows_touch_no_slow_path(temperatures, monkeypatch):
     for name in earlier:
         monkeypatch.setattr(logits_processing, name, fail)
     raw = random_logits(3)
-    batch = build_sampling_batch([sequence(temperature=t) for t in temperatures])
+    batch = sampling_of([sequence(temperature=t) for t in temperatures])
     assert sampler.process(raw, batch) is raw
     assert truncate(raw, batch) is raw
     _, logprobs = sampler.sample(raw, batch)
@@ -466,7 +464,7 @@ def test_plain_rows_touch_no_slow_path(temperatures, monkeypatch):
 def test_a_greedy_batch_is_an_argmax_alone(monkeypatch):
     monkeypatch.setattr(sampler, "invert_distribution", lambda *_: pytest.fail("a greedy batch has nothing to draw"))
     raw = random_logits(4)
-    token_ids, _ = sampler.sample(raw, build_sampling_batch([sequence(temperature=0)] * 4))
+    token_ids, _ = sampler.sample(raw, sampling_of([sequence(temperature=0)] * 4))
     assert token_ids.tolist() == raw.argmax(dim=-1).tolist()
 
 
@@ -479,7 +477,7 @@ def test_logprobs_are_those_of_the_model_itself(wanted):
     fields = {"temperature": 0.3, "presence_penalty": 2, "logit_bias": {1: 50.0}, "top_k": 9, "bad_words": ["x"]}
     rows = [sequence(*HISTORY, logprobs=k, **fields) for k in wanted]
     raw = random_logits(len(rows))
-    token_ids, logprobs = sampler.sample(raw, build_sampling_batch(rows))
+    token_ids, logprobs = sampler.sample(raw, sampling_of(rows))
     expected = raw.double().log_softmax(dim=-1)
     k = VOCAB_SIZE if -1 in wanted else max(one or 0 for one in wanted)
     best, best_ids = expected.sort(dim=-1, descending=True)
@@ -504,7 +502,7 @@ def test_more_logprobs_than_tokens_are_all():
 
 def test_half_precision_logits_are_judged_in_float32():
     raw = random_logits(6).bfloat16()
-    token_ids, logprobs = sampler.sample(raw, build_sampling_batch([sequence(temperature=0, logprobs=2)] * 6))
+    token_ids, logprobs = sampler.sample(raw, sampling_of([sequence(temperature=0, logprobs=2)] * 6))
     expected = raw.double().log_softmax(dim=-1)
     assert logprobs.chosen.dtype == torch.float32
     torch.testing.assert_close(logprobs.chosen.double(), expected.amax(dim=-1), rtol=0, atol=1e-5)

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from nanovllm.execution.input_buffer import map_tensors
-from nanovllm.execution.sampling_batch import build_sampling_batch, draw_uniforms, mix
+from nanovllm.execution.sampling_batch import mix
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.sequence import Sequence
+from tests.steps import sampling_of, uniforms_of
 
 EOS = 90
 
@@ -36,7 +37,7 @@ def sequence(prompt=(1, 2, 3), output=(), seed=0, sample_index=0, bad_word_ids=(
 def at(seed, sample_index, position):
     """A sequence before its `position`-th output token."""
     seq = sequence(seed=seed, sample_index=sample_index)
-    seq.num_tokens += position
+    seq.token_ids.length += position
     return seq
 
 
@@ -59,7 +60,7 @@ def test_the_hash_is_splitmix64():
 
 def test_uniforms_lie_in_the_unit_interval():
     seeds = [0, 1, 2**32, 2**63, 2**64 - 1, *range(100, 2000)]
-    uniforms = draw_uniforms([at(seed, 0, 0) for seed in seeds])
+    uniforms = uniforms_of([at(seed, 0, 0) for seed in seeds])
     assert uniforms.dtype == np.float64
     assert uniforms.min() >= 0
     assert uniforms.max() < 1
@@ -68,30 +69,30 @@ def test_uniforms_lie_in_the_unit_interval():
 def test_the_largest_hash_is_below_one_and_the_smallest_is_zero(monkeypatch):
     for bits, expected in ((2**64 - 1, 1 - 2.0**-52), (0, 0.0)):
         monkeypatch.setattr("nanovllm.execution.sampling_batch.mix", lambda x, bits=bits: np.full_like(x, bits))
-        assert draw_uniforms([at(5, 0, 0)]).tolist() == [expected]
+        assert uniforms_of([at(5, 0, 0)]).tolist() == [expected]
 
 
 def test_equal_for_equal_and_different_for_different():
     triples = [(seed, i, position) for seed in range(12) for i in range(12) for position in range(30)]
-    uniforms = draw_uniforms([at(*triple) for triple in triples])
+    uniforms = uniforms_of([at(*triple) for triple in triples])
     assert len(set(uniforms.tolist())) == len(triples)
-    again = draw_uniforms([at(*triple) for triple in triples])
+    again = uniforms_of([at(*triple) for triple in triples])
     assert uniforms.tolist() == again.tolist()
 
 
 def test_independent_of_the_order_in_the_batch():
     triples = [(seed, i, position) for seed in (3, 2**64 - 1) for i in range(3) for position in (0, 1, 500)]
-    together = dict(zip(triples, draw_uniforms([at(*t) for t in triples]).tolist(), strict=True))
+    together = dict(zip(triples, uniforms_of([at(*t) for t in triples]).tolist(), strict=True))
     shuffled = np.random.default_rng(0).permutation(len(triples)).tolist()
     for order in (shuffled, shuffled[:5], [7]):
-        drawn = draw_uniforms([at(*triples[i]) for i in order]).tolist()
+        drawn = uniforms_of([at(*triples[i]) for i in order]).tolist()
         assert drawn == [together[triples[i]] for i in order]
 
 
 def test_position_counts_output_tokens_only():
     """Two prompts of different lengths draw the same: the seed alone decides."""
     short, long = sequence([1], [5, 6], seed=7), sequence(range(40), [8, 9], seed=7)
-    assert draw_uniforms([short]).tolist() == draw_uniforms([long]).tolist() == draw_uniforms([at(7, 0, 2)]).tolist()
+    assert uniforms_of([short]).tolist() == uniforms_of([long]).tolist() == uniforms_of([at(7, 0, 2)]).tolist()
 
 
 AXES = {
@@ -107,7 +108,7 @@ AXES = {
 def test_uniform_along_every_axis(axis):
     """Kolmogorov-Smirnov: the largest distance from the diagonal stays below its 99.9 % quantile."""
     num_draws = 8000
-    uniforms = np.sort(draw_uniforms([at(*AXES[axis](i)) for i in range(num_draws)]))
+    uniforms = np.sort(uniforms_of([at(*AXES[axis](i)) for i in range(num_draws)]))
     steps = np.arange(num_draws + 1) / num_draws
     distance = max((steps[1:] - uniforms).max(), (uniforms - steps[:-1]).max())
     assert distance * num_draws**0.5 < 1.95
@@ -116,7 +117,7 @@ def test_uniform_along_every_axis(axis):
 @pytest.mark.parametrize("axis", AXES)
 def test_neighbours_are_independent(axis):
     """Chi-square on a grid of 8 x 8 for pairs of neighbours; 103.4 is the 99.9 % quantile for 63 degrees of freedom."""
-    uniforms = draw_uniforms([at(*AXES[axis](i)) for i in range(8001)])
+    uniforms = uniforms_of([at(*AXES[axis](i)) for i in range(8001)])
     cells = (uniforms[:-1] * 8).astype(int) * 8 + (uniforms[1:] * 8).astype(int)
     counts = np.bincount(cells, minlength=64)
     assert ((counts - 125) ** 2 / 125).sum() < 103.4
@@ -140,21 +141,21 @@ def test_plain_rows_ask_for_nothing():
         sequence(seed=3, n=2, stop_token_ids=[5], ignore_eos=True, top_k=-1, detokenize=False),
         sequence(stop=["x"], logit_bias={}, bad_words=[], logits_processors=[]),
     ]
-    batch = build_sampling_batch(rows)
+    batch = sampling_of(rows)
     assert_nothing_special(batch)
     torch.testing.assert_close(batch.temperatures, torch.tensor([0, 0.7, 1, 1]), rtol=0, atol=0)
-    assert batch.uniforms.tolist() == draw_uniforms(rows).tolist()
+    assert batch.uniforms.tolist() == uniforms_of(rows).tolist()
 
 
 def test_greedy_rows_need_no_uniforms():
-    batch = build_sampling_batch([sequence(temperature=0)] * 3)
+    batch = sampling_of([sequence(temperature=0)] * 3)
     assert_nothing_special(batch)
     assert batch.uniforms is None
 
 
 def test_greedy_rows_need_no_truncation():
     """Top-k, top-p and min-p never take away the likeliest token."""
-    batch = build_sampling_batch([sequence(temperature=0, top_k=3, top_p=0.5, min_p=0.2)] * 2)
+    batch = sampling_of([sequence(temperature=0, top_k=3, top_p=0.5, min_p=0.2)] * 2)
     assert batch.uniforms is None
     assert (batch.top_k, batch.top_p, batch.max_top_k) == (None, None, 0)
 
@@ -163,7 +164,7 @@ def test_greedy_rows_need_no_truncation():
 
 
 def test_columns_have_neutral_values_for_rows_that_ask_for_nothing():
-    batch = build_sampling_batch([sequence(), sequence(top_k=5), sequence(top_p=0.5, top_k=-1), sequence(min_p=0.25)])
+    batch = sampling_of([sequence(), sequence(top_k=5), sequence(top_p=0.5, top_k=-1), sequence(min_p=0.25)])
     assert batch.top_k.tolist() == [0, 5, 0, 0]
     assert batch.top_p.tolist() == [1, 1, 0.5, 1]
     assert batch.min_p.tolist() == [0, 0, 0, 0.25]
@@ -181,14 +182,14 @@ def test_columns_have_neutral_values_for_rows_that_ask_for_nothing():
     ],
 )
 def test_max_top_k(rows, expected):
-    assert build_sampling_batch([sequence(**fields) for fields in rows]).max_top_k == expected
+    assert sampling_of([sequence(**fields) for fields in rows]).max_top_k == expected
 
 
 @pytest.mark.parametrize(
     ("wanted", "expected"), [([None, 3, 1], 3), ([0, None], 0), ([5, -1, 7], -1), ([None, None], None)]
 )
 def test_num_logprobs_is_the_most_that_any_row_wants(wanted, expected):
-    assert build_sampling_batch([sequence(logprobs=k) for k in wanted]).num_logprobs == expected
+    assert sampling_of([sequence(logprobs=k) for k in wanted]).num_logprobs == expected
 
 
 # --- histories -------------------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ def test_histories_are_filled_up_with_minus_one():
         sequence([7], [8, 9, 8], repetition_penalty=1.5, frequency_penalty=-1),
         sequence([1, 2], [], frequency_penalty=2),
     ]
-    penalties = build_sampling_batch(rows).penalties
+    penalties = sampling_of(rows).penalties
     assert penalties.rows.tolist() == [0, 2, 3]
     assert penalties.prompt_ids.tolist() == [[4, 4, 5], [7, -1, -1], [1, 2, -1]]
     assert penalties.output_ids.tolist() == [[6, -1, -1], [8, 9, 8], [-1, -1, -1]]
@@ -211,7 +212,7 @@ def test_histories_are_filled_up_with_minus_one():
 
 
 def test_histories_before_any_output():
-    penalties = build_sampling_batch([sequence([1, 2], presence_penalty=1)]).penalties
+    penalties = sampling_of([sequence([1, 2], presence_penalty=1)]).penalties
     assert penalties.output_ids.shape == (1, 0)
 
 
@@ -220,7 +221,7 @@ def test_histories_before_any_output():
 
 def biases_of(rows):
     """{(row, token): bias} of the batch, or None."""
-    biases = build_sampling_batch(rows).biases
+    biases = sampling_of(rows).biases
     if biases is None:
         return None
     triples = list(zip(biases.rows.tolist(), biases.token_ids.tolist(), biases.values.tolist(), strict=True))
@@ -276,7 +277,7 @@ def test_bad_words_forbid_their_last_token(words, prompt, output, forbidden):
 
 def test_allowed_tokens_are_pairs_of_entry_and_token():
     rows = [sequence(allowed_token_ids=[3, 5]), sequence(), sequence(allowed_token_ids=[7])]
-    allowed = build_sampling_batch(rows).allowed
+    allowed = sampling_of(rows).allowed
     assert allowed.rows.tolist() == [0, 2]
     assert list(zip(allowed.entries.tolist(), allowed.token_ids.tolist(), strict=True)) == [(0, 3), (0, 5), (1, 7)]
 
@@ -284,7 +285,7 @@ def test_allowed_tokens_are_pairs_of_entry_and_token():
 def test_processors_come_with_their_row_and_the_output_so_far():
     first, second = (lambda output_token_ids, logits: logits), (lambda output_token_ids, logits: -logits)
     rows = [sequence(), sequence([1, 2], [8, 9], logits_processors=[first, second]), sequence(logits_processors=[])]
-    assert build_sampling_batch(rows).processors == ((1, [8, 9], (first, second)),)
+    assert sampling_of(rows).processors == ((1, [8, 9], (first, second)),)
 
 
 def test_all_tensors_move_to_the_device():
@@ -292,7 +293,7 @@ def test_all_tensors_move_to_the_device():
         sequence(top_k=3, top_p=0.5, min_p=0.1, presence_penalty=1, logit_bias={1: 1}, logprobs=2),
         sequence(allowed_token_ids=[4]),
     ]
-    batch = build_sampling_batch(rows)
+    batch = sampling_of(rows)
 
     def tensors(record):
         for field in dataclasses.fields(record):

@@ -16,7 +16,6 @@ import torch
 
 from benchmarks import kernels
 from nanovllm import LLM, SamplingParams
-from nanovllm.execution.batch import build_batch
 from nanovllm.execution.input_buffer import map_tensors
 from nanovllm.kernels.cuda import triton_attention
 from nanovllm.kernels.cuda.flash_attention import FlashAttention
@@ -24,8 +23,8 @@ from nanovllm.kernels.cuda.launch import Launch
 from nanovllm.kernels.cuda.triton_attention import TritonAttention
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends import TorchAttention
-from nanovllm.scheduling.scheduler import BlockMoves, SchedulerOutput
 from nanovllm.scheduling.sequence import Sequence
+from tests.steps import batch_of
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
@@ -330,10 +329,8 @@ def make_batch(step, lens, block_size):
         seq.num_computed_tokens = computed
         for block_id in step.block_tables[row, : -(-(computed + new) // block_size)].tolist():
             seq.block_table.append(block_id)
-        chunks.append((seq, new))
-    num_decodes = sum(new == 1 for _, new in lens)
-    num_tokens = sum(new for _, new in lens)
-    batch = build_batch(SchedulerOutput(chunks, num_decodes, num_tokens, [], BlockMoves(), 0, 0), block_size)
+        chunks.append((seq, computed, new))
+    batch = batch_of(chunks, block_size)
     return map_tensors(batch, lambda tensor: tensor.to(DEVICE))
 
 

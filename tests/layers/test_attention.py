@@ -16,15 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanovllm import LLM
-from nanovllm.execution.batch import build_batch
 from nanovllm.execution.choices import select_backend
 from nanovllm.kernels.cuda.flash_attention import FlashAttention
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends import TorchAttention
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.sequence import Sequence
-from nanovllm.scheduling.step import BlockMoves, SchedulerOutput
 from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
+from tests.steps import batch_of
 
 # ---- TorchAttention
 
@@ -97,7 +96,7 @@ def test_prompt_in_chunks_gives_what_it_gives_at_once():
         seq.num_computed_tokens = start
         for block_id in table:  # those of later chunks are empty so far
             seq.block_table.append(block_id)
-        batch = build_batch(SchedulerOutput([(seq, num_new)], int(num_new == 1), num_new, [], BlockMoves(), 0, 0), 4)
+        batch = batch_of([(seq, start, num_new)], 4)
         rows = slice(start, start + num_new)
         out = Attention(backend)(whole.q[rows], whole.k[rows], whole.v[rows], cache, batch.metadata)
         torch.testing.assert_close(out, at_once[rows], rtol=2e-6, atol=2e-6)

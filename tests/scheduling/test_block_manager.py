@@ -13,16 +13,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import nanovllm.scheduling.block_manager
+import nanovllm.scheduling.prefix_cache
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.block_manager import BlockManager, hash_block
+from nanovllm.scheduling.block_manager import BlockManager
+from nanovllm.scheduling.observer import count_empty_slots
+from nanovllm.scheduling.prefix_cache import hash_block
 from nanovllm.scheduling.sequence import Sequence
+from nanovllm.scheduling.swap import Swap, SwapSpace
 from tests.fake_kv_cache import (
     FakeKVCache,
     WriterCheck,
     check_cached_blocks,
-    check_duplicates,
     check_ownership,
+    check_stored,
+    forget_new,
     table_of,
     tokens_of,
 )
@@ -72,7 +76,7 @@ def fork(manager, parent, name="child"):
 
 def num_hits(manager, tokens):
     """How many blocks a sequence that begins with `tokens` would find; changes nothing."""
-    return len(manager._find_prefix(make_seq([*tokens, 99])))
+    return len(manager.prefix_cache.find(make_seq([*tokens, 99])))
 
 
 # ---- random use, against the oracle
@@ -102,7 +106,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(nanovllm.scheduling.block_manager, "hash_block", HASHES[self.hash_name])
+        self.patch.setattr(nanovllm.scheduling.prefix_cache, "hash_block", HASHES[self.hash_name])
         self.names = count()
         self.waiting = []
         self.running = []
@@ -157,7 +161,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self):
-        self.manager.reset_prefix_cache()
+        self.manager.prefix_cache.reset()
         self.known.clear()
 
     # ---- a step
@@ -203,7 +207,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 seq.num_computed_tokens = num_tokens
             return
         self.cache.spoil(journal)
-        self.manager.rollback_steps()
+        forget_new(self.manager)
         self.forget(self.registered_now)
         for seq in chunks:
             self.take_back(seq)
@@ -234,26 +238,25 @@ class BlockManagerMachine(RuleBasedStateMachine):
         num_free = self.manager.num_free_blocks - num_promised
         num_needed = -(-seq.num_tokens // self.size)
         if seq.host_block_ids:
-            is_admitted = self.manager.try_admit_swapped(seq, num_promised)
+            kept = list(seq.host_block_ids)
+            is_admitted = Swap(self.manager, SwapSpace(0, self.size)).try_admit(seq, num_promised)
             assert is_admitted == (num_needed <= num_free)
             if is_admitted:
-                swap_ins += zip(seq.host_block_ids, table_of(seq), strict=True)
-                seq.host_block_ids = []
+                swap_ins += zip(kept, table_of(seq), strict=True)
                 self.forget(table_of(seq))
                 self.admit(seq, 0, None)
+                self.register(seq, table_of(seq), seq.num_computed_tokens)
             return is_admitted
         hits = self.expected_hits(seq)
-        num_found = min(len(hits) * self.size, seq.num_tokens - 1)
         owned = {block_id for other in self.running for block_id in table_of(other)}
-        num_shared = sum(known.block_id in owned for known in hits[: num_found // self.size])
+        num_shared = sum(known.block_id in owned for known in hits)
         is_admitted = self.manager.try_admit(seq, num_promised)
         table = table_of(seq)
         if self.hash_name == "real":
-            # a block whose last token is computed anew costs one: its copy, or itself if nobody else has it
             assert is_admitted == (num_needed - num_shared <= num_free and num_free > 0)
             if is_admitted:
                 assert table == [known.block_id for known in hits[: len(table)]]
-                assert seq.num_computed_tokens == num_found
+                assert seq.num_computed_tokens == len(hits) * self.size
         assert is_admitted or (not table and num_needed > num_free)
         if is_admitted:
             assert seq.num_computed_tokens < seq.num_tokens, "the last token is always computed"
@@ -266,16 +269,14 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.registered[seq] = num_registered, last
 
     def expected_hits(self, seq):
-        """The longest run of known blocks, each registered on top of the one before it."""
+        """The longest run of known blocks, each registered on top of the one before it, short of the last token."""
         tokens = tokens_of(seq)
         hits = []
-        for stop in range(self.size, len(tokens) + 1, self.size):
+        for stop in range(self.size, len(tokens), self.size):
             known = self.known.get(tuple(tokens[:stop]))
             if known is None or known.parent is not (hits[-1] if hits else None):
                 break
             hits.append(known)
-        if len(hits) * self.size == len(tokens) and hits[-1].block_id in self.registered_now:
-            hits.pop()  # its last token can be computed anew only when the others are there
         return hits
 
     def schedule(self, seq, chunks, data):
@@ -321,7 +322,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def every_block_is_free_or_owned(self):
         if hasattr(self, "manager"):
             check_ownership(self.manager, self.seqs)
-            check_duplicates(self.manager, self.running)
+            check_stored(self.manager, self.running)
 
     @invariant()
     def every_sequence_reads_its_own_prefix(self):
@@ -336,15 +337,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if hasattr(self, "manager"):
             check_cached_blocks(self.manager, self.cache)
             if self.hash_name == "real":
-                assert set(self.manager._cached_by_id) == {known.block_id for known in self.known.values()}
+                assert set(self.manager.prefix_cache._by_id) == {known.block_id for known in self.known.values()}
 
     def teardown(self):
         if hasattr(self, "manager"):
             for seq in list(self.running):
                 self.take_back(seq)
             check_ownership(self.manager, [])
-            assert self.manager.num_duplicate_tokens == 0
-            assert self.manager._partial == {}
             everything = make_seq([9] * self.manager.capacity)
             assert self.manager.try_admit(everything), "a leak"
             assert self.manager.try_allocate(everything, everything.num_tokens), "a leak"
@@ -379,7 +378,7 @@ TestRealHash.settings = settings(SETTINGS, max_examples=300)
 
 @pytest.fixture(params=HASHES)
 def any_hash(request, monkeypatch):
-    monkeypatch.setattr(nanovllm.scheduling.block_manager, "hash_block", HASHES[request.param])
+    monkeypatch.setattr(nanovllm.scheduling.prefix_cache, "hash_block", HASHES[request.param])
     return request.param
 
 
@@ -451,8 +450,7 @@ def test_of_a_prompt_that_is_cached_only_what_is_needed_is_computed(num_tokens, 
     manager, cache = BlockManager(16, block_size), FakeKVCache(block_size)
     manager.free(start(manager, cache, tokens))
     again = start_admitted(manager, tokens)
-    num_full = num_tokens // block_size * block_size
-    assert again.num_computed_tokens == min(num_full, num_tokens - 1)
+    assert again.num_computed_tokens == (num_tokens - 1) // block_size * block_size, "the last token is computed anew"
     advance(manager, cache, again, num_tokens)
     assert manager.num_used_blocks == -(-num_tokens // block_size)
 
@@ -466,18 +464,19 @@ def start_admitted(manager, tokens):
 
 
 @pytest.mark.parametrize("block_size", [1, 4])
-def test_last_token_of_a_cached_prompt_is_not_written_to_a_block_that_others_own(block_size):
+def test_last_block_of_a_cached_prompt_is_computed_anew_in_a_block_of_its_own(block_size):
+    """The step needs the logits of the last token, so the block that holds it is not taken from the cache."""
     tokens = list(range(8))
     manager, cache = BlockManager(16, block_size), FakeKVCache(block_size)
     first = start(manager, cache, tokens)
     owned, used = table_of(first), manager.num_used_blocks
     writers = WriterCheck([first])
     again = start_admitted(manager, tokens)
-    assert again.num_computed_tokens == 7
+    assert again.num_computed_tokens == 8 - block_size
     assert manager.try_allocate(again, 8)
-    cache.move(copies=manager.take_copies())
-    writers.check([(again, 7, 8)], block_size)
-    cache.write(again, 7, 8)
+    assert manager.take_copies() == []
+    writers.check([(again, 8 - block_size, 8)], block_size)
+    cache.write(again, 8 - block_size, 8)
     again.num_computed_tokens = 8
     cache.check(again, 8)
     assert table_of(first) == owned
@@ -485,20 +484,10 @@ def test_last_token_of_a_cached_prompt_is_not_written_to_a_block_that_others_own
     assert table_of(again)[-1] != owned[-1]
     assert manager.num_used_blocks == used + 1
     check_ownership(manager, [first, again])
-    check_duplicates(manager, [first, again])
+    check_stored(manager, [first, again])
 
 
-def test_last_token_of_a_cached_prompt_is_written_in_place_when_nobody_owns_the_block():
-    manager, cache = BlockManager(2, 4), FakeKVCache(4)
-    manager.free(start(manager, cache, list(range(8))))
-    again = start_admitted(manager, list(range(8)))
-    assert manager.try_allocate(again, 8)
-    assert manager.take_copies() == []
-    assert manager.num_used_blocks == 2
-
-
-def test_block_that_is_registered_in_this_step_is_never_copied():
-    """The same prompt twice in one step: the second can share only what it does not have to write to."""
+def test_same_prompt_twice_in_one_step_shares_all_but_the_last_block():
     manager = BlockManager(16, 4)
     first = start_admitted(manager, list(range(8)))
     assert manager.try_allocate(first, 8)
@@ -508,12 +497,6 @@ def test_block_that_is_registered_in_this_step_is_never_copied():
     assert second.num_computed_tokens == 4
     assert manager.try_allocate(second, 8)
     assert manager.take_copies() == []
-    # one step later it can
-    first.num_computed_tokens = second.num_computed_tokens = 8
-    third = start_admitted(manager, list(range(8)))
-    assert third.num_computed_tokens == 7
-    assert manager.try_allocate(third, 8)
-    assert manager.take_copies() == [(table_of(first)[1], table_of(third)[1])]
 
 
 def test_prompt_logprobs_need_every_position_so_nothing_is_found():
@@ -565,7 +548,7 @@ def test_without_prefix_caching_nothing_is_found():
 def test_reset_forgets_what_is_cached_and_leaves_running_sequences_alone():
     manager, cache = BlockManager(8, 2), FakeKVCache(2)
     running = start(manager, cache, [1, 2, 3, 4])
-    manager.reset_prefix_cache()
+    manager.prefix_cache.reset()
     assert num_hits(manager, [1, 2, 3, 4]) == 0
     check_ownership(manager, [running])
     append(manager, cache, running, 5, 6)
@@ -596,12 +579,12 @@ def test_fork_costs_no_block_until_somebody_writes(enable_prefix_caching):
     children = [fork(manager, parent, f"child-{i}") for i in range(3)]
     assert [table_of(child) for child in children] == [table_of(parent)] * 3
     assert manager.num_used_blocks == 2
-    assert manager.num_duplicate_tokens == 3 * 6
+    assert manager.num_used_blocks * 4 - count_empty_slots([parent, *children], manager.block_size) == 6
     check_ownership(manager, [parent, *children])
     for seq, num_used in zip([parent, *children], (3, 4, 5, 5), strict=True):  # the last one has the block for itself
         append(manager, cache, seq, 7)
         assert manager.num_used_blocks == num_used
-        check_duplicates(manager, [parent, *children])
+        check_stored(manager, [parent, *children])
     assert len({table_of(seq)[1] for seq in [parent, *children]}) == 4
     assert len({table_of(seq)[0] for seq in [parent, *children]}) == 1
     for seq in [parent, *children]:
@@ -640,7 +623,7 @@ def test_owner_that_is_left_by_all_others_needs_no_copy():
     manager.free(children[0])
     append(manager, cache, children[1], 3)
     check_ownership(manager, [children[1]])
-    assert manager.num_duplicate_tokens == 0
+    assert manager.num_used_blocks * 4 - count_empty_slots([children[1]], manager.block_size) == 3
 
 
 def test_copy_that_finds_no_block_changes_nothing():
@@ -652,7 +635,7 @@ def test_copy_that_finds_no_block_changes_nothing():
     assert table_of(child) == table_of(parent)
     assert manager.take_copies() == []
     check_ownership(manager, [parent, child])
-    check_duplicates(manager, [parent, child])
+    check_stored(manager, [parent, child])
     manager.free(parent)
     assert manager.try_allocate(child, 3), "it is alone now"
 
@@ -665,14 +648,13 @@ def test_fork_of_a_fork_shares_with_both():
     grandchildren = [fork(manager, child, f"grandchild-{i}") for i in range(2)]
     seqs = [parent, child, *grandchildren]
     check_ownership(manager, seqs)
-    check_duplicates(manager, seqs)
+    check_stored(manager, seqs)
     for token, seq in enumerate(seqs):
         append(manager, cache, seq, token)
-        check_duplicates(manager, seqs)
+        check_stored(manager, seqs)
     for seq in seqs:
         cache.check(seq, seq.num_tokens)
         manager.free(seq)
-    assert manager.num_duplicate_tokens == 0
     check_ownership(manager, [])
 
 
@@ -701,9 +683,11 @@ def test_swapped_sequence_gets_private_blocks_or_none():
     seq.append_token(5)
     other = start(manager, cache, [1, 2, 9])
     manager.begin_step()
-    assert not manager.try_admit_swapped(seq, num_promised=1)
+    seq.host_block_ids = [0, 1]
+    swap = Swap(manager, SwapSpace(2, 2))
+    assert not swap.try_admit(seq, num_reserved=1)
     assert table_of(seq) == []
-    assert manager.try_admit_swapped(seq, num_promised=0)
+    assert swap.try_admit(seq, num_reserved=0)
     assert len(table_of(seq)) == 2, "as many as were computed; the third comes with the tokens"
     assert not set(table_of(seq)) & set(table_of(other))
     assert seq.num_computed_tokens == 3
@@ -720,13 +704,13 @@ def test_blocks_of_a_failed_step_are_forgotten_and_those_of_others_are_not():
     new = start_admitted(manager, [1, 2, 5, 6])
     assert manager.try_allocate(new, 4)
     assert num_hits(manager, [1, 2, 5, 6]) == 2
-    manager.rollback_steps()
+    forget_new(manager)
     manager.free(new)
     assert num_hits(manager, [1, 2, 5, 6]) == 1
     assert num_hits(manager, [1, 2, 3, 4]) == 2
     check_cached_blocks(manager, cache)
     manager.begin_step()
-    manager.rollback_steps()
+    forget_new(manager)
     assert num_hits(manager, [1, 2, 3, 4]) == 2, "what an earlier step has registered is safe"
     check_ownership(manager, [old])
 
@@ -787,7 +771,7 @@ def test_evicted_block_leaves_no_entry_behind():
     for token in range(20):
         manager.free(start(manager, cache, [token, token, token + 1, token + 1]))
         check_cached_blocks(manager, cache)
-    assert len(manager._cached_by_hash) == 2
+    assert len(manager.prefix_cache._by_hash) == 2
     for token in range(19):
         assert num_hits(manager, [token, token]) == 0
 
@@ -811,7 +795,7 @@ def test_each_block_is_hashed_once_in_the_life_of_its_sequence(monkeypatch):
         calls.append(tokens)
         return hash_block(parent_hash, tokens)
 
-    monkeypatch.setattr(nanovllm.scheduling.block_manager, "hash_block", counting_hash)
+    monkeypatch.setattr(nanovllm.scheduling.prefix_cache, "hash_block", counting_hash)
     manager, cache = BlockManager(20, 2), FakeKVCache(2)
     neighbour = start(manager, cache, [90, 91] * 14)
     calls.clear()
@@ -833,7 +817,7 @@ def test_each_block_is_hashed_once_in_the_life_of_its_sequence(monkeypatch):
     child = fork(manager, seq)
     append(manager, cache, seq, 16, 17)
     manager.free(seq)
-    manager.reset_prefix_cache()
+    manager.prefix_cache.reset()
     manager.begin_step()
     assert manager.try_admit(seq)
     advance(manager, cache, seq, seq.num_tokens)
@@ -850,7 +834,7 @@ def full_pool(num_blocks):
         assert manager.try_admit(seq)
         assert manager.try_allocate(seq, 2)
         manager.free(seq)
-    assert len(manager._cached_by_id) == num_blocks
+    assert len(manager.prefix_cache._by_id) == num_blocks
     return manager
 
 
@@ -875,7 +859,7 @@ def seconds_of_use(manager):
             manager.fork(new[0], child)
         for seq in new + old + children:
             manager.free(seq)
-        manager.rollback_steps()
+        forget_new(manager)
         best = min(best, time.perf_counter() - begin)
     return best
 

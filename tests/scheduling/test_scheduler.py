@@ -16,17 +16,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.block_manager import BlockManager
+from nanovllm.scheduling.forks import fork, resume
+from nanovllm.scheduling.observer import SchedulingStats
+from nanovllm.scheduling.overlap import can_schedule_ahead
 from nanovllm.scheduling.policies import POLICIES, SJF_TOKENS_PER_ARRIVAL, fcfs, priority, sjf
+from nanovllm.scheduling.preemption import Recompute
+from nanovllm.scheduling.rollback import roll_back
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.sequence import Sequence, SequenceStatus
 from nanovllm.scheduling.step import BlockMoves, SchedulerOutput
-from nanovllm.scheduling.swap import SwapSpace
+from nanovllm.scheduling.swap import Swap, SwapSpace
 from tests.fake_kv_cache import (
     FakeKVCache,
     WriterCheck,
     check_cached_blocks,
-    check_duplicates,
     check_ownership,
+    check_stored,
     table_of,
     tokens_of,
 )
@@ -84,7 +89,7 @@ class Search:
         self.params = SamplingParams(temperature=0, max_tokens=max_tokens)
         self.all_seqs = []
         self.beams = [self.new_beam(request_id, prompt)]
-        self.beams[0].num_claims = width
+        self.beams[0].num_places = width
         self.ready = set()
         self.is_aborted = False
 
@@ -106,7 +111,7 @@ class Search:
             return
         self.ready.clear()
         for beam, tokens in zip(self.beams, going_on, strict=True):
-            beam.num_claims = 1
+            beam.num_places = 1
             if not tokens:
                 self.scheduler.finish(beam, "abort")
         for beam, tokens in zip(list(self.beams), going_on, strict=True):
@@ -115,14 +120,14 @@ class Search:
             self.beams[place : place + 1] = [beam, *children][: len(tokens)]
             for seq, token in zip(self.beams[place:], tokens, strict=False):
                 seq.append_token(token)
-                self.scheduler.unpark(seq)
+                resume(self.scheduler, seq)
 
     def fork(self, parent):
         child = self.new_beam(parent.request_id, tokens_of(parent))
         child.num_prompt_tokens = parent.num_prompt_tokens
         child.max_num_tokens, child.arrival = parent.max_num_tokens, parent.arrival
         child.order = (*parent.order[:2], child.sample_index)
-        self.scheduler.fork(parent, child)
+        fork(self.scheduler, parent, child)
         return child
 
     def end(self, reason):
@@ -130,6 +135,20 @@ class Search:
             self.scheduler.finish(beam, reason)
         self.beams = []
         self.is_aborted = reason == "abort"
+
+
+class RecordingStats(SchedulingStats):
+    """Keeps for each step the tokens that are stored and the slots that are reserved."""
+
+    def __init__(self):
+        super().__init__()
+        self.uses = {}
+        self.steps = []  # so that no two have the same id
+
+    def on_schedule(self, step, running, blocks):
+        super().on_schedule(step, running, blocks)
+        self.steps.append(step)
+        self.uses[id(step)] = self._in_flight[-1][:2]
 
 
 class Run:
@@ -151,11 +170,11 @@ class Run:
     ):
         self.overlap = overlap
         self.flights = []
-        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
+        self.stats = RecordingStats()
+        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching, self.stats)
         self.swap_space = None if num_swap_blocks is None else SwapSpace(num_swap_blocks, block_size)
-        self.scheduler = Scheduler(
-            self.manager, max_num_seqs, budget, max_model_len, policy, threshold, self.swap_space
-        )
+        preemption = Recompute(self.manager) if self.swap_space is None else Swap(self.manager, self.swap_space)
+        self.scheduler = Scheduler(self.manager, max_num_seqs, budget, max_model_len, policy, threshold, preemption)
         self.cache = FakeKVCache(block_size)
         self.eos_token_ids = eos_token_ids
         self.requests = []  # of each, its sequences
@@ -166,9 +185,13 @@ class Run:
     def seqs(self):
         return [seq for seqs in self.requests for seq in seqs]
 
+    def kv_use(self, out):
+        """(tokens stored, slots reserved) of a step."""
+        return self.stats.uses[id(out)]
+
     @property
     def waiting(self):
-        return [seq for _, seq in sorted(self.scheduler.waiting)]
+        return list(self.scheduler.waiting)
 
     def add(self, prompt, n=1, priority=0, **params):
         """The sequences of a new request; the one sequence if it has one."""
@@ -207,37 +230,43 @@ class Run:
             for lost in reversed(self.flights):
                 self.cache.spoil(lost.journal)
             self.flights.clear()
-            self.scheduler.rollback()
+            roll_back(self.scheduler)
         self.check_state()
         return flight.out
 
     def launch(self):
         before = Before(self)
-        out = self.scheduler.schedule()
+        if self.flights and not can_schedule_ahead(self.scheduler):
+            out = SchedulerOutput()
+        else:
+            out = self.scheduler.schedule()
         if before.must_wait(out):
             return
         before.check(out)
         self.check_scheduled(out)
         if not out.chunks:
             return
-        writes = [(seq, seq.num_computed_tokens, seq.num_computed_tokens + num_new) for seq, num_new in out.chunks]
+        writes = [(seq, start, start + num_new) for seq, start, num_new in out.chunks]
         before.writers.check(writes, self.manager.block_size)
         written = {table_of(seq)[i // self.manager.block_size]: seq for seq, *span in writes for i in range(*span)}
         moved_to = {block_id for _, block_id in out.moves.swap_ins + out.moves.copies}
         for flight in self.flights:
             for block_id, seq in flight.written.items():
-                assert written.get(block_id, seq) is seq, "a block that a step in flight writes for another"
-                assert block_id not in moved_to, "a block that a step in flight writes for another"
+                if seq.finish_reason is None:  # else the new owner's writes come after those in flight
+                    owners = [seq, *flight.children.get(seq, [])]
+                    assert written.get(block_id, seq) in owners, "a block that a step in flight writes for another"
+                    assert block_id not in moved_to, "a block that a step in flight writes for another"
             assert not out.preempted, "nobody loses blocks that a step in flight writes to"
         journal = self.cache.move(out.moves.swap_outs, out.moves.swap_ins, out.moves.copies)
         for write in writes:
             journal += self.cache.write(*write)
         for seq, _, stop in writes:
             self.cache.check(seq, stop)
-        caught_up = [seq for seq, _, stop in writes if stop == seq.num_tokens]
-        samples = [sample for seq in caught_up for sample in (seq, *seq.children)]
-        self.cache.newest = [next_token(self.cache.tokens_of(seq), seq.sample_index) for seq in samples]
-        self.flights.append(Flight(out, samples, self.cache.newest, written, journal))
+        caught_up = [(seq, stop) for seq, _, stop in writes if stop == before.num_tokens[seq]]
+        samples = [(sample, stop) for seq, stop in caught_up for sample in (seq, *before.children[seq])]
+        self.cache.newest = [next_token(self.cache.tokens_of(seq, stop), seq.sample_index) for seq, stop in samples]
+        samples = [seq for seq, _ in samples]
+        self.flights.append(Flight(out, samples, self.cache.newest, written, journal, before.children))
 
     def update(self, flight):
         samples = [(row, seq) for row, seq in enumerate(flight.samples) if seq.finish_reason is None]
@@ -278,41 +307,42 @@ class Run:
 
     def check_scheduled(self, out):
         scheduler, size = self.scheduler, self.manager.block_size
-        lens = [num_new for _, num_new in out.chunks]
+        lens = [num_new for _, _, num_new in out.chunks]
         assert sum(lens) == out.num_scheduled_tokens <= scheduler.max_num_batched_tokens
         assert lens or self.flights or not scheduler.has_unfinished(), "some sequence always advances"
-        assert len({id(seq) for seq, _ in out.chunks}) == len(lens)
+        assert len({id(seq) for seq, _, _ in out.chunks}) == len(lens)
         assert all(num_new == 1 for num_new in lens[: out.num_decodes])
         assert all(num_new > 1 for num_new in lens[out.num_decodes :])
         assert out.num_prefill_tokens == sum(lens[out.num_decodes :])
-        owners = [*scheduler.running, *scheduler.in_flight.leaving]
+        owners = scheduler.running
         computed = {seq: seq.num_computed_tokens for seq in owners}
-        for seq, num_new in out.chunks:
-            computed[seq] += num_new
-            assert len(table_of(seq)) == max(-(-computed[seq] // size), seq.num_computed_tokens // size), "a reserve"
+        for seq, start, num_new in out.chunks:
+            assert computed[seq] == start + num_new
+            assert len(table_of(seq)) == max(-(-computed[seq] // size), start // size), "a reserve"
         slots = {self.cache.slot(seq, position) for seq, stop in computed.items() for position in range(stop)}
         blocks = {block_id for seq in owners for block_id in table_of(seq)}
-        assert out.kv_tokens_stored == len(slots)
-        assert out.kv_slots_reserved == len(blocks) * size
+        assert self.stats.uses.get(id(out), (0, 0)) == (len(slots), len(blocks) * size) or not out.chunks
 
     def check_state(self):
-        waiting, running, leaving = self.waiting, self.scheduler.running, self.scheduler.in_flight.leaving
+        waiting, running = self.waiting, self.scheduler.running
         check_ownership(self.manager, self.seqs)
-        check_duplicates(self.manager, running + leaving)
+        check_stored(self.manager, running)
         check_cached_blocks(self.manager, self.cache)
         assert all(seq.status is SequenceStatus.WAITING and len(table_of(seq)) == 0 for seq in waiting)
         assert all(seq.status is SequenceStatus.RUNNING for seq in running)
         assert [seq.order for seq in running] == sorted(seq.order for seq in running)
-        assert sum(seq.num_claims for seq in running) <= self.scheduler.max_num_seqs
+        assert sum(seq.num_places for seq in running) <= self.scheduler.max_num_seqs
         assert len(running) <= self.scheduler.max_num_seqs
-        in_flight = {seq for flight in self.flights for seq, _ in flight.out.chunks}
-        assert set(leaving) == {seq for seq in in_flight if seq.finish_reason is not None}, (
-            "its blocks are kept so long"
-        )
-        assert all(token >= 0 for seq in self.seqs for token in tokens_of(seq)), "no token is expected between steps"
+        expecting = {seq for flight in self.flights for seq in flight.samples}
+        assert all(token >= 0 for seq in self.seqs for token in tokens_of(seq)), "a token that nobody knows"
+        assert all(seq.num_tokens == seq.num_known_tokens for seq in self.seqs if seq not in expecting)
         assert all(seq.num_tokens <= self.scheduler.max_model_len for seq in self.seqs)
         unborn = [child for seq in running + waiting for child in seq.children]
-        parked = [seq for seq in self.seqs if seq.status is SequenceStatus.PARKED]
+        parked = [
+            seq
+            for seq in self.seqs
+            if seq.status is SequenceStatus.WAITING and seq not in waiting and seq not in unborn
+        ]
         assert all(seq.is_beam and len(table_of(seq)) == 0 for seq in parked)
         living = sorted(id(seq) for seq in running + waiting + unborn + parked)
         assert living == sorted(id(seq) for seq in self.seqs if seq.finish_reason is None), "one is lost, or lives on"
@@ -330,7 +360,7 @@ class Run:
         assert self.swap_space.num_free_blocks == len(every) - len(kept)
         for seq in self.seqs:
             if seq.host_block_ids:
-                assert seq.status in (SequenceStatus.WAITING, SequenceStatus.PARKED)
+                assert seq.status is SequenceStatus.WAITING
                 self.cache.check_host(seq, seq.num_computed_tokens)
             elif seq.status is SequenceStatus.WAITING:
                 assert seq.num_computed_tokens == 0
@@ -343,7 +373,7 @@ class Run:
             if not search.is_aborted:
                 assert search.result == expected_beams(search.prompt, search.width, len(search.result[0]))
         check_ownership(self.manager, [])
-        assert self.manager.num_duplicate_tokens == 0
+        assert self.manager.num_used_blocks == 0
         assert self.swap_space is None or self.swap_space.num_free_blocks == self.swap_space.num_blocks
 
     def expected(self, seq):
@@ -359,6 +389,7 @@ class Flight:
     tokens: list[int]
     written: dict[int, Sequence]
     journal: list
+    children: dict[Sequence, list[Sequence]]
 
 
 class Before:
@@ -369,6 +400,8 @@ class Before:
         self.running = list(run.scheduler.running)
         self.tables = {seq: table_of(seq) for seq in self.running}
         self.num_computed = {seq: seq.num_computed_tokens for seq in self.running}
+        self.num_tokens = {seq: seq.num_tokens for seq in run.seqs}
+        self.children = {seq: list(seq.children) for seq in run.seqs}
         self.host = {seq: list(seq.host_block_ids) for seq in run.waiting}
         self.num_free_host = 0 if run.swap_space is None else run.swap_space.num_free_blocks
         self.writers = WriterCheck(self.running)
@@ -377,10 +410,9 @@ class Before:
             seq
             for flight in run.flights
             for seq in flight.samples
-            if seq.finish_reason is None and seq.num_tokens + 1 < seq.max_num_tokens
-            if seq.is_beam or seq.children or any(seq is child for one in flight.samples for child in one.children)
-            or seq.sampling_params.frequency_penalty
-        ]  # fmt: skip
+            if seq.finish_reason is None and seq.num_known_tokens + 1 < seq.max_num_tokens
+            if seq.is_beam or seq.sampling_params.frequency_penalty
+        ]
 
     def must_wait(self, out):
         """Whether nothing could be scheduled before the step in flight has landed; then nothing has changed."""
@@ -390,14 +422,15 @@ class Before:
         missing = [-(-seq.num_tokens // size) - len(table_of(seq)) for seq in self.run.scheduler.running]
         needed = sum(max(0, n) for n in missing) + sum(seq.has_shared_tail for seq in self.run.scheduler.running)
         if self.askers or (not out.chunks and needed > free):
-            assert out == SchedulerOutput([], 0, 0, [], BlockMoves(), 0, 0)
+            assert out == SchedulerOutput()
             assert {seq: table_of(seq) for seq in self.running} == self.tables
             return True
         return False
 
     def check(self, out):
         kept = [seq for seq in self.running if seq not in out.preempted]
-        admitted = [seq for seq in self.run.scheduler.running if seq not in kept]
+        born = [child for seq, _, _ in out.chunks for child in self.children[seq] if not seq.children]
+        admitted = [seq for seq in self.run.scheduler.running if seq not in kept + born]
         assert all(victim.order > seq.order for victim in out.preempted for seq in kept), "the last in order goes"
         self.check_budget(out, kept + admitted)
         if not any(seq.is_beam for seq in self.run.seqs):  # beams that are ready may have to let others pass
@@ -408,12 +441,15 @@ class Before:
     def check_budget(self, out, in_turn):
         """Those that ran, in order, then new ones: each what it needs, up to the threshold, while the budget lasts."""
         left, expected = self.run.scheduler.max_num_batched_tokens, {}
+        starts = {seq: start for seq, start, _ in out.chunks}
         for seq in in_turn:
-            num_new = min(seq.num_tokens - seq.num_computed_tokens, left, self.run.scheduler.max_chunk_len)
+            start = starts[seq] if seq in starts else self.num_computed[seq]
+            assert start == self.num_computed.get(seq, start) or seq in out.preempted
+            num_new = min(self.num_tokens[seq] - start, left, self.run.scheduler.max_chunk_len)
             left -= num_new
             if num_new:
-                expected[seq] = num_new
-        assert dict(out.chunks) == expected
+                expected[seq] = start, num_new
+        assert {seq: span for seq, *span in out.chunks} == {seq: list(span) for seq, span in expected.items()}
 
     def check_swaps(self, out, admitted):
         size, swap_outs, num_free = self.run.manager.block_size, [], self.num_free_host
@@ -432,7 +468,7 @@ class Before:
 
 
 def chunk_lens(out):
-    return {seq.request_id: num_new for seq, num_new in out.chunks}
+    return {seq.request_id: num_new for seq, _, num_new in out.chunks}
 
 
 # ---- random traffic
@@ -518,7 +554,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self):
-        self.run.manager.reset_prefix_cache()
+        self.run.manager.prefix_cache.reset()
 
     def teardown(self):
         if hasattr(self, "run"):
@@ -591,7 +627,7 @@ def test_decodes_come_first_also_when_their_sequence_is_younger():
     run.step()
     run.add([2])  # its only chunk is one token, beside the older one's rest of 4
     out = run.step()
-    assert [(seq.request_id, num_new) for seq, num_new in out.chunks] == [("seq-1", 1), ("seq-0", 4)]
+    assert [(seq.request_id, num_new) for seq, _, num_new in out.chunks] == [("seq-1", 1), ("seq-0", 4)]
     assert (out.num_decodes, out.num_prefill_tokens, out.num_scheduled_tokens) == (1, 4, 5)
 
 
@@ -668,7 +704,7 @@ def order_of_service(policy, requests, **options):
         run.add([len(run.requests)] * length, max_tokens=1, priority=urgency)
     order = []
     while run.scheduler.has_unfinished():
-        for seq, _ in run.step().chunks:
+        for seq, _, _ in run.step().chunks:
             if seq.request_id not in order:
                 order.append(seq.request_id)
     run.check_end()
@@ -811,7 +847,7 @@ def test_newest_is_preempted_and_resumes_with_all_of_its_tokens():
     tokens = tokens_of(seqs[2])
     assert len(tokens) == 9
     out = run.step()  # all three would need a third block
-    assert (out.preempted, run.scheduler.num_preemptions, seqs[2].num_preemptions) == ([seqs[2]], 1, 1)
+    assert (out.preempted, run.stats.num_preemptions, seqs[2].num_preemptions) == ([seqs[2]], 1, 1)
     assert chunk_lens(out) == {"seq-0": 1, "seq-1": 1}
     assert seqs[2].status is SequenceStatus.WAITING
     assert tokens_of(seqs[2]) == tokens
@@ -868,7 +904,11 @@ def test_swapped_sequence_comes_back_without_computing_anything_anew():
     run, first, second = swapped_run()
     assert second.num_computed_tokens == 12
     assert len(second.host_block_ids) == 3
-    assert (run.scheduler.num_swaps, run.scheduler.num_preemptions, second.num_preemptions) == (1, 1, 1)
+    assert (run.stats.num_swaps, run.stats.num_preemptions, second.num_preemptions) == (
+        1,
+        1,
+        1,
+    )
     kept = list(second.host_block_ids)
     while first.finish_reason is None:
         out = run.step()
@@ -879,7 +919,7 @@ def test_swapped_sequence_comes_back_without_computing_anything_anew():
     assert len(out.moves.swap_ins) == 3
     assert (out.moves.swap_outs, out.moves.copies, second.host_block_ids) == ([], [], [])
     run.finish()
-    assert run.scheduler.num_swaps == 1
+    assert run.stats.num_swaps == 1
 
 
 def test_copies_out_name_the_blocks_that_the_victim_had():
@@ -899,7 +939,7 @@ def test_copies_out_name_the_blocks_that_the_victim_had():
 def test_full_swap_space_means_recompute(num_swap_blocks):
     run, _, second = swapped_run(num_swap_blocks)
     assert (second.host_block_ids, second.num_computed_tokens) == ([], 0)
-    assert (run.scheduler.num_swaps, run.scheduler.num_preemptions) == (0, 1)
+    assert (run.stats.num_swaps, run.stats.num_preemptions) == (0, 1)
     assert run.swap_space.num_free_blocks == num_swap_blocks
     run.finish()
 
@@ -909,7 +949,7 @@ def test_swap_space_that_has_room_for_one_sends_the_other_to_be_computed_anew():
     for i in range(3):
         run.add([i] * 7, max_tokens=16)
     run.finish()
-    assert 0 < run.scheduler.num_swaps < run.scheduler.num_preemptions
+    assert 0 < run.stats.num_swaps < run.stats.num_preemptions
 
 
 def test_failed_step_loses_what_it_should_have_copied_out():
@@ -941,7 +981,7 @@ def test_failed_step_leaves_alone_what_was_copied_out_before():
     run.step(is_done=False)
     assert second.host_block_ids == kept
     run.finish()
-    assert run.scheduler.num_swaps == 1
+    assert run.stats.num_swaps == 1
 
 
 def test_aborted_sequence_gives_up_its_place_in_the_swap_space():
@@ -979,12 +1019,12 @@ def test_samples_share_the_prompt_and_run_together(enable_prefix_caching):
     assert [table_of(seq) for seq in seqs] == [table_of(seqs[0])] * 4
     assert run.manager.num_used_blocks == 3
     out = run.step()
-    assert [seq for seq, _ in out.chunks] == seqs
+    assert [seq for seq, _, _ in out.chunks] == seqs
     assert len(out.moves.copies) == 3
     assert out.moves.copies[0][0] == table_of(seqs[3])[2], "the last owner writes where all of them were"
-    assert (out.num_decodes, out.kv_tokens_stored, out.kv_slots_reserved) == (4, 8 + 4 * 3, (2 + 4) * 4)
+    assert (out.num_decodes, *run.kv_use(out)) == (4, 8 + 4 * 3, (2 + 4) * 4)
     for _ in range(7):
-        assert [seq for seq, _ in run.step().chunks] == seqs, "they go on together"
+        assert [seq for seq, _, _ in run.step().chunks] == seqs, "they go on together"
     assert not run.scheduler.has_unfinished()
     run.check_end()
     assert len({tuple(seq.output_token_ids) for seq in seqs}) == 4
@@ -1069,7 +1109,7 @@ def test_samples_count_as_one_query_of_the_prefix_cache():
     again = run.add([1] * 9, n=3, max_tokens=2)
     run.finish()
     assert [seq.num_cached_tokens for seq in again] == [8, 8, 8]
-    assert (run.scheduler.prefix_cache_query_tokens, run.scheduler.prefix_cache_hit_tokens) == (18, 8)
+    assert (run.stats.prefix_cache_query_tokens, run.stats.prefix_cache_hit_tokens) == (18, 8)
 
 
 # ---- sequences that wait for each other
@@ -1123,8 +1163,8 @@ def test_beam_that_is_ready_gets_no_tokens_of_the_budget():
     run.step()
     first, second = search.beams
     run.scheduler.max_num_batched_tokens = 1
-    assert [seq for seq, _ in run.step().chunks] == [first]
-    assert [seq for seq, _ in run.step().chunks] == [second], "the first has caught up, and waits"
+    assert [seq for seq, _, _ in run.step().chunks] == [first]
+    assert [seq for seq, _, _ in run.step().chunks] == [second], "the first has caught up, and waits"
     run.finish()
 
 
@@ -1190,7 +1230,7 @@ def test_sequence_that_outgrows_the_whole_cache_ends_and_harms_nobody():
     assert (big.num_tokens, big.finish_reason, big.stop_reason) == (13, "length", "kv_cache")
     assert [seq.finish_reason for seq in small] == ["length"] * 2
     assert [seq.stop_reason for seq in small] == [None] * 2
-    assert run.scheduler.num_preemptions > 0
+    assert run.stats.num_preemptions > 0
 
 
 def test_max_tokens_that_is_reached_as_the_cache_ends_is_no_cache_end():
@@ -1289,10 +1329,9 @@ def test_requests_of_one_step_share_their_prefix():
     out = run.step()
     assert chunk_lens(out) == {"seq-0": 10, "seq-1": 3}
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 8)
-    assert out.kv_tokens_stored == 13
-    assert out.kv_slots_reserved == 4 * 4  # two blocks shared, one of each alone
-    assert run.scheduler.prefix_cache_query_tokens == 21
-    assert run.scheduler.prefix_cache_hit_tokens == 8
+    assert run.kv_use(out) == (13, 4 * 4)  # two blocks shared, one of each alone
+    assert run.stats.prefix_cache_query_tokens == 21
+    assert run.stats.prefix_cache_hit_tokens == 8
 
 
 @pytest.mark.parametrize("num_swap_blocks", [None, 8])
@@ -1301,21 +1340,21 @@ def test_preempted_sequence_is_not_counted_as_a_hit(num_swap_blocks):
     for i in range(3):
         run.add([i] * 7, max_tokens=9)
     run.finish()
-    assert run.scheduler.num_preemptions > 0
-    assert run.scheduler.prefix_cache_query_tokens == 3 * 7
-    assert run.scheduler.prefix_cache_hit_tokens == 0
+    assert run.stats.num_preemptions > 0
+    assert run.stats.prefix_cache_query_tokens == 3 * 7
+    assert run.stats.prefix_cache_hit_tokens == 0
     assert [seq.num_cached_tokens for seq in run.seqs] == [0, 0, 0]
 
 
-def test_of_a_prompt_that_is_cached_whole_only_the_last_token_is_computed():
+def test_of_a_prompt_that_is_cached_whole_only_the_last_block_is_computed():
     run = Run(block_size=4)
     run.add([1] * 8, max_tokens=2)
     run.finish()
     second = run.add([1] * 8, max_tokens=2)
-    assert chunk_lens(run.step()) == {"seq-1": 1}
+    assert chunk_lens(run.step()) == {"seq-1": 4}
     run.finish()
-    assert second.num_cached_tokens == 7
-    assert (run.scheduler.prefix_cache_query_tokens, run.scheduler.prefix_cache_hit_tokens) == (16, 7)
+    assert second.num_cached_tokens == 4
+    assert (run.stats.prefix_cache_query_tokens, run.stats.prefix_cache_hit_tokens) == (16, 4)
 
 
 def test_second_turn_of_a_chat_finds_the_answer_to_the_first():
@@ -1330,15 +1369,15 @@ def test_second_turn_of_a_chat_finds_the_answer_to_the_first():
 
 
 def test_cached_prompt_is_counted_right_while_somebody_else_owns_it():
-    """Its last block is copied before its last token is computed anew."""
+    """Its last block is computed anew, in a block of its own."""
     run = Run(block_size=4, budget=32)
     run.add([1] * 8, max_tokens=9)
     run.step()
     run.add([1] * 8, max_tokens=9)
     out = run.step()
-    assert len(out.moves.copies) == 1
-    assert chunk_lens(out) == {"seq-0": 1, "seq-1": 1}
-    assert (out.kv_tokens_stored, out.kv_slots_reserved) == (9 + 4, 4 * 4)
+    assert out.moves == BlockMoves()
+    assert chunk_lens(out) == {"seq-0": 1, "seq-1": 4}
+    assert run.kv_use(out) == (9 + 4, 4 * 4)
     run.finish()
 
 
@@ -1347,12 +1386,12 @@ def test_waste_is_counted_over_blocks_and_not_over_sequences():
     for _ in range(3):
         run.add([1] * 17)
     out = run.step()
-    assert out.kv_tokens_stored == 16 + 3  # two blocks shared by three, and one token of each
-    assert out.kv_slots_reserved == (2 + 3) * 8
+    assert run.kv_use(out) == (16 + 3, (2 + 3) * 8)  # two blocks shared by three, and one token of each
     assert (out.num_decodes, out.num_scheduled_tokens) == (2, 19)
 
 
 def test_idle_scheduler_has_no_work():
-    out = Run().scheduler.schedule()
+    run = Run()
+    out = run.scheduler.schedule()
     assert (list(out.chunks), out.preempted, out.moves) == ([], [], BlockMoves())
-    assert (out.num_scheduled_tokens, out.kv_tokens_stored, out.kv_slots_reserved) == (0, 0, 0)
+    assert (out.num_scheduled_tokens, run.stats.uses) == (0, {})

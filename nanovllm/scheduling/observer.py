@@ -1,0 +1,111 @@
+"""What do the scheduler and the block manager decide, and why? They tell an observer, which decides nothing.
+
+`Observer` does nothing: a subclass overrides what it wants to see. `SchedulingStats`, the default, counts. None of the
+methods is called for every token, so that watching costs a step little.
+"""
+
+from collections import deque
+from typing import Protocol
+
+from nanovllm.scheduling.sequence import Sequence
+from nanovllm.scheduling.step import SchedulerOutput
+
+
+class Blocks(Protocol):
+    """The part of the `BlockManager` that observers may look at."""
+
+    block_size: int
+
+    @property
+    def num_free_blocks(self) -> int: ...
+
+    @property
+    def num_used_blocks(self) -> int: ...
+
+
+class Observer:
+    """Arguments are valid during the call; an observer must not change them."""
+
+    def on_wait(self, seq: Sequence, num_needed_blocks: int, num_free_blocks: int) -> None:
+        """`seq` is first in the queue, and is not admitted: too few blocks, or else too many sequences run."""
+
+    def on_admit(self, seq: Sequence) -> None:
+        """`seq` runs from this step on; `seq.num_computed_tokens` of its tokens were found, or are swapped in.
+
+        `seq.num_cached_tokens` is still None for a sequence that is admitted for the first time.
+        """
+
+    def on_preempt(self, seq: Sequence, is_swapped: bool) -> None:
+        """`seq` gives up its blocks; with `is_swapped` its K and V go to host memory."""
+
+    def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: Blocks) -> None:
+        """`step` is decided; `running` and `blocks` are the state that it leaves."""
+
+    def on_update(self, step: SchedulerOutput) -> None:
+        """`step` has run."""
+
+    def on_roll_back(self) -> None:
+        """All steps in flight have failed."""
+
+    def on_finish(self, seq: Sequence) -> None:
+        """`seq` has ended, for `seq.finish_reason`."""
+
+    def on_take_block(self, seq: Sequence, block_id: int, is_evicted: bool) -> None:
+        """`seq` owns a block that was free; with `is_evicted` the prefix cache forgets what it held."""
+
+    def on_share_block(self, seq: Sequence, block_id: int) -> None:
+        """`seq` owns a block whose contents it needs: found in the prefix cache, or shared with a fork."""
+
+    def on_copy_block(self, seq: Sequence, source: int, destination: int) -> None:
+        """`seq` writes to a copy of a block that others own too."""
+
+    def on_free(self, seq: Sequence) -> None:
+        """`seq` owns no blocks any more."""
+
+
+class SchedulingStats(Observer):
+    """Counts over the engine's life; `EngineStats` says what they mean."""
+
+    def __init__(self) -> None:
+        self.num_preemptions = 0
+        self.num_swaps = 0
+        self.prefix_cache_query_tokens = 0
+        self.prefix_cache_hit_tokens = 0
+        self.kv_tokens_stored = 0
+        self.kv_slots_reserved = 0
+        self.peak_used_blocks = 0
+        self._in_flight: deque[tuple[int, int, int]] = deque()  # of each step: tokens stored, slots, used blocks
+
+    def on_admit(self, seq: Sequence) -> None:
+        if seq.num_cached_tokens is None:  # a sequence that resumes finds its own blocks: no hit of the cache
+            self.prefix_cache_query_tokens += seq.num_prompt_tokens
+            self.prefix_cache_hit_tokens += seq.num_computed_tokens
+
+    def on_preempt(self, seq: Sequence, is_swapped: bool) -> None:
+        self.num_preemptions += 1
+        self.num_swaps += is_swapped
+
+    def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: Blocks) -> None:
+        num_used_blocks, size = blocks.num_used_blocks, blocks.block_size
+        num_stored = num_used_blocks * size - count_empty_slots(running, size)
+        self._in_flight.append((num_stored, num_used_blocks * size, num_used_blocks))
+
+    def on_update(self, step: SchedulerOutput) -> None:
+        num_stored, num_slots, num_used_blocks = self._in_flight.popleft()
+        self.kv_tokens_stored += num_stored
+        self.kv_slots_reserved += num_slots
+        self.peak_used_blocks = max(self.peak_used_blocks, num_used_blocks)
+
+    def on_roll_back(self) -> None:
+        self._in_flight.clear()
+
+
+def count_empty_slots(running: list[Sequence], block_size: int) -> int:
+    """Slots of owned blocks that hold no token: all blocks are full but the last one of each sequence.
+
+    Forks may share their last block, whose empty slots count once.
+    """
+    num_empty = sum([-seq.num_computed_tokens % block_size for seq in running])
+    sharing = [seq for seq in running if seq.has_shared_tail]
+    shared_tails = {int(seq.block_table.view()[-1]): -seq.num_computed_tokens % block_size for seq in sharing}
+    return num_empty - sum([-seq.num_computed_tokens % block_size for seq in sharing]) + sum(shared_tails.values())

@@ -1,0 +1,26 @@
+"""A step has failed: take back all steps in flight, so that their sequences wait again and lose no token.
+
+A step can fail at any line of `schedule()`, in a forward pass, or by an interrupt. Kernels of the failed steps may
+still run, but the device does everything in the order of the launches, so their blocks can be given away at once.
+"""
+
+from nanovllm.scheduling.scheduler import Scheduler
+
+
+def roll_back(scheduler: Scheduler) -> None:
+    """Undo the steps in flight. Tokens that they would have drawn are drawn again, from the same random numbers."""
+    steps, scheduler.in_flight = scheduler.in_flight, []
+    scheduler.preemption.take_moves()  # block copies that the half-made step has asked for
+    for step in steps:
+        computed = [seq for seq, _, _ in step.chunks]
+        for seq in [*computed, *step.samples, *step.admitted]:
+            if seq in scheduler.running:
+                scheduler.running.remove(seq)
+                seq.num_computed_tokens = 0  # so that `free` registers no block that may not have been filled
+                scheduler.release(seq)
+                scheduler.waiting.add(seq)
+        for seq in step.preempted:  # blocks that were to be copied to host memory may not have been
+            scheduler.release(seq)
+        for block_id in step.new_blocks:
+            scheduler.block_manager.prefix_cache.forget(block_id)
+    scheduler.observer.on_roll_back()

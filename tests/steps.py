@@ -1,0 +1,39 @@
+"""Batches of hand-made steps: sequences whose block tables a test has filled, without a scheduler."""
+
+import numpy as np
+
+from nanovllm.execution.batch import build_batch
+from nanovllm.execution.sampling_batch import build_sampling_batch, draw_uniforms
+from nanovllm.scheduling.block_tables import BlockTables
+from nanovllm.scheduling.step import SchedulerOutput
+
+
+def batch_of(chunks, block_size):
+    """The batch of `chunks`, (sequence, start, num_new_tokens) each, which have the decodes in front."""
+    num_decodes = sum(num_new == 1 for _, _, num_new in chunks)
+    num_tokens = sum(num_new for _, _, num_new in chunks)
+    return build_step(SchedulerOutput(chunks, num_decodes, num_tokens), block_size)
+
+
+def build_step(scheduled, block_size):
+    """As `build_batch`; block tables get rows of a pool of their own."""
+    tables = BlockTables(block_size, num_rows=2, width=1)  # small, so that it grows
+    for seq, _, _ in scheduled.chunks:
+        tables.bind(seq.block_table)
+    batch = build_batch(scheduled, tables)
+    for seq, _, _ in scheduled.chunks:
+        ids = seq.block_table.view().tolist()
+        seq.block_table.clear()
+        for block_id in ids:
+            seq.block_table.append(block_id)
+    return batch
+
+
+def sampling_of(samples):
+    """The `SamplingBatch` of sequences whose next token comes behind all that is known."""
+    return build_sampling_batch(samples, np.array([seq.num_known_tokens for seq in samples], dtype=np.int32))
+
+
+def uniforms_of(samples):
+    """The numbers that decide their draws."""
+    return draw_uniforms(samples, np.array([seq.num_known_tokens for seq in samples], dtype=np.int32))
