@@ -117,8 +117,7 @@ class BlockManager:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child`, which owns nothing, share all blocks of `parent`."""
-        if parent.num_computed_tokens % self.block_size:
-            parent.has_shared_tail = child.has_shared_tail = True
+        parent.has_shared_tail = child.has_shared_tail = parent.num_computed_tokens % self.block_size > 0
         for block_id in parent.block_table.view().tolist():
             self._share(child, block_id)
         child.num_computed_tokens = parent.num_computed_tokens
