@@ -1,7 +1,7 @@
 """SchedulerOutput → Batch: the tensors that the model computes with.
 
-Pure: the same sequences give the same arrays. Vectorised with numpy: no Python loop over tokens.
-Called by `LLMEngine.step()` between `Scheduler.schedule()` and `ModelRunner.run()`.
+Vectorised with numpy: no Python loop over tokens. `LLMEngine.step()` calls `build_batch` after `schedule()` and before
+anything else changes the sequences: it reads their token ids and block tables, and the batch shares no memory with them.
 
 Two sequences with block_size 4: A decodes position 5 (block table [7, 2]), B prefills positions 4 … 6
 (block table [3, 5]):
@@ -44,20 +44,22 @@ class Batch:
 
 
 def build_batch(scheduled: SchedulerOutput, block_tables: BlockTables) -> Batch:
+    """The tensors of a step that has chunks; the module's docstring shows an example."""
     block_size = block_tables.block_size
     seqs, *spans = zip(*scheduled.chunks, strict=True)
     starts, num_new = [np.array(span, dtype=np.int32) for span in spans]  # [num_seqs] each
     seq_lens = starts + num_new  # [num_seqs]
     cu_seqlens_q = offsets(num_new)  # [num_seqs + 1]
 
-    # every new token's row in block_tables, and its position in its sequence
-    rows = np.repeat(np.arange(len(seqs)), num_new)  # [num_tokens]
-    positions = np.arange(len(rows), dtype=np.int32) + (starts - cu_seqlens_q[:-1])[rows]  # [num_tokens]
-    width = -(-int(seq_lens.max()) // block_size)
-    tables = block_tables.rows[[seq.block_table.row for seq in seqs], :width]  # [num_seqs, max_num_blocks], a copy
-    slot_mapping = tables[rows, positions // block_size] * block_size + positions % block_size  # [num_tokens]
+    # every new token's sequence, and its position there
+    owners = np.repeat(np.arange(len(seqs)), num_new)  # [num_tokens]
+    positions = np.arange(len(owners), dtype=np.int32) + (starts - cu_seqlens_q[:-1])[owners]  # [num_tokens]
+    max_num_blocks = -(-int(seq_lens.max()) // block_size)
+    rows = [seq.block_table.row for seq in seqs]
+    tables = block_tables.rows[rows, :max_num_blocks]  # [num_seqs, max_num_blocks], a copy
+    slot_mapping = tables[owners, positions // block_size] * block_size + positions % block_size  # [num_tokens]
 
-    sampled = np.array(scheduled.sampled_chunks, dtype=np.intp)  # [num_samples], rows of the [num_seqs] arrays
+    sampled = np.array(scheduled.sampled_chunks, dtype=np.intp)  # [num_samples], indices of sequences
     nd = scheduled.num_decodes
     input_ids = gather_token_ids(seqs, starts.tolist(), seq_lens.tolist(), nd)  # [num_tokens]
     return Batch(
