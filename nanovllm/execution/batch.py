@@ -1,7 +1,7 @@
 """SchedulerOutput → Batch: the tensors that the model computes with.
 
 Vectorised with numpy: no Python loop over tokens. `LLMEngine.step()` calls `build_batch` after `schedule()` and before
-anything else changes the sequences: it reads their token ids and block tables, and the batch shares no memory with them.
+anything else changes the sequences: it reads their token ids and block tables, and shares no memory with them.
 
 Two sequences with block_size 4: A decodes position 5 (block table [7, 2]), B prefills positions 4 … 6
 (block table [3, 5]):
