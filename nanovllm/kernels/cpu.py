@@ -36,6 +36,7 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RMSNormRotary
 
 SOURCE = Path(__file__).with_name("cpu.c")
+SOURCES = [SOURCE, *(SOURCE.with_name(f"cpu_{name}.h") for name in ("vectors", "product", "tiles"))]
 LANES = 16  # floats in a vector, columns in a panel
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -56,28 +57,69 @@ class NoLibraryError(RuntimeError):
     """Why `cpu.c` cannot be used here."""
 
 
+class Library(ctypes.CDLL):
+    """`cpu.c`, compiled. Its functions are `FUNCTIONS`."""
+
+    def __init__(self, path: Path, why_no_tiles: str | None) -> None:
+        super().__init__(str(path))
+        for name, argtypes in FUNCTIONS.items():
+            getattr(self, name).argtypes = argtypes
+            getattr(self, name).restype = None
+        self.instructions.restype = ctypes.c_char_p
+        name = self.instructions().decode()
+        self.description = f"{name} (no AMX: {why_no_tiles})" if why_no_tiles else name
+
+
 @functools.cache
-def load_library(dtype: torch.dtype) -> ctypes.CDLL:
+def load_library(dtype: torch.dtype) -> Library:
     """`cpu.c`, compiled for `dtype`. NoLibraryError if that is not possible."""
     if dtype not in DTYPES:
         raise NoLibraryError(f"the CPU kernels know bfloat16 and float32, not {dtype}")
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if platform.system() != "Linux" or not compiler:
         raise NoLibraryError(f"there is no C compiler (cc, gcc, clang or $CC) on this {platform.system()} machine")
-    command = [*shlex.split(compiler), *FLAGS, *(["-DBFLOAT16"] if dtype == torch.bfloat16 else []), str(SOURCE)]
-    command += [*openmp_of_torch(), "-lm"]
+    command = [*shlex.split(compiler), *FLAGS, *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
+    if dtype != torch.bfloat16 or not has_tiles():
+        return compile_and_load(command)
+    reason = ask_for_tiles()
+    if not reason:
+        try:
+            return compile_and_load([*command, "-DAMX"])
+        except NoLibraryError:  # if that has another cause, it comes back
+            reason = f"{command[0]} cannot compile it"
+    return compile_and_load(command, reason)
+
+
+def compile_and_load(command: list[str], why_no_tiles: str | None = None) -> Library:
+    command = [*command, str(SOURCE), *openmp_of_torch(), "-lm"]
     try:
         path = cache_folder() / f"cpu-{fingerprint(command)}.so"
         if not path.is_file():
             compile_to(path, command)
-        library = ctypes.CDLL(str(path))
+        return Library(path, why_no_tiles)
     except OSError as error:  # a folder that cannot be written, a compiler that is not there, ...
         raise NoLibraryError(f"{SOURCE.name} could not be compiled and loaded: {error}") from error
-    for name, argtypes in FUNCTIONS.items():
-        getattr(library, name).argtypes = argtypes
-        getattr(library, name).restype = None
-    library.instructions.restype = ctypes.c_char_p
-    return library
+
+
+def has_tiles() -> bool:
+    """Whether the processor has AMX for bfloat16, and neither Linux nor a hypervisor hides it."""
+    return {"amx_tile", "amx_bf16"} <= set(cpu_flags())
+
+
+def ask_for_tiles() -> str | None:
+    """Ask Linux to let this process use AMX, whose registers are too large to be saved for everybody; or why not."""
+    arch_prctl, arch_req_xcomp_perm, xfeature_xtiledata = 158, 0x1023, 18  # of <asm/prctl.h>
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(c_long(arch_prctl), c_long(arch_req_xcomp_perm), c_long(xfeature_xtiledata)) == 0:
+        return None
+    return f"Linux does not allow it: {os.strerror(ctypes.get_errno())}"
+
+
+def cpu_flags() -> list[str]:
+    """What Linux says that the first processor can do."""
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8") if platform.system() == "Linux" else ""
+    line = next((line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))), "")
+    return line.partition(":")[2].split()
 
 
 def keep_freed_memory() -> None:
@@ -110,9 +152,9 @@ def cache_folder() -> Path:
 def fingerprint(command: list[str]) -> str:
     """Changes with the source, the command, the compiler and the processor."""
     version = subprocess.run([command[0], "--version"], capture_output=True).stdout
-    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8") if platform.system() == "Linux" else ""
-    processor = next((line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))), "")
-    parts = [SOURCE.read_bytes(), "\0".join(command).encode(), version, processor.encode(), platform.machine().encode()]
+    sources = [source.read_bytes() for source in SOURCES]
+    processor = " ".join([platform.machine(), *cpu_flags()])
+    parts = [*sources, "\0".join(command).encode(), version, processor.encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -137,7 +179,7 @@ class CpuAttention(AttentionBackend):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.library = load_library(self.dtype)
-        self.instructions = self.library.instructions().decode()
+        self.instructions = self.library.description
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
