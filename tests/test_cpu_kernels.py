@@ -1,9 +1,10 @@
 """The compiled CPU layers against float64 arithmetic, PyTorch's layers, and themselves in other batches.
 
-`cpu.c` is also compiled for a processor without AVX-512 and for one without vectors at all, so that every branch of it
-is run.
+`cpu.c` is also compiled without AMX, for a processor without AVX-512, for one without vectors at all, and with AMX's
+tiles in plain C, so that every branch of it is run.
 """
 
+import contextlib
 import ctypes
 import math
 import subprocess
@@ -26,8 +27,14 @@ from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_
 
 TINY = Path(cpu.__file__).parents[1] / "assets" / "tiny-qwen3"
 DTYPES = [torch.float32, torch.bfloat16]
-# the best processor here, one without AVX-512, and none in particular
-PROCESSORS = {"native": "native", "AVX2": "x86-64-v3", "SSE": "x86-64"}
+# the best of this processor, the same without AMX, one without AVX-512, none in particular; and AMX in plain C
+PROCESSORS = {
+    "native": "native",
+    "no AMX": "native",
+    "AVX2": "x86-64-v3",
+    "SSE": "x86-64",
+    "AMX, emulated": "native -DAMX_EMULATED",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,10 +48,19 @@ def _needs_a_compiler():
 @pytest.fixture(params=PROCESSORS)
 def processor(request, monkeypatch):
     """Layers made in the test run the code that is made for this processor."""
-    flags = [f.replace("-march=native", f"-march={PROCESSORS[request.param]}") for f in cpu.FLAGS]
-    monkeypatch.setattr(cpu, "FLAGS", tuple(flags))
-    cpu.load_library.cache_clear()
-    yield request.param
+    with pretend(monkeypatch, request.param):
+        yield request.param
+
+
+@contextlib.contextmanager
+def pretend(monkeypatch, processor):
+    with monkeypatch.context() as patch:
+        flags = [word for flag in cpu.FLAGS for word in flag.replace("=native", f"={PROCESSORS[processor]}").split()]
+        patch.setattr(cpu, "FLAGS", tuple(flags))
+        if processor != "native":
+            patch.setattr(cpu, "has_tiles", lambda: False)
+        cpu.load_library.cache_clear()
+        yield
     cpu.load_library.cache_clear()
 
 
@@ -267,8 +283,9 @@ def test_a_row_has_the_same_bits_in_every_batch(processor, dtype):
         assert torch.equal(twin(x[start:stop]), together[start:stop])
 
 
-def test_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prompt(dtype):
-    backend = CpuAttention(8, 2, 64, 16, dtype)
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prompt(processor, dtype, block_size):
+    backend = CpuAttention(8, 2, 64, block_size, dtype)
     whole = Step(backend, [(0, 77)], dtype=dtype)
     at_once = whole.run(backend)
     decode = Step(backend, [(76, 1)], dtype=dtype)
@@ -425,6 +442,9 @@ def test_one_pool_of_threads(dtype):
 
 
 def test_the_source_compiles_without_a_warning():
-    for flags in ([], ["-DBFLOAT16"]):
+    variants = [[], ["-DBFLOAT16"], ["-DBFLOAT16", "-DAMX_EMULATED"]]
+    if cpu.has_tiles():
+        variants.append(["-DBFLOAT16", "-DAMX"])
+    for flags in variants:
         command = ["cc", *cpu.FLAGS, *flags, "-Wall", "-Wextra", "-Werror", str(cpu.SOURCE), "-o", "/dev/null"]
         subprocess.run(command, check=True)

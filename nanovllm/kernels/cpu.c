@@ -23,9 +23,9 @@
 #define ROW_BLOCK (256 / ROWS * ROWS)
 // So many words of a pair of panels stay in L1 while these rows pass, where products are faster than L2.
 #ifdef HAS_TILES
-#define WORD_BLOCK 128
+#define WORD_BLOCK(num_rows) ((num_rows) <= 2 * ROWS ? LONG_MAX : 128)
 #else
-#define WORD_BLOCK LONG_MAX
+#define WORD_BLOCK(num_rows) LONG_MAX
 #endif
 
 struct matrix {
@@ -52,7 +52,7 @@ static void finish_rows(const struct matrix *y, const float *sums, long row, lon
 static void multiply_rows(const uint32_t *x, const uint32_t *panels, const struct matrix *y, long first, long last,
                           long column, long num_words, int width) {
     _Alignas(64) float sums[ROW_BLOCK * 2 * LANES];  // or fewer rows and more panels
-    const long tile = rows_at_a_time(last - first), part = num_words < WORD_BLOCK ? num_words : WORD_BLOCK;
+    const long tile = rows_at_a_time(last - first), block = WORD_BLOCK(last - first), part = num_words < block ? num_words : block;
     for (long word = 0; word < num_words; word += part)
         for (long row = first; row < last; row += tile) {
             const int num_rows = last - row < tile ? last - row : tile;
@@ -62,7 +62,7 @@ static void multiply_rows(const uint32_t *x, const uint32_t *panels, const struc
                 .out = sums + (row - first) * width * LANES, .out_stride = width * LANES};
             for (int i = 0; i < width; i++) {
                 p.panels[i] = panels + (i * num_words + word) * LANES;
-                p.next[i] = row > first && WORD_BLOCK < LONG_MAX ? NULL : p.panels[i] + AHEAD(last - first);
+                p.next[i] = row > first && !ASKS_AGAIN ? NULL : p.panels[i] + AHEAD(last - first);
             }
             multiply(&p, num_rows, width);
             if (word + part >= num_words) finish_rows(y, p.out, row, column, num_rows, width);

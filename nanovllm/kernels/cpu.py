@@ -106,11 +106,13 @@ def has_tiles() -> bool:
     return {"amx_tile", "amx_bf16"} <= set(cpu_flags())
 
 
-def ask_for_tiles() -> str | None:
-    """Ask Linux to let this process use AMX, whose registers are too large to be saved for everybody; or why not."""
-    arch_prctl, arch_req_xcomp_perm, xfeature_xtiledata = 158, 0x1023, 18  # of <asm/prctl.h>
+def ask_for_tiles(feature: int = 18) -> str | None:
+    """Why this process may not use AMX. Linux wants to be asked, since tiles are much to save at a change of threads.
+
+    `feature` is XFEATURE_XTILE_DATA of Linux's <asm/fpu/types.h>."""
+    arch_prctl, arch_req_xcomp_perm = 158, 0x1023  # of <asm/unistd_64.h>, <asm/prctl.h>
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(c_long(arch_prctl), c_long(arch_req_xcomp_perm), c_long(xfeature_xtiledata)) == 0:
+    if libc.syscall(c_long(arch_prctl), c_long(arch_req_xcomp_perm), c_long(feature)) == 0:
         return None
     return f"Linux does not allow it: {os.strerror(ctypes.get_errno())}"
 

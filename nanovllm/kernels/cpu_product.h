@@ -25,8 +25,14 @@
 #define FEW_ROWS 3
 #define PANELS 2
 #endif
-// How many words of a panel ahead memory is asked for: about as much of all panels together.
+// How far ahead of a panel's words memory is asked for the next, and whether every tile of rows asks again.
+#ifdef HAS_TILES
+#define AHEAD(num_rows) ((num_rows) <= ROWS ? 256 : 1024)
+#define ASKS_AGAIN false
+#else
 #define AHEAD(num_rows) ((num_rows) <= FEW_ROWS && PANELS >= 4 ? 256 : 1024)
+#define ASKS_AGAIN true
+#endif
 #define WIDTH(num_rows) ((num_rows) <= FEW_ROWS ? PANELS : 2)
 // How many blocks ahead memory is asked for V, since it does not foresee where a block table leads.
 #define FAR 2
