@@ -17,12 +17,14 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels import cpu
 from nanovllm.kernels.cpu import CpuAttention, HugePages, NoLibraryError, load_library, pack, replace_layers
+from nanovllm.kernels.cpu_layer import CpuDecoderLayer, fuse_layers
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import TorchAttention, select_backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RMSNormRotary, Rotary
+from nanovllm.models.qwen3 import Qwen3Config, Qwen3DecoderLayer
 from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
 
 TINY = Path(cpu.__file__).parents[1] / "assets" / "tiny-qwen3"
@@ -312,7 +314,36 @@ def test_outputs_do_not_depend_on_what_else_is_in_the_batch():
     assert run({}, [prompts, prompts])[4:] == together  # from the prefix cache
 
 
-# ---- whole models
+# ---- whole layers and models
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("lens", [[(20, 1)], [(0, 37), (3, 5)], [(40, 1), (15, 1), (0, 300)]])
+def test_a_layer_in_one_call_gives_the_bits_of_its_parts(processor, dtype, lens, bias):
+    config = Qwen3Config(64, 96, 176, 1, 4, 2, head_dim=32, attention_bias=bias)
+    backend = CpuAttention(4, 2, 32, 16, dtype)
+    model = torch.nn.ModuleDict({"layer": filled(Qwen3DecoderLayer(config, backend), dtype)})
+    replace_layers(model, dtype)
+    parts = model["layer"]
+    fuse_layers(model, backend)
+    assert isinstance(model["layer"], CpuDecoderLayer)
+    step = Step(backend, lens, dtype=dtype)
+    x = randn(len(step.q), 96, dtype=dtype)
+    cos, sin = Rotary(32, 1e4)(torch.arange(len(x)), dtype)
+    caches = step.cache.clone(), step.cache.clone()
+    expected = parts(x, cos, sin, caches[0][:, 1], step.batch)
+    assert torch.equal(model["layer"](x, cos, sin, caches[1][:, 1], step.batch), expected)
+    assert torch.equal(caches[0].nan_to_num(), caches[1].nan_to_num())
+    assert expected.isfinite().all()
+
+
+def test_a_layer_of_an_odd_shape_is_called_part_by_part():
+    backend = CpuAttention(4, 2, 32, 16, torch.bfloat16)
+    layer = filled(Qwen3DecoderLayer(Qwen3Config(64, 96, 170, 1, 4, 2, head_dim=32), backend), torch.bfloat16)
+    model = torch.nn.ModuleDict({"layer": layer})
+    replace_layers(model, torch.bfloat16)
+    fuse_layers(model, backend)
+    assert model["layer"] is layer
 
 
 def test_the_model_gives_the_same_tokens_as_with_pytorch_layers():
@@ -347,9 +378,9 @@ def test_bfloat16_logits_are_as_close_to_float32_as_pytorchs():
 
 
 def test_enforce_eager_keeps_the_layers_of_pytorch():
-    for enforce_eager, name in ((True, "FusedLinear"), (False, "CpuFusedLinear")):
+    for enforce_eager, name in ((True, "Qwen3DecoderLayer"), (False, "CpuDecoderLayer")):
         llm = LLM(TINY, enforce_eager=enforce_eager, attention_backend="cpu")
-        assert type(llm.engine.runner.model.model.layers[0].mlp.gate_up_proj).__name__ == name
+        assert type(llm.engine.runner.model.model.layers[0]).__name__ == name
 
 
 # ---- where it can be used

@@ -121,7 +121,7 @@ def tiles(request, monkeypatch):
         yield
 
 
-# Rows: a tile, two, several pairs of them, more than stay in L2. Columns: 1 to 5 panels. Words of k: with tails, in parts.
+# Rows: a tile, two, several pairs of them, more than stay in L2. Columns: 1 to 5 panels. k: with tails, in parts.
 @pytest.mark.parametrize("m", [1, 15, 16, 17, 31, 32, 33, 65, 100, 260])
 @pytest.mark.parametrize(("n", "k"), [(1, 2), (16, 30), (33, 34), (50, 64), (70, 290), (48, 258)])
 def test_every_size_equals_float64(tiles, m, n, k):

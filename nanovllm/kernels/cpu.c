@@ -287,6 +287,54 @@ void silu_and_mul(const element *gate, const element *up, element *y, long num_t
         }
 }
 
+// x += y, both of `count` elements
+static void add(element *x, const element *y, long count) {
+#pragma omp parallel for schedule(static) if (count > 1 << 13)
+    for (long i = 0; i < count; i += LANES) store(x + i, load(x + i) + load(y + i));
+}
+
+// ---- a whole decoder layer
+
+struct layer {
+    const uint32_t *qkv_proj, *o_proj, *gate_up_proj, *down_proj;  // as `linear` takes them
+    const element *qkv_bias, *o_bias;                              // or NULL
+    const element *input_norm, *q_norm, *k_norm, *post_attention_norm;
+    long hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, block_size;
+    float eps, scale;
+};
+
+struct step {
+    const element *cos, *sin;  // [num_tokens, head_dim / 2]
+    const int32_t *slot_mapping, *block_tables, *seq_lens, *cu_seqlens_q;
+    long num_tokens, num_seqs, max_num_blocks;
+};
+
+// x: [num_tokens, hidden_size], changed in place. The functions above in their order: at one token, the way through
+// Python between them takes a tenth of a step.
+void decoder_layer(const struct layer *l, const struct step *s, element *x, uint32_t *k_cache, uint32_t *v_cache) {
+    const long n = s->num_tokens, head_dim = l->head_dim, q_size = l->num_heads * head_dim;
+    const long kv_size = l->num_kv_heads * head_dim, qkv_size = q_size + 2 * kv_size, size = l->intermediate_size;
+    const long wider = qkv_size > 2 * size ? qkv_size : 2 * size, narrower = q_size + kv_size > size ? q_size + kv_size : size;
+    element *product = aligned_alloc(64, (n * (wider + narrower + l->hidden_size) * sizeof(element) + 63) / 64 * 64);
+    element *input = product + n * wider, *normed = input + n * narrower, *q = input, *k = q + n * q_size;
+    rms_norm(x, l->input_norm, NULL, NULL, normed, n, 1, l->hidden_size, l->hidden_size, l->eps);
+    linear(normed, l->qkv_proj, l->qkv_bias, product, n, qkv_size, l->hidden_size, false);
+    rms_norm(product, l->q_norm, s->cos, s->sin, q, n, l->num_heads, head_dim, qkv_size, l->eps);
+    rms_norm(product + q_size, l->k_norm, s->cos, s->sin, k, n, l->num_kv_heads, head_dim, qkv_size, l->eps);
+    store_kv(k, product + q_size + kv_size, k_cache, v_cache, s->slot_mapping, n, kv_size, qkv_size, l->num_kv_heads,
+             head_dim, l->block_size);
+    attend(q, product, k_cache, v_cache, s->block_tables, s->seq_lens, s->cu_seqlens_q, s->num_seqs, s->max_num_blocks,
+           q_size, l->num_heads, l->num_kv_heads, head_dim, l->block_size, l->scale);
+    linear(product, l->o_proj, l->o_bias, normed, n, l->hidden_size, q_size, false);
+    add(x, normed, n * l->hidden_size);
+    rms_norm(x, l->post_attention_norm, NULL, NULL, normed, n, 1, l->hidden_size, l->hidden_size, l->eps);
+    linear(normed, l->gate_up_proj, NULL, product, n, 2 * size, l->hidden_size, false);
+    silu_and_mul(product, product + size, input, n, size, 2 * size);
+    linear(input, l->down_proj, NULL, normed, n, l->hidden_size, size, false);
+    add(x, normed, n * l->hidden_size);
+    free(product);
+}
+
 const char *instructions(void) {
 #if defined HAS_TILES && defined AMX
     return "AMX BF16";

@@ -47,6 +47,7 @@ FUNCTIONS = {  # pointers, then sizes, then the rest
     "attend": [c_void_p] * 7 + [c_long] * 7 + [c_float],
     "rms_norm": [c_void_p] * 5 + [c_long] * 4 + [c_float],
     "silu_and_mul": [c_void_p] * 3 + [c_long] * 3,
+    "decoder_layer": [c_void_p] * 5,
 }
 
 
@@ -201,7 +202,10 @@ class CpuAttention(AttentionBackend):
         return (2, num_layers, num_blocks, self.num_kv_heads, self.block_size * self.head_dim)
 
     def replace_layers(self, model: nn.Module) -> None:
+        from nanovllm.kernels.cpu_layer import fuse_layers
+
         replace_layers(model, self.dtype)
+        fuse_layers(model, self)
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         k_cache, v_cache = layer_cache
