@@ -21,7 +21,8 @@
 
 // So many rows of x stay in the L2 cache while all panels pass.
 #define ROW_BLOCK (256 / ROWS * ROWS)
-// So many words of a pair of panels stay in L1 while these rows pass, where products are faster than L2.
+// So many words of a pair of panels stay in L1 while these rows pass, where products are faster than L2. Few rows wait for
+// memory, which is read best from one end of a panel to the other.
 #ifdef HAS_TILES
 #define WORD_BLOCK(num_rows) ((num_rows) <= 2 * ROWS ? LONG_MAX : 128)
 #else
@@ -52,7 +53,8 @@ static void finish_rows(const struct matrix *y, const float *sums, long row, lon
 static void multiply_rows(const uint32_t *x, const uint32_t *panels, const struct matrix *y, long first, long last,
                           long column, long num_words, int width) {
     _Alignas(64) float sums[ROW_BLOCK * 2 * LANES];  // or fewer rows and more panels
-    const long tile = rows_at_a_time(last - first), block = WORD_BLOCK(last - first), part = num_words < block ? num_words : block;
+    const long tile = rows_at_a_time(last - first), block = WORD_BLOCK(last - first);
+    const long part = num_words < block ? num_words : block;
     for (long word = 0; word < num_words; word += part)
         for (long row = first; row < last; row += tile) {
             const int num_rows = last - row < tile ? last - row : tile;
@@ -309,12 +311,13 @@ struct step {
     long num_tokens, num_seqs, max_num_blocks;
 };
 
-// x: [num_tokens, hidden_size], changed in place. The functions above in their order: at one token, the way through
-// Python between them takes a tenth of a step.
+// x: [num_tokens, hidden_size], changed in place. The functions above in their order, without the way
+// through Python between them.
 void decoder_layer(const struct layer *l, const struct step *s, element *x, uint32_t *k_cache, uint32_t *v_cache) {
     const long n = s->num_tokens, head_dim = l->head_dim, q_size = l->num_heads * head_dim;
     const long kv_size = l->num_kv_heads * head_dim, qkv_size = q_size + 2 * kv_size, size = l->intermediate_size;
-    const long wider = qkv_size > 2 * size ? qkv_size : 2 * size, narrower = q_size + kv_size > size ? q_size + kv_size : size;
+    const long wider = qkv_size > 2 * size ? qkv_size : 2 * size;
+    const long narrower = q_size + kv_size > size ? q_size + kv_size : size;
     element *product = aligned_alloc(64, (n * (wider + narrower + l->hidden_size) * sizeof(element) + 63) / 64 * 64);
     element *input = product + n * wider, *normed = input + n * narrower, *q = input, *k = q + n * q_size;
     rms_norm(x, l->input_norm, NULL, NULL, normed, n, 1, l->hidden_size, l->hidden_size, l->eps);

@@ -1,7 +1,7 @@
 """A whole decoder layer on CPU in one call of C, for layers whose parts all have twins in `cpu.py`.
 
 The same functions run in the same order as when each part is called by itself, and give the same bits. What is saved is
-the way through Python: 17 operations of 28 layers are 7 ms of a decode step, whose weights are read in 40.
+the way through Python between 17 operations, in each of 28 layers.
 `CpuAttention.replace_layers` calls `fuse_layers`; the model file knows nothing of it.
 """
 

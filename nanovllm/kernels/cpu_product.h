@@ -88,7 +88,7 @@ static inline void release_tiles(void) {
     tiles_are_for = 0;
 }
 
-// Adds `tile_words` words of the rows times those of the panels. One row of tiles takes four panels, two rows take two.
+// Adds one tile of words of the rows times those of the panels. One row of tiles takes four panels, two rows take two.
 static inline __attribute__((always_inline)) void multiply_words(
     const uint32_t *x, long x_stride, const uint32_t *const *panels, const bool has_lower, const int num_panels) {
     tile_load(X_UPPER, x, x_stride * 4);
