@@ -4,9 +4,9 @@
     pip install numba && python -m benchmarks.cpu_kernels      # with a kernel in Numba too
 
 All products of one step of Qwen3-0.6B's shape (28 layers and the logits), for several batch sizes: `F.linear`, which
-reorders bfloat16 weights at every call; oneDNN with weights reordered once; and `kernels/cpu.c`. And one layer's paged
-attention: PyTorch's gather and `scaled_dot_product_attention`, the same under `torch.compile`, a kernel in Numba whose
-blocks are head-major, and `kernels/cpu.c`. The contenders take turns; prints the median milliseconds of each.
+reorders bfloat16 weights at every call; oneDNN with weights reordered once; and `kernels/cpu/cpu.c`. And one layer's
+paged attention: PyTorch's gather and `scaled_dot_product_attention`, the same under `torch.compile`, a kernel in Numba
+whose blocks are head-major, and `kernels/cpu/cpu.c`. The contenders take turns; prints the median milliseconds of each.
 """
 
 import argparse
@@ -24,7 +24,8 @@ import torch.nn.functional as F
 
 from benchmarks.common import describe_machine
 from nanovllm.execution.cache_size import StepSizes, widest_batch
-from nanovllm.kernels.cpu.layers import CpuAttention, CpuLinear, HugePages
+from nanovllm.kernels.cpu.attention import CpuAttention
+from nanovllm.kernels.cpu.layers import CpuLinear, HugePages
 from nanovllm.layers.attention import AttentionMetadata, attend_decodes
 from nanovllm.layers.backends import TorchAttention
 

@@ -3,7 +3,8 @@
     python -m benchmarks.decode_profile
     python -m benchmarks.decode_profile --num-seqs 1 8 32 --context-len 300 --png docs/images/cpu_decode_step.png
 
-The model has the shape of Qwen3-0.6B and dummy weights. Clocks are read around the layers of a normal engine's steps;
+The model has the shape of Qwen3-0.6B and dummy weights. Clocks are read around the layers of an engine's steps, whose
+decoder layers are called part by part here, not in one call as usual (`kernels/cpu/decoder_layer.py`);
 the bound of each part is what it has to read at the measured bandwidth, or its arithmetic at the measured rate of
 matrix products, whichever takes longer (see roofline.py).
 """
@@ -20,6 +21,7 @@ from typing import Any
 from benchmarks.common import DTYPE_BYTES, QWEN3_06B, ModelShape, describe_machine, resolve_dtype_name
 from benchmarks.roofline import Rates, best_rates, measure_rates_apart
 from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.cpu.decoder_layer import CpuDecoderLayer
 
 PROJECTIONS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 PARTS = (*PROJECTIONS, "lm_head", "attention", "norms and activations", "rest of the model", "sampling", "engine")
@@ -66,6 +68,8 @@ class Clock:
         runner = llm.engine.runner
         model = runner.model
         for name, module in model.named_modules():
+            if isinstance(module, CpuDecoderLayer):  # its parts one by one, or there would be nothing to watch
+                module.forward = module.layer.forward  # type: ignore[method-assign]
             leaf = name.rpartition(".")[2]
             if leaf in PROJECTIONS or leaf == "attention":
                 self.watch(module, "forward", leaf)

@@ -36,7 +36,7 @@ from benchmarks.roofline import Rates
 from nanovllm import TINY_QWEN3, LLMEngine
 from nanovllm.execution.kv_cache import KVCache
 from nanovllm.execution.model_runner import ModelRunner
-from nanovllm.kernels.cpu.layers import NoLibraryError, load_library
+from nanovllm.kernels.cpu.library import NoLibraryError, load_library
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY_WORK = ["--num-requests", "3", "--input-len", "4", "9", "--output-len", "2", "6"]

@@ -15,7 +15,7 @@ from nanovllm.models.qwen3_config import Qwen3Config
 
 BACKENDS = {  # best first; a module is imported when its turn comes
     "flash_attn": "nanovllm.kernels.cuda.flash_attention.FlashAttention",
-    "cpu": "nanovllm.kernels.cpu.layers.CpuAttention",
+    "cpu": "nanovllm.kernels.cpu.attention.CpuAttention",
     "triton": "nanovllm.kernels.cuda.triton_attention.TritonAttention",
     "torch": "nanovllm.layers.backends.TorchAttention",
 }

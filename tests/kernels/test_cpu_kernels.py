@@ -1,9 +1,10 @@
 """The compiled CPU layers against float64 arithmetic, PyTorch's layers, and themselves in other batches.
 
-`cpu.c` is also compiled for a processor without AVX-512 and for one without vectors at all, so that every branch of it
-is run.
+`cpu.c` is also compiled without AMX, for a processor without AVX-512, for one without vectors at all, and with AMX's
+tiles in plain C, so that every branch of it is run.
 """
 
+import contextlib
 import ctypes
 import math
 import subprocess
@@ -14,20 +15,32 @@ import torch
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.execution.choices import select_backend
-from nanovllm.kernels.cpu import layers as cpu
-from nanovllm.kernels.cpu.layers import CpuAttention, HugePages, NoLibraryError, load_library, pack, replace_layers
+from nanovllm.kernels.cpu import layers
+from nanovllm.kernels.cpu import library as cpu
+from nanovllm.kernels.cpu.attention import CpuAttention
+from nanovllm.kernels.cpu.decoder_layer import CpuDecoderLayer, fuse_layers
+from nanovllm.kernels.cpu.layers import HugePages, pack, replace_layers
+from nanovllm.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.backends import TorchAttention
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RMSNormRotary, Rotary
+from nanovllm.models.qwen3 import Qwen3DecoderLayer
+from nanovllm.models.qwen3_config import Qwen3Config
 from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
 
 TINY = TINY_QWEN3
 DTYPES = [torch.float32, torch.bfloat16]
-# the best processor here, one without AVX-512, and none in particular
-PROCESSORS = {"native": "native", "AVX2": "x86-64-v3", "SSE": "x86-64"}
+# the best of this processor, the same without AMX, one without AVX-512, none in particular; and AMX in plain C
+PROCESSORS = {
+    "native": "native",
+    "no AMX": "native",
+    "AVX2": "x86-64-v3",
+    "SSE": "x86-64",
+    "AMX, emulated": "native -DAMX_EMULATED",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,10 +54,19 @@ def _needs_a_compiler():
 @pytest.fixture(params=PROCESSORS)
 def processor(request, monkeypatch):
     """Layers made in the test run the code that is made for this processor."""
-    flags = [f.replace("-march=native", f"-march={PROCESSORS[request.param]}") for f in cpu.FLAGS]
-    monkeypatch.setattr(cpu, "FLAGS", tuple(flags))
-    cpu.load_library.cache_clear()
-    yield request.param
+    with pretend(monkeypatch, request.param):
+        yield request.param
+
+
+@contextlib.contextmanager
+def pretend(monkeypatch, processor):
+    with monkeypatch.context() as patch:
+        flags = [word for flag in cpu.FLAGS for word in flag.replace("=native", f"={PROCESSORS[processor]}").split()]
+        patch.setattr(cpu, "FLAGS", tuple(flags))
+        if processor != "native":
+            patch.setattr(cpu, "has_tiles", lambda: False)
+        cpu.load_library.cache_clear()
+        yield
     cpu.load_library.cache_clear()
 
 
@@ -63,7 +85,7 @@ def filled(layer, dtype, seed=0):
 def twin_of(layer, dtype):
     model = torch.nn.Sequential(layer)
     replace_layers(model, dtype)
-    assert type(model[0]).__module__ == cpu.__name__, "the layer has a twin"
+    assert type(model[0]).__module__ == layers.__name__, "the layer has a twin"
     return model[0]
 
 
@@ -267,8 +289,9 @@ def test_a_row_has_the_same_bits_in_every_batch(processor, dtype):
         assert torch.equal(twin(x[start:stop]), together[start:stop])
 
 
-def test_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prompt(dtype):
-    backend = CpuAttention(8, 2, 64, 16, dtype)
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prompt(processor, dtype, block_size):
+    backend = CpuAttention(8, 2, 64, block_size, dtype)
     whole = Step(backend, [(0, 77)], dtype=dtype)
     at_once = whole.run(backend)
     decode = Step(backend, [(76, 1)], dtype=dtype)
@@ -295,7 +318,36 @@ def test_outputs_do_not_depend_on_what_else_is_in_the_batch():
     assert run({}, [prompts, prompts])[4:] == together  # from the prefix cache
 
 
-# ---- whole models
+# ---- whole layers and models
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("lens", [[(20, 1)], [(0, 37), (3, 5)], [(40, 1), (15, 1), (0, 300)]])
+def test_a_layer_in_one_call_gives_the_bits_of_its_parts(processor, dtype, lens, bias):
+    config = Qwen3Config(64, 96, 176, 1, 4, 2, head_dim=32, attention_bias=bias)
+    backend = CpuAttention(4, 2, 32, 16, dtype)
+    model = torch.nn.ModuleDict({"layer": filled(Qwen3DecoderLayer(config, backend), dtype)})
+    replace_layers(model, dtype)
+    parts = model["layer"]
+    fuse_layers(model, backend)
+    assert isinstance(model["layer"], CpuDecoderLayer)
+    step = Step(backend, lens, dtype=dtype)
+    x = randn(len(step.q), 96, dtype=dtype)
+    cos, sin = Rotary(32, 1e4)(torch.arange(len(x)), dtype)
+    caches = step.cache.clone(), step.cache.clone()
+    expected = parts(x, cos, sin, caches[0][:, 1], step.batch.metadata)
+    assert torch.equal(model["layer"](x, cos, sin, caches[1][:, 1], step.batch.metadata), expected)
+    assert torch.equal(caches[0].nan_to_num(), caches[1].nan_to_num())
+    assert expected.isfinite().all()
+
+
+def test_a_layer_of_an_odd_shape_is_called_part_by_part():
+    backend = CpuAttention(4, 2, 32, 16, torch.bfloat16)
+    layer = filled(Qwen3DecoderLayer(Qwen3Config(64, 96, 170, 1, 4, 2, head_dim=32), backend), torch.bfloat16)
+    model = torch.nn.ModuleDict({"layer": layer})
+    replace_layers(model, torch.bfloat16)
+    fuse_layers(model, backend)
+    assert model["layer"] is layer
 
 
 def test_the_model_gives_the_same_tokens_as_with_pytorch_layers():
@@ -330,9 +382,9 @@ def test_bfloat16_logits_are_as_close_to_float32_as_pytorchs():
 
 
 def test_enforce_eager_keeps_the_layers_of_pytorch():
-    for enforce_eager, name in ((True, "FusedLinear"), (False, "CpuFusedLinear")):
+    for enforce_eager, name in ((True, "Qwen3DecoderLayer"), (False, "CpuDecoderLayer")):
         llm = LLM(TINY, enforce_eager=enforce_eager, attention_backend="cpu")
-        assert type(llm.engine.runner.model.model.layers[0].mlp.gate_up_proj).__name__ == name
+        assert type(llm.engine.runner.model.model.layers[0]).__name__ == name
 
 
 # ---- where it can be used
@@ -425,6 +477,9 @@ def test_one_pool_of_threads(dtype):
 
 
 def test_the_source_compiles_without_a_warning():
-    for flags in ([], ["-DBFLOAT16"]):
+    variants = [[], ["-DBFLOAT16"], ["-DBFLOAT16", "-DAMX_EMULATED"]]
+    if cpu.has_tiles():
+        variants.append(["-DBFLOAT16", "-DAMX"])
+    for flags in variants:
         command = ["cc", *cpu.FLAGS, *flags, "-Wall", "-Wextra", "-Werror", str(cpu.SOURCE), "-o", "/dev/null"]
         subprocess.run(command, check=True)

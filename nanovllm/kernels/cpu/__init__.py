@@ -1,5 +1,7 @@
-"""All layers on CPU: `layers.py` compiles `cpu.c` on first use, and replaces PyTorch's layers by calls of it.
+"""All layers on CPU, in C that is compiled on first use.
 
-Nothing here may depend on the length of a batch: a token has the same bits alone, beside others and in a chunk. Read
-`linear` in `cpu.c` first: one matrix product does everything from projections to paged attention.
+`library.py` compiles and loads `cpu.c`; `attention.py` is the backend, `layers.py` the twins of single layers,
+`decoder_layer.py` a whole layer in one call. Nothing here may depend on the length of a batch: a token has the same
+bits alone, beside others and in a chunk. Read `product.h` first: one matrix product does everything from projections
+to paged attention, on AMX's tiles (`tiles.h`) where the processor has them, else on vectors (`vectors.h`).
 """

@@ -1,10 +1,10 @@
 // The layers of a decoder on CPU: what layers/*.py define in PyTorch, for a step's few to few thousand tokens.
 //
 // Compiled on first use by cpu.py, once for each dtype: -DBFLOAT16, or float32 without it. Plain loops on vectors of
-// 16 floats (GCC's and clang's vector extensions), so that any processor can run it; one instruction of AVX-512 is
-// called by name, because it is worth a factor: `dpbf16ps` multiplies 16 pairs of bfloat16 and adds each pair.
+// 16 floats (vectors.h), so that any processor can run it.
 //
-// Everything that multiplies matrices (projections, q k^T, p v) is one function, `multiply`, and one layout:
+// Everything that multiplies matrices (projections, q k^T, p v) is one function, `multiply` (product.h: on AMX's
+// tiles with -DAMX, on vectors without), and one layout:
 //
 //   word    32 bits: two bfloat16 that are neighbours in the summed dimension, or one float32
 //   panel   16 columns of a matrix: [words][16], so that one vector holds the same word of 16 columns
@@ -15,241 +15,82 @@
 // Sums run in float32 in an order that does not depend on the batch: a token's result has the same bits whether it is
 // computed alone, beside others, or as part of a prompt.
 
-#include <math.h>
-#include <stdbool.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
+#include "product.h"
 
-#define LANES 16
-typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+// ---- projections
 
-// How much `multiply` takes at a time: the accumulators of 16 floats, a row times a panel each, have to fit the vector
-// registers. A few rows are multiplied by many panels, since they wait for memory, and memory likes to be asked for much.
-#ifdef __AVX512F__
-#define ROWS 12
-#define PANELS 8
+// So many rows of x stay in the L2 cache while all panels pass.
+#define ROW_BLOCK (256 / ROWS * ROWS)
+// So many words of a pair of panels stay in L1 while these rows pass, where products are faster than L2. Few rows wait for
+// memory, which is read best from one end of a panel to the other.
+#ifdef HAS_TILES
+#define WORD_BLOCK(num_rows) ((num_rows) <= 2 * ROWS ? LONG_MAX : 128)
 #else
-#define ROWS 3
-#define PANELS 2
-#endif
-#define FEW_ROWS 3
-#define WIDTH(num_rows) ((num_rows) <= FEW_ROWS ? PANELS : 2)
-// How many blocks ahead memory is asked for V, since it does not foresee where a block table leads.
-#define FAR 2
-
-// ---- dtypes
-
-#ifdef BFLOAT16
-typedef uint16_t element;
-#define PER_WORD 2
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-
-static inline floats load(const element *p) {
-    halves h;
-    memcpy(&h, p, sizeof h);
-    return (floats)(__builtin_convertvector(h, words) << 16);
-}
-
-static inline void store(element *p, floats x) {
-#ifdef __AVX512BF16__
-    halves h = (halves)_mm512_cvtneps_pbh((__m512)x);
-#else
-    words bits = (words)x;  // to the nearest, ties to even; a NaN stays one
-    words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    words is_nan = (words)(x != x);
-    halves h = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), halves);
-#endif
-    memcpy(p, &h, sizeof h);
-}
-
-static inline floats multiply_add(floats sum, words a, uint32_t b) {
-#ifdef __AVX512BF16__
-    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
-#else
-    union { uint32_t bits; float value; } low = {b << 16}, high = {b & 0xffff0000};
-    sum += (floats)(a << 16) * low.value;
-    return sum + (floats)(a & 0xffff0000) * high.value;
-#endif
-}
-#else
-typedef float element;
-#define PER_WORD 1
-
-static inline floats load(const element *p) {
-    floats x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
-
-static inline void store(element *p, floats x) { memcpy(p, &x, sizeof x); }
-
-static inline floats multiply_add(floats sum, words a, uint32_t b) {
-    union { uint32_t bits; float value; } one = {b};
-    return sum + (floats)a * one.value;
-}
+#define WORD_BLOCK(num_rows) LONG_MAX
 #endif
 
-// The same for the last few columns of a matrix.
-static inline floats load_some(const element *p, long count) {
-    element all[LANES] = {0};
-    memcpy(all, p, count * sizeof(element));
-    return load(all);
-}
-
-static inline void store_some(element *p, floats x, long count) {
-    if (count == LANES) {
-        store(p, x);
-        return;
-    }
-    element all[LANES];
-    store(all, x);
-    memcpy(p, all, count * sizeof(element));
-}
-
-static inline void store_some_floats(float *p, floats x, long count) {
-    if (count == LANES) memcpy(p, &x, sizeof x);
-    else memcpy(p, &x, count * sizeof(float));
-}
-
-static inline float sum_lanes(floats x) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
-}
-
-static inline floats pick(ints is_first, floats first, floats second) {
-    return (floats)(((ints)first & is_first) | ((ints)second & ~is_first));
-}
-
-static inline floats max_of(floats a, floats b) { return pick(a > b, a, b); }
-
-// e^x for x <= 0, to 2 units in the last place: 2^n times a polynomial of degree 6 for what lies between
-static inline floats exp_lanes(floats x) {
-    x = max_of(x, (floats){0} - 87.0f);
-    floats n = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's last bits are the rounded integer
-    ints exponent = (ints)n - 0x4b400000;
-    n -= 12582912.0f;
-    floats r = x - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two parts
-    floats y = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
-    return (floats)((ints)y + (exponent << 23));
-}
-
-// ---- the matrix product
-
-// Up to ROWS rows of x times up to PANELS panels: out[row][16 * i + lane] = bias + sum of x[row]'s words times panel i's.
-struct product {
-    const uint32_t *x;
-    long x_stride;   // words from one row to the next
-    long num_words;  // to be summed
-    const uint32_t *panels[PANELS];
-    const uint32_t *next[PANELS];  // what will be read after them: it is asked of memory meanwhile
-    // Panels may be cut into blocks that lie anywhere: the b-th part is at panels[i] + blocks[b] * block_words, and holds
-    // words_per_block words. NULL is one block. (V of a sequence has as many as its block table.)
-    const int32_t *blocks;
-    long block_words, words_per_block;
-    bool is_odd;  // the last word holds one bfloat16 only; what lies beside it may be no number, and 0 * NaN is NaN
-    const element *bias;  // [16 * num_panels], or NULL
-    // one of the two, rows `out_stride` elements apart
-    float *floats_out;
-    element *out;
-    long out_stride;
+struct matrix {
+    void *values;
+    long num_columns;
+    const element *bias;  // as many as the panels have columns, or NULL
+    bool is_float;
 };
 
-static inline __attribute__((always_inline)) void multiply_tile(
-    const struct product *p, const int num_rows, const int num_panels) {
-    floats sums[ROWS][PANELS];
-    for (int i = 0; i < num_panels; i++) {
-        const floats start = p->bias ? load(p->bias + i * LANES) : (floats){0};
-        for (int row = 0; row < num_rows; row++) sums[row][i] = start;
-    }
-    const uint32_t *x = p->x;
-    const long per_block = p->blocks ? p->words_per_block : p->num_words;
-    for (long start = 0, block = 0; start < p->num_words; start += per_block, block++) {
-        const uint32_t *panels[PANELS], *next[PANELS];
-        const bool has_far = start + FAR * per_block < p->num_words;
-        for (int i = 0; i < num_panels; i++) {
-            panels[i] = p->panels[i] + (p->blocks ? p->blocks[block] * p->block_words : 0);
-            next[i] = has_far ? p->panels[i] + p->blocks[block + FAR] * p->block_words : p->next[i];
-        }
-        const long left = p->num_words - start, end = left < per_block ? left : per_block;
-        for (long k = 0; k < end; k++) {
-            words columns[PANELS];
-            for (int i = 0; i < num_panels; i++) {
-                columns[i] = *(const words *)(panels[i] + k * LANES);
-                __builtin_prefetch(next[i] + k * LANES, 0, 2);
-            }
-            if (p->is_odd && start + k == p->num_words - 1)
-                for (int i = 0; i < num_panels; i++) columns[i] &= 0xffff;
-            for (int row = 0; row < num_rows; row++) {
-                const uint32_t word = x[row * p->x_stride + k];
-                for (int i = 0; i < num_panels; i++) sums[row][i] = multiply_add(sums[row][i], columns[i], word);
-            }
-        }
-        x += end;
-    }
-    for (int row = 0; row < num_rows; row++)
-        for (int i = 0; i < num_panels; i++) {
-            const long at = row * p->out_stride + i * LANES;
-            if (p->out) store(p->out + at, sums[row][i]);
-            else memcpy(p->floats_out + at, &sums[row][i], sizeof(floats));
+// y's rows from `row` and columns from `column` = sums: [num_rows, width * 16] + bias
+static void finish_rows(const struct matrix *y, const float *sums, long row, long column, int num_rows, int width) {
+    for (int r = 0; r < num_rows; r++)
+        for (int i = 0; i < width; i++) {
+            const long from = column + i * LANES, left = y->num_columns - from, count = left < LANES ? left : LANES;
+            const long at = (row + r) * y->num_columns + from;
+            floats x = *(const floats *)(sums + (r * width + i) * LANES);
+            if (y->bias) x += load(y->bias + from);
+            if (y->is_float) store_some_floats((float *)y->values + at, x, count);
+            else store_some((element *)y->values + at, x, count);
         }
 }
 
-// With both counts known to the compiler, all sums stay in registers.
-static void multiply(const struct product *p, int num_rows, int num_panels) {
-#define CASE(rows, panels) \
-    case (rows) * 16 + (panels): multiply_tile(p, rows, panels); break;
-#define MANY(rows) CASE(rows, 1) CASE(rows, 2)
-#define FEW(rows) CASE(rows, 3) CASE(rows, 4) CASE(rows, 5) CASE(rows, 6) CASE(rows, 7) CASE(rows, 8)
-    switch (num_rows * 16 + num_panels) {
-        MANY(1) MANY(2) MANY(3)
-#if ROWS > FEW_ROWS
-        FEW(1) FEW(2) FEW(3) MANY(4) MANY(5) MANY(6) MANY(7) MANY(8) MANY(9) MANY(10) MANY(11) MANY(12)
-#endif
-    }
+// Rows `first` … `last - 1` of x: [m, num_words] times `width` panels, to y's columns from `column`.
+static void multiply_rows(const uint32_t *x, const uint32_t *panels, const struct matrix *y, long first, long last,
+                          long column, long num_words, int width) {
+    _Alignas(64) float sums[ROW_BLOCK * 2 * LANES];  // or fewer rows and more panels
+    const long tile = rows_at_a_time(last - first), block = WORD_BLOCK(last - first);
+    const long part = num_words < block ? num_words : block;
+    for (long word = 0; word < num_words; word += part)
+        for (long row = first; row < last; row += tile) {
+            const int num_rows = last - row < tile ? last - row : tile;
+            struct product p = {
+                .x = x + row * num_words + word, .x_stride = num_words, .adds = word > 0,
+                .num_words = num_words - word < part ? num_words - word : part,
+                .out = sums + (row - first) * width * LANES, .out_stride = width * LANES};
+            for (int i = 0; i < width; i++) {
+                p.panels[i] = panels + (i * num_words + word) * LANES;
+                p.next[i] = row > first && !ASKS_AGAIN ? NULL : p.panels[i] + AHEAD(last - first);
+            }
+            multiply(&p, num_rows, width);
+            if (word + part >= num_words) finish_rows(y, p.out, row, column, num_rows, width);
+        }
 }
 
 // x: [m, k] -> y: [m, n] = x weight^T + bias. weight: [ceil(n / 16)] panels of k / PER_WORD words; bias: as many columns
 // as the panels have, or NULL. y is float32 where `wants_floats`: logits are not rounded.
 void linear(const element *x, const uint32_t *weight, const element *bias, void *y, long m, long n, long k,
             int wants_floats) {
+    const struct matrix out = {y, n, bias, wants_floats};
     const long num_panels = (n + LANES - 1) / LANES, num_words = k / PER_WORD, panel_words = num_words * LANES;
-    const long num_tiles = (m + ROWS - 1) / ROWS, tile = (m + num_tiles - 1) / (num_tiles + !m);  // equal: 32 is 11 + 11 + 10
-    const size_t size = wants_floats ? sizeof(float) : sizeof(element);
     // a few rows wait for memory, and ask for four panels at once; many rows need the registers for their sums
-    const long most = m <= FEW_ROWS && PANELS >= 4 ? 4 : 2, ahead = most == 4 ? 256 : 1024;
-#pragma omp parallel for schedule(static)
-    for (long panel = 0; panel < num_panels; panel += most) {
-        const int width = num_panels - panel < most ? num_panels - panel : most;
-        const long column = panel * LANES, num_columns = n - column < width * LANES ? n - column : width * LANES;
-        for (long row = 0; row < m; row += tile) {
-            const int num_rows = m - row < tile ? m - row : tile;
-            float narrow[ROWS * PANELS * LANES];  // for the last columns, if they are less than whole panels
-            char *to = (char *)y + (row * n + column) * size;
-            void *out = num_columns == width * LANES ? (void *)to : (void *)narrow;
-            struct product p = {
-                .x = (const uint32_t *)(x + row * k), .x_stride = num_words, .num_words = num_words,
-                .bias = bias ? bias + column : NULL, .out = wants_floats ? NULL : out,
-                .floats_out = wants_floats ? out : NULL, .out_stride = out == to ? n : width * LANES};
-            for (int i = 0; i < width; i++) {
-                p.panels[i] = weight + (panel + i) * panel_words;
-                p.next[i] = p.panels[i] + ahead;
+    const long most = m <= FEW_ROWS && PANELS >= 4 ? 4 : 2;
+#pragma omp parallel
+    {
+        for (long first = 0; first < m; first += ROW_BLOCK) {
+            const long last = m - first < ROW_BLOCK ? m : first + ROW_BLOCK;
+#pragma omp for schedule(static) nowait
+            for (long panel = 0; panel < num_panels; panel += most) {
+                const int width = num_panels - panel < most ? num_panels - panel : most;
+                multiply_rows((const uint32_t *)x, weight + panel * panel_words, &out, first, last, panel * LANES,
+                              num_words, width);
             }
-            multiply(&p, num_rows, width);
-            for (int r = 0; out != to && r < num_rows; r++)
-                memcpy(to + r * n * size, (char *)narrow + r * width * LANES * size, num_columns * size);
         }
+        release_tiles();
     }
 }
 
@@ -309,8 +150,9 @@ static void softmax(float *scores, element *weights, long num_visible, long num_
 // Room for one tile of rows. A row of scores has one for every slot that its sequence has.
 struct scratch {
     float *scores;     // [ROWS, num_slots]
+    float *out;        // [ROWS, head_dim]
     element *weights;  // [ROWS, num_slots]
-    element *q, *out;  // [ROWS, head_dim]
+    element *q;        // [ROWS, head_dim]
 };
 
 // Up to ROWS rows (query tokens times the query heads of one K and V head) against all that they see, in three strides:
@@ -325,7 +167,7 @@ static void attend_rows(const struct cache *c, const struct scratch *s, const in
     const long width = WIDTH(num_rows);
     for (long panel = 0; panel < num_panels; panel += width) {  // of 16 tokens
         struct product p = {.x = (const uint32_t *)s->q, .x_stride = q_words, .num_words = q_words,
-                            .floats_out = s->scores + panel * LANES, .out_stride = num_slots};
+                            .out = s->scores + panel * LANES, .out_stride = num_slots};
         const int count = num_panels - panel < width ? num_panels - panel : width;
         for (int i = 0; i < count; i++) {
             const long slot = (panel + i) * LANES, next_slot = slot + width * LANES;
@@ -373,13 +215,13 @@ void attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache
             for (int32_t row = 0; row < (cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]) * group; row += ROWS)
                 work[num_work++] = (struct work){seq, kv_head, row};
     const long max_slots = (max_len + LANES - 1) / LANES * LANES;
-    const size_t num_bytes = ROWS * (max_slots * (sizeof(float) + sizeof(element)) + 2 * head_dim * sizeof(element));
+    const size_t num_bytes = ROWS * (max_slots + head_dim) * (sizeof(float) + sizeof(element));
 #pragma omp parallel
     {
         struct scratch s = {.scores = aligned_alloc(64, (num_bytes + 63) / 64 * 64)};
-        s.weights = (element *)(s.scores + ROWS * max_slots);
+        s.out = s.scores + ROWS * max_slots;
+        s.weights = (element *)(s.out + ROWS * head_dim);
         s.q = s.weights + ROWS * max_slots;
-        s.out = s.q + ROWS * head_dim;
 #pragma omp for schedule(dynamic)
         for (long i = 0; i < num_work; i++) {
             const struct work w = work[i];
@@ -396,9 +238,11 @@ void attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache
             }
             attend_rows(&c, &s, block_tables + w.seq * max_num_blocks, w.kv_head, num_rows, num_visible, scale);
             for (int row = 0; row < num_rows; row++)
-                memcpy(out + at[row] * head_dim, s.out + row * head_dim, head_dim * sizeof(element));
+                for (long d = 0; d < head_dim; d += LANES)
+                    store(out + at[row] * head_dim + d, *(const floats *)(s.out + row * head_dim + d));
         }
         free(s.scores);
+        release_tiles();
     }
     free(work);
 }
@@ -445,8 +289,61 @@ void silu_and_mul(const element *gate, const element *up, element *y, long num_t
         }
 }
 
+// x += y, both of `count` elements
+static void add(element *x, const element *y, long count) {
+#pragma omp parallel for schedule(static) if (count > 1 << 13)
+    for (long i = 0; i < count; i += LANES) store(x + i, load(x + i) + load(y + i));
+}
+
+// ---- a whole decoder layer
+
+struct layer {
+    const uint32_t *qkv_proj, *o_proj, *gate_up_proj, *down_proj;  // as `linear` takes them
+    const element *qkv_bias, *o_bias;                              // or NULL
+    const element *input_norm, *q_norm, *k_norm, *post_attention_norm;
+    long hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, block_size;
+    float eps, scale;
+};
+
+struct step {
+    const element *cos, *sin;  // [num_tokens, head_dim / 2]
+    const int32_t *slot_mapping, *block_tables, *seq_lens, *cu_seqlens_q;
+    long num_tokens, num_seqs, max_num_blocks;
+};
+
+// x: [num_tokens, hidden_size], changed in place. The functions above in their order, without the way
+// through Python between them.
+void decoder_layer(const struct layer *l, const struct step *s, element *x, uint32_t *k_cache, uint32_t *v_cache) {
+    const long n = s->num_tokens, head_dim = l->head_dim, q_size = l->num_heads * head_dim;
+    const long kv_size = l->num_kv_heads * head_dim, qkv_size = q_size + 2 * kv_size, size = l->intermediate_size;
+    const long wider = qkv_size > 2 * size ? qkv_size : 2 * size;
+    const long narrower = q_size + kv_size > size ? q_size + kv_size : size;
+    element *product = aligned_alloc(64, (n * (wider + narrower + l->hidden_size) * sizeof(element) + 63) / 64 * 64);
+    element *input = product + n * wider, *normed = input + n * narrower, *q = input, *k = q + n * q_size;
+    rms_norm(x, l->input_norm, NULL, NULL, normed, n, 1, l->hidden_size, l->hidden_size, l->eps);
+    linear(normed, l->qkv_proj, l->qkv_bias, product, n, qkv_size, l->hidden_size, false);
+    rms_norm(product, l->q_norm, s->cos, s->sin, q, n, l->num_heads, head_dim, qkv_size, l->eps);
+    rms_norm(product + q_size, l->k_norm, s->cos, s->sin, k, n, l->num_kv_heads, head_dim, qkv_size, l->eps);
+    store_kv(k, product + q_size + kv_size, k_cache, v_cache, s->slot_mapping, n, kv_size, qkv_size, l->num_kv_heads,
+             head_dim, l->block_size);
+    attend(q, product, k_cache, v_cache, s->block_tables, s->seq_lens, s->cu_seqlens_q, s->num_seqs, s->max_num_blocks,
+           q_size, l->num_heads, l->num_kv_heads, head_dim, l->block_size, l->scale);
+    linear(product, l->o_proj, l->o_bias, normed, n, l->hidden_size, q_size, false);
+    add(x, normed, n * l->hidden_size);
+    rms_norm(x, l->post_attention_norm, NULL, NULL, normed, n, 1, l->hidden_size, l->hidden_size, l->eps);
+    linear(normed, l->gate_up_proj, NULL, product, n, 2 * size, l->hidden_size, false);
+    silu_and_mul(product, product + size, input, n, size, 2 * size);
+    linear(input, l->down_proj, NULL, normed, n, l->hidden_size, size, false);
+    add(x, normed, n * l->hidden_size);
+    free(product);
+}
+
 const char *instructions(void) {
-#if defined __AVX512BF16__ && defined BFLOAT16
+#if defined HAS_TILES && defined AMX
+    return "AMX BF16";
+#elif defined HAS_TILES
+    return "AMX BF16, emulated";
+#elif defined __AVX512BF16__ && defined BFLOAT16
     return "AVX-512 BF16";
 #elif defined __AVX512F__
     return "AVX-512";

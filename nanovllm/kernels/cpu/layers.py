@@ -1,183 +1,23 @@
 """Fast layers on CPU: twins of what `layers/` defines in PyTorch, with the same signatures, that call `cpu.c`.
 
-`cpu.c` is compiled on first use, for this processor and one dtype, and kept in the user's cache folder; it takes two
-seconds and a C compiler. Without one, `load_library` says why, and the engine runs the PyTorch layers.
-
-A weight is packed once, when its layer is replaced: `F.linear` would reorder a bfloat16 weight at every call. Add-on:
-`startup.py` calls `select_backend`, and `replace_layers` when the weights are loaded; nothing else knows of it.
+A weight is packed once, when its layer is replaced: `F.linear` would reorder a bfloat16 weight at every call.
 """
 
 import contextlib
-import ctypes
-import functools
-import hashlib
 import math
 import mmap
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
-from ctypes import c_float, c_int, c_long, c_void_p
-from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels.cpu.library import LANES, keep_freed_memory, load_library
 from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RMSNormRotary
-
-SOURCE = Path(__file__).with_name("cpu.c")
-LANES = 16  # floats in a vector, columns in a panel
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
-DTYPES = (torch.bfloat16, torch.float32)
-
-FUNCTIONS = {  # pointers, then sizes, then the rest
-    "linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
-    "store_kv": [c_void_p] * 5 + [c_long] * 6,
-    "attend": [c_void_p] * 7 + [c_long] * 7 + [c_float],
-    "rms_norm": [c_void_p] * 5 + [c_long] * 4 + [c_float],
-    "silu_and_mul": [c_void_p] * 3 + [c_long] * 3,
-}
-
-
-# ---- the library
-
-
-class NoLibraryError(RuntimeError):
-    """Why `cpu.c` cannot be used here."""
-
-
-@functools.cache
-def load_library(dtype: torch.dtype) -> ctypes.CDLL:
-    """`cpu.c`, compiled for `dtype`. NoLibraryError if that is not possible."""
-    if dtype not in DTYPES:
-        raise NoLibraryError(f"the CPU kernels know bfloat16 and float32, not {dtype}")
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if platform.system() != "Linux" or not compiler:
-        raise NoLibraryError(f"there is no C compiler (cc, gcc, clang or $CC) on this {platform.system()} machine")
-    command = [*shlex.split(compiler), *FLAGS, *(["-DBFLOAT16"] if dtype == torch.bfloat16 else []), str(SOURCE)]
-    command += [*openmp_of_torch(), "-lm"]
-    try:
-        path = cache_folder() / f"cpu-{fingerprint(command)}.so"
-        if not path.is_file():
-            compile_to(path, command)
-        library = ctypes.CDLL(str(path))
-    except OSError as error:  # a folder that cannot be written, a compiler that is not there, ...
-        raise NoLibraryError(f"{SOURCE.name} could not be compiled and loaded: {error}") from error
-    for name, argtypes in FUNCTIONS.items():
-        getattr(library, name).argtypes = argtypes
-        getattr(library, name).restype = None
-    library.instructions.restype = ctypes.c_char_p
-    return library
-
-
-def keep_freed_memory() -> None:
-    """Have malloc keep what one step frees for the next: fresh memory is cleared page by page, a tenth of a prefill.
-
-    Called when the weights lie where they stay. What is as large as a KV cache still comes fresh, and untouched."""
-    m_trim_threshold, m_mmap_threshold = -1, -3  # of <malloc.h>
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(m_mmap_threshold, 1 << 28)
-        libc.mallopt(m_trim_threshold, (1 << 31) - 1)
-
-
-def openmp_of_torch() -> list[str]:
-    """Linked first, so that torch and `cpu.c` share one pool of threads: two would wait for each other's cores."""
-    found = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
-    return ["-Wl,--as-needed", str(found[0])] if found else []
-
-
-def cache_folder() -> Path:
-    """Only its owner may write into it: what lies there is run."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "nanovllm"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
-        raise NoLibraryError(f"others than you can write into {folder}: chmod 700 it, or set XDG_CACHE_HOME")
-    return folder
-
-
-def fingerprint(command: list[str]) -> str:
-    """Changes with the source, the command, the compiler and the processor."""
-    version = subprocess.run([command[0], "--version"], capture_output=True).stdout
-    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8") if platform.system() == "Linux" else ""
-    processor = next((line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))), "")
-    parts = [SOURCE.read_bytes(), "\0".join(command).encode(), version, processor.encode(), platform.machine().encode()]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def compile_to(path: Path, command: list[str]) -> None:
-    """Two processes may compile at once: each writes a file of its own, and the last to finish takes the name."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        target = Path(folder) / path.name
-        run = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True)
-        if run.returncode:
-            raise NoLibraryError(f"{command[0]} could not compile {SOURCE.name}: {run.stderr.strip()[:500]}")
-        os.replace(target, path)
-
-
-# ---- attention
-
-
-class CpuAttention(AttentionBackend):
-    """Walks the block tables in C. A block holds each head's K and V in the layout that the products like best."""
-
-    default_block_size = 16
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.library = load_library(self.dtype)
-        self.instructions = self.library.instructions().decode()
-
-    @classmethod
-    def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
-        if device.type != "cpu":
-            return f"it runs on CPU, not on {device}"
-        if head_dim % (2 * LANES):
-            return f"the model's head_dim must be a multiple of {2 * LANES}, it is {head_dim}"
-        if block_size is not None and block_size % LANES:
-            return f"block_size must be a multiple of {LANES}, got {block_size}"
-        try:
-            load_library(dtype)
-        except NoLibraryError as error:
-            return str(error)
-        return None
-
-    def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-        return (2, num_layers, num_blocks, self.num_kv_heads, self.block_size * self.head_dim)
-
-    def replace_layers(self, model: nn.Module) -> None:
-        replace_layers(model, self.dtype)
-
-    def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        k_cache, v_cache = layer_cache
-        self.library.store_kv(
-            *(t.data_ptr() for t in (k, v, k_cache, v_cache, slot_mapping)),
-            *(len(k), k.stride(0), v.stride(0), self.num_kv_heads, self.head_dim, self.block_size),
-        )
-
-    def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        out = torch.empty(q.shape, dtype=q.dtype)
-        tensors = (q, out, *layer_cache, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
-        self.library.attend(
-            *(t.data_ptr() for t in tensors),
-            *(*metadata.block_tables.shape, q.stride(0), self.num_heads, self.num_kv_heads, self.head_dim),
-            *(self.block_size, self.scale),
-        )
-        return out
-
-
-# ---- the other layers
 
 
 class HugePages:

@@ -1,0 +1,64 @@
+"""The attention backend `cpu`: paged attention in C, and C for all other layers.
+
+`execution/choices.py` chooses it; `execution/startup.py` calls `replace_layers` when the weights are loaded.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.cpu.decoder_layer import fuse_layers
+from nanovllm.kernels.cpu.layers import replace_layers
+from nanovllm.kernels.cpu.library import LANES, NoLibraryError, load_library
+from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.layers.backends import AttentionBackend
+
+
+class CpuAttention(AttentionBackend):
+    """Walks the block tables in C. A block holds each head's K and V in the layout that the products like best."""
+
+    default_block_size = 16
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.library = load_library(self.dtype)
+        self.instructions = self.library.description
+
+    @classmethod
+    def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
+        if device.type != "cpu":
+            return f"it runs on CPU, not on {device}"
+        if head_dim % (2 * LANES):
+            return f"the model's head_dim must be a multiple of {2 * LANES}, it is {head_dim}"
+        if block_size is not None and block_size % LANES:
+            return f"block_size must be a multiple of {LANES}, got {block_size}"
+        try:
+            load_library(dtype)
+        except NoLibraryError as error:
+            return str(error)
+        return None
+
+    def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
+        return (2, num_layers, num_blocks, self.num_kv_heads, self.block_size * self.head_dim)
+
+    def replace_layers(self, model: nn.Module) -> None:
+        replace_layers(model, self.dtype)
+        fuse_layers(model, self)
+
+    def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        k_cache, v_cache = layer_cache
+        self.library.store_kv(
+            *(t.data_ptr() for t in (k, v, k_cache, v_cache, slot_mapping)),
+            *(len(k), k.stride(0), v.stride(0), self.num_kv_heads, self.head_dim, self.block_size),
+        )
+
+    def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype)
+        tensors = (q, out, *layer_cache, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
+        self.library.attend(
+            *(t.data_ptr() for t in tensors),
+            *(*metadata.block_tables.shape, q.stride(0), self.num_heads, self.num_kv_heads, self.head_dim),
+            *(self.block_size, self.scale),
+        )
+        return out

@@ -1,0 +1,150 @@
+"""`cpu.c` as a library: compiled on first use, for this processor and one dtype, and kept in the user's cache folder.
+
+It takes some seconds and a C compiler. Without one, `load_library` says why, and the engine runs the PyTorch layers.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_float, c_int, c_long, c_void_p
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("cpu.c")
+SOURCES = [SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("vectors", "product", "tiles"))]
+LANES = 16  # floats in a vector, columns in a panel
+FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+DTYPES = (torch.bfloat16, torch.float32)
+
+FUNCTIONS = {  # pointers, then sizes, then the rest
+    "linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
+    "store_kv": [c_void_p] * 5 + [c_long] * 6,
+    "attend": [c_void_p] * 7 + [c_long] * 7 + [c_float],
+    "rms_norm": [c_void_p] * 5 + [c_long] * 4 + [c_float],
+    "silu_and_mul": [c_void_p] * 3 + [c_long] * 3,
+    "decoder_layer": [c_void_p] * 5,
+}
+
+
+class NoLibraryError(RuntimeError):
+    """Why `cpu.c` cannot be used here."""
+
+
+class Library(ctypes.CDLL):
+    """`cpu.c`, compiled. Its functions are `FUNCTIONS`."""
+
+    def __init__(self, path: Path, why_no_tiles: str | None) -> None:
+        super().__init__(str(path))
+        for name, argtypes in FUNCTIONS.items():
+            getattr(self, name).argtypes = argtypes
+            getattr(self, name).restype = None
+        self.instructions.restype = ctypes.c_char_p
+        name = self.instructions().decode()
+        self.description = f"{name} (no AMX: {why_no_tiles})" if why_no_tiles else name
+
+
+@functools.cache
+def load_library(dtype: torch.dtype) -> Library:
+    """`cpu.c`, compiled for `dtype`. NoLibraryError if that is not possible."""
+    if dtype not in DTYPES:
+        raise NoLibraryError(f"the CPU kernels know bfloat16 and float32, not {dtype}")
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if platform.system() != "Linux" or not compiler:
+        raise NoLibraryError(f"there is no C compiler (cc, gcc, clang or $CC) on this {platform.system()} machine")
+    command = [*shlex.split(compiler), *FLAGS, *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
+    if dtype != torch.bfloat16 or not has_tiles():
+        return compile_and_load(command)
+    reason = ask_for_tiles()
+    if not reason:
+        try:
+            return compile_and_load([*command, "-DAMX"])
+        except NoLibraryError:  # if that has another cause, it comes back
+            reason = f"{command[0]} cannot compile it"
+    return compile_and_load(command, reason)
+
+
+def compile_and_load(command: list[str], why_no_tiles: str | None = None) -> Library:
+    command = [*command, str(SOURCE), *openmp_of_torch(), "-lm"]
+    try:
+        path = cache_folder() / f"cpu-{fingerprint(command)}.so"
+        if not path.is_file():
+            compile_to(path, command)
+        return Library(path, why_no_tiles)
+    except OSError as error:  # a folder that cannot be written, a compiler that is not there, ...
+        raise NoLibraryError(f"{SOURCE.name} could not be compiled and loaded: {error}") from error
+
+
+def has_tiles() -> bool:
+    """Whether the processor has AMX for bfloat16, and neither Linux nor a hypervisor hides it."""
+    return {"amx_tile", "amx_bf16"} <= set(cpu_flags())
+
+
+def ask_for_tiles(feature: int = 18) -> str | None:
+    """Why this process may not use AMX. Linux wants to be asked, since tiles are much to save at a change of threads.
+
+    `feature` is XFEATURE_XTILE_DATA of Linux's <asm/fpu/types.h>."""
+    arch_prctl, arch_req_xcomp_perm = 158, 0x1023  # of <asm/unistd_64.h>, <asm/prctl.h>
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(c_long(arch_prctl), c_long(arch_req_xcomp_perm), c_long(feature)) == 0:
+        return None
+    return f"Linux does not allow it: {os.strerror(ctypes.get_errno())}"
+
+
+def cpu_flags() -> list[str]:
+    """What Linux says that the first processor can do."""
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8") if platform.system() == "Linux" else ""
+    line = next((line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))), "")
+    return line.partition(":")[2].split()
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep what one step frees for the next: fresh memory is cleared page by page, a tenth of a prefill.
+
+    Called when the weights lie where they stay. What is as large as a KV cache still comes fresh, and untouched."""
+    m_trim_threshold, m_mmap_threshold = -1, -3  # of <malloc.h>
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(m_mmap_threshold, 1 << 28)
+        libc.mallopt(m_trim_threshold, (1 << 31) - 1)
+
+
+def openmp_of_torch() -> list[str]:
+    """Linked first, so that torch and `cpu.c` share one pool of threads: two would wait for each other's cores."""
+    found = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
+    return ["-Wl,--as-needed", str(found[0])] if found else []
+
+
+def cache_folder() -> Path:
+    """Only its owner may write into it: what lies there is run."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "nanovllm"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+        raise NoLibraryError(f"others than you can write into {folder}: chmod 700 it, or set XDG_CACHE_HOME")
+    return folder
+
+
+def fingerprint(command: list[str]) -> str:
+    """Changes with the source, the command, the compiler and the processor."""
+    version = subprocess.run([command[0], "--version"], capture_output=True).stdout
+    sources = [source.read_bytes() for source in SOURCES]
+    processor = " ".join([platform.machine(), *cpu_flags()])
+    parts = [*sources, "\0".join(command).encode(), version, processor.encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def compile_to(path: Path, command: list[str]) -> None:
+    """Two processes may compile at once: each writes a file of its own, and the last to finish takes the name."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        target = Path(folder) / path.name
+        run = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True)
+        if run.returncode:
+            raise NoLibraryError(f"{command[0]} could not compile {SOURCE.name}: {run.stderr.strip()[:500]}")
+        os.replace(target, path)

@@ -1,0 +1,243 @@
+// The matrix product: a few rows of x times a few panels, for projections, q k^T and p v alike. cpu.c has the layout.
+//
+// Twice: on vectors, for any processor, and on AMX's tiles, which multiply ten times as many numbers in a cycle. One of
+// them is compiled; `ROWS`, `FEW_ROWS` and `WIDTH` tell callers how much it takes at a time.
+
+#pragma once
+#include "vectors.h"
+#if defined BFLOAT16 && (defined AMX || defined AMX_EMULATED)
+#define HAS_TILES
+#include "tiles.h"
+#endif
+
+// The accumulators, a row times a panel each, have to fit the registers. A few rows are multiplied by many panels, since
+// they wait for memory, and memory likes to be asked for much.
+#ifdef HAS_TILES
+#define ROWS 32
+#define FEW_ROWS 16
+#define PANELS 4
+#elif defined __AVX512F__
+#define ROWS 12
+#define FEW_ROWS 3
+#define PANELS 8
+#else
+#define ROWS 3
+#define FEW_ROWS 3
+#define PANELS 2
+#endif
+// How far ahead of a panel's words memory is asked for the next, and whether every tile of rows asks again.
+#ifdef HAS_TILES
+#define AHEAD(num_rows) ((num_rows) <= ROWS ? 256 : 1024)
+#define ASKS_AGAIN false
+#else
+#define AHEAD(num_rows) ((num_rows) <= FEW_ROWS && PANELS >= 4 ? 256 : 1024)
+#define ASKS_AGAIN true
+#endif
+#define WIDTH(num_rows) ((num_rows) <= FEW_ROWS ? PANELS : 2)
+// How many blocks ahead memory is asked for V, since it does not foresee where a block table leads.
+#define FAR 2
+
+// out[row][16 * i + lane] = sum of x[row]'s words times panel i's, for up to ROWS rows and WIDTH(rows) panels
+struct product {
+    const uint32_t *x;
+    long x_stride;   // words from one row to the next
+    long num_words;  // to be summed
+    const uint32_t *panels[PANELS];
+    const uint32_t *next[PANELS];  // what will be read after them: it is asked of memory meanwhile
+    // Panels may be cut into blocks that lie anywhere: the b-th part is at panels[i] + blocks[b] * block_words, and holds
+    // words_per_block words. NULL is one block. (V of a sequence has as many as its block table.)
+    const int32_t *blocks;
+    long block_words, words_per_block;
+    bool is_odd;  // the last word holds one bfloat16 only; what lies beside it may be no number, and 0 * NaN is NaN
+    bool adds;    // to what `out` holds: a long sum in several parts
+    float *out;   // rows `out_stride` apart, both for whole vectors
+    long out_stride;
+};
+
+// Where block `block` of panel i is, and what is to be read when it is done.
+static inline const uint32_t *panel_block(const struct product *p, int i, long block) {
+    return p->panels[i] + (p->blocks ? p->blocks[block] * p->block_words : 0);
+}
+
+static inline const uint32_t *panel_after(const struct product *p, int i, long block, bool has_far) {
+    return has_far ? p->panels[i] + p->blocks[block + FAR] * p->block_words : p->next[i];
+}
+
+#ifdef HAS_TILES
+
+// Tiles of the shapes that a product needs. Setting them takes as long as a dozen multiplications, so they are kept.
+static _Thread_local int tiles_are_for;
+
+static inline void shape_tiles(int num_rows, int num_words) {
+    if (tiles_are_for == num_rows * 32 + num_words) return;
+    tiles_are_for = num_rows * 32 + num_words;
+    const bool has_lower = num_rows > TILE_ROWS;
+    const int upper = has_lower ? TILE_ROWS : num_rows, lower = has_lower ? num_rows - TILE_ROWS : num_rows;
+    struct tile_config config = {.palette = 1};
+    for (int tile = 0; tile < NUM_TILES; tile++) {
+        const bool is_lower = tile == X_LOWER || (has_lower && (tile == SUMS_2 || tile == SUMS_3));
+        config.rows[tile] = tile >= PANEL_EVEN ? num_words : is_lower ? lower : upper;
+        config.row_bytes[tile] = tile == X_UPPER || tile == X_LOWER ? num_words * 4 : 64;
+    }
+    tile_configure(&config);
+}
+
+// Other code of the process shall find the tiles as it left them: not in use.
+static inline void release_tiles(void) {
+    tile_release();
+    tiles_are_for = 0;
+}
+
+// Adds one tile of words of the rows times those of the panels. One row of tiles takes four panels, two rows take two.
+static inline __attribute__((always_inline)) void multiply_words(
+    const uint32_t *x, long x_stride, const uint32_t *const *panels, const bool has_lower, const int num_panels) {
+    tile_load(X_UPPER, x, x_stride * 4);
+    tile_load(PANEL_EVEN, panels[0], 64);
+    tile_multiply(SUMS_0, X_UPPER, PANEL_EVEN);
+    if (num_panels > 1) {
+        tile_load(PANEL_ODD, panels[1], 64);
+        tile_multiply(SUMS_1, X_UPPER, PANEL_ODD);
+    }
+    if (has_lower) {
+        tile_load(X_LOWER, x + TILE_ROWS * x_stride, x_stride * 4);
+        tile_multiply(SUMS_2, X_LOWER, PANEL_EVEN);
+        if (num_panels > 1) tile_multiply(SUMS_3, X_LOWER, PANEL_ODD);
+    } else {
+        if (num_panels > 2) {
+            tile_load(PANEL_EVEN, panels[2], 64);
+            tile_multiply(SUMS_2, X_UPPER, PANEL_EVEN);
+        }
+        if (num_panels > 3) {
+            tile_load(PANEL_ODD, panels[3], 64);
+            tile_multiply(SUMS_3, X_UPPER, PANEL_ODD);
+        }
+    }
+}
+
+// The same for the last words, fewer than a tile's, by way of copies with zeros behind them: what lies behind the words
+// themselves may be no numbers, or not even memory.
+static inline __attribute__((always_inline)) void multiply_last_words(
+    const struct product *p, const uint32_t *x, const uint32_t *const *panels, long count, int num_rows,
+    const bool has_lower, const int num_panels) {
+    uint32_t last_x[ROWS][TILE_WORDS] = {0}, last[PANELS][TILE_WORDS][LANES] = {0};
+    const uint32_t *copies[PANELS];
+    for (int row = 0; row < num_rows; row++) memcpy(last_x[row], x + row * p->x_stride, count * sizeof **last_x);
+    for (int i = 0; i < num_panels; i++) {
+        memcpy(last[i], panels[i], count * sizeof *last[i]);
+        for (int lane = 0; p->is_odd && lane < LANES; lane++) last[i][count - 1][lane] &= 0xffff;
+        copies[i] = last[i][0];
+    }
+    FINISH_WRITES();
+    multiply_words(last_x[0], TILE_WORDS, copies, has_lower, num_panels);
+}
+
+// With both counts known to the compiler, no tile is touched in vain.
+static inline __attribute__((always_inline)) void multiply_tiles(
+    const struct product *p, const int num_rows, const bool has_lower, const int num_panels) {
+#define AT(i) (p->out + (has_lower ? (i) / 2 * TILE_ROWS * p->out_stride + (i) % 2 * LANES : (i) * LANES))
+#define EACH_SUM(DO) if (num_panels > 0) { DO(0); } if (num_panels > 1) { DO(1); } \
+    if (num_panels > 2 || has_lower) { DO(2); } if (num_panels > 3 || (has_lower && num_panels > 1)) { DO(3); }
+#define START(i) if (p->adds) { tile_load(i, AT(i), p->out_stride * 4); } else { tile_zero(i); }
+#define STORE(i) tile_store(i, AT(i), p->out_stride * 4)
+    const long per_block = p->blocks ? p->words_per_block : p->num_words;
+    const int tile_words = p->blocks && per_block % TILE_WORDS ? TILE_WORDS / 2 : TILE_WORDS;
+    shape_tiles(num_rows, tile_words);
+    FINISH_WRITES();
+    EACH_SUM(START)
+    const uint32_t *x = p->x;
+    for (long start = 0, block = 0; start < p->num_words; start += per_block, block++) {
+        const uint32_t *panels[PANELS], *next[PANELS];
+        for (int i = 0; i < num_panels; i++) {
+            panels[i] = panel_block(p, i, block);
+            next[i] = panel_after(p, i, block, start + FAR * per_block < p->num_words);
+        }
+        const long left = p->num_words - start, end = left < per_block ? left : per_block;
+        for (long k = 0; k < end; k += tile_words) {
+            if (end - k < tile_words || (p->is_odd && start + k + tile_words == p->num_words))
+                multiply_last_words(p, x, panels, end - k, num_rows, has_lower, num_panels);
+            else
+                multiply_words(x, p->x_stride, panels, has_lower, num_panels);
+            x += end - k < tile_words ? end - k : tile_words;
+            for (int i = 0; i < num_panels; i++) {
+                for (int word = 0; word < tile_words && next[0]; word++)
+                    __builtin_prefetch(next[i] + (k + word) * LANES, 0, 2);
+                panels[i] += tile_words * LANES;
+            }
+        }
+    }
+    EACH_SUM(STORE)
+}
+
+static void multiply(const struct product *p, int num_rows, int num_panels) {
+    switch (num_rows > TILE_ROWS ? 4 + num_panels : num_panels) {
+        case 1: multiply_tiles(p, num_rows, false, 1); break;
+        case 2: multiply_tiles(p, num_rows, false, 2); break;
+        case 3: multiply_tiles(p, num_rows, false, 3); break;
+        case 4: multiply_tiles(p, num_rows, false, 4); break;
+        case 5: multiply_tiles(p, num_rows, true, 1); break;
+        case 6: multiply_tiles(p, num_rows, true, 2); break;
+    }
+}
+
+// All rows of a tile take the time of one, so tiles are filled.
+static inline long rows_at_a_time(long num_rows) { return num_rows < ROWS ? num_rows : ROWS; }
+
+#else
+
+static inline void release_tiles(void) {}
+
+// Equal parts: 32 is 11 + 11 + 10.
+static inline long rows_at_a_time(long num_rows) {
+    const long num_parts = (num_rows + ROWS - 1) / ROWS;
+    return (num_rows + num_parts - 1) / (num_parts + !num_rows);
+}
+
+static inline __attribute__((always_inline)) void multiply_vectors(
+    const struct product *p, const int num_rows, const int num_panels) {
+    floats sums[ROWS][PANELS];
+    for (int i = 0; i < num_panels; i++) {
+        for (int row = 0; row < num_rows; row++)
+            sums[row][i] = p->adds ? *(const floats *)(p->out + row * p->out_stride + i * LANES) : (floats){0};
+    }
+    const uint32_t *x = p->x;
+    const long per_block = p->blocks ? p->words_per_block : p->num_words;
+    for (long start = 0, block = 0; start < p->num_words; start += per_block, block++) {
+        const uint32_t *panels[PANELS], *next[PANELS];
+        for (int i = 0; i < num_panels; i++) {
+            panels[i] = panel_block(p, i, block);
+            next[i] = panel_after(p, i, block, start + FAR * per_block < p->num_words);
+        }
+        const long left = p->num_words - start, end = left < per_block ? left : per_block;
+        for (long k = 0; k < end; k++) {
+            words columns[PANELS];
+            for (int i = 0; i < num_panels; i++) {
+                columns[i] = *(const words *)(panels[i] + k * LANES);
+                __builtin_prefetch(next[i] + k * LANES, 0, 2);
+            }
+            if (p->is_odd && start + k == p->num_words - 1)
+                for (int i = 0; i < num_panels; i++) columns[i] &= 0xffff;
+            for (int row = 0; row < num_rows; row++) {
+                const uint32_t word = x[row * p->x_stride + k];
+                for (int i = 0; i < num_panels; i++) sums[row][i] = multiply_add(sums[row][i], columns[i], word);
+            }
+        }
+        x += end;
+    }
+    for (int row = 0; row < num_rows; row++)
+        for (int i = 0; i < num_panels; i++) *(floats *)(p->out + row * p->out_stride + i * LANES) = sums[row][i];
+}
+
+// With both counts known to the compiler, all sums stay in registers.
+static void multiply(const struct product *p, int num_rows, int num_panels) {
+#define CASE(rows, panels) \
+    case (rows) * 16 + (panels): multiply_vectors(p, rows, panels); break;
+#define MANY(rows) CASE(rows, 1) CASE(rows, 2)
+#define FEW(rows) CASE(rows, 3) CASE(rows, 4) CASE(rows, 5) CASE(rows, 6) CASE(rows, 7) CASE(rows, 8)
+    switch (num_rows * 16 + num_panels) {
+        MANY(1) MANY(2) MANY(3)
+#if ROWS > FEW_ROWS
+        FEW(1) FEW(2) FEW(3) MANY(4) MANY(5) MANY(6) MANY(7) MANY(8) MANY(9) MANY(10) MANY(11) MANY(12)
+#endif
+    }
+}
+#endif

@@ -1,0 +1,105 @@
+// AMX: Intel's matrix tiles, or the same in plain C. A tile is a register of up to 16 rows of 64 bytes; there are eight.
+//
+// `multiply` below is one instruction, `tdpbf16ps`, on three tiles: sums [m][16 floats], a [m][k words], b [k words][16].
+// The words, two bfloat16 each, lie as everywhere in these kernels (cpu.c): b is k words of a panel, a is m rows of x.
+//
+// -DAMX          The instructions. Linux must have allowed them to the process (cpu.py asks).
+// -DAMX_EMULATED Plain C, the same results bit for bit, so that tests can run the code around it on any processor.
+
+#pragma once
+#include "vectors.h"
+
+#define TILE_ROWS 16
+#define TILE_WORDS 16  // in a row
+
+// Four tiles of sums, two of x (rows 0 … 15 and 16 … 31), two of panels. Instructions name them by literal numbers.
+#define NUM_TILES 8
+#define SUMS_0 0
+#define SUMS_1 1
+#define SUMS_2 2
+#define SUMS_3 3
+#define X_UPPER 4
+#define X_LOWER 5
+#define PANEL_EVEN 6
+#define PANEL_ODD 7
+
+// What `ldtilecfg` reads: palette 1 is the one that exists; for each tile, the bytes in a row and the rows.
+struct tile_config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
+
+#ifdef AMX
+#ifndef __AMX_BF16__
+#error "this compiler does not know AMX"
+#endif
+// GCC 12 is not told that `ldtilecfg` and `tileloadd` read memory, and could delay the writes before them.
+#define FINISH_WRITES() __asm__ volatile("" ::: "memory")
+static inline void tile_configure(const struct tile_config *config) {
+    FINISH_WRITES();
+    _tile_loadconfig(config);
+}
+static inline void tile_release(void) { _tile_release(); }
+#define tile_zero(tile) _tile_zero(tile)
+#define tile_load(tile, from, stride) _tile_loadd(tile, from, stride)
+#define tile_store(tile, to, stride) _tile_stored(tile, to, stride)
+#define tile_multiply(sums, a, b) _tile_dpbf16ps(sums, a, b)
+
+#else
+#define FINISH_WRITES()
+typedef double doubles __attribute__((vector_size(8 * LANES)));
+typedef int64_t longs __attribute__((vector_size(8 * LANES)));
+
+static _Thread_local struct tile_config tile_shapes;
+static _Thread_local words tiles[NUM_TILES][TILE_ROWS];
+
+static inline void tile_zero(int tile) { memset(tiles[tile], 0, sizeof tiles[tile]); }
+
+static inline void tile_configure(const struct tile_config *config) {
+    tile_shapes = *config;
+    for (int tile = 0; tile < NUM_TILES; tile++) tile_zero(tile);
+}
+
+static inline void tile_release(void) { tile_configure(&(struct tile_config){0}); }
+
+// `stride`: bytes from one row in memory to the next
+static inline void tile_load(int tile, const void *from, long stride) {
+    tile_zero(tile);
+    for (int row = 0; row < tile_shapes.rows[tile]; row++)
+        memcpy(&tiles[tile][row], (const char *)from + row * stride, tile_shapes.row_bytes[tile]);
+}
+
+static inline void tile_store(int tile, void *to, long stride) {
+    for (int row = 0; row < tile_shapes.rows[tile]; row++)
+        memcpy((char *)to + row * stride, &tiles[tile][row], tile_shapes.row_bytes[tile]);
+}
+
+// To float32, where what is too small for a normal number becomes 0.
+static inline floats flush(doubles x) {
+    const double least = 0x1p-126 * (1 - 0x1p-25);  // rounded to 24 bits, this is the least normal number
+    const ints is_tiny = __builtin_convertvector((longs)((x < least) & (x > -least)), ints);
+    return (floats)((ints)__builtin_convertvector(x, floats) & (~is_tiny | INT32_MIN));  // its sign stays
+}
+
+static inline doubles widen(floats x) { return __builtin_convertvector(x, doubles); }
+static inline doubles read_tile(words x) { return widen(flush(widen((floats)x))); }  // denormals count as 0
+
+// As Intel's manual defines TDPBF16PS: the even elements of a row of a times those of b are added up from 0, one by one,
+// and so are the odd ones; then evens + odds; then sums + that. Every step rounds to float32, to the nearest, and takes
+// and gives 0 for denormals. (A product of two bfloat16, and what matters of its sum with a float32, fits a double.)
+static inline void tile_multiply(int sums, int a, int b) {
+    const int num_words = tile_shapes.row_bytes[a] / 4;
+    if (tile_shapes.rows[sums] != tile_shapes.rows[a] || tile_shapes.rows[b] != num_words) abort();  // hardware: #UD
+    for (int row = 0; row < tile_shapes.rows[sums]; row++) {
+        floats even = {0}, odd = {0};
+        for (int k = 0; k < num_words; k++) {
+            const words x = (words){0} + tiles[a][row][k], panel = tiles[b][k];
+            even = flush(read_tile(x << 16) * read_tile(panel << 16) + widen(even));
+            odd = flush(read_tile(x & 0xffff0000) * read_tile(panel & 0xffff0000) + widen(odd));
+        }
+        const floats both = flush(widen(even) + widen(odd));
+        tiles[sums][row] = (words)flush(read_tile(tiles[sums][row]) + widen(both));
+    }
+}
+#endif

@@ -1,0 +1,117 @@
+// Vectors of 16 floats, and the dtype of weights and activations: bfloat16 with -DBFLOAT16, float32 without.
+//
+// Loops on GCC's and clang's vector extensions run on any processor. One instruction of AVX-512 is called by name,
+// because it is worth a factor: `dpbf16ps` multiplies 16 pairs of bfloat16 and adds each pair to a sum.
+
+#pragma once
+#include <limits.h>
+#include <math.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined __AVX512BF16__ || defined AMX
+#include <immintrin.h>
+#endif
+
+#define LANES 16
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
+// ---- dtypes
+
+#ifdef BFLOAT16
+typedef uint16_t element;
+#define PER_WORD 2
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+
+static inline floats load(const element *p) {
+    halves h;
+    memcpy(&h, p, sizeof h);
+    return (floats)(__builtin_convertvector(h, words) << 16);
+}
+
+static inline void store(element *p, floats x) {
+#ifdef __AVX512BF16__
+    halves h = (halves)_mm512_cvtneps_pbh((__m512)x);
+#else
+    words bits = (words)x;  // to the nearest, ties to even; a NaN stays one
+    words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    words is_nan = (words)(x != x);
+    halves h = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), halves);
+#endif
+    memcpy(p, &h, sizeof h);
+}
+
+static inline floats multiply_add(floats sum, words a, uint32_t b) {
+#ifdef __AVX512BF16__
+    return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)_mm512_set1_epi32((int)b));
+#else
+    union { uint32_t bits; float value; } low = {b << 16}, high = {b & 0xffff0000};
+    sum += (floats)(a << 16) * low.value;
+    return sum + (floats)(a & 0xffff0000) * high.value;
+#endif
+}
+#else
+typedef float element;
+#define PER_WORD 1
+
+static inline floats load(const element *p) {
+    floats x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+static inline void store(element *p, floats x) { memcpy(p, &x, sizeof x); }
+
+static inline floats multiply_add(floats sum, words a, uint32_t b) {
+    union { uint32_t bits; float value; } one = {b};
+    return sum + (floats)a * one.value;
+}
+#endif
+
+// The same for the last few columns of a matrix.
+static inline void store_some(element *p, floats x, long count) {
+    if (count == LANES) {
+        store(p, x);
+        return;
+    }
+    element all[LANES];
+    store(all, x);
+    memcpy(p, all, count * sizeof(element));
+}
+
+static inline void store_some_floats(float *p, floats x, long count) {
+    if (count == LANES) memcpy(p, &x, sizeof x);
+    else memcpy(p, &x, count * sizeof(float));
+}
+
+static inline float sum_lanes(floats x) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+static inline floats pick(ints is_first, floats first, floats second) {
+    return (floats)(((ints)first & is_first) | ((ints)second & ~is_first));
+}
+
+static inline floats max_of(floats a, floats b) { return pick(a > b, a, b); }
+
+// e^x for x <= 0, to 2 units in the last place: 2^n times a polynomial of degree 6 for what lies between
+static inline floats exp_lanes(floats x) {
+    x = max_of(x, (floats){0} - 87.0f);
+    floats n = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's last bits are the rounded integer
+    ints exponent = (ints)n - 0x4b400000;
+    n -= 12582912.0f;
+    floats r = x - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two parts
+    floats y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    return (floats)((ints)y + (exponent << 23));
+}
+
