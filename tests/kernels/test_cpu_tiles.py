@@ -192,6 +192,13 @@ def test_a_permission_that_is_refused_is_named(fresh_library, monkeypatch):
     assert llm.generate(["Hello"], SamplingParams(max_tokens=2), use_tqdm=False)
 
 
+@pytest.mark.parametrize("flags", [["avx512_bf16", "avx512_fp16"], ["avx512_bf16"]])
+def test_tiles_that_a_hypervisor_hides_are_named(fresh_library, monkeypatch, flags):
+    monkeypatch.setattr(cpu, "cpu_flags", lambda: flags)
+    description = load_library(torch.bfloat16).description
+    assert ("(no AMX: Linux shows no amx_tile and amx_bf16)" in description) == ("avx512_fp16" in flags)
+
+
 def test_a_compiler_without_amx_is_named(fresh_library, monkeypatch):
     monkeypatch.setattr(cpu, "has_tiles", lambda: True)
     monkeypatch.setattr(cpu, "ask_for_tiles", lambda: None)

@@ -59,8 +59,10 @@ def load_library(dtype: torch.dtype) -> Library:
     if platform.system() != "Linux" or not compiler:
         raise NoLibraryError(f"there is no C compiler (cc, gcc, clang or $CC) on this {platform.system()} machine")
     command = [*shlex.split(compiler), *FLAGS, *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
-    if dtype != torch.bfloat16 or not has_tiles():
+    if dtype != torch.bfloat16:
         return compile_and_load(command)
+    if not has_tiles():
+        return compile_and_load(command, why_no_tiles_are_shown())
     reason = ask_for_tiles()
     if not reason:
         try:
@@ -84,6 +86,11 @@ def compile_and_load(command: list[str], why_no_tiles: str | None = None) -> Lib
 def has_tiles() -> bool:
     """Whether the processor has AMX for bfloat16, and neither Linux nor a hypervisor hides it."""
     return {"amx_tile", "amx_bf16"} <= set(cpu_flags())
+
+
+def why_no_tiles_are_shown() -> str | None:
+    """Intel's servers have AVX-512 FP16 and AMX together: with the first alone, a hypervisor or a setting hides AMX."""
+    return "Linux shows no amx_tile and amx_bf16" if "avx512_fp16" in cpu_flags() else None
 
 
 def ask_for_tiles(feature: int = 18) -> str | None:
