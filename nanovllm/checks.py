@@ -1,7 +1,7 @@
 """Checks of what users hand in: each raises an error that names the field, the value and what is allowed.
 
-Called by `config.py`, `sampling_params.py`, `beam_search.py` and `llm.py` before anything changes. Our own invariants
-are `assert`s where they hold; they are not here.
+Called by `config.py`, `sampling_params.py` and `llm.py` before anything changes. The engine's own invariants are not
+checked here: they are `assert`s in the code that relies on them.
 """
 
 import math

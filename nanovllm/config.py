@@ -1,8 +1,8 @@
-"""Every knob of the engine, frozen and checked once.
+"""Every option of the engine, frozen and checked once.
 
-Decides what a user may set and which values are legal. Does not hold what is found out later (the number of KV blocks
-that fit, the end-of-sequence ids): those are constructor arguments of whoever needs them. Made by `LLM`, read by
-`LLMEngine` and `startup.py`.
+Decides what a user may set and which values are legal. What is found out later (the number of KV blocks that fit, the
+end-of-sequence ids) is a constructor argument of the class that needs it. Made by `LLM`, or by a user of `LLMEngine`;
+read by `assembly.py` and `startup.py`.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 class Config:
     """What `LLM(...)` and `LLMEngine(Config(...))` take.
 
-    Raises TypeError or ValueError for a bad value; it names the field, the value and what is allowed.
+    A bad value raises a TypeError or ValueError that names the field, the value and what is allowed.
     """
 
     model: str | Path
@@ -42,7 +42,7 @@ class Config:
     """Token budget of one step: longer prompts are prefilled in chunks. None is 8192 on CUDA and 2048 on CPU, where
     larger steps fall out of its caches."""
     block_size: int | None = None
-    """Tokens in a block of the KV cache; None is what the attention backend likes best."""
+    """Tokens in a block of the KV cache; None is the attention backend's default."""
     num_kv_blocks: int | None = None
     """Blocks that sequences can own; None sizes the cache by memory."""
     kv_cache_memory_bytes: int | None = None
@@ -56,7 +56,7 @@ class Config:
     kv_cache_dtype: str = "auto"
     """`fp8` stores K and V in 8 bits, for twice the tokens (with `triton` or `torch`); `auto` is the model's dtype."""
     scheduling_policy: str | Callable[[Any], float] = "fcfs"
-    """`fcfs`, `priority` or `sjf`, or a function of one's own: see `policies.py`."""
+    """`fcfs`, `priority` or `sjf`, or a function of your own: see `scheduling/policies.py`."""
     long_prefill_token_threshold: int = 0
     """Most tokens of one sequence in a step, so that short prompts get past a long one; 0 is no such limit."""
     preemption_mode: str = "recompute"
@@ -64,15 +64,15 @@ class Config:
     swap_space_bytes: int = 0
     """Host memory for `preemption_mode="swap"`."""
     enforce_eager: bool = False
-    """Run every layer but attention as PyTorch defines it, without the compiled ones, and without CUDA graphs."""
+    """Run all layers but attention by their definition in PyTorch, without fast twins and without CUDA graphs."""
     enable_cuda_graphs: bool | None = None
-    """Whether decode steps are replayed from CUDA graphs; None is wherever that is possible."""
+    """Whether decode steps are replayed from CUDA graphs; None replays them wherever possible."""
     enable_overlap: bool | None = None
-    """Whether the next step is scheduled and launched while one runs; None is on CUDA alone. Outputs are the same."""
+    """Whether the next step is launched while one is in flight; None means on CUDA alone. Outputs are the same."""
     load_format: str = "auto"
     """`safetensors` (the same as `auto`), or `dummy` for seeded random weights made from config.json alone."""
     seed: int = 0
-    """Of sampling and of dummy weights."""
+    """Seed of sampling and of dummy weights."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str | Path) or not str(self.model):

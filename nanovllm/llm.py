@@ -1,6 +1,7 @@
-"""LLM: the engine for those who have all prompts at hand and wait for the answers.
+"""`LLM`: prompts in, answers out, all at once (`generate`, `chat`) or as they grow (`stream`).
 
 Turns the forms that a prompt may have into requests, steps the engine until all are done, and shows a progress bar.
+`LLMEngine` does the work; take it directly to drive the loop yourself.
 """
 
 from collections.abc import Iterator, Mapping
@@ -66,7 +67,7 @@ class LLM:
                 for output in self._outputs(request_ids):
                     finished[output.request_id] = output
                     bar.update()
-        except BaseException:  # KeyboardInterrupt too: leave nothing behind
+        except BaseException:  # KeyboardInterrupt too: no request of this call stays in the engine
             self._abort(request_ids)
             self.engine.recover()
             raise
@@ -80,7 +81,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """As `generate`, but yields each request's output whenever it has grown, `finished` on the last.
 
-        Each `outputs[i].text` is the beginning of the next. Closing the iterator early aborts what is left.
+        Each `outputs[i].text` is a prefix of the next one. Closing the iterator early aborts the unfinished requests.
         """
         requests = self._check(prompts, sampling_params, priority)
         return self._stream(requests)
@@ -135,7 +136,7 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests get that bring no SamplingParams: the model's generation_config.json over vLLM's defaults."""
+        """The parameters of requests that bring none: the model's generation_config.json over vLLM's defaults."""
         return self.engine.default_sampling_params
 
     def get_stats(self) -> EngineStats:
@@ -145,7 +146,7 @@ class LLM:
         self.engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """Let go of the model and its cache, and give the GPU's memory back. Calling it again does nothing."""
+        """Release the model and its cache, and give the GPU's memory back. A second call does nothing."""
         self._engine = None
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
@@ -157,7 +158,7 @@ class LLM:
         self.shutdown()
 
     def _check(self, prompts: Any, sampling_params: Any, priority: Any) -> list[tuple[Prompt, SamplingParams, int]]:
-        """What is to be queued: a prompt, encoded, its parameters and its priority for each request."""
+        """(encoded prompt, parameters, priority) of each request; raises if one of them cannot be served."""
         limits, encode = self.engine.limits, self.engine.encode
         prompt_list: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
         num_prompts, default = len(prompt_list), self.engine.default_sampling_params
@@ -170,18 +171,18 @@ class LLM:
         return list(zip(ready, params, priorities, strict=True))
 
     def _queue(self, request_ids: list[str], requests: list[tuple[Prompt, SamplingParams, int]], stream: bool) -> None:
-        """Queue all; the requests' ids are noted in `request_ids` as they are queued."""
+        """Queue all requests; the id of each is noted in `request_ids` before it is queued."""
         for prompt, params, priority in requests:
             request_ids.append(str(next(self._request_ids)))
             self.engine.add_request(request_ids[-1], prompt, params, priority, stream)
 
     def _stream(self, requests: list[tuple[Prompt, SamplingParams, int]]) -> Iterator[RequestOutput]:
-        """Queues its requests when it is first read, so that one that never is leaves nothing behind."""
+        """Queues its requests when the first output is asked for: a stream that is never read has queued nothing."""
         request_ids: list[str] = []
         try:
             self._queue(request_ids, requests, stream=True)
             yield from self._outputs(request_ids)
-        except GeneratorExit:  # nobody reads on
+        except GeneratorExit:  # the caller has closed the iterator
             self._abort(request_ids)
             self.engine.settle()
             raise

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Logprob:
-    """What the model thought of one token at one position."""
+    """How likely the model found one token at one position."""
 
     logprob: float
     """Natural logarithm of its probability, before temperature, penalties, biases and masks."""
@@ -22,7 +22,8 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    """`stop` (end or stop token), `length` (`max_tokens`, `max_model_len`, the whole cache) or `abort`; None so far"""
+    """`stop` (end token, stop token or stop string), `length` (`max_tokens`, `max_model_len`, the whole cache) or
+    `abort`; None while the completion grows."""
     stop_reason: int | str | None
     """The token of `stop_token_ids` or the string of `stop` that ended it, or `kv_cache` when the whole cache was too
     small to go on; None for the model's own end token."""
@@ -42,15 +43,15 @@ class RequestMetrics:
     num_output_tokens: int
     """Of the longest sample."""
     scheduled_time: float | None = None
-    """When it was first given tokens of a step."""
+    """When a step first computed tokens of the request."""
     token_times: list[float] = field(default_factory=list)
-    """When each step that brought it tokens was done."""
+    """When each step that drew tokens of the request was done."""
     num_preemptions: int = 0
-    """Of all samples."""
+    """Of all samples together."""
 
     @property
     def queue_time(self) -> float | None:
-        """How long it waited to be scheduled."""
+        """How long the request waited to be scheduled."""
         return None if self.scheduled_time is None else self.scheduled_time - self.arrival_time
 
     @property
@@ -78,7 +79,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """All of a request so far; `finished` on the last."""
+    """All that a request has so far; `finished` is True on its last output."""
 
     request_id: str
     prompt: str | None
@@ -89,7 +90,7 @@ class RequestOutput:
     """Prompt tokens whose K and V were found in the prefix cache."""
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """For each prompt token, as `logprobs`; None for the first, which nothing comes before."""
+    """For each prompt token, as `logprobs`; None for the first token, which no other token predicts."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class StepOutput:
     num_scheduled_tokens: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
-    """Of the scheduled tokens, those that were a sequence's only one in this step."""
+    """Scheduled tokens of decodes, that is of chunks of one token."""
     num_seqs: int = 0
     num_preempted: int = 0
     schedule_time_s: float = 0.0

@@ -1,7 +1,7 @@
 """What one request may ask for.
 
-Decides which fields exist and which values are legal; names, defaults and meaning are vLLM's. `sampler.py` turns them
-into tokens, `detokenizer.py` finds the stop strings, the `Scheduler` ends a sequence.
+Decides which fields exist and which values are legal; names, defaults and meanings are vLLM's. `sampling_batch.py`
+makes tensors of them for `sampler.py`, `detokenizer.py` finds stop strings, and the `Scheduler` ends a sequence.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,25 +19,25 @@ LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Raises TypeError or ValueError for a bad value; it names the field, the value and what is allowed."""
+    """A bad value raises a TypeError or ValueError that names the field, the value and what is allowed."""
 
     n: int = 1
     """Samples of one prompt, which is computed once. More than one needs a temperature above 0."""
     presence_penalty: float = 0.0
-    """Taken from the logit of each token that the output holds; in [-2, 2]."""
+    """Subtracted from the logit of each token that the output holds; in [-2, 2]."""
     frequency_penalty: float = 0.0
-    """The same, times how often the output holds the token; in [-2, 2]."""
+    """Subtracted from the logit of a token as many times as the output holds it; in [-2, 2]."""
     repetition_penalty: float = 1.0
     """Logits of tokens in prompt or output are divided by it if positive, else multiplied (CTRL,
     https://arxiv.org/abs/1909.05858)."""
     temperature: float = 1.0
     """Logits are divided by it before the draw; 0 takes the likeliest token (greedy)."""
     top_p: float = 1.0
-    """Draw from the fewest likeliest tokens with this probability together (https://arxiv.org/abs/1904.09751)."""
+    """Draw from the fewest likeliest tokens whose probabilities add up to this (https://arxiv.org/abs/1904.09751)."""
     top_k: int = 0
     """Draw from so many of the likeliest tokens; 0 or -1 is all."""
     min_p: float = 0.0
-    """Draw from tokens at least this share as likely as the likeliest (https://arxiv.org/abs/2407.01082)."""
+    """Draw from tokens at least this many times as likely as the likeliest (https://arxiv.org/abs/2407.01082)."""
     seed: int | None = None
     """The same seed gives the same tokens, whatever else the engine does."""
     stop: str | SequenceOf[str] | None = None
@@ -45,7 +45,7 @@ class SamplingParams:
     stop_token_ids: SequenceOf[int] | None = None
     """Tokens that end the request, also under `ignore_eos`; the stop token is part of the output."""
     bad_words: SequenceOf[str] | None = None
-    """Words whose last token is not chosen after their first ones."""
+    """Words that must not appear: the last token of a word is not chosen after its first tokens."""
     include_stop_str_in_output: bool = False
     """Whether the text keeps the stop string that ended it."""
     ignore_eos: bool = False
@@ -94,7 +94,7 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is greedy or plain temperature: nothing for which `sampling_batch.py` has to look any further."""
+        """Whether nothing but a temperature is asked for; then `sampling_batch.py` looks no further."""
         return (
             (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0, 0, 1)
             and (self.top_p, self.min_p, self.min_tokens) == (1, 0, 0)
@@ -107,7 +107,7 @@ class SamplingParams:
 
     @property
     def reads_output(self) -> bool:
-        """Whether the next token's logits are changed by what the tokens so far are."""
+        """Whether the next token's logits depend on the output so far: by penalties, or by processors."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         return penalties != (0, 0, 1) or bool(self.logits_processors)
 
@@ -157,7 +157,7 @@ def check_list(name: str, value: Any, of_what: str) -> SequenceOf[Any]:
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """Raises TypeError or ValueError for a bad value; it names the field, the value and what is allowed."""
+    """A bad value raises a TypeError or ValueError that names the field, the value and what is allowed."""
 
     beam_width: int
     """Completions that are followed at the same time, and returned."""

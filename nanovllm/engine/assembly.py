@@ -1,6 +1,7 @@
 """From a configuration to the parts of an engine: model folder, tokenizer, limits, a runner that is ready, a scheduler.
 
-Happens once, when `LLMEngine` is made; `execution/startup.py` does the part that takes time.
+`LLMEngine` calls `assemble` once, when it is made, and `make_scheduler` then and after an interrupt.
+`execution/startup.py` does the part that takes time.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from nanovllm.scheduling.swap import Swap, SwapSpace
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is made of; the config says what was asked for, this record what came of it."""
+    """What an engine is made of: the config says what was asked for, this record what was found."""
 
     folder: Path
     model_config: Qwen3Config

@@ -1,9 +1,14 @@
 """Beam search: the completions of the highest probability, as far as a search of fixed width finds them.
 
 The rule for finished beams is that of `transformers` (`early_stopping=False`), parameters and outputs are vLLM's. A
-beam is a sequence: it is scheduled, cached and preempted as any other, and beams that come from one share its blocks up
-to where they part. Only their tokens are chosen together, when all of them have caught up. Driven by `LLMEngine`, as
-a `Request` of another kind.
+beam is a sequence: it is scheduled, cached and preempted as any other, and beams share blocks up to where they part.
+Only the tokens are chosen for all beams together, once all have caught up. With beam_width 2:
+
+    beams          [a b] with log-probability -1.0, [a c] with -1.5
+    candidates     [a b d] -1.2, [a b e] -1.4, [a c f] -1.9, [a c d] -2.5
+    the best two   [a b d] and [a b e]: the sequence of [a b] gets d, a fork of it gets e, that of [a c] ends
+
+Driven by `LLMEngine`, as a `Request` of another kind; made by `intake.py`.
 """
 
 from dataclasses import dataclass
@@ -24,7 +29,7 @@ class Beam:
 
     seq: Sequence
     cum_logprob: float
-    candidates: list[tuple[float, int]] | None = None  # None until the step that lets it catch up
+    candidates: list[tuple[float, int]] | None = None  # None until a step has computed its last token
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class BeamSearch(Request):
         return self._is_done
 
     def read_token(self, seq: Sequence, tokens: StepTokens, row: int) -> None:
-        """Keep the candidates of one beam. Beams that are computed again after preemption bring the same once more."""
+        """Keep the candidates of one beam. A beam that is computed again after preemption gets the same ones again."""
         assert tokens.logprobs is not None
         k = self._num_candidates
         top, top_ids = tokens.logprobs.top[row][:k], tokens.logprobs.top_ids[row][:k]
@@ -74,7 +79,7 @@ class BeamSearch(Request):
                 beam.candidates = list(zip(top, top_ids, strict=True))
 
     def end_step(self, scheduler: Scheduler, now: float) -> None:
-        """If all beams have caught up, choose the next token of each, and who goes on."""
+        """If all beams have caught up, choose the beams that go on, and the next token of each."""
         if any(beam.candidates is None for beam in self.beams):
             return
         self.token_times.append(now)
@@ -115,7 +120,7 @@ class BeamSearch(Request):
         for place, (cum_logprob, beam, token_id) in enumerate(ranked[: self._num_candidates]):
             if not is_last and token_id not in self.eos_token_ids:
                 going_on.append((cum_logprob, beam, token_id))
-            elif place < width:  # further down it only makes room for those that go on
+            elif place < width:  # an ending that ranks lower is dropped
                 score = cum_logprob / num_output_tokens**self.params.length_penalty
                 self.ended.append(Finished(score, cum_logprob, [*beam.seq.output_token_ids, token_id]))
         self.ended = sorted(self.ended, key=lambda one: one.score, reverse=True)[:width]
@@ -133,7 +138,7 @@ class BeamSearch(Request):
         by_parent: dict[int, list[tuple[float, int]]] = {id(beam): [] for beam in self.beams}
         for cum_logprob, beam, token_id in going_on:
             by_parent[id(beam)].append((cum_logprob, token_id))
-        for beam in self.beams:  # first those that end: their places are for the others
+        for beam in self.beams:  # beams without a chosen token end first: forks need their places
             beam.seq.num_places = 1
             if not by_parent[id(beam)]:
                 scheduler.finish(beam.seq, "abort")
@@ -141,7 +146,7 @@ class BeamSearch(Request):
             chosen = by_parent[id(beam)]
             if not chosen:
                 continue
-            forks = [self._fork(beam.seq, scheduler) for _ in chosen[1:]]  # before it gets a token of its own
+            forks = [self._fork(beam.seq, scheduler) for _ in chosen[1:]]  # before `beam.seq` gets its next token
             for seq, (cum_logprob, token_id) in zip([beam.seq, *forks], chosen, strict=True):
                 seq.append_token(token_id)
                 resume(scheduler, seq)

@@ -1,9 +1,9 @@
 """Token ids → text as it grows, and the stop strings in it.
 
-A token of a byte-level vocabulary may be half a character, and in others its text depends on the one before it. So the
-newest tokens are decoded together with a few that came before, and their text is added once it is whole. Decides what
-text is safe to show: whole characters, and nothing that may turn out to be the beginning of a stop string. Called by
-`Request`, once a step for each sequence whose text is wanted.
+A token of a byte-level vocabulary may be half a character; in other vocabularies the text of a token depends on the
+token before it. So the newest tokens are decoded together with a few earlier ones, and their text is added once it
+consists of whole characters. Decides which text is safe to show: whole characters, and no text that may be the
+beginning of a stop string. Called by `Request`, once a step for each sequence whose text is wanted.
 """
 
 import re
@@ -13,8 +13,8 @@ from nanovllm.sampling_params import SamplingParams
 
 REPLACEMENT = "\ufffd"  # what decoding half a character gives
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-NUM_OPEN = 3  # tokens, of a byte at least, that the next one may complete to a character: it has four bytes at most
-MAX_PENDING = 16  # more are looked through for text that is settled, although it is no whole character
+NUM_OPEN = 3  # newest tokens that may be an incomplete character: it has at most four bytes, a token at least one
+MAX_PENDING = 16  # of more pending tokens, those that cannot become a character any more are shown as they are
 
 
 class TokenDecoder:
@@ -32,11 +32,13 @@ class TokenDecoder:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def gives_text(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """A model's vocabulary may exceed its tokenizer's: such ids, and special tokens that are skipped, do not."""
+        """Whether the token has text: skipped special tokens, and ids beyond the tokenizer's vocabulary, have none."""
         return token_id < self._num_tokens and not (skip_special_tokens and token_id in self._special_ids)
 
     def is_byte(self, token_id: int) -> bool:
-        """Whether the token stands for one byte: a run of these is decoded as a whole, and may change to its end."""
+        """Whether the token is one byte: a run of such tokens is decoded as a whole, and its text may change until it
+        ends.
+        """
         return token_id in self._byte_ids
 
 
@@ -48,14 +50,14 @@ class Detokenizer:
         self._params = params
         self._stop_strings = params.stop_strings
         self._text = ""
-        self._context: list[int] = []  # the last tokens that are in the text: what follows may depend on them
+        self._context: list[int] = []  # the last tokens in the text: the text of the next ones may depend on them
         self._pending: list[int] = []  # tokens that are not in the text yet
         self._num_tokens = 0
         self._num_searched = 0  # no stop string ends within so many first characters of the text
         self.stop_string: str | None = None  # the one that was found, and has ended the text
 
     def append(self, token_ids: list[int], is_last: bool) -> None:
-        """Add tokens; with `is_last` what has been held back is added too, whole or not."""
+        """Add tokens; with `is_last` the text held back is added too, even if it is no whole character."""
         if self._decoder is None:
             return
         # one by one where a stop string may end the text before the last of them
@@ -69,7 +71,7 @@ class Detokenizer:
             self._show(self._decoder, is_last=True)
 
     def text(self, is_finished: bool) -> str:
-        """What can be shown; each is the beginning of the next."""
+        """The text that is safe to show; it is a prefix of the text that the next call returns."""
         if is_finished or not self._stop_strings:
             return self._text
         return self._text[: len(self._text) - self._num_held_back()]
@@ -84,7 +86,7 @@ class Detokenizer:
                 self._text += window[len(known) :]
                 self._context, self._pending = self._pending, []
             elif len(self._pending) > MAX_PENDING and not any(map(decoder.is_byte, self._pending)):
-                # bytes that are no characters, and never will be: only the last of them are still open
+                # these bytes cannot become characters any more, except for the last few
                 settled = decoder.decode(self._context + self._pending[:-NUM_OPEN], skip)
                 if window.startswith(settled):
                     self._text += settled[len(known) :]

@@ -48,7 +48,7 @@ class Intake:
         stream: bool,
         num_requests_before: int,
     ) -> Request:
-        """`num_requests_before` makes the seeds of requests without one depend on the order of arrival alone."""
+        """Requests without a seed get one from `num_requests_before`: it depends on the order of arrival alone."""
         text, token_ids = self.encode(prompt)
         params = params if params is not None else self.default_sampling_params
         if isinstance(priority, bool) or not isinstance(priority, int):

@@ -1,7 +1,7 @@
-"""What one engine can serve: requests that never could be are refused when they arrive, and nothing else happens.
+"""What can one engine serve? A request that it never could serve is refused when it arrives, before anything changes.
 
-Checks what depends on the model and the cache; what is wrong in any engine is refused by `SamplingParams` itself. Made
-by `LLMEngine`, asked before anything is queued.
+These checks depend on the model and the cache; `SamplingParams` itself refuses what is wrong in any engine. Made by
+`assembly.py`, called by `intake.py` and `LLM`.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ class Limits:
     def check_beam_search_params(self, params: Any) -> None:
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be a BeamSearchParams, got {params!r}")
-        # each step ranks so many continuations of a beam, and the vocabulary must have them
+        # each step ranks so many continuations of a beam, so the vocabulary must have as many tokens
         candidates_per_beam = max(2, 1 + self.num_eos_tokens)
         most = min(self.max_num_seqs, self.vocab_size // candidates_per_beam)
         if params.beam_width > most:

@@ -1,4 +1,4 @@
-"""A request from arrival to end: turns what its sequences have become into outputs.
+"""A request from arrival to end: its sequences' tokens become text, log-probabilities and outputs.
 
 Made by `intake.py`, kept by `LLMEngine` until the request has finished.
 """
@@ -80,7 +80,7 @@ class Request:
         self.stream = stream
         self.tokenizer = tokenizer
         self.completions = [Completion(seq, tokenizer, decoder) for seq in seqs]
-        # token by token for those who watch and those who may stop; all at once at the end for the others
+        # text is made in each step if the user streams it or a stop string may be in it, else at the end
         self.reads_each_step = stream or bool(self.sampling_params.stop_strings)
         wants_prompt_logprobs = self.sampling_params.prompt_logprobs is not None
         self.prompt_logprobs: list[PositionLogprobs | None] | None = [None] if wants_prompt_logprobs else None
@@ -94,7 +94,7 @@ class Request:
         return all(seq.finish_reason is not None for seq in self.seqs)
 
     def read_token(self, seq: Sequence, tokens: StepTokens, row: int) -> None:
-        """Take what the step has brought for one of the sequences: row `row` of `tokens`."""
+        """Take the results of one sequence from row `row` of a step's `tokens`."""
         completion = self.completions[seq.sample_index]
         if tokens.logprobs is not None:
             completion.add_logprobs(tokens.logprobs, row)
@@ -102,7 +102,7 @@ class Request:
             completion.read_text()
 
     def end_step(self, scheduler: Scheduler, now: float) -> None:
-        """All sequences' tokens have been read: end those whose text has come to a stop string."""
+        """After all tokens of a step have been read: end the sequences whose text holds a stop string."""
         self.token_times.append(now)
         for completion in self.completions:
             stop_string, seq = completion.detokenizer.stop_string, completion.seq
@@ -120,7 +120,7 @@ class Request:
         self.finished_time = now
 
     def add_prompt_logprobs(self, rows: LogprobRows, first_row: int, positions: range) -> None:
-        """Log-probabilities of the prompt at `positions`; what is computed a second time is known already."""
+        """Log-probabilities of the prompt at `positions`; those computed again after preemption are known already."""
         k = self.sampling_params.prompt_logprobs
         assert self.prompt_logprobs is not None
         assert k is not None

@@ -35,7 +35,7 @@ class StepClock:
 
 @dataclass
 class Counters:
-    """Counted by the engine; `SchedulingStats` counts what the scheduler decides. `EngineStats` says what they mean."""
+    """What the engine counts; `SchedulingStats` counts the scheduler's decisions. `EngineStats` explains the fields."""
 
     steps: int = 0
     num_requests: int = 0

@@ -1,6 +1,6 @@
-"""Blocks in host memory, and copies between them and the device that make the host wait for nothing.
+"""Blocks in host memory, and copies to and from the device that the host does not wait for.
 
-On CUDA the copies run in a stream of their own, so that the way to the host may take longer than the step. Used by
+On CUDA the copies run in a stream of their own, so that a copy to the host may take longer than a step. Used by
 `KVCache` alone.
 """
 
@@ -12,8 +12,8 @@ import torch
 class HostBlocks:
     """`num_blocks` blocks of the KV cache in host memory: [num_blocks, 2, num_layers, …].
 
-    Pinned on CUDA, with each block in one piece: PyTorch copies scattered memory by way of ordinary memory, for which
-    the host waits.
+    On CUDA this memory is pinned and each block is contiguous: PyTorch copies scattered memory through pageable
+    memory, and the host waits for such copies.
     """
 
     def __init__(self, kv_cache: torch.Tensor, num_blocks: int) -> None:
@@ -48,7 +48,7 @@ class HostBlocks:
             shape = (len(sources), *host_blocks.shape[1:])
             arrived = torch.empty(shape, dtype=host_blocks.dtype, device=kv_cache.device)
             self._stream.wait_stream(current)  # `arrived` may reuse memory that a kernel of this stream still reads
-            with torch.cuda.stream(self._stream):  # behind the copies out, which may not be done yet
+            with torch.cuda.stream(self._stream):  # after the copies out, which may not be done yet
                 for block, source in zip(arrived, sources, strict=True):
                     block.copy_(host_blocks[source], non_blocking=True)
             current.wait_stream(self._stream)
@@ -62,5 +62,5 @@ def indices_on(device: torch.device, block_ids: SequenceOf[int]) -> torch.Tensor
 
 
 def as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of 8 bytes, or of 1 where rows are no whole numbers of 8: indexing knows no fp8."""
+    """The same memory as integers of 8 bytes, or of 1 if a row is no multiple of 8 bytes: fp8 cannot be indexed."""
     return tensor.view(torch.int64 if tensor.shape[-1] * tensor.itemsize % 8 == 0 else torch.uint8)

@@ -1,4 +1,4 @@
-"""How many blocks of KV cache fit: as told, or measured by a forward pass of the largest batch that there can be.
+"""How many blocks of KV cache fit? As many as configured, or as a forward pass of the largest batch leaves room for.
 
 Called by `startup.py`, once the weights are loaded.
 """
@@ -39,7 +39,7 @@ def count_swap_blocks(swap_space_bytes: int, bytes_per_block: int) -> int:
 
 
 def num_blocks_that_fit(runner: ModelRunner, config: Config, sizes: StepSizes, has_graphs: bool) -> int:
-    """How many blocks sequences get: as told, or as many as memory allows, but no more than they can ever fill."""
+    """Blocks for sequences: as configured, or as many as memory allows, but no more than sequences can ever fill."""
     block_size = runner.backend.block_size
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
@@ -61,9 +61,9 @@ def num_blocks_that_fit(runner: ModelRunner, config: Config, sizes: StepSizes, h
 def measure_free_bytes(runner: ModelRunner, config: Config, sizes: StepSizes, has_graphs: bool) -> int:
     """What weights, a forward pass of the largest batch, and CUDA graphs leave of this GPU for the KV cache."""
     device = runner.device
-    release_unused_memory()  # of an engine that is gone, which would count as what this one needs
+    release_unused_memory()  # of an engine that is gone: it would count as memory that this engine needs
     torch.cuda.reset_peak_memory_stats(device)
-    # all of the batch's slots lie in the null block, which the cache of no blocks has too
+    # all slots of this batch are in the null block, which a cache without blocks has too
     runner.run(widest_batch(sizes, runner.backend.block_size)).wait()
     peak = torch.cuda.max_memory_allocated(device)
     release_unused_memory()

@@ -13,7 +13,7 @@ from nanovllm.execution.sampler import Draw, draw_tokens
 from nanovllm.layers.backends import AttentionBackend
 from nanovllm.models.qwen3_config import Qwen3Config
 
-BACKENDS = {  # best first; a module is imported when its turn comes
+BACKENDS = {  # best first; a module is imported only when `select_backend` tries it
     "flash_attn": "nanovllm.kernels.cuda.flash_attention.FlashAttention",
     "cpu": "nanovllm.kernels.cpu.attention.CpuAttention",
     "triton": "nanovllm.kernels.cuda.triton_attention.TritonAttention",
@@ -35,7 +35,7 @@ def make_backend(
 
 
 def choose_draw(config: Config, device: torch.device) -> Draw:
-    """What turns logits into tokens: on CUDA kernels that neither sort nor make the host wait, if triton is there."""
+    """The function that draws tokens: on CUDA, with triton, kernels that neither sort nor make the host wait."""
     if device.type == "cuda" and not config.enforce_eager:
         with suppress(ImportError):
             return importlib.import_module("nanovllm.kernels.cuda.sample").draw_tokens
@@ -43,7 +43,7 @@ def choose_draw(config: Config, device: torch.device) -> Draw:
 
 
 def choose_graphs(config: Config, backend: AttentionBackend, draw: Draw, device: torch.device) -> tuple[bool, str]:
-    """Whether decodes are replayed from CUDA graphs; and on CUDA, a word about it."""
+    """Whether decodes are replayed from CUDA graphs; and on CUDA the reason, for the log."""
     reason = None
     if device.type != "cuda":
         reason = f"they need a CUDA device, got {device}"

@@ -1,13 +1,13 @@
 """CUDA graphs: a decode step is recorded once for each of some batch sizes, and from then on replayed as one launch.
 
 A step of a small model is hundreds of kernels of a few microseconds each; to launch them one by one from Python takes
-longer than to run them (https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/). What a graph fixes is all
-that the host decides: addresses, shapes, numbers of programs. What lies at the addresses may change. So:
+longer than to run them (https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/). A graph fixes all that the
+host decides: addresses, shapes, numbers of programs. The contents of the memory may change. So:
 
-- the inputs of all sizes lie at the same places, and one copy from the host fills them;
-- a batch is filled up to the next size recorded with sequences of no tokens, whose K and V go to the null block;
+- the inputs of all sizes have the same addresses, and one copy from the host fills them;
+- a batch is padded to the next size recorded, with sequences of no tokens, whose K and V go to the null block;
 - block tables are as wide as the longest sequence needs;
-- the newest tokens are read from, and written to, one place: with overlap the host does not know them yet.
+- the newest tokens are read from, and written to, one tensor: with overlap the host does not know them yet.
 
     256 sequences, 27 graphs:   1 2 4 8 16 24 … 64 | 72 80 … 128 | 144 160 … 256
     a batch of 70               replays the one of 72, two rows of which are padding
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-# of each sequence; wide ones first, so that all lie at multiples of their size
+# one value for each sequence; wide dtypes first, so that every column is aligned to the size of its values
 COLUMNS: dict[str, np.dtype[Any]] = {
     "uniforms": np.dtype(np.float64),
     "top_k": np.dtype(np.int64),
@@ -55,11 +55,11 @@ OF_ATTENTION = ("slot_mapping", "seq_lens")
 OF_SAMPLING = ("uniforms", "top_k", "temperatures", "top_p", "min_p")
 # the part of `Batch` that a column comes from; the others are fields of `Batch` itself
 OWNERS = {**dict.fromkeys(OF_ATTENTION, "metadata"), **dict.fromkeys(OF_SAMPLING, "sampling")}
-OFF = {"uniforms": 0, "top_k": 0, "top_p": 1, "min_p": 0}  # for batches in which nobody asks for it
+OFF = {"uniforms": 0, "top_k": 0, "top_p": 1, "min_p": 0}  # for batches in which no row asks for it
 
 
 def graph_sizes(max_batch_size: int) -> list[int]:
-    """Batch sizes to record, in steps of 8, and from 128 on of ever more: padding is less than 8 rows, or an eighth."""
+    """Batch sizes to record: in steps of 8, and of more from 128 on. Padding is less than 8 rows, or an eighth."""
     sizes, size = [1, 2, 4], 8
     while size < max_batch_size:
         sizes.append(size)
@@ -70,9 +70,9 @@ def graph_sizes(max_batch_size: int) -> list[int]:
 class Recorder:
     """Records what a function launches. All graphs share their working memory: only one of them runs at a time.
 
-    All is done in one stream that no other recorder has. PyTorch keeps memory for cuBLAS for each stream (32 MiB on
-    Hopper), and gives that of a graph's stream back when the graph goes: graphs of another engine, recorded in the same
-    stream, would go on writing to it (https://github.com/pytorch/pytorch/issues/193402).
+    No other recorder uses its stream. PyTorch keeps a cuBLAS workspace for each stream (32 MiB on Hopper), and frees
+    that of a graph's stream together with the graph: graphs of another engine, recorded in the same stream, would still
+    write to the freed workspace (https://github.com/pytorch/pytorch/issues/193402).
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Recorder:
         self._stream = torch.cuda.Stream()
 
     def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """How to replay the function, and what it returned, which a replay writes anew."""
+        """(a function that replays `function`, what `function` returned); a replay writes the returned tensors anew."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             function()  # compiles kernels and lets libraries set themselves up, neither of which can be recorded
@@ -97,7 +97,7 @@ class Recorded(NamedTuple):
 
 
 class CudaGraphs:
-    """A decode step with `model` and `draw` for each of `sizes`. The KV cache must stay where it is."""
+    """A decode step of `model` and `draw`, recorded for each of `sizes`. The KV cache must keep its address."""
 
     def __init__(
         self,
@@ -119,9 +119,9 @@ class CudaGraphs:
 
     def record_all(self) -> None:
         gc.collect()
-        gc.freeze()  # torch collects garbage before each recording: this leaves it none to look through
+        gc.freeze()  # torch collects garbage before each recording, but does not look through frozen objects
         try:
-            for size in reversed(self._sizes):  # where the largest has room for what it computes, all others have
+            for size in reversed(self._sizes):  # the memory that the largest takes is enough for all others
                 self.record(size)
         finally:
             gc.unfreeze()
@@ -139,7 +139,7 @@ class CudaGraphs:
         self._graphs[size] = Recorded(*self._recorder.record(decode))
 
     def can_replay(self, batch: Batch, newest_ids: torch.Tensor) -> bool:
-        """Whether all of its sequences, and there are not too many, have one new token and get one."""
+        """Whether the batch is decodes alone, all of which get a token, and no more than the largest graph takes."""
         num_seqs = len(batch.metadata.seq_lens)
         return (
             batch.metadata.num_decodes == num_seqs <= self._sizes[-1]
@@ -152,12 +152,12 @@ class CudaGraphs:
         """`batch` on the host; newest_ids: [num_samples] of the step before, on the device
 
         Returns the tokens that are drawn, [num_seqs] int64, and for rows that ask for more the hidden states,
-        [num_seqs, hidden_size]. Both are good until the next replay.
+        [num_seqs, hidden_size]. Both are valid until the next replay.
         """
         num_seqs = len(batch.metadata.seq_lens)
         size = self._sizes[bisect_left(self._sizes, num_seqs)]
         self._inputs.fill(batch, size)
-        if batch.has_expected_ids and newest_ids.data_ptr() != self._newest_ids.data_ptr():  # no replay drew them
+        if batch.has_expected_ids and newest_ids.data_ptr() != self._newest_ids.data_ptr():  # not drawn by a replay
             self._newest_ids[: len(newest_ids)] = newest_ids
         self._graphs[size].replay()
         return self._newest_ids[:num_seqs], self._graphs[size].hidden[:num_seqs]
@@ -180,10 +180,10 @@ class ReplayedDecodes:
 
 
 class DecodeInputs:
-    """What `Batch` holds for decodes, always at the same places on the device: columns of `max_batch_size` rows.
+    """The tensors of a batch of decodes, at fixed addresses on the device: columns of `max_batch_size` rows.
 
-    The host sends all columns and, behind them, the block tables as narrow as the batch has them; from there they are
-    spread to their places in the wide table.
+    The host sends all columns and, after them, the block tables, as narrow as they are in the batch. On the device the
+    block tables are then copied into the wide table that the graphs read.
     """
 
     def __init__(self, max_batch_size: int, max_num_blocks: int, device: torch.device) -> None:
@@ -193,7 +193,7 @@ class DecodeInputs:
         self._offsets = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
 
     def batch(self, size: int) -> Batch:
-        """The first `size` rows, as what is to be recorded: zeros until they are filled."""
+        """The first `size` rows as a batch to record a graph with: zeros until `fill` is called."""
         column: dict[str, Any] = {}
         for name, (start, stop, dtype) in self._layout(size).items():
             column[name] = self._buffer.device_bytes[start:stop].view(getattr(torch, dtype.name))
@@ -237,7 +237,7 @@ class DecodeInputs:
         self._block_tables[:num_seqs, :width] = narrow.view(num_seqs, width)
 
     def _layout(self, size: int) -> dict[str, tuple[int, int, np.dtype[Any]]]:
-        """First and last byte of each column's first `size` rows, and what they are."""
+        """(start, stop, dtype) of each column's first `size` rows, in bytes of the buffer."""
         layout, start = {}, 0
         for name, dtype in COLUMNS.items():
             layout[name] = (start, start + size * dtype.itemsize, dtype)
@@ -251,7 +251,7 @@ class DecodeInputs:
 def record_graphs(
     model: Qwen3ForCausalLM, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
 ) -> CudaGraphs:
-    """For steps of up to `max_batch_size` decodes, each of whose block tables has up to `max_num_blocks` blocks."""
+    """Graphs for steps of up to `max_batch_size` decodes, with block tables of up to `max_num_blocks` blocks."""
     start = time.monotonic()
     sizes = graph_sizes(max_batch_size)
     with torch.cuda.device_of(kv_cache):
@@ -269,9 +269,9 @@ def record_graphs(
 def measure_graph_bytes(
     model: Qwen3ForCausalLM, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
 ) -> int:
-    """Device memory that all graphs will take: what the largest takes, and for each of the others what the least takes.
+    """Device memory that all graphs will take: that of the largest, and for each of the others that of the smallest.
 
-    A cache of no blocks will do: padding needs the null block alone.
+    A cache without blocks is enough for this: padding needs the null block alone.
     """
     sizes = graph_sizes(max_batch_size)
     with torch.cuda.device_of(kv_cache):

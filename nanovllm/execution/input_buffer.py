@@ -1,9 +1,10 @@
-"""How does a step's input reach the device? In one copy, which nobody waits for.
+"""How does a step's input reach the device? In one copy, which the host does not wait for.
 
-A copy from ordinary memory makes the host wait for the device, and each copy is a launch of its own. So the tensors of
-a step are packed end to end into pinned host memory, which the device reads by itself, and are views of one
-tensor there. Used on CUDA, by `ModelRunner` and by `cuda_graph.py`; on CPU there is nothing to send. What the host does
-not know yet, the tokens of a step in flight, are on the device already: `fill_in` puts them in their places.
+A copy from pageable memory makes the host wait for the device, and each copy is a launch of its own. So the tensors of
+a step are packed end to end into pinned host memory, which the device reads by itself; on the device they are views of
+one buffer. Used on CUDA, by `ModelRunner` and `cuda_graph.py`; on CPU nothing is sent.
+
+The host does not know the tokens of a step in flight, but the device has them: `fill_in` replaces their placeholders.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,14 +16,15 @@ import torch
 
 T = TypeVar("T")
 
-ALIGNMENT = 16  # bytes: what kernels like to load at once
+ALIGNMENT = 16  # bytes: the most that a thread loads at once
 
 
 class InputBuffer:
     """Two buffers in host memory, used in turn, and one on the device.
 
-    The device's is free again when the last step's kernels have run, which is before the next copy begins, as both are
-    in one stream. A buffer of the host is free again when it has been copied: with two of them, that was a step ago.
+    The device's buffer may be overwritten when the kernels of the last step have run. The next copy begins after them,
+    because both are in one stream. A host buffer may be overwritten when it has been copied to the device: with two in
+    turn, this is the copy of the step before the last, and the host hardly ever waits for it.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
@@ -32,20 +34,20 @@ class InputBuffer:
         self._allocate(num_bytes)
 
     def next_host_bytes(self) -> np.ndarray:
-        """Where the next input is to be packed: [num_bytes] uint8, of what was there two steps ago."""
+        """The host buffer for the next input: [num_bytes] uint8, with the contents of two steps ago."""
         self._turn = 1 - self._turn
         if self._copied is not None:
             self._copied[self._turn].synchronize()
         return self._host_bytes[self._turn].numpy()
 
     def send(self, num_bytes: int) -> None:
-        """The first so many of `next_host_bytes()` become the first of `device_bytes`, when the device gets there."""
+        """Copy the first `num_bytes` of `next_host_bytes()` to `device_bytes`, in the order of the stream."""
         self.device_bytes[:num_bytes].copy_(self._host_bytes[self._turn][:num_bytes], non_blocking=True)
         if self._copied is not None:
             self._copied[self._turn].record()
 
     def send_record(self, record: T) -> T:
-        """A dataclass with tensors on the host -> the same on the device, valid for the kernels up to the next call."""
+        """A dataclass of tensors on the host -> the same on the device, for kernels launched before the next call."""
         tensors = list(tensors_of(record))
         starts, stop = [], 0
         for tensor in tensors:
@@ -65,21 +67,21 @@ class InputBuffer:
 
     def _allocate(self, num_bytes: int) -> None:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the old ones may still be read
+            torch.cuda.synchronize(self.device)  # kernels may still read the old buffers
         pin = self.device.type == "cuda"
         self._host_bytes = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
         self.device_bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)  # [num_bytes]
 
 
 def make_sender(device: torch.device) -> Callable[[T], T]:
-    """What sends a dataclass of tensors to the device; on CPU they are there already."""
+    """A function that sends a dataclass of tensors to the device; on CPU it returns the dataclass as it is."""
     if device.type == "cuda":
         return InputBuffer(device, 1 << 16).send_record
     return lambda record: record
 
 
 def tensors_of(record: Any) -> Iterator[torch.Tensor]:
-    """Those of a dataclass, and of the dataclasses in it, in the order of the fields."""
+    """The tensors of a dataclass, and of the dataclasses in it, in the order of the fields."""
     for field in fields(record):
         value = getattr(record, field.name)
         if isinstance(value, torch.Tensor):
@@ -89,7 +91,7 @@ def tensors_of(record: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(record: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same dataclass with `function` of each of its tensors, in the order of `tensors_of`."""
+    """The dataclass with `function` applied to each of its tensors, in the order of `tensors_of`."""
     mapped = {}
     for field in fields(record):
         value = getattr(record, field.name)
@@ -101,6 +103,6 @@ def map_tensors(record: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def fill_in(input_ids: torch.Tensor, newest_ids: torch.Tensor) -> torch.Tensor:
-    """input_ids: [num_tokens], -1 - row for the id that is newest_ids[row] -> [num_tokens], all of them ids"""
+    """input_ids: [num_tokens]; a placeholder -1 - row becomes newest_ids[row] -> [num_tokens], ids alone"""
     rows = (-1 - input_ids).clamp_(min=0)  # [num_tokens]
     return torch.where(input_ids < 0, newest_ids[rows].to(input_ids.dtype), input_ids)

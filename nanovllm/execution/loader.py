@@ -1,9 +1,9 @@
 """A name → a folder → a model with its weights, strictly.
 
 Reads Hugging Face's layout: config.json, and safetensors in one file or in several with an index. Each tensor is copied
-straight into its place on the device, so the weights are never there twice; what is missing, unexpected or of another
-shape is an error that names the tensor. Nothing is ever unpickled, and no code from a checkpoint is run. Called by
-`LLMEngine`, which reads the configuration, and by `startup.py`, which loads the weights.
+straight into its place on the device, so the weights are never in memory twice. A tensor that is missing, unexpected or
+of another shape is an error that names it. Nothing is ever unpickled, and no code from a checkpoint is run. Called by
+`assembly.py`, which has the configuration read, and by `startup.py`, which has the weights loaded.
 """
 
 import json
@@ -80,7 +80,7 @@ def read_model_config(folder: Path) -> tuple[type[Qwen3ForCausalLM], Qwen3Config
 
 
 def read_eos_token_ids(folder: Path) -> frozenset[int]:
-    """The tokens at which the model ends by itself: generation_config.json's, else config.json's."""
+    """The model's end-of-sequence tokens: generation_config.json's, else config.json's."""
     for file in (folder / "generation_config.json", folder / "config.json"):
         eos = read_json(file).get("eos_token_id") if file.is_file() else None
         if eos is not None:
@@ -89,7 +89,7 @@ def read_eos_token_ids(folder: Path) -> frozenset[int]:
 
 
 def read_default_sampling_params(folder: Path) -> SamplingParams:
-    """What requests that ask for nothing get: vLLM's defaults, but for what generation_config.json sets."""
+    """The parameters of requests that bring none: vLLM's defaults, except for what generation_config.json sets."""
     file = folder / "generation_config.json"
     raw = read_json(file) if file.is_file() else {}
     if raw.get("do_sample") is False:
@@ -100,7 +100,7 @@ def read_default_sampling_params(folder: Path) -> SamplingParams:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The `transformers` tokenizer of `folder`, or None if it holds none: prompts are token ids then."""
+    """The `transformers` tokenizer of `folder`, or None if there is none: prompts must be token ids then."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         return None
     from transformers import AutoTokenizer  # imported late: it takes longer than the rest of the engine together
@@ -118,7 +118,7 @@ def load_model(
     dummy_seed: int | None = None,
 ) -> Qwen3ForCausalLM:
     """The network on `device`, with the weights of `folder`, or with random ones of seed `dummy_seed`."""
-    with torch.device("meta"):  # a description first: memory is taken once, on the right device and in the right dtype
+    with torch.device("meta"):  # without memory, which is then allocated once, in the right dtype on the right device
         model = model_class(config, backend)
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     if dummy_seed is None:

@@ -10,7 +10,7 @@ from nanovllm.execution.sampling_batch import AllowedTokens, Biases, Penalties, 
 
 
 def process(raw: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
-    """Logits as the requests want them, in float32; `raw` itself, of any dtype, if they want nothing."""
+    """raw: [num_samples, vocab_size] -> a changed copy in float32; `raw` itself if no row asks for a change"""
     if sampling.allowed is None and sampling.biases is None and not sampling.processors and sampling.penalties is None:
         return raw
     logits = raw.to(torch.float32, copy=True)
@@ -35,7 +35,7 @@ def apply_allowed(logits: torch.Tensor, allowed: AllowedTokens) -> None:
 
 
 def apply_biases(logits: torch.Tensor, biases: Biases) -> None:
-    """In place; a token may be named twice."""
+    """Add the biases in place; a token may be named twice."""
     logits.index_put_((biases.rows, biases.token_ids), biases.values, accumulate=True)
 
 

@@ -1,7 +1,7 @@
 """Log-probabilities: of the tokens that a step draws, and of the tokens of a prompt (`prompt_logprobs`).
 
-They are the model's own, before temperature, penalties, biases and masks. `build_batch` finds the rows that judge
-prompt tokens, `ModelRunner` computes, and the request makes plain numbers of them.
+All are the model's own, before temperature, penalties, biases and masks. `build_batch` finds the rows that predict
+prompt tokens, `ModelRunner` computes the log-probabilities, and `Request` gives them to the user as plain numbers.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,17 +56,18 @@ def compute_logprobs(raw: torch.Tensor, token_ids: torch.Tensor, num_logprobs: i
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Rows of the batch whose next token is known, because it belongs to the prompt, and is to be judged."""
+    """Rows of the batch that predict a token of a prompt, and these tokens: the targets."""
 
     rows: torch.Tensor  # [num_targets] int64
-    targets: torch.Tensor  # [num_targets] int64, the next tokens
+    targets: torch.Tensor  # [num_targets] int64, token ids
     num_logprobs: int  # the most that any of them asks for; -1 for the vocabulary
 
 
 def prompt_targets(scheduled: SchedulerOutput) -> Iterator[tuple[int, Sequence, range]]:
-    """Chunks whose prompt's log-probabilities are wanted: place in `chunks`, sequence, positions of the tokens judged.
+    """(place in `chunks`, sequence, positions of targets) of each chunk whose prompt's log-probabilities are wanted.
 
-    The row of each token judges the next one, so these begin and end one later than the chunk, but within the prompt.
+    The row of a token predicts the next token, so the positions are those of the chunk plus 1, within the prompt: a
+    chunk of the tokens 4 … 7 of a prompt of 8 has the targets 5 … 7.
     """
     for i, (seq, start, num_new_tokens) in enumerate(scheduled.chunks):
         if seq.is_plain_sampling or seq.sampling_params.prompt_logprobs is None:

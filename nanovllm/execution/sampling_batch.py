@@ -1,9 +1,10 @@
-"""What the sequences of a step ask of the sampler, as tensors. None wherever no row of the step asks for anything.
+"""What the sequences of a step ask of the sampler, as tensors; None for whatever no row of the step asks for.
 
-Pure: the same sequences give the same tensors. So is the randomness: the number that decides a row's draw is a hash of
-(seed, sample index, output position), not the next one of some generator, so it does not depend on what else is in the
-batch, on chunking, or on whether the draw was made before and dropped (counter-based random numbers, Salmon et al.
-2011, https://doi.org/10.1145/2063384.2063405). Made by `build_batch`, read by `sampler.py`.
+Random numbers are counter-based (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405): the uniform number that
+decides a row's draw is a hash of (seed, sample index, output position), not the next number of a generator. So it does
+not depend on the other rows of the batch, on chunking, or on an earlier draw that was dropped.
+
+Made by `build_batch`, read by `sampler.py`.
 """
 
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from nanovllm.scheduling.sequence import Sequence
 
 @dataclass(frozen=True)
 class Penalties:
-    """Rows whose logits depend on the tokens before; histories are filled up with -1."""
+    """Rows whose logits depend on their prompt and output, which are padded with -1."""
 
     rows: torch.Tensor  # [num_penalized] int64, rows of the logits
     presence: torch.Tensor  # [num_penalized, 1] float32
@@ -65,12 +66,12 @@ class SamplingBatch:
 
     @property
     def draw_arguments(self) -> tuple[Any, ...]:
-        """What `draw_tokens` takes behind the logits."""
+        """The arguments of `draw_tokens` after the logits."""
         return self.temperatures, self.uniforms, self.top_k, self.top_p, self.min_p, self.max_top_k
 
     @property
     def wants_only_draws(self) -> bool:
-        """Whether the logits may go as they are into the draw, and nobody asks for them afterwards."""
+        """Whether all rows ask for a draw alone: from unchanged logits, and without log-probabilities."""
         asked = (self.penalties, self.biases, self.allowed, self.num_logprobs)
         return all([one is None for one in asked]) and not self.processors
 
@@ -78,8 +79,8 @@ class SamplingBatch:
 def build_sampling_batch(samples: list[Sequence], positions: np.ndarray) -> SamplingBatch:
     """`samples` are the sequences that get a token in this step, in the order of the rows.
 
-    positions: [num_samples], the place of each token in its sequence. With overlap there may be tokens before it that
-    are not known yet, so `num_known_tokens` would be wrong.
+    positions: [num_samples], the position that each token will have in its sequence. With overlap a token before it may
+    still be in flight, so `num_known_tokens` would be too small.
     """
     temperatures = np.array([seq.sampling_params.temperature for seq in samples])  # [num_samples]
     temperatures = temperatures.clip(max=np.finfo(np.float32).max).astype(np.float32)
@@ -93,7 +94,7 @@ def build_sampling_batch(samples: list[Sequence], positions: np.ndarray) -> Samp
 
 
 def add_special(plain: SamplingBatch, samples: list[Sequence], positions: list[int]) -> SamplingBatch:
-    """With all that the rows ask for which want more than a temperature."""
+    """`plain`, and all that rows ask for beyond a temperature."""
     special = [(row, seq) for row, seq in enumerate(samples) if not seq.is_plain_sampling]
     params = [seq.sampling_params for seq in samples]
     ordered = [p for p in params if not p.is_greedy and (p.top_k > 0 or p.top_p < 1)]
@@ -173,6 +174,7 @@ def build_biases(special: list[tuple[int, Sequence]], positions: list[int]) -> B
 
 
 def forbidden_token_ids(seq: Sequence, position: int) -> Iterable[int]:
+    """Tokens that `min_tokens` and bad words forbid at this position."""
     if position - seq.num_prompt_tokens < seq.sampling_params.min_tokens:
         yield from seq.stop_token_ids
     for *first, last in seq.bad_word_ids:
@@ -197,7 +199,7 @@ def column(params: list[Any], name: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pad(rows: list[np.ndarray]) -> torch.Tensor:
-    """Arrays as rows, filled up with -1: [len(rows), longest] int64"""
+    """Arrays as rows, padded with -1: [len(rows), longest] int64"""
     padded = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int64)
     for line, row in zip(padded, rows, strict=True):
         line[: len(row)] = row

@@ -2,7 +2,7 @@
 
     choose a backend → load the weights → put fast layers in place → size and allocate the KV cache → record CUDA graphs
 
-Called by `LLMEngine`, which has read the model's folder before, and makes the scheduler afterwards.
+Called by `assembly.py`, which has read the model's folder before, and makes the scheduler afterwards.
 """
 
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Startup:
-    """What `LLMEngine` works with, and how it came about."""
+    """A runner that is ready, and how it was made."""
 
     runner: ModelRunner
     num_kv_blocks: int
@@ -77,7 +77,7 @@ def start_runner(
 
 
 class PartsClock:
-    """Seconds of the parts of a whole, by name."""
+    """Seconds that each part takes, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

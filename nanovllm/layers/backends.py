@@ -41,16 +41,16 @@ class AttentionBackend(ABC):
     @classmethod
     @abstractmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
-        """Why this backend cannot serve such a model on this machine; None if it can. `block_size` may be open."""
+        """Why this backend cannot serve such a model on this machine; None if it can. `block_size` None is open."""
 
     @classmethod
     def why_no_fp8_kv_cache(cls) -> str | None:
-        """As `why_not`, of `kv_cache_dtype="fp8"`."""
+        """As `why_not`, for `kv_cache_dtype="fp8"`."""
         return "it has no fp8 KV cache"
 
     @classmethod
     def why_slow(cls, device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str | None:
-        """Why `auto` passes this backend by although it could serve; None if it does not."""
+        """Why `auto` skips this backend although it could serve; None if `auto` may take it."""
         return None
 
     def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
@@ -58,7 +58,7 @@ class AttentionBackend(ABC):
         return (2, num_layers, num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
 
     def replace_layers(self, model: nn.Module) -> None:  # noqa: B027 (most have none)
-        """Put faster twins, where this backend comes with some, in the places of the model's other layers."""
+        """Replace other layers of the model by fast twins, if this backend has any."""
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """k, v: [num_tokens, num_kv_heads, head_dim], written to the slots slot_mapping: [num_tokens]"""
@@ -68,7 +68,7 @@ class AttentionBackend(ABC):
     def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """q: [num_tokens, num_heads, head_dim] over layer_cache: kv_cache[:, layer] -> as q
 
-        Each new token attends to its sequence's tokens up to itself, all of which are in the cache by now.
+        Each new token attends to its sequence's tokens up to itself, whose K and V `store_kv` has written.
         """
 
 

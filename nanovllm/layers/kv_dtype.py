@@ -10,7 +10,7 @@ import torch
 def write_slots(slots: torch.Tensor, slot_mapping: torch.Tensor, x: torch.Tensor) -> None:
     """slots: [num_slots, num_kv_heads, head_dim], x: [num_tokens, num_kv_heads, head_dim]: slots[slot_mapping] = x"""
     if slots.dtype == torch.float8_e4m3fn:
-        slots, x = slots.view(torch.uint8), to_fp8(x).view(torch.uint8)  # bytes, which any device can move
+        slots, x = slots.view(torch.uint8), to_fp8(x).view(torch.uint8)  # as bytes: fp8 cannot be indexed everywhere
     slots[slot_mapping] = x
 
 
@@ -22,6 +22,6 @@ def gather_blocks(layer_cache: torch.Tensor, blocks: torch.Tensor, dtype: torch.
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """As e4m3. Values beyond its largest number become that number: as NaN they would spread to every later token."""
+    """As e4m3, clamped to its largest number: beyond it a value would become NaN, and spread to every later token."""
     limit = torch.finfo(torch.float8_e4m3fn).max
     return x.clamp(-limit, limit).to(torch.float8_e4m3fn)

@@ -1,6 +1,6 @@
 """Matrix products with weights, alone or several in one.
 
-Weights are born empty: the loader (`loader.py`) fills them. Called by the models.
+The weights are made empty; the loader fills them. Called by the models.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Rotary position embedding (RoFormer, Su et al. 2021, https://arxiv.org/abs/2104.09864).
 
-Pair i of a head, (x[i], x[i + head_dim/2]), is turned by the angle position * theta^(-2i/head_dim), so that the dot
+Pair i of a head, (x[i], x[i + head_dim/2]), is rotated by the angle position * theta^(-2i/head_dim), so that the dot
 product of a query and a key depends on the distance between them alone.
 """
 
@@ -27,13 +27,13 @@ class Rotary(nn.Module):
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x: [num_tokens, num_heads, head_dim] -> the same, turned"""
+    """x: [num_tokens, num_heads, head_dim] -> the same shape, rotated"""
     first, second = x.chunk(2, dim=-1)  # [num_tokens, num_heads, head_dim / 2] each
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 class RMSNormRotary(RMSNorm):
-    """What Qwen3 does to each head of the queries and keys: normalise it, then turn it."""
+    """What Qwen3 does to each head of the queries and keys: normalise it, then rotate it."""
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """x: [num_tokens, num_heads, head_dim] -> the same shape"""

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Qwen3Config:
-    """The shape of the network, by the names of config.json. What a file leaves out is as in transformers."""
+    """The shape of the network, by the names of config.json. A field that the file lacks has transformers' default."""
 
     vocab_size: int
     hidden_size: int

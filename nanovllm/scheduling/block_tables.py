@@ -8,7 +8,8 @@ would gather hundreds of small arrays; from rows of one array, the step takes al
      1    [ 3 5 4 0 ]                0 is the null block: rows are zero behind their tables' ends
      2    [ 7 2 0 0 ]                rows[[2, 1], :3] = [[7, 2, 0], [3, 5, 4]]
 
-`BlockManager` gives a sequence its row with its first block, and takes it back with its last. `build_batch` reads.
+`BlockManager` gives a sequence a row together with its first block, and takes the row back together with the last one.
+`build_batch` reads the rows.
 """
 
 import numpy as np
@@ -17,7 +18,7 @@ from nanovllm.scheduling.int_array import IntArray
 
 
 class BlockTable(IntArray):
-    """The blocks of one sequence, in order. With a row of a pool, `data` is that row."""
+    """The blocks of one sequence, in order; `data` is its row of the pool while it has one."""
 
     __slots__ = ("pool", "row")
 
@@ -62,7 +63,7 @@ class BlockTables:
         table.data = self.rows[table.row]
 
     def release(self, table: BlockTable) -> None:
-        """Take the row of `table` back; its blocks are no concern of this file."""
+        """Take the row of `table` back; the `BlockManager` takes back the blocks."""
         table.data[:] = 0
         self._owners[table.row] = None
         self._free_rows.append(table.row)

@@ -31,9 +31,10 @@ def start_children(scheduler: Queues, seq: Sequence) -> None:
 
 
 def fork(scheduler: Queues, parent: Sequence, child: Sequence) -> None:
-    """Let `child`, which has the tokens of `parent` and will get one of its own now, go on from where that is.
+    """Let `child`, which has the tokens of `parent` and gets a token of its own next, share the blocks of `parent`.
 
-    If the parent is preempted, or no place is left in max_num_seqs, the child starts as if it were preempted too.
+    If `parent` is preempted, or no place is left in `max_num_seqs`, the child begins as if it were preempted too: it
+    owns no blocks, and `resume` queues it.
     """
     child.num_cached_tokens = parent.num_cached_tokens
     if parent.status is SequenceStatus.RUNNING and scheduler.running.num_places < scheduler.max_num_seqs:
@@ -42,6 +43,6 @@ def fork(scheduler: Queues, parent: Sequence, child: Sequence) -> None:
 
 
 def resume(scheduler: Queues, seq: Sequence) -> None:
-    """`seq` has got its next token. A sequence that was preempted when it had caught up waits from now on."""
+    """`seq` has got its next token: queue it, if it was preempted when it had caught up."""
     if seq.status is SequenceStatus.WAITING:
         scheduler.waiting.add(seq)

@@ -1,7 +1,7 @@
 """What do the scheduler and the block manager decide, and why? They tell an observer, which decides nothing.
 
-`Observer` does nothing: a subclass overrides what it wants to see. `SchedulingStats`, the default, counts. None of the
-methods is called for every token, so that watching costs a step little.
+`Observer` does nothing: a subclass overrides what it wants to see. `SchedulingStats`, the engine's observer, counts.
+None of the methods is called for every token, so watching costs a step little.
 """
 
 from collections import deque
@@ -27,10 +27,10 @@ class Observer:
     """Arguments are valid during the call; an observer must not change them."""
 
     def on_wait(self, seq: Sequence, num_needed_blocks: int, num_free_blocks: int) -> None:
-        """`seq` is first in the queue, and is not admitted: too few blocks, or else too many sequences run."""
+        """`seq` is first in the queue, and is not admitted: too few blocks are free, or too many sequences run."""
 
     def on_admit(self, seq: Sequence) -> None:
-        """`seq` runs from this step on; `seq.num_computed_tokens` of its tokens were found, or are swapped in.
+        """`seq` runs from this step on; `seq.num_computed_tokens` of its tokens are cached, or are swapped in.
 
         `seq.num_cached_tokens` is still None for a sequence that is admitted for the first time.
         """
@@ -39,7 +39,7 @@ class Observer:
         """`seq` gives up its blocks; with `is_swapped` its K and V go to host memory."""
 
     def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: Blocks) -> None:
-        """`step` is decided; `running` and `blocks` are the state that it leaves."""
+        """`step` is decided; `running` and `blocks` are the state after this decision."""
 
     def on_update(self, step: SchedulerOutput) -> None:
         """`step` has run."""
@@ -51,7 +51,7 @@ class Observer:
         """`seq` has ended, for `seq.finish_reason`."""
 
     def on_take_block(self, seq: Sequence, block_id: int, is_evicted: bool) -> None:
-        """`seq` owns a block that was free; with `is_evicted` the prefix cache forgets what it held."""
+        """`seq` owns a block that was free; with `is_evicted` the prefix cache forgets the block's contents."""
 
     def on_share_block(self, seq: Sequence, block_id: int) -> None:
         """`seq` owns a block whose contents it needs: found in the prefix cache, or shared with a fork."""
@@ -77,7 +77,7 @@ class SchedulingStats(Observer):
         self._in_flight: deque[tuple[int, int, int]] = deque()  # of each step: tokens stored, slots, used blocks
 
     def on_admit(self, seq: Sequence) -> None:
-        if seq.num_cached_tokens is None:  # a sequence that resumes finds its own blocks: no hit of the cache
+        if seq.num_cached_tokens is None:  # else it resumes after preemption, and finds its own blocks: no hit
             self.prefix_cache_query_tokens += seq.num_prompt_tokens
             self.prefix_cache_hit_tokens += seq.num_computed_tokens
 

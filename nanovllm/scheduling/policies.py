@@ -20,14 +20,14 @@ def fcfs(seq: Sequence) -> float:
 
 
 def priority(seq: Sequence) -> float:
-    """The request's `priority`, smaller first, as in vLLM. A low one waits as long as higher ones keep coming."""
+    """The request's `priority`, smaller first, as in vLLM. A request waits as long as smaller numbers keep coming."""
     return seq.priority
 
 
 def sjf(seq: Sequence) -> float:
     """Shortest prompt first, with aging: each later arrival must be 256 tokens shorter to go first.
 
-    So at most num_prompt_tokens / 256 of the requests that come after another can overtake it, and nothing starves.
+    So at most num_prompt_tokens / 256 later requests can overtake a request, and no request starves.
     """
     return seq.num_prompt_tokens + SJF_TOKENS_PER_ARRIVAL * seq.arrival
 

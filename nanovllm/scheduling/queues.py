@@ -1,6 +1,6 @@
 """The two queues: sequences that wait, and sequences that run, both in the order of a policy.
 
-Whether a sequence moves from one to the other is the decision of the `Scheduler`.
+The `Scheduler` decides when a sequence moves from one to the other.
 """
 
 from bisect import insort
@@ -58,7 +58,7 @@ class RunningQueue(list[Sequence]):
 
     @property
     def num_places(self) -> int:
-        """Of max_num_seqs that are taken, children to come included."""
+        """Places of `max_num_seqs` that are taken, those of children to come included."""
         return sum([seq.num_places for seq in self])
 
     def add(self, seq: Sequence) -> None:

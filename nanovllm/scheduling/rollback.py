@@ -1,14 +1,15 @@
 """A step has failed: take back all steps in flight, so that their sequences wait again and lose no token.
 
 A step can fail at any line of `schedule()`, in a forward pass, or by an interrupt. Kernels of the failed steps may
-still run, but the device does everything in the order of the launches, so their blocks can be given away at once.
+still run, but the device does everything in the order of the launches, so the blocks that these kernels write to are
+free at once. Called by `LLMEngine.step()`.
 """
 
 from nanovllm.scheduling.scheduler import Scheduler
 
 
 def roll_back(scheduler: Scheduler) -> None:
-    """Undo the steps in flight. Tokens that they would have drawn are drawn again, from the same random numbers."""
+    """Undo the steps in flight. Their tokens will be drawn again, from the same random numbers."""
     steps, scheduler.in_flight = scheduler.in_flight, []
     scheduler.preemption.take_moves()  # block copies that the half-made step has asked for
     for step in steps:

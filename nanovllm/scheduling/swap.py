@@ -1,6 +1,6 @@
 """The swap space: K and V of preempted sequences in host memory. Which host block is used, and which copies are due?
 
-Copying a sequence out and back can be cheaper than computing it anew. The scheduler decides which sequence is
+To copy K and V out and back can be cheaper than to compute them anew. The `Scheduler` decides which sequence is
 preempted; `KVCache.move_blocks` does the copies before the step's forward pass.
 """
 
@@ -40,15 +40,15 @@ class SwapSpace:
         self.drop(seq)
 
     def drop(self, seq: Sequence) -> None:
-        """Give up the host blocks of `seq`, if it has any."""
+        """Take back the host blocks of `seq`, if it has any."""
         self._free += seq.host_block_ids
         seq.host_block_ids = []
 
     def take_moves(self) -> tuple[BlockPairs, BlockPairs]:
         """(source, destination) blocks to be copied out, and back in, before the step runs.
 
-        Outs are done first. All outs of a step are noted before its first in, so a host block that an in gives up is
-        not written by an out of the same step.
+        Copies out are done first. All of them are noted before the first copy in of the step, so a host block that a
+        copy in gives up is not overwritten by a copy out of the same step.
         """
         moves = self._outs, self._ins
         self._outs, self._ins = [], []

@@ -1,12 +1,12 @@
 """A whole decoder layer on CUDA in nine launches: four matrix products, attention, and four small kernels.
 
-For few tokens the products take three of these along (`few_tokens.py`), which leaves six. Where attention splits long
-contexts, it takes a launch more, to join them.
+For up to 16 tokens the products also do the work of three of these kernels (`few_tokens.py`): six launches. Where
+attention splits long contexts, one more launch joins the parts.
 
-Twins of `Qwen3DecoderLayer`, of the norm behind the last layer and of the rotary angles, with the same signatures.
-What PyTorch computes operation by operation, each of which reads and writes the activations, is done here on the way
-from one product to the next. Rounding is that of the PyTorch layers, but for the residual: it is added to the sums of
-a product before these are rounded, so a layer rounds twice less.
+Twins of `Qwen3DecoderLayer`, of the norm after the last layer and of the rotary angles, with the same signatures. In
+PyTorch each operation between two products reads and writes the activations; here one kernel does all of them. Rounding
+is that of the PyTorch layers, except for the residual, which is added to the sums of a product before these are
+rounded: a layer rounds twice less.
 
 The attention backends for CUDA call `replace_layers` when the weights are loaded; the model file knows nothing of it.
 """
@@ -58,7 +58,7 @@ class TritonDecoderLayer(nn.Module):
     ) -> torch.Tensor:
         """x: [num_tokens, hidden_size] -> the same tensor, changed in place
 
-        Nobody misses the old x: it comes from the embedding, which makes a new tensor, or from the layer before.
+        No other code reads the old x: it comes from the embedding, which makes a new tensor, or from the layer before.
         """
         qkv = norm_linear(x, self.input_layernorm, self.qkv_proj)  # [num_tokens, (num_heads + 2 * num_kv_heads) * …]
         q = norm_rotary_store(
@@ -81,7 +81,7 @@ class TritonDecoderLayer(nn.Module):
 
 
 def is_few(x: torch.Tensor) -> bool:
-    """Whether the products of `few_tokens.py` are made for it. A CUDA graph is recorded for one number of tokens."""
+    """Whether the products of `few_tokens.py` take x; the same in every replay of a CUDA graph."""
     return len(x) <= few_tokens.MAX_TOKENS and few_tokens.takes(x.shape[1])
 
 
@@ -119,7 +119,7 @@ class TritonRMSNorm(nn.Module):
 
 
 class RotaryTable(nn.Module):
-    """The cosines and sines of all positions that there are, computed once by the layer whose place it takes."""
+    """The cosines and sines of all positions, computed once by the layer whose place it takes."""
 
     table: torch.Tensor  # [num_positions, head_dim]: cosines, then sines, of half the length each
 
@@ -136,7 +136,7 @@ class RotaryTable(nn.Module):
 
 
 def replace_layers(model: nn.Module, backend: AttentionBackend, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
-    """Put the twin in the place of every layer that has one for its shape. The model's weights are loaded."""
+    """Replace every layer that has a twin for its shape. The model's weights must be loaded."""
     for decoder in list(model.modules()):
         if isinstance(decoder, Qwen3Model):
             config, weight = decoder.config, decoder.embed_tokens.weight
@@ -151,6 +151,6 @@ def replace_layers(model: nn.Module, backend: AttentionBackend, k_scale: float =
 
 
 def has_twin(config: Qwen3Config) -> bool:
-    """Triton's blocks are powers of two: rows are filled up to one, but the heads' halves must be ones."""
+    """Triton's blocks are powers of two: rows are padded to one, but the halves of heads must be powers of two."""
     head_dim = config.head_dim
     return config.hidden_size <= MAX_SIZE and 2 <= head_dim <= 1024 and head_dim & (head_dim - 1) == 0

@@ -1,8 +1,8 @@
 """Matrix products for few tokens, each in one launch with what comes before and after it.
 
-A product of few tokens takes as long as its weights take to arrive. What surrounds it (the norm before, the residual
-or the gate behind) is next to no work, but as kernels of their own each would cost as much time again: to start, to
-fetch a few kilobytes, and to wait until the last program has ended. So they are done on the way:
+A product of few tokens takes as long as its weights take to arrive from memory. The operations around it (the norm
+before, the residual or the gate after) are next to no work, but each of them as a kernel of its own would cost as much
+time again: to start, to fetch a few kilobytes, and to wait until the last program has ended. So the product does them:
 
     norm_linear      rms_norm(x) @ weight.T
     norm_gate_up     silu(gate) * up,  where gate, up = rms_norm(x) @ weight.T
@@ -10,7 +10,7 @@ fetch a few kilobytes, and to wait until the last program has ended. So they are
 
 Each program takes a few outputs, reads their rows of the weight once, from end to end, several tiles ahead, and
 multiplies with all tokens at a time. The tokens are so few that every program normalises all of them for itself. The
-tensor cores want 16 rows: fewer tokens are filled up with zeros. Called by `decoder_layer.py`.
+tensor cores take 16 rows: fewer tokens are padded with zeros. Called by `decoder_layer.py`.
 """
 
 import functools
@@ -23,8 +23,8 @@ from nanovllm.kernels.cuda.launch import GPU, Launch, describe_gpu
 
 MAX_TOKENS = 16  # rows of a tensor core's product
 OUTPUTS = 16  # of one program: few, so that there are programs for all multiprocessors
-TILES = (256, 128, 64)  # inputs at a time; what divides their number
-NUM_STAGES = 6  # tiles on their way, 8 KiB each in half precision
+TILES = (256, 128, 64)  # inputs at a time: the largest of these that divides their number
+NUM_STAGES = 6  # tiles that are being loaded, 8 KiB each in half precision
 
 
 @triton.jit
@@ -103,9 +103,9 @@ def takes(num_inputs: int) -> bool:
 
 @functools.cache
 def choose_launch(num_inputs: int, dtype: torch.dtype, is_gated: bool, gpu: GPU) -> Launch:
-    """As many tiles on their way as are wanted, or as shared memory holds: float32 takes twice as much.
+    """NUM_STAGES tiles are loaded at a time, or as many as shared memory holds: float32 takes twice as much.
 
-    What is normalised lies in shared memory too, but Triton counts the tile that is computed with as a stage.
+    The normalised x is in shared memory too, but Triton counts the tile that is computed with as a stage.
     """
     tile = next(tile for tile in TILES if num_inputs % tile == 0)
     rows = MAX_TOKENS + OUTPUTS * (1 + is_gated) + 1  # of x, of the weight or both its halves, of the norm's weight

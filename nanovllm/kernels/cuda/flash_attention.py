@@ -2,7 +2,7 @@
 
 Version 2 (Dao 2023, https://arxiv.org/abs/2307.08691) is the package flash-attn, version 3 (Shah et al. 2024,
 https://arxiv.org/abs/2407.08608) the package flash-attn-3, from the folder `hopper` of
-https://github.com/Dao-AILab/flash-attention. Their calls differ, and this is told here; what they compute does not.
+https://github.com/Dao-AILab/flash-attention. The calls of the two versions differ; what they compute does not.
 """
 
 import logging

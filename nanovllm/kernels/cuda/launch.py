@@ -68,9 +68,9 @@ def prefill_launch(group: int, head_dim: int, dtype: torch.dtype, gpu: GPU) -> L
 
 
 def num_stages(wanted: int, tile: int, head_dim: int, dtype: torch.dtype, num_bytes: int) -> int:
-    """What Triton calls `num_stages`, for `wanted` tiles of K and V on their way, or as many as `num_bytes` hold.
+    """Triton's `num_stages` for `wanted` tiles of K and V that are being loaded, or as many as `num_bytes` hold.
 
-    A tile takes two steps to arrive, each of which Triton counts: first its blocks are looked up, then K and V loaded.
+    A tile is loaded in two steps, each of which Triton counts: first its blocks are looked up, then K and V loaded.
     """
     tiles_that_fit = num_bytes // (2 * tile * head_dim * dtype.itemsize)
     return 1 + 2 * max(0, min(wanted, tiles_that_fit))
@@ -79,8 +79,8 @@ def num_stages(wanted: int, tile: int, head_dim: int, dtype: torch.dtype, num_by
 def choose_splits(num_programs: int, max_len: int, gpu: GPU) -> tuple[int, int]:
     """(number of splits, least tokens in one), for `num_programs` without splits and contexts of up to `max_len`.
 
-    Two programs for each multiprocessor keep the memory busy. Where there are enough without splitting, only what is
-    long is split, so that one long sequence among short ones does not keep the others waiting.
+    Two programs for each multiprocessor keep the memory busy. Where there are enough without splitting, only long
+    contexts are split, so that one long sequence among short ones does not hold up the whole launch.
     """
     to_fill = -(-2 * gpu.num_multiprocessors // num_programs)
     if to_fill > 1:

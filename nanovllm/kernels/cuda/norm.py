@@ -1,8 +1,7 @@
 """RMS normalisation in Triton: of whole rows, and of each head of the queries and keys on their way into the cache.
 
-Both wait for memory only, so what counts is that each number is read once and written once. They round where
-`layers/norm.py` and `layers/rotary.py` round: what differs is the order in which squares are added. Called by
-`decoder_layer.py`.
+Both kernels are bound by memory, so each number is read once and written once. They round where `layers/norm.py` and
+`layers/rotary.py` round; only the order in which squares are added differs. Called by `decoder_layer.py`.
 """
 
 import torch
@@ -11,12 +10,12 @@ import triton.language as tl
 
 from nanovllm.kernels.cuda.store_kv import to_cache_dtype
 
-HEAD_ELEMENTS = 1024  # of the heads that one program turns
+HEAD_ELEMENTS = 1024  # elements of the heads that one program computes
 
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """x as `dtype` can hold it, and float32 again: what PyTorch's layers hand from one operation to the next."""
+    """x rounded to `dtype`, in float32 again: what PyTorch's layers pass from one operation to the next."""
     return x.to(dtype).to(tl.float32)
 
 
@@ -57,7 +56,7 @@ def write_heads(
     IS_TURNED: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """HEADS heads from `first_head` on, as far as there are any: normalised and turned, or, V's, as they are."""
+    """Up to HEADS heads from `first_head` on: those of Q and K are normalised and rotated, those of V only copied."""
     HALF: tl.constexpr = HEAD_DIM // 2
     heads, dims = first_head + tl.arange(0, HEADS), tl.arange(0, HALF)
     is_head = (heads < NUM_HEADS)[:, None]
@@ -66,7 +65,7 @@ def write_heads(
     second = tl.load(x_ptr + offsets + HALF, mask=is_head, other=0.0)
     if IS_TURNED:
         dtype: tl.constexpr = x_ptr.dtype.element_ty
-        # Each head loads these anew, from the first cache: to load them once would be to hand them round afterwards.
+        # Each head loads these anew, from the L1 cache: loaded once, they would have to be passed between threads.
         same = tl.broadcast_to(dims[None, :], (HEADS, HALF))
         first_weight = tl.load(weight_ptr + same).to(tl.float32)
         second_weight = tl.load(weight_ptr + same + HALF).to(tl.float32)
@@ -176,7 +175,7 @@ def norm_rotary_store(
     v_scale: float = 1.0,
 ) -> torch.Tensor:
     """Everything between the fused projection and attention, in one launch: each head of Q and K is normalised and
-    turned, K and V are written to the slots slot_mapping: [num_tokens] of the cache, Q is returned.
+    rotated, K and V are written to the slots slot_mapping: [num_tokens] of the cache, Q is returned.
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; q_weight, k_weight: [head_dim]; cos, sin:
     [num_tokens, 1, head_dim / 2]; layer_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], in which K is

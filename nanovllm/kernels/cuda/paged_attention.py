@@ -15,8 +15,8 @@ The look-up: position p of a sequence is in block `block_table[p // block_size]`
 p % block_size` of the cache.
 
 The rows of a program are the query heads that share one K and V head (GQA), so each K and V is loaded once for all of
-them; the tensor cores want 16 rows at least, and where there are fewer, the rest are zeros that cost next to nothing:
-what a decode waits for is memory.
+them. The tensor cores take 16 rows at least; where there are fewer, the rest are zeros, which cost next to nothing,
+because a decode waits for memory.
 
 `do_not_specialize` names arguments that change from step to step: Triton would compile a kernel anew for a number that
 happens to be 1 or a multiple of 16. What is written in capitals is fixed for a model.
@@ -28,9 +28,9 @@ import triton.language as tl
 
 @triton.jit
 def as_computed_with(q, IS_FP8: tl.constexpr):
-    """Over an fp8 cache, bfloat16 becomes float16, because the GPU widens e4m3 to that in one step for two numbers.
+    """Over an fp8 cache, bfloat16 becomes float16, to which the GPU converts two e4m3 numbers in one instruction.
 
-    e4m3 fits float16 exactly, and so does q, unless it is out of all proportion: then it is cut off.
+    float16 holds every e4m3 number exactly, and q too, unless it is far out of range: beyond 65,504 it is clamped.
     """
     if IS_FP8 and q.dtype == tl.bfloat16:
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
@@ -59,8 +59,8 @@ def attend_to_tokens(
     """Attend to the positions begin … end - 1 of one sequence; acc, row_max and row_sum as above, before and after.
 
     Without IS_MASKED every row sees all of these positions, and their number is a multiple of TILE. With it, nothing
-    from `end` on is read, not even from the block table. Every row must see the first position it is ever shown:
-    from then on row_max is a number.
+    from `end` on is read, not even from the block table. Every row must see the first position of its first call, so
+    that row_max is finite from then on.
     """
     dims = tl.arange(0, HEAD_DIM)
     in_tile = tl.arange(0, TILE)
@@ -73,7 +73,7 @@ def attend_to_tokens(
             block = tl.load(block_table_ptr + start // BLOCK_SIZE).to(tl.int64)
             slots = block * BLOCK_SIZE + start % BLOCK_SIZE + in_tile
         else:
-            unsigned = positions.to(tl.uint32)  # to divide it is a shift: it cannot be negative
+            unsigned = positions.to(tl.uint32)  # so that a division is a shift
             if IS_MASKED:
                 blocks = tl.load(block_table_ptr + unsigned // BLOCK_SIZE, mask=positions < end, other=0)
             else:
@@ -81,8 +81,8 @@ def attend_to_tokens(
             slots = blocks.to(tl.int64) * BLOCK_SIZE + in_tile % BLOCK_SIZE  # a tile begins where a block does
         offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]  # [TILE, HEAD_DIM]
 
-        # A slot behind the end may hold anything. Its score becomes -inf and its weight 0, but 0 * NaN is NaN: so V is
-        # loaded as zeros there. For K it only saves reading. An fp8 cache is widened; score_scale has its scale in it.
+        # A slot from `end` on may hold anything. Its score becomes -inf and its weight 0, but 0 * NaN is NaN: so V is
+        # loaded as zeros there. K is masked only to read less. score_scale has the scale of an fp8 cache in it.
         if IS_MASKED:
             k = tl.load(k_head_ptr + offsets, mask=(positions < end)[:, None], other=0.0).to(q.dtype)
         else:
@@ -109,7 +109,7 @@ def attend_to_tokens(
 def split_length(seq_len, num_splits, min_split_len, TILE: tl.constexpr):
     """How many tokens each split of a sequence takes: whole tiles, as even as they go, but no tiny ones.
 
-    The host knows only how many splits there are at most. A sequence that needs fewer leaves the rest empty, so that a
+    The host knows only how many splits there are at most. If a sequence needs fewer, the rest are empty, so that a
     launch recorded in a CUDA graph is right for every length.
     """
     return tl.maximum(tl.cdiv(tl.cdiv(seq_len, num_splits), TILE) * TILE, min_split_len)
@@ -245,9 +245,9 @@ def prefill_kernel(
     """Grid: (NUM_KV_HEADS * num_q_tiles,). TOKENS new tokens of one sequence with the GROUP heads of one K and V head.
 
     Chunks differ in length, so a grid of (chunks, tiles of the longest) would be mostly empty. Instead chunk i owns the
-    q tiles from cu[i] // TOKENS + i on: this leaves each of them enough, and num_tokens // TOKENS + num_seqs are enough
-    for all, a number that follows from shapes. What the rounding leaves over returns at once. Tiles late in a
-    chunk have more to attend to, so they are started first, and short ones fill the gaps at the end.
+    q tiles from cu[i] // TOKENS + i on: each chunk has enough of them, and num_tokens // TOKENS + num_seqs are enough
+    for all, a number that follows from shapes. Programs of surplus tiles return at once. Tiles late in a chunk have
+    more to attend to, so they are started first, and short ones fill the gaps at the end.
     """
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(0) % NUM_KV_HEADS  # neighbours read neighbouring memory

@@ -14,12 +14,12 @@ def is_installed(package: str) -> bool:
 
 
 def gpu_capability() -> tuple[int, int] | None:
-    """Of the current GPU, like which the machine's others are taken to be; None if there is none."""
+    """Compute capability of the current GPU, and by assumption of the machine's others; None if there is no GPU."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 def why_too_old(least: tuple[int, int], generation: str) -> str | None:
-    """What is missing for compute capability `least`; nothing where there is no GPU to ask."""
+    """Why the GPU is too old for code that needs compute capability `least`; None if it is not, or if there is none."""
     if (found := gpu_capability()) is None or found >= least:
         return None
     wanted, has = ".".join(map(str, least)), ".".join(map(str, found))

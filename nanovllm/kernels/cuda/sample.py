@@ -5,15 +5,16 @@ least some limit, so a row's limit is all that has to be found, by bisection:
 
     stats_kernel     the largest logit of each chunk of a row, and its sum of exp((logit - largest) / temperature)
     truncate_kernel  finds the row's limit, and sums the chunks' weights again without what lies below it
-    pick_kernel      the row's uniform number, times the sum of all, first selects the chunk, then the token in it
+    pick_kernel      inverse-CDF sampling: the row's uniform number selects first the chunk, then the token in it
 
-A step of the bisection adds up the tokens from some value on. It reads only chunks whose maximum reaches that value,
-and once few tokens are left between the bounds, they are gathered into registers and nothing is read any more. With a
-top-k of at most the number of chunks, this is so from the start: the k-th largest of the maxima is a lower bound.
+A step of the bisection adds up the weights of the tokens from some value on. It reads only chunks whose maximum reaches
+this value. Once few tokens are left between the bounds, they are gathered into registers, and nothing more is read.
+With a top-k of at most the number of chunks, few tokens are left from the start: the k-th largest of the maxima is a
+lower bound.
 
-The bisection is exact, as it does not end at some precision: logits are mapped to integers in the same order (their
-keys), and it ends when the bounds are neighbours. Every sum is taken in a fixed order and over one row only, so that a
-row's token does not depend on the batch. Nothing is decided on the host, so that a CUDA graph can hold it all.
+The bisection is exact: logits are mapped to integers in the same order (their keys), and it ends when the bounds are
+neighbours, not at some precision. Every sum is taken in a fixed order and over one row only, so that a row's token does
+not depend on the batch. Nothing is decided on the host, so that a CUDA graph can hold all launches.
 `execution/choices.py` chooses this twin on CUDA.
 """
 
@@ -27,7 +28,7 @@ CHUNK = 2048  # logits of which stats_kernel and pick_kernel hold all in registe
 GROUP = 4  # chunks that truncate_kernel reads at a time
 CAPACITY = 4096  # tokens that truncate_kernel gathers into registers
 
-# of a float32's bits, how many are zeros at the end if it was widened from this dtype: keys do without them
+# how many of a float32's last bits are zero if it was widened from this dtype: keys do without these bits
 ZERO_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of the finite numbers of float32
@@ -41,7 +42,7 @@ LINEAR_STEPS = tl.constexpr(12)  # of a bisection, before it halves the keys
 
 @triton.jit
 def load_logits(ptr, mask):
-    """In float32; -inf for what is no number, and where there is none."""
+    """Logits in float32: -inf for NaN, and where `mask` is off."""
     logits = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)
     return tl.where(logits == logits, logits, float("-inf"))
 
@@ -54,7 +55,7 @@ def weigh(logits, limit, largest, scale):
 
 @triton.jit
 def load_scale(temperatures_ptr, row):
-    """log2(e) / temperature, but no infinity: its product with a difference of 0 has to be 0."""
+    """log2(e) / temperature, kept finite: its product with a difference of 0 has to be 0, not NaN."""
     temperature = tl.load(temperatures_ptr + row)
     return tl.minimum(1.0 / tl.where(temperature > 0, temperature, 1.0) * LOG2E, LARGEST)
 
@@ -64,7 +65,7 @@ def load_scale(temperatures_ptr, row):
 
 @triton.jit
 def key_of(value, ZERO_BITS: tl.constexpr):
-    """An integer in the order of the numbers; the bits of negative ones count downwards."""
+    """An integer key in the order of the float values; the bits of negative floats count downwards."""
     bits = value.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> ZERO_BITS
 
@@ -78,9 +79,9 @@ def value_of(key, ZERO_BITS: tl.constexpr):
 
 @triton.jit
 def choose_between(low, high, step, row_max, ZERO_BITS: tl.constexpr):
-    """A key between two others; the numbers near 0 have most of the keys, so it first goes by what the keys stand for.
+    """A key between two others. Values near 0 have most of the keys, so the first steps halve values, the later keys.
 
-    While nothing is known of where the row ends, the distance to its maximum doubles.
+    While no lower bound of the row's values is known, the distance to its maximum doubles.
     """
     low_value, high_value = value_of(low, ZERO_BITS), value_of(high, ZERO_BITS)
     is_endless = low_value <= 0.99 * LOWEST
@@ -91,7 +92,7 @@ def choose_between(low, high, step, row_max, ZERO_BITS: tl.constexpr):
 
 @triton.jit
 def rank_chunks(maxima, limit):
-    """Of the chunks that hold a token from `limit` on: how many are before each (-1 for others), and their number."""
+    """For each chunk with a token from `limit` on, how many such chunks are before it, else -1; and their number."""
     is_needed = maxima >= limit
     ranks = tl.cumsum(is_needed.to(tl.int32), 0) - 1
     return tl.where(is_needed, ranks, -1), tl.sum(is_needed.to(tl.int32), 0)
@@ -154,10 +155,10 @@ def find_limit(
     GROUP: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """The largest key such that the weights of the tokens from there on add up to `needed`.
+    """The largest key such that the weights of the tokens from this key on add up to `needed` or more.
 
-    Between the steps, those from `low` on do (or it is as it was), and those from `high` on, which add up to `above`,
-    do not.
+    Invariant: the tokens from `low` on weigh `needed` or more (or `low` is the argument); those from `high` on weigh
+    `above`, which is less.
     """
     high = key_of(row_max, ZERO_BITS) + 1
     above, num_high, step = 0.0, 0.0, 0
@@ -220,7 +221,7 @@ def stats_kernel(
 @triton.jit(do_not_specialize=["temperatures_ptr", "min_p_ptr", "top_k_ptr", "top_p_ptr"])
 def truncate_kernel(
     limits_ptr,  # [num_rows] float32: the smallest logit that is kept
-    sums_ptr,  # [num_rows, num_chunks] float32, as stats_kernel leaves them; replaced for chunks that reach the limit
+    sums_ptr,  # [num_rows, num_chunks] float32, as stats_kernel writes them; replaced for chunks that reach the limit
     maxima_ptr,  # [num_rows, num_chunks] float32
     spare_ptr,  # [num_rows, CAPACITY] float32
     logits_ptr,  # [num_rows, vocab_size], rows row_stride apart
@@ -269,7 +270,7 @@ def truncate_kernel(
         )
     if top_p < 1:
         total, num = add_up(row_ptr, maxima, vocab_size, value_of(low, ZERO_BITS), row_max, scale, CHUNK, GROUP)
-        # tokens that weigh less than this are left out: all of them together weigh less than what may be missing
+        # tokens that weigh less than this are left out: all of them together weigh less than top-p may cut off
         guess = key_of(row_max + temperature * tl.log((1 - top_p) * total / num), ZERO_BITS)
         low = find_limit(
             low, guess, num, top_p * total, row_ptr, maxima, spare_ptr, vocab_size,
@@ -298,7 +299,7 @@ def first_where(condition, i, otherwise, SIZE: tl.constexpr):
 def find_share(weights, target, SIZE: tl.constexpr):
     """The entry in whose share of the sum the target falls, and what the entries before it add up to.
 
-    One of weight 0 has no share. Where rounding leads behind the end, it is the last that has one.
+    An entry of weight 0 has no share. If rounding leads beyond the end, the last entry with a share is taken.
     """
     i = tl.arange(0, SIZE)
     cumulative = tl.cumsum(weights, 0)
@@ -325,7 +326,7 @@ def pick_kernel(
 ):
     """Grid: (num_rows,). The row's token: the first of the likeliest, or the one in whose share the uniform falls.
 
-    Where all weights are 0, or one is no number, there is nothing to draw from, and it is the likeliest too.
+    If all weights are 0, or one is NaN, no token can be drawn, and the likeliest is taken too.
     """
     row = tl.program_id(0)
     num_chunks = tl.cdiv(vocab_size, CHUNK)
@@ -405,7 +406,7 @@ def draw_tokens(
             num_warps=4,
             enable_fp_fusion=True,
         )
-        limits = maxima  # nobody reads them
+        limits = maxima  # not read without HAS_LIMITS
         if is_truncated and not all_greedy:
             asked = (temperatures, top_k, top_p, min_p)
             limits = find_limits(logits, asked, maxima, sums, chunk, group, capacity)
@@ -431,7 +432,7 @@ def find_limits(
     group: int,
     capacity: int,
 ) -> torch.Tensor:
-    """The smallest logit that each row keeps: [num_rows] float32. `sums` become those of what is kept.
+    """The smallest logit that each row keeps: [num_rows] float32. `sums` are replaced by those of the kept tokens.
 
     `asked` are the rows' temperatures, top_k, top_p and min_p, [num_rows] each; all but the first may be None.
     """
@@ -458,7 +459,7 @@ def find_limits(
 
 
 def row_stride(logits: torch.Tensor) -> int:
-    """Of a single row any number is a stride; with its length, it is read by the same code as rows among others."""
+    """A single row may have any stride; with its length, the same compiled kernels read it as rows of a batch."""
     return logits.stride(0) if len(logits) > 1 else logits.shape[1]
 
 

@@ -9,9 +9,9 @@ FP8_MAX = tl.constexpr(448.0)  # the largest number of e4m3
 
 @triton.jit
 def to_cache_dtype(x, inverse_scale, IS_FP8: tl.constexpr, dtype: tl.constexpr):
-    """x as the cache holds it: in its own dtype, or divided by the scale and cut off at what fp8 can hold.
+    """x as the cache holds it: in its own dtype, or divided by the scale and clamped to the range of fp8.
 
-    Without the cut-off a value behind e4m3's range would become NaN, and with it every later token of the sequence.
+    Unclamped, a value beyond e4m3's range would become NaN, and every later token of the sequence with it.
     """
     if IS_FP8:
         x = tl.clamp(x.to(tl.float32) * inverse_scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -38,8 +38,8 @@ def store_kv_kernel(
 ):
     """Grid: (num_tokens,). One program copies one token's K and V, all heads of them, to the token's slot.
 
-    K and V arrive as they lie in the output of the fused projection, and the strides spare a copy of them.
-    A token's row in the cache is one piece of memory, and neighbouring threads write neighbouring 16 bytes of it.
+    K and V are views of the fused projection's output, and the strides make a copy of them needless. A token's row in
+    the cache is one piece of memory, and neighbouring threads write neighbouring 16 bytes of it.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)  # a large cache has more than 2^31 elements

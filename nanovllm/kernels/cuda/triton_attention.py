@@ -1,7 +1,7 @@
 """The attention backend `triton`: launches the kernels of this package on one step's batch.
 
-Made by `startup.py` through `select_backend`, like any backend. Decides nothing by the sequences' lengths, which are on
-the GPU only: grids and workspaces follow from shapes.
+Chosen and made by `execution/choices.py`, like any backend. Decides nothing by the sequences' lengths, which are on the
+GPU only: grids and workspaces follow from shapes.
 """
 
 import math
@@ -23,8 +23,8 @@ class TritonAttention(AttentionBackend):
     """Paged attention in Triton, over a cache in the model's dtype or in 8 bits (`kv_cache_dtype="fp8"`).
 
     An fp8 cache (e4m3: 4 bits of exponent, 3 of mantissa) holds K / k_scale and V / v_scale, in half the memory, so a
-    decode reads half the bytes. Arithmetic is in the model's dtype. The scales are 1, as in vLLM, unless whoever makes
-    the backend has measured better ones: what is beyond 448, the largest number, is cut off.
+    decode reads half the bytes. Arithmetic is in the model's dtype. The scales are 1, as in vLLM, unless the caller has
+    measured better ones: values beyond 448, the largest number, are clamped.
     """
 
     default_block_size = 16
@@ -49,16 +49,16 @@ class TritonAttention(AttentionBackend):
             return f"block_size must be a power of two and at least 16, got {block_size}"
         if not is_installed("triton"):
             return "it needs the package triton, which comes with torch's CUDA build on Linux"
-        return why_too_old((8, 0), "Ampere")  # before that the tiles are larger than shared memory
+        return why_too_old((8, 0), "Ampere")  # on older GPUs the tiles are larger than shared memory
 
     @classmethod
     def why_no_fp8_kv_cache(cls) -> str | None:
-        too_old = why_too_old((8, 9), "Ada, Hopper")  # whose instructions Triton converts e4m3 with
+        too_old = why_too_old((8, 9), "Ada, Hopper")  # Triton needs their instructions to convert e4m3
         return too_old and f"for an fp8 KV cache {too_old}"
 
     @classmethod
     def why_slow(cls, device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str | None:
-        # exact products do without the tensor cores
+        # exact float32 products do not use the tensor cores
         return f"it is slow in {dtype}" if dtype == torch.float32 else None
 
     def replace_layers(self, model: nn.Module) -> None:
@@ -169,7 +169,7 @@ class TritonAttention(AttentionBackend):
 
     @property
     def score_scale(self) -> float:
-        """What turns q k^T over the cached K into exponents of two."""
+        """The factor that turns q k^T over the cached K into exponents of two."""
         return self.scale * math.log2(math.e) * self.k_scale
 
     def constants(self, launch: Launch) -> dict[str, int]:
