@@ -14,7 +14,7 @@ from typing import NamedTuple
 from nanovllm.config import Config
 from nanovllm.engine.assembly import assemble, make_scheduler
 from nanovllm.engine.intake import Prompt
-from nanovllm.engine.request import Request, read_prompt_logprobs
+from nanovllm.engine.request import Request, note_admitted, read_tokens
 from nanovllm.engine.stats import Counters, StepClock, make_stats
 from nanovllm.execution.batch import build_batch
 from nanovllm.execution.model_runner import ArrivingTokens, StepTokens
@@ -56,20 +56,26 @@ class LLMEngine:
         self._ahead: StepInFlight | None = None  # launched while the step before it was in flight
         self._is_stepping = False
         self._aborted_meanwhile: list[Request] = []  # by a logits processor, during a step
+        self._undelivered: list[Request] = []  # ended by a step that failed afterwards
 
     # ---- the loop
 
     def step(self) -> StepOutput:
         """Advance the unfinished requests by one forward pass, and return what it brought.
 
-        If a step fails, all steps in flight are taken back: their requests wait, and are computed anew.
+        If a step fails, all steps in flight are taken back: their requests wait, and are computed anew. Requests that
+        had ended before the failure are returned by the next step.
         """
+        if self._undelivered:
+            ended, self._undelivered = self._undelivered, []
+            return StepOutput(outputs=self._deliver(ended, time.monotonic()))
         self._is_stepping = True
         try:
             return self._step_overlapped() if self.enable_overlap else self._step()
         except BaseException:
             self._ahead = None
             roll_back(self.scheduler)
+            self._undelivered = [request for request in self._requests.values() if request.is_finished]
             raise
         finally:
             self._end_step()
@@ -81,7 +87,7 @@ class LLMEngine:
             scheduled = self.scheduler.schedule()
         if not scheduled.chunks:
             return StepOutput()
-        self._note_admitted(scheduled, clock.now)
+        note_admitted(self._requests, scheduled, clock.now)
         with clock.part("build_time_s"):
             batch = build_batch(scheduled, self.scheduler.block_manager.block_tables)
         with clock.part("run_time_s"):
@@ -110,7 +116,7 @@ class LLMEngine:
             scheduled = self.scheduler.schedule()
         if not scheduled.chunks:
             return None
-        self._note_admitted(scheduled, clock.now)
+        note_admitted(self._requests, scheduled, clock.now)
         with clock.part("build_time_s"):
             batch = build_batch(scheduled, self.scheduler.block_manager.block_tables)
         with clock.part("run_time_s"):
@@ -123,7 +129,7 @@ class LLMEngine:
         """Requests get their tokens, and the step's counts and times are noted."""
         self._counters.count_step(scheduled, len(advanced), sum(clock.seconds.values()))
         with clock.part("output_time_s"):
-            outputs = self._make_outputs(scheduled, advanced, tokens, clock.now)
+            outputs = self._deliver(read_tokens(self._requests, scheduled, advanced, tokens), clock.now)
         return StepOutput(
             outputs=outputs,
             num_scheduled_tokens=scheduled.num_scheduled_tokens,
@@ -187,6 +193,7 @@ class LLMEngine:
             self._ahead = None
             self._is_stepping = False
             self._aborted_meanwhile.clear()
+            self._undelivered.clear()
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Text (None if there was none) and token ids of a prompt that this engine can serve, else an error."""
@@ -212,31 +219,15 @@ class LLMEngine:
         self._requests[request.request_id] = request
         self._counters.prompt_tokens += len(request.prompt_token_ids)
 
-    def _note_admitted(self, scheduled: SchedulerOutput, now: float) -> None:
-        """Requests that begin to be served have waited until now."""
-        for seq in scheduled.admitted:
-            request = self._requests.get(seq.request_id)
-            if request is not None and request.scheduled_time is None:
-                request.scheduled_time = now
-
-    def _make_outputs(
-        self, scheduled: SchedulerOutput, advanced: list[tuple[int, Sequence]], tokens: StepTokens, now: float
-    ) -> list[RequestOutput]:
-        """Give the step's tokens to their requests: text, log-probabilities, times, and whether they are done."""
-        read_prompt_logprobs(self._requests, scheduled, tokens)
-        advanced_requests: dict[str, Request] = {}
-        for row, seq in advanced:
-            request = self._requests.get(seq.request_id)
-            if request is not None:  # else it was aborted during this step
-                request.read_token(seq, tokens, row)
-                advanced_requests[seq.request_id] = request
+    def _deliver(self, requests: list[Request], now: float) -> list[RequestOutput]:
+        """Outputs of requests that have read their tokens; requests that are done leave."""
         outputs = []
-        for request_id, request in advanced_requests.items():
+        for request in requests:
             request.end_step(self.scheduler, now)
             if is_finished := request.is_finished:
                 request.finished_time = now
                 self._counters.num_finished += 1
-                del self._requests[request_id]
+                del self._requests[request.request_id]
             if request.stream or is_finished:
                 outputs.append(request.make_output())
         return outputs

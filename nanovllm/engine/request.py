@@ -166,6 +166,31 @@ def decode_token(tokenizer: Any, token_id: int) -> str | None:
     return None if tokenizer is None else tokenizer.decode([token_id])
 
 
+def note_admitted(requests: dict[str, Request], scheduled: SchedulerOutput, now: float) -> None:
+    """Requests that begin to be served have waited until now."""
+    for seq in scheduled.admitted:
+        request = requests.get(seq.request_id)
+        if request is not None and request.scheduled_time is None:
+            request.scheduled_time = now
+
+
+def read_tokens(
+    requests: dict[str, Request],
+    scheduled: SchedulerOutput,
+    advanced: list[tuple[int, Sequence]],
+    tokens: StepTokens,
+) -> list[Request]:
+    """Give a step's tokens and log-probabilities to their requests, and return those that advanced."""
+    read_prompt_logprobs(requests, scheduled, tokens)
+    advanced_requests: dict[str, Request] = {}
+    for row, seq in advanced:
+        request = requests.get(seq.request_id)
+        if request is not None:  # else it was aborted during this step
+            request.read_token(seq, tokens, row)
+            advanced_requests[seq.request_id] = request
+    return list(advanced_requests.values())
+
+
 def read_prompt_logprobs(requests: dict[str, Request], scheduled: SchedulerOutput, tokens: StepTokens) -> None:
     """Give the step's log-probabilities of prompt tokens to their requests, by `request_id`."""
     if tokens.prompt_logprobs is None:

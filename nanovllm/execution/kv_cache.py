@@ -3,8 +3,8 @@
 The attention backend decides what the inside of a block looks like; the `BlockManager` and the `SwapSpace` decide which
 sequence owns which block. `ModelRunner` calls `move_blocks` before each forward pass.
 
-    moves.swap_outs [(3, 0)]    device block 3 -> host block 0      done in this order,
-    moves.swap_ins  [(1, 3)]    host block 1 -> device block 3      in which a step notes them
+    moves.swap_outs [(3, 0)]    device block 3 -> host block 0      always done
+    moves.swap_ins  [(1, 3)]    host block 1 -> device block 3      in this order
     moves.copies    [(5, 6)]    device block 5 -> device block 6: copy-on-write
 """
 

@@ -74,13 +74,13 @@ class ModelRunner:
         self.draw = draw
         self.device = device
         self.kv_cache = KVCache(backend, num_layers, backend.kv_cache_dtype or dtype, device)
-        self.compute: Callable[[ModelRunner, Batch], SampledTokens] = compute_eagerly
+        self.compute: Callable[[ModelRunner, Batch], SampledTokens] = compute_eagerly  # a function, to be wrapped
         self.send = make_sender(device)  # a record of tensors on the host -> the same on the device
         self.newest_ids = torch.empty(0, dtype=torch.int64, device=device)  # what the step before has drawn
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> ArrivingTokens:
-        """Compute the batch, and draw one token for each sequence that catches up."""
+        """Compute the batch, and draw one token for each of the step's samples."""
         with advice_on_step_memory(), torch.cuda.device_of(self.kv_cache.tensor):
             self.kv_cache.move_blocks(batch.moves)
             sampled = self.compute(self, batch)

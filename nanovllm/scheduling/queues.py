@@ -36,7 +36,10 @@ class WaitingQueue:
         arrival = next(self._arrivals)
         for one in (seq, *seq.children):
             one.arrival = arrival
-            one.order = (self.policy(one), arrival, one.sample_index)
+            rank = self.policy(one)
+            if not isinstance(rank, int | float) or rank != rank:
+                raise TypeError(f"scheduling_policy must return a number for each sequence, got {rank!r}")
+            one.order = (rank, arrival, one.sample_index)
         self.add(seq)
 
     def add(self, seq: Sequence) -> None:

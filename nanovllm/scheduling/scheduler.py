@@ -1,10 +1,10 @@
 """Which sequence gets how many tokens of a step?
 
 There is no prefill phase and no decode phase. Every sequence has `num_tokens` tokens, of which `num_computed_tokens`
-are in the KV cache. Each step hands out a budget of tokens so that the sequences catch up, and a sequence that catches
-up gets a new token. So a decode is a chunk of one token and a prefill is one or several larger chunks; chunked prefill
-(Sarathi, Agrawal et al. 2023, https://arxiv.org/abs/2308.16369), prefix hits and resumption after preemption are the
-same lines of code.
+are computed, or will be by the steps in flight. Each step hands out a budget of tokens so that the sequences catch up,
+and a sequence that catches up gets a new token. So a decode is a chunk of one token and a prefill is one or several
+larger chunks; chunked prefill (Sarathi, Agrawal et al. 2023, https://arxiv.org/abs/2308.16369), prefix hits and
+resumption after preemption are the same lines of code.
 
 This file decides admission, the share of each step, preemption, and when a sequence ends; the `BlockManager` says
 whether there is room. `LLMEngine.step()` calls `schedule()` before the forward pass and `update()` after it.
@@ -72,13 +72,13 @@ class Scheduler:
         """
         step = Draft(self.max_num_batched_tokens, self.block_manager.begin_step())
         self.in_flight.append(step)  # before the first sequence changes: `roll_back` can undo a half-made step
-        for seq in self.running:  # preemption may shorten the list, from its end
+        for seq in self.running:  # make room from the end of the list, until `seq` fits or is itself the last
             while not self._try_give_tokens(seq, step):
                 if self._preempt_last(step) is seq:
                     break
             if not step.budget:
                 break
-        if not (step.preempted and step.chunks):  # else a preempted sequence would only come back to be preempted again
+        if not step.preempted or not step.chunks:  # a preempted sequence would only come back to be preempted again
             self._admit_waiting(step)
         return self._launch(step)
 
@@ -91,8 +91,6 @@ class Scheduler:
         """
         assert len(new_token_ids) == len(step.samples)
         assert step is self.in_flight[0], "steps are updated in the order in which they were scheduled"
-        self.in_flight.pop(0)
-        self.observer.on_update(step)
         advanced = [(row, seq) for row, seq in enumerate(step.samples) if seq.finish_reason is None]
         for row, seq in advanced:
             if seq.is_beam:  # its search appends a token, when all of its beams have caught up
@@ -103,16 +101,18 @@ class Scheduler:
                 self.finish(seq, "stop", seq.stop_token_ids[token_id])
             elif seq.num_known_tokens >= seq.max_num_tokens:
                 self.finish(seq, "length", seq.limit_reason)
+        self.in_flight.pop(0)  # not before: if a line above fails, `roll_back` forgets the placeholders
+        self.observer.on_update(step)
         return advanced
 
     def finish(self, seq: Sequence, finish_reason: str, stop_reason: int | str | None = None) -> None:
         """End `seq` wherever it is: a step in flight may still compute it, and its token is dropped."""
-        if seq in self.running:  # not `seq.status`: an interrupt may have struck between the two
+        seq.status, seq.finish_reason, seq.stop_reason = SequenceStatus.FINISHED, finish_reason, stop_reason
+        if seq in self.running:
             self.running.remove(seq)
         else:
             self.waiting.discard(seq)
         self.release(seq)
-        seq.status, seq.finish_reason, seq.stop_reason = SequenceStatus.FINISHED, finish_reason, stop_reason
         self.observer.on_finish(seq)
 
     def _try_give_tokens(self, seq: Sequence, step: Draft) -> bool:
@@ -121,7 +121,7 @@ class Scheduler:
         num_new_tokens = seq.num_tokens - start
         if num_new_tokens > 1:
             num_new_tokens = min(num_new_tokens, step.budget, self.max_chunk_len)
-        if num_new_tokens == 0:  # caught up: waits for the other beams, or for its last token
+        if num_new_tokens == 0:  # caught up: a beam that waits for others, or the last token is in flight
             return True
         if not self.block_manager.try_allocate(seq, start + num_new_tokens):
             return False
@@ -173,7 +173,8 @@ class Scheduler:
         seq.expect_nothing()
 
     def _preempt_last(self, step: Draft) -> Sequence:
-        """The last sequence in order loses its blocks and waits; if it has caught up, its next token will queue it."""
+        """The last sequence in order loses its blocks; a caught-up beam is queued with its next token (`forks.resume`)."""
+        assert self.in_flight == [step], "`can_schedule_ahead` has found blocks for all"
         seq = self.running.pop()
         has_caught_up = seq.num_computed_tokens == seq.num_tokens
         step.preempted.append(seq)

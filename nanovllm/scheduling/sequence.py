@@ -15,11 +15,14 @@ placeholder -1 - row, where row is its row among the tokens of the step:
     step scheduled       token_ids [ 11  7  42  5 | 90  13 ] -1      num_tokens 7, num_computed_tokens 6
     step has run         token_ids [ 11  7  42  5 | 90  13  63 ]     num_tokens 7, num_computed_tokens 6
 
-So `num_tokens` counts the tokens that steps in flight will bring, and `num_computed_tokens` those that the steps
-launched so far compute; `num_known_tokens`, `view` and `output_token_ids` are about known tokens alone.
+So `num_computed_tokens` counts the tokens that the steps launched so far compute, and `num_tokens` includes tokens in
+flight; but not the last token of a sequence, which no step computes, nor that of a beam, which its search chooses.
+`num_known_tokens`, `view` and `output_token_ids` are about known tokens alone. A sequence has *caught up* when
+`num_computed_tokens == num_tokens`.
 """
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
 from nanovllm.sampling_params import SamplingParams
@@ -28,11 +31,12 @@ from nanovllm.scheduling.int_array import IntArray
 
 
 class SequenceStatus(Enum):
-    WAITING = auto()  # owns no blocks
-    RUNNING = auto()  # owns blocks, gets tokens of every step's budget
+    WAITING = auto()  # owns no blocks; queued, or it will be: a child to come, a preempted beam that has caught up
+    RUNNING = auto()  # owns blocks, gets tokens while the budget lasts
     FINISHED = auto()
 
 
+@dataclass(eq=False, slots=True)
 class Sequence:
     """The state of one sequence; `prompt_token_ids` are int32 token ids, at least one.
 
@@ -40,94 +44,58 @@ class Sequence:
     last token of the prompt, and each goes on with a token of its own (`forks.py`).
     """
 
-    __slots__ = (
-        "arrival",
-        "bad_word_ids",
-        "block_hashes",
-        "block_table",
-        "children",
-        "finish_reason",
-        "has_shared_tail",
-        "host_block_ids",
-        "is_beam",
-        "is_plain_sampling",
-        "limit_reason",
-        "max_num_tokens",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_places",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_registered_blocks",
-        "num_tokens",
-        "order",
-        "parent_serial",
-        "priority",
-        "reads_output",
-        "request_id",
-        "sample_index",
-        "sampling_params",
-        "seed",
-        "status",
-        "stop_reason",
-        "stop_token_ids",
-        "token_ids",
-    )
+    request_id: str
+    prompt_token_ids: InitVar[SequenceOf[int]]
+    sampling_params: SamplingParams
+    eos_token_ids: InitVar[frozenset[int]] = frozenset()
+    priority: int = 0
+    seed: int = 0
+    sample_index: int = 0
+    bad_word_ids: SequenceOf[SequenceOf[int]] = ()  # each a word that must not appear, as tokens
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: SequenceOf[int],
-        sampling_params: SamplingParams,
-        eos_token_ids: frozenset[int] = frozenset(),
-        priority: int = 0,
-        seed: int = 0,
-        sample_index: int = 0,
-        bad_word_ids: SequenceOf[SequenceOf[int]] = (),
-    ) -> None:
-        self.request_id = request_id
-        self.priority = priority
-        self.status = SequenceStatus.WAITING
-        self.arrival = 0  # number of sequences that arrived before
-        self.order: tuple = ()  # its place in the policy's order; `WaitingQueue` sets both
+    status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
+    arrival: int = field(default=0, init=False)  # number of sequences that arrived before
+    order: tuple = field(default=(), init=False)  # its place in the policy's order; `WaitingQueue` sets both
 
+    token_ids: IntArray = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)
+    num_computed_tokens: int = field(default=0, init=False)
+    num_cached_tokens: int | None = field(default=None, init=False)  # of the prompt, when it was first admitted
+    num_preemptions: int = field(default=0, init=False)
+
+    # the end: `limit_growth` sets the limit, and the stop_reason that reaching it gives
+    max_num_tokens: int = field(default=0, init=False)
+    limit_reason: str | None = field(default=None, init=False)
+    # every token that ends the sequence, with the stop_reason it gives (None for the model's own end tokens)
+    stop_token_ids: dict[int, int | None] = field(init=False)
+    finish_reason: str | None = field(default=None, init=False)  # "stop", "length" or "abort"
+    stop_reason: int | str | None = field(default=None, init=False)
+
+    is_plain_sampling: bool = field(init=False)  # greedy, or a temperature alone
+    reads_output: bool = field(init=False)  # the sampler has to know the newest token to choose the next one
+
+    # several sequences of one request; skip at first reading
+    children: list["Sequence"] = field(default_factory=list, init=False)
+    num_places: int = field(default=1, init=False)  # of max_num_seqs: its own, and those of children to come
+    is_beam: bool = field(default=False, init=False)  # one candidate of `beam_search.py`, which chooses its tokens
+
+    # written by the block manager and its parts alone
+    block_table: BlockTable = field(default_factory=BlockTable, init=False)
+    has_shared_tail: bool = field(default=False, init=False)  # others may own the block of its next token
+    block_hashes: list[int] = field(default_factory=list, init=False)  # of its leading full blocks, computed once
+    num_registered_blocks: int = field(default=0, init=False)  # leading blocks that the prefix cache knows
+    parent_serial: int = field(default=0, init=False)  # the serial number (see `CachedBlock`) of the last of those
+    host_block_ids: list[int] = field(default_factory=list, init=False)  # where K and V are while swapped out
+
+    def __post_init__(self, prompt_token_ids: SequenceOf[int], eos_token_ids: frozenset[int]) -> None:
+        params = self.sampling_params
         self.token_ids = IntArray(prompt_token_ids)
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
-        self.num_computed_tokens = 0
-        self.num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache; None until admitted
-        self.num_preemptions = 0
-
-        # the end: `limit_growth` sets the limit, and the stop_reason that reaching it gives
-        self.max_num_tokens = 0
-        self.limit_reason: str | None = None
-        # every token that ends the sequence, with the stop_reason it gives (None for the model's own end tokens)
-        eos = () if sampling_params.ignore_eos else eos_token_ids
-        self.stop_token_ids: dict[int, int | None] = {i: i for i in sampling_params.stop_token_ids or ()}
-        self.stop_token_ids.update(dict.fromkeys(eos))
-        self.finish_reason: str | None = None  # "stop", "length" or "abort"
-        self.stop_reason: int | str | None = None
-
-        # what the sampler reads
-        self.sampling_params = sampling_params
-        self.is_plain_sampling = sampling_params.is_plain
-        self.seed = seed
-        self.sample_index = sample_index
-        self.bad_word_ids = bad_word_ids  # each a word that must not appear, as tokens
-        # whether the sampler has to know the newest token to choose the next one
-        self.reads_output = sampling_params.reads_output or any(len(word) > 1 for word in bad_word_ids)
-
-        # several sequences of one request; skip at first reading
-        self.children: list[Sequence] = []
-        self.num_places = 1  # of max_num_seqs that it takes: its own, and those of children to come
-        self.is_beam = False  # one candidate of `beam_search.py`, which chooses its tokens
-
-        # written by the block manager and its parts alone
-        self.block_table = BlockTable()
-        self.has_shared_tail = False  # the block that its next token goes to may have other owners
-        self.block_hashes: list[int] = []  # of the leading full blocks, each computed once in the sequence's life
-        self.num_registered_blocks = 0  # leading blocks that the prefix cache knows
-        self.parent_serial = 0  # the serial number (see `CachedBlock`) of the last of those
-        self.host_block_ids: list[int] = []  # where its K and V are while it is swapped out
+        self.stop_token_ids = {i: i for i in params.stop_token_ids or ()}
+        self.stop_token_ids.update(dict.fromkeys(() if params.ignore_eos else eos_token_ids))
+        self.is_plain_sampling = params.is_plain
+        self.reads_output = params.reads_output or any(len(word) > 1 for word in self.bad_word_ids)
 
     @property
     def num_known_tokens(self) -> int:

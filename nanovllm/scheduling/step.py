@@ -33,7 +33,7 @@ class Draft:
         self.chunks: list[Chunk] = []
         self.admitted: list[Sequence] = []
         self.preempted: list[Sequence] = []
-        self.samples: list[Sequence] = []  # decided with the chunks, at the end
+        self.samples: list[Sequence] = []  # always empty: `roll_back` reads drafts and outputs alike
         self.new_blocks = new_blocks
 
 
