@@ -11,7 +11,7 @@ import random
 import pytest
 
 from nanovllm import Config, LLMEngine, SamplingParams
-from nanovllm.execution.cuda_graph import CudaGraphs, graph_sizes
+from nanovllm.execution.cuda_graph import CudaGraphs, ReplayedDecodes, graph_sizes
 from nanovllm.kernels.cuda.decoder_layer import TritonDecoderLayer
 from nanovllm.kernels.cuda.sample import draw_tokens
 from tests.conftest import hf_greedy
@@ -35,7 +35,7 @@ def make_engine(folder, **options):
     recorder = OperationRecorder()
     graphs = CudaGraphs(runner.model, runner.kv_cache.tensor, draw_tokens, graph_sizes(3), 4, recorder)
     graphs.record_all()
-    runner.graphs = graphs
+    runner.compute = ReplayedDecodes(graphs)
     return engine, recorder, LateRunner(engine)
 
 
