@@ -28,6 +28,43 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore += KERNEL_TESTS
 
 
+def spare_the_interpreter():
+    """Triton's interpreter prepares `triton.language` anew whenever a kernel calls another function, and spends half of
+    its time so. Once for each module that has such functions is enough.
+    """
+    from triton.runtime import interpreter
+
+    prepared = set()
+
+    def call(self, *args, **kwargs):
+        if self.fn.__module__ not in prepared:
+            interpreter._patch_lang(self.fn)
+            prepared.add(self.fn.__module__)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    spare_the_interpreter()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """The whole suite runs in as many processes as there are cores. Files and tests by name run in this one, where they
+    begin sooner and can be debugged, and so does everything beside a GPU, whose memory is one for all.
+    """
+    options = config.option
+    is_whole = config.args_source is config.ArgsSource.TESTPATHS and not options.keyword
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if is_worker or not is_whole or not config.pluginmanager.hasplugin("xdist") or torch.cuda.is_available():
+        return
+    if options.numprocesses is None and not options.usepdb and options.capture != "no":
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if num_cores > 1:
+            options.numprocesses, options.dist = min(num_cores, 8), "worksteal"
+
+
 @pytest.fixture(autouse=True)
 def _leave_the_gpu_as_it_was():
     """What a test held there goes when it ends: other processes may test on the same GPU."""
