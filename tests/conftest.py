@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import os
 import shutil
 import sys
@@ -13,6 +14,7 @@ import transformers
 
 # On models this small a second thread only waits for the first.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # nor do processes that tests start want to wait for each other
 transformers.utils.logging.disable_progress_bar()
 
 # These need a GPU or Triton's interpreter; test_triton_attention.py runs them in the latter.
@@ -63,6 +65,28 @@ def pytest_cmdline_main(config):
         num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if num_cores > 1:
             options.numprocesses, options.dist = min(num_cores, 8), "worksteal"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test with the mark `sparse`, all cases are slow but so many that each value of each parameter is met; with
+    `sparse(2)`, each pair of values of two parameters.
+    """
+    grids = {}
+    for item in items:
+        if item.get_closest_marker("sparse") and not item.get_closest_marker("slow"):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in grids.values():
+        size = next(iter(cases[0].get_closest_marker("sparse").args), 1)
+        unmet = {}
+        for case in cases:
+            values = sorted((name, repr(value)) for name, value in case.callspec.params.items())
+            unmet[case] = set(itertools.combinations(values, size))
+        while any(unmet.values()):
+            met = unmet.pop(max(unmet, key=lambda case: len(unmet[case])))
+            unmet = {case: combinations - met for case, combinations in unmet.items()}
+        for case in unmet:
+            case.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -96,6 +96,7 @@ def rounded(positions):
 
 @pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 @pytest.mark.parametrize("kind", [*KINDS, "all kinds"])
+@pytest.mark.sparse
 def test_outputs_are_the_same(with_tokenizer, kind, options):
     rng, stem = random.Random(1), ids(20)
     requests = []

@@ -344,6 +344,7 @@ def run_layer(config, dtype, twin_backend=TritonAttention, plain_backend=TorchAt
 )
 @pytest.mark.parametrize("backend", [TritonAttention, TorchAttention])
 @pytest.mark.parametrize("max_few_tokens", [0, few_tokens.MAX_TOKENS])
+@pytest.mark.sparse(2)
 def test_the_twin_equals_the_layer(monkeypatch, options, backend, max_few_tokens):
     monkeypatch.setattr(few_tokens, "MAX_TOKENS", max_few_tokens)
     plain, twin, plain_cache, twin_cache = run_layer(small_config(**options), torch.float32, backend)
