@@ -30,6 +30,16 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore += KERNEL_TESTS
 
 
+def examples(n):
+    """For hypothesis: all of them in a sweep (`pytest -m slow`), a third by default."""
+    return n if os.environ.get("NANOVLLM_SWEEP") else n // 3
+
+
+def pytest_configure(config):
+    if config.option.markexpr == "slow":
+        os.environ["NANOVLLM_SWEEP"] = "1"  # read by `examples`, in the processes of pytest-xdist too
+
+
 def spare_the_interpreter():
     """Triton's interpreter prepares `triton.language` anew whenever a kernel calls another function, and spends half of
     its time so. Once for each module that has such functions is enough.
@@ -70,10 +80,12 @@ def pytest_cmdline_main(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Of a test with the mark `sparse`, all cases are slow but so many that each value of each parameter is met; with
-    `sparse(2)`, each pair of values of two parameters.
+    `sparse(2)`, each pair of values of two parameters. One with the mark `examples` is run by the sweep as well.
     """
     grids = {}
     for item in items:
+        if item.get_closest_marker("examples") and os.environ.get("NANOVLLM_SWEEP"):
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("sparse") and not item.get_closest_marker("slow"):
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in grids.values():

@@ -694,7 +694,7 @@ FAILING_PROMPTS = {
 @pytest.mark.parametrize("num_kv_blocks", [64, 12])
 @pytest.mark.parametrize("budget", [6, 8192])
 @both_ways
-@pytest.mark.sparse(2)
+@pytest.mark.sparse
 def test_a_step_that_fails_loses_nothing(checkpoint, answer, when, exception, num_kv_blocks, budget, overlap):
     """Each step in turn fails once; blocks that the failed step was to fill are never taken for filled.
 

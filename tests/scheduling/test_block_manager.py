@@ -17,6 +17,7 @@ import nanovllm.scheduling.block_manager
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.block_manager import BlockManager, hash_block
 from nanovllm.scheduling.sequence import Sequence
+from tests.conftest import examples
 from tests.fake_kv_cache import (
     FakeKVCache,
     WriterCheck,
@@ -364,14 +365,14 @@ class BlindHashMachine(BlockManagerMachine):
 
 
 SETTINGS = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True, report_multiple_bugs=False
+    max_examples=examples(100), stateful_step_count=40, deadline=None, derandomize=True, report_multiple_bugs=False
 )
-TestRealHash = BlockManagerMachine.TestCase
-TestConstantHash = ConstantHashMachine.TestCase
-TestWeakHash = WeakHashMachine.TestCase
-TestBlindHash = BlindHashMachine.TestCase
+TestRealHash = pytest.mark.examples(BlockManagerMachine.TestCase)
+TestConstantHash = pytest.mark.examples(ConstantHashMachine.TestCase)
+TestWeakHash = pytest.mark.examples(WeakHashMachine.TestCase)
+TestBlindHash = pytest.mark.examples(BlindHashMachine.TestCase)
 TestConstantHash.settings = TestWeakHash.settings = TestBlindHash.settings = SETTINGS
-TestRealHash.settings = settings(SETTINGS, max_examples=300)
+TestRealHash.settings = settings(SETTINGS, max_examples=examples(300))
 
 
 # ---- prefix hits, by hand
