@@ -240,6 +240,14 @@ def all_cases(arch: int, is_quick: bool = False) -> Iterator[Case]:
             yield Case(kernel, arch, dtype)
 
 
+def one_of_each(arch: int) -> list[Case]:
+    """The first specialisation of each kernel."""
+    first: dict[str, Case] = {}
+    for case in all_cases(arch, is_quick=True):
+        first.setdefault(case.kernel, case)
+    return list(first.values())
+
+
 def compile_case(case: Case) -> tuple[Any, Resources]:
     """The compiled kernel (its `asm` holds every stage) and what it takes."""
     build = BUILDS[case.kernel](case)
@@ -277,13 +285,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, nargs="+", choices=list(GPUS), default=list(GPUS))
     parser.add_argument("--quick", action="store_true", help="only the specialisations that differ most")
+    parser.add_argument("--once", action="store_true", help="only one specialisation of each kernel")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if not args.json:
         print("| kernel | registers | spilled bytes | shared bytes | warps | stages | programs per multiprocessor |")
         print("|---|---|---|---|---|---|---|")
     for arch in args.arch:
-        for case in all_cases(arch, args.quick):
+        for case in one_of_each(arch) if args.once else all_cases(arch, args.quick):
             _, used = compile_case(case)
             programs = used.programs_per_multiprocessor(GPUS[arch])
             if args.json:

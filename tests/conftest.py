@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import itertools
 import os
 import shutil
 import sys
@@ -13,6 +14,7 @@ import transformers
 
 # On models this small a second thread only waits for the first.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # nor do processes that tests start want to wait for each other
 transformers.utils.logging.disable_progress_bar()
 
 # These need a GPU or Triton's interpreter; test_triton_attention.py runs them in the latter.
@@ -26,6 +28,77 @@ KERNEL_TESTS = [
 collect_ignore = []
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore += KERNEL_TESTS
+
+
+def examples(n):
+    """For hypothesis: all of them in a sweep (`pytest -m slow`), a third by default."""
+    return n if os.environ.get("NANOVLLM_SWEEP") else n // 3
+
+
+def pytest_configure(config):
+    if config.option.markexpr == "slow":
+        os.environ["NANOVLLM_SWEEP"] = "1"  # read by `examples`, in the processes of pytest-xdist too
+
+
+def spare_the_interpreter():
+    """Triton's interpreter prepares `triton.language` anew whenever a kernel calls another function, and spends half of
+    its time so. Once for each module that has such functions is enough.
+    """
+    from triton.runtime import interpreter
+
+    prepared = set()
+
+    def call(self, *args, **kwargs):
+        if self.fn.__module__ not in prepared:
+            interpreter._patch_lang(self.fn)
+            prepared.add(self.fn.__module__)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    spare_the_interpreter()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """The whole suite runs in as many processes as there are cores. Files and tests by name run in this one, where they
+    begin sooner and can be debugged, and so does everything beside a GPU, whose memory is one for all.
+    """
+    options = config.option
+    is_whole = config.args_source is config.ArgsSource.TESTPATHS and not options.keyword
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if is_worker or not is_whole or not config.pluginmanager.hasplugin("xdist") or torch.cuda.is_available():
+        return
+    if options.numprocesses is None and not options.usepdb and options.capture != "no":
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if num_cores > 1:
+            options.numprocesses, options.dist = min(num_cores, 8), "worksteal"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of a test with the mark `sparse`, all cases are slow but so many that each value of each parameter is met; with
+    `sparse(2)`, each pair of values of two parameters. One with the mark `examples` is run by the sweep as well.
+    """
+    grids = {}
+    for item in items:
+        if item.get_closest_marker("examples") and os.environ.get("NANOVLLM_SWEEP"):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("sparse") and not item.get_closest_marker("slow"):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in grids.values():
+        size = next(iter(cases[0].get_closest_marker("sparse").args), 1)
+        unmet = {}
+        for case in cases:
+            values = sorted((name, repr(value)) for name, value in case.callspec.params.items())
+            unmet[case] = set(itertools.combinations(values, size))
+        while any(unmet.values()):
+            met = unmet.pop(max(unmet, key=lambda case: len(unmet[case])))
+            unmet = {case: combinations - met for case, combinations in unmet.items()}
+        for case in unmet:
+            case.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

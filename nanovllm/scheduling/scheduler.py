@@ -55,7 +55,6 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence; its children wait with it. `Limits` has checked that it can be served."""
         assert seq.num_tokens <= min(self.max_model_len - 1, self.block_manager.capacity)
-        assert len(seq.children) < self.max_num_seqs
         for one in (seq, *seq.children):
             one.limit_growth(self.max_model_len, self.block_manager.capacity)
         seq.num_places += len(seq.children)
@@ -90,7 +89,7 @@ class Scheduler:
             samples [A, B], new_token_ids [63, 7], B was aborted meanwhile    -> [(0, A)], and A ends with token 63
         """
         assert len(new_token_ids) == len(step.samples)
-        assert step is self.in_flight[0], "steps are updated in the order in which they were scheduled"
+        assert step is self.in_flight[0], "the oldest"
         advanced = [(row, seq) for row, seq in enumerate(step.samples) if seq.finish_reason is None]
         for row, seq in advanced:
             if seq.is_beam:  # its search appends a token, when all of its beams have caught up
@@ -173,7 +172,7 @@ class Scheduler:
         seq.expect_nothing()
 
     def _preempt_last(self, step: Draft) -> Sequence:
-        """The last sequence in order loses its blocks; a caught-up beam is queued with its next token (`forks.resume`)."""
+        """The last sequence in order loses its blocks; a caught-up beam is queued with its next token, by `resume`."""
         assert self.in_flight == [step], "`can_schedule_ahead` has found blocks for all"
         seq = self.running.pop()
         has_caught_up = seq.num_computed_tokens == seq.num_tokens

@@ -51,6 +51,7 @@ def hf_beams(checkpoint, prompt, eos, width, length_penalty, max_tokens):
 @pytest.mark.parametrize("eos", [(), (7,), (7, 11, 19, 50, 231)], ids=["no end", "one end", "many ends"])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
 @pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.sparse
 def test_equals_transformers(tiny_checkpoint, prompts, eos, length_penalty, width):
     llm = make_llm(tiny_checkpoint, eos)
     outputs = llm.beam_search(prompts, BeamSearchParams(width, 12, length_penalty=length_penalty))

@@ -18,6 +18,7 @@ import nanovllm
 from nanovllm import SamplingParams
 from nanovllm.engine.detokenizer import Detokenizer, TokenDecoder
 from tests import tiny_tokenizers
+from tests.conftest import examples
 
 REPLACEMENT = "\ufffd"
 BUNDLED = transformers.AutoTokenizer.from_pretrained(nanovllm.TINY_QWEN3)
@@ -25,7 +26,7 @@ SENTENCEPIECE = tiny_tokenizers.sentencepiece()
 METASPACE = tiny_tokenizers.metaspace()
 TOKENIZERS = {"byte-level": BUNDLED, "sentencepiece": SENTENCEPIECE, "metaspace": METASPACE}
 
-thorough = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+thorough = settings(max_examples=examples(200), deadline=None, derandomize=True, database=None)
 
 
 def decode(tokenizer, token_ids, **fields):
@@ -96,6 +97,7 @@ def test_the_byte_tokens_are_what_they_seem():
 
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 @pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.examples
 def test_streamed_pieces_add_up_to_the_whole_text(name, skip_special_tokens):
     """For any tokens, be they text or not."""
     tokenizer = TOKENIZERS[name]
@@ -112,6 +114,7 @@ def test_streamed_pieces_add_up_to_the_whole_text(name, skip_special_tokens):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.examples
 def test_texts_stream_without_half_characters(name):
     """Tokens of a text, one by one: at no time is there a replacement character in what is shown."""
     tokenizer = TOKENIZERS[name]
@@ -146,6 +149,7 @@ def test_what_is_whole_is_shown_at_once(name):
             assert shown[i] == so_far
 
 
+@pytest.mark.examples
 def test_any_number_of_tokens_at_a_time(name):
     tokenizer = TOKENIZERS[name]
 
@@ -188,6 +192,7 @@ def test_long_runs_of_characters_in_bytes(kind, character):
     assert not any(REPLACEMENT in one for one in shown)
 
 
+@pytest.mark.examples
 def test_bytes_that_never_become_characters_are_shown_and_not_decoded_for_ever():
     """Lone and cut-off bytes of all kinds, as no model should write them: nothing is decoded more than a few times."""
     lengths = []
@@ -203,7 +208,7 @@ def test_bytes_that_never_become_characters_are_shown_and_not_decoded_for_ever()
     )
     cut = st.builds(lambda char, n: char.encode()[:n], st.sampled_from("é€😀"), st.integers(1, 4))
 
-    @settings(max_examples=600, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=examples(600), deadline=None, derandomize=True, database=None)
     @given(st.lists(lone | cut, max_size=8), st.integers(1, 5))
     def check(pieces, num_at_a_time):
         ids = [BYTES["byte-level"][byte] for byte in b"".join(pieces)]
@@ -343,6 +348,7 @@ def undecided(text, stops):
 @pytest.mark.parametrize("min_tokens", [0, 1, 4])
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+@pytest.mark.examples
 def test_stop_strings_are_found_as_by_a_naive_search(kind, include, min_tokens):
     tokenizer = TOKENIZERS[kind]
 

@@ -408,6 +408,7 @@ def test_an_id_may_be_used_again_when_its_request_is_over(checkpoint, answer):
     [("a", True), ("b", True), ("b", False), ("c", True), ("d", False), ("e", True)],
 )
 @both_ways
+@pytest.mark.sparse
 def test_abort_at_every_step(checkpoint, answer, victim, enable_prefix_caching, overlap):
     """Waiting, amid a chunked prefill, decoding, preempted: the others go on, and its prompt works when it comes again.
 
@@ -693,6 +694,7 @@ FAILING_PROMPTS = {
 @pytest.mark.parametrize("num_kv_blocks", [64, 12])
 @pytest.mark.parametrize("budget", [6, 8192])
 @both_ways
+@pytest.mark.sparse
 def test_a_step_that_fails_loses_nothing(checkpoint, answer, when, exception, num_kv_blocks, budget, overlap):
     """Each step in turn fails once; blocks that the failed step was to fill are never taken for filled.
 

@@ -96,6 +96,7 @@ def rounded(positions):
 
 @pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 @pytest.mark.parametrize("kind", [*KINDS, "all kinds"])
+@pytest.mark.sparse
 def test_outputs_are_the_same(with_tokenizer, kind, options):
     rng, stem = random.Random(1), ids(20)
     requests = []
@@ -402,6 +403,7 @@ def test_ids_under_way_are_gathered_from_the_rows_that_they_name():
     assert filled.dtype == torch.int32
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("enable_overlap", [False, True])
 @pytest.mark.parametrize("nth_step", range(1, 8))
 @pytest.mark.parametrize("nth_call", [1, 2, 3])

@@ -88,6 +88,7 @@ def replay(checkpoints, request):
 
 @pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 @pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlap"])
+@pytest.mark.sparse
 def test_replay(replay, options, overlap):
     folder, requests, expected = replay
     engine = LLMEngine(Config(folder, dtype="float32", enable_overlap=overlap, **options))

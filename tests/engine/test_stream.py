@@ -503,6 +503,7 @@ def abort_after(engine, requests, num_steps):
 
 @pytest.mark.parametrize("options", ENGINES)
 @pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.sparse
 def test_abort_at_any_moment(folder, undisturbed, name, options):
     """After each number of steps: it ends at once, its blocks are free, and others get what they always get."""
     engine = make_llm(folder, **ENGINES[options][0]).engine

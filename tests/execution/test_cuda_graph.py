@@ -218,6 +218,7 @@ CONFIGURATIONS = {
 
 @pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "samples", "logprobs", "penalties", "biases", "all kinds"])
+@pytest.mark.sparse
 def test_outputs_are_those_of_eager_steps(monkeypatch, with_tokenizer, kind, options):
     rng, stem = random.Random(1), ids(20)
     requests = []

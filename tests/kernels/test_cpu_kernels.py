@@ -214,6 +214,7 @@ def test_layers_of_odd_shapes_stay_as_they_are():
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("block_size", [16, 32, 80])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [*HEADS, (32, 2), (40, 2)])
+@pytest.mark.sparse(2)
 def test_mixed_batch_equals_the_reference(dtype, num_heads, num_kv_heads, block_size, seed):
     backend = CpuAttention(num_heads, num_kv_heads, [32, 64, 96][seed], block_size, dtype)
     step = Step(backend, random_lens(block_size, seed), seed, dtype)

@@ -68,6 +68,7 @@ def check(out, expected, dtype):
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 16])
 @pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.sparse(2)
 def test_norm_linear(num_tokens, inputs, outputs, dtype, has_bias):
     x, norm_weight, weight = make(num_tokens, inputs, outputs, dtype)
     bias = randn(outputs, dtype=dtype, seed=4) if has_bias else None
@@ -81,6 +82,7 @@ def test_norm_linear(num_tokens, inputs, outputs, dtype, has_bias):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("num_tokens", [1, 3, 16])
+@pytest.mark.sparse(2)
 def test_norm_gate_up(num_tokens, inputs, outputs, dtype):
     x, norm_weight, weight = make(num_tokens, inputs, 2 * outputs, dtype)
     out = few_tokens.norm_gate_up(x, norm_weight, EPS, weight)
@@ -93,6 +95,7 @@ def test_norm_gate_up(num_tokens, inputs, outputs, dtype):
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("num_tokens", [1, 5, 16])
 @pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.sparse(2)
 def test_add_linear(num_tokens, inputs, outputs, dtype, has_bias):
     x, _, weight = make(num_tokens, inputs, outputs, dtype)
     bias = randn(outputs, dtype=dtype, seed=4) if has_bias else None

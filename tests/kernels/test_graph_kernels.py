@@ -11,7 +11,7 @@ import random
 import pytest
 
 from nanovllm import Config, LLMEngine, SamplingParams
-from nanovllm.execution.cuda_graph import CudaGraphs, graph_sizes
+from nanovllm.execution.cuda_graph import CudaGraphs, ReplayedDecodes, graph_sizes
 from nanovllm.kernels.cuda.decoder_layer import TritonDecoderLayer
 from nanovllm.kernels.cuda.sample import draw_tokens
 from tests.conftest import hf_greedy
@@ -22,7 +22,11 @@ from tests.recorded_operations import OperationRecorder
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("on a GPU, test_gpu.py records real graphs", allow_module_level=True)
 
-SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128}
+SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64}
+SHAPES = [
+    {**SMALL, "num_hidden_layers": 1},
+    pytest.param({**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2}, marks=pytest.mark.slow),
+]
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 3, "block_size": 16}
 
 
@@ -35,7 +39,7 @@ def make_engine(folder, **options):
     recorder = OperationRecorder()
     graphs = CudaGraphs(runner.model, runner.kv_cache.tensor, draw_tokens, graph_sizes(3), 4, recorder)
     graphs.record_all()
-    runner.graphs = graphs
+    runner.compute = ReplayedDecodes(graphs)
     return engine, recorder, LateRunner(engine)
 
 
@@ -47,8 +51,9 @@ def serve(engine, requests):
     return done
 
 
-def test_greedy_tokens_are_those_of_transformers(checkpoints):
-    folder, model = checkpoints.make(**SHAPE)
+@pytest.mark.parametrize("shape", SHAPES, ids=["one layer", "two layers"])
+def test_greedy_tokens_are_those_of_transformers(checkpoints, shape):
+    folder, model = checkpoints.make(**shape)
     engine, recorder, late = make_engine(folder)
     prompts = [ids(n, seed=n) for n in (3, 16, 33, 1, 20)]
     outputs = serve(engine, [(p, SamplingParams(temperature=0, max_tokens=3 + i)) for i, p in enumerate(prompts)])
@@ -64,8 +69,9 @@ def test_greedy_tokens_are_those_of_transformers(checkpoints):
     [({}, (1, 30)), ({"num_kv_blocks": 4, "max_num_batched_tokens": 24}, (13, 15))],
     ids=["room", "preemption"],
 )
-def test_mixtures_of_draws_are_those_of_eager_steps(checkpoints, options, lens):
-    folder, _ = checkpoints.make(**SHAPE)
+@pytest.mark.parametrize("shape", SHAPES, ids=["one layer", "two layers"])
+def test_mixtures_of_draws_are_those_of_eager_steps(checkpoints, options, lens, shape):
+    folder, _ = checkpoints.make(**shape)
     rng = random.Random(0)
     kinds = [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8, "min_p": 0.01},
              {"temperature": 0}, {"logprobs": 2}, {"repetition_penalty": 1.3}]  # fmt: skip

@@ -344,6 +344,7 @@ def run_layer(config, dtype, twin_backend=TritonAttention, plain_backend=TorchAt
 )
 @pytest.mark.parametrize("backend", [TritonAttention, TorchAttention])
 @pytest.mark.parametrize("max_few_tokens", [0, few_tokens.MAX_TOKENS])
+@pytest.mark.sparse(2)
 def test_the_twin_equals_the_layer(monkeypatch, options, backend, max_few_tokens):
     monkeypatch.setattr(few_tokens, "MAX_TOKENS", max_few_tokens)
     plain, twin, plain_cache, twin_cache = run_layer(small_config(**options), torch.float32, backend)
@@ -364,7 +365,7 @@ def test_the_twin_is_as_close_to_float32_as_the_layer(monkeypatch, dtype, max_fe
     batch = map_tensors(step.batch, lambda t: t.to(DEVICE))
     x = randn(len(batch.positions), config.hidden_size, dtype=dtype, seed=5).float()
     angles = Rotary(config.head_dim, config.rope_theta)(batch.positions, torch.float32)
-    exact = layer(x, *angles, step.layer_cache.to(DEVICE).float(), batch)
+    exact = layer(x, *angles, step.layer_cache.to(DEVICE).float(), batch.metadata)
     assert (twin - exact).norm() <= 1.1 * (plain - exact).norm()
     torch.testing.assert_close(twin, plain, rtol=TOLERANCES[dtype], atol=4 * TOLERANCES[dtype])
 

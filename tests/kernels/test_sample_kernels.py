@@ -184,6 +184,7 @@ def test_rows_of_all_kinds(dtype, chunk, group, capacity):
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
 @pytest.mark.parametrize("shift", [-500.0, 0.0, 500.0])
+@pytest.mark.sparse
 def test_logits_of_any_size(scale, shift):
     kinds = [{**kind, "temperature": kind.get("temperature", 1) * scale} for kind in KINDS[1::2]]
     logits = random_logits(len(kinds), 600, scale=scale) + shift
@@ -232,7 +233,13 @@ def test_what_no_row_asks_for_is_none(names):
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_points"), [({}, 200), ({"top_k": 7, "top_p": 0.8}, 40), ({"min_p": 0.2}, 40), ({"top_p": 0.6}, 40)]
+    ("kind", "num_points"),
+    [
+        ({}, 200),
+        ({"top_k": 7, "top_p": 0.8}, 40),
+        pytest.param({"min_p": 0.2}, 40, marks=pytest.mark.slow),
+        pytest.param({"top_p": 0.6}, 40, marks=pytest.mark.slow),
+    ],
 )
 def test_each_token_has_its_share_of_an_even_grid(kind, num_points):
     logits = random_logits(1, 50, torch.float16, seed=3)
@@ -248,6 +255,7 @@ def test_each_token_has_its_share_of_an_even_grid(kind, num_points):
 
 @pytest.mark.parametrize("kind", [{}, {"top_k": 5}, {"top_p": 0.3}, {"min_p": 0.5}, {"top_k": 70, "top_p": 0.9}])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.sparse
 def test_all_tokens_equally_likely(dtype, kind):
     """All are as likely as the k-th: none is left out, and the token is the uniform number's."""
     uniforms = [0.0, 0.1003, 0.5001, 0.9997, LAST]
@@ -354,7 +362,7 @@ def test_any_strides_and_dtypes():
 # ---- rows do not see each other
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_a_row_is_the_same_alone_and_in_any_batch(dtype):
     """To the last bit, so that no uniform number can tell: those on a border between two tokens are tried too."""
     logits = random_logits(len(KINDS), 700, dtype)

@@ -2,11 +2,11 @@
 real GPUs, how the work is divided, and who may choose it.
 """
 
+import functools
 import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,41 +34,31 @@ FEW_TOKENS = {"norm_linear", "norm_gate_up", "add_linear"}  # what one kernel, `
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-ARCHS = (80, 90, 100, 120)  # A100, H100, B200, and an RTX 5090, which has least shared memory
+ARCHS = [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))]
+"""H100; then A100, B200, and an RTX 5090, which has least shared memory"""
 SPILLS_NOTHING = Version(version("triton")).release[:2] in ((3, 6), (3, 9))  # on the first two; others up to 96 bytes
-# name: environment, arguments. In processes of their own: triton reads TRITON_INTERPRET once, when it is imported.
-JOBS = {
-    **{f"compile {a}": ("0", ["benchmarks.kernel_resources", "--quick", "--json", "--arch", str(a)]) for a in ARCHS},
-    **{f"launch {a}": ("0", ["tests.launched_kernels", str(a)]) for a in ARCHS},
-}
-if not torch.cuda.is_available():  # else they run on the GPU
-    JOBS |= {file: ("1", ["pytest", "-x", "-p", "no:cacheprovider", f"tests/{file}"]) for file in KERNEL_TESTS}
 
 
-def run_job(name):
-    interpret, arguments = JOBS[name]
+@functools.cache
+def run_job(*arguments, interpret="0"):
+    """In a process of its own: triton reads TRITON_INTERPRET once, when it is imported."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": interpret}
     command = [sys.executable, "-m", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.fixture(scope="module")
-def jobs():
-    """All of them, as many at a time as there are cores; the first test that asks for one has them all begin."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {name: pool.submit(run_job, name) for name in reversed(JOBS)}  # the longest first
-        pool.shutdown(cancel_futures=True)
-
-
-@pytest.mark.parametrize("file", [file for file in KERNEL_TESTS if file in JOBS])
+@pytest.mark.parametrize("sweep", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("file", KERNEL_TESTS)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU")
 @pytest.mark.skipif(
     Version(version("triton")) < Version("3.7") and Version(version("numpy")) >= Version("2.4"),
     reason="the interpreter of Triton 3.6 needs NumPy before 2.4",
 )
-def test_kernels_in_the_interpreter(jobs, file):
-    done = jobs[file].result()
-    assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+def test_kernels_in_the_interpreter(file, sweep):
+    done = run_job("pytest", "-x", "-p", "no:cacheprovider", "-m", sweep, f"tests/{file}", interpret="1")
+    no_tests = sweep == "slow" and done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert done.returncode == 0 or no_tests, done.stdout[-10000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout or no_tests
 
 
 # ---- what the kernels compile to
@@ -79,16 +69,21 @@ def may_spill(arch):
     return 0 if arch in (80, 90) and SPILLS_NOTHING else 96
 
 
-@pytest.fixture(scope="module", params=ARCHS)
-def resources(request, jobs):
-    """One dict for each specialisation, but for float16, which differs from bfloat16 in a type only."""
-    done = jobs[f"compile {request.param}"].result()
+@pytest.fixture(
+    scope="module",
+    params=[(90, "--once"), *(pytest.param((arch, "--quick"), marks=pytest.mark.slow) for arch in (80, 90, 100, 120))],
+    ids=lambda param: f"{param[0]}{param[1]}",
+)
+def resources(request):
+    """One dict for each kernel, or for each specialisation but float16, which differs from bfloat16 in a type only."""
+    arch, which = request.param
+    done = run_job("benchmarks.kernel_resources", which, "--json", "--arch", str(arch))
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def test_kernels_hardly_spill(resources):
-    assert len(resources) >= 20
+    assert len(resources) >= len(KERNELS)
     for used in resources:
         assert used["spill_bytes"] <= may_spill(int(used["case"].split()[1].removeprefix("sm_"))), used
 
@@ -113,9 +108,9 @@ def test_all_kernels_are_compiled(resources):
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_what_is_launched_compiles(jobs, arch):
+def test_what_is_launched_compiles(arch):
     """The interpreter takes all arguments and options, the compiler does not."""
-    done = jobs[f"launch {arch}"].result()
+    done = run_job("tests.launched_kernels", str(arch))
     assert done.returncode == 0, done.stderr[-5000:]
     launched = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     of_fused_layers = KERNELS - {"store_kv_kernel"}  # which is for layers of PyTorch

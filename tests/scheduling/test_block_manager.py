@@ -20,6 +20,7 @@ from nanovllm.scheduling.observer import count_empty_slots
 from nanovllm.scheduling.prefix_cache import hash_block
 from nanovllm.scheduling.sequence import Sequence
 from nanovllm.scheduling.swap import Swap, SwapSpace
+from tests.conftest import examples
 from tests.fake_kv_cache import (
     FakeKVCache,
     WriterCheck,
@@ -363,14 +364,14 @@ class BlindHashMachine(BlockManagerMachine):
 
 
 SETTINGS = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True, report_multiple_bugs=False
+    max_examples=examples(100), stateful_step_count=40, deadline=None, derandomize=True, report_multiple_bugs=False
 )
-TestRealHash = BlockManagerMachine.TestCase
-TestConstantHash = ConstantHashMachine.TestCase
-TestWeakHash = WeakHashMachine.TestCase
-TestBlindHash = BlindHashMachine.TestCase
+TestRealHash = pytest.mark.examples(BlockManagerMachine.TestCase)
+TestConstantHash = pytest.mark.examples(ConstantHashMachine.TestCase)
+TestWeakHash = pytest.mark.examples(WeakHashMachine.TestCase)
+TestBlindHash = pytest.mark.examples(BlindHashMachine.TestCase)
 TestConstantHash.settings = TestWeakHash.settings = TestBlindHash.settings = SETTINGS
-TestRealHash.settings = settings(SETTINGS, max_examples=300)
+TestRealHash.settings = settings(SETTINGS, max_examples=examples(300))
 
 
 # ---- prefix hits, by hand

@@ -26,6 +26,7 @@ from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.sequence import Sequence, SequenceStatus
 from nanovllm.scheduling.step import BlockMoves, SchedulerOutput
 from nanovllm.scheduling.swap import Swap, SwapSpace
+from tests.conftest import examples
 from tests.fake_kv_cache import (
     FakeKVCache,
     WriterCheck,
@@ -581,14 +582,14 @@ class OverlapBeamMachine(BeamMachine):
 
 
 SETTINGS = settings(stateful_step_count=30, deadline=None, derandomize=True, report_multiple_bugs=False)
-TestTraffic = SchedulerMachine.TestCase
-TestTraffic.settings = settings(SETTINGS, max_examples=250)
-TestTrafficWithOverlap = OverlapMachine.TestCase
-TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=250)
-TestTrafficWithBeamsAndOverlap = OverlapBeamMachine.TestCase
-TestTrafficWithBeamsAndOverlap.settings = settings(SETTINGS, max_examples=60)
-TestTrafficWithBeams = BeamMachine.TestCase
-TestTrafficWithBeams.settings = settings(SETTINGS, max_examples=100)
+TestTraffic = pytest.mark.examples(SchedulerMachine.TestCase)
+TestTraffic.settings = settings(SETTINGS, max_examples=examples(250))
+TestTrafficWithOverlap = pytest.mark.examples(OverlapMachine.TestCase)
+TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(250))
+TestTrafficWithBeamsAndOverlap = pytest.mark.examples(OverlapBeamMachine.TestCase)
+TestTrafficWithBeamsAndOverlap.settings = settings(SETTINGS, max_examples=examples(60))
+TestTrafficWithBeams = pytest.mark.examples(BeamMachine.TestCase)
+TestTrafficWithBeams.settings = settings(SETTINGS, max_examples=examples(100))
 
 
 # ---- budget and order
