@@ -43,7 +43,7 @@ SWEPT_DECODES, SWEPT_PREFILLS = ((1, 4096), (1, 32768), (32, 1024), (256, 1024))
 
 
 def make_step(backend: AttentionBackend, lens: list[tuple[int, int]], is_decode: bool, dtype: torch.dtype) -> Any:
-    """Sequences of (new, computed) tokens, blocks anywhere: what `attend` reads of a Batch, q and the cache."""
+    """Sequences of (new, computed) tokens, blocks anywhere: q, the cache and the metadata that `attend` takes."""
     size = backend.block_size
     seq_lens = [new + computed for new, computed in lens]
     num_blocks = [-(-seq_len // size) for seq_len in seq_lens]
