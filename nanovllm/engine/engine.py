@@ -4,7 +4,7 @@
        ─model(…, kv_cache)→ logits ─sample()→ token ids ─update()→ advanced sequences ─make_output()→ RequestOutput
 
 One call for each arrow, forward only. This file joins the parts and reads the clock at the arrows; it decides nothing
-about memory or order. `LLM.generate` drives it, or anybody who calls `add_request` and `step`. `assembly.py` makes the
+about memory or order. `LLM` drives it, or your own loop over `add_request` and `step`. `assembly.py` makes the
 parts, `intake.py` makes requests, `request.py` makes outputs.
 """
 
@@ -61,14 +61,13 @@ class LLMEngine:
     # ---- the loop
 
     def step(self) -> StepOutput:
-        """Advance the unfinished requests by one forward pass, and return what it brought.
+        """Advance the unfinished requests by one forward pass, and return the outputs of those that advanced.
 
         If a step fails, all steps in flight are taken back: their requests wait, and are computed anew. Requests that
         had ended before the failure are returned by the next step.
         """
         if self._undelivered:
-            ended, self._undelivered = self._undelivered, []
-            return StepOutput(outputs=self._deliver(ended, time.monotonic()))
+            return self._deliver_late()
         self._is_stepping = True
         try:
             return self._step_overlapped() if self.enable_overlap else self._step()
@@ -179,14 +178,15 @@ class LLMEngine:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        if self._is_stepping:  # the scheduler is at work: it hears of the end when the step is done
+        self._undelivered = [other for other in self._undelivered if other is not request]
+        if self._is_stepping:  # the scheduler is at work: `_end_step` ends the request
             self._aborted_meanwhile.append(request)
         else:
             request.abort(self.scheduler, time.monotonic())
         return request.make_output()
 
     def recover(self) -> None:
-        """After an interrupt, which may strike between any two lines: if no request is left, start on clean books."""
+        """After an interrupt, which can come between any two lines: if no request is left, make a new scheduler."""
         if not self._requests:
             self.scheduler = make_scheduler(self.config, self._parts, self._decided)
             self._decided.on_roll_back()
@@ -220,7 +220,7 @@ class LLMEngine:
         self._counters.prompt_tokens += len(request.prompt_token_ids)
 
     def _deliver(self, requests: list[Request], now: float) -> list[RequestOutput]:
-        """Outputs of requests that have read their tokens; requests that are done leave."""
+        """Outputs of requests that have read their tokens; finished requests are removed."""
         outputs = []
         for request in requests:
             request.end_step(self.scheduler, now)
@@ -231,6 +231,14 @@ class LLMEngine:
             if request.stream or is_finished:
                 outputs.append(request.make_output())
         return outputs
+
+    def _deliver_late(self) -> StepOutput:
+        """Outputs of requests that ended in a step which failed afterwards."""
+        for request in self._undelivered:
+            request.read_rest()
+        outputs = self._deliver(self._undelivered, time.monotonic())
+        self._undelivered = []
+        return StepOutput(outputs=outputs)
 
     def _end_step(self) -> None:
         """Requests that were aborted during the step end now."""

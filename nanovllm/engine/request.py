@@ -101,6 +101,11 @@ class Request:
         if self.reads_each_step or seq.finish_reason is not None:
             completion.read_text()
 
+    def read_rest(self) -> None:
+        """Read the text of tokens that a failed step has appended; done twice, this changes nothing."""
+        for completion in self.completions:
+            completion.read_text()
+
     def end_step(self, scheduler: Scheduler, now: float) -> None:
         """After all tokens of a step have been read: end the sequences whose text holds a stop string."""
         self.token_times.append(now)

@@ -37,7 +37,7 @@ class Batch:
     positions: torch.Tensor  # [num_tokens] int32
     metadata: AttentionMetadata  # which token belongs to which sequence, and where K and V lie
     logits_indices: torch.Tensor  # [num_samples] int32
-    has_expected_ids: bool  # an input id below 0 is -1 - row: what the step before has drawn in this row
+    has_expected_ids: bool  # an input id below 0 is -1 - row: the token that the step before has drawn in this row
     sampling: SamplingBatch  # what the num_samples rows ask for
     prompt_logprobs: PromptLogprobs | None  # the rows whose prompt's log-probabilities are wanted
     moves: BlockMoves  # blocks to be copied before the forward pass

@@ -31,7 +31,7 @@ def sample(
 ) -> tuple[torch.Tensor, Logprobs | None]:
     """logits: [num_samples, vocab_size] -> token ids [num_samples] int64, and log-probabilities if a row wants them
 
-    The logits stay as they are. `draw` is `draw_tokens` (also for None), or a faster twin of it.
+    The logits stay as they are. `draw` defaults to `draw_tokens`; a faster twin may take its place.
     """
     draw = draw or draw_tokens
     token_ids = draw(process(logits, sampling), *sampling.draw_arguments)
@@ -49,7 +49,7 @@ def draw_tokens(
     min_p: torch.Tensor | None = None,
     max_top_k: int = 0,
 ) -> torch.Tensor:
-    """logits: [num_samples, vocab_size], as `process` leaves them -> token ids [num_samples] int64
+    """logits: [num_samples, vocab_size], as `process` returns them -> token ids [num_samples] int64
 
     The other tensors have one entry for each row; `SamplingBatch` says what they are, and what None stands for.
     """

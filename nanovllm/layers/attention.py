@@ -22,7 +22,7 @@ from torch import nn
 
 from nanovllm.layers.kv_dtype import gather_blocks, write_slots
 
-GATHERED_ELEMENTS = 1 << 20  # of K and V that are gathered at a time on CPU: what its L2 cache holds
+GATHERED_ELEMENTS = 1 << 20  # of K and V that are gathered at a time on CPU: as many as fit its L2 cache
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def attend_chunk(q: torch.Tensor, layer_cache: torch.Tensor, block_table: torch.
     blocks = block_table[: -(-seq_len // block_size)]
     kv = gather_blocks(layer_cache, blocks, q.dtype)  # [2, num_blocks, block_size, num_kv_heads, head_dim]
     k, v = kv.flatten(1, 2)[:, :seq_len].transpose(1, 2)  # [num_kv_heads, seq_len, head_dim] each
-    # 2. the query heads of a group share a K and V head, which each of them sees through a view
+    # 2. the query heads of a group share a K and V head, `expand` shares it without a copy
     q = q.view(n, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)  # [num_kv_heads, group, n, head_dim]
     k, v = k[:, None].expand(-1, group, -1, -1), v[:, None].expand(-1, group, -1, -1)
     # 3. a token sees every position up to its own, which is seq_len - n + its row

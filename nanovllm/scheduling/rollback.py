@@ -3,7 +3,7 @@
 A step can fail in a forward pass, while its batch is built, or half-way through `schedule()` or `update()`. Kernels of
 the failed steps may still run, but the device does everything in the order of the launches, so the blocks that these
 kernels write to are free at once. Called by `LLMEngine.step()`. An interrupt between two lines that change the same
-sequence may still leave wrong books; `LLMEngine.recover` makes new ones when no request is left.
+sequence may still leave an inconsistent state; `LLMEngine.recover` makes a new scheduler when no request is left.
 """
 
 from nanovllm.scheduling.scheduler import Scheduler

@@ -115,7 +115,7 @@ class Scheduler:
         self.observer.on_finish(seq)
 
     def _try_give_tokens(self, seq: Sequence, step: Draft) -> bool:
-        """As many tokens as `seq` lacks, the budget has, and one may get; False, and no change, if blocks run out."""
+        """Up to min(num_tokens - num_computed_tokens, budget, max_chunk_len); False, and no change, if blocks run out."""
         start = seq.num_computed_tokens
         num_new_tokens = seq.num_tokens - start
         if num_new_tokens > 1:
@@ -152,7 +152,7 @@ class Scheduler:
             self._admit_waiting(step)
 
     def _launch(self, draft: Draft) -> SchedulerOutput:
-        """The step is decided: the tokens that it will bring get their places."""
+        """The step is decided: append a placeholder for each token that it draws."""
         step = finish_draft(draft, self.max_num_batched_tokens - draft.budget, self.preemption.take_moves())
         if not step.chunks:
             self.in_flight.pop()
@@ -167,7 +167,7 @@ class Scheduler:
         return step
 
     def release(self, seq: Sequence) -> None:
-        """Take the blocks of `seq`, and forget the tokens that steps in flight would bring it."""
+        """Take the blocks of `seq`, and forget the placeholders of its tokens in flight."""
         self.preemption.drop(seq)
         seq.expect_nothing()
 

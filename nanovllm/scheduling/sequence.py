@@ -99,7 +99,7 @@ class Sequence:
 
     @property
     def num_known_tokens(self) -> int:
-        """Prompt and output, without the tokens that steps in flight will bring."""
+        """Prompt and output, without the tokens in flight."""
         return self.token_ids.length
 
     @property
@@ -126,7 +126,7 @@ class Sequence:
             self.num_tokens = ids.length
 
     def expect_nothing(self) -> None:
-        """The steps in flight will bring no token: forget the placeholders."""
+        """Forget the placeholders: no token in flight will be appended."""
         self.num_tokens = self.token_ids.length
 
     def note_cached_tokens(self) -> None:

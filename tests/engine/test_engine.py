@@ -17,6 +17,7 @@ import transformers
 
 from nanovllm import Config, LLMEngine, RequestOutput, SamplingParams, StepOutput
 from nanovllm.execution.model_runner import StepTokens
+from nanovllm.engine.request import Request
 from tests.conftest import hf_greedy
 from tests.late_runner import LateRunner
 
@@ -919,4 +920,34 @@ def test_blocks_in_use_are_what_the_sequences_need(tmp_path, checkpoint, seed):
         assert stats.num_running + stats.num_waiting == len(alive)
         assert stats.num_kv_blocks - stats.num_free_blocks == num_used
     run(engine)
+    assert_at_rest(engine)
+
+
+@both_ways
+def test_a_request_that_ended_in_a_step_that_failed_is_returned_by_the_next(with_tokenizer, overlap, monkeypatch):
+    """The text of one request cannot be read; the other had ended by the same step, and so had the first."""
+    engine = make_engine(with_tokenizer, overlap)
+    for name in "ab":
+        engine.add_request(name, ids(4, seed=ord(name)), greedy(3))
+    read_token, calls = Request.read_token, iter(range(100))
+
+    def broken(self, *arguments):
+        if next(calls) == 4:  # `a` in the step that is the last for both
+            raise RuntimeError("no text")
+        return read_token(self, *arguments)
+
+    monkeypatch.setattr(Request, "read_token", broken)
+    outputs, num_failures = {}, 0
+    for _ in range(20):
+        try:
+            outputs |= {output.request_id: output for output in engine.step().outputs if output.finished}
+        except RuntimeError:
+            num_failures += 1
+        if not engine.has_unfinished_requests():
+            break
+    assert num_failures == 1
+    assert sorted(outputs) == ["a", "b"]
+    for output in outputs.values():
+        assert len(output.outputs[0].token_ids) == 3
+        assert output.outputs[0].text == engine.tokenizer.decode(output.outputs[0].token_ids)
     assert_at_rest(engine)
