@@ -74,9 +74,9 @@ class ModelRunner:
         self.draw = draw
         self.device = device
         self.kv_cache = KVCache(backend, num_layers, backend.kv_cache_dtype or dtype, device)
-        self.compute: Callable[[ModelRunner, Batch], SampledTokens] = compute_eagerly  # a function, to be wrapped
+        self.compute: Callable[[ModelRunner, Batch], SampledTokens] = compute_eagerly  # may be wrapped
         self.send = make_sender(device)  # a record of tensors on the host -> the same on the device
-        self.newest_ids = torch.empty(0, dtype=torch.int64, device=device)  # the token ids that the step before has drawn
+        self.newest_ids = torch.empty(0, dtype=torch.int64, device=device)  # drawn by the step before
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> ArrivingTokens:

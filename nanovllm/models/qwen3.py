@@ -119,5 +119,5 @@ class Qwen3ForCausalLM(nn.Module):
         return self.model(input_ids, positions, metadata, kv_cache)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size]; a method of its own, because few tokens of a batch need logits"""
+        """[num_rows, hidden_size] -> [num_rows, vocab_size]; a method of its own, because few tokens need logits"""
         return self.lm_head.logits(hidden)

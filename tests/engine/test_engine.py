@@ -16,8 +16,8 @@ import torch
 import transformers
 
 from nanovllm import Config, LLMEngine, RequestOutput, SamplingParams, StepOutput
-from nanovllm.execution.model_runner import StepTokens
 from nanovllm.engine.request import Request
+from nanovllm.execution.model_runner import StepTokens
 from tests.conftest import hf_greedy
 from tests.late_runner import LateRunner
 

@@ -65,6 +65,7 @@ def pretend(monkeypatch, processor):
         patch.setattr(cpu, "FLAGS", tuple(flags))
         if processor != "native":
             patch.setattr(cpu, "has_tiles", lambda: False)
+            patch.setattr(cpu, "why_no_tiles_are_shown", lambda: None)
         cpu.load_library.cache_clear()
         yield
     cpu.load_library.cache_clear()
