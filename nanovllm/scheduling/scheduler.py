@@ -115,7 +115,7 @@ class Scheduler:
         self.observer.on_finish(seq)
 
     def _try_give_tokens(self, seq: Sequence, step: Draft) -> bool:
-        """min(num_tokens - num_computed_tokens, budget, max_chunk_len) tokens; False, and no change, if blocks run out."""
+        """Its next tokens, as many as budget and `max_chunk_len` allow; False, and no change, if blocks run out."""
         start = seq.num_computed_tokens
         num_new_tokens = seq.num_tokens - start
         if num_new_tokens > 1:
