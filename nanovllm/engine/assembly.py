@@ -48,6 +48,7 @@ def assemble(config: Config) -> Parts:
     model_class, shape = read_model_config(folder)
     tokenizer = load_tokenizer(folder)
     eos_token_ids = read_eos_token_ids(folder) | tokenizer_eos(tokenizer)
+    default_sampling_params = read_default_sampling_params(folder)  # what is wrong here shows before weights are loaded
     max_model_len = limit_model_len(config.max_model_len, shape.max_position_embeddings)
     is_cuda = resolve_device(config.device).type == "cuda"
     max_num_batched_tokens = config.max_num_batched_tokens or (8192 if is_cuda else 2048)
@@ -63,7 +64,7 @@ def assemble(config: Config) -> Parts:
         has_tokenizer=tokenizer is not None,
     )
     decoder = None if tokenizer is None else TokenDecoder(tokenizer)
-    intake = Intake(limits, tokenizer, decoder, eos_token_ids, read_default_sampling_params(folder), config.seed)
+    intake = Intake(limits, tokenizer, decoder, eos_token_ids, default_sampling_params, config.seed)
     enable_overlap = is_cuda if config.enable_overlap is None else config.enable_overlap
     return Parts(folder, shape, max_model_len, max_num_batched_tokens, enable_overlap, startup, intake)
 

@@ -128,7 +128,10 @@ class LLMEngine:
         """Requests get their tokens, and the step's counts and times are noted."""
         self._counters.count_step(scheduled, len(advanced), sum(clock.seconds.values()))
         with clock.part("output_time_s"):
-            outputs = self._deliver(read_tokens(self._requests, scheduled, advanced, tokens), clock.now)
+            requests = read_tokens(self._requests, scheduled, advanced, tokens)
+            for request in requests:
+                request.end_step(self.scheduler, clock.now)
+            outputs = self._deliver(requests, clock.now)
         return StepOutput(
             outputs=outputs,
             num_scheduled_tokens=scheduled.num_scheduled_tokens,
@@ -223,7 +226,6 @@ class LLMEngine:
         """Outputs of requests that have read their tokens; finished requests are removed."""
         outputs = []
         for request in requests:
-            request.end_step(self.scheduler, now)
             if is_finished := request.is_finished:
                 request.finished_time = now
                 self._counters.num_finished += 1
