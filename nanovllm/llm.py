@@ -136,8 +136,11 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests that bring none: the model's generation_config.json over vLLM's defaults."""
-        return self.engine.default_sampling_params
+        """The parameters of requests that bring none: the model's generation_config.json over vLLM's defaults.
+
+        They are the caller's own, to be changed and handed back: `params.max_tokens = 20`.
+        """
+        return self.engine.default_sampling_params.clone()
 
     def get_stats(self) -> EngineStats:
         return self.engine.get_stats()
@@ -164,11 +167,10 @@ class LLM:
         num_prompts, default = len(prompt_list), self.engine.default_sampling_params
         params = spread("sampling_params", sampling_params, SamplingParams, default, num_prompts)
         priorities = spread("priority", priority, int, 0, num_prompts)
-        for one in params:
-            limits.check_params(one)
+        taken = {id(one): limits.take_params(one) for one in params}  # now: a stream is queued when it is first read
         encoded = [encode(prompt) for prompt in prompt_list]
         ready: list[Any] = [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in encoded]
-        return list(zip(ready, params, priorities, strict=True))
+        return list(zip(ready, [taken[id(one)] for one in params], priorities, strict=True))
 
     def _queue(self, request_ids: list[str], requests: list[tuple[Prompt, SamplingParams, int]], stream: bool) -> None:
         """Queue all requests; the id of each is noted in `request_ids` before it is queued."""

@@ -6,7 +6,8 @@ makes tensors of them for `sampler.py`, `detokenizer.py` finds stop strings, and
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,13 @@ LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
 """(output token ids so far, logits [vocab_size]) -> logits [vocab_size]"""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class SamplingParams:
-    """A bad value raises a TypeError or ValueError that names the field, the value and what is allowed."""
+    """Fields may be assigned until a request is added: the request takes a `clone`, and sees no later change.
+
+    A bad value raises a TypeError or ValueError that names the field, the value and what is allowed: when the field is
+    assigned, or, where fields do not go together, when the object is made and when a request takes its clone.
+    """
 
     n: int = 1
     """Samples of one prompt, which is computed once. More than one needs a temperature above 0."""
@@ -69,24 +74,19 @@ class SamplingParams:
     logits_processors: SequenceOf[LogitsProcessor] | None = None
     """Called with the output so far and the request's logits, in order; each returns the logits to go on with."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in FIELD_CHECKS:
+            raise AttributeError(f"SamplingParams has no field {name}; it has {', '.join(FIELD_CHECKS)}")
+        FIELD_CHECKS[name](name, value)
+        object.__setattr__(self, name, value)
+
     def __post_init__(self) -> None:
-        check_int("n", self.n, 1)
-        check_number("presence_penalty", self.presence_penalty, -2, 2)
-        check_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        check_number("repetition_penalty", self.repetition_penalty, 0, open_low=True)
-        check_number("temperature", self.temperature, 0)
-        check_number("top_p", self.top_p, 0, 1, open_low=True)
-        check_int("top_k", self.top_k, -1)
-        check_number("min_p", self.min_p, 0, 1)
-        check_int("seed", self.seed, 0, optional=True, maximum=2**64 - 1)
-        check_int("max_tokens", self.max_tokens, 1, optional=True)
-        check_int("min_tokens", self.min_tokens, 0)
-        check_int("logprobs", self.logprobs, -1, optional=True)
-        check_int("prompt_logprobs", self.prompt_logprobs, -1, optional=True)
-        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
-            check_bool(name, getattr(self, name))
-        self._check_lists()
         self._check_together()
+
+    def clone(self) -> "SamplingParams":
+        """An equal object that shares no list or dict with this one, checked anew: lists may have been appended to."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return SamplingParams(**{name: copy_of(value) for name, value in values.items()})
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -115,26 +115,6 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
-    def _check_lists(self) -> None:
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            for i, token_id in enumerate(check_list(name, getattr(self, name), "token ids")):
-                check_int(f"{name}[{i}]", token_id, 0)
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        for name, strings in (("stop", stop), ("bad_words", self.bad_words)):
-            for i, string in enumerate(check_list(name, strings, "strings")):
-                if not isinstance(string, str):
-                    raise TypeError(f"{name}[{i}] must be a str, got {string!r}")
-                if not string.strip(" " if name == "bad_words" else ""):
-                    raise ValueError(f"{name}[{i}] must not be empty, got {string!r}")
-        for i, processor in enumerate(check_list("logits_processors", self.logits_processors, "callables")):
-            if not callable(processor):
-                raise TypeError(f"logits_processors[{i}] must be callable, got {processor!r}")
-        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
-            raise TypeError(f"logit_bias must be a dict from token id to bias or None, got {self.logit_bias!r}")
-        for token_id, bias in (self.logit_bias or {}).items():
-            check_int("logit_bias key", token_id, 0)
-            check_number(f"logit_bias[{token_id}]", bias, -100, 100)
-
     def _check_together(self) -> None:
         if self.n > 1 and self.is_greedy:
             raise ValueError(f"n must be 1 with temperature 0, where all samples would be the same, got {self.n}")
@@ -146,6 +126,16 @@ class SamplingParams:
             raise ValueError("allowed_token_ids must name at least 1 token or be None, got an empty list")
 
 
+def copy_of(value: Any) -> Any:
+    """A list or dict of its own; any other value is never changed in place."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, SequenceOf) and not isinstance(value, str | tuple) else value
+
+
+# ---- how each field is checked
+
+
 def check_list(name: str, value: Any, of_what: str) -> SequenceOf[Any]:
     """`value`, or an empty list for None; TypeError for what is no list."""
     if value is None:
@@ -153,6 +143,65 @@ def check_list(name: str, value: Any, of_what: str) -> SequenceOf[Any]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, SequenceOf):
         raise TypeError(f"{name} must be a list of {of_what} or None, got {value!r}")
     return value
+
+
+def check_token_ids(name: str, value: Any) -> None:
+    for i, token_id in enumerate(check_list(name, value, "token ids")):
+        check_int(f"{name}[{i}]", token_id, 0)
+
+
+def check_strings(name: str, value: Any, blank: str = "") -> None:
+    """A list of strings, none of them empty but for characters of `blank`."""
+    for i, string in enumerate(check_list(name, value, "strings")):
+        if not isinstance(string, str):
+            raise TypeError(f"{name}[{i}] must be a str, got {string!r}")
+        if not string.strip(blank):
+            raise ValueError(f"{name}[{i}] must not be empty, got {string!r}")
+
+
+def check_stop(name: str, value: Any) -> None:
+    check_strings(name, [value] if isinstance(value, str) else value)
+
+
+def check_logits_processors(name: str, value: Any) -> None:
+    for i, processor in enumerate(check_list(name, value, "callables")):
+        if not callable(processor):
+            raise TypeError(f"{name}[{i}] must be callable, got {processor!r}")
+
+
+def check_logit_bias(name: str, value: Any) -> None:
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict from token id to bias or None, got {value!r}")
+    for token_id, bias in (value or {}).items():
+        check_int(f"{name} key", token_id, 0)
+        check_number(f"{name}[{token_id}]", bias, -100, 100)
+
+
+FIELD_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
+    "n": partial(check_int, minimum=1),
+    "presence_penalty": partial(check_number, low=-2, high=2),
+    "frequency_penalty": partial(check_number, low=-2, high=2),
+    "repetition_penalty": partial(check_number, low=0, open_low=True),
+    "temperature": partial(check_number, low=0),
+    "top_p": partial(check_number, low=0, high=1, open_low=True),
+    "top_k": partial(check_int, minimum=-1),
+    "min_p": partial(check_number, low=0, high=1),
+    "seed": partial(check_int, minimum=0, optional=True, maximum=2**64 - 1),
+    "stop": check_stop,
+    "stop_token_ids": check_token_ids,
+    "bad_words": partial(check_strings, blank=" "),
+    "include_stop_str_in_output": check_bool,
+    "ignore_eos": check_bool,
+    "max_tokens": partial(check_int, minimum=1, optional=True),
+    "min_tokens": partial(check_int, minimum=0),
+    "logprobs": partial(check_int, minimum=-1, optional=True),
+    "prompt_logprobs": partial(check_int, minimum=-1, optional=True),
+    "detokenize": check_bool,
+    "skip_special_tokens": check_bool,
+    "logit_bias": check_logit_bias,
+    "allowed_token_ids": check_token_ids,
+    "logits_processors": check_logits_processors,
+}
 
 
 @dataclass(frozen=True)

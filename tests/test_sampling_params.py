@@ -7,8 +7,10 @@ Seen to fail when broken: a default changed; a range widened, narrowed or made h
 value that is not shown in its message.
 """
 
+import copy
 import dataclasses
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -219,7 +221,60 @@ def test_legal_values_are_kept_as_they_are(fields):
     assert {name: getattr(params, name) for name in fields} == fields
 
 
-def test_it_cannot_be_changed_behind_the_checks():
+# --- changed after it was made
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"), [(name, bad) for name, (_, values) in OUT_OF_RANGE.items() for bad in values[:1]]
+)
+def test_a_bad_assignment_is_refused_and_changes_nothing(name, bad):
     params = SamplingParams()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        params.temperature = -1
+    with pytest.raises(ValueError, match=name):
+        setattr(params, name, bad)
+    with pytest.raises(TypeError, match=name):
+        setattr(params, name, object())
+    assert params == SamplingParams()
+
+
+def test_every_field_can_be_assigned():
+    for fields in LEGAL:
+        params = SamplingParams()
+        for name, value in fields.items():
+            setattr(params, name, value)
+        assert params == SamplingParams(**fields)
+
+
+def test_an_unknown_field_cannot_be_assigned():
+    with pytest.raises(AttributeError, match="no field max_token; it has .*max_tokens"):
+        SamplingParams().max_token = 20
+
+
+def test_a_clone_is_equal_and_shares_nothing_that_can_change():
+    for fields in LEGAL:
+        params = SamplingParams(**fields)
+        assert params.clone() == params
+    params = SamplingParams(stop=["a"], stop_token_ids=[1], logit_bias={1: 2.0}, bad_words=["b"])
+    clone = params.clone()
+    params.stop.append("b")
+    params.stop_token_ids.clear()
+    params.logit_bias[5] = -1.0
+    params.bad_words[0] = "c"
+    params.temperature = 0.5
+    assert clone == SamplingParams(stop=["a"], stop_token_ids=[1], logit_bias={1: 2.0}, bad_words=["b"])
+
+
+def test_a_clone_is_checked():
+    """What an assignment cannot see: lists that were changed in place, and fields that do not go together."""
+    params = SamplingParams(stop=["a"])
+    params.stop.append("")
+    with pytest.raises(ValueError, match=r"stop\[1\]"):
+        params.clone()
+    params = SamplingParams(n=2)
+    params.temperature = 0
+    with pytest.raises(ValueError, match="n must be 1 with temperature 0"):
+        params.clone()
+
+
+def test_it_can_be_pickled_and_copied():
+    params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, seed=5)
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == dataclasses.replace(params) == params

@@ -50,10 +50,9 @@ class Intake:
     ) -> Request:
         """Requests without a seed get one from `num_requests_before`: it depends on the order of arrival alone."""
         text, token_ids = self.encode(prompt)
-        params = params if params is not None else self.default_sampling_params
+        params = self.limits.take_params(self.default_sampling_params if params is None else params)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be an int, got {priority!r}")
-        self.limits.check_params(params)
         own_seed = 1 << 63 | (self.seed * 1_000_003 + num_requests_before) % 2**63
         seed = own_seed if params.seed is None else params.seed
         bad_word_ids = encode_bad_words(params.bad_words or (), self.tokenizer)

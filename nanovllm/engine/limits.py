@@ -37,9 +37,11 @@ class Limits:
                 f"({self.num_kv_blocks} blocks of {self.block_size}): give more num_kv_blocks or kv_cache_memory_bytes"
             )
 
-    def check_params(self, params: Any) -> None:
+    def take_params(self, params: Any) -> SamplingParams:
+        """A copy of the parameters, checked: what the user changes later, this request does not see."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams or None, got {params!r}")
+        params = params.clone()
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 if token_id >= self.vocab_size:
@@ -52,6 +54,7 @@ class Limits:
             raise ValueError(f"n must be at most max_num_seqs {self.max_num_seqs}, got {params.n}")
         if not self.has_tokenizer and (params.stop_strings or params.bad_words):
             raise ValueError("stop and bad_words need a tokenizer, but this model has none")
+        return params
 
     def check_beam_search_params(self, params: Any) -> None:
         if not isinstance(params, BeamSearchParams):
