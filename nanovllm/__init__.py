@@ -16,6 +16,7 @@ from nanovllm.outputs import (
     StepOutput,
 )
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.structured_outputs import StructuredOutputsParams
 
 TINY_QWEN3 = Path(__file__).parent / "assets" / "tiny-qwen3"
 """The bundled model: a Qwen3 of 3.5 million parameters that explains how this engine works."""
@@ -35,4 +36,5 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StepOutput",
+    "StructuredOutputsParams",
 ]

@@ -162,12 +162,13 @@ class LLM:
 
     def _check(self, prompts: Any, sampling_params: Any, priority: Any) -> list[tuple[Prompt, SamplingParams, int]]:
         """(encoded prompt, parameters, priority) of each request; raises if one of them cannot be served."""
-        limits, encode = self.engine.limits, self.engine.encode
+        encode = self.engine.encode
         prompt_list: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
         num_prompts, default = len(prompt_list), self.engine.default_sampling_params
         params = spread("sampling_params", sampling_params, SamplingParams, default, num_prompts)
         priorities = spread("priority", priority, int, 0, num_prompts)
-        taken = {id(one): limits.take_params(one) for one in params}  # now: a stream is queued when it is first read
+        # now: a stream is queued when it is first read
+        taken = {id(one): self.engine.intake.take_params(one) for one in params}
         encoded = [encode(prompt) for prompt in prompt_list]
         ready: list[Any] = [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in encoded]
         return list(zip(ready, [taken[id(one)] for one in params], priorities, strict=True))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nanovllm.checks import check_bool, check_int, check_number
+from nanovllm.structured_outputs import StructuredOutputsParams
 
 LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
 """(output token ids so far, logits [vocab_size]) -> logits [vocab_size]"""
@@ -73,6 +74,8 @@ class SamplingParams:
     """No other tokens are chosen."""
     logits_processors: SequenceOf[LogitsProcessor] | None = None
     """Called with the output so far and the request's logits, in order; each returns the logits to go on with."""
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    """The form of the output: JSON of a schema, a regular expression, a choice, or a grammar."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in FIELD_CHECKS:
@@ -86,6 +89,8 @@ class SamplingParams:
     def clone(self) -> "SamplingParams":
         """An equal object that shares no list or dict with this one, checked anew: lists may have been appended to."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.structured_outputs is not None:
+            values["structured_outputs"] = StructuredOutputsParams.of(self.structured_outputs).clone()
         return SamplingParams(**{name: copy_of(value) for name, value in values.items()})
 
     @property
@@ -102,14 +107,14 @@ class SamplingParams:
             and self.logprobs is None
             and self.prompt_logprobs is None
             and self.allowed_token_ids is None
-            and not (self.logit_bias or self.bad_words or self.logits_processors)
+            and not (self.logit_bias or self.bad_words or self.logits_processors or self.structured_outputs)
         )
 
     @property
     def reads_output(self) -> bool:
-        """Whether the next token's logits depend on the output so far: by penalties, or by processors."""
+        """Whether the next token's logits depend on the output so far: by penalties, processors, or a grammar."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        return penalties != (0, 0, 1) or bool(self.logits_processors)
+        return penalties != (0, 0, 1) or bool(self.logits_processors) or self.structured_outputs is not None
 
     @property
     def is_greedy(self) -> bool:
@@ -177,6 +182,11 @@ def check_logit_bias(name: str, value: Any) -> None:
         check_number(f"{name}[{token_id}]", bias, -100, 100)
 
 
+def check_structured_outputs(name: str, value: Any) -> None:
+    if value is not None:
+        StructuredOutputsParams.of(value).check()
+
+
 FIELD_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "n": partial(check_int, minimum=1),
     "presence_penalty": partial(check_number, low=-2, high=2),
@@ -201,6 +211,7 @@ FIELD_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "logit_bias": check_logit_bias,
     "allowed_token_ids": check_token_ids,
     "logits_processors": check_logits_processors,
+    "structured_outputs": check_structured_outputs,
 }
 
 

@@ -41,6 +41,7 @@ VLLM_DEFAULTS = {
     "logit_bias": None,
     "allowed_token_ids": None,
     "logits_processors": None,
+    "structured_outputs": None,
 }
 
 

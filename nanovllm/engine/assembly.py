@@ -12,6 +12,7 @@ from nanovllm.config import Config, resolve_device
 from nanovllm.engine.detokenizer import TokenDecoder
 from nanovllm.engine.intake import Intake
 from nanovllm.engine.limits import Limits
+from nanovllm.execution.grammar_compiler import GrammarCompiler
 from nanovllm.execution.loader import (
     load_tokenizer,
     read_default_sampling_params,
@@ -64,7 +65,8 @@ def assemble(config: Config) -> Parts:
         has_tokenizer=tokenizer is not None,
     )
     decoder = None if tokenizer is None else TokenDecoder(tokenizer)
-    intake = Intake(limits, tokenizer, decoder, eos_token_ids, default_sampling_params, config.seed)
+    grammars = GrammarCompiler(tokenizer, shape.vocab_size, eos_token_ids)
+    intake = Intake(limits, tokenizer, decoder, eos_token_ids, default_sampling_params, grammars, config.seed)
     enable_overlap = is_cuda if config.enable_overlap is None else config.enable_overlap
     return Parts(folder, shape, max_model_len, max_num_batched_tokens, enable_overlap, startup, intake)
 

@@ -16,8 +16,11 @@ from nanovllm.engine.beam_search import BeamSearch
 from nanovllm.engine.detokenizer import TokenDecoder
 from nanovllm.engine.limits import Limits
 from nanovllm.engine.request import Request
+from nanovllm.engine.structured_request import StructuredRequest
+from nanovllm.execution.grammar_compiler import GrammarCompiler
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.scheduling.sequence import Sequence
+from nanovllm.structured_outputs import StructuredOutputsParams
 
 Prompt = str | SequenceOf[int] | Mapping[str, Any]
 
@@ -31,6 +34,7 @@ class Intake:
     decoder: TokenDecoder | None
     eos_token_ids: frozenset[int]
     default_sampling_params: SamplingParams
+    grammars: GrammarCompiler
     seed: int
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -38,6 +42,12 @@ class Intake:
         text, token_ids = encode_prompt(prompt, self.tokenizer, self.limits.vocab_size)
         self.limits.check_prompt_len(len(token_ids))
         return text, token_ids
+
+    def take_params(self, params: Any) -> SamplingParams:
+        """A checked copy of the parameters. Their grammar is compiled, and kept until the request is made."""
+        params = self.limits.take_params(params)
+        self._make_grammars(params)
+        return params
 
     def make_request(
         self,
@@ -50,25 +60,34 @@ class Intake:
     ) -> Request:
         """Requests without a seed get one from `num_requests_before`: it depends on the order of arrival alone."""
         text, token_ids = self.encode(prompt)
-        params = self.limits.take_params(self.default_sampling_params if params is None else params)
+        params = self.take_params(self.default_sampling_params if params is None else params)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be an int, got {priority!r}")
         own_seed = 1 << 63 | (self.seed * 1_000_003 + num_requests_before) % 2**63
         seed = own_seed if params.seed is None else params.seed
         bad_word_ids = encode_bad_words(params.bad_words or (), self.tokenizer)
+        grammars = self._make_grammars(params)
         # one sequence for each sample; the first computes the prompt, the others are its children
         seqs = [
-            Sequence(request_id, token_ids, params, self.eos_token_ids, priority, seed, i, bad_word_ids)
+            Sequence(request_id, token_ids, params, self.eos_token_ids, priority, seed, i, bad_word_ids, grammars[i])
             for i in range(params.n)
         ]
         seqs[0].children = seqs[1:]
-        return Request(text, token_ids, seqs, stream, self.tokenizer, self.decoder, time.monotonic())
+        kind = Request if params.structured_outputs is None else StructuredRequest
+        return kind(text, token_ids, seqs, stream, self.tokenizer, self.decoder, time.monotonic())
 
     def make_beam_search(self, request_id: str, prompt: Prompt, params: BeamSearchParams) -> BeamSearch:
         text, token_ids = self.encode(prompt)
         self.limits.check_beam_search_params(params)
         eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
         return BeamSearch(request_id, text, token_ids, params, eos_token_ids, self.tokenizer, time.monotonic())
+
+    def _make_grammars(self, params: SamplingParams) -> list[Any]:
+        """For each sample what its output must fit, or None."""
+        if params.structured_outputs is None:
+            return [None] * params.n
+        grammar = self.grammars.compile(StructuredOutputsParams.of(params.structured_outputs))
+        return [grammar.copy() for _ in range(params.n)]
 
 
 # ---- the forms of a prompt

@@ -52,8 +52,8 @@ class Limits:
                 raise ValueError(f"{name} must be at most the vocabulary's size {self.vocab_size}, got {value}")
         if params.n > self.max_num_seqs:
             raise ValueError(f"n must be at most max_num_seqs {self.max_num_seqs}, got {params.n}")
-        if not self.has_tokenizer and (params.stop_strings or params.bad_words):
-            raise ValueError("stop and bad_words need a tokenizer, but this model has none")
+        if not self.has_tokenizer and (params.stop_strings or params.bad_words or params.structured_outputs):
+            raise ValueError("stop, bad_words and structured_outputs need a tokenizer, but this model has none")
         return params
 
     def check_beam_search_params(self, params: Any) -> None:

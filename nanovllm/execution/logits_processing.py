@@ -1,4 +1,5 @@
-"""What requests change of the logits before a draw: allowed tokens, biases, the users' own processors, penalties.
+"""What requests change of the logits before a draw: allowed tokens, biases, the users' own processors, penalties,
+grammars.
 
 The order is vLLM's. Each stage is skipped unless a row asks for it, so most steps return the logits untouched. Called
 by `sampler.sample`.
@@ -6,12 +7,14 @@ by `sampler.sample`.
 
 import torch
 
+from nanovllm.execution.grammar import apply_grammar
 from nanovllm.execution.sampling_batch import AllowedTokens, Biases, Penalties, SamplingBatch
 
 
 def process(raw: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
     """raw: [num_samples, vocab_size] -> a changed copy in float32; `raw` itself if no row asks for a change"""
-    if sampling.allowed is None and sampling.biases is None and not sampling.processors and sampling.penalties is None:
+    asked = (sampling.allowed, sampling.biases, sampling.penalties, sampling.grammar)
+    if not sampling.processors and all([one is None for one in asked]):
         return raw
     logits = raw.to(torch.float32, copy=True)
     if sampling.allowed is not None:
@@ -24,6 +27,8 @@ def process(raw: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
     if sampling.penalties is not None:
         rows = sampling.penalties.rows
         logits[rows] = apply_penalties(logits[rows], sampling.penalties)
+    if sampling.grammar is not None:  # last, so that no token gets in again
+        apply_grammar(logits, raw, sampling.grammar)
     return logits
 
 

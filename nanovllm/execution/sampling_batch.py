@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.execution.grammar import GrammarRows, build_grammar_rows
 from nanovllm.sampling_params import LogitsProcessor
 from nanovllm.scheduling.sequence import Sequence
 
@@ -62,6 +63,7 @@ class SamplingBatch:
     biases: Biases | None = None
     allowed: AllowedTokens | None = None
     processors: tuple[tuple[int, list[int], tuple[LogitsProcessor, ...]], ...] = ()  # row, output, callables
+    grammar: GrammarRows | None = None
     num_logprobs: int | None = None  # how many likeliest tokens' log-probabilities are wanted at most; None for none
 
     @property
@@ -72,7 +74,7 @@ class SamplingBatch:
     @property
     def wants_only_draws(self) -> bool:
         """Whether all rows ask for a draw alone: from unchanged logits, and without log-probabilities."""
-        asked = (self.penalties, self.biases, self.allowed, self.num_logprobs)
+        asked = (self.penalties, self.biases, self.allowed, self.grammar, self.num_logprobs)
         return all([one is None for one in asked]) and not self.processors
 
 
@@ -113,6 +115,7 @@ def add_special(plain: SamplingBatch, samples: list[Sequence], positions: list[i
             for row, seq in special
             if seq.sampling_params.logits_processors
         ),
+        grammar=build_grammar_rows([(row, seq) for row, seq in special if seq.grammar is not None]),
         num_logprobs=(-1 if -1 in num_logprobs else max(num_logprobs)) if num_logprobs else None,
     )
 

@@ -24,6 +24,7 @@ flight; but not the last token of a sequence, which no step computes, nor that o
 from collections.abc import Sequence as SequenceOf
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.block_tables import BlockTable
@@ -52,6 +53,7 @@ class Sequence:
     seed: int = 0
     sample_index: int = 0
     bad_word_ids: SequenceOf[SequenceOf[int]] = ()  # each a word that must not appear, as tokens
+    grammar: Any = None  # what the output must fit (`execution/grammar.py`)
 
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
     arrival: int = field(default=0, init=False)  # number of sequences that arrived before

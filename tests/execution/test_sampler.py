@@ -450,7 +450,7 @@ def test_plain_rows_touch_no_slow_path(temperatures, monkeypatch):
     for name in [*stages, "compute_logprobs"]:
         monkeypatch.setattr(sampler, name, fail)
     earlier = [name for name in dir(logits_processing) if name.startswith("apply_")]
-    assert len(earlier) == 3
+    assert len(earlier) == 4
     for name in earlier:
         monkeypatch.setattr(logits_processing, name, fail)
     raw = random_logits(3)
