@@ -9,12 +9,15 @@ from nanovllm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
     CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     EngineStats,
     Logprob,
     RequestMetrics,
     RequestOutput,
     StepOutput,
 )
+from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
 
@@ -29,9 +32,12 @@ __all__ = [
     "BeamSearchSequence",
     "CompletionOutput",
     "Config",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineStats",
     "LLMEngine",
     "Logprob",
+    "PoolingParams",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

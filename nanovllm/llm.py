@@ -16,11 +16,13 @@ from tqdm import tqdm
 from nanovllm.checks import check_bool
 from nanovllm.config import Config
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.intake import Prompt
-from nanovllm.outputs import BeamSearchOutput, EngineStats, RequestOutput
+from nanovllm.engine.intake import Params, Prompt
+from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, EngineStats, RequestOutput
+from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 
 Message = Mapping[str, Any]
+PARAMS_NAMES: Mapping[type, str] = {SamplingParams: "sampling_params", PoolingParams: "pooling_params"}
 
 
 class LLM:
@@ -58,20 +60,20 @@ class LLM:
         Raises TypeError or ValueError before anything is queued if any of them is bad.
         """
         check_bool("use_tqdm", use_tqdm)
-        requests = self._check(prompts, sampling_params, priority)
-        request_ids: list[str] = []
-        finished: dict[str, RequestOutput] = {}
-        try:
-            self._queue(request_ids, requests, stream=False)
-            with tqdm(total=len(request_ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-                for output in self._outputs(request_ids):
-                    finished[output.request_id] = output
-                    bar.update()
-        except BaseException:  # KeyboardInterrupt too: no request of this call stays in the engine
-            self._abort(request_ids)
-            self.engine.recover()
-            raise
-        return [finished[request_id] for request_id in request_ids]
+        return self._complete(self._check(prompts, sampling_params, priority), use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        pooling_params: PoolingParams | SequenceOf[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt, `outputs[i].outputs.embedding`: by default the normalised last hidden state.
+
+        Raises TypeError or ValueError before anything is queued if a prompt or a parameter is bad.
+        """
+        check_bool("use_tqdm", use_tqdm)
+        return self._complete(self._check(prompts, pooling_params, None, PoolingParams()), use_tqdm)
 
     def stream(
         self,
@@ -160,26 +162,44 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _check(self, prompts: Any, sampling_params: Any, priority: Any) -> list[tuple[Prompt, SamplingParams, int]]:
+    def _complete(self, requests: list[tuple[Prompt, Params, int]], use_tqdm: bool) -> list[Any]:
+        """The last output of each request, in their order."""
+        request_ids: list[str] = []
+        finished: dict[str, Any] = {}
+        try:
+            self._queue(request_ids, requests, stream=False)
+            with tqdm(total=len(request_ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+                for output in self._outputs(request_ids):
+                    finished[output.request_id] = output
+                    bar.update()
+        except BaseException:  # KeyboardInterrupt too: no request of this call stays in the engine
+            self._abort(request_ids)
+            self.engine.recover()
+            raise
+        return [finished[request_id] for request_id in request_ids]
+
+    def _check(
+        self, prompts: Any, params: Any, priority: Any, default: Params | None = None
+    ) -> list[tuple[Prompt, Params, int]]:
         """(encoded prompt, parameters, priority) of each request; raises if one of them cannot be served."""
         encode = self.engine.encode
         prompt_list: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
-        num_prompts, default = len(prompt_list), self.engine.default_sampling_params
-        params = spread("sampling_params", sampling_params, SamplingParams, default, num_prompts)
-        priorities = spread("priority", priority, int, 0, num_prompts)
+        default = default or self.engine.default_sampling_params
+        wanted = spread(PARAMS_NAMES[type(default)], params, type(default), default, len(prompt_list))
+        priorities = spread("priority", priority, int, 0, len(prompt_list))
         # now: a stream is queued when it is first read
-        taken = {id(one): self.engine.intake.take_params(one) for one in params}
+        taken = {id(one): self.engine.intake.take_params(one) for one in wanted}
         encoded = [encode(prompt) for prompt in prompt_list]
         ready: list[Any] = [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in encoded]
-        return list(zip(ready, [taken[id(one)] for one in params], priorities, strict=True))
+        return list(zip(ready, [taken[id(one)] for one in wanted], priorities, strict=True))
 
-    def _queue(self, request_ids: list[str], requests: list[tuple[Prompt, SamplingParams, int]], stream: bool) -> None:
+    def _queue(self, request_ids: list[str], requests: list[tuple[Prompt, Params, int]], stream: bool) -> None:
         """Queue all requests; the id of each is noted in `request_ids` before it is queued."""
         for prompt, params, priority in requests:
             request_ids.append(str(next(self._request_ids)))
             self.engine.add_request(request_ids[-1], prompt, params, priority, stream)
 
-    def _stream(self, requests: list[tuple[Prompt, SamplingParams, int]]) -> Iterator[RequestOutput]:
+    def _stream(self, requests: list[tuple[Prompt, Params, int]]) -> Iterator[RequestOutput]:
         """Queues its requests when the first output is asked for: a stream that is never read has queued nothing."""
         request_ids: list[str] = []
         try:
@@ -243,7 +263,7 @@ def spread(name: str, value: Any, kind: type, default: Any, num_prompts: int) ->
     """One for each prompt, given one for all, a list, or None for the default."""
     if value is None:
         return [default] * num_prompts
-    if isinstance(value, SamplingParams):
+    if isinstance(value, kind) and isinstance(value, SamplingParams | PoolingParams):
         return [value] * num_prompts
     if not isinstance(value, list | tuple) or not all(isinstance(one, kind) for one in value):
         raise TypeError(f"{name} must be a {kind.__name__}, a list of them, or None, got {value!r}")

@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from nanovllm.config import Config
 from nanovllm.engine.assembly import assemble, make_scheduler
-from nanovllm.engine.intake import Prompt
+from nanovllm.engine.intake import Params, Prompt
 from nanovllm.engine.request import Request, note_admitted, read_tokens
 from nanovllm.engine.stats import Counters, StepClock, make_stats
 from nanovllm.execution.batch import build_batch
 from nanovllm.execution.model_runner import ArrivingTokens, StepTokens
 from nanovllm.outputs import EngineStats, RequestOutput, StepOutput
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.sampling_params import BeamSearchParams
 from nanovllm.scheduling.observer import SchedulingStats
 from nanovllm.scheduling.overlap import can_schedule_ahead
 from nanovllm.scheduling.rollback import roll_back
@@ -157,7 +157,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         priority: int = 0,
         stream: bool = True,
     ) -> None:

@@ -14,15 +14,19 @@ import torch
 
 from nanovllm.engine.beam_search import BeamSearch
 from nanovllm.engine.detokenizer import TokenDecoder
+from nanovllm.engine.embedding import Embedding
 from nanovllm.engine.limits import Limits
 from nanovllm.engine.request import Request
 from nanovllm.engine.structured_request import StructuredRequest
 from nanovllm.execution.grammar_compiler import GrammarCompiler
+from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.scheduling.sequence import Sequence
 from nanovllm.structured_outputs import StructuredOutputsParams
 
 Prompt = str | SequenceOf[int] | Mapping[str, Any]
+Params = SamplingParams | PoolingParams
+"""What a request asks for: text, or an embedding."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,10 @@ class Intake:
         self.limits.check_prompt_len(len(token_ids))
         return text, token_ids
 
-    def take_params(self, params: Any) -> SamplingParams:
-        """A checked copy of the parameters. Their grammar is compiled, and kept until the request is made."""
+    def take_params(self, params: Any) -> Any:
+        """A checked copy of the parameters. A grammar in them is compiled, and kept until the request is made."""
+        if isinstance(params, PoolingParams):
+            return params.clone()
         params = self.limits.take_params(params)
         self._make_grammars(params)
         return params
@@ -53,7 +59,7 @@ class Intake:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None,
+        params: Params | None,
         priority: int,
         stream: bool,
         num_requests_before: int,
@@ -63,6 +69,8 @@ class Intake:
         params = self.take_params(self.default_sampling_params if params is None else params)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be an int, got {priority!r}")
+        if isinstance(params, PoolingParams):
+            return Embedding(request_id, text, token_ids, params, priority)
         own_seed = 1 << 63 | (self.seed * 1_000_003 + num_requests_before) % 2**63
         seed = own_seed if params.seed is None else params.seed
         bad_word_ids = encode_bad_words(params.bad_words or (), self.tokenizer)

@@ -5,9 +5,13 @@ Made by `intake.py`, kept by `LLMEngine` until the request has finished.
 
 from typing import Any
 
+import numpy as np
+
 from nanovllm.engine.detokenizer import Detokenizer, TokenDecoder
 from nanovllm.execution.logprobs import LogprobRows, prompt_targets
 from nanovllm.execution.model_runner import StepTokens
+from nanovllm.execution.pooling import pooled_chunks
+from nanovllm.execution.prompt_results import PromptRows
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
@@ -124,6 +128,10 @@ class Request:
                 completion.read_text()
         self.finished_time = now
 
+    def add_sum(self, chunk_sum: np.ndarray, positions: range) -> None:
+        """Take the sum of the hidden states of the prompt at `positions`: [hidden_size]"""
+        raise NotImplementedError("only sequences of an `Embedding` are pooled")
+
     def add_prompt_logprobs(self, rows: LogprobRows, first_row: int, positions: range) -> None:
         """Log-probabilities of the prompt at `positions`; those computed again after preemption are known already."""
         k = self.sampling_params.prompt_logprobs
@@ -186,7 +194,8 @@ def read_tokens(
     tokens: StepTokens,
 ) -> list[Request]:
     """Give a step's tokens and log-probabilities to their requests, and return those that advanced."""
-    read_prompt_logprobs(requests, scheduled, tokens)
+    if tokens.prompt_results is not None:
+        read_prompt_results(requests, scheduled, tokens.prompt_results)
     advanced_requests: dict[str, Request] = {}
     for row, seq in advanced:
         request = requests.get(seq.request_id)
@@ -196,13 +205,20 @@ def read_tokens(
     return list(advanced_requests.values())
 
 
-def read_prompt_logprobs(requests: dict[str, Request], scheduled: SchedulerOutput, tokens: StepTokens) -> None:
-    """Give the step's log-probabilities of prompt tokens to their requests, by `request_id`."""
-    if tokens.prompt_logprobs is None:
-        return
-    first_row = 0
-    for _, seq, positions in prompt_targets(scheduled):
-        request = requests.get(seq.request_id)
-        if request is not None and request.seqs[0] is seq:  # else it was aborted, and another may have its id
-            request.add_prompt_logprobs(tokens.prompt_logprobs, first_row, positions)
-        first_row += len(positions)
+def read_prompt_results(requests: dict[str, Request], scheduled: SchedulerOutput, results: PromptRows) -> None:
+    """Give what the step has computed of prompts to their requests, by `request_id`.
+
+    A request may have been aborted, and another may have its id: only one that has the sequence takes the results.
+    """
+    if results.logprobs is not None:
+        first_row = 0
+        for _, seq, positions in prompt_targets(scheduled):
+            request = requests.get(seq.request_id)
+            if request is not None and request.seqs[0] is seq:
+                request.add_prompt_logprobs(results.logprobs, first_row, positions)
+            first_row += len(positions)
+    if results.sums is not None:
+        for chunk_sum, (_, seq, positions) in zip(results.sums, pooled_chunks(scheduled), strict=True):
+            request = requests.get(seq.request_id)
+            if request is not None and request.seqs[0] is seq:
+                request.add_sum(chunk_sum, positions)

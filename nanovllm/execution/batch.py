@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nanovllm.execution.logprobs import PromptLogprobs, build_prompt_logprobs
+from nanovllm.execution.prompt_results import PromptWork, build_prompt_work
 from nanovllm.execution.sampling_batch import SamplingBatch, build_sampling_batch
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.scheduling.block_tables import BlockTables
@@ -39,7 +39,7 @@ class Batch:
     logits_indices: torch.Tensor  # [num_samples] int32
     has_expected_ids: bool  # an input id below 0 is -1 - row: the token that the step before has drawn in this row
     sampling: SamplingBatch  # what the num_samples rows ask for
-    prompt_logprobs: PromptLogprobs | None  # the rows whose prompt's log-probabilities are wanted
+    prompt_work: PromptWork | None  # what is computed of prompts beside the next tokens
     moves: BlockMoves  # blocks to be copied before the forward pass
 
 
@@ -79,7 +79,7 @@ def build_batch(scheduled: SchedulerOutput, block_tables: BlockTables) -> Batch:
         logits_indices=torch.from_numpy(cu_seqlens_q[1:][sampled] - 1),
         has_expected_ids=bool((input_ids[:nd] < 0).any()),
         sampling=build_sampling_batch(scheduled.samples, seq_lens[sampled]),
-        prompt_logprobs=build_prompt_logprobs(scheduled, cu_seqlens_q),
+        prompt_work=build_prompt_work(scheduled, cu_seqlens_q),
         moves=scheduled.moves,
     )
 

@@ -114,6 +114,6 @@ def widest_batch(sizes: StepSizes, block_size: int) -> Batch:
             top_p=torch.full((num_seqs,), 0.5),
             num_logprobs=1,
         ),
-        prompt_logprobs=None,
+        prompt_work=None,
         moves=BlockMoves(),
     )

@@ -143,7 +143,7 @@ class CudaGraphs:
         num_seqs = len(batch.metadata.seq_lens)
         return (
             batch.metadata.num_decodes == num_seqs <= self._sizes[-1]
-            and batch.prompt_logprobs is None
+            and batch.prompt_work is None
             and np.array_equal(batch.logits_indices.numpy(), np.arange(num_seqs))
             and len(newest_ids) <= len(self._newest_ids)
         )
@@ -215,7 +215,7 @@ class DecodeInputs:
             logits_indices=self._offsets[:size],
             has_expected_ids=True,
             sampling=SamplingBatch(**column),
-            prompt_logprobs=None,
+            prompt_work=None,
             moves=BlockMoves(),
         )
 

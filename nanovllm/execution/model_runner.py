@@ -6,15 +6,16 @@ called by `LLMEngine`. CUDA graphs wrap `compute` at start-up (`cuda_graph.py`);
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.execution.batch import Batch
 from nanovllm.execution.input_buffer import fill_in, make_sender
 from nanovllm.execution.kv_cache import KVCache
-from nanovllm.execution.logprobs import LogprobRows, Logprobs, compute_prompt_logprobs
+from nanovllm.execution.logprobs import LogprobRows, Logprobs
 from nanovllm.execution.memory_advice import advice_on_step_memory
+from nanovllm.execution.prompt_results import PromptResults, PromptRows, compute_prompt_results
 from nanovllm.execution.sampler import Draw, draw_tokens, sample
 from nanovllm.execution.sampling_batch import SamplingBatch
 from nanovllm.layers.backends import AttentionBackend
@@ -26,7 +27,7 @@ class SampledTokens(NamedTuple):
 
     token_ids: torch.Tensor  # [num_samples] int64
     logprobs: Logprobs | None
-    prompt_logprobs: Logprobs | None
+    prompt_results: PromptResults | None
 
 
 class StepTokens(NamedTuple):
@@ -35,17 +36,17 @@ class StepTokens(NamedTuple):
     token_ids: list[int]
     logprobs: LogprobRows | None
     """One row for each token."""
-    prompt_logprobs: LogprobRows | None
-    """One row for each of the batch's `prompt_logprobs.targets`."""
+    prompt_results: PromptRows | None
+    """Of the batch's `prompt_work`."""
 
 
 class ArrivingTokens:
     """The result of one step, on its way to the host."""
 
     def __init__(self, sampled: SampledTokens) -> None:
-        token_ids, logprobs, prompt_logprobs = sampled
+        token_ids, logprobs, prompt_results = sampled
         self._token_ids = token_ids.to("cpu", non_blocking=True)  # [num_samples]
-        self._logprobs = [None if part is None else part.to_host() for part in (logprobs, prompt_logprobs)]
+        self._parts: list[Any] = [None if part is None else part.to_host() for part in (logprobs, prompt_results)]
         self._arrived = torch.cuda.Event() if token_ids.is_cuda else None
         if self._arrived is not None:
             self._arrived.record()
@@ -53,7 +54,7 @@ class ArrivingTokens:
     def wait(self) -> StepTokens:
         if self._arrived is not None:
             self._arrived.synchronize()
-        rows = [None if part is None else part.to_rows() for part in self._logprobs]
+        rows = [None if part is None else part.to_rows() for part in self._parts]
         return StepTokens(self._token_ids.tolist(), *rows)
 
 
@@ -99,5 +100,5 @@ def compute_eagerly(runner: ModelRunner, batch: Batch) -> SampledTokens:
         batch = replace(batch, input_ids=fill_in(batch.input_ids, runner.newest_ids))
     hidden = runner.model(batch.input_ids, batch.positions, batch.metadata, runner.kv_cache.tensor)
     token_ids, logprobs = runner.choose_tokens(hidden[batch.logits_indices], batch.sampling)
-    prompt_logprobs = compute_prompt_logprobs(hidden, runner.model.compute_logits, batch.prompt_logprobs)
-    return SampledTokens(token_ids, logprobs, prompt_logprobs)
+    prompt_results = compute_prompt_results(hidden, runner.model.compute_logits, batch.prompt_work)
+    return SampledTokens(token_ids, logprobs, prompt_results)

@@ -60,7 +60,7 @@ class PrefixCache:
         finds one block at most, even if both are cached.
         """
         hits: list[CachedBlock] = []
-        if seq.sampling_params.prompt_logprobs is not None:  # these need the logits of all tokens
+        if seq.reads_prompt:
             return hits
         parent_serial = ROOT_SERIAL
         for i in range((seq.num_known_tokens - 1) // self.block_size):

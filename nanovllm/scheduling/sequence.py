@@ -54,6 +54,7 @@ class Sequence:
     sample_index: int = 0
     bad_word_ids: SequenceOf[SequenceOf[int]] = ()  # each a word that must not appear, as tokens
     grammar: Any = None  # what the output must fit (`execution/grammar.py`)
+    pooling: str | None = None  # how hidden states of the prompt become an embedding (`execution/pooling.py`)
 
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
     arrival: int = field(default=0, init=False)  # number of sequences that arrived before
@@ -75,6 +76,7 @@ class Sequence:
     stop_reason: int | str | None = field(default=None, init=False)
 
     is_plain_sampling: bool = field(init=False)  # greedy, or a temperature alone
+    reads_prompt: bool = field(init=False)  # the hidden states of all prompt tokens are needed: none may be cached
     reads_output: bool = field(init=False)  # the sampler has to know the newest token to choose the next one
 
     # several sequences of one request; skip at first reading
@@ -96,7 +98,8 @@ class Sequence:
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
         self.stop_token_ids = {i: i for i in params.stop_token_ids or ()}
         self.stop_token_ids.update(dict.fromkeys(() if params.ignore_eos else eos_token_ids))
-        self.is_plain_sampling = params.is_plain
+        self.is_plain_sampling = params.is_plain and self.pooling is None
+        self.reads_prompt = params.prompt_logprobs is not None or self.pooling == "mean"
         self.reads_output = params.reads_output or any(len(word) > 1 for word in self.bad_word_ids)
 
     @property

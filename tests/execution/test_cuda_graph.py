@@ -260,7 +260,7 @@ def test_what_is_no_plain_decode_is_not_replayed(monkeypatch, tiny_checkpoint):
         dataclasses.replace(batch, metadata=dataclasses.replace(batch.metadata, num_decodes=2)), none
     ), "one is a prefill chunk"
     judged = PromptLogprobs(torch.tensor([0]), torch.tensor([5]), 1)
-    assert not graphs.can_replay(dataclasses.replace(batch, prompt_logprobs=judged), none), "a prompt is judged"
+    assert not graphs.can_replay(dataclasses.replace(batch, prompt_work=judged), none), "a prompt is judged"
     for rows in ([0, 1], [0, 2, 2], [0, 0, 1]):
         rows = torch.tensor(rows, dtype=torch.int32)
         assert not graphs.can_replay(dataclasses.replace(batch, logits_indices=rows), none), "not each row one token"

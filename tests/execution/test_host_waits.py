@@ -118,7 +118,7 @@ def batches(with_tokenizer):
         engine.step()
     assert len(seen) > 50
     assert any(batch.has_expected_ids for batch in seen)
-    assert any(batch.prompt_logprobs for batch in seen)
+    assert any(batch.prompt_work for batch in seen)
     assert any(batch.moves.copies for batch in seen)
     assert (
         {batch.metadata.num_decodes > 0 for batch in seen}
