@@ -8,9 +8,9 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "nanovllm"
 
 # Each room may import those before it, and itself; what users touch is open to all, but for the entrances.
-ROOMS = ["scheduling", "layers", "models", "kernels", "execution", "engine"]
+ROOMS = ["scheduling", "layers", "models", "kernels", "execution", "engine", "serve"]
 USERS = ["checks", "structured_outputs", "sampling_params", "pooling_params", "outputs", "config"]
-ENTRANCES = ["llm", "__init__"]
+ENTRANCES = ["llm", "__init__", "__main__"]
 FORBIDDEN = {  # beyond the order: wings that know nothing of each other
     "scheduling": [],
     "layers": ["scheduling"],
@@ -58,6 +58,12 @@ def test_imports_run_one_way(name):
         assert other not in ENTRANCES, f"{name} imports an entrance"
         assert ROOMS.index(other) <= ROOMS.index(own), f"{own} is below {other}"
         assert other not in FORBIDDEN.get(own, []), f"{own} knows nothing of {other}"
+
+
+def test_nothing_below_knows_the_server():
+    """Not even what users touch: `import nanovllm` needs none of the extra's packages."""
+    for name, path in FILES.items():
+        assert room(name) == "serve" or not [one for one in imports_of(path) if room(one) == "serve"], name
 
 
 def test_no_circles():

@@ -1,0 +1,195 @@
+"""`AsyncLLM`: many consumers in an event loop share one engine, which steps in a thread of its own.
+
+    consumer ─submit→ EngineThread ─outputs→ the consumer's Inbox ─take→ consumer
+
+Consumers never touch the engine: `engine_thread.py` executes their commands between two steps. The engine never waits
+for a consumer: outputs merge in inboxes (`inbox.py`) until they are read. Used by the server, or by your own program.
+"""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.checks import check_int
+from nanovllm.config import Config
+from nanovllm.engine.engine import LLMEngine
+from nanovllm.engine.intake import Prompt
+from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.engine_thread import EngineDeadError, EngineThread, NewRequest
+from nanovllm.serve.inbox import Inbox, call_in_loop, wake_all
+
+LONG_TEXT = 4096  # characters; longer texts are encoded in a thread, so that the event loop need not wait for them
+
+
+class QueueFullError(RuntimeError):
+    """`max_queued_requests` requests wait already."""
+
+
+class AsyncLLM:
+    """`AsyncLLM(model, **options)`: the options are the fields of `Config`. Construction loads the model, and waits.
+
+    max_queued_requests: refuse a request with `QueueFullError` when so many wait to be computed; None never does.
+
+    >>> async for output in llm.generate("What is a block table?", SamplingParams(max_tokens=20)):
+    ...     print(output.outputs[0].text)
+    """
+
+    def __init__(self, model: str | Path, max_queued_requests: int | None = None, **options: Any) -> None:
+        check_int("max_queued_requests", max_queued_requests, 1, optional=True)
+        self.max_queued_requests = max_queued_requests
+        self._request_ids = itertools.count()
+        self._lock = threading.Lock()
+        self._inboxes: dict[str, Inbox] = {}  # of all unfinished requests; changed under the lock
+        engine = LLMEngine(Config.from_options(model, options))
+        self._thread: EngineThread | None = EngineThread(engine, self._hand_over, self._fail)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: Config, max_queued_requests: int | None = None) -> "AsyncLLM":
+        """The same, for options that are in a record already."""
+        options = {field.name: getattr(engine_args, field.name) for field in fields(Config)}
+        return cls(max_queued_requests=max_queued_requests, **options)
+
+    # ---- in the consumer's event loop
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields the request's output whenever it has grown, `finished` on the last.
+
+        A consumer that is slower than the engine gets fewer outputs, each of them up to date. Cancelling or closing the
+        iterator aborts the request before the next step. Raises ValueError or TypeError for what cannot be served,
+        `QueueFullError`, `EngineDeadError`, or the exception of a step that failed.
+        """
+        return self.generate_many([NewRequest(request_id or self.new_id(), prompt, sampling_params, priority)])
+
+    async def generate_many(self, requests: SequenceOf[NewRequest]) -> AsyncGenerator[RequestOutput, None]:
+        """As `generate`, for several requests whose outputs are read together; if one is refused, all are."""
+        inbox = await self.submit(requests)
+        try:
+            while inbox.unfinished:
+                for output in await inbox.take():
+                    yield output
+        finally:
+            self.close(inbox)
+
+    async def submit(self, requests: SequenceOf[NewRequest]) -> Inbox:
+        """Check all requests, queue them, and return the inbox of their outputs; `close` it in the end."""
+        checked = [await self._check(request) for request in requests]
+        ids = [request.request_id for request in checked]
+        inbox = Inbox(ids)
+        with self._lock:
+            self._refuse_if_full(len(checked))
+            if taken := [i for i in ids if i in self._inboxes or ids.count(i) > 1]:
+                raise ValueError(f"request_id {taken[0]!r} belongs to an unfinished request; choose another")
+            self._inboxes.update(dict.fromkeys(ids, inbox))
+        try:
+            self.thread.add(checked)
+        except EngineDeadError as error:
+            self._fail(ids, error)
+            raise
+        return inbox
+
+    def close(self, inbox: Inbox) -> None:
+        """Abort those of the inbox's requests that are unfinished: before the next step their blocks are free."""
+        if inbox.unfinished and self._thread is not None:
+            self._thread.abort(inbox.unfinished)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; their consumers get what there is, with `finish_reason="abort"`. Unknown ids are ignored."""
+        self.thread.abort([request_id] if isinstance(request_id, str) else request_id)
+
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of a function that the engine's thread calls between two steps."""
+        return await asyncio.wrap_future(self.thread.call(function, *arguments))
+
+    async def reset_prefix_cache(self) -> None:
+        await self.call(self.engine.reset_prefix_cache)
+
+    def new_id(self) -> str:
+        return f"request-{next(self._request_ids)}"
+
+    async def _check(self, request: NewRequest) -> NewRequest:
+        """The request with its prompt encoded and its parameters copied, or an error if it cannot be served."""
+        self.thread.check_health()
+        params = request.sampling_params
+        if params is not None:
+            params = self.engine.limits.take_params(params)
+        prompt, encode = request.prompt, self.engine.encode
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        is_long = isinstance(text, str) and len(text) > LONG_TEXT
+        text, token_ids = await asyncio.to_thread(encode, prompt) if is_long else encode(prompt)
+        return request._replace(sampling_params=params, prompt={"prompt": text, "prompt_token_ids": token_ids})
+
+    def _refuse_if_full(self, num_new: int) -> None:
+        num_queued, most = self.thread.num_queued, self.max_queued_requests
+        if most is not None and num_queued + num_new > most:
+            raise QueueFullError(f"{num_queued} requests wait already, and at most {most} may; try again later")
+
+    # ---- in any thread
+
+    @property
+    def thread(self) -> EngineThread:
+        if self._thread is None:
+            raise EngineDeadError("this AsyncLLM has been shut down; make a new one")
+        return self._thread
+
+    @property
+    def engine(self) -> LLMEngine:
+        """For what does not change; the rest belongs to the engine's thread."""
+        return self.thread.engine
+
+    def get_stats(self) -> EngineStats:
+        return self.engine.get_stats()
+
+    async def check_health(self) -> None:
+        """Raises `EngineDeadError` if the engine is dead or shut down."""
+        self.thread.check_health()
+
+    def shutdown(self) -> None:
+        """Fail the unfinished requests, end the thread, release the model. A second call does nothing."""
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+
+    def __enter__(self) -> "AsyncLLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    # ---- in the engine's thread
+
+    def _hand_over(self, outputs: list[RequestOutput]) -> None:
+        """Put each output into its inbox, and wake each event loop once."""
+        inboxes = [self._inboxes[output.request_id] for output in outputs]
+        with self._lock:
+            for output in outputs:
+                if output.finished:
+                    del self._inboxes[output.request_id]
+        self._wake([inbox for inbox, output in zip(inboxes, outputs, strict=True) if inbox.put(output)])
+
+    def _fail(self, request_ids: Iterable[str], error: Exception) -> None:
+        with self._lock:
+            inboxes = [self._inboxes.pop(request_id) for request_id in request_ids]
+        self._wake([inbox for inbox in inboxes if inbox.fail(error)])
+
+    def _wake(self, inboxes: list[Inbox]) -> None:
+        for loop in {inbox.loop for inbox in inboxes}:
+            call_in_loop(loop, wake_all, [inbox for inbox in inboxes if inbox.loop is loop])
+
+
+AsyncLLMEngine = AsyncLLM  # vLLM's older name
