@@ -16,7 +16,9 @@ class Command(NamedTuple):
     help: str
 
 
-COMMANDS: dict[str, Command] = {}
+COMMANDS: dict[str, Command] = {
+    "view": Command("nanovllm.trace.view", "", "replay a recording of LLM(…, trace=…) in a browser"),
+}
 """Words on the command line -> what they run."""
 
 
