@@ -16,9 +16,7 @@ class Command(NamedTuple):
     help: str
 
 
-COMMANDS: dict[str, Command] = {
-    "view": Command("nanovllm.trace.view", "", "replay a recording of LLM(…, trace=…) in a browser"),
-}
+COMMANDS: dict[str, Command] = {}
 """Words on the command line -> what they run."""
 
 
