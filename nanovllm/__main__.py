@@ -16,7 +16,10 @@ class Command(NamedTuple):
     help: str
 
 
-COMMANDS: dict[str, Command] = {}
+COMMANDS: dict[str, Command] = {
+    "chat": Command("nanovllm.serve.terminal.cli", "chat", "talk to a model in the terminal"),
+    "bench serve": Command("nanovllm.serve.bench.cli", "bench", "measure an OpenAI-compatible server under load"),
+}
 """Words on the command line -> what they run."""
 
 

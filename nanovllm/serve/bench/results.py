@@ -1,0 +1,115 @@
+"""What became of one request? Read from the bytes of its answer and the times at which they arrived.
+
+TTFT = first token − sent. ITL = each gap between two chunks that carry tokens. TPOT = (last − first) ÷ (tokens − 1).
+E2E = last − sent. "First" and "last" are the arrivals of the first and the last chunk that carries tokens.
+A server that sends several tokens in a chunk has fewer and longer gaps: ITL is what a reader sees, TPOT the mean pace.
+"""
+
+import itertools
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.serve.bench.load import Exchange
+from nanovllm.serve.event_stream import DONE, EventReader
+
+
+@dataclass
+class Result:
+    """Of one request; times in seconds."""
+
+    sent: float
+    lag: float = 0.0
+    """How much later than drawn the request left: the load generator's own delay, or the wait for `max_concurrency`."""
+    error: str | None = None
+    """Why the request has failed, or None."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    """As the server counts them; the number of chunks if it does not say."""
+    has_usage: bool = False
+    chunk_times: list[float] = field(default_factory=list)
+    """When each chunk that carries tokens arrived."""
+    text: str = ""
+
+    @property
+    def end(self) -> float:
+        return self.chunk_times[-1] if self.chunk_times else self.sent
+
+    @property
+    def ttft(self) -> float:
+        return self.chunk_times[0] - self.sent
+
+    @property
+    def tpot(self) -> float | None:
+        """None for a single token."""
+        if self.output_tokens < 2:
+            return None
+        return (self.chunk_times[-1] - self.chunk_times[0]) / (self.output_tokens - 1)
+
+    @property
+    def itls(self) -> list[float]:
+        return [later - earlier for earlier, later in itertools.pairwise(self.chunk_times)]
+
+    @property
+    def e2el(self) -> float:
+        return self.end - self.sent
+
+
+def read_result(exchange: Exchange, num_sent_tokens: int) -> Result:
+    """`num_sent_tokens`: of the prompt, for servers that do not count."""
+    result = Result(exchange.sent, exchange.sent - exchange.due, exchange.error, num_sent_tokens)
+    if result.error is None and exchange.status != 200:
+        body = b"".join(data for _, data in exchange.reads).decode(errors="replace")
+        result.error = f"HTTP {exchange.status}: {body[:300]}"
+    if result.error is None:
+        result.error = read_stream(exchange, result)
+    return result
+
+
+def read_stream(exchange: Exchange, result: Result) -> str | None:
+    """Fill the result; returns what is wrong with the stream, or None."""
+    reader, finished = EventReader(), False
+    for arrived, data in exchange.reads:
+        for event in reader.feed(data):
+            if event == DONE:
+                break
+            try:
+                chunk = json.loads(event)
+            except ValueError:
+                return f"an event is not JSON: {event[:300]}"
+            if not isinstance(chunk, dict) or "error" in chunk:
+                return f"error in the stream: {event[:300]}"
+            read_usage(chunk.get("usage"), result)
+            for choice in chunk.get("choices") or []:
+                finished |= choice.get("finish_reason") is not None
+                read_choice(choice, arrived, result)
+    if not result.chunk_times:
+        return "the stream held no token"
+    if not result.has_usage:
+        result.output_tokens = len(result.chunk_times)
+    return None if finished else "the stream ended before the answer"
+
+
+def read_choice(choice: dict[str, Any], arrived: float, result: Result) -> None:
+    """Note the time of a chunk that carries tokens: all but those that only tell the role, or only the end.
+
+    A chunk may carry a token and no text, because a character can consist of several tokens.
+    """
+    delta = choice.get("delta", choice)
+    texts = [delta.get(key) for key in ("text", "content", "reasoning", "reasoning_content")]
+    text = "".join(text for text in texts[:3] if text)
+    is_bare = not any(texts) and not delta.get("tool_calls")
+    if is_bare and ("role" in delta or choice.get("finish_reason") is not None):
+        return
+    result.text += text
+    result.chunk_times.append(arrived)
+
+
+def read_usage(usage: dict[str, Any] | None, result: Result) -> None:
+    if not usage:
+        return
+    result.has_usage = True
+    result.prompt_tokens = usage.get("prompt_tokens") or 0
+    result.output_tokens = usage.get("completion_tokens") or 0
+    result.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0

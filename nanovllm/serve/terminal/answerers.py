@@ -1,0 +1,173 @@
+"""Where do the answers come from? An engine in this process, or a server.
+
+Both answer with a growing text, and with what it has cost. Closing the iterator early, as Ctrl-C does, aborts the
+request: the engine frees its blocks at once, and the server does so when the connection closes.
+"""
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import httpx
+
+from nanovllm.llm import LLM
+from nanovllm.serve.event_stream import DONE, EventReader
+from nanovllm.serve.terminal.conversation import Cost, Message
+from nanovllm.serve.terminal.server_stats import read_server_stats
+
+FAILURES = (httpx.HTTPError, httpx.InvalidURL)
+
+
+class Answer(NamedTuple):
+    text: str
+    """All of it so far."""
+    cost: Cost | None
+    """So far; None as long as it is unknown."""
+
+
+class AnswerError(Exception):
+    """This question cannot be answered; another may be."""
+
+
+class Answerer(Protocol):
+    name: str
+
+    def answer(self, messages: list[Message]) -> Iterator[Answer]:
+        """The answer as it grows. Raises AnswerError."""
+
+    def describe(self) -> dict[str, str]:
+        """The state of engine or server, for `/stats`."""
+
+
+class LocalAnswerer:
+    """An engine in this process. `options` are those of `LLM`, `sampling` fields of `SamplingParams`."""
+
+    def __init__(self, model: str, options: dict[str, Any], sampling: dict[str, Any]) -> None:
+        self.name = Path(model).name if Path(model).is_dir() else model
+        self._llm = LLM(model, **options)
+        default = self._llm.get_default_sampling_params()
+        self._params = dataclasses.replace(default, **{"max_tokens": None, **sampling})
+
+    def answer(self, messages: list[Message]) -> Iterator[Answer]:
+        start = time.perf_counter()
+        try:
+            stream = self._llm.stream(self._llm.render_chat(messages), self._params)
+        except ValueError as error:  # such as a conversation that is too long
+            raise AnswerError(str(error)) from error
+        ttft = None
+        with contextlib.closing(stream):  # type: ignore[type-var]  # a generator
+            for output in stream:
+                duration = time.perf_counter() - start
+                ttft = ttft or duration
+                completion = output.outputs[0]
+                counts = len(output.prompt_token_ids), output.num_cached_tokens, len(completion.token_ids)
+                yield Answer(completion.text, Cost(*counts, ttft, duration, completion.finish_reason))
+
+    def describe(self) -> dict[str, str]:
+        stats = self._llm.get_stats()
+        return {
+            "engine": self._llm.engine.description,
+            "KV blocks": f"{stats.num_kv_blocks:,}, {stats.num_free_blocks:,} of them free or cached",
+            "prefix cache": f"{stats.prefix_cache_hit_rate:.0%} of the prompt tokens were hits",
+            "steps": f"{stats.steps:,}",
+        }
+
+
+class ServerAnswerer:
+    """An OpenAI-compatible server at `url`, with or without the `/v1`; `model` None is the first that it lists."""
+
+    def __init__(self, url: str, model: str | None, api_key: str | None, sampling: dict[str, Any]) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._url = url.rstrip("/").removesuffix("/v1")
+        # a server may compute a long prompt for minutes before it says a word
+        self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(10, read=None))
+        self._sampling = sampling
+        self.name = model or self._first_model()
+
+    def answer(self, messages: list[Message]) -> Iterator[Answer]:
+        body = {"model": self.name, "messages": messages, **self._sampling}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        try:
+            with self._client.stream("POST", f"{self._url}/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise AnswerError(read_error(response.status_code, response.read().decode(errors="replace")))
+                yield from GrowingAnswer().read(response.iter_raw())
+        except FAILURES as error:
+            raise AnswerError(f"{self._url}: {error}") from error
+
+    def describe(self) -> dict[str, str]:
+        try:
+            response = self._client.get(f"{self._url}/metrics")
+        except FAILURES as error:
+            return {"server": str(error)}
+        return {"server": self._url, **(read_server_stats(response.text) if response.status_code == 200 else {})}
+
+    def _first_model(self) -> str:
+        try:
+            response = self._client.get(f"{self._url}/v1/models")
+            if response.status_code != 200:
+                raise AnswerError(read_error(response.status_code, response.text))
+            return response.json()["data"][0]["id"]
+        except (*FAILURES, ValueError, LookupError, TypeError) as error:
+            raise AnswerError(f"{self._url}/v1/models names no model: {error}") from error
+
+
+class GrowingAnswer:
+    """What the chunks of a stream add up to. Reasoning, which servers send apart, is kept between `<think>` tags."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._ttft: float | None = None
+        self._text = ""
+        self._is_reasoning = False
+        self._finish_reason: str | None = None
+        self._usage: dict[str, Any] = {}
+
+    def read(self, body: Iterator[bytes]) -> Iterator[Answer]:
+        reader = EventReader()
+        for data in body:
+            for event in reader.feed(data):
+                if event != DONE:
+                    self._read_chunk(json.loads(event))
+                    yield Answer(self._text, None)
+        if self._finish_reason is None:
+            raise AnswerError("the server closed the connection before the end of the answer")
+        yield Answer(self._text, self._cost())
+
+    def _read_chunk(self, chunk: dict[str, Any]) -> None:
+        if "error" in chunk:
+            raise AnswerError(str(chunk["error"].get("message", chunk["error"])))
+        self._usage = chunk.get("usage") or self._usage
+        for choice in chunk.get("choices", []):
+            delta = choice.get("delta", {})
+            self._add(delta.get("reasoning") or delta.get("reasoning_content"), is_reasoning=True)
+            self._add(delta.get("content"), is_reasoning=False)
+            self._finish_reason = choice.get("finish_reason") or self._finish_reason
+
+    def _add(self, text: str | None, is_reasoning: bool) -> None:
+        if not text:
+            return
+        if self._ttft is None:
+            self._ttft = time.perf_counter() - self._start
+        if is_reasoning != self._is_reasoning:
+            self._text += "<think>" if is_reasoning else "</think>"
+            self._is_reasoning = is_reasoning
+        self._text += text
+
+    def _cost(self) -> Cost:
+        duration = time.perf_counter() - self._start
+        usage, details = self._usage, self._usage.get("prompt_tokens_details") or {}
+        counts = usage.get("prompt_tokens", 0), details.get("cached_tokens") or 0, usage.get("completion_tokens", 0)
+        return Cost(*counts, self._ttft or duration, duration, self._finish_reason)
+
+
+def read_error(status: int, body: str) -> str:
+    """The message of OpenAI's error shape, or what else the server says."""
+    try:
+        return f"{json.loads(body)['error']['message']} (HTTP {status})"
+    except (ValueError, LookupError, TypeError):
+        return f"HTTP {status}: {body[:300]}"

@@ -1,0 +1,83 @@
+"""`nanovllm chat`: options in; a session if a person sits there, one answer if not."""
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from nanovllm import TINY_QWEN3
+from nanovllm.serve.terminal.answerers import Answerer, AnswerError, LocalAnswerer, ServerAnswerer
+from nanovllm.serve.terminal.conversation import Conversation
+from nanovllm.serve.terminal.screen import Screen
+from nanovllm.serve.terminal.session import COMMANDS, Session
+
+SAMPLING = ("temperature", "top_p", "max_tokens", "seed")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0, or 1 if there was no answer, 2 for a bad option, 130 after Ctrl-C in a pipe."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    is_pipe = not (sys.stdin.isatty() and sys.stdout.isatty())
+    try:
+        answerer = make_answerer(args, is_pipe)
+        if is_pipe:
+            return answer_pipe(answerer, args.system)
+        screen = Screen(COMMANDS)
+        screen.note(f"{answerer.name}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+        Session(answerer, screen, args.system).run()
+    except (AnswerError, ValueError, TypeError) as error:
+        print(f"nanovllm chat: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # who reads the pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lest Python complains when it flushes
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nanovllm chat",
+        description="Talk to a model in the terminal. In a pipe, all of the input is one question: "
+        "echo 'What is a block table?' | nanovllm chat",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL",
+                        help="folder or hub id (default: the bundled one); with --url, a name there")  # fmt: skip
+    parser.add_argument("--url", help="talk to a running server, such as http://127.0.0.1:8000, and load no model")
+    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"),
+                        help="of the server (default: the environment's OPENAI_API_KEY)")  # fmt: skip
+    parser.add_argument("--system", default="", help="system prompt")
+    parser.add_argument("--temperature", type=float, help="0 always takes the likeliest token (default: the model's)")
+    parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens that add up to this probability")
+    parser.add_argument("--max-tokens", type=int, help="longest answer, in tokens (default: as long as the model can)")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same answers")
+    return parser
+
+
+def make_answerer(args: argparse.Namespace, is_pipe: bool) -> Answerer:
+    sampling = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    if args.url:
+        return ServerAnswerer(args.url, args.model, args.api_key, sampling)
+    if not is_pipe:
+        print("loading …", end="\r", flush=True)
+    return LocalAnswerer(args.model or str(TINY_QWEN3), engine_options(args), sampling)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    return {}
+
+
+def answer_pipe(answerer: Answerer, system: str) -> int:
+    """The whole input is the question; the answer alone goes to the output, as it grows."""
+    question = sys.stdin.read().strip()
+    if not question:
+        raise ValueError("the input holds no question")
+    num_printed = 0
+    text = ""
+    for text, _ in answerer.answer(Conversation(system).ask(question)):
+        print(text[num_printed:], end="", flush=True)
+        num_printed = len(text)
+    if not text.endswith("\n"):
+        print(flush=True)
+    return 0

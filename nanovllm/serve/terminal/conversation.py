@@ -1,0 +1,79 @@
+"""What has been said so far, and what did it cost?"""
+
+from dataclasses import dataclass, field
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one answer; times in seconds, seen from the terminal."""
+
+    prompt_tokens: int
+    """Of the whole conversation, as the model reads it."""
+    cached_tokens: int
+    """Of these, how many were found in the prefix cache."""
+    output_tokens: int
+    ttft_s: float
+    """From the question to the first token."""
+    duration_s: float
+    """From the question to the last token."""
+    finish_reason: str | None
+    """`stop`, `length`, …; None for an answer that was interrupted."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The pace after the first token; 0 for a single one."""
+        gaps = self.duration_s - self.ttft_s
+        return (self.output_tokens - 1) / gaps if gaps > 0 else 0.0
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens from the prefix cache",
+            f"first token {1e3 * self.ttft_s:,.0f} ms",
+            f"{self.output_tokens} tokens",
+        ]
+        if self.tokens_per_second:
+            parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
+        if self.finish_reason != "stop":
+            parts.append("interrupted" if self.finish_reason is None else f"cut: {self.finish_reason}")
+        return " · ".join(parts)
+
+
+@dataclass
+class Conversation:
+    """Turns of user and assistant behind a system prompt (empty: none). Costs are kept for the whole session."""
+
+    system: str = ""
+    turns: list[Message] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+
+    @property
+    def messages(self) -> list[Message]:
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
+
+    def ask(self, question: str) -> list[Message]:
+        """The messages to be answered. Nothing is kept until `keep`."""
+        return [*self.messages, {"role": "user", "content": question}]
+
+    def keep(self, question: str, answer: str, cost: Cost | None) -> None:
+        """The turn is over. An answer that was interrupted before its first word leaves no trace."""
+        if cost is not None:
+            self.costs.append(cost)
+        if answer:
+            self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    def reset(self) -> None:
+        """Forget the turns; the system prompt stays."""
+        self.turns.clear()
+
+    def describe(self) -> dict[str, str]:
+        """The session so far, for `/stats`."""
+        prompt_tokens = sum(cost.prompt_tokens for cost in self.costs)
+        cached_tokens = sum(cost.cached_tokens for cost in self.costs)
+        share = cached_tokens / prompt_tokens if prompt_tokens else 0.0
+        return {
+            "answers": str(len(self.costs)),
+            "tokens read": f"{prompt_tokens:,}, {cached_tokens:,} of them from the prefix cache ({share:.0%})",
+            "tokens written": f"{sum(cost.output_tokens for cost in self.costs):,}",
+        }

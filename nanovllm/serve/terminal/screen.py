@@ -1,0 +1,157 @@
+"""How does a conversation look? Editing by `prompt_toolkit`, rendering by `rich`.
+
+An answer is Markdown that grows. Its finished blocks are printed once and for all, so that they scroll as other text
+does; only the last block is drawn anew while it grows.
+"""
+
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.history import FileHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.padding import Padding
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+REDRAW_S = 0.05
+FENCE = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)
+BLOCK_END = re.compile(r"\n[ \t]*\n+(?=\S)")  # a blank line, unless the next line is indented: a list may go on there
+THINK_START, THINK_END = "<think>", "</think>"
+
+
+class Screen:
+    def __init__(self, commands: Mapping[str, str]) -> None:
+        """`commands`: what each does, for completion."""
+        self.console = Console(highlight=False)
+        completer = WordCompleter(list(commands), meta_dict=dict(commands), sentence=True)
+        self._session: PromptSession[str] = PromptSession(
+            history=FileHistory(str(history_file())),
+            completer=completer,
+            complete_while_typing=False,
+            prompt_continuation="  ",
+            key_bindings=make_key_bindings(),
+        )
+
+    def ask(self) -> str:
+        """The next line. EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
+        return self._session.prompt("> ")
+
+    def show(self, texts: Iterable[str]) -> None:
+        """Draw an answer as it grows; each text begins with the one before."""
+        with GrowingMarkdown(self.console) as growing:
+            for text in texts:
+                growing.update(text)
+
+    def note(self, text: str) -> None:
+        self.console.print(Text(text, style="dim"))
+
+    def warn(self, text: str) -> None:
+        self.console.print(Text(text, style="red"))
+
+    def show_table(self, rows: Mapping[str, str]) -> None:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column(style="dim")
+        for name, value in rows.items():
+            table.add_row(name, Text(value))
+        self.console.print(table)
+
+
+class GrowingMarkdown:
+    """`with GrowingMarkdown(console) as growing`: `growing.update(text)` whenever the text has grown."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._text = ""
+        self._num_printed = 0  # characters of the text that are printed for good
+        self._last_drawn = 0.0
+
+    def __enter__(self) -> "GrowingMarkdown":
+        self._live.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """The rest of the text stays on the screen, also when the answer was interrupted."""
+        self._live.stop()
+        self._print(self._text[self._num_printed :])
+
+    def update(self, text: str) -> None:
+        self._text = text
+        if (now := time.perf_counter()) - self._last_drawn < REDRAW_S:
+            return
+        self._last_drawn = now
+        length = finished_length(text[self._num_printed :])
+        if length:
+            self._print(text[self._num_printed : self._num_printed + length])
+            self._num_printed += length
+        self._live.update(Tail(render(text[self._num_printed :])), refresh=True)
+
+    def _print(self, text: str) -> None:
+        if text.strip():
+            self._console.print(render(text))
+            self._console.print()
+
+
+def finished_length(text: str) -> int:
+    """How many first characters are blocks that cannot change any more: up to the last blank line outside of a block of
+    code and of reasoning.
+    """
+    if text.lstrip().startswith(THINK_START) and THINK_END not in text:
+        return 0
+    ends = [match.end() for match in BLOCK_END.finditer(text)]
+    return max((end for end in ends if len(FENCE.findall(text[:end])) % 2 == 0), default=0)
+
+
+def render(text: str) -> RenderableType:
+    """Markdown; reasoning, which models put between `<think>` tags before the answer, is dim and as it is."""
+    if not text.lstrip().startswith(THINK_START):
+        return Padding(Markdown(text), (0, 0, 0, 2))
+    reasoning, _, answer = text.lstrip().removeprefix(THINK_START).partition(THINK_END)
+    table = Table.grid()
+    table.add_row(Padding(Text(reasoning.strip(), style="dim italic"), (0, 0, 1, 2)))
+    table.add_row(Padding(Markdown(answer), (0, 0, 0, 2)))
+    return table
+
+
+class Tail:
+    """The last lines of something that may be taller than the terminal, which cannot take back what has scrolled."""
+
+    def __init__(self, renderable: RenderableType) -> None:
+        self._renderable = renderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        lines = console.render_lines(self._renderable, options, pad=False)
+        for line in lines[-max(1, console.height - 2) :]:
+            yield from line
+            yield Segment.line()
+
+
+def make_key_bindings() -> KeyBindings:
+    """Enter sends; Alt-Enter (or Escape, Enter) begins a new line."""
+    bindings = KeyBindings()
+
+    @bindings.add("escape", "enter")
+    def _(event: KeyPressEvent) -> Any:
+        event.current_buffer.insert_text("\n")
+
+    return bindings
+
+
+def history_file() -> Path:
+    """Where typed lines are remembered; readable by the user alone."""
+    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "nanovllm"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / "chat_history"
+    path.touch(mode=0o600)
+    return path

@@ -1,0 +1,95 @@
+"""What does each line do that is typed? A question is answered, a line that begins with a slash is a command."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+from nanovllm.serve.terminal.answerers import Answer, Answerer, AnswerError
+from nanovllm.serve.terminal.conversation import Conversation
+
+COMMANDS = {
+    "/reset": "forget the conversation (the system prompt stays)",
+    "/system": "show the system prompt; /system TEXT sets it, /system - removes it",
+    "/stats": "what the conversation has cost, and how busy engine or server are",
+    "/help": "this list",
+    "/exit": "leave; so does Ctrl-D",
+}
+
+
+class Display(Protocol):
+    """What a session needs of the screen."""
+
+    def ask(self) -> str: ...
+    def show(self, texts: Iterator[str]) -> None: ...
+    def note(self, text: str) -> None: ...
+    def warn(self, text: str) -> None: ...
+    def show_table(self, rows: Mapping[str, str]) -> None: ...
+
+
+class Session:
+    def __init__(self, answerer: Answerer, screen: Display, system: str = "") -> None:
+        self.conversation = Conversation(system)
+        self._answerer = answerer
+        self._screen = screen
+        self._actions: dict[str, Callable[[str], None]] = {
+            "/reset": self._reset,
+            "/system": self._set_system,
+            "/stats": lambda _: screen.show_table({**self.conversation.describe(), **answerer.describe()}),
+            "/help": lambda _: screen.show_table(COMMANDS),
+        }
+
+    def run(self) -> None:
+        """Until `/exit` or the end of the input. Ctrl-C at the prompt clears the line."""
+        while True:
+            try:
+                line = self._screen.ask().strip()
+            except KeyboardInterrupt:
+                continue
+            except EOFError:
+                return
+            if line == "/exit":
+                return
+            if line:
+                self.handle(line)
+
+    def handle(self, line: str) -> None:
+        if not line.startswith("/"):
+            self.answer(line)
+            return
+        command, _, rest = line.partition(" ")
+        action = self._actions.get(command)
+        if action is None:
+            self._screen.warn(f"{command} is no command; there are {', '.join(COMMANDS)}")
+        else:
+            action(rest.strip())
+
+    def answer(self, question: str) -> None:
+        """Show the answer as it grows. Ctrl-C ends it; what was said until then belongs to the conversation."""
+        last = Answer("", None)
+
+        def texts() -> Iterator[str]:
+            nonlocal last
+            with contextlib.closing(self._answerer.answer(self.conversation.ask(question))) as answers:  # type: ignore[type-var]
+                for last in answers:
+                    yield last.text
+
+        growing = texts()
+        try:
+            self._screen.show(growing)
+        except KeyboardInterrupt:
+            growing.close()  # type: ignore[attr-defined]  # a generator: the request is aborted now
+            self._screen.note("interrupted")
+        except AnswerError as error:
+            self._screen.warn(str(error))
+        self.conversation.keep(question, last.text, last.cost)
+        if last.cost is not None:
+            self._screen.note(str(last.cost))
+
+    def _reset(self, _: str) -> None:
+        self.conversation.reset()
+        self._screen.note("the conversation begins anew")
+
+    def _set_system(self, text: str) -> None:
+        if text:
+            self.conversation.system = "" if text == "-" else text
+        self._screen.note(f"system prompt: {self.conversation.system or 'none'}")
