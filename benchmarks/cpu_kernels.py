@@ -28,6 +28,7 @@ from nanovllm.kernels.cpu.attention import CpuAttention
 from nanovllm.kernels.cpu.layers import CpuLinear, HugePages
 from nanovllm.layers.attention import AttentionMetadata, attend_decodes
 from nanovllm.layers.backends import TorchAttention
+from nanovllm.layers.masking import PLAIN
 
 LAYER_SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]  # outputs, inputs
 HEAD_SHAPE = (151_936, 1024)
@@ -111,7 +112,7 @@ def attention_contenders(batch: int, context_len: int, dtype: torch.dtype) -> di
     compiled = torch.compile(attend_decodes, dynamic=False)
 
     def attend_compiled(q: torch.Tensor, layer_cache: torch.Tensor, step: AttentionMetadata) -> torch.Tensor:
-        return compiled(q, layer_cache, step.block_tables, step.seq_lens, context_len)
+        return compiled(q, layer_cache, step.block_tables, step.seq_lens, PLAIN)
 
     torch_cache = torch.randn(in_torch.kv_cache_shape(NUM_CACHED_LAYERS, len(ids) + 1)).to(dtype)
     c_cache = torch.randn(in_c.kv_cache_shape(NUM_CACHED_LAYERS, len(ids) + 1)).to(dtype)

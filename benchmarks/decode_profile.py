@@ -66,7 +66,7 @@ class Clock:
     def __init__(self, llm: LLM) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         runner = llm.engine.runner
-        model = runner.model
+        model: Any = runner.model
         for name, module in model.named_modules():
             if isinstance(module, CpuDecoderLayer):  # its parts one by one, or there would be nothing to watch
                 module.forward = module.layer.forward  # type: ignore[method-assign]

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from nanovllm.layers.backends import TorchAttention
+from nanovllm.layers.masking import PLAIN, is_visible
 
 
 class OperationLog(TorchDispatchMode):
@@ -112,15 +113,15 @@ class GatherAttention(TorchAttention):
 
     supports_graphs = True
 
-    def attend(self, q, layer_cache, metadata):
+    def attend(self, q, layer_cache, metadata, options=PLAIN):
         if metadata.max_seqlen_q:
-            return super().attend(q, layer_cache, metadata)
+            return super().attend(q, layer_cache, metadata, options)
         n = len(q)
         k, v = layer_cache[:, metadata.block_tables].flatten(2, 3)  # [n, max_len, num_kv_heads, head_dim] each
-        is_token = torch.arange(k.shape[1]) < metadata.seq_lens[:, None]  # [n, max_len]
+        is_token = is_visible(metadata.seq_lens[:, None] - 1, torch.arange(k.shape[1]), options.window)  # [n, max_len]
         group = self.num_heads // self.num_kv_heads
         q = q.view(n, self.num_kv_heads, group, self.head_dim)
-        scores = torch.einsum("nhgd,nlhd->nhgl", q, k) * self.scale
+        scores = torch.einsum("nhgd,nlhd->nhgl", q, k) * (options.scale or self.scale)
         scores = scores.masked_fill(~is_token[:, None, None], -math.inf)
         weights = scores.softmax(-1).nan_to_num()  # padding has no tokens
         v = v.masked_fill(~is_token[:, :, None, None], 0)

@@ -4,7 +4,7 @@
 `execution/startup.py` does the part that takes time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from nanovllm.execution.loader import (
     resolve_model,
 )
 from nanovllm.execution.startup import Startup, start_runner
-from nanovllm.models.qwen3_config import Qwen3Config
+from nanovllm.models.config import ModelConfig
 from nanovllm.scheduling.block_manager import BlockManager
 from nanovllm.scheduling.observer import Observer
 from nanovllm.scheduling.policies import POLICIES
@@ -35,7 +35,7 @@ class Parts:
     """What an engine is made of: the config says what was asked for, this record what was found."""
 
     folder: Path
-    model_config: Qwen3Config
+    model_config: ModelConfig
     max_model_len: int
     max_num_batched_tokens: int
     enable_overlap: bool
@@ -51,6 +51,7 @@ def assemble(config: Config) -> Parts:
     eos_token_ids = read_eos_token_ids(folder) | tokenizer_eos(tokenizer)
     default_sampling_params = read_default_sampling_params(folder)  # what is wrong here shows before weights are loaded
     max_model_len = limit_model_len(config.max_model_len, shape.max_position_embeddings)
+    shape = replace(shape, max_position_embeddings=max_model_len)  # the model need not know longer positions
     is_cuda = resolve_device(config.device).type == "cuda"
     max_num_batched_tokens = config.max_num_batched_tokens or (8192 if is_cuda else 2048)
     startup = start_runner(config, folder, model_class, shape, max_model_len, max_num_batched_tokens)

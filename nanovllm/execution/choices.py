@@ -4,6 +4,7 @@ Each choice is made once, at start-up, and comes with its reason. Called by `sta
 """
 
 import importlib
+from collections.abc import Collection
 from contextlib import suppress
 
 import torch
@@ -11,7 +12,8 @@ import torch
 from nanovllm.config import Config
 from nanovllm.execution.sampler import Draw, draw_tokens
 from nanovllm.layers.backends import AttentionBackend
-from nanovllm.models.qwen3_config import Qwen3Config
+from nanovllm.layers.masking import AttentionOptions
+from nanovllm.models.config import ModelConfig
 
 BACKENDS = {  # best first; a module is imported only when `select_backend` tries it
     "flash_attn": "nanovllm.kernels.cuda.flash_attention.FlashAttention",
@@ -22,11 +24,11 @@ BACKENDS = {  # best first; a module is imported only when `select_backend` trie
 
 
 def make_backend(
-    config: Config, device: torch.device, dtype: torch.dtype, shape: Qwen3Config
+    config: Config, device: torch.device, dtype: torch.dtype, shape: ModelConfig
 ) -> tuple[AttentionBackend, str]:
     """The backend, and a line that says what was chosen and why."""
     choice = (config.attention_backend, device, dtype, shape.head_dim, config.block_size, config.kv_cache_dtype)
-    backend_class, reasons = select_backend(*choice)
+    backend_class, reasons = select_backend(*choice, shape.attention_options())
     block_size = config.block_size or backend_class.default_block_size
     heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
     backend = backend_class(*heads, block_size, dtype, config.kv_cache_dtype)
@@ -71,6 +73,7 @@ def select_backend(
     head_dim: int,
     block_size: int | None = None,
     kv_cache_dtype: str = "auto",
+    options: Collection[AttentionOptions] = (),
 ) -> tuple[type[AttentionBackend], str]:
     """The backend called `name`, or for `auto` the best that runs here; and a line that says why it was chosen."""
     reasons: list[str] = []
@@ -80,6 +83,8 @@ def select_backend(
         module, _, class_name = path.rpartition(".")
         backend_class: type[AttentionBackend] = getattr(importlib.import_module(module), class_name)
         reason = backend_class.why_not(device, dtype, head_dim, block_size)
+        for one in options:
+            reason = reason or backend_class.why_not_options(one)
         if kv_cache_dtype == "fp8":
             reason = reason or backend_class.why_no_fp8_kv_cache()
         if name == "auto":

@@ -31,7 +31,7 @@ from nanovllm.execution.model_runner import ModelRunner, SampledTokens, compute_
 from nanovllm.execution.sampler import Draw, sample
 from nanovllm.execution.sampling_batch import SamplingBatch
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.registry import CausalLM
 from nanovllm.scheduling.step import BlockMoves
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ class CudaGraphs:
 
     def __init__(
         self,
-        model: Qwen3ForCausalLM,
+        model: CausalLM,
         kv_cache: torch.Tensor,
         draw: Draw,
         sizes: list[int],
@@ -249,7 +249,7 @@ class DecodeInputs:
 
 
 def record_graphs(
-    model: Qwen3ForCausalLM, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
+    model: CausalLM, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
 ) -> CudaGraphs:
     """Graphs for steps of up to `max_batch_size` decodes, with block tables of up to `max_num_blocks` blocks."""
     start = time.monotonic()
@@ -267,7 +267,7 @@ def record_graphs(
 
 
 def measure_graph_bytes(
-    model: Qwen3ForCausalLM, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
+    model: CausalLM, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
 ) -> int:
     """Device memory that all graphs will take: that of the largest, and for each of the others that of the smallest.
 

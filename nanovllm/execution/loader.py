@@ -19,11 +19,9 @@ from torch import nn
 from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.linear import FusedLinear
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.models.qwen3_config import Qwen3Config
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.registry import find_architecture
 from nanovllm.sampling_params import SamplingParams
-
-ARCHITECTURES = {"Qwen3ForCausalLM": Qwen3ForCausalLM}
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
 INDEX_FILE = "model.safetensors.index.json"
@@ -67,16 +65,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_model_config(folder: Path) -> tuple[type[Qwen3ForCausalLM], Qwen3Config]:
+def read_model_config(folder: Path) -> tuple[Any, ModelConfig]:
     """Which network config.json describes, and its shape. ValueError if it is not one of ours."""
     raw = read_json(folder / "config.json")
-    for name in raw.get("architectures") or ():
-        if name in ARCHITECTURES:
-            model_class = ARCHITECTURES[name]
-            return model_class, model_class.config_class.from_dict(raw)
-    raise ValueError(
-        f"architecture {raw.get('architectures')} of {folder} is not supported; supported: {', '.join(ARCHITECTURES)}"
-    )
+    try:
+        return find_architecture(raw)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the model in {folder} cannot be served: {error}") from error
 
 
 def read_eos_token_ids(folder: Path) -> frozenset[int]:
@@ -109,14 +104,14 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def load_model(
-    model_class: type[Qwen3ForCausalLM],
-    config: Qwen3Config,
+    model_class: Any,
+    config: ModelConfig,
     backend: AttentionBackend,
     dtype: torch.dtype,
     device: torch.device,
     folder: Path,
     dummy_seed: int | None = None,
-) -> Qwen3ForCausalLM:
+) -> Any:
     """The network on `device`, with the weights of `folder`, or with random ones of seed `dummy_seed`."""
     with torch.device("meta"):  # without memory, which is then allocated once, in the right dtype on the right device
         model = model_class(config, backend)
@@ -154,7 +149,7 @@ def checkpoint_places(model: nn.Module) -> dict[str, torch.Tensor]:
     places: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, FusedLinear):
+            if isinstance(module, FusedLinear) and not module.is_stored_fused:
                 parent = path.rpartition(".")[0]
                 rows = parameter.split(tuple(module.parts.values()))
                 places |= {f"{parent}.{part}.{name}": view for part, view in zip(module.parts, rows, strict=True)}
@@ -188,12 +183,12 @@ def iterate_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def init_dummy_weights(model: nn.Module, seed: int, std: float) -> None:
-    """Normal weights of standard deviation `std`, norms of one and biases of zero, the same for the same seed."""
+    """Normal weights of standard deviation `std`, norms that scale nothing, biases of zero; the same for a seed."""
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, RMSNorm):
-                parameter.fill_(1)
+                parameter.fill_(module.neutral_weight)
             elif name == "bias":
                 parameter.zero_()
             else:

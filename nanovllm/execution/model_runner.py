@@ -19,7 +19,7 @@ from nanovllm.execution.prompt_results import PromptResults, PromptRows, compute
 from nanovllm.execution.sampler import Draw, draw_tokens, sample
 from nanovllm.execution.sampling_batch import SamplingBatch
 from nanovllm.layers.backends import AttentionBackend
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.registry import CausalLM
 
 
 class SampledTokens(NamedTuple):
@@ -63,7 +63,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Qwen3ForCausalLM,
+        model: CausalLM,
         backend: AttentionBackend,
         num_layers: int,
         dtype: torch.dtype,

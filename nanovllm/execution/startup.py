@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nanovllm.config import Config, resolve_device, resolve_dtype
 from nanovllm.execution.cache_size import StepSizes, count_swap_blocks, num_blocks_that_fit
@@ -19,8 +20,7 @@ from nanovllm.execution.cuda_graph import ReplayedDecodes, record_graphs
 from nanovllm.execution.loader import load_model
 from nanovllm.execution.memory_advice import advice_on_start_memory
 from nanovllm.execution.model_runner import ModelRunner
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.models.qwen3_config import Qwen3Config
+from nanovllm.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ class Startup:
 def start_runner(
     config: Config,
     folder: Path,
-    model_class: type[Qwen3ForCausalLM],
-    shape: Qwen3Config,
+    model_class: Any,
+    shape: ModelConfig,
     max_model_len: int,
     max_num_batched_tokens: int,
 ) -> Startup:

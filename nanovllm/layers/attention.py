@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.kv_dtype import gather_blocks, write_slots
-
-GATHERED_ELEMENTS = 1 << 20  # of K and V that are gathered at a time on CPU: as many as fit its L2 cache
+from nanovllm.layers.kv_dtype import gather_blocks, slices_that_fit, write_slots
+from nanovllm.layers.masking import PLAIN, AttentionOptions, first_visible, is_visible, weigh
 
 
 @dataclass(frozen=True)
@@ -48,22 +46,25 @@ class Backend(Protocol):
         self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None: ...
 
-    def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor: ...
+    def attend(
+        self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, options: AttentionOptions
+    ) -> torch.Tensor: ...
 
 
 class Attention(nn.Module):
-    """Stores the new tokens' K and V of one layer, and attends to all tokens of each sequence."""
+    """Stores the new tokens' K and V of one layer, and attends to the tokens that `options` let each token see."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, options: AttentionOptions = PLAIN) -> None:
         super().__init__()
         self.backend = backend
+        self.options = options
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim] -> as q"""
         self.backend.store_kv(k, v, layer_cache, metadata.slot_mapping)
-        return self.backend.attend(q, layer_cache, metadata)
+        return self.backend.attend(q, layer_cache, metadata, self.options)
 
 
 # ---- the PyTorch definition; layer_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]
@@ -76,7 +77,9 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_m
     write_slots(v_slots, slot_mapping, v)
 
 
-def attend(q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, options: AttentionOptions
+) -> torch.Tensor:
     """q: [num_tokens, num_heads, head_dim] -> as q: each new token attends to its sequence's tokens up to itself
 
     With cu_seqlens_q [0, 1, 4] and one decode, row 0 is a decode; rows 1 … 3 are a prefill chunk of three tokens.
@@ -85,53 +88,45 @@ def attend(q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetada
     nd, tables = metadata.num_decodes, metadata.block_tables
     cu_seqlens, seq_lens = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
     for rows in slices_that_fit(nd, max(seq_lens), layer_cache):
-        max_len = max(seq_lens[rows])
-        out[rows] = attend_decodes(q[rows], layer_cache, tables[rows], metadata.seq_lens[rows], max_len)
+        width = -(-max(seq_lens[rows]) // layer_cache.shape[2])
+        out[rows] = attend_decodes(q[rows], layer_cache, tables[rows, :width], metadata.seq_lens[rows], options)
     for i in range(nd, len(seq_lens)):
         rows = slice(cu_seqlens[i], cu_seqlens[i + 1])
-        out[rows] = attend_chunk(q[rows], layer_cache, tables[i], seq_lens[i])
+        out[rows] = attend_chunk(q[rows], layer_cache, tables[i], seq_lens[i], options)
     return out
 
 
-def slices_that_fit(num_decodes: int, max_len: int, layer_cache: torch.Tensor) -> list[slice]:
-    """Decodes that are padded and computed together: all of them on a GPU, as many as its caches hold on a CPU."""
-    num_elements = 2 * max_len * layer_cache[0, 0, 0].numel()  # of one sequence's K and V
-    num_at_once = num_decodes if layer_cache.is_cuda else GATHERED_ELEMENTS // num_elements
-    step = max(1, num_at_once)
-    return [slice(i, min(i + step, num_decodes)) for i in range(0, num_decodes, step)]
-
-
-def attend_chunk(q: torch.Tensor, layer_cache: torch.Tensor, block_table: torch.Tensor, seq_len: int) -> torch.Tensor:
+def attend_chunk(
+    q: torch.Tensor, layer_cache: torch.Tensor, block_table: torch.Tensor, seq_len: int, options: AttentionOptions
+) -> torch.Tensor:
     """The last q.shape[0] of `seq_len` tokens of one sequence: paged attention in five steps."""
     block_size, num_kv_heads, head_dim = layer_cache.shape[2:]
     n, group = q.shape[0], q.shape[1] // num_kv_heads
-    # 1. look up the blocks, and cut off what lies behind the last token
-    blocks = block_table[: -(-seq_len // block_size)]
-    kv = gather_blocks(layer_cache, blocks, q.dtype)  # [2, num_blocks, block_size, num_kv_heads, head_dim]
-    k, v = kv.flatten(1, 2)[:, :seq_len].transpose(1, 2)  # [num_kv_heads, seq_len, head_dim] each
+    # 1. look up the blocks, from the first that the first row sees, and cut off what lies behind the last token
+    first = first_visible(seq_len - n, options.window) // block_size
+    kv = gather_blocks(layer_cache, block_table[first : -(-seq_len // block_size)], q.dtype)
+    positions = torch.arange(first * block_size, seq_len, device=q.device)  # [len]
+    k, v = kv.flatten(1, 2)[:, : len(positions)].transpose(1, 2)  # [num_kv_heads, len, head_dim] each
     # 2. the query heads of a group share a K and V head, `expand` shares it without a copy
     q = q.view(n, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)  # [num_kv_heads, group, n, head_dim]
     k, v = k[:, None].expand(-1, group, -1, -1), v[:, None].expand(-1, group, -1, -1)
-    # 3. a token sees every position up to its own, which is seq_len - n + its row
-    positions = torch.arange(seq_len, device=q.device)
-    mask = positions <= positions[seq_len - n :, None]  # [n, seq_len]
+    # 3. a token sees every position up to its own, or those in its window
+    is_seen = is_visible(positions[-n:, None], positions, options.window)  # [n, len]
     # 4. softmax(q k^T / sqrt(head_dim) + mask) v; of less than four dimensions PyTorch would keep all of q k^T
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    o = weigh(q, k, v, is_seen, options)
     # 5. back to one row a token
     return o.permute(2, 0, 1, 3).reshape(n, -1, head_dim)
 
 
 def attend_decodes(
-    q: torch.Tensor, layer_cache: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_len: int
+    q: torch.Tensor, layer_cache: torch.Tensor, tables: torch.Tensor, seq_lens: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
     """One new token each of several sequences, as one padded batch. q: [num_decodes, num_heads, head_dim] -> as q"""
-    block_size, num_kv_heads, head_dim = layer_cache.shape[2:]
-    blocks = block_tables[:, : -(-max_len // block_size)]
-    kv = gather_blocks(layer_cache, blocks, q.dtype).flatten(2, 3)[:, :, :max_len]  # [2, n, max_len, …], a copy
-    is_padding = torch.arange(max_len, device=q.device) >= seq_lens[:, None]  # [n, max_len]
-    kv.masked_fill_(is_padding[None, :, :, None, None], 0)  # a NaN behind a sequence's end must reach no output
-    k, v = kv.transpose(2, 3)  # [n, num_kv_heads, max_len, head_dim] each
+    kv = gather_blocks(layer_cache, tables, q.dtype).flatten(2, 3)  # [2, n, len, num_kv_heads, head_dim], a copy
+    n, num_slots, num_kv_heads, head_dim = kv.shape[1:]
+    is_seen = is_visible(seq_lens[:, None] - 1, torch.arange(num_slots, device=q.device), options.window)  # [n, len]
+    kv.masked_fill_(~is_seen[None, :, :, None, None], 0)  # a NaN behind a sequence's end must reach no output
+    k, v = kv.transpose(2, 3)  # [n, num_kv_heads, len, head_dim] each
     # the heads of a group are rows of one K and V head; no mask among them: they see the same
-    rows = q.view(len(q), num_kv_heads, -1, head_dim)  # [n, num_kv_heads, group, head_dim]
-    o = F.scaled_dot_product_attention(rows, k, v, attn_mask=~is_padding[:, None, None])
-    return o.reshape(q.shape)
+    rows = q.view(n, num_kv_heads, -1, head_dim)  # [n, num_kv_heads, group, head_dim]
+    return weigh(rows, k, v, is_seen[:, None, None], options).reshape(q.shape)

@@ -12,6 +12,7 @@ from torch import nn
 
 from nanovllm.layers import attention
 from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.layers.masking import PLAIN, AttentionOptions
 
 
 class AttentionBackend(ABC):
@@ -49,6 +50,11 @@ class AttentionBackend(ABC):
         return "it has no fp8 KV cache"
 
     @classmethod
+    def why_not_options(cls, options: AttentionOptions) -> str | None:
+        """As `why_not`, for a layer that attends with `options`."""
+        return None
+
+    @classmethod
     def why_slow(cls, device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str | None:
         """Why `auto` skips this backend although it could serve; None if `auto` may take it."""
         return None
@@ -65,10 +71,17 @@ class AttentionBackend(ABC):
         attention.store_kv(k, v, layer_cache, slot_mapping)
 
     @abstractmethod
-    def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        options: AttentionOptions = PLAIN,
+    ) -> torch.Tensor:
         """q: [num_tokens, num_heads, head_dim] over layer_cache: kv_cache[:, layer] -> as q
 
-        Each new token attends to its sequence's tokens up to itself, whose K and V `store_kv` has written.
+        Each new token attends to its sequence's tokens up to itself, or to those in its window, whose K and V
+        `store_kv` has written. Slots that no token sees may hold anything.
         """
 
 
@@ -91,5 +104,11 @@ class TorchAttention(AttentionBackend):
         is_slow = device.type == "cuda" and kv_cache_dtype == "fp8"
         return "there it is for comparisons, and slow" if is_slow else None
 
-    def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
-        return attention.attend(q, layer_cache, metadata)
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        options: AttentionOptions = PLAIN,
+    ) -> torch.Tensor:
+        return attention.attend(q, layer_cache, metadata, options)

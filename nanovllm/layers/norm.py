@@ -7,12 +7,27 @@ from torch import nn
 class RMSNorm(nn.Module):
     """x: [..., size] -> x / sqrt(mean(x²) + eps) * weight, over the last dimension, computed in float32."""
 
+    neutral_weight = 1.0  # changes nothing
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))  # [size]
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x32 = x.float()
-        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * x32.to(x.dtype)  # rounded before the product, as transformers does
+        return self.weight * normalise(x, self.eps).to(x.dtype)  # rounded before the product, as transformers does
+
+
+class UnitOffsetRMSNorm(RMSNorm):
+    """Gemma's: the weight is stored as its difference from one, and the product is rounded alone."""
+
+    neutral_weight = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (normalise(x, self.eps) * (1.0 + self.weight.float())).to(x.dtype)
+
+
+def normalise(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: [..., size] -> x / sqrt(mean(x²) + eps) in float32"""
+    x32 = x.float()
+    return x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)

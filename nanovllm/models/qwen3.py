@@ -3,35 +3,37 @@ RMS-normalised queries and keys, rotary positions, and a SwiGLU feed-forward net
 
     token ids → embedding → num_layers × [ x + attention(norm(x)),  x + mlp(norm(x)) ] → norm → logits
 
-Reads from top to bottom: the two halves of a layer, the layer, the model. All tokens of a batch lie end to end in one
-dimension, whatever sequence they belong to: only `Attention` tells them apart, by `metadata`. The modules have the
-names that they have in the checkpoint. The loader fills in the weights; `ModelRunner` calls the model.
+Reads from top to bottom: attention, the layer, the model. All tokens of a batch lie end to end in one dimension,
+whatever sequence they belong to: only `Attention` tells them apart, by `metadata`. The modules have the names that
+they have in the checkpoint. The loader fills in the weights; `ModelRunner` calls the model.
 """
 
 import torch
 from torch import nn
 
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention, AttentionMetadata, Backend
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import FusedLinear, Linear
+from nanovllm.layers.masking import AttentionOptions
+from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import RMSNormRotary, Rotary
-from nanovllm.models.qwen3_config import Qwen3Config
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.qwen_config import read_qwen3_config
 
 
 class Qwen3Attention(nn.Module):
-    def __init__(self, config: Qwen3Config, backend: Backend) -> None:
+    def __init__(self, config: ModelConfig, backend: Backend, window: int | None) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=config.attention_bias)
-        self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_bias)
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=config.qkv_bias)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNormRotary(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNormRotary(config.head_dim, config.rms_norm_eps)
-        self.attention = Attention(backend)
+        self.attention = Attention(backend, AttentionOptions(window=window))
 
     def forward(
         self,
@@ -46,25 +48,13 @@ class Qwen3Attention(nn.Module):
         return self.o_proj(self.attention(q, k, v, layer_cache, metadata).flatten(1))  # [num_tokens, hidden_size]
 
 
-class Qwen3MLP(nn.Module):
-    def __init__(self, config: Qwen3Config) -> None:
-        super().__init__()
-        parts = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        self.gate_up_proj = FusedLinear(config.hidden_size, parts)
-        self.activation = SiluAndMul()
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(*self.gate_up_proj(x)))  # [num_tokens, hidden_size]
-
-
 class Qwen3DecoderLayer(nn.Module):
-    def __init__(self, config: Qwen3Config, backend: Backend) -> None:
+    def __init__(self, config: ModelConfig, backend: Backend, window: int | None = None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Qwen3Attention(config, backend)
+        self.self_attn = Qwen3Attention(config, backend, window)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Qwen3MLP(config)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
 
     def forward(
         self,
@@ -79,12 +69,12 @@ class Qwen3DecoderLayer(nn.Module):
 
 
 class Qwen3Model(nn.Module):
-    def __init__(self, config: Qwen3Config, backend: Backend) -> None:
+    def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__()
-        self.config = config
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = Rotary(config.head_dim, config.rope_theta)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, backend) for _ in range(config.num_hidden_layers))
+        self.rotary = Rotary(config.head_dim, config.rope, config.max_position_embeddings)
+        windows = (config.window(i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, backend, window) for window in windows)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(
@@ -100,9 +90,9 @@ class Qwen3Model(nn.Module):
 class Qwen3ForCausalLM(nn.Module):
     """Called as `model(input_ids, positions, metadata, kv_cache)`; see `forward`."""
 
-    config_class = Qwen3Config
+    read_config = staticmethod(read_qwen3_config)
 
-    def __init__(self, config: Qwen3Config, backend: Backend) -> None:
+    def __init__(self, config: ModelConfig, backend: Backend) -> None:
         super().__init__()
         self.model = Qwen3Model(config, backend)
         # with tied embeddings both names stand for one module, and so for one tensor

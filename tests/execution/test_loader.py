@@ -7,6 +7,7 @@ and shape once. Nothing here touches the network.
 import copy
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -178,7 +179,7 @@ def test_transposed_tensor_is_refused(broken):
 
 def test_checkpoint_with_fewer_layers_than_its_config_says(broken):
     folder, _ = broken
-    edit_config(folder, num_hidden_layers=3)
+    edit_config(folder, num_hidden_layers=3, layer_types=None)
     with pytest.raises(ValueError, match=r"11 tensors are missing .*model\.layers\.2\."):
         load(folder)
 
@@ -267,13 +268,51 @@ def test_index_without_a_weight_map_is_named(broken, content):
         load(folder)
 
 
-@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], ["Qwen3MoeForCausalLM"], [], None])
+@pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], ["Gemma3ForConditionalGeneration"], [], None])
 def test_other_architectures_are_refused(broken, architectures):
     folder, _ = broken
     edit_config(folder, architectures=architectures)
-    with pytest.raises(ValueError, match="is not supported; supported: Qwen3ForCausalLM") as error:
+    with pytest.raises(ValueError, match="is not supported; supported: .*LlamaForCausalLM.*Qwen3ForCausalLM") as error:
         load(folder)
     assert str(architectures) in str(error.value)
+
+
+def test_code_in_a_checkpoint_is_not_run_and_the_refusal_says_so(broken):
+    folder, _ = broken
+    edit_config(folder, architectures=["Own"], auto_map={"AutoModelForCausalLM": "own.Own"})
+    with pytest.raises(ValueError, match="never run: trust_remote_code does not exist here"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "settings", "name"),
+    [
+        ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ("quantization_config", {"quant_method": "awq", "bits": 4}, "awq"),
+        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "gptq"),
+        ("quantization_config", {"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
+        (
+            "quantization_config",
+            {"quant_method": "compressed-tensors", "format": "int-quantized"},
+            "compressed-tensors",
+        ),
+        ("compression_config", {"format": "marlin-24"}, "marlin-24"),
+        ("quantization_config", {"bits": 4}, "{'bits': 4}"),
+    ],
+    ids=str,
+)
+def test_quantised_checkpoints_are_refused_by_the_name_of_their_format(broken, field, settings, name):
+    """Also where all tensors would fit, as here."""
+    folder, _ = broken
+    edit_config(folder, **{field: settings})
+    with pytest.raises(ValueError, match=f"{field}: the weights are quantised with {re.escape(name)}, .*bfloat16"):
+        load(folder)
+
+
+def test_an_empty_quantization_config_is_no_quantisation(broken, tiny_checkpoint):
+    folder, _ = broken
+    edit_config(folder, quantization_config=None)
+    check_equals(load(folder), tiny_checkpoint[1])
 
 
 # ---- dummy weights

@@ -26,9 +26,10 @@ from nanovllm.layers.backends import TorchAttention
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rope_types import Rope
 from nanovllm.layers.rotary import RMSNormRotary, Rotary
+from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
-from nanovllm.models.qwen3_config import Qwen3Config
 from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
 
 TINY = TINY_QWEN3
@@ -179,7 +180,7 @@ def test_norm_and_rotation_equal_float64(processor, dtype, num_tokens, num_heads
     layer = filled(RMSNormRotary(head_dim, 1e-6), dtype)
     qkv = randn(num_tokens, num_heads * head_dim + 40, dtype=dtype)
     x = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))  # a view, as of the fused projection
-    cos, sin = Rotary(head_dim, 1e4)(torch.arange(num_tokens) * 3, dtype)
+    cos, sin = Rotary(head_dim, Rope(1e4), 4096)(torch.arange(num_tokens) * 3, dtype)
     normed = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * layer.weight.double()
     first, second = normed.chunk(2, dim=-1)
     c, s = cos.double(), sin.double()
@@ -326,7 +327,7 @@ def test_outputs_do_not_depend_on_what_else_is_in_the_batch():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("lens", [[(20, 1)], [(0, 37), (3, 5)], [(40, 1), (15, 1), (0, 300)]])
 def test_a_layer_in_one_call_gives_the_bits_of_its_parts(processor, dtype, lens, bias):
-    config = Qwen3Config(64, 96, 176, 1, 4, 2, head_dim=32, attention_bias=bias)
+    config = ModelConfig(64, 96, 176, 1, 4, 2, head_dim=32, qkv_bias=bias, o_bias=bias)
     backend = CpuAttention(4, 2, 32, 16, dtype)
     model = torch.nn.ModuleDict({"layer": filled(Qwen3DecoderLayer(config, backend), dtype)})
     replace_layers(model, dtype)
@@ -335,7 +336,7 @@ def test_a_layer_in_one_call_gives_the_bits_of_its_parts(processor, dtype, lens,
     assert isinstance(model["layer"], CpuDecoderLayer)
     step = Step(backend, lens, dtype=dtype)
     x = randn(len(step.q), 96, dtype=dtype)
-    cos, sin = Rotary(32, 1e4)(torch.arange(len(x)), dtype)
+    cos, sin = Rotary(32, Rope(), 1024)(torch.arange(len(x)), dtype)
     caches = step.cache.clone(), step.cache.clone()
     expected = parts(x, cos, sin, caches[0][:, 1], step.batch.metadata)
     assert torch.equal(model["layer"](x, cos, sin, caches[1][:, 1], step.batch.metadata), expected)
@@ -345,7 +346,7 @@ def test_a_layer_in_one_call_gives_the_bits_of_its_parts(processor, dtype, lens,
 
 def test_a_layer_of_an_odd_shape_is_called_part_by_part():
     backend = CpuAttention(4, 2, 32, 16, torch.bfloat16)
-    layer = filled(Qwen3DecoderLayer(Qwen3Config(64, 96, 170, 1, 4, 2, head_dim=32), backend), torch.bfloat16)
+    layer = filled(Qwen3DecoderLayer(ModelConfig(64, 96, 170, 1, 4, 2, head_dim=32), backend), torch.bfloat16)
     model = torch.nn.ModuleDict({"layer": layer})
     replace_layers(model, torch.bfloat16)
     fuse_layers(model, backend)

@@ -24,12 +24,14 @@ from nanovllm.kernels.cuda.decoder_layer import RotaryTable, TritonDecoderLayer,
 from nanovllm.kernels.cuda.flash_attention import FlashAttention
 from nanovllm.kernels.cuda.norm import norm_rotary_store, rms_norm
 from nanovllm.kernels.cuda.triton_attention import TritonAttention
+from nanovllm.kernels.dense_layers import dense_parts
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.backends import TorchAttention
 from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rope_types import Rope
 from nanovllm.layers.rotary import RMSNormRotary, Rotary
+from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
-from nanovllm.models.qwen3_config import Qwen3Config
 from tests.attention_steps import Step
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -151,7 +153,7 @@ def make_projections(num_heads, num_kv_heads, head_dim, num_tokens, dtype, slots
     wide = torch.cat([randn(num_tokens, width, dtype=dtype, seed=seed), randn(num_tokens, 8, dtype=dtype)], dim=1)
     wide[:, width:] = math.nan
     positions = torch.arange(num_tokens, device=DEVICE, dtype=torch.int32) * 7 % 100
-    rotary = Rotary(head_dim, 1e4)
+    rotary = Rotary(head_dim, Rope(1e4), 4096)
     cache = torch.full((2, 5, block_size, num_kv_heads, head_dim), math.nan, device=DEVICE, dtype=dtype)
     return SimpleNamespace(
         qkv=wide[:, :width],
@@ -282,7 +284,7 @@ def test_norm_rotary_store_in_fp8_rounds_as_torch_does(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [6, 64, 128])
 def test_the_table_holds_the_very_bits(head_dim, dtype):
-    rotary = Rotary(head_dim, 1e6)
+    rotary = Rotary(head_dim, Rope(1e6), 4096)
     table = RotaryTable(rotary, 40_960, dtype, DEVICE)
     positions = torch.tensor([0, 1, 2, 17, 1023, 4096, 40_959, 5, 5], dtype=torch.int32, device=DEVICE)
     for looked_up, computed in zip(table(positions, dtype), rotary(positions, dtype), strict=True):
@@ -304,7 +306,7 @@ def small_config(**options):
         "head_dim": 16,
         "max_position_embeddings": 128,
     }
-    return Qwen3Config(**{**shape, **options})
+    return ModelConfig(**{**shape, **options})
 
 
 LENS = [(20, 1), (15, 1), (0, 1), (16, 5), (0, 7)]
@@ -319,8 +321,8 @@ def run_layer(config, dtype, twin_backend=TritonAttention, plain_backend=TorchAt
     with DEVICE:
         layers = [filled(Qwen3DecoderLayer(config, backend), dtype) for backend in backends]
     scales = [getattr(backends[1], name, 1.0) for name in ("k_scale", "v_scale")]
-    layers[1] = TritonDecoderLayer(layers[1], backends[1], *scales)
-    cos_sin = Rotary(config.head_dim, config.rope_theta)(batch.positions, dtype)
+    layers[1] = TritonDecoderLayer(dense_parts(layers[1]), backends[1], *scales)
+    cos_sin = Rotary(config.head_dim, config.rope, 128)(batch.positions, dtype)
     x, results = randn(len(batch.positions), config.hidden_size, dtype=dtype, seed=5), []
     for layer, backend in zip(layers, backends, strict=True):
         cache = step.layer_cache.to(DEVICE, backend.kv_cache_dtype or dtype)
@@ -336,9 +338,9 @@ def run_layer(config, dtype, twin_backend=TritonAttention, plain_backend=TorchAt
     "options",
     [
         {},
-        {"attention_bias": True, "num_attention_heads": 6, "num_key_value_heads": 3, "rms_norm_eps": 0.1},
+        {"qkv_bias": True, "o_bias": True, "num_attention_heads": 6, "num_key_value_heads": 3, "rms_norm_eps": 0.1},
         {"hidden_size": 72, "intermediate_size": 100, "num_attention_heads": 5, "num_key_value_heads": 1},
-        {"head_dim": 64, "rope_theta": 100.0},
+        {"head_dim": 64, "rope": Rope(100.0)},
     ],
     ids=str,
 )
@@ -364,7 +366,7 @@ def test_the_twin_is_as_close_to_float32_as_the_layer(monkeypatch, dtype, max_fe
     step = Step(TorchAttention(*heads, 16, dtype), LENS, dtype=dtype)
     batch = map_tensors(step.batch, lambda t: t.to(DEVICE))
     x = randn(len(batch.positions), config.hidden_size, dtype=dtype, seed=5).float()
-    angles = Rotary(config.head_dim, config.rope_theta)(batch.positions, torch.float32)
+    angles = Rotary(config.head_dim, config.rope, 128)(batch.positions, torch.float32)
     exact = layer(x, *angles, step.layer_cache.to(DEVICE).float(), batch.metadata)
     assert (twin - exact).norm() <= 1.1 * (plain - exact).norm()
     torch.testing.assert_close(twin, plain, rtol=TOLERANCES[dtype], atol=4 * TOLERANCES[dtype])
@@ -553,8 +555,8 @@ def test_real_sizes_equal_the_layer(name, lens, dtype):
 def test_a_graph_of_the_layer_is_right_for_other_inputs_and_waits_for_nothing():
     config = small_config(head_dim=128, max_position_embeddings=1024, **QWEN3["0.6B"])
     backend = TritonAttention(16, 8, 128, 16)
-    layer = TritonDecoderLayer(filled(Qwen3DecoderLayer(config, backend), torch.bfloat16), backend)
-    table = RotaryTable(Rotary(128, 1e6), 1024, torch.bfloat16, DEVICE)
+    layer = TritonDecoderLayer(dense_parts(filled(Qwen3DecoderLayer(config, backend), torch.bfloat16)), backend)
+    table = RotaryTable(Rotary(128, Rope(1e6), 1024), 1024, torch.bfloat16, DEVICE)
     batches = []
     for lens in ([(500, 1), (3, 1)], [(499, 1), (9, 1)]):
         step = Step(TorchAttention(16, 8, 128, 16), lens, dtype=torch.bfloat16)

@@ -10,9 +10,10 @@ from torch import nn
 
 from nanovllm.kernels.cpu.decoder_layer import fuse_layers
 from nanovllm.kernels.cpu.layers import replace_layers
-from nanovllm.kernels.cpu.library import LANES, NoLibraryError, load_library
+from nanovllm.kernels.cpu.library import LANES, NoLibraryError, load_library, masking
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.backends import AttentionBackend
+from nanovllm.layers.masking import PLAIN, AttentionOptions
 
 
 class CpuAttention(AttentionBackend):
@@ -53,12 +54,18 @@ class CpuAttention(AttentionBackend):
             *(len(k), k.stride(0), v.stride(0), self.num_kv_heads, self.head_dim, self.block_size),
         )
 
-    def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        options: AttentionOptions = PLAIN,
+    ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
         tensors = (q, out, *layer_cache, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
         self.library.attend(
             *(t.data_ptr() for t in tensors),
             *(*metadata.block_tables.shape, q.stride(0), self.num_heads, self.num_kv_heads, self.head_dim),
-            *(self.block_size, self.scale),
+            *(self.block_size, *masking(options, self.scale)),
         )
         return out

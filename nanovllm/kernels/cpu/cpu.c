@@ -126,9 +126,29 @@ void store_kv(const element *k, const element *v, uint32_t *k_cache, uint32_t *v
     }
 }
 
-// Softmax of the first `num_visible` of `num_slots` scores; what lies behind them becomes 0.
-static void softmax(float *scores, element *weights, long num_visible, long num_slots, float scale) {
-    for (long i = num_visible; i < num_slots; i++) scores[i] = -INFINITY;
+// How a layer attends: `window` tokens at most, LONG_MAX for all; scores bounded by `softcap`, 0 for no bound.
+struct masking {
+    long window;
+    float scale, softcap;
+};
+
+// 2 / (1 + e^-2|x|) - 1, with the sign of x
+static inline floats tanh_lanes(floats x) {
+    const floats e = exp_lanes(pick(x < 0, x, -x) * 2);
+    const floats t = (1 - e) / (1 + e);
+    return pick(x < 0, -t, t);
+}
+
+// Softmax of the scores `first` … `last - 1` of `num_slots`; what lies before and behind them becomes 0.
+static void softmax(float *scores, element *weights, long first, long last, long num_slots, const struct masking *m) {
+    float scale = m->scale;
+    if (m->softcap > 0) {
+        for (long i = 0; i < num_slots; i += LANES)
+            *(floats *)(scores + i) = m->softcap * tanh_lanes(*(const floats *)(scores + i) * (scale / m->softcap));
+        scale = 1;
+    }
+    for (long i = 0; i < first; i++) scores[i] = -INFINITY;
+    for (long i = last; i < num_slots; i++) scores[i] = -INFINITY;
     floats max = {0};
     max += -INFINITY;
     for (long i = 0; i < num_slots; i += LANES) max = max_of(*(const floats *)(scores + i), max);
@@ -137,9 +157,9 @@ static void softmax(float *scores, element *weights, long num_visible, long num_
     floats sum = {0};
     for (long i = 0; i < num_slots; i += LANES) {
         floats p = exp_lanes((*(const floats *)(scores + i) - largest) * scale);
-        if (i + LANES > num_visible)
+        if (i < first || i + LANES > last)
             for (int lane = 0; lane < LANES; lane++)
-                if (i + lane >= num_visible) p[lane] = 0;
+                if (i + lane < first || i + lane >= last) p[lane] = 0;
         *(floats *)(scores + i) = p;
         sum += p;
     }
@@ -156,11 +176,15 @@ struct scratch {
 };
 
 // Up to ROWS rows (query tokens times the query heads of one K and V head) against all that they see, in three strides:
-// scores = q k^T, softmax, out = weights v.
+// scores = q k^T, softmax, out = weights v. Row r sees the tokens up to last[r], excluded, or a window of them.
 static void attend_rows(const struct cache *c, const struct scratch *s, const int32_t *block_table, long kv_head,
-                        int num_rows, const long *num_visible, float scale) {
+                        int num_rows, const long *last, const struct masking *m) {
     const long head_dim = c->head_dim, block_size = c->block_size, q_words = head_dim / PER_WORD;
-    const long num_tokens = num_visible[num_rows - 1];  // the last row sees most
+    // Whole blocks that no row sees are left out. Those that only some rows see weigh 0 for the others, which changes no
+    // bit of their sums.
+    const long first_block = last[0] > m->window ? (last[0] - m->window) / block_size : 0;
+    const long start = first_block * block_size, num_tokens = last[num_rows - 1] - start;
+    block_table += first_block;
     const long num_panels = (num_tokens + LANES - 1) / LANES, num_slots = num_panels * LANES;
     const long block_words = c->num_kv_heads * head_words(c);
     const uint32_t *k = c->k + kv_head * head_words(c), *v = c->v + kv_head * head_words(c);  // of block 0
@@ -178,8 +202,10 @@ static void attend_rows(const struct cache *c, const struct scratch *s, const in
         }
         multiply(&p, num_rows, count);
     }
-    for (int row = 0; row < num_rows; row++)
-        softmax(s->scores + row * num_slots, s->weights + row * num_slots, num_visible[row], num_slots, scale);
+    for (int row = 0; row < num_rows; row++) {
+        const long first = last[row] - start > m->window ? last[row] - start - m->window : 0;
+        softmax(s->scores + row * num_slots, s->weights + row * num_slots, first, last[row] - start, num_slots, m);
+    }
     const long v_panel_words = block_size / PER_WORD * LANES;
     for (long d = 0; d < head_dim; d += width * LANES) {  // panels of 16 channels
         struct product p = {.x = (const uint32_t *)s->weights, .x_stride = num_slots / PER_WORD,
@@ -196,10 +222,12 @@ struct work {
     int32_t seq, kv_head, first_row;
 };
 
-// q, out: [num_tokens, num_heads, head_dim]. Each new token attends to its sequence's tokens up to itself.
+// q, out: [num_tokens, num_heads, head_dim]. Each new token attends to its sequence's tokens up to itself, or to `window`
+// of them.
 void attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache, const int32_t *block_tables,
             const int32_t *seq_lens, const int32_t *cu_seqlens_q, long num_seqs, long max_num_blocks, long q_stride,
-            long num_heads, long num_kv_heads, long head_dim, long block_size, float scale) {
+            long num_heads, long num_kv_heads, long head_dim, long block_size, long window, float scale, float softcap) {
+    const struct masking m = {window, scale, softcap};
     const struct cache c = {k_cache, v_cache, num_kv_heads, head_dim, block_size};
     const long group = num_heads / num_kv_heads;
     // rows of a sequence: its new tokens, and for each of them the heads of the group
@@ -228,15 +256,15 @@ void attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache
             const long first_token = cu_seqlens_q[w.seq], num_new = cu_seqlens_q[w.seq + 1] - first_token;
             const long left = num_new * group - w.first_row;
             const int num_rows = left < ROWS ? left : ROWS;
-            long num_visible[ROWS], at[ROWS];
+            long last[ROWS], at[ROWS];
             for (int row = 0; row < num_rows; row++) {
                 const long token = (w.first_row + row) / group;
-                num_visible[row] = seq_lens[w.seq] - num_new + token + 1;
+                last[row] = seq_lens[w.seq] - num_new + token + 1;
                 at[row] = (first_token + token) * num_heads + w.kv_head * group + (w.first_row + row) % group;
                 const element *from = q + (first_token + token) * q_stride + at[row] % num_heads * head_dim;
                 memcpy(s.q + row * head_dim, from, head_dim * sizeof(element));
             }
-            attend_rows(&c, &s, block_tables + w.seq * max_num_blocks, w.kv_head, num_rows, num_visible, scale);
+            attend_rows(&c, &s, block_tables + w.seq * max_num_blocks, w.kv_head, num_rows, last, &m);
             for (int row = 0; row < num_rows; row++)
                 for (long d = 0; d < head_dim; d += LANES)
                     store(out + at[row] * head_dim + d, *(const floats *)(s.out + row * head_dim + d));
@@ -249,23 +277,29 @@ void attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache
 
 // ---- what lies between the matrix products
 
-// x: [num_tokens, num_heads, size], tokens `stride` elements apart -> y: the same, contiguous. A norm of each head, and
-// where cos is not NULL, a rotation of it by cos, sin: [num_tokens, size / 2].
+// x: [num_tokens, num_heads, size], tokens `stride` elements apart -> y: the same, contiguous. Where weight is not NULL, a
+// norm of each head, with weight + 1 where `is_offset` (Gemma's, which is rounded once); where cos is not NULL, a rotation
+// of its first 2 * half elements by cos, sin: [num_tokens, half].
 void rms_norm(const element *x, const element *weight, const element *cos, const element *sin, element *y,
-              long num_tokens, long num_heads, long size, long stride, float eps) {
-    const long half = size / 2;
+              long num_tokens, long num_heads, long size, long half, long stride, int is_offset, float eps) {
 #pragma omp parallel for schedule(static) if (num_tokens * num_heads * size > 1 << 13)
     for (long token = 0; token < num_tokens; token++)
         for (long head = 0; head < num_heads; head++) {
             const element *from = x + token * stride + head * size;
             element *to = y + (token * num_heads + head) * size;
             floats squares = {0};
-            for (long i = 0; i < size; i += LANES) squares += load(from + i) * load(from + i);
+            for (long i = 0; weight && i < size; i += LANES) squares += load(from + i) * load(from + i);
             const float factor = 1 / sqrtf(sum_lanes(squares) / size + eps);
-            for (long i = 0; i < size; i += LANES) {
-                store(to + i, load(from + i) * factor);  // rounded before the product, as layers/norm.py does
+            for (long i = 0; weight && i < size; i += LANES) {
+                const floats normed = load(from + i) * factor;
+                if (is_offset) {
+                    store(to + i, normed * (1 + load(weight + i)));
+                    continue;
+                }
+                store(to + i, normed);  // rounded before the product, as layers/norm.py does
                 store(to + i, load(to + i) * load(weight + i));
             }
+            if (!weight) memcpy(to, from, size * sizeof(element));
             for (long i = 0; cos && i < half; i += LANES) {
                 const floats a = load(to + i), b = load(to + half + i);
                 const floats c = load(cos + token * half + i), s = load(sin + token * half + i);
@@ -275,19 +309,30 @@ void rms_norm(const element *x, const element *weight, const element *cos, const
         }
 }
 
-// gate, up: [num_tokens, size], tokens `stride` elements apart -> y: [num_tokens, size] = silu(gate) * up
-void silu_and_mul(const element *gate, const element *up, element *y, long num_tokens, long size, long stride) {
-#pragma omp parallel for schedule(static) if (num_tokens * size > 1 << 13)
-    for (long token = 0; token < num_tokens; token++)
-        for (long i = 0; i < size; i += LANES) {
-            const floats g = load(gate + token * stride + i);
-            const floats e = exp_lanes(pick(g < 0, g, -g));  // e^-|g|: never overflows
-            const floats sigmoid = pick(g < 0, e, (floats){0} + 1) / (1 + e);
-            element *to = y + token * size + i;
-            store(to, g * sigmoid);  // rounded before the product, as layers/activation.py does
-            store(to, load(to) * load(up + token * stride + i));
-        }
+// x / (1 + e^-x)
+static inline floats silu_lanes(floats x) {
+    const floats e = exp_lanes(pick(x < 0, x, -x));  // e^-|x|: never overflows
+    return x * (pick(x < 0, e, (floats){0} + 1) / (1 + e));
 }
+
+// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
+static inline floats gelu_lanes(floats x) {
+    return x * 0.5f * (1 + tanh_lanes(0.79788456f * (x + 0.044715f * x * x * x)));
+}
+
+// gate, up: [num_tokens, size], tokens `stride` elements apart -> y: [num_tokens, size] = act(gate) * up
+#define AND_MUL(name, act) \
+    void name(const element *gate, const element *up, element *y, long num_tokens, long size, long stride) { \
+        _Pragma("omp parallel for schedule(static) if (num_tokens * size > 1 << 13)") \
+        for (long token = 0; token < num_tokens; token++) \
+            for (long i = 0; i < size; i += LANES) { \
+                element *to = y + token * size + i; \
+                store(to, act(load(gate + token * stride + i))); /* rounded, as layers/activation.py does */ \
+                store(to, load(to) * load(up + token * stride + i)); \
+            } \
+    }
+AND_MUL(silu_and_mul, silu_lanes)
+AND_MUL(gelu_and_mul, gelu_lanes)
 
 // x += y, both of `count` elements
 static void add(element *x, const element *y, long count) {
@@ -299,16 +344,16 @@ static void add(element *x, const element *y, long count) {
 
 struct layer {
     const uint32_t *qkv_proj, *o_proj, *gate_up_proj, *down_proj;  // as `linear` takes them
-    const element *qkv_bias, *o_bias;                              // or NULL
-    const element *input_norm, *q_norm, *k_norm, *post_attention_norm;
-    long hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, block_size;
-    float eps, scale;
+    const element *qkv_bias, *o_bias, *gate_up_bias, *down_bias;   // or NULL
+    const element *input_norm, *q_norm, *k_norm, *post_attention_norm;  // q_norm, k_norm: or NULL
+    long hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, block_size, window;
+    float eps, scale, softcap;
 };
 
 struct step {
-    const element *cos, *sin;  // [num_tokens, head_dim / 2]
+    const element *cos, *sin;  // [num_tokens, half]
     const int32_t *slot_mapping, *block_tables, *seq_lens, *cu_seqlens_q;
-    long num_tokens, num_seqs, max_num_blocks;
+    long num_tokens, num_seqs, max_num_blocks, half;
 };
 
 // x: [num_tokens, hidden_size], changed in place. The functions above in their order, without the way
@@ -320,20 +365,21 @@ void decoder_layer(const struct layer *l, const struct step *s, element *x, uint
     const long narrower = q_size + kv_size > size ? q_size + kv_size : size;
     element *product = aligned_alloc(64, (n * (wider + narrower + l->hidden_size) * sizeof(element) + 63) / 64 * 64);
     element *input = product + n * wider, *normed = input + n * narrower, *q = input, *k = q + n * q_size;
-    rms_norm(x, l->input_norm, NULL, NULL, normed, n, 1, l->hidden_size, l->hidden_size, l->eps);
+    rms_norm(x, l->input_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, false, l->eps);
     linear(normed, l->qkv_proj, l->qkv_bias, product, n, qkv_size, l->hidden_size, false);
-    rms_norm(product, l->q_norm, s->cos, s->sin, q, n, l->num_heads, head_dim, qkv_size, l->eps);
-    rms_norm(product + q_size, l->k_norm, s->cos, s->sin, k, n, l->num_kv_heads, head_dim, qkv_size, l->eps);
+    rms_norm(product, l->q_norm, s->cos, s->sin, q, n, l->num_heads, head_dim, s->half, qkv_size, false, l->eps);
+    rms_norm(product + q_size, l->k_norm, s->cos, s->sin, k, n, l->num_kv_heads, head_dim, s->half, qkv_size, false,
+             l->eps);
     store_kv(k, product + q_size + kv_size, k_cache, v_cache, s->slot_mapping, n, kv_size, qkv_size, l->num_kv_heads,
              head_dim, l->block_size);
     attend(q, product, k_cache, v_cache, s->block_tables, s->seq_lens, s->cu_seqlens_q, s->num_seqs, s->max_num_blocks,
-           q_size, l->num_heads, l->num_kv_heads, head_dim, l->block_size, l->scale);
+           q_size, l->num_heads, l->num_kv_heads, head_dim, l->block_size, l->window, l->scale, l->softcap);
     linear(product, l->o_proj, l->o_bias, normed, n, l->hidden_size, q_size, false);
     add(x, normed, n * l->hidden_size);
-    rms_norm(x, l->post_attention_norm, NULL, NULL, normed, n, 1, l->hidden_size, l->hidden_size, l->eps);
-    linear(normed, l->gate_up_proj, NULL, product, n, 2 * size, l->hidden_size, false);
+    rms_norm(x, l->post_attention_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, false, l->eps);
+    linear(normed, l->gate_up_proj, l->gate_up_bias, product, n, 2 * size, l->hidden_size, false);
     silu_and_mul(product, product + size, input, n, size, 2 * size);
-    linear(input, l->down_proj, NULL, normed, n, l->hidden_size, size, false);
+    linear(input, l->down_proj, l->down_bias, normed, n, l->hidden_size, size, false);
     add(x, normed, n * l->hidden_size);
     free(product);
 }

@@ -11,22 +11,24 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from nanovllm.kernels.cpu.layers import CpuLinear, CpuRMSNorm, CpuSiluAndMul
-from nanovllm.kernels.cpu.library import LANES, load_library
+from nanovllm.kernels.cpu.layers import CpuGate, CpuLinear, CpuRMSNorm
+from nanovllm.kernels.cpu.library import LANES, load_library, masking
+from nanovllm.kernels.dense_layers import DenseParts, dense_parts
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.backends import AttentionBackend
-from nanovllm.models.qwen3 import Qwen3DecoderLayer
 
 
 class Layer(Structure):
     """`struct layer` of cpu.c"""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
-        *((name, c_void_p) for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj", "qkv_bias", "o_bias")),
+        *((name, c_void_p) for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+        *((name, c_void_p) for name in ("qkv_bias", "o_bias", "gate_up_bias", "down_bias")),
         *((name, c_void_p) for name in ("input_norm", "q_norm", "k_norm", "post_attention_norm")),
         *((name, c_long) for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads")),
-        *((name, c_long) for name in ("head_dim", "block_size")),
-        *((name, c_float) for name in ("eps", "scale")),
+        *((name, c_long) for name in ("head_dim", "block_size", "window")),
+        *((name, c_float) for name in ("eps", "scale", "softcap")),
     ]
 
 
@@ -35,26 +37,26 @@ class Step(Structure):
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *((name, c_void_p) for name in ("cos", "sin", "slot_mapping", "block_tables", "seq_lens", "cu_seqlens_q")),
-        *((name, c_long) for name in ("num_tokens", "num_seqs", "max_num_blocks")),
+        *((name, c_long) for name in ("num_tokens", "num_seqs", "max_num_blocks", "half")),
     ]
 
 
 class CpuDecoderLayer(nn.Module):
     """Does what `layer` does, part by part, in one call."""
 
-    def __init__(self, layer: Qwen3DecoderLayer, backend: AttentionBackend) -> None:
+    def __init__(self, layer: nn.Module, parts: DenseParts, backend: AttentionBackend) -> None:
         super().__init__()
         self.layer = layer
         self.library = load_library(backend.dtype)
-        products, norms = parts_of(layer)
+        products, norms = parts.products, parts.norms
         down_proj = products[-1]
-        biases = (product.bias for product in products[:2])
+        window, scale, softcap = masking(parts.options, backend.scale)
         self.struct = Layer(
             *(product.packed.data_ptr() for product in products),
-            *(None if bias is None else bias.data_ptr() for bias in biases),
-            *(norm.weight.data_ptr() for norm in norms),
+            *(None if product.bias is None else product.bias.data_ptr() for product in products),
+            *(None if norm is None else norm.weight.data_ptr() for norm in norms),
             *(down_proj.out_features, down_proj.in_features, backend.num_heads, backend.num_kv_heads),
-            *(backend.head_dim, backend.block_size, norms[0].eps, backend.scale),
+            *(backend.head_dim, backend.block_size, window, norms[0].eps, scale, softcap),
         )
 
     def forward(
@@ -69,8 +71,10 @@ class CpuDecoderLayer(nn.Module):
 
         Nobody misses the old x: it comes from the embedding, which makes a new tensor, or from the layer before.
         """
+        if cos.shape[-1] % LANES:  # of partial rotary
+            return self.layer(x, cos, sin, layer_cache, metadata)
         tables = (metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
-        step = Step(*(t.data_ptr() for t in (cos, sin, *tables)), len(x), *metadata.block_tables.shape)
+        step = Step(*(t.data_ptr() for t in (cos, sin, *tables)), len(x), *metadata.block_tables.shape, cos.shape[-1])
         k_cache = layer_cache.data_ptr()
         v_cache = k_cache + layer_cache.stride(0) * layer_cache.itemsize
         self.library.decoder_layer(byref(self.struct), byref(step), x.data_ptr(), k_cache, v_cache)
@@ -80,19 +84,15 @@ class CpuDecoderLayer(nn.Module):
 def fuse_layers(model: nn.Module, backend: AttentionBackend) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, Qwen3DecoderLayer) and is_fast(child):
-                setattr(module, name, CpuDecoderLayer(child, backend))
+            if (parts := dense_parts(child)) is not None and is_fast(parts):
+                setattr(module, name, CpuDecoderLayer(child, parts, backend))
 
 
-def is_fast(layer: Qwen3DecoderLayer) -> bool:
-    """Whether every part of it has a twin for its shape."""
-    products, norms = parts_of(layer)
-    have_twins = all(isinstance(p, CpuLinear) for p in products) and all(isinstance(n, CpuRMSNorm) for n in norms)
-    return have_twins and isinstance(layer.mlp.activation, CpuSiluAndMul) and products[-1].in_features % LANES == 0
-
-
-def parts_of(layer: Qwen3DecoderLayer) -> tuple[list[Any], list[Any]]:
-    """Its matrix products and its norms, in the order of `Layer`"""
-    attention, mlp = layer.self_attn, layer.mlp
-    products = [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
-    return products, [layer.input_layernorm, attention.q_norm, attention.k_norm, layer.post_attention_layernorm]
+def is_fast(parts: DenseParts) -> bool:
+    """Whether every part of the layer has a twin for its shape."""
+    if not all(isinstance(product, CpuLinear) for product in parts.products):
+        return False
+    if not all(norm is None or isinstance(norm, CpuRMSNorm) for norm in parts.norms):
+        return False
+    is_swiglu = isinstance(parts.activation, CpuGate) and isinstance(parts.activation.layer, SiluAndMul)
+    return is_swiglu and parts.down_proj.in_features % LANES == 0

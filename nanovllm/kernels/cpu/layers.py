@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels.cpu.library import LANES, keep_freed_memory, load_library
-from nanovllm.layers.activation import SiluAndMul
+from nanovllm.kernels.cpu.library import LANES, Library, keep_freed_memory, load_library
+from nanovllm.layers.activation import GeluAndMul, SiluAndMul
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import RMSNormRotary
+from nanovllm.layers.norm import RMSNorm, UnitOffsetRMSNorm
+from nanovllm.layers.rotary import ApplyRotary, RMSNormRotary, UnitOffsetRMSNormRotary, apply_rotary
 
 
 class HugePages:
@@ -106,42 +106,69 @@ class CpuEmbedding(CpuLinear):
 
 
 class CpuRMSNorm(nn.Module):
-    """Also `RMSNormRotary`: with cosines and sines each head is turned as well."""
+    """Also `RMSNormRotary`: with cosines and sines each head is turned as well. `is_offset` as Gemma's norms are."""
 
     weight: torch.Tensor
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, eps: float, is_offset: bool = False) -> None:
         super().__init__()
         self.library = load_library(weight.dtype)
         self.register_buffer("weight", weight)
         self.eps = eps
+        self.is_offset = is_offset
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
     ) -> torch.Tensor:
         """x: [num_tokens, (num_heads,) size]; cos, sin: [num_tokens, 1, size / 2]"""
-        y = torch.empty(x.shape, dtype=x.dtype)
-        num_heads = x.shape[1] if x.dim() == 3 else 1
-        angles = (None, None) if cos is None or sin is None else (cos.data_ptr(), sin.data_ptr())
-        self.library.rms_norm(
-            *(x.data_ptr(), self.weight.data_ptr(), *angles, y.data_ptr()),
-            *(len(x), num_heads, x.shape[-1], x.stride(0), self.eps),
-        )
-        return y
+        return norm_and_rotate(self.library, x, self.weight, cos, sin, self.is_offset, self.eps)
 
 
-class CpuSiluAndMul(nn.Module):
+class CpuApplyRotary(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.library = load_library(dtype)
 
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        if cos.shape[-1] % LANES:
+            return apply_rotary(x, cos, sin)
+        return norm_and_rotate(self.library, x, None, cos, sin)
+
+
+def norm_and_rotate(
+    library: Library,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    is_offset: bool = False,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """x: [num_tokens, (num_heads,) size] -> the same shape; cos, sin: [num_tokens, 1, rotary_dim / 2]"""
+    y = torch.empty(x.shape, dtype=x.dtype)
+    num_heads = x.shape[1] if x.dim() == 3 else 1
+    pointers = (None if t is None else t.data_ptr() for t in (weight, cos, sin))
+    half = 0 if cos is None else cos.shape[-1]
+    sizes = (len(x), num_heads, x.shape[-1], half, x.stride(0))
+    library.rms_norm(x.data_ptr(), *pointers, y.data_ptr(), *sizes, is_offset, eps)
+    return y
+
+
+class CpuGate(nn.Module):
+    """`SiluAndMul` or `GeluAndMul`, whichever it takes the place of."""
+
+    def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer
+        library = load_library(dtype)
+        self.function = library.silu_and_mul if isinstance(layer, SiluAndMul) else library.gelu_and_mul
+
     def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if gate.shape[1] % LANES:
-            return F.silu(gate) * up
+            return self.layer(gate, up)
         y = torch.empty(gate.shape, dtype=gate.dtype)
-        self.library.silu_and_mul(
-            *(gate.data_ptr(), up.data_ptr(), y.data_ptr()), *(len(gate), gate.shape[1], gate.stride(0))
-        )
+        pointers = (t.data_ptr() for t in (gate, up, y))
+        self.function(*pointers, len(gate), gate.shape[1], gate.stride(0))
         return y
 
 
@@ -169,11 +196,14 @@ def has_matrix(layer: nn.Module) -> TypeGuard[Linear | Embedding]:
 
 
 def make_twin(layer: nn.Module, dtype: torch.dtype, memory: HugePages) -> nn.Module | None:
-    if isinstance(layer, SiluAndMul):
-        return CpuSiluAndMul(dtype)
+    if isinstance(layer, SiluAndMul | GeluAndMul):
+        return CpuGate(layer, dtype)
+    if isinstance(layer, ApplyRotary):
+        return CpuApplyRotary(dtype)
     if isinstance(layer, RMSNorm):
-        unit = 2 * LANES if isinstance(layer, RMSNormRotary) else LANES
-        return None if len(layer.weight) % unit else CpuRMSNorm(layer.weight, layer.eps)
+        unit = 2 * LANES if isinstance(layer, RMSNormRotary | UnitOffsetRMSNormRotary) else LANES
+        is_offset = isinstance(layer, UnitOffsetRMSNorm)
+        return None if len(layer.weight) % unit else CpuRMSNorm(layer.weight, layer.eps, is_offset)
     if not has_matrix(layer):
         return None
     if isinstance(layer, FusedLinear):

@@ -17,18 +17,22 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.layers.masking import AttentionOptions
+
 SOURCE = Path(__file__).with_name("cpu.c")
 SOURCES = [SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("vectors", "product", "tiles"))]
 LANES = 16  # floats in a vector, columns in a panel
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
 DTYPES = (torch.bfloat16, torch.float32)
+LONG_MAX = (1 << 63) - 1
 
 FUNCTIONS = {  # pointers, then sizes, then the rest
     "linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
     "store_kv": [c_void_p] * 5 + [c_long] * 6,
-    "attend": [c_void_p] * 7 + [c_long] * 7 + [c_float],
-    "rms_norm": [c_void_p] * 5 + [c_long] * 4 + [c_float],
+    "attend": [c_void_p] * 7 + [c_long] * 8 + [c_float] * 2,
+    "rms_norm": [c_void_p] * 5 + [c_long] * 5 + [c_int, c_float],
     "silu_and_mul": [c_void_p] * 3 + [c_long] * 3,
+    "gelu_and_mul": [c_void_p] * 3 + [c_long] * 3,
     "decoder_layer": [c_void_p] * 5,
 }
 
@@ -70,6 +74,12 @@ def load_library(dtype: torch.dtype) -> Library:
         except NoLibraryError:  # if that has another cause, it comes back
             reason = f"{command[0]} cannot compile it"
     return compile_and_load(command, reason)
+
+
+def masking(options: AttentionOptions, default_scale: float) -> tuple[int, float, float]:
+    """`struct masking` of cpu.c: (window, scale, softcap)"""
+    window = LONG_MAX if options.window is None else options.window
+    return window, default_scale if options.scale is None else options.scale, options.softcap or 0.0
 
 
 def compile_and_load(command: list[str], why_no_tiles: str | None = None) -> Library:

@@ -3,10 +3,10 @@
 For up to 16 tokens the products also do the work of three of these kernels (`few_tokens.py`): six launches. Where
 attention splits long contexts, one more launch joins the parts.
 
-Twins of `Qwen3DecoderLayer`, of the norm after the last layer and of the rotary angles, with the same signatures. In
-PyTorch each operation between two products reads and writes the activations; here one kernel does all of them. Rounding
-is that of the PyTorch layers, except for the residual, which is added to the sums of a product before these are
-rounded: a layer rounds twice less.
+Twins of the layers in `dense_layers.py`, of norms and of the rotary angles, with the same signatures. In PyTorch each
+operation between two products reads and writes the activations; here one kernel does all of them. Rounding is that of
+the PyTorch layers, except for the residual, which is added to the sums of a product before these are rounded: a layer
+rounds twice less.
 
 The attention backends for CUDA call `replace_layers` when the weights are loaded; the model file knows nothing of it.
 """
@@ -18,13 +18,13 @@ from torch import nn
 from nanovllm.kernels.cuda import few_tokens
 from nanovllm.kernels.cuda.activation import silu_and_mul
 from nanovllm.kernels.cuda.norm import norm_rotary_store, rms_norm
+from nanovllm.kernels.dense_layers import DenseParts, dense_parts
+from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import Rotary
-from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
-from nanovllm.models.qwen3_config import Qwen3Config
+from nanovllm.layers.rotary import RMSNormRotary, Rotary
 
 MAX_SIZE = 1 << 15  # of a row that one program normalises: what its registers hold
 
@@ -33,17 +33,18 @@ class TritonDecoderLayer(nn.Module):
     """Has the weights of the layer whose place it takes. `k_scale` and `v_scale` are those of an fp8 cache."""
 
     def __init__(
-        self, layer: Qwen3DecoderLayer, backend: AttentionBackend, k_scale: float = 1.0, v_scale: float = 1.0
+        self, parts: DenseParts, backend: AttentionBackend, k_scale: float = 1.0, v_scale: float = 1.0
     ) -> None:
         super().__init__()
-        self.input_layernorm = layer.input_layernorm
-        self.qkv_proj = layer.self_attn.qkv_proj
-        self.q_norm = layer.self_attn.q_norm
-        self.k_norm = layer.self_attn.k_norm
-        self.o_proj = layer.self_attn.o_proj
-        self.post_attention_layernorm = layer.post_attention_layernorm
-        self.gate_up_proj = layer.mlp.gate_up_proj
-        self.down_proj = layer.mlp.down_proj
+        self.input_norm = parts.input_norm
+        self.qkv_proj = parts.qkv_proj
+        self.q_norm = parts.q_norm
+        self.k_norm = parts.k_norm
+        self.options = parts.options
+        self.o_proj = parts.o_proj
+        self.post_attention_norm = parts.post_attention_norm
+        self.gate_up_proj = parts.gate_up_proj
+        self.down_proj = parts.down_proj
         self.backend = backend
         self.k_scale = k_scale
         self.v_scale = v_scale
@@ -60,7 +61,7 @@ class TritonDecoderLayer(nn.Module):
 
         No other code reads the old x: it comes from the embedding, which makes a new tensor, or from the layer before.
         """
-        qkv = norm_linear(x, self.input_layernorm, self.qkv_proj)  # [num_tokens, (num_heads + 2 * num_kv_heads) * …]
+        qkv = norm_linear(x, self.input_norm, self.qkv_proj)  # [num_tokens, (num_heads + 2 * num_kv_heads) * …]
         q = norm_rotary_store(
             qkv,
             self.q_norm.weight,
@@ -73,9 +74,9 @@ class TritonDecoderLayer(nn.Module):
             self.k_scale,
             self.v_scale,
         )
-        out = self.backend.attend(q, layer_cache, metadata)  # [num_tokens, num_heads, head_dim]
+        out = self.backend.attend(q, layer_cache, metadata, self.options)  # [num_tokens, num_heads, head_dim]
         add_linear(x, out.flatten(1), self.o_proj)
-        z = norm_gate_up(x, self.post_attention_layernorm, self.gate_up_proj)  # [num_tokens, intermediate_size]
+        z = norm_gate_up(x, self.post_attention_norm, self.gate_up_proj)  # [num_tokens, intermediate_size]
         add_linear(x, z, self.down_proj)
         return x
 
@@ -137,20 +138,22 @@ class RotaryTable(nn.Module):
 
 def replace_layers(model: nn.Module, backend: AttentionBackend, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
     """Replace every layer that has a twin for its shape. The model's weights must be loaded."""
-    for decoder in list(model.modules()):
-        if isinstance(decoder, Qwen3Model):
-            config, weight = decoder.config, decoder.embed_tokens.weight
-            positions = (config.max_position_embeddings, weight.dtype, weight.device)
-            decoder.rotary = RotaryTable(decoder.rotary, *positions)  # type: ignore[assignment]
-            if config.hidden_size <= MAX_SIZE:
-                decoder.norm = TritonRMSNorm(decoder.norm)  # type: ignore[assignment]
-            if has_twin(config):
-                for i, layer in enumerate(decoder.layers):
-                    assert isinstance(layer, Qwen3DecoderLayer)
-                    decoder.layers[i] = TritonDecoderLayer(layer, backend, k_scale, v_scale)
+    weight = next(model.parameters())
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            parts = dense_parts(child)
+            if parts is not None and has_twin(parts, backend):
+                setattr(module, name, TritonDecoderLayer(parts, backend, k_scale, v_scale))
+            elif isinstance(child, Rotary):
+                setattr(module, name, RotaryTable(child, child.max_len, weight.dtype, weight.device))
+            elif type(child) is RMSNorm and len(child.weight) <= MAX_SIZE:
+                setattr(module, name, TritonRMSNorm(child))
 
 
-def has_twin(config: Qwen3Config) -> bool:
+def has_twin(parts: DenseParts, backend: AttentionBackend) -> bool:
     """Triton's blocks are powers of two: rows are padded to one, but the halves of heads must be powers of two."""
-    head_dim = config.head_dim
-    return config.hidden_size <= MAX_SIZE and 2 <= head_dim <= 1024 and head_dim & (head_dim - 1) == 0
+    head_dim = backend.head_dim
+    has_bias = any(product.bias is not None for product in (parts.gate_up_proj, parts.down_proj))
+    has_norms = isinstance(parts.q_norm, RMSNormRotary) and isinstance(parts.activation, SiluAndMul)
+    fits = len(parts.input_norm.weight) <= MAX_SIZE and 2 <= head_dim <= 1024
+    return fits and has_norms and not has_bias and head_dim & (head_dim - 1) == 0

@@ -14,6 +14,7 @@ from torch import nn
 from nanovllm.kernels.cuda.requirements import gpu_capability, is_installed, why_too_old
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.backends import AttentionBackend
+from nanovllm.layers.masking import PLAIN, AttentionOptions
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,9 @@ class FlashAttention2:
         self._decode, self._prefill = flash_attn_with_kvcache, flash_attn_varlen_func
         self.scale = scale
 
-    def decode(self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def decode(
+        self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, options: AttentionOptions
+    ) -> torch.Tensor:
         """q: [num_decodes, num_heads, head_dim], of the batch's first sequences -> as q"""
         nd = metadata.num_decodes
         out = self._decode(
@@ -37,12 +40,14 @@ class FlashAttention2:
             *layer_cache,  # [num_blocks, block_size, num_kv_heads, head_dim] each
             cache_seqlens=metadata.seq_lens[:nd],
             block_table=metadata.block_tables[:nd],
-            softmax_scale=self.scale,
+            softmax_scale=options.scale or self.scale,
             causal=True,
         )
         return out[:, 0]
 
-    def prefill(self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def prefill(
+        self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, options: AttentionOptions
+    ) -> torch.Tensor:
         """q: [num_prefill_tokens, num_heads, head_dim], of the sequences behind the decodes -> as q"""
         return self._prefill(
             q,
@@ -51,7 +56,7 @@ class FlashAttention2:
             cu_seqlens_k=metadata.prefill_cu_seqlens_k,
             max_seqlen_q=metadata.max_seqlen_q,
             max_seqlen_k=metadata.max_seqlen_k,
-            softmax_scale=self.scale,
+            softmax_scale=options.scale or self.scale,
             causal=True,  # aligned at the ends: the last query sees all keys, also where the chunk is not the first
             block_table=metadata.block_tables[metadata.num_decodes :],
         )
@@ -68,7 +73,9 @@ class FlashAttention3:
         self._attend = flash_attn_with_kvcache
         self.scale = scale
 
-    def decode(self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def decode(
+        self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, options: AttentionOptions
+    ) -> torch.Tensor:
         """As FlashAttention2.decode"""
         nd = metadata.num_decodes
         out = self._attend(
@@ -76,12 +83,14 @@ class FlashAttention3:
             *layer_cache,
             cache_seqlens=metadata.seq_lens[:nd],
             page_table=metadata.block_tables[:nd],
-            softmax_scale=self.scale,
+            softmax_scale=options.scale or self.scale,
             causal=True,
         )
         return out[:, 0]
 
-    def prefill(self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def prefill(
+        self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, options: AttentionOptions
+    ) -> torch.Tensor:
         """As FlashAttention2.prefill"""
         nd = metadata.num_decodes
         return self._attend(
@@ -91,7 +100,7 @@ class FlashAttention3:
             page_table=metadata.block_tables[nd:],
             cu_seqlens_q=metadata.prefill_cu_seqlens_q,
             max_seqlen_q=metadata.max_seqlen_q,
-            softmax_scale=self.scale,
+            softmax_scale=options.scale or self.scale,
             causal=True,
         )
 
@@ -131,20 +140,30 @@ class FlashAttention(AttentionBackend):
             return f"the package flash-attn cannot be imported: {error}"
         return None
 
+    @classmethod
+    def why_not_options(cls, options: AttentionOptions) -> str | None:
+        return None if options.window is options.softcap is None else "it has neither windows nor soft-caps"
+
     def replace_layers(self, model: nn.Module) -> None:
         if is_installed("triton"):  # which flash-attn itself can do without
             from nanovllm.kernels.cuda.decoder_layer import replace_layers
 
             replace_layers(model, self)
 
-    def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        options: AttentionOptions = PLAIN,
+    ) -> torch.Tensor:
         nd = metadata.num_decodes
         if not metadata.max_seqlen_q:
-            return self._library.decode(q, layer_cache, metadata)
+            return self._library.decode(q, layer_cache, metadata, options)
         if not nd:
-            return self._library.prefill(q, layer_cache, metadata)
-        decodes = self._library.decode(q[:nd], layer_cache, metadata)
-        return torch.cat([decodes, self._library.prefill(q[nd:], layer_cache, metadata)])
+            return self._library.prefill(q, layer_cache, metadata, options)
+        decodes = self._library.decode(q[:nd], layer_cache, metadata, options)
+        return torch.cat([decodes, self._library.prefill(q[nd:], layer_cache, metadata, options)])
 
 
 def why_not_version_3() -> str | None:

@@ -15,6 +15,7 @@ from nanovllm.kernels.cuda.launch import Launch, choose_splits, decode_launch, d
 from nanovllm.kernels.cuda.requirements import is_installed, why_too_old
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.backends import AttentionBackend
+from nanovllm.layers.masking import PLAIN, AttentionOptions
 
 SPLITS_AT_A_TIME = 16  # parts that merge_kernel holds in registers
 
@@ -57,6 +58,10 @@ class TritonAttention(AttentionBackend):
         return too_old and f"for an fp8 KV cache {too_old}"
 
     @classmethod
+    def why_not_options(cls, options: AttentionOptions) -> str | None:
+        return None if options.window is options.softcap is None else "it has neither windows nor soft-caps"
+
+    @classmethod
     def why_slow(cls, device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str | None:
         # exact float32 products do not use the tensor cores
         return f"it is slow in {dtype}" if dtype == torch.float32 else None
@@ -71,16 +76,25 @@ class TritonAttention(AttentionBackend):
             k_cache, v_cache = layer_cache
             self._store_kv(k, v, k_cache, v_cache, slot_mapping, self.k_scale, self.v_scale)
 
-    def attend(self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        layer_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        options: AttentionOptions = PLAIN,
+    ) -> torch.Tensor:
         q = q.contiguous()
         out = torch.empty_like(q)
         nd = metadata.num_decodes
         with torch.cuda.device_of(q):
             if nd:
-                self.decode(out[:nd], q[:nd], layer_cache, metadata.block_tables[:nd], metadata.seq_lens[:nd])
+                rows = metadata.block_tables[:nd], metadata.seq_lens[:nd]
+                self.decode(out[:nd], q[:nd], layer_cache, *rows, options=options)
             if metadata.max_seqlen_q:
                 tables, seq_lens = metadata.block_tables[nd:], metadata.seq_lens[nd:]
-                self.prefill(out[nd:], q[nd:], layer_cache, tables, seq_lens, metadata.prefill_cu_seqlens_q)
+                self.prefill(
+                    out[nd:], q[nd:], layer_cache, tables, seq_lens, metadata.prefill_cu_seqlens_q, None, options
+                )
         return out
 
     def decode(
@@ -92,6 +106,7 @@ class TritonAttention(AttentionBackend):
         seq_lens: torch.Tensor,
         launch: Launch | None = None,
         splits: tuple[int, int] | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> None:
         """One token of each sequence. q, out: [num_seqs, num_heads, head_dim]; block_tables: [num_seqs, max_num_blocks]
 
@@ -117,7 +132,7 @@ class TritonAttention(AttentionBackend):
             block_tables,
             seq_lens,
             block_tables.stride(0),
-            self.score_scale,
+            self.score_scale(options),
             self.v_scale,
             min_split_len,
             **self.constants(launch),
@@ -146,6 +161,7 @@ class TritonAttention(AttentionBackend):
         seq_lens: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
         launch: Launch | None = None,
+        options: AttentionOptions = PLAIN,
     ) -> None:
         """Chunks of new tokens end to end. q, out: [num_tokens, num_heads, head_dim]"""
         launch = launch or prefill_launch(self.group, self.head_dim, q.dtype, describe_gpu(q.device))
@@ -162,15 +178,14 @@ class TritonAttention(AttentionBackend):
             cu_seqlens_q,
             block_tables.stride(0),
             num_seqs,
-            self.score_scale,
+            self.score_scale(options),
             self.v_scale,
             **self.constants(launch),
         )
 
-    @property
-    def score_scale(self) -> float:
+    def score_scale(self, options: AttentionOptions) -> float:
         """The factor that turns q k^T over the cached K into exponents of two."""
-        return self.scale * math.log2(math.e) * self.k_scale
+        return (options.scale or self.scale) * math.log2(math.e) * self.k_scale
 
     def constants(self, launch: Launch) -> dict[str, int]:
         """What decode_kernel and prefill_kernel are compiled for."""

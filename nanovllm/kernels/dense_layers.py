@@ -1,0 +1,61 @@
+"""Which decoder layers can one twin compute as a whole? Those of the form x + attention(norm(x)), x + mlp(norm(x)).
+
+`DENSE_LAYERS` are the classes whose `forward` is just that; `dense_parts` names what such a layer is made of, by what
+it does rather than by its class, so that the twins in `cpu/` and `cuda/` know no architecture.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from nanovllm.layers.masking import AttentionOptions
+from nanovllm.models.llama import LlamaDecoderLayer
+from nanovllm.models.phi3 import Phi3DecoderLayer
+from nanovllm.models.qwen3 import Qwen3DecoderLayer
+
+DENSE_LAYERS = (LlamaDecoderLayer, Phi3DecoderLayer, Qwen3DecoderLayer)
+
+
+@dataclass(frozen=True)
+class DenseParts:
+    """Modules as they are now: some may be twins already."""
+
+    input_norm: Any
+    qkv_proj: Any
+    q_norm: Any
+    """Normalises and rotates each head; None where heads are rotated alone. As `k_norm`."""
+    k_norm: Any
+    options: AttentionOptions
+    o_proj: Any
+    post_attention_norm: Any
+    gate_up_proj: Any
+    activation: Any
+    down_proj: Any
+
+    @property
+    def products(self) -> list[Any]:
+        return [self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj]
+
+    @property
+    def norms(self) -> list[Any]:
+        return [self.input_norm, self.q_norm, self.k_norm, self.post_attention_norm]
+
+
+def dense_parts(layer: nn.Module) -> DenseParts | None:
+    """None for a layer of another form."""
+    if not isinstance(layer, DENSE_LAYERS):
+        return None
+    attention, mlp = layer.self_attn, layer.mlp
+    return DenseParts(
+        layer.input_layernorm,
+        attention.qkv_proj,
+        getattr(attention, "q_norm", None),
+        getattr(attention, "k_norm", None),
+        attention.attention.options,
+        attention.o_proj,
+        layer.post_attention_layernorm,
+        mlp.gate_up_proj,
+        mlp.activation,
+        mlp.down_proj,
+    )

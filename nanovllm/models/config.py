@@ -1,0 +1,124 @@
+"""The shape of a network, read from the config.json of a checkpoint.
+
+`ModelConfig` is what dense decoders have in common; an architecture with more extends it. Each file of a network has
+the function that reads its config, with `read_common` for the fields below, `rope_config.py` for the rotary positions,
+and `refuse` for what the network would compute wrongly. Called by `registry.py`.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.checks import check_bool, check_int, check_number
+from nanovllm.layers.activation import GATES
+from nanovllm.layers.masking import AttentionOptions
+from nanovllm.layers.rope_types import Rope
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """By the names of config.json, but for `rope`, `windows` and the biases."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    rope: Rope = Rope()
+    rotary_dim: int | None = None
+    """Of each head, how many dimensions are rotated; None is all of them."""
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    windows: tuple[int | None, ...] = ()
+    """Of each layer: how many tokens a token sees, itself included; None, or no entry, is all of them."""
+    initializer_range: float = 0.02
+    dtype: str = "float32"
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+    def attention_options(self) -> list[AttentionOptions]:
+        """Each way in which layers attend, once."""
+        windows = dict.fromkeys(self.window(i) for i in range(self.num_hidden_layers))
+        return [AttentionOptions(window=window) for window in windows]
+
+
+def read_common(
+    raw: dict[str, Any],
+    max_position_embeddings: int,
+    rms_norm_eps: float = 1e-6,
+    num_key_value_heads: int | None = None,
+    head_dim: int | None = None,
+    tie_word_embeddings: bool = False,
+) -> dict[str, Any]:
+    """The fields of `ModelConfig` but `rope` and `windows`, checked; the arguments are what the file may leave out.
+
+    A `num_key_value_heads` of None gives every query head its own K and V, a `head_dim` of None shares out the width.
+    """
+    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    if missing := [name for name in required if raw.get(name) is None]:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
+    known = {name: raw[name] for name in required}
+    for name in required:
+        check_int(f"config.json: {name}", known[name], 1)
+    heads = known["num_attention_heads"]
+    known["num_key_value_heads"] = raw.get("num_key_value_heads", num_key_value_heads) or heads
+    known["head_dim"] = raw.get("head_dim") or head_dim or known["hidden_size"] // heads
+    known["max_position_embeddings"] = raw.get("max_position_embeddings") or max_position_embeddings
+    for name in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
+        check_int(f"config.json: {name}", known[name], 1)
+    if heads % known["num_key_value_heads"]:
+        raise ValueError(
+            f"num_attention_heads must be a multiple of num_key_value_heads, "
+            f"config.json has {heads} and {known['num_key_value_heads']}"
+        )
+    eps, tied = raw.get("rms_norm_eps"), raw.get("tie_word_embeddings")
+    known["rms_norm_eps"] = rms_norm_eps if eps is None else eps
+    check_number("config.json: rms_norm_eps", known["rms_norm_eps"], 0)
+    known["tie_word_embeddings"] = tie_word_embeddings if tied is None else tied
+    known["qkv_bias"] = known["o_bias"] = raw.get("attention_bias") or False
+    check_bool("config.json: tie_word_embeddings", known["tie_word_embeddings"])
+    check_bool("config.json: attention_bias", known["o_bias"])
+    known["hidden_act"] = raw.get("hidden_act") or "silu"
+    refuse("hidden_act", known["hidden_act"], GATES)
+    known["initializer_range"] = raw.get("initializer_range") or 0.02
+    known["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    return known
+
+
+def refuse(name: str, value: Any, allowed: Collection[Any]) -> None:
+    """ValueError unless `value` of the field `name` is one of those that the network computes."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be {' or '.join(repr(one) for one in allowed)}, config.json has {value!r}")
+
+
+def read_windows(
+    layer_types: list[str], sliding_window: int | None, known: Collection[str] = (FULL, SLIDING)
+) -> tuple[int | None, ...]:
+    """The window of each layer; () if no layer has one."""
+    for layer_type in layer_types:
+        refuse("layer_types", layer_type, known)
+    if SLIDING not in layer_types:
+        return ()
+    check_int("config.json: sliding_window", sliding_window, 1)
+    return tuple(sliding_window if layer_type == SLIDING else None for layer_type in layer_types)
+
+
+def layer_types_of(raw: dict[str, Any], default: list[str]) -> list[str]:
+    """One type for each layer, as the file has them, or else `default`."""
+    types = raw.get("layer_types") or default
+    if len(types) != raw["num_hidden_layers"]:
+        raise ValueError(
+            f"layer_types must have one entry for each of the {raw['num_hidden_layers']} layers, "
+            f"config.json has {len(types)}"
+        )
+    return types

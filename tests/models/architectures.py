@@ -1,0 +1,230 @@
+"""The architectures under test, and random small checkpoints of them: made with `transformers`, which is the oracle.
+
+To test another one, add an entry to `ARCHITECTURES`: its config and model class, a small shape, and variants of it,
+of which each sets what may go wrong. `test_architectures.py` does the rest.
+"""
+
+import copy
+import dataclasses
+import functools
+import random
+
+import torch
+import transformers
+
+IS_4 = transformers.__version__.startswith("4.")
+
+SHAPE = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,  # large, so that greedy outputs vary and margins are wide
+}
+HEADS_SHARE_THE_WIDTH = {"head_dim": None, "num_attention_heads": 2, "num_key_value_heads": 1}  # head_dim 32
+
+
+def rope(rope_type, theta=10000.0, **parameters):
+    """As the installed transformers takes it."""
+    found = {"rope_type": rope_type, **parameters}
+    return {"rope_theta": theta, "rope_scaling": found} if IS_4 else {"rope_parameters": {"rope_theta": theta, **found}}
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+ROPES = {
+    "theta": rope("default", 500.0),
+    "linear": rope("linear", factor=2.5),
+    "dynamic": rope("dynamic", factor=4.0),
+    "llama3": rope("llama3", 500.0, **LLAMA3),
+    "yarn": rope("yarn", **YARN),
+    "yarn that is set by hand": rope("yarn", 300.0, **YARN, beta_fast=8.0, beta_slow=2.0, attention_factor=1.3),
+    "yarn with mscales": rope("yarn", **YARN, mscale=1.5, mscale_all_dim=0.7),
+}
+HEADS = {  # ratios of 1, 4 and 3
+    "MHA": {"num_key_value_heads": 4, "seed": 1},
+    "MQA": {"num_key_value_heads": 1},
+    "GQA of 3": {"num_attention_heads": 6, "hidden_size": 96},
+}
+FACTORS = [1.0 + 0.2 * i for i in range(16)]
+
+
+def longrope(original, share=1.0):
+    factors = FACTORS[: int(16 * share)]
+    both = {"short_factor": factors, "long_factor": [2 * f for f in factors], "partial_rotary_factor": share}
+    return {"original_max_position_embeddings": original, **rope("longrope", **both)}
+
+
+# of prompts: lengths beside multiples of the block sizes
+LENS = (1, 7, 16, 33, 48, 61)
+LONG_LENS = (9, 16, 33, 48, 61)
+SHORT_LENS = (1, 7, 16, 33, 48, 51)
+MAX_TOKENS = 9  # that follow
+NO_FIELDS = ("seed", "lens", "max_model_len")
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """`variants`: overrides of `shape` by name; the first ones are run by default, as many as `num_default`.
+
+    Three of their keys are no fields of the config: `seed` of the weights, `lens` of the prompts, `max_model_len`.
+    """
+
+    config_class: type
+    model_class: type
+    shape: dict
+    variants: dict
+    num_default: int = 1
+    bf16_error: float = 0.05
+    """Relative error of logits in bfloat16 that the `cpu` backend may have."""
+
+
+OF_GEMMA = {"sliding_window": 9, "query_pre_attn_scalar": 20}
+LAYERS_OF_GEMMA = ["sliding_attention", "full_attention", "sliding_attention"]
+ARCHITECTURES = {
+    "llama": Architecture(
+        transformers.LlamaConfig,
+        transformers.LlamaForCausalLM,
+        SHAPE,
+        {
+            "llama3": ROPES["llama3"],
+            "plain": {},
+            "tied": {"tie_word_embeddings": True},
+            "biases": {"attention_bias": True, "mlp_bias": True},
+            "width shared": HEADS_SHARE_THE_WIDTH,
+            "gelu": {"hidden_act": "gelu_pytorch_tanh"},
+            **HEADS,
+            **ROPES,
+        },
+    ),
+    "mistral": Architecture(
+        transformers.MistralConfig,
+        transformers.MistralForCausalLM,
+        SHAPE,
+        {
+            "short window": {"sliding_window": 9},
+            "long window": {"sliding_window": 100},
+            "window of one": {"sliding_window": 1},
+            "no window": {"sliding_window": None, "tie_word_embeddings": True},
+            "window and yarn": {"sliding_window": 20, **ROPES["yarn"]},
+        },
+    ),
+    "qwen2": Architecture(
+        transformers.Qwen2Config,
+        transformers.Qwen2ForCausalLM,
+        {**SHAPE, **HEADS_SHARE_THE_WIDTH},
+        {
+            "plain": {},
+            "tied": {"tie_word_embeddings": True},
+            "window in the upper layer": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+            "window": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
+            "yarn": ROPES["yarn"],
+        },
+    ),
+    "qwen3": Architecture(
+        transformers.Qwen3Config,
+        transformers.Qwen3ForCausalLM,
+        SHAPE,
+        {
+            "yarn": ROPES["yarn"],
+            "window in the upper layer": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+            "biases": {"attention_bias": True},
+            **HEADS,
+        },
+    ),
+    "gemma3": Architecture(
+        transformers.Gemma3TextConfig,
+        transformers.Gemma3ForCausalLM,
+        {
+            **SHAPE,
+            "num_hidden_layers": 3,
+            "layer_types": LAYERS_OF_GEMMA,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 20,
+        },
+        {
+            "capped": {"final_logit_softcapping": 5.0, "tie_word_embeddings": True},
+            "plain": {},
+            "long window": {"sliding_window": 100},
+            "all windows": {"layer_types": ["sliding_attention"] * 3, "attention_bias": True},
+            "no windows": {"layer_types": ["full_attention"] * 3},
+        },
+    ),
+    "phi3": Architecture(
+        transformers.Phi3Config,
+        transformers.Phi3ForCausalLM,
+        {**SHAPE, **HEADS_SHARE_THE_WIDTH, "pad_token_id": None},
+        {
+            "partial": rope("default", partial_rotary_factor=0.75),
+            "plain": {},
+            "window": {"sliding_window": 9, "tie_word_embeddings": True},
+            # all sequences of an engine have the long factors, or all have the short ones
+            "longrope": {**longrope(8), "lens": LONG_LENS},
+            "partial longrope": {**longrope(8, share=0.75), "lens": LONG_LENS},
+            "short longrope": {**longrope(64), "lens": SHORT_LENS, "max_model_len": 64},
+            "longrope of the model's length": longrope(256),
+        },
+    ),
+}
+
+
+class Checkpoints:
+    """Made once for each architecture and variant, and what `transformers` makes of the prompts."""
+
+    def __init__(self, root):
+        self._root = root
+
+    @functools.cache  # noqa: B019 (lives as long as the module's tests)
+    def make(self, name, variant):
+        """(folder, transformers model in float32)"""
+        architecture = ARCHITECTURES[name]
+        fields = {**architecture.shape, **architecture.variants[variant]}
+        fields = {
+            key: fields[key] for key in fields if key not in NO_FIELDS and (key, fields[key]) != ("head_dim", None)
+        }
+        torch.manual_seed(architecture.variants[variant].get("seed", 0))
+        config = architecture.config_class(**fields, bos_token_id=None, eos_token_id=None)
+        model = architecture.model_class(config).eval()
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(("bias", "norm.weight")):  # transformers starts them without effect
+                parameter.data += 0.3 * torch.randn_like(parameter)
+        folder = self._root / f"{name}-{len(list(self._root.iterdir()))}"
+        model.save_pretrained(folder, max_shard_size="60KB")
+        return folder, model
+
+    def prompts(self, name, variant):
+        """Random tokens; the last two prompts begin with the same 40."""
+        settings = {**ARCHITECTURES[name].shape, **ARCHITECTURES[name].variants[variant]}
+        rng = random.Random(0)
+        prompts = [[rng.randrange(settings["vocab_size"]) for _ in range(n)] for n in settings.get("lens", LENS)]
+        prompts[-1][:40] = prompts[-2][:40]
+        return prompts
+
+    def engine_options(self, name, variant):
+        return {key: value for key, value in ARCHITECTURES[name].variants[variant].items() if key == "max_model_len"}
+
+    @functools.cache  # noqa: B019
+    def greedy(self, name, variant):
+        """The tokens that `transformers` continues each prompt with: all computed anew for each, without a cache."""
+        _, model = self.make(name, variant)
+        continued = []
+        for prompt in self.prompts(name, variant):
+            ids = list(prompt)
+            for _ in range(MAX_TOKENS):
+                with torch.no_grad():
+                    ids.append(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item())
+            continued.append(ids[len(prompt) :])
+        return continued
+
+    @functools.cache  # noqa: B019
+    def logits(self, name, variant, dtype=torch.float32):
+        """Of each position of the last prompt: [len, vocab_size]"""
+        model = copy.deepcopy(self.make(name, variant)[1]).to(dtype)
+        with torch.no_grad():
+            return model(torch.tensor([self.prompts(name, variant)[-1]]), use_cache=False).logits[0].float()
