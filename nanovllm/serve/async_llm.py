@@ -3,7 +3,7 @@
     consumer ─submit→ EngineThread ─outputs→ the consumer's Inbox ─take→ consumer
 
 Consumers never touch the engine: `engine_thread.py` executes their commands between two steps. The engine never waits
-for a consumer: outputs merge in inboxes (`inbox.py`) until they are read. Used by the server, or by your own program.
+for a consumer: outputs merge in inboxes (`inbox.py`) until they are read.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from nanovllm.config import Config
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.intake import Prompt
 from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.engine_thread import EngineDeadError, EngineThread, NewRequest
 from nanovllm.serve.inbox import Inbox, call_in_loop, wake_all
@@ -34,7 +35,7 @@ class QueueFullError(RuntimeError):
 
 
 class AsyncLLM:
-    """`AsyncLLM(model, **options)`: the options are the fields of `Config`. Construction loads the model, and waits.
+    """`AsyncLLM(model, **options)`: the options are the fields of `Config`. Construction waits for the model.
 
     max_queued_requests: refuse a request with `QueueFullError` when so many wait to be computed; None never does.
 
@@ -55,7 +56,7 @@ class AsyncLLM:
     def from_engine_args(cls, engine_args: Config, max_queued_requests: int | None = None) -> "AsyncLLM":
         """The same, for options that are in a record already."""
         options = {field.name: getattr(engine_args, field.name) for field in fields(Config)}
-        return cls(max_queued_requests=max_queued_requests, **options)
+        return cls(**options, max_queued_requests=max_queued_requests)
 
     # ---- in the consumer's event loop
 
@@ -74,6 +75,12 @@ class AsyncLLM:
         """
         return self.generate_many([NewRequest(request_id or self.new_id(), prompt, sampling_params, priority)])
 
+    def encode(
+        self, prompt: Prompt, pooling_params: PoolingParams, request_id: str | None = None, priority: int = 0
+    ) -> AsyncGenerator[Any, None]:
+        """Yields the prompt's `EmbeddingRequestOutput`, as `generate` does outputs."""
+        return self.generate_many([NewRequest(request_id or self.new_id(), prompt, pooling_params, priority)])
+
     async def generate_many(self, requests: SequenceOf[NewRequest]) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for several requests whose outputs are read together; if one is refused, all are."""
         inbox = await self.submit(requests)
@@ -90,7 +97,9 @@ class AsyncLLM:
         ids = [request.request_id for request in checked]
         inbox = Inbox(ids)
         with self._lock:
-            self._refuse_if_full(len(checked))
+            num_queued, most = self.thread.num_queued, self.max_queued_requests
+            if most is not None and num_queued + len(ids) > most:
+                raise QueueFullError(f"{num_queued} requests wait already, and at most {most} may; try again later")
             if taken := [i for i in ids if i in self._inboxes or ids.count(i) > 1]:
                 raise ValueError(f"request_id {taken[0]!r} belongs to an unfinished request; choose another")
             self._inboxes.update(dict.fromkeys(ids, inbox))
@@ -110,12 +119,12 @@ class AsyncLLM:
         """End requests; their consumers get what there is, with `finish_reason="abort"`. Unknown ids are ignored."""
         self.thread.abort([request_id] if isinstance(request_id, str) else request_id)
 
+    async def abort_all(self) -> None:
+        self.thread.abort(self._inboxes)
+
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a function that the engine's thread calls between two steps."""
         return await asyncio.wrap_future(self.thread.call(function, *arguments))
-
-    async def reset_prefix_cache(self) -> None:
-        await self.call(self.engine.reset_prefix_cache)
 
     def new_id(self) -> str:
         return f"request-{next(self._request_ids)}"
@@ -123,19 +132,15 @@ class AsyncLLM:
     async def _check(self, request: NewRequest) -> NewRequest:
         """The request with its prompt encoded and its parameters copied, or an error if it cannot be served."""
         self.thread.check_health()
-        params = request.sampling_params
+        params, take_params = request.sampling_params, self.engine.intake.take_params
         if params is not None:
-            params = self.engine.limits.take_params(params)
+            compiles = getattr(params, "structured_outputs", None) is not None  # a grammar, which can take its time
+            params = await asyncio.to_thread(take_params, params) if compiles else take_params(params)
         prompt, encode = request.prompt, self.engine.encode
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        is_long = isinstance(text, str) and len(text) > LONG_TEXT
-        text, token_ids = await asyncio.to_thread(encode, prompt) if is_long else encode(prompt)
+        takes_time = isinstance(text, str) and len(text) > LONG_TEXT
+        text, token_ids = await asyncio.to_thread(encode, prompt) if takes_time else encode(prompt)
         return request._replace(sampling_params=params, prompt={"prompt": text, "prompt_token_ids": token_ids})
-
-    def _refuse_if_full(self, num_new: int) -> None:
-        num_queued, most = self.thread.num_queued, self.max_queued_requests
-        if most is not None and num_queued + num_new > most:
-            raise QueueFullError(f"{num_queued} requests wait already, and at most {most} may; try again later")
 
     # ---- in any thread
 
@@ -146,8 +151,7 @@ class AsyncLLM:
         return self._thread
 
     @property
-    def engine(self) -> LLMEngine:
-        """For what does not change; the rest belongs to the engine's thread."""
+    def engine(self) -> LLMEngine:  # what changes in it belongs to its thread
         return self.thread.engine
 
     def get_stats(self) -> EngineStats:

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.intake import Prompt
+from nanovllm.engine.intake import Params, Prompt
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +33,7 @@ class NewRequest(NamedTuple):
 
     request_id: str
     prompt: Prompt
-    sampling_params: SamplingParams | None = None
+    sampling_params: Params | None = None
     priority: int = 0
     stream: bool = True
 

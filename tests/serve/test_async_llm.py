@@ -399,7 +399,7 @@ def test_calls_are_made_between_steps_in_the_engines_thread(llm):
         thread = await llm.call(threading.current_thread)
         with pytest.raises(ZeroDivisionError):
             await llm.call(lambda: 1 // 0)
-        await llm.reset_prefix_cache()
+        await llm.call(llm.engine.reset_prefix_cache)
         return thread.name
 
     assert asyncio.run(main()) == "nanovllm-engine"

@@ -1,0 +1,55 @@
+"""The application: which routes there are, and what stands before them.
+
+socket ─uvicorn→ CORS → Guard → route ─Generation→ AsyncLLM
+"""
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from nanovllm.serve import chat, completions, info
+from nanovllm.serve.async_llm import AsyncLLM
+from nanovllm.serve.errors import install_error_handlers
+from nanovllm.serve.guard import Guard
+from nanovllm.serve.metrics import Metrics
+from nanovllm.serve.protocol import ErrorBody
+from nanovllm.serve.state import Server, ServerOptions
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "What is wrong with the request"},
+    "5XX": {"model": ErrorBody, "description": "The server is not ready, or has failed"},
+}
+
+
+def make_app(options: ServerOptions, llm: AsyncLLM | None = None) -> FastAPI:
+    """An application over `llm`; without one it answers 503 until `set_engine` is called."""
+    app = FastAPI(title="nanovllm", docs_url=None, redoc_url=None, responses=ERRORS)
+    app.state.server = Server(options, Metrics(options.model_names[0]))
+    for routes in (chat, completions, info):
+        app.include_router(routes.router)
+    install_error_handlers(app)
+    app.openapi_schema = without_422(app.openapi())
+    app.add_middleware(Guard, options=options)
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(options.allowed_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    if llm is not None:
+        set_engine(app, llm)
+    return app
+
+
+def set_engine(app: FastAPI, llm: AsyncLLM) -> None:
+    """From now on requests are served."""
+    server: Server = app.state.server
+    server.llm = llm
+    server.metrics.watch(llm.get_stats)
+
+
+def without_422(schema: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI documents its own status for bad requests; here they are answered with 400."""
+    for path in schema["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    return schema

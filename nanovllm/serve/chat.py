@@ -1,0 +1,133 @@
+"""`POST /v1/chat/completions`: a conversation in, the assistant's next message out, whole or as it grows.
+
+Read `create_chat_completion` for the way of a request; the rest is the form of OpenAI's answers.
+https://platform.openai.com/docs/api-reference/chat
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter, Request, Response
+
+from nanovllm.outputs import CompletionOutput
+from nanovllm.serve.answer import Answer, PlainAnswer, merge
+from nanovllm.serve.generation import Generation, usage_of
+from nanovllm.serve.logprobs import chat_logprobs
+from nanovllm.serve.prompts import chat_prompt
+from nanovllm.serve.protocol import ChatCompletionRequest
+from nanovllm.serve.sampling import chat_params
+from nanovllm.serve.state import ReadyServer
+from nanovllm.serve.streaming import EventStream, answer_whole
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(body: ChatCompletionRequest, request: Request, server: ReadyServer) -> Response:
+    """Answer a conversation."""
+    server.check_model(body.model)
+    engine = server.check_ready().engine
+    prompt = await chat_prompt(engine.tokenizer, server.options.chat_template, body)
+    params = chat_params(body, engine.default_sampling_params)
+    generation = Generation(server, f"chatcmpl-{uuid4().hex}", [prompt], params)
+    await generation.start(body, "messages")
+    chat = Chat(body, generation, server.model_name)
+    if body.stream:
+        return EventStream(generation, chat.chunks())
+    return await answer_whole(request, generation, chat.whole)
+
+
+class Chat:
+    """One conversation's answers: `body.n` choices."""
+
+    def __init__(self, body: ChatCompletionRequest, generation: Generation, model_name: str) -> None:
+        self._body = body
+        self._generation = generation
+        self._model_name = model_name
+        self._choices = [Choice(body, i, make_answer(body)) for i in range(body.n or 1)]
+
+    def whole(self) -> dict[str, Any]:
+        (output,) = self._generation.latest.values()
+        choices = [self._choices[completion.index].whole(completion) for completion in output.outputs]
+        return self._head("chat.completion", choices) | {"usage": usage_of([output])}
+
+    async def chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
+        options = self._body.stream_options
+        extra: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
+        async for outputs in self._generation.outputs():
+            if options and options.continuous_usage_stats:
+                extra = {"usage": usage_of(outputs)}
+            yield [
+                self._head("chat.completion.chunk", [choice]) | extra
+                for output in outputs
+                for completion in output.outputs
+                for choice in self._choices[completion.index].grow(completion)
+            ]
+        if options and options.include_usage:
+            usage = usage_of(list(self._generation.latest.values()))
+            yield [self._head("chat.completion.chunk", []) | {"usage": usage}]
+
+    def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._generation.request_id,
+            "object": kind,
+            "created": self._generation.created,
+            "model": self._model_name,
+            "choices": choices,
+        }
+
+
+class Choice:
+    """One answer, and how much of it the client has got."""
+
+    def __init__(self, body: ChatCompletionRequest, index: int, answer: Answer) -> None:
+        self._index = index
+        self._answer = answer
+        self._num_top = (body.top_logprobs or 0) if body.logprobs else None
+        self._num_chars = 0
+        self._num_tokens = 0
+        self._is_finished = False
+
+    def whole(self, completion: CompletionOutput) -> dict[str, Any]:
+        deltas = self._answer.feed(completion.text, is_last=True)
+        return {
+            "index": self._index,
+            "message": merge(deltas),
+            "logprobs": self._logprobs(completion),
+            **self._end(completion),
+        }
+
+    def grow(self, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """The choices of the chunks that say what is new: the first names the role, the last the reason of the end."""
+        if self._is_finished:
+            return []
+        is_first, self._is_finished = self._num_tokens == 0, completion.finish_reason is not None
+        deltas = self._answer.feed(completion.text[self._num_chars :], self._is_finished)
+        logprobs = self._logprobs(completion)
+        if is_first:
+            deltas.insert(0, {"role": "assistant", "content": ""})
+        if not deltas and (self._is_finished or logprobs):
+            deltas = [{}]
+        choices = [{"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
+        if choices:
+            choices[-1] |= {"logprobs": logprobs, **self._end(completion)}
+        self._num_chars, self._num_tokens = len(completion.text), len(completion.token_ids)
+        return choices
+
+    def _end(self, completion: CompletionOutput) -> dict[str, Any]:
+        reason = completion.finish_reason
+        if reason is None:
+            return {"finish_reason": None}
+        return {"finish_reason": self._answer.finish_reason(reason), "stop_reason": completion.stop_reason}
+
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        """Those of the tokens that are new."""
+        if self._num_top is None or completion.logprobs is None or len(completion.token_ids) == self._num_tokens:
+            return None
+        new = slice(self._num_tokens, None)
+        return chat_logprobs(completion.logprobs[new], completion.token_ids[new], self._num_top)
+
+
+def make_answer(body: ChatCompletionRequest) -> Answer:
+    return PlainAnswer()

@@ -1,0 +1,113 @@
+"""The engine's requests behind one HTTP request: started together, read together, and ended whatever happens.
+
+`chat.py` and `completions.py` make one, `streaming.py` closes it. At its end there is a line in the log:
+
+    chatcmpl-5f2… stop: 24 tokens in (16 cached), 38 out, first after 3.1 ms, then 1.2 ms each
+"""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable
+
+from nanovllm.engine.intake import Prompt
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.async_llm import AsyncLLM
+from nanovllm.serve.engine_thread import NewRequest
+from nanovllm.serve.errors import APIError, refuse
+from nanovllm.serve.inbox import Inbox
+from nanovllm.serve.protocol import GenerationRequest
+from nanovllm.serve.state import Server
+
+logger = logging.getLogger(__name__)
+
+
+class Generation:
+    """`outputs()` yields, `close()` ends. `indices` says which prompt a request of the engine answers."""
+
+    def __init__(self, server: Server, request_id: str, prompts: list[Prompt], params: SamplingParams) -> None:
+        self.request_id = request_id
+        self.created = int(time.time())
+        self.indices = {f"{request_id}-{i}": i for i in range(len(prompts))}
+        self.latest: dict[str, RequestOutput] = {}
+        self._server = server
+        self._prompts = prompts
+        self._params = params
+        self._arrival_time = time.monotonic()
+        self._llm: AsyncLLM | None = None
+        self._inbox: Inbox | None = None
+
+    async def start(self, body: GenerationRequest, prompt_field: str) -> None:
+        """Queue all prompts. Raises APIError 400 for what the engine cannot serve, QueueFullError, EngineDeadError."""
+        most, num_choices = self._server.options.max_choices, len(self._prompts) * self._params.n
+        if num_choices > most:
+            raise APIError(400, f"a request may have {most} completions (prompts times n), got {num_choices}", "n")
+        self._llm = self._server.check_ready()
+        requests = [
+            NewRequest(request_id, prompt, self._params, body.priority or 0, bool(body.stream))
+            for request_id, prompt in zip(self.indices, self._prompts, strict=True)
+        ]
+        with refuse(type(body).model_fields, prompt_field):
+            self._inbox = await self._llm.submit(requests)
+        self._server.num_in_progress += 1
+
+    async def outputs(self) -> AsyncIterator[list[RequestOutput]]:
+        """What has grown since it was read last: one output for each request, and no wait where there are several."""
+        assert self._inbox is not None
+        while self._inbox.unfinished:
+            outputs = await self._inbox.take()
+            for output in outputs:
+                self.latest[output.request_id] = output
+                if output.finished:
+                    self._note_end(output, self._reason(output))
+            yield outputs
+
+    async def finish(self) -> list[RequestOutput]:
+        """Wait for all, and return the last outputs in the order of the prompts."""
+        async for _ in self.outputs():
+            pass
+        return [self.latest[request_id] for request_id in self.indices]
+
+    def close(self) -> None:
+        """Abort what is unfinished. A second call does nothing."""
+        if self._inbox is not None and self._llm is not None:
+            self._llm.close(self._inbox)
+            self._server.num_in_progress -= 1
+            for request_id in sorted(self._inbox.unfinished):
+                if request_id in self.latest:
+                    self._note_end(self.latest[request_id], "abort")
+                else:
+                    logger.info("%s abort: before its first token", request_id)
+            self._inbox = None
+
+    def _reason(self, output: RequestOutput) -> str:
+        reasons = [completion.finish_reason or "abort" for completion in output.outputs]
+        return "abort" if "abort" in reasons else reasons[0]
+
+    def _note_end(self, output: RequestOutput, reason: str) -> None:
+        self._server.metrics.note_end(output, self._arrival_time, reason)
+        times = output.metrics
+        ttft = None if times.first_token_time is None else times.first_token_time - self._arrival_time
+        logger.info(
+            "%s %s: %d tokens in (%d cached), %d out%s%s",
+            output.request_id,
+            reason,
+            len(output.prompt_token_ids),
+            output.num_cached_tokens,
+            sum(len(completion.token_ids) for completion in output.outputs),
+            "" if ttft is None else f", first after {1000 * ttft:.1f} ms",
+            "" if times.tpot is None else f", then {1000 * times.tpot:.2f} ms each",
+        )
+
+
+def usage_of(outputs: Iterable[RequestOutput], with_output: bool = True) -> dict[str, object]:
+    """OpenAI's usage: tokens of these requests. Without `with_output` none that was generated counts."""
+    outputs = list(outputs)
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(len(completion.token_ids) for output in outputs for completion in output.outputs) * with_output
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+    }

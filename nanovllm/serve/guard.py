@@ -1,0 +1,112 @@
+"""Which requests are let in? Decided from their headers and their size, before any route sees them.
+
+Middleware wraps the application: `app(scope, receive, send)` with the same signature (https://asgi.readthedocs.io).
+"""
+
+import hmac
+import math
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanovllm.serve.errors import APIError
+from nanovllm.serve.state import ServerOptions
+
+OPEN_PATHS = ("/health", "/version", "/metrics")  # need no key: they are for the machines around the server
+MAX_ADDRESSES = 10_000
+
+
+class Guard:
+    """Answers 401, 429, 413 or 400 itself, or passes a request on."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app = app
+        self._max_bytes = options.max_request_bytes
+        self._keys = [key.encode() for key in options.api_keys]
+        self._rate = RateLimit(options.max_requests_per_minute) if options.max_requests_per_minute else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            headers = Headers(scope=scope)
+            if scope["path"] not in OPEN_PATHS:
+                caller = self._authenticate(headers) or str((scope.get("client") or ("", 0))[0])
+                if self._rate is not None and scope["method"] == "POST":
+                    self._rate.check(caller)
+            self._check_length(headers)
+        except APIError as error:
+            await error.response()(scope, receive, send)
+            return
+        await self._app(scope, limited(receive, self._max_bytes), send)
+
+    def _authenticate(self, headers: Headers) -> str | None:
+        """The caller's key, or None if the server has none. Each key takes the same time to compare."""
+        if not self._keys:
+            return None
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        matches = [hmac.compare_digest(key, given.strip().encode()) for key in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise APIError(
+                401, "the API key is missing or wrong", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+            )
+        return f"key {matches.index(True)}"
+
+    def _check_length(self, headers: Headers) -> None:
+        length = headers.get("content-length")
+        if length is not None and "transfer-encoding" in headers:  # RFC 9112, 6.1: may be an attack
+            raise APIError(
+                400, "Content-Length and Transfer-Encoding exclude each other", headers={"Connection": "close"}
+            )
+        if length is not None and int(length) > self._max_bytes:
+            raise too_large(self._max_bytes)
+
+
+def limited(receive: Receive, max_bytes: int) -> Receive:
+    """`receive`, which raises APIError 413 when a body without a Content-Length grows beyond `max_bytes`."""
+    num_bytes = 0
+
+    async def receive_some() -> Message:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > max_bytes:
+            raise too_large(max_bytes)
+        return message
+
+    return receive_some
+
+
+def too_large(max_bytes: int) -> APIError:
+    # the rest of the body is not read, so the connection is of no use any more
+    return APIError(413, f"the request's body is larger than {max_bytes} bytes", headers={"Connection": "close"})
+
+
+class RateLimit:
+    """At most `max_per_minute` requests of each caller in any 60 seconds."""
+
+    def __init__(self, max_per_minute: int) -> None:
+        self._most = max_per_minute
+        self._times: dict[str, deque[float]] = {}  # by caller: when its requests of the last minute came
+
+    def check(self, caller: str) -> None:
+        """Count a request; raises APIError 429, which says how long to wait, if it is one too many."""
+        now = time.monotonic()
+        if len(self._times) > MAX_ADDRESSES:
+            self._forget(caller for caller, times in self._times.items() if times[-1] <= now - 60)
+        times = self._times.setdefault(caller, deque())
+        while times and times[0] <= now - 60:
+            times.popleft()
+        if len(times) >= self._most:
+            wait = math.ceil(times[0] + 60 - now)
+            message = f"at most {self._most} requests a minute are allowed; wait {wait} s"
+            raise APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(wait)})
+        times.append(now)
+
+    def _forget(self, callers: Iterable[str]) -> None:
+        for caller in list(callers):
+            del self._times[caller]

@@ -1,0 +1,92 @@
+"""What is served, is it well, and what does it count? The small routes, which generate nothing."""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from nanovllm.serve.errors import APIError, refuse
+from nanovllm.serve.prompts import chat_prompt, encode_text
+from nanovllm.serve.protocol import DetokenizeRequest, TokenizeRequest
+from nanovllm.serve.state import AnyServer, ReadyServer, Server
+from nanovllm.serve.streaming import JSON
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health(server: ReadyServer) -> Response:
+    """200 if requests are served, 503 while the model is loaded, while the server shuts down, or if the engine died."""
+    return Response()
+
+
+@router.get("/version")
+async def show_version() -> dict[str, str]:
+    try:
+        return {"version": version("nanovllm")}
+    except PackageNotFoundError:  # run from a folder that was not installed
+        return {"version": "unknown"}
+
+
+@router.get("/metrics")
+async def metrics(server: AnyServer) -> Response:
+    """Counts and times, for Prometheus."""
+    return Response(server.metrics.as_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/v1/models")
+async def list_models(server: ReadyServer) -> dict[str, Any]:
+    return {"object": "list", "data": [describe(server, name) for name in server.options.model_names]}
+
+
+@router.get("/v1/models/{name:path}")
+async def show_model(name: str, server: ReadyServer) -> dict[str, Any]:
+    server.check_model(name)
+    return describe(server, name)
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, server: ReadyServer) -> Response:
+    """Token ids of a text, or of a conversation as the chat template writes it."""
+    server.check_model(body.model)
+    engine = server.check_ready().engine
+    if body.messages is not None:
+        prompt: Any = await chat_prompt(engine.tokenizer, server.options.chat_template, body)
+    else:
+        tokenizer = require_tokenizer(engine.tokenizer)
+        with refuse(["prompt"], "prompt"):
+            prompt = await encode_text(tokenizer, body.prompt or "", body.add_special_tokens is not False)
+    tokens = prompt["prompt_token_ids"]
+    strings = engine.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+    return JSON({"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": strings})
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, server: ReadyServer) -> Response:
+    """The text of token ids."""
+    server.check_model(body.model)
+    engine = server.check_ready().engine
+    for token_id in body.tokens:
+        if token_id >= engine.limits.vocab_size:
+            most = engine.limits.vocab_size - 1
+            raise APIError(400, f"tokens must hold token ids from 0 to {most}, got {token_id}", "tokens")
+    return JSON({"prompt": require_tokenizer(engine.tokenizer).decode(body.tokens)})
+
+
+def describe(server: Server, name: str) -> dict[str, Any]:
+    engine = server.check_ready().engine
+    return {
+        "id": name,
+        "object": "model",
+        "created": server.started,
+        "owned_by": "nanovllm",
+        "root": str(engine.config.model),
+        "parent": None,
+        "max_model_len": engine.max_model_len,
+    }
+
+
+def require_tokenizer(tokenizer: Any) -> Any:
+    if tokenizer is None:
+        raise APIError(400, "this model has no tokenizer")
+    return tokenizer

@@ -1,0 +1,84 @@
+"""What all routes share: the engine, once it is loaded, the names it is served by, and what is in progress.
+
+There is no global: `make_app` puts one `Server` into the application's state, and routes take it from there.
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from nanovllm.serve.async_llm import AsyncLLM
+from nanovllm.serve.errors import APIError
+from nanovllm.serve.metrics import Metrics
+
+RETRY_LATER = {"Retry-After": "5"}
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What the command line of `nanovllm serve` says, beside the engine's options."""
+
+    model_names: tuple[str, ...]
+    """The first is the name in answers; requests may use any."""
+    chat_template: str | None = None
+    """In place of the model's own."""
+    api_keys: tuple[str, ...] = ()
+    """None: every request is let in."""
+    max_request_bytes: int = 16 * 2**20
+    max_requests_per_minute: int | None = None
+    """Of each key, or of each address where there are no keys."""
+    max_choices: int = 1024
+    """Completions of one request: its prompts times `n`."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages of these origins may call the server (CORS)."""
+    drain_timeout_s: float = 60.0
+    """After SIGTERM, requests in progress have so long to finish."""
+
+
+@dataclass
+class Server:
+    options: ServerOptions
+    metrics: Metrics
+    llm: AsyncLLM | None = None
+    """None until the model is loaded."""
+    is_draining: bool = False
+    num_in_progress: int = 0
+    """Requests that the engine has not finished."""
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def model_name(self) -> str:
+        return self.options.model_names[0]
+
+    def check_ready(self) -> AsyncLLM:
+        """The engine; raises APIError 503 while it is loading or draining, EngineDeadError if it is dead."""
+        if self.llm is None:
+            raise APIError(503, "the model is being loaded; try again soon", code="loading", headers=RETRY_LATER)
+        if self.is_draining:
+            raise APIError(503, "the server is shutting down", code="draining", headers=RETRY_LATER)
+        self.llm.thread.check_health()
+        return self.llm
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.options.model_names:
+            served = ", ".join(self.options.model_names)
+            raise APIError(404, f"there is no model {name!r}; this server has {served}", "model", "model_not_found")
+
+
+def get_server(request: Request) -> Server:
+    server: Server = request.app.state.server
+    return server
+
+
+def get_ready_server(request: Request) -> Server:
+    server = get_server(request)
+    server.check_ready()
+    return server
+
+
+AnyServer = Annotated[Server, Depends(get_server)]
+"""A route's parameter of this type is the server."""
+ReadyServer = Annotated[Server, Depends(get_ready_server)]
+"""The same, and its engine is ready."""
