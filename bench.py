@@ -90,6 +90,7 @@ def parse_args() -> argparse.Namespace:
     engine.add_argument("--no-prefix-caching", action="store_true")
     engine.add_argument("--enforce-eager", action="store_true")
     ours = parser.add_argument_group("nanovllm")
+    ours.add_argument("--trace", type=Path, metavar="JSONL", help="record each step; `nanovllm view` replays them")
     ours.add_argument("--temperature", type=float, default=0.0)
     ours.add_argument("--block-size", type=int)
     ours.add_argument("--num-kv-blocks", type=int)
@@ -144,6 +145,7 @@ def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> M
         enable_overlap=args.overlap,
         enable_cuda_graphs=args.cuda_graphs,
         seed=args.seed,
+        trace=args.trace,
     )
     startup_s = time.perf_counter() - start
     print(llm.engine.description)

@@ -4,16 +4,21 @@
     python example.py --prompt "What is a block table?"  # ask it yourself; may be given several times
     python example.py --stream                           # see the answers grow
     python example.py --model Qwen/Qwen3-0.6B            # a local folder, or a hub id
+    python example.py --view                             # replay every step of this run in a browser
+    python example.py --trace run.jsonl                  # record the run; `nanovllm view run.jsonl` replays it
 
 All prompts are answered at once, in one continuously batched engine. The table shows what a serving engine is judged
 by: how soon the first token came (TTFT), the pace after it (TPOT), and how little of the KV cache was wasted.
 """
 
 import argparse
+import tempfile
 import textwrap
+from pathlib import Path
 from statistics import median
 
 from nanovllm import LLM, TINY_QWEN3, EngineStats, RequestOutput, SamplingParams
+from nanovllm.trace.view import open_page
 
 PROMPTS = [
     "What is paged attention?",
@@ -32,11 +37,16 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token (default)")
     parser.add_argument("--max-tokens", type=int, default=320, help="longest answer, in tokens (default: %(default)s)")
     parser.add_argument("--stream", action="store_true", help="print answers as they grow, one line each")
+    parser.add_argument("--trace", type=Path, metavar="JSONL", help="record each step of the run in this file")
+    parser.add_argument("--view", action="store_true", help="replay the run in a browser when it is over")
     args = parser.parse_args()
 
+    trace = args.trace
+    if args.view and trace is None:
+        trace = Path(tempfile.mkdtemp(prefix="nanovllm-")) / "example.jsonl"
     prompts = args.prompt or PROMPTS
     sampling_params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    with LLM(model=args.model) as llm:
+    with LLM(model=args.model, trace=trace) as llm:
         conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
         if args.stream:
             outputs = stream_answers(llm, conversations, sampling_params)
@@ -46,6 +56,8 @@ def main() -> None:
         stats = llm.get_stats()
         computed_by = llm.engine.description.split("; ")[-1]
     print_costs(outputs, stats, computed_by)
+    if args.view:
+        open_page([trace])
 
 
 def stream_answers(llm: LLM, conversations: list, sampling_params: SamplingParams) -> list[RequestOutput]:

@@ -6,6 +6,7 @@ Turns the forms that a prompt may have into requests, steps the engine until all
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,20 +21,23 @@ from nanovllm.engine.intake import Params, Prompt
 from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, EngineStats, RequestOutput
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.trace.start import start_engine
 
 Message = Mapping[str, Any]
 PARAMS_NAMES: Mapping[type, str] = {SamplingParams: "sampling_params", PoolingParams: "pooling_params"}
 
 
 class LLM:
-    """`LLM(model, **options)`: the options are the fields of `Config`.
+    """`LLM(model, **options)`: the options are the fields of `Config`. `trace` is a file to record the run in.
 
     >>> with LLM(TINY_QWEN3) as llm:
     ...     llm.chat([{"role": "user", "content": "What is a block table?"}])[0].outputs[0].text
     """
 
-    def __init__(self, model: str | Path, **options: Any) -> None:
-        self._engine: LLMEngine | None = LLMEngine(Config.from_options(model, options))
+    def __init__(self, model: str | Path, *, trace: str | Path | None = None, **options: Any) -> None:
+        self._on_shutdown = ExitStack()
+        config = Config.from_options(model, options)
+        self._engine: LLMEngine | None = start_engine(config, trace, self._on_shutdown)
         self._request_ids = count()
         # by request: the outputs that its call has not taken yet; all requests of a call share one inbox
         self._inboxes: dict[str, dict[str, Any]] = {}
@@ -153,6 +157,7 @@ class LLM:
     def shutdown(self) -> None:
         """Release the model and its cache, and give the GPU's memory back. A second call does nothing."""
         self._engine = None
+        self._on_shutdown.close()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 

@@ -76,6 +76,7 @@ def make_scheduler(config: Config, parts: Parts, observer: Observer) -> Schedule
     """An empty scheduler over an empty block manager."""
     startup, block_size = parts.startup, parts.startup.runner.backend.block_size
     blocks = BlockManager(startup.num_kv_blocks, block_size, config.enable_prefix_caching, observer)
+    observer.on_start(blocks)
     preemption = Recompute(blocks)
     if startup.num_swap_blocks:
         preemption = Swap(blocks, SwapSpace(startup.num_swap_blocks, block_size))

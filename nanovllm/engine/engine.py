@@ -38,7 +38,7 @@ class StepInFlight(NamedTuple):
 class LLMEngine:
     """Add requests, call `step()` while `has_unfinished_requests()`. Errors of construction are those of `assemble`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, decided: SchedulingStats | None = None) -> None:
         self.config = config
         self._parts = parts = assemble(config)
         self.folder, self.model_config = parts.folder, parts.model_config
@@ -49,7 +49,7 @@ class LLMEngine:
         self.enable_overlap = parts.enable_overlap
         self.intake, self.limits, self.tokenizer = parts.intake, parts.intake.limits, parts.intake.tokenizer
         self.default_sampling_params = parts.intake.default_sampling_params
-        self._decided = SchedulingStats()
+        self._decided = decided or SchedulingStats()
         self.scheduler = make_scheduler(config, parts, self._decided)
         self._counters = Counters()
         self._requests: dict[str, Request] = {}
@@ -132,6 +132,7 @@ class LLMEngine:
             for request in requests:
                 request.end_step(self.scheduler, clock.now)
             outputs = self._deliver(requests, clock.now)
+        self._decided.on_step_end(scheduled, clock.seconds)
         return StepOutput(
             outputs=outputs,
             num_scheduled_tokens=scheduled.num_scheduled_tokens,
@@ -192,7 +193,6 @@ class LLMEngine:
         """After an interrupt, which can come between any two lines: if no request is left, make a new scheduler."""
         if not self._requests:
             self.scheduler = make_scheduler(self.config, self._parts, self._decided)
-            self._decided.on_roll_back()
             self._ahead = None
             self._is_stepping = False
             self._aborted_meanwhile.clear()

@@ -40,9 +40,9 @@ class BlockManager:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.prefix_cache = (PrefixCache if enable_prefix_caching else NoPrefixCache)(block_size)
-        self.block_tables = BlockTables(block_size)
         self.observer = observer or Observer()
+        self.prefix_cache = (PrefixCache if enable_prefix_caching else NoPrefixCache)(block_size, self.observer)
+        self.block_tables = BlockTables(block_size)
         self._ref_counts = [0] * (num_blocks + 1)
         # in the order in which they will be handed out again
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))

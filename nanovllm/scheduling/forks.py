@@ -37,6 +37,7 @@ def fork(scheduler: Queues, parent: Sequence, child: Sequence) -> None:
     owns no blocks, and `resume` queues it.
     """
     child.num_cached_tokens = parent.num_cached_tokens
+    scheduler.block_manager.observer.on_fork(parent, child)
     if parent.status is SequenceStatus.RUNNING and scheduler.running.num_places < scheduler.max_num_seqs:
         scheduler.block_manager.fork(parent, child)
         scheduler.running.add(child)

@@ -5,6 +5,8 @@ None of the methods is called for every token, so watching costs a step little.
 """
 
 from collections import deque
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 from nanovllm.scheduling.sequence import Sequence
@@ -15,6 +17,7 @@ class Blocks(Protocol):
     """The part of the `BlockManager` that observers may look at."""
 
     block_size: int
+    num_blocks: int
 
     @property
     def num_free_blocks(self) -> int: ...
@@ -26,8 +29,16 @@ class Blocks(Protocol):
 class Observer:
     """Arguments are valid during the call; an observer must not change them."""
 
-    def on_wait(self, seq: Sequence, num_needed_blocks: int, num_free_blocks: int) -> None:
-        """`seq` is first in the queue, and is not admitted: too few blocks are free, or too many sequences run."""
+    def on_start(self, blocks: Blocks) -> None:
+        """A scheduler begins with `blocks`, all of them free; what the scheduler before it knew is gone."""
+
+    def on_add(self, seq: Sequence) -> None:
+        """`seq` is queued for the first time; its children wait with it."""
+
+    def on_wait(self, seq: Sequence, has_place: bool, num_needed_blocks: int, num_reserved_blocks: int) -> None:
+        """`seq` is first in the queue, and is not admitted: it has no place among the `max_num_seqs` that run, or too
+        few blocks are free. Of the free ones, `num_reserved_blocks` are left to running sequences.
+        """
 
     def on_admit(self, seq: Sequence) -> None:
         """`seq` runs from this step on; `seq.num_computed_tokens` of its tokens are cached, or are swapped in.
@@ -35,14 +46,20 @@ class Observer:
         `seq.num_cached_tokens` is still None for a sequence that is admitted for the first time.
         """
 
-    def on_preempt(self, seq: Sequence, is_swapped: bool) -> None:
-        """`seq` gives up its blocks; with `is_swapped` its K and V go to host memory."""
+    def on_preempt(self, seq: Sequence, is_swapped: bool, needy: Sequence) -> None:
+        """`seq` has given up its blocks for `needy`; with `is_swapped` its K and V go to host memory."""
+
+    def on_fork(self, parent: Sequence, child: Sequence) -> None:
+        """`child` is a new sequence with the tokens of `parent`, whose blocks it will share if it can run."""
 
     def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: Blocks) -> None:
         """`step` is decided; `running` and `blocks` are the state after this decision."""
 
-    def on_update(self, step: SchedulerOutput) -> None:
-        """`step` has run."""
+    def on_update(self, step: SchedulerOutput, new_token_ids: SequenceOf[int]) -> None:
+        """`step` has run, and has drawn a token for each of `step.samples`; ended sequences have dropped theirs."""
+
+    def on_step_end(self, step: SchedulerOutput, seconds: Mapping[str, float]) -> None:
+        """The engine has done its part too; `seconds` has the times of the step by their names in `StepOutput`."""
 
     def on_roll_back(self) -> None:
         """All steps in flight have failed."""
@@ -60,7 +77,16 @@ class Observer:
         """`seq` writes to a copy of a block that others own too."""
 
     def on_free(self, seq: Sequence) -> None:
-        """`seq` owns no blocks any more."""
+        """`seq` owns no blocks any more: they have lost an owner each, the last one first."""
+
+    def on_register_block(self, seq: Sequence, block_id: int, block_hash: int, serial: int) -> None:
+        """The prefix cache can find the full block `block_id` of `seq` from now on, by `block_hash`."""
+
+    def on_forget_block(self, block_id: int) -> None:
+        """The prefix cache cannot find `block_id` any more."""
+
+    def on_reset_prefix_cache(self) -> None:
+        """The prefix cache has forgotten all blocks."""
 
 
 class SchedulingStats(Observer):
@@ -81,7 +107,10 @@ class SchedulingStats(Observer):
             self.prefix_cache_query_tokens += seq.num_prompt_tokens
             self.prefix_cache_hit_tokens += seq.num_computed_tokens
 
-    def on_preempt(self, seq: Sequence, is_swapped: bool) -> None:
+    def on_start(self, blocks: Blocks) -> None:
+        self._in_flight.clear()
+
+    def on_preempt(self, seq: Sequence, is_swapped: bool, needy: Sequence) -> None:
         self.num_preemptions += 1
         self.num_swaps += is_swapped
 
@@ -90,7 +119,7 @@ class SchedulingStats(Observer):
         num_stored = num_used_blocks * size - count_empty_slots(running, size)
         self._in_flight.append((num_stored, num_used_blocks * size, num_used_blocks))
 
-    def on_update(self, step: SchedulerOutput) -> None:
+    def on_update(self, step: SchedulerOutput, new_token_ids: SequenceOf[int]) -> None:
         num_stored, num_slots, num_used_blocks = self._in_flight.popleft()
         self.kv_tokens_stored += num_stored
         self.kv_slots_reserved += num_slots

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from nanovllm.scheduling.observer import Observer
 from nanovllm.scheduling.sequence import Sequence
 
 ROOT_SERIAL = 0  # the parent of every first block
@@ -43,8 +44,9 @@ class CachedBlock(NamedTuple):
 class PrefixCache:
     """`new_blocks` are the blocks registered since the newest step began; that step may still have to fill them."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, observer: Observer) -> None:
         self.block_size = block_size
+        self.observer = observer
         self.new_blocks: set[int] = set()
         self._by_hash: dict[int, CachedBlock] = {}
         self._by_id: dict[int, CachedBlock] = {}
@@ -85,6 +87,7 @@ class PrefixCache:
                 )
                 self._by_hash[block_hash] = self._by_id[known.block_id] = known
                 self.new_blocks.add(known.block_id)
+                self.observer.on_register_block(seq, known.block_id, block_hash, known.serial)
             # else: a duplicate block was registered meanwhile. Block tables are append-only, so both blocks stay.
             seq.parent_serial = known.serial
             seq.num_registered_blocks = i + 1
@@ -94,11 +97,13 @@ class PrefixCache:
         cached = self._by_id.pop(block_id, None)
         if cached is not None:
             del self._by_hash[cached.block_hash]
+            self.observer.on_forget_block(block_id)
 
     def reset(self) -> None:
         """Forget all cached contents; sequences that run keep their blocks."""
         self._by_hash.clear()
         self._by_id.clear()
+        self.observer.on_reset_prefix_cache()
 
     def _key(self, seq: Sequence, i: int) -> tuple[int, bytes]:
         """Hash and tokens of the `i`-th block of `seq`, which is full; `i` counts up, so its parent's hash is known."""

@@ -59,6 +59,7 @@ class Scheduler:
             one.limit_growth(self.max_model_len, self.block_manager.capacity)
         seq.num_places += len(seq.children)
         self.waiting.add_new(seq)
+        self.observer.on_add(seq)
 
     def schedule(self) -> SchedulerOutput:
         """Give the running sequences their next tokens, then admit waiting ones while budget and blocks last.
@@ -73,7 +74,7 @@ class Scheduler:
         self.in_flight.append(step)  # before the first sequence changes: `roll_back` can undo a half-made step
         for seq in self.running:  # make room from the end of the list, until `seq` fits or is itself the last
             while not self._try_give_tokens(seq, step):
-                if self._preempt_last(step) is seq:
+                if self._preempt_last(step, seq) is seq:
                     break
             if not step.budget:
                 break
@@ -84,8 +85,7 @@ class Scheduler:
     def update(self, step: SchedulerOutput, new_token_ids: SequenceOf[int]) -> list[tuple[int, Sequence]]:
         """The oldest step has run: append its tokens, one for each of `step.samples`, and end sequences that are done.
 
-        Returns (row, sequence) for each sequence that got a token; sequences that were finished meanwhile get none:
-
+        Returns (row, sequence) for each sequence that got a token; those that were finished meanwhile get none:
             samples [A, B], new_token_ids [63, 7], B was aborted meanwhile    -> [(0, A)], and A ends with token 63
         """
         assert len(new_token_ids) == len(step.samples)
@@ -101,7 +101,7 @@ class Scheduler:
             elif seq.num_known_tokens >= seq.max_num_tokens:
                 self.finish(seq, "length", seq.limit_reason)
         self.in_flight.pop(0)  # not before: if a line above fails, `roll_back` forgets the placeholders
-        self.observer.on_update(step)
+        self.observer.on_update(step, new_token_ids)
         return advanced
 
     def finish(self, seq: Sequence, finish_reason: str, stop_reason: int | str | None = None) -> None:
@@ -137,7 +137,7 @@ class Scheduler:
             seq = self.waiting.first
             has_place = self.running.num_places + seq.num_places <= self.max_num_seqs
             if not has_place or not self.preemption.try_admit(seq, num_reserved):
-                self.observer.on_wait(seq, blocks.num_missing_blocks(seq), blocks.num_free_blocks - num_reserved)
+                self.observer.on_wait(seq, has_place, blocks.num_missing_blocks(seq), num_reserved)
                 break
             step.admitted.append(seq)
             self.running.add(self.waiting.pop())
@@ -148,7 +148,7 @@ class Scheduler:
             num_reserved += blocks.num_missing_blocks(seq)
         if self.waiting and self.running and not step.chunks and self.in_flight == [step]:
             # skip at first reading: beams that have caught up hold the blocks that others of their search need
-            self._preempt_last(step)
+            self._preempt_last(step, self.waiting.first)
             self._admit_waiting(step)
 
     def _launch(self, draft: Draft) -> SchedulerOutput:
@@ -171,13 +171,13 @@ class Scheduler:
         self.preemption.drop(seq)
         seq.expect_nothing()
 
-    def _preempt_last(self, step: Draft) -> Sequence:
-        """The last sequence in order loses its blocks; a caught-up beam is queued with its next token, by `resume`."""
+    def _preempt_last(self, step: Draft, needy: Sequence) -> Sequence:
+        """The last sequence gives up its blocks for `needy`; a caught-up beam is queued by `resume`, with a token."""
         assert self.in_flight == [step], "`can_schedule_ahead` has found blocks for all"
         seq = self.running.pop()
         has_caught_up = seq.num_computed_tokens == seq.num_tokens
         step.preempted.append(seq)
-        self.observer.on_preempt(seq, self.preemption.preempt(seq))
+        self.observer.on_preempt(seq, self.preemption.preempt(seq), needy)
         seq.num_preemptions += 1
         seq.status = SequenceStatus.WAITING
         if not has_caught_up:

@@ -484,11 +484,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     """
 
     overlap = False
+    make_run = Run
 
     @initialize(data=st.data())
     def make(self, data):
         block_size, num_blocks = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 10))
-        self.run = Run(
+        self.run = self.make_run(
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=data.draw(st.integers(1, 5)),

@@ -1,0 +1,61 @@
+"""`nanovllm view run.jsonl`: write the page of a recording, and open it in a browser.
+
+nanovllm view run.jsonl                      # opens it
+nanovllm view run.jsonl -o run.html          # writes it
+nanovllm view with.jsonl without.jsonl       # two recordings side by side, scrubbed together
+nanovllm view run.jsonl --perfetto run.json  # for https://ui.perfetto.dev
+"""
+
+import argparse
+import json
+import tempfile
+import webbrowser
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+
+from nanovllm.trace.page import make_page
+from nanovllm.trace.perfetto import to_perfetto
+from nanovllm.trace.recording import read_recording
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nanovllm view", description="Replay a recording in a browser.")
+    parser.add_argument("recording", type=Path, help="a file that LLM(…, trace=…) or --trace wrote")
+    parser.add_argument("second", type=Path, nargs="?", help="another one, shown beside it and scrubbed with it")
+    parser.add_argument("-o", "--output", type=Path, metavar="HTML", help="write the page here, and do not open it")
+    parser.add_argument("--perfetto", type=Path, metavar="JSON", help="write Chrome's trace format here instead")
+    return parser
+
+
+def main(arguments: SequenceOf[str] | None = None) -> int:
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    paths = [path for path in (args.recording, args.second) if path is not None]
+    try:
+        recordings = [read_recording(path) for path in paths]
+        if args.perfetto:
+            write(args.perfetto, json.dumps(to_perfetto(recordings[0]), separators=(",", ":")))
+        if args.output:
+            write(args.output, make_page(paths))
+    except ValueError as error:
+        parser.error(str(error))
+    if not args.output and not args.perfetto:
+        open_page(paths)
+    return 0
+
+
+def write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+    print(path)
+
+
+def open_page(paths: list[Path]) -> Path:
+    """Write the page to a file of its own, and ask the browser to open it; the file stays for as long as the reader."""
+    with tempfile.NamedTemporaryFile("w", suffix=".html", prefix="nanovllm-", encoding="utf-8", delete=False) as file:
+        file.write(make_page(paths))
+    print(file.name)
+    webbrowser.open(Path(file.name).as_uri())
+    return Path(file.name)

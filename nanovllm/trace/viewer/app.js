@@ -1,0 +1,234 @@
+// The page: one or two recordings, scrubbed together, and what is chosen. The address keeps the step: #step=17.
+
+import { BlockCard, SequenceCard } from "./details.js";
+import { Counters } from "./counters.js";
+import { describeEvent, subjectOf } from "./events.js";
+import { Invariants } from "./invariants.js";
+import { LANGUAGES, translator } from "./i18n.js";
+import { Live } from "./live.js";
+import { Mask } from "./mask.js";
+import { Pool } from "./pool.js";
+import { Run } from "./run.js";
+import { Step } from "./step.js";
+import { Timeline } from "./timeline.js";
+import { html, render, useCallback, useEffect, useMemo, useState, View, useView } from "./ui.js";
+
+function readHash() {
+  const values = new URLSearchParams(location.hash.slice(1));
+  const number = (name) => (values.has(name) && Number.isFinite(Number(values.get(name))) ? Number(values.get(name)) : null);
+  return { step: number("step"), seq: number("seq"), block: number("block"), lang: values.get("lang"), theme: values.get("theme") };
+}
+
+function writeHash(step, choice, lang, theme, wasSet) {
+  const values = new URLSearchParams({ step });
+  for (const name of ["seq", "block"]) if (choice[name] != null) values.set(name, choice[name]);
+  if (wasSet.lang) values.set("lang", lang);
+  if (wasSet.theme) values.set("theme", theme);
+  history.replaceState(null, "", `#${values}`);
+}
+
+const asked = readHash();
+const preferred = {
+  lang: LANGUAGES.includes(asked.lang) ? asked.lang : navigator.language?.startsWith("zh") ? "zh" : "en",
+  theme: ["light", "dark"].includes(asked.theme) ? asked.theme : matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light",
+};
+
+function App({ first, second, live }) {
+  const [runs, setRuns] = useState([first, second].filter(Boolean));
+  const [, setVersion] = useState(0); // a live run grows in place
+  const [lang, setLang] = useState(preferred.lang);
+  const [theme, setTheme] = useState(preferred.theme);
+  const [wasSet, setWasSet] = useState({ lang: !!asked.lang, theme: !!asked.theme });
+  const [frame, setFrame] = useState(() => (runs[0] && asked.step !== null ? runs[0].frameOf(asked.step) : 0));
+  const [choice, setChoice] = useState({ seq: asked.seq, block: asked.block });
+  const [isPlaying, setPlaying] = useState(false);
+  const [source, setSource] = useState(null);
+  const [error, setError] = useState("");
+  const [follows, setFollows] = useState(true);
+  const t = useMemo(() => translator(lang), [lang]);
+  const last = Math.max(0, ...runs.map((run) => run.lastFrame));
+  const goTo = useCallback((to) => setFrame((from) => Math.min(last, Math.max(0, typeof to === "function" ? to(from) : to))), [last]);
+  const choose = useCallback((one) => setChoice((before) => ({ ...before, ...one })), []);
+
+  document.documentElement.dataset.theme = theme;
+  document.documentElement.lang = lang;
+  useEffect(() => { document.title = t("title"); }, [t]);
+  useEffect(() => { if (runs[0]) writeHash(runs[0].firstStep + frame, choice, lang, theme, wasSet); }, [frame, choice, lang, theme, runs]);
+  useEffect(() => {
+    const onHash = () => {
+      const now = readHash();
+      if (now.step !== null && runs[0]) goTo(runs[0].frameOf(now.step));
+      if (now.seq !== null || now.block !== null) choose({ seq: now.seq, block: now.block });
+      if (LANGUAGES.includes(now.lang)) setLang(now.lang);
+      if (["light", "dark"].includes(now.theme)) setTheme(now.theme);
+    };
+    addEventListener("hashchange", onHash);
+    return () => removeEventListener("hashchange", onHash);
+  }, [runs, goTo]);
+  useEffect(() => {
+    if (!isPlaying) return undefined;
+    const timer = setInterval(() => goTo((at) => at + 1), 400);
+    return () => clearInterval(timer);
+  }, [isPlaying, goTo]);
+  useEffect(() => { if (frame >= last && !live) setPlaying(false); }, [frame, last]);
+
+  const changeLang = () => { setLang(lang === "en" ? "zh" : "en"); setWasSet({ ...wasSet, lang: true }); };
+  const changeTheme = () => { setTheme(theme === "light" ? "dark" : "light"); setWasSet({ ...wasSet, theme: true }); };
+  useKeys({ run: runs[0], frame, goTo, choice, choose, setChoice, setPlaying, changeLang, changeTheme, setSource });
+  useDrop((file) => openFile(file, (run) => setRuns((before) => [before[0] ?? run, before[0] ? run : undefined].filter(Boolean)), setError, t));
+
+  const grow = useCallback((run) => {
+    setRuns((before) => (before[0] === run ? before : [run]));
+    setVersion((version) => version + 1);
+  }, []);
+  useEffect(() => { if (live && follows) setFrame(last); });
+  const view = { t, theme, choice, choose, showSource: setSource };
+  return html`<${View.Provider} value=${view}>
+    <${Head} ...${{ runs, frame, last, goTo: (to) => { setFollows(false); goTo(to); }, isPlaying, setPlaying, changeLang, changeTheme, live, follows, setFollows }}
+      openSecond=${(file) => openFile(file, (run) => setRuns([runs[0], run]), setError, t)} closeSecond=${() => setRuns([runs[0]])} />
+    ${error && html`<p class="error" role="alert">${error}</p>`}
+    <main class=${runs.length > 1 ? "two" : "one"}>
+      ${live && html`<${Live} grow=${grow} />`}
+      ${runs.map((run) => html`<${Recording} key=${run.name} run=${run} frame=${Math.min(frame, run.lastFrame)} goTo=${goTo} isAlone=${runs.length === 1} />`)}
+    </main>
+    <footer class="soft">${t("keys")}: ${t("keysText")} ${!live && t("dropHint")}</footer>
+    ${source && html`<${Source} code=${source} close=${() => setSource(null)} />`}
+  </${View.Provider}>`;
+}
+
+function Head({ runs, frame, last, goTo, isPlaying, setPlaying, changeLang, changeTheme, openSecond, closeSecond, live, follows, setFollows }) {
+  const { t } = useView();
+  const run = runs[0];
+  const at = run?.frames[Math.min(frame, run.lastFrame)];
+  const button = (label, text, onClick, extra = {}) => html`<button aria-label=${t(label)} title=${t(label)} onClick=${onClick} ...${extra}>${text}</button>`;
+  return html`<header>
+    <h1>nanovllm <small>${live ? t("live") : runs.map((one) => one.name).join(" | ")}</small></h1>
+    ${at && html`<div class="scrub">
+      ${button("first", "|◀", () => goTo(0))}${button("previous", "◀", () => goTo((i) => i - 1))}
+      ${button(isPlaying ? "pause" : "play", t(isPlaying ? "pause" : "play"), () => setPlaying(!isPlaying), { id: "play" })}
+      ${button("next", "▶", () => goTo((i) => i + 1))}${button("last", "▶|", () => goTo(last))}
+      <input type="range" min="0" max=${last} value=${frame} aria-label=${t("step")} onInput=${(event) => goTo(Number(event.target.value))} />
+      <output id="step">${at.isEnd ? t("atEnd", { last: at.step - 1 }) : t("stepOf", { step: at.step, last: run.firstStep + run.lastFrame - 1 })}</output>
+    </div>`}
+    <div class="tools">
+      ${live && html`<label><input type="checkbox" checked=${follows} onChange=${(event) => setFollows(event.target.checked)} /> ${t("follow")}</label>`}
+      ${!live && runs.length < 2 && html`<label class="button" title=${t("openSecondLabel")}>${t("openSecond")}<input type="file" accept=".jsonl,.json" class="hidden" aria-label=${t("openSecondLabel")} onChange=${(event) => event.target.files[0] && openSecond(event.target.files[0])} /></label>`}
+      ${runs.length > 1 && html`<button onClick=${closeSecond}>${t("closeSecond")}</button>`}
+      ${button("languageLabel", t("language"), changeLang, { id: "language" })}${button("theme", "◐", changeTheme, { id: "theme" })}
+    </div>
+  </header>`;
+}
+
+function Recording({ run, frame, goTo, isAlone }) {
+  const { t } = useView();
+  if (!run.frames.length) return html`<p class="card">${t("noSteps")}</p>`;
+  const state = run.stateAt(frame);
+  const shared = { run, frame, state, goTo };
+  return html`<div class=${`recording ${isAlone ? "alone" : ""}`} aria-label=${run.name}>
+    ${!isAlone && html`<h2 class="name">${run.name}</h2>`}
+    <${Pool} ...${shared} /><${Step} ...${shared} />
+    <${Timeline} ...${shared} />
+    <${Counters} ...${shared} />
+    <${SequenceCard} ...${shared} /><${BlockCard} ...${shared} />
+    <${Mask} ...${shared} />
+    <${Highlights} ...${shared} />
+    <${Invariants} ...${shared} /><${Configuration} run=${run} />
+  </div>`;
+}
+
+function Highlights({ run, frame, goTo }) {
+  const { t, choose } = useView();
+  const near = run.highlights.findIndex((one) => one.frame >= frame);
+  const start = Math.max(0, Math.min((near < 0 ? run.highlights.length : near) - 3, run.highlights.length - 40));
+  const shown = run.highlights.slice(start, start + 40);
+  return html`<section class="card highlights">
+    <h2>${t("highlights")}</h2>
+    ${shown.length === 0 && html`<p class="soft">${t("noHighlights")}</p>`}
+    <ul class="plain">${shown.map((one) => html`<li><button class=${one.frame === frame ? "on" : ""} onClick=${() => { goTo(one.frame); choose(subjectOf(one.event)); }}>
+      <b>${run.frames[Math.min(one.frame, run.lastFrame)].step}</b> ${describeEvent(run, one.event, t, one.numFree)}</button></li>`)}</ul>
+    ${run.highlights.length > shown.length && html`<p class="soft">${t("more", { count: run.highlights.length - shown.length })}</p>`}
+  </section>`;
+}
+
+function Configuration({ run }) {
+  const { t } = useView();
+  const rows = { num_blocks: run.header.num_blocks, block_size: run.header.block_size, ...run.header.config };
+  return html`<section class="card config"><h2>${t("config")}</h2>
+    <dl>${Object.entries(rows).map(([name, value]) => html`<dt><code>${name}</code></dt><dd>${String(value)}</dd>`)}</dl></section>`;
+}
+
+function Source({ code, close }) {
+  const { t } = useView();
+  const one = window.SOURCES[code];
+  return html`<div class="dialog" role="dialog" aria-modal="true" aria-label=${one.symbol}>
+    <h2>${t("sourceOf", { symbol: one.symbol })}</h2><p class="soft">nanovllm/${one.path}:${one.line}</p>
+    <pre><code>${one.text}</code></pre>
+    <button ref=${(button) => button?.focus()} onClick=${close}>${t("closeIt")}</button>
+  </div>`;
+}
+
+function useKeys({ run, frame, goTo, choice, choose, setChoice, setPlaying, changeLang, changeTheme, setSource }) {
+  useEffect(() => {
+    const onKey = (event) => {
+      const isTyping = ["INPUT", "TEXTAREA"].includes(event.target.tagName) && event.target.type !== "range";
+      if (isTyping || event.ctrlKey || event.metaKey || event.altKey || !run) return;
+      const by = event.shiftKey ? 10 : 1;
+      const numbers = [...run.requests.values()].map((one) => one.number).filter((one) => one > 0);
+      const turn = (d) => choose({ seq: numbers[(numbers.indexOf(choice.seq) + d + numbers.length + (choice.seq == null && d < 0 ? 1 : 0)) % numbers.length] });
+      const marked = run.highlights.map((one) => one.frame);
+      const actions = {
+        ArrowLeft: () => goTo((at) => at - by), ArrowRight: () => goTo((at) => at + by),
+        ArrowUp: () => turn(-1), ArrowDown: () => turn(1),
+        Home: () => goTo(0), End: () => goTo(run.lastFrame),
+        " ": () => setPlaying((is) => !is), l: changeLang, d: changeTheme,
+        n: () => goTo(marked.find((at) => at > frame) ?? frame), p: () => goTo(marked.findLast((at) => at < frame) ?? frame),
+        Escape: () => { setSource(null); setChoice({ seq: null, block: null }); },
+      };
+      const action = actions[event.key];
+      if (!action || (event.key === " " && event.target.tagName === "BUTTON")) return;
+      event.preventDefault();
+      action();
+    };
+    addEventListener("keydown", onKey);
+    return () => removeEventListener("keydown", onKey);
+  });
+}
+
+function useDrop(open) {
+  useEffect(() => {
+    const over = (event) => event.preventDefault();
+    const drop = (event) => { event.preventDefault(); if (event.dataTransfer.files[0]) open(event.dataTransfer.files[0]); };
+    addEventListener("dragover", over);
+    addEventListener("drop", drop);
+    return () => { removeEventListener("dragover", over); removeEventListener("drop", drop); };
+  });
+}
+
+async function openFile(file, add, setError, t) {
+  try {
+    add(Run.parse(file.name, await file.text()));
+    setError("");
+  } catch (error) {
+    setError(t("badFile", { name: file.name, error: error.message }));
+  }
+}
+
+// The recordings in the page: base64 of gzip, so that a long run is a small file.
+async function readEmbedded() {
+  const found = document.querySelectorAll("script[type='application/x-nanovllm-trace']");
+  return Promise.all([...found].map(async (element) => {
+    const bytes = Uint8Array.from(atob(element.textContent.trim()), (letter) => letter.charCodeAt(0));
+    const text = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+    return Run.parse(element.dataset.name, text);
+  }));
+}
+
+async function main() {
+  const runs = await readEmbedded();
+  const live = document.body.dataset.live !== undefined;
+  window.nanovllm = { runs, Run };
+  render(html`<${App} first=${runs[0]} second=${runs[1]} live=${live} />`, document.getElementById("app"));
+  document.body.dataset.ready = "";
+}
+
+main();

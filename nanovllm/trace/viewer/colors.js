@@ -1,0 +1,22 @@
+// Whose block is it? Colours that differ for colour-blind readers too (after Okabe and Ito, in two lightnesses).
+// They repeat when there are more sequences, so a label always stands beside them.
+
+const OWNERS = {
+  light: ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a7a00", "#5b4ea1", "#7fbf9a", "#a0522d", "#f0b6d5", "#34657f"],
+  dark: ["#3d9fdc", "#f0ad1e", "#1fbf92", "#f0742e", "#dc8fbb", "#8fd0f7", "#cdbb3c", "#9d90e6", "#a6dcbd", "#cf8a63", "#f5c8df", "#7fb0c8"],
+};
+
+export function ownerColor(number, theme) {
+  const colors = OWNERS[theme];
+  return colors[(((number - 1) % colors.length) + colors.length) % colors.length];
+}
+
+export function cssColor(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+// Black or white, whichever can be read on `color`.
+export function inkOn(color) {
+  const [r, g, b] = [1, 3, 5].map((i) => parseInt(color.slice(i, i + 2), 16));
+  return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#111418" : "#ffffff";
+}

@@ -1,0 +1,68 @@
+// The chosen sequence: its block table, and where this step writes. The chosen block: its tokens, hash and owners.
+
+import { ownerColor } from "./colors.js";
+import { chunksOf, Seq } from "./step.js";
+import { html, useView } from "./ui.js";
+
+const MANY = 64;
+
+export function SequenceCard({ run, frame, state }) {
+  const { t, theme, choice, choose } = useView();
+  if (choice.seq === null || choice.seq === undefined) return html`<section class="card"><h2>${t("sequence", { seq: "" })}</h2><p class="soft">${t("chooseSequence")}</p></section>`;
+  const seq = state.seqs.get(choice.seq);
+  const name = run.label(choice.seq);
+  if (!seq) return html`<section class="card"><h2>${t("sequence", { seq: name })}</h2><p class="soft">${t("status.unborn")}</p></section>`;
+  const chunk = chunksOf(run.frames[frame], state).find((one) => one.number === seq.number);
+  return html`<section class="card sequence">
+    <h2><i style=${{ background: ownerColor(seq.number, theme) }}></i> ${t("sequence", { seq: name })}</h2>
+    <p>${t("status")}: <b>${t(`status.${seq.status}`)}</b>. ${t("tokensComputed", { computed: seq.computed, known: seq.known })} (${t("promptAndOutput", { prompt: seq.numPrompt, output: seq.known - seq.numPrompt })}).
+      ${seq.host.length > 0 && t("onHost", { blocks: seq.host.join(", ") })}</p>
+    <h3>${t("blockTable")}</h3>
+    ${seq.table.length === 0 && html`<p class="soft">${t("noBlocks")}</p>`}
+    <div class="table">${seq.table.slice(0, MANY).map((block, i) => html`<button class=${choice.block === block ? "on" : ""} onClick=${() => choose({ block })} aria-label=${`${i} → ${block}`}>
+      <small>${i}</small><b>${block}</b></button>`)}${seq.table.length > MANY && html`<span class="soft">${t("more", { count: seq.table.length - MANY })}</span>`}</div>
+    ${chunk && html`<h3>${t("slotMapping")}</h3><${Slots} run=${run} seq=${seq} chunk=${chunk} />`}
+    <${Tokens} run=${run} seq=${seq} first=${0} stop=${seq.known} numComputed=${seq.computed} />
+  </section>`;
+}
+
+function Slots({ run, seq, chunk }) {
+  const { t } = useView();
+  const size = run.header.block_size;
+  const positions = Array.from({ length: Math.min(chunk.numNew, MANY) }, (_, i) => chunk.start + i);
+  const slotOf = (position) => seq.table[Math.floor(position / size)] * size + (position % size);
+  return html`<p class="soft">${t("slotHelp", { size })}</p>
+    <div class="table slots">${positions.map((position) => html`<span><small>${position}</small><b>${slotOf(position)}</b></span>`)}
+    ${chunk.numNew > MANY && html`<span class="soft">${t("more", { count: chunk.numNew - MANY })}</span>`}</div>`;
+}
+
+function Tokens({ run, seq, first, stop, numComputed }) {
+  const ids = seq.tokens.slice(first, Math.min(stop, first + 400));
+  return html`<p class="tokens">${ids.map((id, i) => html`<span class=${`${first + i < numComputed ? "done" : "todo"} ${first + i < seq.numPrompt ? "" : "output"}`} title=${`${first + i}: ${id}`}>${visible(run.text(id))}</span>`)}
+    ${stop > first + 400 && html`<span class="soft"> …</span>`}</p>`;
+}
+
+const visible = (text) => text.replace(/\n/g, "⏎").replace(/^$/, "∅");
+
+export function BlockCard({ run, state }) {
+  const { t, choice } = useView();
+  const block = choice.block;
+  if (!block || block > state.numBlocks) return html`<section class="card"><h2>${t("block", { block: "" })}</h2><p class="soft">${t("chooseBlock")}</p></section>`;
+  const size = run.header.block_size;
+  const owners = state.owners().get(block) ?? [];
+  const serial = state.serial[block];
+  const rank = owners.length ? -1 : state.freeOrder.indexOf(block);
+  const writer = state.seqs.get(state.writer[block]);
+  const first = state.place[block] * size;
+  const holds = (owners.length || serial) && writer && state.filled[block] > 0;
+  return html`<section class="card block">
+    <h2>${t("block", { block })}</h2>
+    <dl>
+      <dt>${t("references")}</dt><dd>${state.refs[block]}</dd>
+      <dt>${t("owners")}</dt><dd>${owners.length ? owners.map((number) => html`<${Seq} run=${run} number=${number} /> `) : t("freeRank", { count: rank })}</dd>
+      <dt>${t("hash")}</dt><dd>${serial ? html`<code>${state.hashes.get(serial)}</code>` : t("notCached")}</dd>
+      <dt>${t("tokens")}</dt><dd>${holds ? t("filled", { filled: state.filled[block], size }) : t("neverWritten")}</dd>
+    </dl>
+    ${holds && html`<${Tokens} run=${run} seq=${writer} first=${first} stop=${Math.min(first + state.filled[block], writer.tokens.length)} numComputed=${Infinity} />`}
+  </section>`;
+}

@@ -1,0 +1,49 @@
+// What does an event say, in a sentence? And which lines of the engine decided it (SOURCES, written by page.py)?
+
+export function describeEvent(run, event, t, numFree) {
+  const [code, number, ...rest] = event;
+  const seq = run.label(number);
+  switch (code) {
+    case "add": return t("event.add", { seq, count: rest[1].tokens.length });
+    case "fork": return t("event.fork", { seq, other: run.label(rest[0]) });
+    case "tokens": return t("event.tokens", { seq, text: rest[1].map((id) => run.text(id)).join("") });
+    case "finish": return t("event.finish", { seq, reason: t(`reason.${rest[0]}`) + (rest[1] === null ? "" : ` (${rest[1]})`) });
+    case "wait": return t(`event.wait.${rest[0]}`, { seq, needed: rest[1], free: rest[2] });
+    case "idle": return t(`event.idle.${rest[0]}`, { seq });
+    case "admit": return t(`event.admit.${rest[0]}`, { seq, count: rest[1] });
+    case "preempt": {
+      const host = rest[2];
+      return t(host.length ? "event.preempt.swap" : "event.preempt", { seq, other: run.label(rest[0]), free: numFree ?? 0, count: host.length });
+    }
+    case "schedule": return t("event.schedule", { step: number, count: scheduledTokens(run, event) });
+    case "update": return t("event.update", { step: number, count: rest[1].length });
+    case "take": return t(rest[1] ? "event.take.evict" : "event.take", { seq, block: rest[0] });
+    case "share": return t("event.share", { seq, block: rest[0] });
+    case "copy": return t("event.copy", { seq, block: rest[0], other: rest[1] });
+    case "free": return t("event.free", { seq });
+    case "register": return t("event.register", { seq, block: rest[0] });
+    case "forget": return t("event.forget", { block: number });
+    default: return t(`event.${code}`); // start, roll_back, reset
+  }
+}
+
+function scheduledTokens(run, [, step, , , chunks]) {
+  const frame = run.frames[step - run.firstStep];
+  return (frame?.decodes?.length ?? 0) + chunks.reduce((sum, chunk) => sum + chunk[2], 0);
+}
+
+// The free blocks just before each event; a preempted sequence has given its blocks back when the event comes.
+export function freeBefore(run, frame) {
+  const found = new Map();
+  for (const { frame: at, event, numFree } of run.highlights) if (at === frame) found.set(event, numFree);
+  return found;
+}
+
+// Which choice does an event stand for? {seq, block}
+export function subjectOf([code, number, ...rest]) {
+  if (["take", "share", "register"].includes(code)) return { seq: number, block: rest[0] };
+  if (code === "copy") return { seq: number, block: rest[1] };
+  if (code === "forget") return { block: number };
+  if (["schedule", "update", "start", "roll_back", "reset"].includes(code) || !number) return {};
+  return { seq: number };
+}

@@ -1,0 +1,37 @@
+// What must hold in every state. The first line is about the whole recording, the others about the state that is shown.
+
+import { html, useMemo, useView } from "./ui.js";
+
+export function brokenInvariants(state) {
+  const found = [];
+  const owners = state.owners();
+  const size = state.blockSize;
+  const free = state.freeOrder;
+  const isFree = new Set(free);
+  for (let b = 1; b <= state.numBlocks; b++) {
+    if (state.refs[b] !== (owners.get(b)?.length ?? 0)) found.push(["refs", b]);
+    if ((state.refs[b] > 0) === isFree.has(b)) found.push(["free", b]);
+    if (state.serial[b] && state.filled[b] !== size) found.push(["full", b]);
+  }
+  if (isFree.size !== free.length || free.length !== state.numFree) found.push(["free", 0]);
+  for (const seq of state.living) {
+    if (seq.status === "running" && seq.table.length < Math.ceil(seq.computed / size)) found.push(["tables", seq.number]);
+  }
+  return found;
+}
+
+export function Invariants({ run, state, frame }) {
+  const { t } = useView();
+  const found = useMemo(() => brokenInvariants(state), [run, frame, run.frames.length]);
+  const broken = run.replay.broken;
+  const line = (name, where, values) => html`<li class=${where.length ? "bad" : "good"}><b aria-hidden="true">${where.length ? "✗" : "✓"}</b> ${t(`inv.${name}`, values)}
+    ${where.slice(0, 3).map((one) => html`<code>${one}</code> `)}</li>`;
+  return html`<section class="card invariants">
+    <h2>${t("invariants")}</h2>
+    <ul class="plain">
+      ${line("replay", broken.map((one) => `${one.step}: ${one.message}`), { count: run.frames.length - 1 })}
+      ${["refs", "free", "full", "tables"].map((name) => line(name, found.filter((one) => one[0] === name).map((one) => one[1])))}
+    </ul>
+    <p class="soft">${t("invariantsHelp")}</p>
+  </section>`;
+}

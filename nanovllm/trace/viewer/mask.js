@@ -1,0 +1,34 @@
+// Which tokens does each new token of the step attend to? A row a token, as far as that can be drawn.
+
+import { ownerColor } from "./colors.js";
+import { chunksOf, Seq } from "./step.js";
+import { html, useView } from "./ui.js";
+
+const MAX_ROWS = 48;
+const MAX_COLUMNS = 256;
+
+export function Mask({ run, frame, state }) {
+  const { t, theme } = useView();
+  const chunks = chunksOf(run.frames[frame], state);
+  const rows = chunks.flatMap(({ number, start, numNew }) => Array.from({ length: numNew }, (_, i) => ({ number, position: start + i })));
+  const columns = Math.max(1, ...rows.map((row) => row.position + 1));
+  const isSmall = rows.length <= MAX_ROWS && columns <= MAX_COLUMNS;
+  const cell = Math.max(2, Math.min(12, Math.floor(560 / columns)));
+  const high = Math.max(4, Math.min(12, cell * 2));
+  const size = run.header.block_size;
+  const borders = Array.from({ length: Math.floor(columns / size) }, (_, i) => (i + 1) * size * cell);
+  return html`<section class="card mask">
+    <h2>${t("mask")}</h2>
+    ${!isSmall && html`<p class="soft">${t("maskTooLarge", { rows: rows.length, columns })}</p>`}
+    ${isSmall && rows.length > 0 && html`<div class="wide"><svg width=${columns * cell + 1} height=${rows.length * high + 1} role="img" aria-label=${t("maskHelp")}>
+      ${rows.map(({ number, position }, i) => html`<g fill=${ownerColor(number, theme)}>
+        <rect x="0" y=${i * high} width=${position * cell} height=${high - 1} opacity="0.4" />
+        <rect x=${position * cell} y=${i * high} width=${cell} height=${high - 1} />
+        <title>${`${run.label(number)}: ${position}`}</title>
+      </g>`)}
+      ${borders.map((x) => html`<line x1=${x} x2=${x} y1="0" y2=${rows.length * high} class="border" />`)}
+    </svg></div>
+    <p>${[...new Set(rows.map((row) => row.number))].map((number) => html`<${Seq} run=${run} number=${number} /> `)}</p>`}
+    <p class="soft">${t("maskHelp")}</p>
+  </section>`;
+}

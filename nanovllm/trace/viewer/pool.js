@@ -1,0 +1,208 @@
+// The pool as a grid: a cell a block. Only cells whose look has changed are drawn again, so that scrubbing stays smooth.
+
+import { cssColor, inkOn, ownerColor } from "./colors.js";
+import { fitCanvas, html, useEffect, useMemo, useRef, useView, useWidth } from "./ui.js";
+
+const GAP = 1;
+
+// {size, columns, height}: cells as large as they may be, so that the grid is not too high.
+export function layOut(numCells, width) {
+  const most = Math.max(260, Math.min(480, width * 0.75));
+  for (let size = 44; size > 3; size--) {
+    const columns = Math.max(1, Math.floor(width / size));
+    const height = Math.ceil(numCells / columns) * size;
+    if (height <= most) return { size, columns, height };
+  }
+  const columns = Math.max(1, Math.floor(width / 4));
+  return { size: 4, columns, height: Math.ceil(numCells / columns) * 4 };
+}
+
+// How each block looks: [owners, filled share, cached, rank among the next to be handed out, chosen]
+export function looksOf(state, numCells, choice) {
+  const owners = state.owners();
+  const ranks = new Map(state.freeOrder.slice(0, 9).map((b, i) => [b, i + 1]));
+  const looks = [];
+  for (let b = 1; b <= numCells; b++) {
+    const own = owners.get(b) ?? [];
+    looks.push({
+      owners: own,
+      filled: own.length || state.serial[b] ? state.filled[b] / state.blockSize : 0,
+      cached: state.serial[b] !== 0,
+      writer: state.writer[b],
+      rank: ranks.get(b) ?? 0,
+      chosen: choice.block === b,
+      dimmed: choice.seq != null && !own.includes(choice.seq),
+    });
+  }
+  return looks;
+}
+
+const keyOf = (look) => `${look.owners} ${look.filled} ${look.cached} ${look.writer} ${look.rank} ${look.chosen} ${look.dimmed}`;
+
+function drawCell(context, look, x, y, size, theme, ink) {
+  const [inner, left, top] = [size - GAP, x, y];
+  context.fillStyle = ink.surface;
+  context.fillRect(x, y, size, size);
+  context.globalAlpha = 1;
+  if (look.owners.length) {
+    drawOwned(context, look, left, top, inner, theme, ink);
+  } else {
+    context.fillStyle = ink.empty;
+    context.fillRect(left, top, inner, inner);
+    if (look.cached) drawCached(context, look, left, top, inner, theme, ink);
+  }
+  if (look.rank && size >= 16) {
+    context.fillStyle = ink.soft;
+    context.font = `${Math.min(11, size * 0.4)}px system-ui, sans-serif`;
+    context.fillText(look.rank, left + inner / 2, top + inner / 2);
+  }
+  if (look.chosen) {
+    context.strokeStyle = ink.text;
+    context.lineWidth = 2;
+    context.strokeRect(left + 1, top + 1, inner - 2, inner - 2);
+  }
+}
+
+function drawOwned(context, look, left, top, inner, theme, ink) {
+  const shown = look.owners.slice(0, 3);
+  const width = inner / shown.length;
+  const tall = look.filled * inner;
+  shown.forEach((number, i) => {
+    const color = ownerColor(number, theme);
+    context.globalAlpha = look.dimmed ? 0.12 : 0.28;
+    context.fillStyle = color;
+    context.fillRect(left + i * width, top, width, inner);
+    context.globalAlpha = look.dimmed ? 0.35 : 1;
+    context.fillRect(left + i * width, top + inner - tall, width, tall);
+  });
+  context.globalAlpha = 1;
+  const several = look.owners.length > 1;
+  if (several && inner < 15) {
+    context.fillStyle = ink.text;
+    const dot = Math.max(1.5, inner / 4);
+    context.fillRect(left + inner - dot, top, dot, dot);
+  }
+  if (inner >= 15 && !look.dimmed) drawLabel(context, look, left, top, inner, theme, ink, several);
+}
+
+function drawLabel(context, look, left, top, inner, theme, ink, several) {
+  const font = Math.min(12, inner * 0.42);
+  context.font = `600 ${font}px system-ui, sans-serif`;
+  context.fillStyle = look.filled > 0.45 ? inkOn(ownerColor(look.owners[0], theme)) : ink.text;
+  if (!several) context.fillText(look.label, left + inner / 2, top + inner / 2 + 0.5, inner - 2);
+  if (!several) return;
+  const badge = Math.max(9, inner * 0.42); // how many own it
+  context.fillStyle = ink.text;
+  context.fillRect(left + inner - badge, top, badge, badge);
+  context.fillStyle = ink.surface;
+  context.font = `700 ${badge * 0.85}px system-ui, sans-serif`;
+  context.fillText(look.owners.length, left + inner - badge / 2, top + badge / 2 + 0.5);
+}
+
+function drawCached(context, look, left, top, inner, theme, ink) {
+  context.globalAlpha = look.dimmed ? 0.15 : 0.3;
+  context.fillStyle = look.writer > 0 ? ownerColor(look.writer, theme) : ink.soft;
+  context.fillRect(left, top, inner, inner);
+  context.globalAlpha = 1;
+  if (inner < 10) return;
+  context.strokeStyle = ink.soft;
+  context.lineWidth = 1;
+  context.setLineDash([2, 2]);
+  context.strokeRect(left + 0.5, top + 0.5, inner - 1, inner - 1);
+  context.setLineDash([]);
+}
+
+export function Pool({ run, frame, state }) {
+  const { t, theme, choice, choose } = useView();
+  const [ref, width] = useWidth();
+  const canvas = useRef(null);
+  const drawn = useRef([]);
+  const numCells = Math.max(1, Math.min(run.replay.numBlocks, Math.max(24, run.replay.top)));
+  const grid = useMemo(() => layOut(numCells, width || 300), [numCells, width]);
+
+  useEffect(() => {
+    if (!width) return;
+    const { context, isNew } = fitCanvas(canvas.current, grid.columns * grid.size, grid.height);
+    const ink = { surface: cssColor("surface"), empty: cssColor("empty"), soft: cssColor("soft"), text: cssColor("text") };
+    [context.textAlign, context.textBaseline] = ["center", "middle"];
+    const style = `${theme} ${grid.size} ${grid.columns} ${run.name}`;
+    if (isNew || drawn.current.style !== style) drawn.current = Object.assign([], { style });
+    looksOf(state, numCells, choice).forEach((look, i) => {
+      const key = keyOf(look);
+      if (drawn.current[i] === key) return;
+      drawn.current[i] = key;
+      look.label = look.owners.length ? run.label(look.owners[0]) : "";
+      drawCell(context, look, (i % grid.columns) * grid.size, Math.floor(i / grid.columns) * grid.size, grid.size, theme, ink);
+    });
+  });
+
+  const pick = (event) => {
+    const box = canvas.current.getBoundingClientRect();
+    const column = Math.floor((event.clientX - box.left) / grid.size);
+    const block = Math.floor((event.clientY - box.top) / grid.size) * grid.columns + column + 1;
+    if (column < grid.columns && block <= numCells) choose({ block });
+  };
+  const move = (event) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -grid.columns, ArrowDown: grid.columns }[event.key];
+    if (!by || event.shiftKey) return;
+    event.preventDefault();
+    event.stopPropagation();
+    choose({ block: Math.min(numCells, Math.max(1, (choice.block ?? 1 - by) + by)) });
+  };
+  const rest = run.replay.numBlocks - numCells;
+  return html`<section class="card pool">
+    <h2>${t("pool")}</h2>
+    <div class="wide" ref=${ref}>
+      <canvas ref=${canvas} tabindex="0" role="application" aria-label=${t("poolLabel")}
+        style=${{ width: `${grid.columns * grid.size}px`, height: `${grid.height}px` }} onClick=${pick} onKeyDown=${move}></canvas>
+    </div>
+    ${rest > 0 && html`<p class="soft">${t("poolRest", { count: rest.toLocaleString() })}</p>`}
+    <${Counts} run=${run} frame=${frame} />
+    <${Legend} />
+    <p class="soft">${t("poolHelp", { size: run.header.block_size })}</p>
+  </section>`;
+}
+
+function Counts({ run, frame }) {
+  const { t } = useView();
+  const at = run.frames[frame];
+  const slots = at.owned * run.header.block_size;
+  const one = (name, value, title, rest) => html`<div title=${title}><b>${value}</b><span>${name}</span>${rest && html`<small>${rest}</small>`}</div>`;
+  return html`<div class="counts">
+    ${one(t("owned"), at.owned, "", t("ofBlocks", { count: run.replay.numBlocks.toLocaleString() }))}
+    ${one(t("ofThemShared"), at.shared)}
+    ${one(t("cachedFree"), at.cachedFree)}
+    ${one(t("freeInAll"), at.free.toLocaleString())}
+    ${one(t("wasteShort"), `${(100 * at.waste).toFixed(1)} %`, t("waste"), t("ofSlots", { empty: slots - at.stored, slots }))}
+    ${one(t("hitRateShort"), `${(100 * at.hitRate).toFixed(0)} %`, t("hitRate"))}
+    ${one(t("running"), at.running)}
+    ${one(t("waiting"), at.waiting)}
+  </div>`;
+}
+
+function Legend() {
+  const { t, theme } = useView();
+  const canvas = useRef(null);
+  const size = 24;
+  const looks = [
+    ["legendOwned", { owners: [1], filled: 0.75, label: "a" }],
+    ["legendShared", { owners: [1, 2], filled: 1, label: "" }],
+    ["legendCached", { owners: [], filled: 1, cached: true, writer: 1 }],
+    ["legendNext", { owners: [], filled: 0, rank: 1 }],
+  ];
+  useEffect(() => {
+    const { context } = fitCanvas(canvas.current, looks.length * size, size);
+    const ink = { surface: cssColor("surface"), empty: cssColor("empty"), soft: cssColor("soft"), text: cssColor("text") };
+    [context.textAlign, context.textBaseline] = ["center", "middle"];
+    looks.forEach(([, look], i) => drawCell(context, look, i * size, 0, size, theme, ink));
+    canvas.current.parentNode.querySelectorAll("i").forEach((one, i) => {
+      one.style.backgroundImage = `url(${canvas.current.toDataURL()})`;
+      one.style.backgroundPosition = `-${i * size}px 0`;
+      one.style.backgroundSize = `${looks.length * size}px ${size}px`;
+    });
+  }, [theme]);
+  return html`<div class="legend" aria-label=${t("legend")}>
+    <canvas ref=${canvas} hidden></canvas>
+    ${looks.map(([key]) => html`<span><i class="cell"></i>${t(key)}</span>`)}
+  </div>`;
+}

@@ -1,0 +1,326 @@
+// What was the state of the pool after each event? As replay.py, in typed arrays, so that a state is quickly copied.
+//
+// Block b has refs[b] owners, holds filled[b] tokens, and was written by sequence writer[b] as its place[b]-th block.
+// serial[b] is not 0 while the prefix cache can find it. Free blocks are a ring in the order in which they are handed
+// out: next[0] is the first, previous[0] the last. What contradicts the engine is kept in `broken`, and nothing throws.
+
+export class Replay {
+  constructor(header) {
+    this.blockSize = header.block_size;
+    this.step = header.num_steps_before;
+    this.seqs = new Map(); // number -> sequence; all of them, the finished ones too
+    this.hashes = new Map(); // serial number -> hash
+    this.inFlight = new Map(header.in_flight);
+    this.decodes = [];
+    this.broken = [];
+    this.emptyPool(header.num_blocks);
+    if (header.state) this.load(header.state);
+  }
+
+  // A copy whose numbers can be changed; tokens and hashes are shared, because they only grow.
+  clone() {
+    const copy = Object.create(Replay.prototype);
+    Object.assign(copy, this);
+    for (const name of ["refs", "filled", "writer", "place", "serial", "next", "previous"]) copy[name] = this[name].slice();
+    copy.seqs = new Map();
+    for (const [number, seq] of this.seqs) {
+      copy.seqs.set(number, seq.status === "finished" ? seq : { ...seq, table: seq.table.slice() });
+    }
+    copy.inFlight = new Map(this.inFlight);
+    copy.broken = this.broken.slice();
+    return copy;
+  }
+
+  apply(event) {
+    const [code, ...values] = event;
+    if (!EVENTS.has(code)) return this.check(false, `unknown event ${code}`);
+    this[code](...values);
+  }
+
+  check(holds, message) {
+    if (!holds && this.broken.length < 100) this.broken.push({ step: this.step, message });
+  }
+
+  start(numBlocks) {
+    this.emptyPool(numBlocks);
+    this.inFlight = new Map();
+    for (const [number, seq] of this.seqs) this.seqs.set(number, { ...seq, status: "finished", table: [], host: [], computed: 0 });
+  }
+
+  emptyPool(numBlocks) {
+    this.numBlocks = numBlocks;
+    this.numFree = numBlocks;
+    this.top = 0; // no block above has ever been owned
+    for (const name of ["refs", "filled", "writer", "place", "serial"]) this[name] = new Int32Array(numBlocks + 1);
+    this.next = Int32Array.from({ length: numBlocks + 1 }, (_, i) => (i + 1) % (numBlocks + 1));
+    this.previous = Int32Array.from({ length: numBlocks + 1 }, (_, i) => (i + numBlocks) % (numBlocks + 1));
+  }
+
+  load(state) {
+    this.next.fill(-1);
+    this.next[0] = this.previous[0] = 0;
+    this.numFree = 0;
+    for (const b of state.free) this.putLast(b);
+    for (const one of state.seqs) {
+      const seq = makeSequence(one.number, one);
+      this.seqs.set(one.number, seq);
+      one.block_table.forEach((b, i) => {
+        this.refs[b] += 1;
+        this.top = Math.max(this.top, b);
+        [this.writer[b], this.place[b]] = [one.number, i];
+        this.filled[b] = Math.max(this.filled[b], Math.min(this.blockSize, seq.computed - i * this.blockSize));
+      });
+    }
+    state.cached.forEach(([b, hash, serial, tokens], i) => {
+      this.serial[b] = serial;
+      this.top = Math.max(this.top, b);
+      this.hashes.set(serial, hash);
+      if (this.refs[b]) return;
+      const ghost = makeSequence(-1 - i, { request: "?", sample: 0, tokens, num_prompt_tokens: tokens.length });
+      this.seqs.set(ghost.number, { ...ghost, status: "finished" }); // its contents alone are known
+      [this.writer[b], this.place[b], this.filled[b]] = [ghost.number, 0, this.blockSize];
+    });
+  }
+
+  // ---- sequences
+
+  add(number, time, about) {
+    this.seqs.set(number, makeSequence(number, about));
+  }
+
+  fork(parent, number, sample, numKnown, numComputed) {
+    const one = this.seqs.get(parent);
+    const child = { ...one, number, sample, tokens: one.tokens.slice(0, numKnown), table: [], host: [], known: numKnown };
+    child.computed = one.status === "running" ? numComputed : 0;
+    child.status = "waiting";
+    child.parent = parent;
+    this.seqs.set(number, child);
+  }
+
+  tokens(number, first, ids) {
+    const seq = this.seqs.get(number);
+    this.check(first === seq.known, `sequence ${number} has a gap before token ${first}`);
+    ids.forEach((id, i) => (seq.tokens[first + i] = id));
+    seq.known = first + ids.length;
+  }
+
+  finish(number, reason, stop, numTokens) {
+    const seq = this.seqs.get(number);
+    this.check(!seq.table.length, `sequence ${number} has finished and owns blocks`);
+    Object.assign(seq, { status: "finished", reason, stop, final: numTokens, host: [] });
+  }
+
+  // ---- decisions
+
+  wait(number) {
+    this.check(!number || this.seqs.get(number).status === "waiting", `sequence ${number} waits and runs`);
+  }
+
+  idle(number) {
+    this.check(this.seqs.get(number).status === "running", `sequence ${number} is idle, and does not run`);
+  }
+
+  admit(number, code, numComputed) {
+    const seq = this.seqs.get(number);
+    Object.assign(seq, { status: "running", computed: numComputed, host: [] });
+    this.fill(seq, 0, numComputed);
+  }
+
+  preempt(number, needy, numComputed, host) {
+    Object.assign(this.seqs.get(number), { status: "waiting", computed: numComputed, host, preempted: true });
+  }
+
+  schedule(step, time, decodes, chunks, samples, moves, numFree, numStored) {
+    this.check(step === this.step + 1, `step ${step} comes next`);
+    this.step = step;
+    if (decodes) this.decodes = decodes;
+    for (const number of this.decodes) this.compute(number, this.seqs.get(number).computed, 1);
+    for (const [number, start, numNew] of chunks) this.compute(number, start, numNew);
+    this.inFlight.set(step, samples || this.decodes);
+    this.check(this.numFree === numFree, `${this.numFree} blocks are free, the engine says ${numFree}`);
+    const stored = this.countStored();
+    this.check(stored === numStored, `${stored} tokens are stored, the engine says ${numStored}`);
+  }
+
+  compute(number, start, numNew) {
+    const seq = this.seqs.get(number);
+    this.check(seq.computed === start, `the chunk of sequence ${number} begins elsewhere`);
+    seq.computed = start + numNew;
+    this.fill(seq, start, start + numNew);
+  }
+
+  // Tokens [start, stop) of `seq` are in its blocks.
+  fill(seq, start, stop) {
+    const size = this.blockSize;
+    for (let i = Math.floor(start / size); i * size < stop; i++) {
+      const b = seq.table[i];
+      [this.filled[b], this.writer[b], this.place[b]] = [Math.min(size, stop - i * size), seq.number, i];
+    }
+  }
+
+  update(step, time, ids) {
+    const samples = this.inFlight.get(step);
+    this.check(samples?.length === ids.length, `step ${step} draws another number of tokens`);
+    this.inFlight.delete(step);
+    (samples ?? []).forEach((number, row) => {
+      const seq = this.seqs.get(number);
+      if (!seq || seq.beam || seq.known === seq.final) return;
+      seq.tokens[seq.known] = ids[row];
+      seq.known += 1;
+    });
+  }
+
+  roll_back() {
+    this.inFlight.clear();
+  }
+
+  // ---- blocks
+
+  take(number, b, isEvicted) {
+    this.check(this.next[0] === b, `block ${b} is taken, and block ${this.next[0]} is the first free one`);
+    this.check(!!this.serial[b] === !!isEvicted, `block ${b} is evicted: ${!!isEvicted}`);
+    this.unlink(b);
+    this.filled[b] = 0;
+    this.own(number, b);
+    [this.writer[b], this.place[b]] = [number, this.seqs.get(number).table.length - 1];
+  }
+
+  share(number, b) {
+    if (!this.refs[b]) this.unlink(b);
+    this.own(number, b);
+  }
+
+  own(number, b) {
+    const seq = this.seqs.get(number);
+    if (b > this.top) this.top = b;
+    seq.table.push(b);
+    this.refs[b] += 1;
+    if (seq.status === "waiting") seq.status = "running";
+  }
+
+  copy(number, source, destination) {
+    const seq = this.seqs.get(number);
+    const i = Math.floor(seq.computed / this.blockSize);
+    this.check(seq.table.pop() === destination, `block ${destination} is a copy, and was not taken`);
+    this.check(seq.table[i] === source, `sequence ${number} does not write to block ${source}`);
+    seq.table[i] = destination;
+    [this.filled[destination], this.place[destination]] = [this.filled[source], i];
+    this.disown(source);
+  }
+
+  free(number) {
+    const seq = this.seqs.get(number);
+    for (let i = seq.table.length - 1; i >= 0; i--) this.disown(seq.table[i]);
+    Object.assign(seq, { table: [], computed: 0, status: "waiting", host: [] });
+  }
+
+  disown(b) {
+    this.refs[b] -= 1;
+    this.check(this.refs[b] >= 0, `block ${b} loses an owner that it did not have`);
+    if (this.refs[b]) return;
+    if (this.serial[b]) this.putLast(b);
+    else this.putFirst(b);
+  }
+
+  register(number, b, hash, serial) {
+    this.check(this.seqs.get(number).table.includes(b), `sequence ${number} does not own block ${b}`);
+    this.serial[b] = serial;
+    this.hashes.set(serial, hash);
+  }
+
+  forget(b) {
+    this.serial[b] = 0;
+  }
+
+  reset() {
+    this.serial.fill(0);
+  }
+
+  // ---- the ring of free blocks
+
+  unlink(b) {
+    this.next[this.previous[b]] = this.next[b];
+    this.previous[this.next[b]] = this.previous[b];
+    this.numFree -= 1;
+  }
+
+  link(b, before) {
+    const last = this.previous[before];
+    [this.next[last], this.previous[b], this.next[b], this.previous[before]] = [b, last, before, b];
+    this.numFree += 1;
+  }
+
+  putLast(b) {
+    this.link(b, 0);
+  }
+
+  putFirst(b) {
+    this.link(b, this.next[0]);
+  }
+
+  // ---- counts
+
+  get freeOrder() {
+    const order = [];
+    for (let b = this.next[0]; b !== 0 && order.length <= this.numBlocks; b = this.next[b]) order.push(b);
+    return order;
+  }
+
+  countStored() {
+    let sum = 0;
+    for (let b = 1; b <= this.top; b++) if (this.refs[b]) sum += this.filled[b];
+    return sum;
+  }
+
+  // {owned, shared, cachedFree, free, stored, waste}
+  counts() {
+    let shared = 0;
+    let cachedFree = 0;
+    for (let b = 1; b <= this.top; b++) {
+      if (this.refs[b] > 1) shared += 1;
+      else if (!this.refs[b] && this.serial[b]) cachedFree += 1;
+    }
+    const owned = this.numBlocks - this.numFree;
+    const stored = this.countStored();
+    const waste = owned ? 1 - stored / (owned * this.blockSize) : 0;
+    return { owned, shared, cachedFree, free: this.numFree, stored, waste };
+  }
+
+  // The living sequences, in the order in which they came.
+  get living() {
+    return [...this.seqs.values()].filter((seq) => seq.status !== "finished");
+  }
+
+  // For each block its owners; what the reference counts must say.
+  owners() {
+    const owners = new Map();
+    for (const seq of this.seqs.values()) {
+      for (const b of seq.table) owners.has(b) ? owners.get(b).push(seq.number) : owners.set(b, [seq.number]);
+    }
+    return owners;
+  }
+}
+
+const EVENTS = new Set([
+  "start", "add", "fork", "tokens", "finish", "wait", "idle", "admit", "preempt", "schedule", "update", "roll_back",
+  "take", "share", "copy", "free", "register", "forget", "reset",
+]);
+
+function makeSequence(number, about) {
+  return {
+    number,
+    request: about.request,
+    sample: about.sample,
+    beam: about.beam ?? 0,
+    tokens: about.tokens.slice(),
+    known: about.tokens.length,
+    numPrompt: about.num_prompt_tokens,
+    maxTokens: about.max_num_tokens,
+    status: about.status ?? "waiting",
+    computed: about.num_computed_tokens ?? 0,
+    table: about.block_table?.slice() ?? [],
+    host: about.host_block_ids ?? [],
+    final: null,
+    preempted: false,
+  };
+}

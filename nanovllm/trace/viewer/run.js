@@ -1,0 +1,225 @@
+// One recording as a whole: its steps, what each step's events were, counters over time, and what each request did.
+//
+// A frame is a step, from when the step before it was scheduled to when it is itself scheduled; the last frame, after the
+// last step, is the end of the recording. `stateAt(i)` is the state of the pool at the end of frame i.
+
+import { Replay } from "./replay.js";
+
+const KEYFRAME_BYTES = 64e6;
+
+export class Run {
+  constructor(name, header) {
+    this.name = name;
+    this.header = header;
+    this.texts = {};
+    this.frames = []; // {step, events, time, sizes…}; frames[i].step is frames[0].step + i
+    this.requests = new Map(); // request -> what it did
+    this.highlights = []; // {frame, event}: what a reader may want to jump to
+    this.times = new Map(); // step -> microseconds of each of its parts
+    this.replay = new Replay(header);
+    this.keyframes = [{ frame: -1, state: this.replay.clone() }];
+    this.cache = null; // the state that was asked for last
+    this.pending = []; // events since the last step
+    this.queried = 0;
+    this.hit = 0;
+    this.waitsFor = new Map();
+    for (const seq of this.replay.living) this.meet(seq, header.t);
+  }
+
+  static parse(name, text) {
+    const lines = text.split("\n").filter((line) => line.trim());
+    const run = new Run(name, JSON.parse(lines[0]));
+    lines.slice(1).forEach((line, i) => run.append(parseLine(line, i === lines.length - 2)));
+    run.end();
+    return run;
+  }
+
+  get firstStep() {
+    return this.header.num_steps_before + 1;
+  }
+
+  get lastFrame() {
+    return Math.max(0, this.frames.length - 1);
+  }
+
+  frameOf(step) {
+    return Math.min(this.lastFrame, Math.max(0, step - this.firstStep));
+  }
+
+  // A line of the recording. In a live page, `end` is called after each, and the frame that it made goes again.
+  append(line) {
+    if (!line) return;
+    if (this.ended) {
+      this.frames.pop();
+      this.ended = false;
+    }
+    Object.assign(this.texts, line.texts ?? {});
+    for (const event of line.events) this.take(event);
+    if (line.times) this.times.set((this.lastEnded = (this.lastEnded ?? this.firstStep - 1) + 1), line.times);
+    this.endTime = line.t;
+  }
+
+  // The last frame: what has happened since the last step.
+  end() {
+    this.frames.push({ step: this.replay.step + 1, events: this.pending.slice(), time: this.endTime ?? this.header.t, isEnd: true, ...this.count() });
+    this.ended = true;
+    this.cache = null;
+  }
+
+  take(event) {
+    const before = this.replay.numFree;
+    this.replay.apply(event);
+    this.pending.push(event);
+    this.follow(event, before);
+    if (event[0] !== "schedule") return;
+    const frame = this.frames.length;
+    this.frames.push({ step: event[1], events: this.pending, time: event[2], ...this.count() });
+    this.followRequests(frame);
+    this.pending = [];
+    const every = Math.max(16, Math.ceil((28 * this.replay.numBlocks * this.frames.length) / KEYFRAME_BYTES));
+    if (frame - this.keyframes.at(-1).frame >= every) this.keyframes.push({ frame, state: this.replay.clone() });
+  }
+
+  count() {
+    let [running, waiting] = [0, 0];
+    for (const seq of this.replay.living) seq.status === "running" ? running++ : waiting++;
+    const hitRate = this.queried ? this.hit / this.queried : 0;
+    return { running, waiting, hitRate, ...this.replay.counts() };
+  }
+
+  stateAt(frame) {
+    if (this.cache?.frame === frame) return this.cache.state;
+    let base = this.keyframes.findLast((one) => one.frame <= frame);
+    if (this.cache && this.cache.frame < frame && this.cache.frame > base.frame) base = this.cache;
+    const state = base === this.cache ? base.state : base.state.clone();
+    for (let i = base.frame + 1; i <= frame; i++) for (const event of this.frames[i].events) state.apply(event);
+    this.cache = { frame, state };
+    return state;
+  }
+
+  // ---- requests
+
+  meet(seq, time) {
+    if (!this.requests.has(seq.request) || this.requests.get(seq.request).isOver) {
+      this.requests.set(seq.request, { name: nameOf(seq.request), number: seq.number, arrival: time, first: null, last: null, numTokens: 0, numPrompt: seq.numPrompt, living: new Set(), spans: [], marks: [], seqs: [] });
+    }
+    const request = this.requests.get(seq.request);
+    request.living.add(seq.number);
+    request.seqs.push(seq.number);
+    return request;
+  }
+
+  requestOf(number) {
+    return this.requests.get(this.replay.seqs.get(number)?.request);
+  }
+
+  follow(event, numFree) {
+    const [code, number, ...rest] = event;
+    const frame = this.frames.length;
+    if (code === "add") this.meet(this.replay.seqs.get(number), rest[0]);
+    else if (code === "fork") this.meet(this.replay.seqs.get(rest[0]), rest[4]);
+    else if (code === "admit") this.followAdmission(number, rest);
+    else if (code === "free") this.numFreeBefore = numFree;
+    else if (code === "finish") this.followEnd(number, rest);
+    else if (code === "update") this.followTokens(number, rest[0]);
+    else if (code === "start") for (const one of this.requests.values()) one.living.clear();
+    if (code === "preempt") this.requestOf(number).marks.push({ frame, code });
+    if (["preempt", "copy", "roll_back", "start"].includes(code)) this.highlights.push({ frame, event, numFree: this.numFreeBefore });
+    const newest = this.highlights.at(-1);
+    const isNew = newest?.frame !== frame || newest.event[0] !== code; // one eviction a step is enough
+    if (code === "take" && rest[1] && isNew) this.highlights.push({ frame, event });
+    if (code === "wait" && number && this.waitsFor.get(number) !== rest[0]) {
+      this.waitsFor.set(number, rest[0]);
+      this.highlights.push({ frame, event });
+    }
+  }
+
+  followAdmission(number, [code, computed]) {
+    this.waitsFor.delete(number);
+    if (code !== "new") return;
+    const seq = this.replay.seqs.get(number);
+    this.queried += seq.numPrompt;
+    this.hit += computed;
+    if (computed) this.highlights.push({ frame: this.frames.length, event: ["admit", number, code, computed] });
+  }
+
+  followEnd(number, [reason, , , time]) {
+    const request = this.requestOf(number);
+    request.living.delete(number);
+    if (request.living.size) return;
+    Object.assign(request, { isOver: true, finished: time, reason });
+    this.close(request, this.frames.length);
+  }
+
+  followTokens(step, time) {
+    const frame = this.frames[step - this.firstStep];
+    for (const number of frame?.samples ?? []) {
+      const request = this.requestOf(number);
+      if (!request || request.lastStep === step) continue;
+      request.first ??= time;
+      Object.assign(request, { last: time, lastStep: step, numTokens: request.numTokens + 1 });
+    }
+  }
+
+  // What each unfinished request does in this frame; equal neighbours are one span of its row.
+  followRequests(frame) {
+    const { decodes, inFlight, step } = this.replay;
+    const schedule = this.frames[frame].events.at(-1);
+    this.frames[frame].samples = inFlight.get(step);
+    this.frames[frame].decodes = decodes;
+    const kinds = new Map();
+    for (const number of decodes) kinds.set(number, "decode");
+    for (const [number] of schedule[4]) kinds.set(number, "prefill");
+    for (const request of this.requests.values()) {
+      if (request.isOver) continue;
+      const found = [...request.living].map((number) => kinds.get(number) ?? this.idleKind(number));
+      const kind = ["prefill", "decode", "idle", "swapped", "preempted", "queued"].find((one) => found.includes(one)) ?? "queued";
+      const span = request.spans.at(-1);
+      if (span?.kind === kind && span.stop === frame) span.stop = frame + 1;
+      else request.spans.push({ kind, start: frame, stop: frame + 1 });
+    }
+  }
+
+  idleKind(number) {
+    const seq = this.replay.seqs.get(number);
+    if (seq.status === "running") return "idle";
+    return seq.host.length ? "swapped" : seq.preempted ? "preempted" : "queued";
+  }
+
+  close(request, frame) {
+    request.end = frame;
+  }
+
+  // Seconds to the first token, and for each token after it; null while they are not known.
+  ttft(request) {
+    return request.first === null ? null : (request.first - request.arrival) / 1e6;
+  }
+
+  tpot(request) {
+    if (request.numTokens < 2) return null;
+    return (request.last - request.first) / 1e6 / (request.numTokens - 1);
+  }
+
+  label(number) {
+    const seq = this.replay.seqs.get(number);
+    if (!seq || number < 0) return "?";
+    const several = (this.requests.get(seq.request)?.seqs.length ?? 1) > 1;
+    return several ? `${nameOf(seq.request)}.${seq.sample}` : nameOf(seq.request);
+  }
+
+  text(id) {
+    return this.texts[id] ?? `⟨${id}⟩`;
+  }
+}
+
+// `LLM` numbers its requests; a bare number would be mistaken for a count.
+const nameOf = (request) => (/^\d+$/.test(request) ? `r${request}` : request);
+
+function parseLine(line, isLast) {
+  try {
+    return JSON.parse(line);
+  } catch (error) {
+    if (isLast) return null; // a crash has cut it
+    throw error;
+  }
+}

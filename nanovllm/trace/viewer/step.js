@@ -1,0 +1,113 @@
+// The step: how its budget was split, who waits and why, and every event since the step before, each with its source.
+
+import { ownerColor } from "./colors.js";
+import { describeEvent, freeBefore, subjectOf } from "./events.js";
+import { formatTime, html, useState, useView } from "./ui.js";
+
+const FEW = 12;
+
+// The chip of a sequence: its colour and its name; a click chooses it.
+export function Seq({ run, number }) {
+  const { theme, choose, choice } = useView();
+  return html`<button class=${`seq ${choice.seq === number ? "on" : ""}`} onClick=${() => choose({ seq: number })}>
+    <i style=${{ background: ownerColor(number, theme) }}></i>${run.label(number)}</button>`;
+}
+
+// [{number, start, numNew, code}] of the step, decodes first; `state` is the one after it.
+export function chunksOf(at, state) {
+  if (at.isEnd) return [];
+  const decodes = at.decodes.map((number) => ({ number, start: state.seqs.get(number).computed - 1, numNew: 1, code: "decode" }));
+  return [...decodes, ...at.events.at(-1)[4].map(([number, start, numNew, code]) => ({ number, start, numNew, code }))];
+}
+
+function Budget({ run, at, chunks }) {
+  const { t, theme } = useView();
+  const used = chunks.reduce((sum, one) => sum + one.numNew, 0);
+  const all = run.header.config.max_num_batched_tokens;
+  const scale = all && used * 20 > all ? all : Math.max(1, used); // a budget that is hardly used would hide its parts
+  const numDecodes = at.decodes?.length ?? 0;
+  const parts = chunks.slice(numDecodes);
+  return html`<div>
+    <p>${all ? t("budget", { used, all }) : t("budgetUnknown", { used })}: ${t("decodeCount", { count: numDecodes })}, ${t("chunkCount", { count: parts.length })}</p>
+    <div class="budget" role="img" aria-label=${`${used} / ${all ?? "?"}`}>
+      ${numDecodes > 0 && html`<span class="decodes" style=${{ width: `${(100 * numDecodes) / scale}%` }}>${numDecodes > scale / 12 ? numDecodes : ""}</span>`}
+      ${parts.map((one) => html`<span style=${{ width: `${(100 * one.numNew) / scale}%`, background: ownerColor(one.number, theme) }} title=${`${run.label(one.number)}: ${one.numNew}`}></span>`)}
+    </div>
+  </div>`;
+}
+
+function Chunks({ run, state, chunks }) {
+  const { t } = useView();
+  const [isOpen, setOpen] = useState(false);
+  const shown = isOpen ? chunks : chunks.slice(0, FEW);
+  return html`<table class="rows"><tbody>
+    ${shown.map(({ number, start, numNew, code }) => html`<tr>
+      <td><${Seq} run=${run} number=${number} /></td>
+      <td class="number">${numNew}</td>
+      <td>${t("tokensOf", { start, stop: start + numNew - 1, all: Math.max(state.seqs.get(number).known, start + numNew) })}</td>
+      <td class="soft">${t(`chunk.${code}`)}</td>
+    </tr>`)}
+    ${chunks.length > shown.length && html`<tr><td colspan="4"><button onClick=${() => setOpen(true)}>${t("more", { count: chunks.length - FEW })}</button></td></tr>`}
+  </tbody></table>`;
+}
+
+// Why each waiting or idle sequence got nothing: what the scheduler said, or, behind the first, that it waits behind it.
+export function reasonsOf(run, at, state) {
+  const said = new Map();
+  let forAll = null;
+  for (const event of at.events) {
+    if (event[0] === "wait" && event[1]) said.set(event[1], event);
+    else if (event[0] === "wait") forAll = event;
+    else if (event[0] === "idle") said.set(event[1], event);
+  }
+  const first = [...said.values()].find((event) => event[0] === "wait")?.[1];
+  return state.living
+    .filter((seq) => said.has(seq.number) || seq.status === "waiting")
+    .map((seq) => ({ seq, event: said.get(seq.number) ?? (first ? ["behind", first] : forAll) }));
+}
+
+function reasonText(run, seq, event, t) {
+  if (!event) return seq.beam ? t("wait.search") : t("wait.next");
+  if (event[0] === "behind") return t("wait.behind", { other: run.label(event[1]) });
+  return t(`${event[0]}.${event[2]}`, { needed: event[3], free: event[4] });
+}
+
+function Waiting({ run, at, state }) {
+  const { t } = useView();
+  const reasons = at.isEnd ? [] : reasonsOf(run, at, state);
+  return html`<h3>${t("waits")}</h3>
+    ${reasons.length === 0 && html`<p class="soft">${t("nobodyWaits")}</p>`}
+    <ul class="plain">${reasons.slice(0, FEW).map(({ seq, event }) => html`<li><${Seq} run=${run} number=${seq.number} /> ${reasonText(run, seq, event, t)}</li>`)}
+    ${reasons.length > FEW && html`<li class="soft">${t("more", { count: reasons.length - FEW })}</li>`}</ul>`;
+}
+
+function Events({ run, frame, at }) {
+  const { t, choose, showSource } = useView();
+  const [isOpen, setOpen] = useState(false);
+  const before = freeBefore(run, frame);
+  const shown = isOpen ? at.events : at.events.slice(0, 2 * FEW);
+  return html`<h3>${t("whatHappened")}</h3>
+    ${at.events.length === 0 && html`<p class="soft">${t("nothing")}</p>`}
+    <ol class="events">
+      ${shown.map((event) => html`<li class=${`is-${event[0]}`}>
+        <button class="text" onClick=${() => choose(subjectOf(event))}>${describeEvent(run, event, t, before.get(event))}</button>
+        <button class="source" onClick=${() => showSource(event[0])} aria-label=${`${t("showSource")}: ${event[0]}`}>${event[0]}</button>
+      </li>`)}
+    </ol>
+    ${at.events.length > shown.length && html`<button onClick=${() => setOpen(true)}>${t("more", { count: at.events.length - shown.length })}</button>`}`;
+}
+
+export function Step({ run, frame, state }) {
+  const { t } = useView();
+  const at = run.frames[frame];
+  const chunks = chunksOf(at, state);
+  const times = run.times.get(at.step);
+  const sum = times && Object.values(times).reduce((a, b) => a + b, 0);
+  return html`<section class="card step">
+    <h2>${t("theStep")}: ${at.isEnd ? t("atEnd", { last: at.step - 1 }) : at.step}</h2>
+    ${times && !at.isEnd && html`<p class="soft">${t("times", { time: formatTime(sum) })} (${Object.entries(times).map(([name, value]) => `${name} ${formatTime(value)}`).join(", ")})</p>`}
+    ${!at.isEnd && html`<${Budget} run=${run} at=${at} chunks=${chunks} /><${Chunks} run=${run} state=${state} chunks=${chunks} />`}
+    <${Waiting} run=${run} at=${at} state=${state} />
+    <${Events} run=${run} frame=${frame} at=${at} />
+  </section>`;
+}

@@ -1,0 +1,112 @@
+// A row a request, a column a step. The rows are drawn once; the line of the present step moves over them.
+
+import { cssColor, ownerColor } from "./colors.js";
+import { fitCanvas, formatTime, html, useEffect, useRef, useView, useWidth } from "./ui.js";
+
+const ROW = 18;
+const LABEL = 150;
+const KINDS = ["queued", "prefill", "decode", "idle", "preempted", "swapped"];
+
+function drawRow(context, run, request, y, scale, theme, width) {
+  const color = ownerColor(request.number, theme);
+  for (const { kind, start, stop } of request.spans) {
+    const [x, w] = [start * scale, Math.max(1, (stop - start) * scale)];
+    drawSpan(context, kind, color, x, y + 3, w, ROW - 6);
+  }
+  context.fillStyle = cssColor("text");
+  for (const { frame } of request.marks) {
+    const x = frame * scale; // a preemption: a triangle that points down
+    context.beginPath();
+    context.moveTo(x - 4, y);
+    context.lineTo(x + 4, y);
+    context.lineTo(x, y + 7);
+    context.fill();
+  }
+  if (request.isOver) context.fillRect(Math.min(width - 2, request.end * scale), y + 3, 2, ROW - 6);
+}
+
+// Each kind has a shape of its own, so that colour is not all: full, half, hatched, a line, …
+export function drawSpan(context, kind, color, x, y, w, height) {
+  context.fillStyle = color;
+  if (kind === "prefill") context.fillRect(x, y, w, height);
+  else if (kind === "decode") {
+    context.globalAlpha = 0.45;
+    context.fillRect(x, y + height / 4, w, height / 2);
+    context.globalAlpha = 1;
+  } else if (kind === "idle") context.fillRect(x, y + height / 2 - 1, w, 2);
+  else if (kind === "queued") {
+    context.fillStyle = cssColor("soft");
+    for (let i = 0; i < w; i += 4) context.fillRect(x + i, y + height / 2 - 1, Math.min(2, w - i), 2);
+  } else {
+    context.fillStyle = cssColor("soft");
+    context.globalAlpha = 0.25;
+    context.fillRect(x, y, w, height);
+    context.globalAlpha = 1;
+    const gap = kind === "swapped" ? 8 : 4; // upright strokes: near each other, preempted; apart, swapped
+    for (let i = 0; i < w; i += gap) context.fillRect(x + i, y, 1, height);
+  }
+}
+
+export function Timeline({ run, frame, goTo }) {
+  const { t, theme, choice, choose } = useView();
+  const [ref, width] = useWidth();
+  const canvas = useRef(null);
+  const requests = [...run.requests.values()].filter((one) => one.seqs[0] > 0);
+  const plot = Math.max(60, width - LABEL);
+  const scale = plot / Math.max(1, run.frames.length);
+  const height = Math.max(ROW, requests.length * ROW);
+  useEffect(() => {
+    if (!width) return;
+    const { context } = fitCanvas(canvas.current, plot, Math.min(height, 16000));
+    context.clearRect(0, 0, plot, height);
+    requests.forEach((request, i) => drawRow(context, run, request, i * ROW, scale, theme, plot));
+  }, [run, run.frames.length, width, theme, requests.length]);
+  const chosen = choice.seq === null || choice.seq === undefined ? null : run.requestOf(choice.seq);
+  const jump = (event) => {
+    const box = canvas.current.getBoundingClientRect();
+    goTo(Math.min(run.lastFrame, Math.max(0, Math.floor((event.clientX - box.left) / scale))));
+    const request = requests[Math.floor((event.clientY - box.top) / ROW)];
+    if (request) choose({ seq: request.number });
+  };
+  return html`<section class="card timeline">
+    <h2>${t("timeline")}</h2>
+    <div class="scroll" ref=${ref}><div class="chart" style=${{ height: `${height}px` }}>
+      <div class="labels">${requests.map((request) => html`<button class=${chosen === request ? "on" : ""} style=${{ height: `${ROW}px` }} onClick=${() => choose({ seq: request.number })}>
+        <i style=${{ background: ownerColor(request.number, theme) }}></i><b>${request.name}</b>
+        <small>${formatTime(run.ttft(request) === null ? null : 1e6 * run.ttft(request))} · ${formatTime(run.tpot(request) === null ? null : 1e6 * run.tpot(request))}</small></button>`)}</div>
+      <div class="plot">
+        <canvas ref=${canvas} style=${{ width: `${plot}px`, height: `${height}px` }} onClick=${jump} role="img" aria-label=${t("timeline")}></canvas>
+        <div class="now" style=${{ transform: `translateX(${frame * scale}px)`, width: `${Math.max(2, scale)}px` }}></div>
+      </div>
+    </div></div>
+    <${Key} theme=${theme} />
+    ${chosen && html`<${Facts} run=${run} request=${chosen} goTo=${goTo} />`}
+  </section>`;
+}
+
+// The chosen request in words: when it was what, and its latencies.
+function Facts({ run, request, goTo }) {
+  const { t } = useView();
+  const ttft = run.ttft(request);
+  const tpot = run.tpot(request);
+  return html`<p class="facts"><b>${t("request")} ${request.name}</b>:
+    ${request.spans.map(({ kind, start, stop }) => html`<button onClick=${() => goTo(start)}>${t(`kind.${kind}`)} ${run.frames[start].step}${stop - start > 1 ? `–${run.frames[stop - 1].step}` : ""}</button>`)}
+    ${request.isOver && html`<button onClick=${() => goTo(request.end)}>${t(`reason.${request.reason}`)} ${run.frames[Math.min(request.end, run.lastFrame)].step - 1}</button>`}
+    <span>${t("ttft")} ${formatTime(ttft === null ? null : 1e6 * ttft)}, ${t("tpot")} ${formatTime(tpot === null ? null : 1e6 * tpot)}</span></p>`;
+}
+
+function Key({ theme }) {
+  const { t } = useView();
+  const box = useRef(null);
+  useEffect(() => {
+    box.current.querySelectorAll("canvas").forEach((canvas, i) => {
+      const { context } = fitCanvas(canvas, 28, 12);
+      context.clearRect(0, 0, 28, 12);
+      drawSpan(context, KINDS[i], ownerColor(1, theme), 0, 0, 28, 12);
+    });
+  }, [theme]);
+  return html`<div class="legend" ref=${box}>
+    ${KINDS.map((kind) => html`<span><canvas style="width:28px;height:12px"></canvas>${t(`kind.${kind}`)}</span>`)}
+    <span>▼ ${t("kind.preempted")}</span><span>▏${t("kind.finished")}</span><span class="soft">${t("request")} · ${t("ttft")} · ${t("tpot")}</span>
+  </div>`;
+}

@@ -1,0 +1,41 @@
+// preact with htm: components are functions, and html`…` makes their elements. No build step.
+
+const { h, render, createContext } = preact;
+const { useState, useEffect, useLayoutEffect, useMemo, useRef, useContext, useCallback } = preactHooks;
+const html = htm.bind(h);
+
+// What every component may read: {t, theme, choice: {seq, block}, choose, showSource}
+const View = createContext(null);
+const useView = () => useContext(View);
+
+// The width of an element, in CSS pixels, as it changes.
+function useWidth() {
+  const ref = useRef(null);
+  const [width, setWidth] = useState(0);
+  useLayoutEffect(() => {
+    const observer = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
+    observer.observe(ref.current);
+    return () => observer.disconnect();
+  }, []);
+  return [ref, width];
+}
+
+// A canvas of width × height CSS pixels, sharp on any screen; its size is set only when it changes, because that clears it.
+function fitCanvas(canvas, width, height) {
+  const ratio = window.devicePixelRatio || 1;
+  const size = [Math.round(width * ratio), Math.round(height * ratio)];
+  const isNew = canvas.width !== size[0] || canvas.height !== size[1];
+  if (isNew) [canvas.width, canvas.height] = size;
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  return { context, isNew };
+}
+
+function formatTime(microseconds) {
+  if (microseconds === null || microseconds === undefined) return "–";
+  if (microseconds < 1000) return `${Math.round(microseconds)} µs`;
+  if (microseconds < 1e6) return `${(microseconds / 1000).toPrecision(3)} ms`;
+  return `${(microseconds / 1e6).toPrecision(3)} s`;
+}
+
+export { html, render, useState, useEffect, useLayoutEffect, useMemo, useRef, useCallback, View, useView, useWidth, fitCanvas, formatTime };

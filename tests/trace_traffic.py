@@ -1,0 +1,129 @@
+"""Recorded runs of random traffic, and the engine's true state at each of their steps. See `test_scheduler.Run`."""
+
+import json
+import random
+
+from nanovllm.trace.recorder import Recorder
+from tests.scheduling.test_scheduler import RecordingStats, Run
+
+
+class Lines:
+    """A sink that keeps all; with `limit` it is full after so many lines, and begins anew."""
+
+    def __init__(self, limit=10**9):
+        self.limit = limit
+        self.segments = []
+
+    @property
+    def is_full(self):
+        return len(self.segments[-1]) > self.limit
+
+    def begin(self, line):
+        self.segments.append([json.loads(line)])
+
+    def write(self, line):
+        self.segments[-1].append(json.loads(line))
+
+    def close(self):
+        pass
+
+
+def state_of_replay(replay):
+    living = [seq for seq in replay.seqs.values() if seq.status != "finished"]
+    return {
+        "ref_counts": replay.ref_counts[1:],
+        "free": list(replay.free),
+        "cached": dict(replay.cached),
+        "seqs": {
+            (seq.request, seq.sample): (
+                seq.status, seq.num_computed_tokens, seq.block_table, seq.host_block_ids, seq.tokens,
+            )
+            for seq in living
+        },
+    }  # fmt: skip
+
+
+def state_of_engine(manager, seqs):
+    cached = manager.prefix_cache._by_id.values()
+    living = [seq for seq in seqs if seq.finish_reason is None]
+    return {
+        "ref_counts": manager._ref_counts[1:],
+        "free": list(manager._free),
+        "cached": {one.block_id: (f"{one.block_hash:016x}", one.serial) for one in cached},
+        "seqs": {
+            (seq.request_id, seq.sample_index): (
+                seq.status.name.lower(), seq.num_computed_tokens, seq.block_table.view().tolist(),
+                list(seq.host_block_ids), seq.token_ids.view().tolist(),
+            )
+            for seq in seqs if seq in living
+        },
+    }  # fmt: skip
+
+
+class RecordedStats(RecordingStats, Recorder):
+    """Notes the true state at each `schedule`, for the comparison."""
+
+    def __init__(self, lines):
+        Recorder.__init__(self, lines)
+        self.uses, self.steps, self.states = {}, [], {}
+
+    def on_schedule(self, step, running, blocks):
+        super().on_schedule(step, running, blocks)
+        self.states[self._num_steps] = state_of_engine(blocks, list(self._seqs))
+
+
+class RecordedRun(Run):
+    """`Run`, whose observer is a recorder."""
+
+    def __init__(self, lines, **options):
+        super().__init__(**options)
+        self.stats = RecordedStats(lines)
+        self.manager.observer = self.manager.prefix_cache.observer = self.stats
+        self.scheduler.observer = self.stats
+        self.stats.on_start(self.manager)
+        scheduler = self.scheduler
+        threshold = 0 if scheduler.max_chunk_len == scheduler.max_num_batched_tokens else scheduler.max_chunk_len
+        self.stats.begin({
+            "max_num_batched_tokens": scheduler.max_num_batched_tokens, "long_prefill_token_threshold": threshold,
+        })  # fmt: skip
+
+    def step(self, is_done=True):
+        out = super().step(is_done)
+        self.stats.flush()
+        return out
+
+
+def random_run(seed, limit=10**9):
+    """A finished run of some thirty requests in a pool of a few blocks, in which all kinds of events occur."""
+    rng = random.Random(seed)
+    lines = Lines(limit)
+    run = RecordedRun(
+        lines,
+        num_blocks=rng.randint(8, 14),
+        block_size=rng.choice([1, 2, 4]),
+        max_num_seqs=rng.randint(3, 6),
+        budget=rng.choice([4, 8, 20]),
+        max_model_len=40,
+        threshold=rng.choice([0, 3]),
+        num_swap_blocks=rng.choice([None, 12]),
+        overlap=rng.random() < 0.5,
+    )
+    longest = min(run.manager.capacity, run.scheduler.max_model_len - 1, 16)
+    for _ in range(30):
+        prompt = [rng.randint(0, 1) for _ in range(rng.randint(1, longest))]
+        what = rng.random()
+        if what < 0.2:
+            run.add_search(prompt, rng.randint(1, 3), rng.randint(1, 6))
+        else:
+            run.add(prompt, n=rng.choice([1, 1, 2, 3]), max_tokens=rng.randint(1, 12))
+        for _ in range(rng.randint(0, 5)):
+            if run.scheduler.has_unfinished() or run.flights:
+                run.step(is_done=rng.random() > 0.03)
+        living = [seqs for seqs in run.requests if any(seq.finish_reason is None for seq in seqs)]
+        if living and rng.random() < 0.1:
+            run.abort(rng.choice(living))
+        if rng.random() < 0.03:
+            run.manager.prefix_cache.reset()
+    run.finish()
+    run.stats.close()
+    return run
