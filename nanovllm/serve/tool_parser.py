@@ -15,7 +15,7 @@ White space between text and tags belongs to neither. What is no call after all,
 other than an object, or an object without a name, is text.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from nanovllm.serve.json_scanner import ObjectScanner, State
 from nanovllm.serve.reasoning_parser import num_held_back
@@ -24,16 +24,19 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 ARGUMENTS = ("arguments", "parameters")  # names that models give them
 
 
-class Content(NamedTuple):
+@dataclass(frozen=True)
+class Content:
     text: str
 
 
-class CallStart(NamedTuple):
+@dataclass(frozen=True)
+class CallStart:
     index: int
     name: str
 
 
-class CallArguments(NamedTuple):
+@dataclass(frozen=True)
+class CallArguments:
     index: int
     text: str
 
