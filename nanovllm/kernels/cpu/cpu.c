@@ -15,6 +15,7 @@
 // Sums run in float32 in an order that does not depend on the batch: a token's result has the same bits whether it is
 // computed alone, beside others, or as part of a prompt.
 
+#include <omp.h>
 #include "product.h"
 
 // ---- projections
@@ -167,6 +168,9 @@ static void softmax(float *scores, element *weights, long first, long last, long
     for (long i = 0; i < num_slots; i += LANES) store(weights + i, *(const floats *)(scores + i) * one);
 }
 
+// K of a head of up to so many bytes is a short context: V waits in the L2 cache while K is multiplied.
+#define SHORT (128 << 10)
+
 // Room for one tile of rows. A row of scores has one for every slot that its sequence has.
 struct scratch {
     float *scores;     // [ROWS, num_slots]
@@ -176,9 +180,14 @@ struct scratch {
 };
 
 // Up to ROWS rows (query tokens times the query heads of one K and V head) against all that they see, in three strides:
-// scores = q k^T, softmax, out = weights v. Row r sees the tokens up to last[r], excluded, or a window of them.
+// scores = q k^T, softmax, out = weights v. Row r sees the tokens up to last[r], excluded, or a window of them. `then` is
+// the K and V head whose turn comes afterwards, in the same blocks.
+//
+// A decode waits for memory. While K is read, memory is asked for V; while V is read, for K of the head `then`: so memory
+// is busy during softmax and between the heads too. Of a long context, V would fall out of the L2 cache before its turn:
+// there, memory is asked for what comes next.
 static void attend_rows(const struct cache *c, const struct scratch *s, const int32_t *block_table, long kv_head,
-                        int num_rows, const long *last, const struct masking *m) {
+                        long then, int num_rows, const long *last, const struct masking *m) {
     const long head_dim = c->head_dim, block_size = c->block_size, q_words = head_dim / PER_WORD;
     // Whole blocks that no row sees are left out. Those that only some rows see weigh 0 for the others, which changes no
     // bit of their sums.
@@ -186,19 +195,21 @@ static void attend_rows(const struct cache *c, const struct scratch *s, const in
     const long start = first_block * block_size, num_tokens = last[num_rows - 1] - start;
     block_table += first_block;
     const long num_panels = (num_tokens + LANES - 1) / LANES, num_slots = num_panels * LANES;
-    const long block_words = c->num_kv_heads * head_words(c);
+    const long block_words = c->num_kv_heads * head_words(c), width = WIDTH(num_rows);
     const uint32_t *k = c->k + kv_head * head_words(c), *v = c->v + kv_head * head_words(c);  // of block 0
-    const long width = WIDTH(num_rows);
+    const uint32_t *then_k = c->k + then * head_words(c);
+    const bool is_short = num_slots * head_dim <= SHORT / (long)sizeof(element), asks = num_rows <= FEW_ROWS || ASKS_AGAIN;
+    const long far = is_short ? num_panels : width;
     for (long panel = 0; panel < num_panels; panel += width) {  // of 16 tokens
         struct product p = {.x = (const uint32_t *)s->q, .x_stride = q_words, .num_words = q_words,
                             .out = s->scores + panel * LANES, .out_stride = num_slots};
         const int count = num_panels - panel < width ? num_panels - panel : width;
         for (int i = 0; i < count; i++) {
-            const long slot = (panel + i) * LANES, next_slot = slot + width * LANES;
+            const long slot = (panel + i) * LANES, ahead = slot + far * LANES;
+            const long next_slot = ahead < num_slots ? ahead : ahead - num_slots;
             p.panels[i] = k + block_table[slot / block_size] * block_words + slot % block_size * q_words;
-            p.next[i] = next_slot < num_tokens
-                            ? k + block_table[next_slot / block_size] * block_words + next_slot % block_size * q_words
-                            : v + block_table[slot % (width * LANES) / block_size] * block_words;  // v comes next
+            if (asks) p.next[i] = (ahead < num_slots ? k : v) + block_table[next_slot / block_size] * block_words
+                                  + next_slot % block_size * q_words;
         }
         multiply(&p, num_rows, count);
     }
@@ -212,8 +223,12 @@ static void attend_rows(const struct cache *c, const struct scratch *s, const in
                             .num_words = (num_tokens + PER_WORD - 1) / PER_WORD, .blocks = block_table,
                             .block_words = block_words, .words_per_block = block_size / PER_WORD,
                             .is_odd = num_tokens % PER_WORD, .out = s->out + d, .out_stride = head_dim};
+        p.far = is_short ? count_blocks(&p) : 2;
         const int count = head_dim - d < width * LANES ? (head_dim - d) / LANES : width;
-        for (int i = 0; i < count; i++) p.next[i] = p.panels[i] = v + (d / LANES + i) * v_panel_words;
+        for (int i = 0; i < count; i++) {
+            p.panels[i] = v + (d / LANES + i) * v_panel_words;
+            if (asks) p.next[i] = then_k + (d / LANES + i) * v_panel_words;
+        }
         multiply(&p, num_rows, count);
     }
 }
@@ -242,6 +257,9 @@ void attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache
         for (int32_t kv_head = 0; kv_head < num_kv_heads; kv_head++)
             for (int32_t row = 0; row < (cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]) * group; row += ROWS)
                 work[num_work++] = (struct work){seq, kv_head, row};
+    // A thread takes several heads of a sequence one after the other, if there is enough for all threads.
+    const long most = num_work / (2 * omp_get_max_threads());
+    const long chunk = most < 1 ? 1 : most < num_kv_heads ? most : num_kv_heads;
     const long max_slots = (max_len + LANES - 1) / LANES * LANES;
     const size_t num_bytes = ROWS * (max_slots + head_dim) * (sizeof(float) + sizeof(element));
 #pragma omp parallel
@@ -250,9 +268,10 @@ void attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache
         s.out = s.scores + ROWS * max_slots;
         s.weights = (element *)(s.out + ROWS * head_dim);
         s.q = s.weights + ROWS * max_slots;
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, chunk)
         for (long i = 0; i < num_work; i++) {
             const struct work w = work[i];
+            const bool is_last = (i + 1) % chunk == 0 || i + 1 == num_work || work[i + 1].seq != w.seq;
             const long first_token = cu_seqlens_q[w.seq], num_new = cu_seqlens_q[w.seq + 1] - first_token;
             const long left = num_new * group - w.first_row;
             const int num_rows = left < ROWS ? left : ROWS;
@@ -264,7 +283,8 @@ void attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache
                 const element *from = q + (first_token + token) * q_stride + at[row] % num_heads * head_dim;
                 memcpy(s.q + row * head_dim, from, head_dim * sizeof(element));
             }
-            attend_rows(&c, &s, block_tables + w.seq * max_num_blocks, w.kv_head, num_rows, last, &m);
+            attend_rows(&c, &s, block_tables + w.seq * max_num_blocks, w.kv_head, work[is_last ? i : i + 1].kv_head,
+                        num_rows, last, &m);
             for (int row = 0; row < num_rows; row++)
                 for (long d = 0; d < head_dim; d += LANES)
                     store(out + at[row] * head_dim + d, *(const floats *)(s.out + row * head_dim + d));

@@ -34,8 +34,6 @@
 #define ASKS_AGAIN true
 #endif
 #define WIDTH(num_rows) ((num_rows) <= FEW_ROWS ? PANELS : 2)
-// How many blocks ahead memory is asked for V, since it does not foresee where a block table leads.
-#define FAR 2
 
 // out[row][16 * i + lane] = sum of x[row]'s words times panel i's, for up to ROWS rows and WIDTH(rows) panels
 struct product {
@@ -43,11 +41,14 @@ struct product {
     long x_stride;   // words from one row to the next
     long num_words;  // to be summed
     const uint32_t *panels[PANELS];
-    const uint32_t *next[PANELS];  // what will be read after them: it is asked of memory meanwhile
+    const uint32_t *next[PANELS];  // what will be read after them: it is asked of memory meanwhile. On tiles, or NULL
     // Panels may be cut into blocks that lie anywhere: the b-th part is at panels[i] + blocks[b] * block_words, and holds
     // words_per_block words. NULL is one block. (V of a sequence has as many as its block table.)
     const int32_t *blocks;
     long block_words, words_per_block;
+    // Memory does not foresee where a block table leads, and is asked for the block that is so many ahead; at the last
+    // blocks for the first ones of `next`, which are in the same blocks.
+    long far;
     bool is_odd;  // the last word holds one bfloat16 only; what lies beside it may be no number, and 0 * NaN is NaN
     bool adds;    // to what `out` holds: a long sum in several parts
     float *out;   // rows `out_stride` apart, both for whole vectors
@@ -59,8 +60,16 @@ static inline const uint32_t *panel_block(const struct product *p, int i, long b
     return p->panels[i] + (p->blocks ? p->blocks[block] * p->block_words : 0);
 }
 
-static inline const uint32_t *panel_after(const struct product *p, int i, long block, bool has_far) {
-    return has_far ? p->panels[i] + p->blocks[block + FAR] * p->block_words : p->next[i];
+static inline const uint32_t *panel_after(const struct product *p, int i, long block, long num_blocks) {
+    if (!p->blocks) return p->next[i];
+    const long ahead = block + p->far;
+    return ahead < num_blocks ? panel_block(p, i, ahead) : p->next[i] + p->blocks[ahead - num_blocks] * p->block_words;
+}
+
+static inline long words_per_block(const struct product *p) { return p->blocks ? p->words_per_block : p->num_words; }
+
+static inline long count_blocks(const struct product *p) {
+    return p->blocks ? (p->num_words + p->words_per_block - 1) / p->words_per_block : 1;
 }
 
 #ifdef HAS_TILES
@@ -139,7 +148,8 @@ static inline __attribute__((always_inline)) void multiply_tiles(
     if (num_panels > 2 || has_lower) { DO(2); } if (num_panels > 3 || (has_lower && num_panels > 1)) { DO(3); }
 #define START(i) if (p->adds) { tile_load(i, AT(i), p->out_stride * 4); } else { tile_zero(i); }
 #define STORE(i) tile_store(i, AT(i), p->out_stride * 4)
-    const long per_block = p->blocks ? p->words_per_block : p->num_words;
+    const bool asks = p->next[0];
+    const long per_block = words_per_block(p), num_blocks = asks ? count_blocks(p) : 0;
     const int tile_words = p->blocks && per_block % TILE_WORDS ? TILE_WORDS / 2 : TILE_WORDS;
     shape_tiles(num_rows, tile_words);
     FINISH_WRITES();
@@ -149,7 +159,7 @@ static inline __attribute__((always_inline)) void multiply_tiles(
         const uint32_t *panels[PANELS], *next[PANELS];
         for (int i = 0; i < num_panels; i++) {
             panels[i] = panel_block(p, i, block);
-            next[i] = panel_after(p, i, block, start + FAR * per_block < p->num_words);
+            next[i] = asks ? panel_after(p, i, block, num_blocks) : NULL;
         }
         const long left = p->num_words - start, end = left < per_block ? left : per_block;
         for (long k = 0; k < end; k += tile_words) {
@@ -159,7 +169,7 @@ static inline __attribute__((always_inline)) void multiply_tiles(
                 multiply_words(x, p->x_stride, panels, has_lower, num_panels);
             x += end - k < tile_words ? end - k : tile_words;
             for (int i = 0; i < num_panels; i++) {
-                for (int word = 0; word < tile_words && next[0]; word++)
+                for (int word = 0; word < tile_words && asks; word++)
                     __builtin_prefetch(next[i] + (k + word) * LANES, 0, 2);
                 panels[i] += tile_words * LANES;
             }
@@ -200,12 +210,12 @@ static inline __attribute__((always_inline)) void multiply_vectors(
             sums[row][i] = p->adds ? *(const floats *)(p->out + row * p->out_stride + i * LANES) : (floats){0};
     }
     const uint32_t *x = p->x;
-    const long per_block = p->blocks ? p->words_per_block : p->num_words;
+    const long per_block = words_per_block(p), num_blocks = count_blocks(p);
     for (long start = 0, block = 0; start < p->num_words; start += per_block, block++) {
         const uint32_t *panels[PANELS], *next[PANELS];
         for (int i = 0; i < num_panels; i++) {
             panels[i] = panel_block(p, i, block);
-            next[i] = panel_after(p, i, block, start + FAR * per_block < p->num_words);
+            next[i] = panel_after(p, i, block, num_blocks);
         }
         const long left = p->num_words - start, end = left < per_block ? left : per_block;
         for (long k = 0; k < end; k++) {
