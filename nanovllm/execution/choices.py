@@ -10,6 +10,7 @@ from contextlib import suppress
 import torch
 
 from nanovllm.config import Config
+from nanovllm.execution.greedy import draw_greedily_by
 from nanovllm.execution.sampler import Draw, draw_tokens
 from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.masking import AttentionOptions
@@ -36,12 +37,17 @@ def make_backend(
     return backend, f"{reasons}; {backend.instructions} on {device}{threads}, {dtype}, blocks of {block_size}"
 
 
-def choose_draw(config: Config, device: torch.device) -> Draw:
-    """The function that draws tokens: on CUDA, with triton, kernels that neither sort nor make the host wait."""
-    if device.type == "cuda" and not config.enforce_eager:
+def choose_draw(config: Config, device: torch.device, backend: AttentionBackend) -> Draw:
+    """The function that draws tokens: on CUDA, with triton, kernels that neither sort nor make the host wait.
+
+    On CPU, greedy steps take the backend's argmax."""
+    if config.enforce_eager:
+        return draw_tokens
+    if device.type == "cuda":
         with suppress(ImportError):
             return importlib.import_module("nanovllm.kernels.cuda.sample").draw_tokens
-    return draw_tokens
+        return draw_tokens
+    return draw_greedily_by(backend.argmax)
 
 
 def choose_graphs(config: Config, backend: AttentionBackend, draw: Draw, device: torch.device) -> tuple[bool, str]:

@@ -52,7 +52,7 @@ def start_runner(
     clock = PartsClock()
     with clock.part("backend"):
         backend, description = make_backend(config, device, dtype, shape)
-        draw = choose_draw(config, device)
+        draw = choose_draw(config, device, backend)
         has_graphs, graphs = choose_graphs(config, backend, draw, device)
         description += graphs
     logger.info(description)

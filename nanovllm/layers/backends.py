@@ -66,6 +66,10 @@ class AttentionBackend(ABC):
     def replace_layers(self, model: nn.Module) -> None:  # noqa: B027 (most have none)
         """Replace other layers of the model by fast twins, if this backend has any."""
 
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """logits: [num_samples, vocab_size] -> the likeliest tokens' ids: [num_samples] int64; of equals the first"""
+        return logits.argmax(dim=-1)
+
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """k, v: [num_tokens, num_kv_heads, head_dim], written to the slots slot_mapping: [num_tokens]"""
         attention.store_kv(k, v, layer_cache, slot_mapping)

@@ -308,13 +308,15 @@ def test_who_has_them_on_cuda(options, backend, draw, expected):
 
 def test_who_draws_with_triton(monkeypatch):
     cuda = torch.device("cuda", 0)
-    assert choose_draw(Config("model"), CPU) is draw_tokens
-    assert choose_draw(Config("model", enforce_eager=True), cuda) is draw_tokens
+    backend = TorchAttention(4, 2, 16, 16)
+    assert choose_draw(Config("model"), CPU, backend).__module__ == "nanovllm.execution.greedy"
+    assert choose_draw(Config("model", enforce_eager=True), CPU, backend) is draw_tokens
+    assert choose_draw(Config("model", enforce_eager=True), cuda, backend) is draw_tokens
     pytest.importorskip("triton")
-    assert choose_draw(Config("model"), cuda).__module__ == "nanovllm.kernels.cuda.sample"
+    assert choose_draw(Config("model"), cuda, backend).__module__ == "nanovllm.kernels.cuda.sample"
     monkeypatch.delitem(sys.modules, "nanovllm.kernels.cuda.sample")
     monkeypatch.setitem(sys.modules, "triton", None)
-    assert choose_draw(Config("model"), cuda) is draw_tokens
+    assert choose_draw(Config("model"), cuda, backend) is draw_tokens
 
 
 def test_sampling_rows_that_are_drawn_in_a_graph():

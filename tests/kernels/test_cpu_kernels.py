@@ -15,6 +15,8 @@ import torch
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.execution.choices import select_backend
+from nanovllm.execution.greedy import draw_greedily_by
+from nanovllm.execution.sampler import draw_tokens
 from nanovllm.kernels.cpu import layers
 from nanovllm.kernels.cpu import library as cpu
 from nanovllm.kernels.cpu.attention import CpuAttention
@@ -486,3 +488,36 @@ def test_the_source_compiles_without_a_warning():
     for flags in variants:
         command = ["cc", *cpu.FLAGS, *flags, "-Wall", "-Wextra", "-Werror", str(cpu.SOURCE), "-o", "/dev/null"]
         subprocess.run(command, check=True)
+
+
+@pytest.mark.parametrize(("num_rows", "num_columns"), [(0, 5), (1, 1), (2, 15), (3, 16), (5, 1000), (2, 33_333)])
+def test_argmax_is_pytorchs(processor, num_rows, num_columns):
+    backend = CpuAttention(4, 2, 32, 16, torch.float32)
+    few = torch.randint(0, 9, (num_rows, num_columns), generator=torch.Generator().manual_seed(num_columns)).float()
+    for logits in (
+        randn(num_rows, num_columns, dtype=torch.float32),
+        few,
+        torch.full_like(few, -torch.inf),
+        -few - 100,
+    ):
+        assert torch.equal(backend.argmax(logits), logits.argmax(dim=-1))
+        for column in {0, num_columns // 2, num_columns - 1} if num_rows else ():
+            for value in (torch.nan, torch.inf):
+                changed = logits.clone()
+                changed[-1, column:] = value
+                assert torch.equal(backend.argmax(changed), changed.argmax(dim=-1))
+    assert torch.equal(backend.argmax(few.bfloat16().T.contiguous().T), few.argmax(dim=-1))
+
+
+def test_a_step_with_chance_draws_as_the_definition():
+    draw = draw_greedily_by(lambda logits: torch.full((len(logits),), 7))
+    logits, temperatures, uniforms = (
+        randn(3, 50, dtype=torch.float32),
+        torch.tensor([0.0, 1.0, 0.5]),
+        torch.tensor([0.1, 0.5, 0.9]),
+    )
+    others = (torch.tensor([0, 5, 0]), None, None, 5)
+    assert draw(logits, temperatures).tolist() == [7, 7, 7]
+    assert torch.equal(
+        draw(logits, temperatures, uniforms, *others), draw_tokens(logits, temperatures, uniforms, *others)
+    )

@@ -47,6 +47,13 @@ class CpuAttention(AttentionBackend):
         replace_layers(model, self.dtype)
         fuse_layers(model, self)
 
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        if logits.dtype != torch.float32 or not logits.is_contiguous() or not logits.shape[1]:
+            return super().argmax(logits)
+        token_ids = torch.empty(len(logits), dtype=torch.int64)
+        self.library.argmax(logits.data_ptr(), token_ids.data_ptr(), *logits.shape)
+        return token_ids
+
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         k_cache, v_cache = layer_cache
         self.library.store_kv(

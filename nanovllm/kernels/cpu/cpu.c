@@ -360,6 +360,39 @@ static void add(element *x, const element *y, long count) {
     for (long i = 0; i < count; i += LANES) store(x + i, load(x + i) + load(y + i));
 }
 
+// ---- greedy sampling
+
+// x: [num_rows, num_columns] float32 -> ids: [num_rows], of the first among a row's largest numbers. NaN is the largest
+// of all, as in PyTorch.
+void argmax(const float *x, int64_t *ids, long num_rows, long num_columns) {
+#pragma omp parallel for schedule(static) if (num_rows > 1)
+    for (long row = 0; row < num_rows; row++) {
+        const float *from = x + row * num_columns;
+        floats max = {0};
+        max += -INFINITY;
+        ints nan = {0};
+        long i = 0;
+        for (; i + LANES <= num_columns; i += LANES) {
+            floats numbers;
+            memcpy(&numbers, from + i, sizeof numbers);
+            nan |= numbers != numbers;
+            max = max_of(numbers, max);
+        }
+        float largest = -INFINITY;
+        bool has_nan = false;
+        for (int lane = 0; lane < LANES; lane++) {
+            largest = max[lane] > largest ? max[lane] : largest;
+            has_nan |= nan[lane];
+        }
+        for (; i < num_columns; i++) {
+            largest = from[i] > largest ? from[i] : largest;
+            has_nan |= from[i] != from[i];
+        }
+        for (i = 0; has_nan ? from[i] == from[i] : from[i] != largest;) i++;
+        ids[row] = i;
+    }
+}
+
 // ---- a whole decoder layer
 
 struct layer {

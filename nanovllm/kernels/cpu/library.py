@@ -33,6 +33,7 @@ FUNCTIONS = {  # pointers, then sizes, then the rest
     "rms_norm": [c_void_p] * 5 + [c_long] * 5 + [c_int, c_float],
     "silu_and_mul": [c_void_p] * 3 + [c_long] * 3,
     "gelu_and_mul": [c_void_p] * 3 + [c_long] * 3,
+    "argmax": [c_void_p] * 2 + [c_long] * 2,
     "decoder_layer": [c_void_p] * 5,
 }
 
