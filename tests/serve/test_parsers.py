@@ -8,7 +8,7 @@ import re
 import time
 
 import pytest
-from conftest import examples
+from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
