@@ -3,7 +3,9 @@
 from pathlib import Path
 
 from nanovllm.config import Config
+from nanovllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from nanovllm.engine.engine import LLMEngine
+from nanovllm.inputs import PromptType, TextPrompt, TokensPrompt
 from nanovllm.llm import LLM
 from nanovllm.outputs import (
     BeamSearchOutput,
@@ -18,7 +20,7 @@ from nanovllm.outputs import (
     StepOutput,
 )
 from nanovllm.pooling_params import PoolingParams
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
+from nanovllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
 
 TINY_QWEN3 = Path(__file__).parent / "assets" / "tiny-qwen3"
@@ -27,6 +29,7 @@ TINY_QWEN3 = Path(__file__).parent / "assets" / "tiny-qwen3"
 __all__ = [
     "LLM",
     "TINY_QWEN3",
+    "AsyncEngineArgs",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
@@ -34,13 +37,18 @@ __all__ = [
     "Config",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EngineArgs",
     "EngineStats",
     "LLMEngine",
     "Logprob",
     "PoolingParams",
+    "PromptType",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StepOutput",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]

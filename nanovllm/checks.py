@@ -6,7 +6,8 @@ checked here: they are `assert`s in the code that relies on them.
 
 import math
 import numbers
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -43,3 +44,18 @@ def check_bool(name: str, value: Any) -> None:
 def check_choice(name: str, value: Any, allowed: Collection[str]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def check_str(name: str, value: Any, optional: bool = False, or_path: bool = False) -> None:
+    """`value` is a str that is not empty, or None or a Path where that is allowed."""
+    if value is None and optional:
+        return
+    if not isinstance(value, str | Path if or_path else str) or not str(value):
+        allowed = "a str" + (" or a Path" if or_path else "") + (" or None" if optional else "")
+        raise TypeError(f"{name} must be {allowed}, and not empty, got {value!r}")
+
+
+def check_dict(name: str, value: Any) -> None:
+    """`value` is a dict from str, or None."""
+    if value is not None and not (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+        raise TypeError(f"{name} must be a dict from str or None, got {value!r}")

@@ -5,14 +5,15 @@ end-of-sequence ids) is a constructor argument of the class that needs it. Made 
 read by `assembly.py` and `startup.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanovllm.checks import check_bool, check_choice, check_int, check_number
+from nanovllm.checks import check_bool, check_choice, check_dict, check_int, check_number, check_str
+from nanovllm.vllm_options import translate
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION_BACKENDS = ("auto", "torch", "flash_attn", "triton", "cpu")
@@ -73,10 +74,26 @@ class Config:
     """`safetensors` (the same as `auto`), or `dummy` for seeded random weights made from config.json alone."""
     seed: int = 0
     """Seed of sampling and of dummy weights."""
+    revision: str | None = None
+    """Branch, tag or commit of `model` on the hub; a folder is taken as it is."""
+    hf_overrides: Mapping[str, Any] | None = None
+    """Fields of config.json that are to have other values."""
+    tokenizer: str | Path | None = None
+    """Folder or hub id of another tokenizer than the model's own."""
+    tokenizer_revision: str | None = None
+    """Branch, tag or commit of `tokenizer` on the hub; None is `revision`."""
+    skip_tokenizer_init: bool = False
+    """Whether to go without a tokenizer: prompts and outputs are token ids alone."""
+    chat_template: str | Path | None = None
+    """Another chat template than the tokenizer's own: a file, or the template itself."""
+    generation_config: str | Path = "auto"
+    """Where the default sampling parameters come from: `auto` is the model's generation_config.json, `vllm` are those
+    of `SamplingParams`, else a folder that holds a generation_config.json."""
+    override_generation_config: Mapping[str, Any] | None = None
+    """Fields of generation_config.json that are to have other values."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str | Path) or not str(self.model):
-            raise TypeError(f"model must be a folder or a hub id, as str or Path, got {self.model!r}")
+        check_str("model", self.model, or_path=True)
         if not isinstance(self.dtype, torch.dtype):
             check_choice("dtype", self.dtype, ("auto", *DTYPES))
         elif self.dtype not in DTYPES.values():
@@ -109,14 +126,24 @@ class Config:
                 check_bool(name, getattr(self, name))
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_int("seed", self.seed, 0, maximum=2**64 - 1)
+        self._check_files()
+
+    def _check_files(self) -> None:
+        check_bool("skip_tokenizer_init", self.skip_tokenizer_init)
+        for name in ("revision", "tokenizer_revision"):
+            check_str(name, getattr(self, name), optional=True)
+        for name in ("tokenizer", "chat_template", "generation_config"):
+            check_str(name, getattr(self, name), optional=name != "generation_config", or_path=True)
+        for name in ("hf_overrides", "override_generation_config"):
+            check_dict(name, getattr(self, name))
 
     @classmethod
     def from_options(cls, model: str | Path, options: dict[str, Any]) -> "Config":
-        """`Config(model, **options)`, with an error that lists the legal names when one is unknown."""
-        known = [field.name for field in fields(cls)]
-        if unknown := sorted(set(options) - set(known)):
-            raise TypeError(f"unknown argument {', '.join(unknown)}; allowed are {', '.join(known)}")
-        return cls(model, **options)
+        """`Config(model, **options)`, where `options` may be vLLM's too, as `vllm_options.py` says.
+
+        An unknown name raises a TypeError that lists the legal ones.
+        """
+        return cls(model, **translate(options, [field.name for field in fields(cls)]))
 
 
 def resolve_device(device: str) -> torch.device:

@@ -4,9 +4,10 @@ Turns the forms that a prompt may have into requests, steps the engine until all
 `LLMEngine` does the work; take it directly to drive the loop yourself.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
+from dataclasses import fields
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,17 @@ from tqdm import tqdm
 
 from nanovllm.checks import check_bool
 from nanovllm.config import Config
+from nanovllm.engine.arg_utils import EngineArgs
+from nanovllm.engine.chat import ChatOptions, Message, render_conversation
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.intake import Params, Prompt
+from nanovllm.engine.intake import Params
+from nanovllm.inputs import Prompt
 from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, EngineStats, RequestOutput
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.trace.start import start_engine
+from nanovllm.vllm_options import REQUEST_OPTIONS, translate
 
-Message = Mapping[str, Any]
 PARAMS_NAMES: Mapping[type, str] = {SamplingParams: "sampling_params", PoolingParams: "pooling_params"}
 
 
@@ -48,42 +52,55 @@ class LLM:
             raise RuntimeError("this LLM has been shut down; make a new one")
         return self._engine
 
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """`engine`, by vLLM's name."""
+        return self.engine
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "LLM":
+        return cls(**vars(engine_args))
+
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        priority: SequenceOf[int] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | SequenceOf[int] | None = None,
+        **vllm_options: Any,
     ) -> list[RequestOutput]:
         """Complete all prompts; outputs come in their order.
 
         prompts: one prompt or a list of them; a prompt is a str, a list of token ids, `{"prompt": str}` or
             `{"prompt_token_ids": list}`.
         sampling_params: one for all, or one for each; None is `get_default_sampling_params()`.
-        priority: one for each prompt, smaller first, for `scheduling_policy="priority"`.
+        use_tqdm: whether to show a progress bar, or a function to make one with, such as `tqdm`.
+        priority: one for all, or one for each prompt, smaller first, for `scheduling_policy="priority"`.
+        vllm_options: others of vLLM, at their neutral values alone (`lora_request=None`).
         Raises TypeError or ValueError before anything is queued if any of them is bad.
         """
-        check_bool("use_tqdm", use_tqdm)
+        translate(vllm_options, ("prompts", "sampling_params", "use_tqdm", "priority"), REQUEST_OPTIONS)
         return self._complete(self._check(prompts, sampling_params, priority), use_tqdm)
 
     def embed(
         self,
         prompts: Prompt | SequenceOf[Prompt],
         pooling_params: PoolingParams | SequenceOf[PoolingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **vllm_options: Any,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of each prompt, `outputs[i].outputs.embedding`: by default the normalised last hidden state.
 
         Raises TypeError or ValueError before anything is queued if a prompt or a parameter is bad.
         """
-        check_bool("use_tqdm", use_tqdm)
+        translate(vllm_options, ("prompts", "pooling_params", "use_tqdm"), REQUEST_OPTIONS)
         return self._complete(self._check(prompts, pooling_params, None, PoolingParams()), use_tqdm)
 
     def stream(
         self,
         prompts: Prompt | SequenceOf[Prompt],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
-        priority: SequenceOf[int] | None = None,
+        priority: int | SequenceOf[int] | None = None,
     ) -> Iterator[RequestOutput]:
         """As `generate`, but yields each request's output whenever it has grown, `finished` on the last.
 
@@ -97,7 +114,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The likeliest completions of each prompt that a search of `params.beam_width` beams finds, best first."""
         prompt_list: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
-        encoded = [self.engine.encode(prompt) for prompt in prompt_list]
+        encoded = [self.engine.intake.encode(prompt) for prompt in prompt_list]
         self.engine.limits.check_beam_search_params(params)
         request_ids: list[str] = []
         try:
@@ -117,25 +134,26 @@ class LLM:
         self,
         messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | SequenceOf[int] | None = None,
+        **options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of a list; a message is `{"role": "user", "content": "…"}`."""
-        return self.generate(self.render_chat(messages), sampling_params, use_tqdm)
+        """Answer one conversation, or each of a list; a message is `{"role": "user", "content": "…"}`.
 
-    def render_chat(self, messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]]) -> list[Prompt]:
-        """Conversations as prompts by the model's chat template, for `generate` and `stream`."""
-        tokenizer = self.get_tokenizer()
-        if tokenizer is None or getattr(tokenizer, "chat_template", None) is None:
-            raise ValueError(f"{self.engine.folder} has no chat template; use generate")
+        options: the fields of `ChatOptions`: `add_generation_prompt`, `continue_final_message`, `chat_template`,
+            `chat_template_kwargs`, `tools`.
+        """
+        return self.generate(self.render_chat(messages, **options), sampling_params, use_tqdm, priority)
+
+    def render_chat(
+        self, messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]], **options: Any
+    ) -> list[Prompt]:
+        """Conversations as prompts by the model's chat template, for `generate` and `stream`; `options` as `chat`."""
+        chat_options = ChatOptions(**translate(options, [field.name for field in fields(ChatOptions)], REQUEST_OPTIONS))
         if not isinstance(messages, SequenceOf) or isinstance(messages, str) or not messages:
             raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
-        for conversation in conversations:
-            check_messages(conversation)
-        texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in conversations]
-        # the template has written the special tokens already
-        ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return [{"prompt": text, "prompt_token_ids": i} for text, i in zip(texts, ids, strict=True)]
+        return [render_conversation(self.get_tokenizer(), one, chat_options) for one in conversations]
 
     def get_tokenizer(self) -> Any:
         """The `transformers` tokenizer of the model, or None if its folder holds none."""
@@ -167,13 +185,15 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _complete(self, requests: list[tuple[Prompt, Params, int]], use_tqdm: bool) -> list[Any]:
+    def _complete(self, requests: list[tuple[Prompt, Params, int]], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
         """The last output of each request, in their order."""
+        check_bool("use_tqdm", callable(use_tqdm) or use_tqdm)
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
         request_ids: list[str] = []
         finished: dict[str, Any] = {}
         try:
             self._queue(request_ids, requests, stream=False)
-            with tqdm(total=len(request_ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+            with make_bar(total=len(request_ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
                 for output in self._outputs(request_ids):
                     finished[output.request_id] = output
                     bar.update()
@@ -187,16 +207,17 @@ class LLM:
         self, prompts: Any, params: Any, priority: Any, default: Params | None = None
     ) -> list[tuple[Prompt, Params, int]]:
         """(encoded prompt, parameters, priority) of each request; raises if one of them cannot be served."""
-        encode = self.engine.encode
+        encode = self.engine.intake.encode
         prompt_list: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
         default = default or self.engine.default_sampling_params
         wanted = spread(PARAMS_NAMES[type(default)], params, type(default), default, len(prompt_list))
         priorities = spread("priority", priority, int, 0, len(prompt_list))
         # now: a stream is queued when it is first read
         taken = {id(one): self.engine.intake.take_params(one) for one in wanted}
-        encoded = [encode(prompt) for prompt in prompt_list]
+        wanted = [taken[id(one)] for one in wanted]
+        encoded = [encode(prompt, one) for prompt, one in zip(prompt_list, wanted, strict=True)]
         ready: list[Any] = [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in encoded]
-        return list(zip(ready, [taken[id(one)] for one in wanted], priorities, strict=True))
+        return list(zip(ready, wanted, priorities, strict=True))
 
     def _queue(self, request_ids: list[str], requests: list[tuple[Prompt, Params, int]], stream: bool) -> None:
         """Queue all requests; the id of each is noted in `request_ids` before it is queued."""
@@ -268,18 +289,10 @@ def spread(name: str, value: Any, kind: type, default: Any, num_prompts: int) ->
     """One for each prompt, given one for all, a list, or None for the default."""
     if value is None:
         return [default] * num_prompts
-    if isinstance(value, kind) and isinstance(value, SamplingParams | PoolingParams):
+    if isinstance(value, kind) and not isinstance(value, bool):
         return [value] * num_prompts
     if not isinstance(value, list | tuple) or not all(isinstance(one, kind) for one in value):
         raise TypeError(f"{name} must be a {kind.__name__}, a list of them, or None, got {value!r}")
     if len(value) != num_prompts:
         raise ValueError(f"there must be one {name} for each prompt, got {len(value)} for {num_prompts} prompts")
     return list(value)
-
-
-def check_messages(conversation: Any) -> None:
-    if isinstance(conversation, str | Mapping) or not isinstance(conversation, SequenceOf) or not conversation:
-        raise TypeError(f"a conversation must be a list of messages, at least one, got {conversation!r}")
-    for message in conversation:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise TypeError(f"a message must be a dict with role and content, got {message!r}")

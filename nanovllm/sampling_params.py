@@ -7,6 +7,7 @@ makes tensors of them for `sampler.py`, `detokenizer.py` finds stop strings, and
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,24 @@ import torch
 
 from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.vllm_options import BEAM_SEARCH_OPTIONS, REQUEST_OPTIONS, takes_vllm_options
 
 LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
 """(output token ids so far, logits [vocab_size]) -> logits [vocab_size]"""
 
 
+class RequestOutputKind(Enum):
+    """What each output of a request that is streamed holds. The values are vLLM's."""
+
+    CUMULATIVE = 0
+    """All text and tokens so far."""
+    DELTA = 1
+    """Text, tokens and log-probabilities that are new since the output before; only completions with news."""
+    FINAL_ONLY = 2
+    """There is one output, when the request has finished."""
+
+
+@takes_vllm_options(REQUEST_OPTIONS)
 @dataclass(slots=True)
 class SamplingParams:
     """Fields may be assigned until a request is added: the request takes a `clone`, and sees no later change.
@@ -68,6 +82,12 @@ class SamplingParams:
     """Whether to make text of the output."""
     skip_special_tokens: bool = True
     """Whether the text leaves out special tokens such as end markers."""
+    spaces_between_special_tokens: bool = True
+    """Whether neighbouring special tokens keep the spaces that the tokenizer writes between them."""
+    truncate_prompt_tokens: int | None = None
+    """Only so many of the prompt's last tokens are kept; -1 keeps as many as leave room for `max_tokens`."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each output of a stream holds: all so far, what is new, or the end alone."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these tokens; each in [-100, 100]."""
     allowed_token_ids: SequenceOf[int] | None = None
@@ -85,6 +105,18 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_together()
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> "SamplingParams":
+        """As a server makes them of a request's body: None is a field's default, and bias keys may be strings.
+
+        A bias outside [-100, 100] is cut to it, as in vLLM.
+        """
+        bias = values.get("logit_bias")
+        if isinstance(bias, Mapping):
+            values["logit_bias"] = {as_token_id(key): as_bias(value) for key, value in bias.items()}
+        needed = {field.name for field in fields(cls) if field.default is not None} - {"max_tokens"}
+        return cls(**{name: value for name, value in values.items() if not (value is None and name in needed)})
 
     def clone(self) -> "SamplingParams":
         """An equal object that shares no list or dict with this one, checked anew: lists may have been appended to."""
@@ -138,6 +170,15 @@ def copy_of(value: Any) -> Any:
     return list(value) if isinstance(value, SequenceOf) and not isinstance(value, str | tuple) else value
 
 
+def as_token_id(key: Any) -> Any:
+    """JSON writes the keys of `logit_bias` as strings."""
+    return int(key) if isinstance(key, str) and key.strip().isdecimal() else key
+
+
+def as_bias(value: Any) -> Any:
+    return min(100.0, max(-100.0, value)) if isinstance(value, int | float) and value == value else value
+
+
 # ---- how each field is checked
 
 
@@ -174,6 +215,18 @@ def check_logits_processors(name: str, value: Any) -> None:
             raise TypeError(f"{name}[{i}] must be callable, got {processor!r}")
 
 
+def check_output_kind(name: str, value: Any) -> None:
+    if not isinstance(value, RequestOutputKind):
+        allowed = ", ".join(str(kind) for kind in RequestOutputKind)
+        raise TypeError(f"{name} must be one of {allowed}, got {value!r}")
+
+
+def check_truncation(name: str, value: Any) -> None:
+    check_int(name, value, -1, optional=True)
+    if value == 0:
+        raise ValueError(f"{name} must be an integer >= 1, or -1, or None, got 0")
+
+
 def check_logit_bias(name: str, value: Any) -> None:
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a dict from token id to bias or None, got {value!r}")
@@ -208,6 +261,9 @@ FIELD_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "prompt_logprobs": partial(check_int, minimum=-1, optional=True),
     "detokenize": check_bool,
     "skip_special_tokens": check_bool,
+    "spaces_between_special_tokens": check_bool,
+    "truncate_prompt_tokens": check_truncation,
+    "output_kind": check_output_kind,
     "logit_bias": check_logit_bias,
     "allowed_token_ids": check_token_ids,
     "logits_processors": check_logits_processors,
@@ -215,6 +271,7 @@ FIELD_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
 }
 
 
+@takes_vllm_options(BEAM_SEARCH_OPTIONS)
 @dataclass(frozen=True)
 class BeamSearchParams:
     """A bad value raises a TypeError or ValueError that names the field, the value and what is allowed."""

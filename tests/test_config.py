@@ -31,6 +31,14 @@ DEFAULTS = {
     "enable_overlap": None,
     "load_format": "auto",
     "seed": 0,
+    "revision": None,
+    "hf_overrides": None,
+    "tokenizer": None,
+    "tokenizer_revision": None,
+    "skip_tokenizer_init": False,
+    "chat_template": None,
+    "generation_config": "auto",
+    "override_generation_config": None,
 }
 
 GOOD = [
@@ -51,6 +59,14 @@ GOOD = [
     ("enable_overlap", [None, True, False]),
     ("load_format", ["auto", "safetensors", "dummy"]),
     ("seed", [0, 1, 2**63, 2**64 - 1]),
+    ("revision", [None, "main"]),
+    ("hf_overrides", [None, {}, {"rope_theta": 1e6}]),
+    ("tokenizer", [None, "folder", Path("/some/where")]),
+    ("tokenizer_revision", [None, "main"]),
+    ("skip_tokenizer_init", [True, False]),
+    ("chat_template", [None, "{{ messages }}", Path("a.jinja")]),
+    ("generation_config", ["auto", "vllm", Path("/some/where")]),
+    ("override_generation_config", [None, {"temperature": 0.5}]),
 ]
 
 NO_INTEGERS = [1.5, "16", True, [1], math.nan]
@@ -67,6 +83,14 @@ BAD_TYPES = [
     ("enable_prefix_caching", [None, 0, 1, "true"]),
     ("enforce_eager", [None, 0, 1, "false"]),
     ("seed", [None, *NO_INTEGERS]),
+    ("revision", ["", 1, Path("main")]),
+    ("hf_overrides", ["{}", [1], {1: 2}]),
+    ("tokenizer", ["", 1, b"folder"]),
+    ("tokenizer_revision", ["", 1]),
+    ("skip_tokenizer_init", [None, 0, "yes"]),
+    ("chat_template", ["", 1]),
+    ("generation_config", [None, "", 1]),
+    ("override_generation_config", ["{}", [1], {1: 2}]),
 ]
 BAD_VALUES = [
     ("dtype", ["float64", "fp16", "", "torch.float16", None, torch.float64, torch.int8]),

@@ -9,7 +9,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "nanovllm"
 
 # Each room may import those before it, and itself; what users touch is open to all, but for the entrances.
 ROOMS = ["scheduling", "layers", "models", "kernels", "execution", "engine", "trace", "serve"]
-USERS = ["checks", "structured_outputs", "sampling_params", "pooling_params", "outputs", "config"]
+USERS = ["checks", "vllm_options", "structured_outputs", "sampling_params", "pooling_params"]
+USERS += ["inputs", "outputs", "config"]
 ENTRANCES = ["llm", "__init__", "__main__"]
 WINGS = ["serve"]  # above the engine; they may use the package as its users do
 FORBIDDEN = {  # beyond the order: wings that know nothing of each other

@@ -15,7 +15,7 @@ import pickle
 import numpy as np
 import pytest
 
-from nanovllm import SamplingParams
+from nanovllm import BeamSearchParams, RequestOutputKind, SamplingParams
 
 VLLM_DEFAULTS = {
     "n": 1,
@@ -38,6 +38,9 @@ VLLM_DEFAULTS = {
     "prompt_logprobs": None,
     "detokenize": True,
     "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "truncate_prompt_tokens": None,
+    "output_kind": RequestOutputKind.CUMULATIVE,
     "logit_bias": None,
     "allowed_token_ids": None,
     "logits_processors": None,
@@ -171,13 +174,54 @@ def test_stop_strings_need_text():
     assert SamplingParams(stop=[], stop_token_ids=[5], detokenize=False).detokenize is False
 
 
+def test_truncation():
+    for value in (0, -2):
+        assert_refused({"truncate_prompt_tokens": value}, ValueError, ["truncate_prompt_tokens", "-1", f"got {value}"])
+    assert_refused({"truncate_prompt_tokens": 1.5}, TypeError, ["truncate_prompt_tokens", "got 1.5"])
+
+
+def test_output_kind():
+    for value in ("delta", 1, None):
+        assert_refused({"output_kind": value}, TypeError, ["output_kind", "DELTA", f"got {value!r}"])
+
+
 def test_no_token_allowed():
     assert_refused({"allowed_token_ids": []}, ValueError, ["allowed_token_ids", "at least 1", "empty"])
 
 
 def test_unknown_fields():
-    for field in ("top_q", "temprature", "best_of", "use_beam_search"):
+    for field in ("top_q", "temprature"):
         assert_refused({field: 1}, TypeError, [field])
+    with pytest.raises(TypeError, match="unknown argument top_q; allowed are .*top_p"):
+        SamplingParams(top_q=1)
+
+
+NEUTRAL = {  # fields of vLLM 0.32, and of older ones, that mean nothing here: (what they may be, what they may not)
+    "best_of": (1, 4),
+    "use_beam_search": (False, True),
+    "flat_logprobs": (False, True),
+    "extra_args": (None, {"a": 1}),
+    "logprob_token_ids": (None, [5]),
+    "thinking_token_budget": (None, 100),
+    "watermarking": (None, True),
+    "stream_interval": (None, 4),
+    "guided_decoding": (None, "json"),
+}
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_vllms_other_fields_are_accepted_at_their_neutral_values_alone(name):
+    neutral, other = NEUTRAL[name]
+    assert SamplingParams(**{name: neutral, "top_k": 5}) == SamplingParams(top_k=5)
+    with pytest.raises(ValueError, match=f"{name}=.* is not supported, only .*: "):
+        SamplingParams(**{name: other})
+
+
+def test_vllms_other_fields_of_a_beam_search():
+    params = BeamSearchParams(beam_width=2, max_tokens=3, temperature=0.0, include_stop_str_in_output=False)
+    assert params == BeamSearchParams(2, 3)
+    with pytest.raises(ValueError, match="temperature=0.7 is not supported"):
+        BeamSearchParams(beam_width=2, max_tokens=3, temperature=0.7)
 
 
 LEGAL = [
@@ -212,6 +256,10 @@ LEGAL = [
     {"logit_bias": {}},
     {"logit_bias": {0: -100, 5: 100.0}},
     {"logits_processors": [max]},
+    {"spaces_between_special_tokens": False},
+    {"truncate_prompt_tokens": -1},
+    {"truncate_prompt_tokens": 7},
+    {"output_kind": RequestOutputKind.DELTA},
     {"seed": np.int64(3), "max_tokens": np.int32(4), "top_p": np.float32(0.5), "stop_token_ids": [np.int64(2)]},
 ]
 
@@ -220,6 +268,31 @@ LEGAL = [
 def test_legal_values_are_kept_as_they_are(fields):
     params = SamplingParams(**fields)
     assert {name: getattr(params, name) for name in fields} == fields
+
+
+# --- as a server makes them
+
+
+def test_from_optional_takes_none_for_defaults():
+    needed = {name: None for name, value in VLLM_DEFAULTS.items() if value is not None and name != "max_tokens"}
+    assert SamplingParams.from_optional(**needed) == SamplingParams()
+    assert SamplingParams.from_optional() == SamplingParams()
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+    assert SamplingParams.from_optional(temperature=0.5, top_k=None, seed=3) == SamplingParams(temperature=0.5, seed=3)
+
+
+def test_from_optional_takes_biases_as_json_has_them():
+    params = SamplingParams.from_optional(logit_bias={"7": 5, 8: -1000.0, " 9 ": 1e9})
+    assert params.logit_bias == {7: 5, 8: -100.0, 9: 100.0}
+    for bias in ({"a": 1.0}, {"1.5": 1.0}, {"7": "high"}, {"7": math.nan}):
+        with pytest.raises((TypeError, ValueError), match="logit_bias"):
+            SamplingParams.from_optional(logit_bias=bias)
+
+
+def test_from_optional_refuses_what_the_constructor_refuses():
+    for fields in ({"top_q": None}, {"temperature": -1}, {"n": 2, "temperature": 0}):
+        with pytest.raises((TypeError, ValueError)):
+            SamplingParams.from_optional(**fields)
 
 
 # --- changed after it was made

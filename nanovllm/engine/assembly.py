@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import Config, resolve_device
+from nanovllm.engine.chat import set_chat_template
 from nanovllm.engine.detokenizer import TokenDecoder
 from nanovllm.engine.intake import Intake
 from nanovllm.engine.limits import Limits
@@ -19,6 +20,7 @@ from nanovllm.execution.loader import (
     read_eos_token_ids,
     read_model_config,
     resolve_model,
+    resolve_tokenizer,
 )
 from nanovllm.execution.startup import Startup, start_runner
 from nanovllm.models.config import ModelConfig
@@ -45,11 +47,12 @@ class Parts:
 
 def assemble(config: Config) -> Parts:
     """Raises ValueError or TypeError if the model cannot be loaded as the config says."""
-    folder = resolve_model(config.model, with_weights=config.load_format != "dummy")
-    model_class, shape = read_model_config(folder)
-    tokenizer = load_tokenizer(folder)
+    folder = resolve_model(config.model, config.load_format != "dummy", config.revision)
+    model_class, shape = read_model_config(folder, config.hf_overrides)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(resolve_tokenizer(config, folder))
+    set_chat_template(tokenizer, config.chat_template)
     eos_token_ids = read_eos_token_ids(folder) | tokenizer_eos(tokenizer)
-    default_sampling_params = read_default_sampling_params(folder)  # what is wrong here shows before weights are loaded
+    default_sampling_params = read_default_sampling_params(config, folder)  # bad ones show before weights are loaded
     max_model_len = limit_model_len(config.max_model_len, shape.max_position_embeddings)
     shape = replace(shape, max_position_embeddings=max_model_len)  # the model need not know longer positions
     is_cuda = resolve_device(config.device).type == "cuda"

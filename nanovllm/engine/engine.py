@@ -12,6 +12,7 @@ import time
 from typing import NamedTuple
 
 from nanovllm.config import Config
+from nanovllm.engine.arg_utils import EngineArgs
 from nanovllm.engine.assembly import assemble, make_scheduler
 from nanovllm.engine.intake import Params, Prompt
 from nanovllm.engine.request import Request, note_admitted, read_tokens
@@ -45,8 +46,7 @@ class LLMEngine:
         self.max_model_len, self.max_num_batched_tokens = parts.max_model_len, parts.max_num_batched_tokens
         self.startup, self.runner, self.description = parts.startup, parts.startup.runner, parts.startup.description
         self.num_kv_blocks, self.num_swap_blocks = parts.startup.num_kv_blocks, parts.startup.num_swap_blocks
-        self.block_size = self.runner.backend.block_size
-        self.enable_overlap = parts.enable_overlap
+        self.block_size, self.enable_overlap = self.runner.backend.block_size, parts.enable_overlap
         self.intake, self.limits, self.tokenizer = parts.intake, parts.intake.limits, parts.intake.tokenizer
         self.default_sampling_params = parts.intake.default_sampling_params
         self._decided = decided or SchedulingStats()
@@ -57,6 +57,10 @@ class LLMEngine:
         self._is_stepping = False
         self._aborted_meanwhile: list[Request] = []  # by a logits processor, during a step
         self._undelivered: list[Request] = []  # ended by a step that failed afterwards
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
+        return cls(engine_args.create_engine_config())
 
     # ---- the loop
 
@@ -198,10 +202,6 @@ class LLMEngine:
             self._aborted_meanwhile.clear()
             self._undelivered.clear()
 
-    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text (None if there was none) and token ids of a prompt that this engine can serve, else an error."""
-        return self.intake.encode(prompt)
-
     def get_stats(self) -> EngineStats:
         return make_stats(self._counters, self._decided, self.scheduler)
 
@@ -228,7 +228,7 @@ class LLMEngine:
         for request in requests:
             if is_finished := request.is_finished:
                 request.finished_time = now
-                self._counters.num_finished += 1
+                self._counters.count_finished(request)
                 del self._requests[request.request_id]
             if request.stream or is_finished:
                 outputs.append(request.make_output())

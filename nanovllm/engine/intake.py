@@ -19,12 +19,13 @@ from nanovllm.engine.limits import Limits
 from nanovllm.engine.request import Request
 from nanovllm.engine.structured_request import StructuredRequest
 from nanovllm.execution.grammar_compiler import GrammarCompiler
+from nanovllm.inputs import Prompt
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.scheduling.sequence import Sequence
 from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.vllm_options import REQUEST_OPTIONS, is_neutral
 
-Prompt = str | SequenceOf[int] | Mapping[str, Any]
 Params = SamplingParams | PoolingParams
 """What a request asks for: text, or an embedding."""
 
@@ -41,9 +42,11 @@ class Intake:
     grammars: GrammarCompiler
     seed: int
 
-    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text (None if there was none) and token ids of a prompt."""
+    def encode(self, prompt: Prompt, params: Params | None = None) -> tuple[str | None, list[int]]:
+        """Text (None if there was none) and token ids of a prompt, or of the end of it that `params` keep."""
         text, token_ids = encode_prompt(prompt, self.tokenizer, self.limits.vocab_size)
+        if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
+            token_ids = token_ids[-self.limits.num_kept_tokens(params) :]
         self.limits.check_prompt_len(len(token_ids))
         return text, token_ids
 
@@ -65,8 +68,8 @@ class Intake:
         num_requests_before: int,
     ) -> Request:
         """Requests without a seed get one from `num_requests_before`: it depends on the order of arrival alone."""
-        text, token_ids = self.encode(prompt)
         params = self.take_params(self.default_sampling_params if params is None else params)
+        text, token_ids = self.encode(prompt, params)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be an int, got {priority!r}")
         if isinstance(params, PoolingParams):
@@ -106,7 +109,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[str 
     text: Any = None
     token_ids: Any = prompt
     if isinstance(prompt, Mapping):
-        if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
+        others = {name: value for name, value in prompt.items() if name not in ("prompt", "prompt_token_ids")}
+        if unknown := [name for name, value in others.items() if not is_neutral(name, value, REQUEST_OPTIONS)]:
             raise ValueError(f"a prompt dict has the keys prompt or prompt_token_ids, got {sorted(map(str, unknown))}")
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
         if "prompt_token_ids" in prompt and isinstance(token_ids, str):

@@ -37,6 +37,12 @@ class Limits:
                 f"({self.num_kv_blocks} blocks of {self.block_size}): give more num_kv_blocks or kv_cache_memory_bytes"
             )
 
+    def num_kept_tokens(self, params: SamplingParams) -> int:
+        """Of a prompt that `truncate_prompt_tokens` cuts; -1 leaves room for the output, at least for one token."""
+        if params.truncate_prompt_tokens != -1:
+            return int(params.truncate_prompt_tokens or 0)
+        return max(1, self.max_model_len - (params.max_tokens or 1))
+
     def take_params(self, params: Any) -> SamplingParams:
         """A copy of the parameters, checked: what the user changes later, this request does not see."""
         if not isinstance(params, SamplingParams):
@@ -50,6 +56,10 @@ class Limits:
             value = getattr(params, name)
             if value is not None and value > self.vocab_size:
                 raise ValueError(f"{name} must be at most the vocabulary's size {self.vocab_size}, got {value}")
+        if (kept := params.truncate_prompt_tokens) is not None and kept > self.max_model_len - 1:
+            raise ValueError(
+                f"truncate_prompt_tokens must be at most {self.max_model_len - 1} (max_model_len), got {kept}"
+            )
         if params.n > self.max_num_seqs:
             raise ValueError(f"n must be at most max_num_seqs {self.max_num_seqs}, got {params.n}")
         if not self.has_tokenizer and (params.stop_strings or params.bad_words or params.structured_outputs):

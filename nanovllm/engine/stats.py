@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass
 
+from nanovllm.engine.request import Request
 from nanovllm.outputs import EngineStats
 from nanovllm.scheduling.observer import SchedulingStats
 from nanovllm.scheduling.scheduler import Scheduler
@@ -47,6 +48,9 @@ class Counters:
     prefill_step_time_s: float = 0.0
     decode_step_tokens: int = 0
     decode_step_time_s: float = 0.0
+
+    def count_finished(self, request: Request) -> None:
+        self.num_finished += 1
 
     def count_step(self, scheduled: SchedulerOutput, num_advanced: int, time_s: float) -> None:
         self.steps += 1

@@ -8,7 +8,7 @@ of another shape is an error that names it. Nothing is ever unpickled, and no co
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from nanovllm.config import Config
 from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.linear import FusedLinear
 from nanovllm.layers.norm import RMSNorm
@@ -28,28 +29,34 @@ INDEX_FILE = "model.safetensors.index.json"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def resolve_model(model: str | Path, with_weights: bool = True) -> Path:
+def resolve_model(model: str | Path, with_weights: bool = True, revision: str | None = None) -> Path:
     """The folder of `model`; a hub id is downloaded first, or found in the hub's cache. ValueError if there is none."""
-    folder = Path(model).expanduser()
+    weights = ["*.safetensors", INDEX_FILE] if with_weights else []
+    folder = resolve_folder(
+        "model", model, ["config.json", "generation_config.json", *TOKENIZER_FILES, *weights], revision
+    )
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model folder {str(model)!r} holds no config.json")
+    return folder
+
+
+def resolve_folder(option: str, name: str | Path, files: list[str], revision: str | None) -> Path:
+    """A folder on this machine, or the folder of these files of a hub id; ValueError if `name` is neither."""
+    folder = Path(name).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"model folder {str(model)!r} holds no config.json")
         return folder
-    if isinstance(model, Path) or not HUB_ID.fullmatch(model) or model.startswith("."):
+    if isinstance(name, Path) or not HUB_ID.fullmatch(name) or name.startswith("."):
         raise ValueError(
-            f"model {str(model)!r} is not a folder on this machine, nor a hub id such as 'Qwen/Qwen3-0.6B'"
+            f"{option} {str(name)!r} is not a folder on this machine, nor a hub id such as 'Qwen/Qwen3-0.6B'"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    files = ["config.json", "generation_config.json", *TOKENIZER_FILES]
-    if with_weights:
-        files += ["*.safetensors", INDEX_FILE]
     try:
-        return Path(snapshot_download(model, allow_patterns=files))
+        return Path(snapshot_download(name, allow_patterns=files, revision=revision))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         raise ValueError(
-            f"model {model!r} is neither a folder on this machine nor to be had from the hub: {error}"
+            f"{option} {name!r} is neither a folder on this machine nor to be had from the hub: {error}"
         ) from error
 
 
@@ -65,13 +72,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_model_config(folder: Path) -> tuple[Any, ModelConfig]:
+def read_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Any, ModelConfig]:
     """Which network config.json describes, and its shape. ValueError if it is not one of ours."""
-    raw = read_json(folder / "config.json")
+    raw = overridden(read_json(folder / "config.json"), overrides or {})
     try:
         return find_architecture(raw)
     except (ValueError, TypeError) as error:
         raise ValueError(f"the model in {folder} cannot be served: {error}") from error
+
+
+def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with other values; of a dict in it, only the keys that the override has.
+
+    transformers 5 writes `rope_theta` and `rope_scaling` into `rope_parameters`, where an override by the older name
+    must take effect too.
+    """
+    merged = dict(raw)
+    for name, value in overrides.items():
+        old = merged.get(name)
+        merged[name] = overridden(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    if isinstance(raw.get("rope_parameters"), Mapping) and "rope_parameters" not in overrides:
+        rope = {"rope_theta": overrides["rope_theta"]} if "rope_theta" in overrides else {}
+        merged["rope_parameters"] = {**raw["rope_parameters"], **rope, **(overrides.get("rope_scaling") or {})}
+    return merged
 
 
 def read_eos_token_ids(folder: Path) -> frozenset[int]:
@@ -83,10 +106,17 @@ def read_eos_token_ids(folder: Path) -> frozenset[int]:
     return frozenset()
 
 
-def read_default_sampling_params(folder: Path) -> SamplingParams:
-    """The parameters of requests that bring none: vLLM's defaults, except for what generation_config.json sets."""
+def read_default_sampling_params(config: Config, folder: Path) -> SamplingParams:
+    """The parameters of requests that bring none: vLLM's defaults, except for what generation_config.json sets.
+
+    `config.generation_config` names the folder that has it, `auto` being the model's, and `vllm` none at all.
+    """
+    chosen = config.generation_config
+    if chosen not in ("auto", "vllm"):
+        folder = resolve_folder("generation_config", chosen, ["generation_config.json"], None)
     file = folder / "generation_config.json"
-    raw = read_json(file) if file.is_file() else {}
+    raw = read_json(file) if chosen != "vllm" and (file.is_file() or chosen != "auto") else {}
+    raw |= config.override_generation_config or {}
     if raw.get("do_sample") is False:
         raw["temperature"] = 0.0  # what transformers makes of it
     names = {"max_new_tokens": "max_tokens"}
@@ -94,9 +124,24 @@ def read_default_sampling_params(folder: Path) -> SamplingParams:
     return SamplingParams(**{ours: raw[theirs] for theirs, ours in names.items() if raw.get(theirs) is not None})
 
 
+def resolve_tokenizer(config: Config, model_folder: Path) -> Path:
+    """The folder of `config.tokenizer`, which is that of the model unless another is named."""
+    if config.tokenizer is None:
+        return model_folder
+    revision = config.tokenizer_revision or config.revision
+    folder = resolve_folder("tokenizer", config.tokenizer, ["config.json", *TOKENIZER_FILES], revision)
+    if not has_tokenizer(folder):
+        raise ValueError(f"tokenizer folder {str(config.tokenizer)!r} holds no tokenizer")
+    return folder
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
+
+
 def load_tokenizer(folder: Path) -> Any:
     """The `transformers` tokenizer of `folder`, or None if there is none: prompts must be token ids then."""
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+    if not has_tokenizer(folder):
         return None
     from transformers import AutoTokenizer  # imported late: it takes longer than the rest of the engine together
 

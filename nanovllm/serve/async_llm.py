@@ -136,10 +136,10 @@ class AsyncLLM:
         if params is not None:
             compiles = getattr(params, "structured_outputs", None) is not None  # a grammar, which can take its time
             params = await asyncio.to_thread(take_params, params) if compiles else take_params(params)
-        prompt, encode = request.prompt, self.engine.encode
+        prompt, encode = request.prompt, self.engine.intake.encode
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         takes_time = isinstance(text, str) and len(text) > LONG_TEXT
-        text, token_ids = await asyncio.to_thread(encode, prompt) if takes_time else encode(prompt)
+        text, token_ids = await asyncio.to_thread(encode, prompt, params) if takes_time else encode(prompt, params)
         return request._replace(sampling_params=params, prompt={"prompt": text, "prompt_token_ids": token_ids})
 
     # ---- in any thread

@@ -144,9 +144,9 @@ def test_long_texts_are_encoded_in_a_thread(new_llm, with_tokenizer, monkeypatch
     encoded_in = []
     encode = llm.engine.intake.encode
 
-    def noted(_, prompt):
+    def noted(_, *arguments):
         encoded_in.append(threading.current_thread())
-        return encode(prompt)
+        return encode(*arguments)
 
     monkeypatch.setattr(type(llm.engine.intake), "encode", noted)
     for length in (20, 21):
