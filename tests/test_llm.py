@@ -710,8 +710,8 @@ def edit_config(**fields):
             lambda f: [p.unlink() for p in f.glob("*.safetensors*")], ["broken", "safetensors"], id="no weights"
         ),
         pytest.param(
-            edit_config(architectures=["LlamaForCausalLM"], model_type="llama"),
-            ["LlamaForCausalLM", "Qwen3ForCausalLM"],
+            edit_config(architectures=["BertForMaskedLM"], model_type="llama"),
+            ["BertForMaskedLM", "Qwen3ForCausalLM"],
             id="architecture",
         ),
         pytest.param(lambda folder: (folder / "config.json").write_text("{"), ["config.json"], id="no JSON"),
