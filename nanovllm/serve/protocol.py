@@ -6,14 +6,22 @@ https://platform.openai.com/docs/api-reference
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 MAX_STOP_STRINGS = 64
 MAX_TOP_LOGPROBS = 20  # of each token
 
+
+def check_text(text: str) -> str:
+    """JSON can hold half of a surrogate pair (`"\\ud800"`), which is no text: no encoding has it."""
+    text.encode()
+    return text
+
+
+Text = Annotated[str, AfterValidator(check_text)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
+Texts = Annotated[list[Text], Field(fail_fast=True)]
 
 
 class StrictModel(BaseModel):
@@ -45,7 +53,7 @@ class StreamOptions(StrictModel):
 class GenerationRequest(StrictModel):
     """What requests for completions and for chat completions have in common. None is the default."""
 
-    model: str | None = None
+    model: Text | None = None
     n: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -54,8 +62,8 @@ class GenerationRequest(StrictModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: str | Annotated[Texts, Field(max_length=MAX_STOP_STRINGS)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    stop: Text | Annotated[Texts, Field(max_length=MAX_STOP_STRINGS)] | None = None
+    logit_bias: Annotated[dict[Text, float], Field(max_length=1024)] | None = None
     # vLLM's additions
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -82,7 +90,7 @@ class GenerationRequest(StrictModel):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     """One text, several, the token ids of one prompt, or of several."""
     max_tokens: int | None = Field(None, ge=0)
     """0 is allowed with `echo`, to score a prompt."""
@@ -103,7 +111,7 @@ class CompletionRequest(GenerationRequest):
 
 class TextPart(StrictModel):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(BaseModel):
@@ -111,8 +119,8 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: str = Field(min_length=1)
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    role: Text = Field(min_length=1)
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -143,8 +151,8 @@ class ChatCompletionRequest(GenerationRequest):
 class TokenizeRequest(StrictModel):
     """Either a prompt, or messages."""
 
-    model: str | None = None
-    prompt: str | None = None
+    model: Text | None = None
+    prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -160,5 +168,5 @@ class TokenizeRequest(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
-    model: str | None = None
+    model: Text | None = None
     tokens: TokenIds
