@@ -21,7 +21,7 @@ from nanovllm.kernels.cpu import layers
 from nanovllm.kernels.cpu import library as cpu
 from nanovllm.kernels.cpu.attention import CpuAttention
 from nanovllm.kernels.cpu.decoder_layer import CpuDecoderLayer, fuse_layers
-from nanovllm.kernels.cpu.layers import HugePages, pack, replace_layers
+from nanovllm.kernels.cpu.layers import CpuLinear, HugePages, pack, replace_layers
 from nanovllm.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.backends import TorchAttention
@@ -521,3 +521,20 @@ def test_a_step_with_chance_draws_as_the_definition():
     assert torch.equal(
         draw(logits, temperatures, uniforms, *others), draw_tokens(logits, temperatures, uniforms, *others)
     )
+
+
+@pytest.mark.parametrize("num_columns", [2080, 2112, 2100])  # 65 pairs of panels, 66, and lines that are not whole
+@pytest.mark.parametrize("wants_floats", [False, True])
+@pytest.mark.parametrize("bias", [None, "random"])
+def test_results_that_go_past_the_caches_are_those_of_one_row(processor, num_columns, wants_floats, bias):
+    x, weight = (randn(rows, 64, dtype=torch.bfloat16) for rows in (300, num_columns))
+    if bias:
+        bias = randn(num_columns, dtype=torch.bfloat16)
+    layer = CpuLinear(weight, bias, HugePages(weight.nbytes * 2))
+    dtype = torch.float32 if wants_floats else torch.bfloat16
+    together = layer.product(x, torch.full((300, num_columns), torch.nan, dtype=dtype))
+    for row in (0, 31, 255, 256, 299):
+        alone = layer.product(x[row : row + 1], torch.empty(1, num_columns, dtype=dtype))
+        assert torch.equal(together[row : row + 1], alone)
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    torch.testing.assert_close(together.double(), expected, rtol=1e-2, atol=1e-2)

@@ -20,8 +20,9 @@
 
 // ---- projections
 
-// So many rows of x stay in the L2 cache while all panels pass.
-#define ROW_BLOCK (256 / ROWS * ROWS)
+// So many rows of x stay in the L2 cache while all panels pass: 1 MiB of them, or 256 of wide ones.
+#define MOST_ROWS (512 / ROWS * ROWS)
+#define ROW_BLOCK(num_words) ((num_words) <= 512 ? MOST_ROWS : 256 / ROWS * ROWS)
 // So many words of a pair of panels stay in L1 while these rows pass, where products are faster than L2. Few rows wait for
 // memory, which is read best from one end of a panel to the other.
 #ifdef HAS_TILES
@@ -34,26 +35,44 @@ struct matrix {
     void *values;
     long num_columns;
     const element *bias;  // as many as the panels have columns, or NULL
-    bool is_float;
+    bool is_float, streams;
 };
+
+static inline floats finish_sums(const struct matrix *y, const float *sums, long column) {
+    const floats x = *(const floats *)sums;
+    return y->bias ? x + load(y->bias + column) : x;
+}
 
 // y's rows from `row` and columns from `column` = sums: [num_rows, width * 16] + bias
 static void finish_rows(const struct matrix *y, const float *sums, long row, long column, int num_rows, int width) {
-    for (int r = 0; r < num_rows; r++)
+    const bool has_lines = y->streams && width == 2 && y->num_columns - column >= 2 * LANES;
+    for (int r = 0; r < num_rows; r++, sums += width * LANES) {
+        const long start = (row + r) * y->num_columns;
+        if (has_lines && !y->is_float) {
+            stream_two((element *)y->values + start + column, finish_sums(y, sums, column),
+                       finish_sums(y, sums + LANES, column + LANES));
+            continue;
+        }
         for (int i = 0; i < width; i++) {
             const long from = column + i * LANES, left = y->num_columns - from, count = left < LANES ? left : LANES;
-            const long at = (row + r) * y->num_columns + from;
-            floats x = *(const floats *)(sums + (r * width + i) * LANES);
-            if (y->bias) x += load(y->bias + from);
-            if (y->is_float) store_some_floats((float *)y->values + at, x, count);
-            else store_some((element *)y->values + at, x, count);
+            const floats x = finish_sums(y, sums + i * LANES, from);
+            if (has_lines) stream_floats((float *)y->values + start + from, x);
+            else if (y->is_float) store_some_floats((float *)y->values + start + from, x, count);
+            else store_some((element *)y->values + start + from, x, count);
         }
+    }
+}
+
+// Whether y: [m, row_bytes] is written past the caches, which could not keep it: many rows, whose lines of 64 bytes fall
+// on the same places of a cache, pushed one another out before they were whole.
+static bool streams(const void *y, long m, long row_bytes) {
+    return m * row_bytes > 1 << 20 && row_bytes >= 1 << 12 && row_bytes % 64 == 0 && (uintptr_t)y % 64 == 0;
 }
 
 // Rows `first` … `last - 1` of x: [m, num_words] times `width` panels, to y's columns from `column`.
 static void multiply_rows(const uint32_t *x, const uint32_t *panels, const struct matrix *y, long first, long last,
                           long column, long num_words, int width) {
-    _Alignas(64) float sums[ROW_BLOCK * 2 * LANES];  // or fewer rows and more panels
+    _Alignas(64) float sums[MOST_ROWS * 2 * LANES];  // or fewer rows and more panels
     const long tile = rows_at_a_time(last - first), block = WORD_BLOCK(last - first);
     const long part = num_words < block ? num_words : block;
     for (long word = 0; word < num_words; word += part)
@@ -76,14 +95,16 @@ static void multiply_rows(const uint32_t *x, const uint32_t *panels, const struc
 // as the panels have, or NULL. y is float32 where `wants_floats`: logits are not rounded.
 void linear(const element *x, const uint32_t *weight, const element *bias, void *y, long m, long n, long k,
             int wants_floats) {
-    const struct matrix out = {y, n, bias, wants_floats};
+    const long row_bytes = n * (wants_floats ? sizeof(float) : sizeof(element));
+    const struct matrix out = {y, n, bias, wants_floats, streams(y, m, row_bytes)};
     const long num_panels = (n + LANES - 1) / LANES, num_words = k / PER_WORD, panel_words = num_words * LANES;
+    const long block = ROW_BLOCK(num_words);
     // a few rows wait for memory, and ask for four panels at once; many rows need the registers for their sums
     const long most = m <= FEW_ROWS && PANELS >= 4 ? 4 : 2;
 #pragma omp parallel
     {
-        for (long first = 0; first < m; first += ROW_BLOCK) {
-            const long last = m - first < ROW_BLOCK ? m : first + ROW_BLOCK;
+        for (long first = 0; first < m; first += block) {
+            const long last = m - first < block ? m : first + block;
 #pragma omp for schedule(static) nowait
             for (long panel = 0; panel < num_panels; panel += most) {
                 const int width = num_panels - panel < most ? num_panels - panel : most;
@@ -91,6 +112,7 @@ void linear(const element *x, const uint32_t *weight, const element *bias, void 
                               num_words, width);
             }
         }
+        finish_streams();
         release_tiles();
     }
 }

@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#if defined __AVX512BF16__ || defined AMX
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -85,6 +85,31 @@ static inline void store_some(element *p, floats x, long count) {
 static inline void store_some_floats(float *p, floats x, long count) {
     if (count == LANES) memcpy(p, &x, sizeof x);
     else memcpy(p, &x, count * sizeof(float));
+}
+
+// Past the caches, where the processor can: whole lines of 64 bytes, at addresses that are multiples of 64.
+static inline void stream_two(element *p, floats low, floats high) {
+#if defined __AVX512BF16__ && defined BFLOAT16
+    _mm512_stream_si512((__m512i *)p, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#else
+    store(p, low);
+    store(p + LANES, high);
+#endif
+}
+
+static inline void stream_floats(float *p, floats x) {
+#ifdef __AVX512F__
+    _mm512_stream_ps(p, (__m512)x);
+#else
+    memcpy(p, &x, sizeof x);
+#endif
+}
+
+// Other threads shall read what has been streamed.
+static inline void finish_streams(void) {
+#ifdef __AVX512F__
+    _mm_sfence();
+#endif
 }
 
 static inline float sum_lanes(floats x) {
