@@ -17,6 +17,7 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
+    "serve": Command("nanovllm.serve.cli", "serve", "serve a model over HTTP, with OpenAI's API"),
     "chat": Command("nanovllm.serve.terminal.cli", "chat", "talk to a model in the terminal"),
     "bench serve": Command("nanovllm.serve.bench.cli", "bench", "measure an OpenAI-compatible server under load"),
     "view": Command("nanovllm.trace.view", "", "replay a recording of LLM(…, trace=…) in a browser"),

@@ -28,7 +28,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     """Answer a conversation."""
     server.check_model(body.model)
     engine = server.check_ready().engine
-    prompt = await chat_prompt(engine.tokenizer, server.options.chat_template, body)
+    prompt = await chat_prompt(engine.tokenizer, body)
     params = chat_params(body, engine.default_sampling_params)
     generation = Generation(server, f"chatcmpl-{uuid4().hex}", [prompt], params)
     await generation.start(body, "messages")

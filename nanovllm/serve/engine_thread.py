@@ -114,7 +114,8 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._execute_commands(wait=not self.engine.has_unfinished_requests()):
-                self._step()
+                if self.engine.has_unfinished_requests():
+                    self._step()
             self._die(EngineDeadError("the engine has been shut down"))
         except BaseException as error:
             logger.exception("the engine is dead")

@@ -71,8 +71,8 @@ def from_validation(error: RequestValidationError) -> APIError:
     path = [str(part) for part in first["loc"][1:] if not re.search(r"\[|^str$|^function", str(part))]
     if first["type"] == "json_invalid":
         return APIError(400, f"the body is not valid JSON: {first['ctx']['error']} at character {path[0]}")
-    if not path and first["type"] == "missing":
-        return APIError(400, "the request has no body; it must be JSON")
+    if not path and first["type"] in ("missing", "model_attributes_type", "dict_type"):
+        return APIError(400, "the body must be a JSON object, sent with Content-Type: application/json")
     message = first["msg"].removeprefix("Value error, ")
     if not path and first["type"] == "value_error":  # of fields that do not go together: the first word is one of them
         return APIError(400, message, param=message.split()[0])

@@ -17,10 +17,11 @@ from nanovllm.serve.state import ServerOptions
 
 OPEN_PATHS = ("/health", "/version", "/metrics")  # need no key: they are for the machines around the server
 MAX_ADDRESSES = 10_000
+MAX_HEADER_BYTES = 64 * 2**10
 
 
 class Guard:
-    """Answers 401, 429, 413 or 400 itself, or passes a request on."""
+    """Answers 400, 401, 413, 429 or 431 itself, or passes a request on."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app = app
@@ -34,11 +35,11 @@ class Guard:
             return
         try:
             headers = Headers(scope=scope)
+            self._check_size(headers)
             if scope["path"] not in OPEN_PATHS:
                 caller = self._authenticate(headers) or str((scope.get("client") or ("", 0))[0])
                 if self._rate is not None and scope["method"] == "POST":
                     self._rate.check(caller)
-            self._check_length(headers)
         except APIError as error:
             await error.response()(scope, receive, send)
             return
@@ -56,7 +57,9 @@ class Guard:
             )
         return f"key {matches.index(True)}"
 
-    def _check_length(self, headers: Headers) -> None:
+    def _check_size(self, headers: Headers) -> None:
+        if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
+            raise APIError(431, f"the request's headers are larger than {MAX_HEADER_BYTES} bytes")
         length = headers.get("content-length")
         if length is not None and "transfer-encoding" in headers:  # RFC 9112, 6.1: may be an attack
             raise APIError(

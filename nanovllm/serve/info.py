@@ -51,7 +51,7 @@ async def tokenize(body: TokenizeRequest, server: ReadyServer) -> Response:
     server.check_model(body.model)
     engine = server.check_ready().engine
     if body.messages is not None:
-        prompt: Any = await chat_prompt(engine.tokenizer, server.options.chat_template, body)
+        prompt: Any = await chat_prompt(engine.tokenizer, body)
     else:
         tokenizer = require_tokenizer(engine.tokenizer)
         with refuse(["prompt"], "prompt"):

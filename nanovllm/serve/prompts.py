@@ -1,46 +1,35 @@
 """From a request's messages or prompt to the prompts of the engine: text and token ids.
 
-Raises APIError 400 for messages that the chat template does not take, which is a program of the model's makers.
+What takes long is done in a thread, so that the event loop need not wait for it.
 """
 
 import asyncio
 from functools import partial
 from typing import Any
 
-from jinja2 import TemplateError
-
+from nanovllm.engine.chat import ChatOptions, render_conversation
 from nanovllm.engine.intake import Prompt
 from nanovllm.serve.async_llm import LONG_TEXT
 from nanovllm.serve.errors import APIError, refuse
-from nanovllm.serve.protocol import ChatCompletionRequest, CompletionRequest, Message, TokenizeRequest
+from nanovllm.serve.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 
 
-async def chat_prompt(tokenizer: Any, template: str | None, body: ChatCompletionRequest | TokenizeRequest) -> Prompt:
-    """The messages as the model's chat template writes them, or `template`, which the server was started with."""
-    if tokenizer is None or (template or getattr(tokenizer, "chat_template", None)) is None:
-        raise APIError(400, "this model has no chat template; use /v1/completions, or start with --chat-template")
-    is_continued = bool(body.continue_final_message)
-    variables = {
-        **(body.chat_template_kwargs or {}),
-        "tokenize": False,
-        "chat_template": template,
-        "continue_final_message": is_continued,
-        "add_generation_prompt": not is_continued if body.add_generation_prompt is None else body.add_generation_prompt,
-    }
-    messages = [to_dict(message) for message in body.messages or []]
-    try:
-        text = tokenizer.apply_chat_template(messages, **variables)
-        return await encode_text(tokenizer, text, add_special_tokens=False)  # the template has written those
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-        raise APIError(400, f"the chat template does not take these messages: {error}", "messages") from error
-
-
-def to_dict(message: Message) -> dict[str, Any]:
-    """A message as chat templates expect it: the texts of its parts are one text."""
-    fields = message.model_dump(exclude_unset=True)
-    content = message.content
-    fields["content"] = content if isinstance(content, str) else "\n".join(part.text for part in content or [])
-    return fields
+async def chat_prompt(tokenizer: Any, body: ChatCompletionRequest | TokenizeRequest) -> Prompt:
+    """The messages as the chat template writes them. Raises APIError 400 if it does not take them."""
+    messages = [message.model_dump(exclude_unset=True) for message in body.messages or []]
+    is_continued, add_prompt = bool(body.continue_final_message), body.add_generation_prompt
+    with refuse(type(body).model_fields, "messages"):
+        options = ChatOptions(
+            add_generation_prompt=not is_continued if add_prompt is None else add_prompt,
+            continue_final_message=is_continued,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        is_long = sum(len(str(message.get("content"))) for message in messages) > LONG_TEXT
+        render = partial(render_conversation, tokenizer, messages, options)
+        try:
+            return await asyncio.to_thread(render) if is_long else render()
+        except RecursionError as error:
+            raise ValueError("messages are nested too deeply for the chat template") from error
 
 
 async def completion_prompts(tokenizer: Any, body: CompletionRequest) -> list[Prompt]:
@@ -59,6 +48,6 @@ async def completion_prompts(tokenizer: Any, body: CompletionRequest) -> list[Pr
 
 
 async def encode_text(tokenizer: Any, text: str, add_special_tokens: bool) -> Prompt:
-    """Text and token ids; long texts are encoded in a thread, so that the event loop need not wait for them."""
+    """Text and token ids."""
     encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
     return {"prompt": text, "prompt_token_ids": await asyncio.to_thread(encode) if len(text) > LONG_TEXT else encode()}

@@ -21,11 +21,10 @@ from nanovllm.serve.state import Server
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 5  # after draining, open connections have so long to take their last bytes
-MAX_HEADER_BYTES = 64 * 2**10
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server, but for what a signal does."""
+    """uvicorn's server, but for its start and its end."""
 
     def __init__(self, app: FastAPI) -> None:
         super().__init__(
@@ -35,59 +34,50 @@ class DrainingServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 http="h11",
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_graceful_shutdown=CLOSE_S,
             )
         )
-        self.must_end = asyncio.Event()
-        self.must_hurry = asyncio.Event()
+        self.state: Server = app.state.server
+        self._app = app
+        self._must_end = asyncio.Event()
+        self._must_hurry = asyncio.Event()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by a signal: the first begins to drain, the second ends at once."""
-        if self.must_end.is_set():
-            self.must_hurry.set()
-        self.must_end.set()
+        """Called at a signal: the first begins to drain, the second ends at once."""
+        (self._must_hurry if self._must_end.is_set() else self._must_end).set()
 
-
-async def serve(
-    app: FastAPI, listening: socket.socket, load: Callable[[], AsyncLLM], announce: Callable[[AsyncLLM], None]
-) -> int:
-    """Serve until a signal comes; the exit status. `load` takes its time in a thread, and `announce` is called then.
-
-    Raises what `load` raises: ValueError or TypeError for a model or options that cannot be served.
-    """
-    server = DrainingServer(app)
-    serving = asyncio.create_task(server.serve([listening]))
-    ending = asyncio.create_task(server.must_end.wait())
-    loading = asyncio.create_task(asyncio.to_thread(load))
-    try:
-        await asyncio.wait((serving, ending, loading), return_when=asyncio.FIRST_COMPLETED)
-        if loading.done():
-            llm = loading.result()
-            set_engine(app, llm)
+    async def run_until_signal(
+        self, listening: socket.socket, load: Callable[[], AsyncLLM], announce: Callable[[AsyncLLM], None]
+    ) -> None:
+        """`load` takes its time in a thread, `announce` is called when it is done. Raises what `load` raises."""
+        serving = asyncio.create_task(self.serve([listening]))
+        ending = asyncio.create_task(self._must_end.wait())
+        loading = asyncio.create_task(asyncio.to_thread(load))
+        try:
+            await asyncio.wait((serving, ending, loading), return_when=asyncio.FIRST_COMPLETED)
+            llm = await loading  # a thread cannot be stopped: if a signal has come, loading ends first
+            set_engine(self._app, llm)
             announce(llm)
             await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
-            await drain(app.state.server, server.must_hurry)
+            await self._drain(llm)
             llm.shutdown()
-    finally:
-        server.should_exit = True
-        await serving
-        ending.cancel()
-    return 0
+        finally:
+            self.should_exit = True
+            await serving
+            ending.cancel()
 
-
-async def drain(state: Server, must_hurry: asyncio.Event) -> None:
-    """Refuse what is new, and wait for what is in progress; in the end abort the rest."""
-    state.is_draining = True
-    logger.info("draining: %d requests in progress", state.num_in_progress)
-    loop = asyncio.get_running_loop()
-    give_up = loop.time() + state.options.drain_timeout_s
-    while state.num_in_progress and loop.time() < give_up and not must_hurry.is_set():
-        await asyncio.sleep(0.02)
-    if state.num_in_progress and state.llm is not None:
-        logger.warning("%d requests are aborted", state.num_in_progress)
-        await state.llm.abort_all()
-        await asyncio.sleep(0.1)
+    async def _drain(self, llm: AsyncLLM) -> None:
+        """Refuse what is new, and wait for what is in progress; in the end abort the rest."""
+        self.state.is_draining = True
+        logger.info("draining: %d requests in progress", self.state.num_in_progress)
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + self.state.options.drain_timeout_s
+        while self.state.num_in_progress and loop.time() < give_up and not self._must_hurry.is_set():
+            await asyncio.sleep(0.02)
+        if self.state.num_in_progress:
+            logger.warning("%d requests are aborted", self.state.num_in_progress)
+            await llm.abort_all()
+            await asyncio.sleep(0.2)  # their clients get what there is
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -22,8 +22,6 @@ class ServerOptions:
 
     model_names: tuple[str, ...]
     """The first is the name in answers; requests may use any."""
-    chat_template: str | None = None
-    """In place of the model's own."""
     api_keys: tuple[str, ...] = ()
     """None: every request is let in."""
     max_request_bytes: int = 16 * 2**20
