@@ -8,6 +8,7 @@ import { LANGUAGES, translator } from "./i18n.js";
 import { Live } from "./live.js";
 import { Mask } from "./mask.js";
 import { Pool } from "./pool.js";
+import { Replay } from "./replay.js";
 import { Run } from "./run.js";
 import { Step } from "./step.js";
 import { Timeline } from "./timeline.js";
@@ -50,10 +51,12 @@ function App({ first, second, live }) {
   const goTo = useCallback((to) => setFrame((from) => Math.min(last, Math.max(0, typeof to === "function" ? to(from) : to))), [last]);
   const choose = useCallback((one) => setChoice((before) => ({ ...before, ...one })), []);
 
-  document.documentElement.dataset.theme = theme;
-  document.documentElement.lang = lang;
-  useEffect(() => { document.title = t("title"); }, [t]);
-  useEffect(() => { if (runs[0]) writeHash(runs[0].firstStep + frame, choice, lang, theme, wasSet); }, [frame, choice, lang, theme, runs]);
+  useMemo(() => { document.documentElement.dataset.theme = theme; }, [theme]); // before anything is drawn with it
+  useEffect(() => { [document.title, document.documentElement.lang] = [t("title"), lang]; }, [t]);
+  useEffect(() => { // not in every frame: browsers refuse an address that changes too often
+    const timer = setTimeout(() => runs[0] && writeHash(runs[0].firstStep + frame, choice, lang, theme, wasSet), 150);
+    return () => clearTimeout(timer);
+  }, [frame, choice, lang, theme, runs]);
   useEffect(() => {
     const onHash = () => {
       const now = readHash();
@@ -226,7 +229,7 @@ async function readEmbedded() {
 async function main() {
   const runs = await readEmbedded();
   const live = document.body.dataset.live !== undefined;
-  window.nanovllm = { runs, Run };
+  window.nanovllm = { runs, Run, Replay }; // for tests, and for the curious
   render(html`<${App} first=${runs[0]} second=${runs[1]} live=${live} />`, document.getElementById("app"));
   document.body.dataset.ready = "";
 }

@@ -16,7 +16,7 @@ function dataOf(run, chart) {
   return [run.frames.map((one) => one.step), ...chart.series.map(([name]) => run.frames.map((one) => factor * one[name]))];
 }
 
-function optionsOf(chart, width, at) {
+function optionsOf(chart, width) {
   const axis = { stroke: cssColor("soft"), grid: { stroke: cssColor("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
   return {
     width,
@@ -29,13 +29,6 @@ function optionsOf(chart, width, at) {
       {},
       ...chart.series.map(([, color], i) => ({ stroke: cssColor(color), width: 2, dash: DASHES[i], points: { show: false } })),
     ],
-    hooks: {
-      draw: [(plot) => {
-        const x = plot.valToPos(at.current, "x", true);
-        plot.ctx.fillStyle = cssColor("text");
-        plot.ctx.fillRect(x, plot.bbox.top, Math.max(1, window.devicePixelRatio), plot.bbox.height);
-      }],
-    },
   };
 }
 
@@ -43,11 +36,10 @@ function Chart({ run, frame, goTo, chart }) {
   const { t, theme } = useView();
   const [ref, width] = useWidth();
   const plot = useRef(null);
-  const at = useRef(0);
-  at.current = run.frames[frame].step;
+  const line = useRef(null); // the present step: moved, because to draw the chart anew would take longer
   useEffect(() => {
     if (!width) return undefined;
-    plot.current = new uPlot(optionsOf(chart, width, at), dataOf(run, chart), ref.current);
+    plot.current = new uPlot(optionsOf(chart, width), dataOf(run, chart), ref.current);
     const over = plot.current.over;
     const click = () => plot.current.cursor.idx != null && goTo(plot.current.cursor.idx);
     over.addEventListener("click", click);
@@ -55,10 +47,10 @@ function Chart({ run, frame, goTo, chart }) {
   }, [run, width, theme]);
   useEffect(() => plot.current?.setData(dataOf(run, chart)), [run.frames.length]);
   useEffect(() => {
-    plot.current?.redraw(false, false);
-  }, [frame, width]);
+    if (plot.current) line.current.style.transform = `translateX(${plot.current.over.offsetLeft + plot.current.valToPos(run.frames[frame].step, "x")}px)`;
+  });
   const value = (name) => ((chart.factor ?? 1) * run.frames[frame][name]).toFixed(chart.factor ? 1 : 0);
-  return html`<div><h3>${t(chart.unit)}</h3><div class="wide" ref=${ref}></div>
+  return html`<div><h3>${t(chart.unit)}</h3><div class="wide plot" ref=${ref}><div class="now" ref=${line}></div></div>
     <p class="legend">${chart.series.map(([name, color], i) => html`<span>
       <svg width="26" height="8"><line x1="0" x2="26" y1="4" y2="4" stroke=${`var(--${color})`} stroke-width="2.5" stroke-dasharray=${DASHES[i].join(" ")} /></svg>
       ${t(NAMES[name] ?? name)} <b>${value(name)}</b></span>`)}</p></div>`;

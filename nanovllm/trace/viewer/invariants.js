@@ -4,16 +4,15 @@ import { html, useMemo, useView } from "./ui.js";
 
 export function brokenInvariants(state) {
   const found = [];
-  const owners = state.owners();
   const size = state.blockSize;
-  const free = state.freeOrder;
-  const isFree = new Set(free);
+  const [numOwners, timesFree] = [new Int32Array(state.numBlocks + 1), new Int32Array(state.numBlocks + 1)];
+  for (const seq of state.seqs.values()) for (const b of seq.table) numOwners[b] += 1;
+  for (let b = state.next[0], i = 0; b !== 0 && i <= state.numBlocks; b = state.next[b], i++) timesFree[b] += 1;
   for (let b = 1; b <= state.numBlocks; b++) {
-    if (state.refs[b] !== (owners.get(b)?.length ?? 0)) found.push(["refs", b]);
-    if ((state.refs[b] > 0) === isFree.has(b)) found.push(["free", b]);
+    if (state.refs[b] !== numOwners[b]) found.push(["refs", b]);
+    if (timesFree[b] !== (state.refs[b] ? 0 : 1)) found.push(["free", b]);
     if (state.serial[b] && state.filled[b] !== size) found.push(["full", b]);
   }
-  if (isFree.size !== free.length || free.length !== state.numFree) found.push(["free", 0]);
   for (const seq of state.living) {
     if (seq.status === "running" && seq.table.length < Math.ceil(seq.computed / size)) found.push(["tables", seq.number]);
   }

@@ -17,27 +17,43 @@ export function layOut(numCells, width) {
   return { size: 4, columns, height: Math.ceil(numCells / columns) * 4 };
 }
 
-// How each block looks: [owners, filled share, cached, rank among the next to be handed out, chosen]
+// How each block looks, as numbers that are quickly compared: up to three owners, how many there are, whose contents it
+// holds, and in one number: filled slots, the rank among the free ones (1 … 9), cached, chosen, dimmed.
+const FIELDS = ["own1", "own2", "own3", "count", "writer", "bits"];
+
 export function looksOf(state, numCells, choice) {
-  const owners = state.owners();
-  const ranks = new Map(state.freeOrder.slice(0, 9).map((b, i) => [b, i + 1]));
-  const looks = [];
+  const looks = Object.fromEntries(FIELDS.map((name) => [name, new Int32Array(numCells + 1)]));
+  const isChosen = new Uint8Array(numCells + 1);
+  for (const seq of state.seqs.values()) {
+    for (const b of seq.table) {
+      const count = ++looks.count[b];
+      if (count <= 3) looks[FIELDS[count - 1]][b] = seq.number;
+      if (seq.number === choice.seq) isChosen[b] = 1;
+    }
+  }
+  const ranks = new Map(state.firstFree(9).map((b, i) => [b, i + 1]));
   for (let b = 1; b <= numCells; b++) {
-    const own = owners.get(b) ?? [];
-    looks.push({
-      owners: own,
-      filled: own.length || state.serial[b] ? state.filled[b] / state.blockSize : 0,
-      cached: state.serial[b] !== 0,
-      writer: state.writer[b],
-      rank: ranks.get(b) ?? 0,
-      chosen: choice.block === b,
-      dimmed: choice.seq != null && !own.includes(choice.seq),
-    });
+    const holds = looks.count[b] || state.serial[b];
+    if (!looks.count[b]) looks.writer[b] = state.writer[b];
+    const flags = (state.serial[b] ? 1 : 0) | (choice.block === b ? 2 : 0) | (choice.seq != null && !isChosen[b] ? 4 : 0);
+    looks.bits[b] = (((holds ? state.filled[b] : 0) << 4) | (ranks.get(b) ?? 0)) * 8 + flags;
   }
   return looks;
 }
 
-const keyOf = (look) => `${look.owners} ${look.filled} ${look.cached} ${look.writer} ${look.rank} ${look.chosen} ${look.dimmed}`;
+function lookAt(looks, b, blockSize) {
+  const bits = looks.bits[b];
+  return {
+    owners: [looks.own1[b], looks.own2[b], looks.own3[b]].filter(Boolean),
+    count: looks.count[b],
+    filled: (bits >> 7) / blockSize,
+    rank: (bits >> 3) & 15,
+    cached: (bits & 1) > 0,
+    chosen: (bits & 2) > 0,
+    dimmed: (bits & 4) > 0,
+    writer: looks.writer[b],
+  };
+}
 
 function drawCell(context, look, x, y, size, theme, ink) {
   const [inner, left, top] = [size - GAP, x, y];
@@ -64,7 +80,7 @@ function drawCell(context, look, x, y, size, theme, ink) {
 }
 
 function drawOwned(context, look, left, top, inner, theme, ink) {
-  const shown = look.owners.slice(0, 3);
+  const shown = look.owners;
   const width = inner / shown.length;
   const tall = look.filled * inner;
   shown.forEach((number, i) => {
@@ -76,7 +92,7 @@ function drawOwned(context, look, left, top, inner, theme, ink) {
     context.fillRect(left + i * width, top + inner - tall, width, tall);
   });
   context.globalAlpha = 1;
-  const several = look.owners.length > 1;
+  const several = look.count > 1;
   if (several && inner < 15) {
     context.fillStyle = ink.text;
     const dot = Math.max(1.5, inner / 4);
@@ -96,7 +112,7 @@ function drawLabel(context, look, left, top, inner, theme, ink, several) {
   context.fillRect(left + inner - badge, top, badge, badge);
   context.fillStyle = ink.surface;
   context.font = `700 ${badge * 0.85}px system-ui, sans-serif`;
-  context.fillText(look.owners.length, left + inner - badge / 2, top + badge / 2 + 0.5);
+  context.fillText(look.count, left + inner - badge / 2, top + badge / 2 + 0.5);
 }
 
 function drawCached(context, look, left, top, inner, theme, ink) {
@@ -116,7 +132,7 @@ export function Pool({ run, frame, state }) {
   const { t, theme, choice, choose } = useView();
   const [ref, width] = useWidth();
   const canvas = useRef(null);
-  const drawn = useRef([]);
+  const drawn = useRef(null);
   const numCells = Math.max(1, Math.min(run.replay.numBlocks, Math.max(24, run.replay.top)));
   const grid = useMemo(() => layOut(numCells, width || 300), [numCells, width]);
 
@@ -126,14 +142,15 @@ export function Pool({ run, frame, state }) {
     const ink = { surface: cssColor("surface"), empty: cssColor("empty"), soft: cssColor("soft"), text: cssColor("text") };
     [context.textAlign, context.textBaseline] = ["center", "middle"];
     const style = `${theme} ${grid.size} ${grid.columns} ${run.name}`;
-    if (isNew || drawn.current.style !== style) drawn.current = Object.assign([], { style });
-    looksOf(state, numCells, choice).forEach((look, i) => {
-      const key = keyOf(look);
-      if (drawn.current[i] === key) return;
-      drawn.current[i] = key;
-      look.label = look.owners.length ? run.label(look.owners[0]) : "";
-      drawCell(context, look, (i % grid.columns) * grid.size, Math.floor(i / grid.columns) * grid.size, grid.size, theme, ink);
-    });
+    const old = isNew || drawn.current?.style !== style ? null : drawn.current.looks;
+    const looks = looksOf(state, numCells, choice);
+    for (let b = 1; b <= numCells; b++) {
+      if (old && FIELDS.every((name) => old[name][b] === looks[name][b])) continue;
+      const look = lookAt(looks, b, state.blockSize);
+      if (look.owners.length) look.label = run.label(look.owners[0]);
+      drawCell(context, look, ((b - 1) % grid.columns) * grid.size, Math.floor((b - 1) / grid.columns) * grid.size, grid.size, theme, ink);
+    }
+    drawn.current = { style, looks };
   });
 
   const pick = (event) => {
@@ -153,7 +170,7 @@ export function Pool({ run, frame, state }) {
   return html`<section class="card pool">
     <h2>${t("pool")}</h2>
     <div class="wide" ref=${ref}>
-      <canvas ref=${canvas} tabindex="0" role="application" aria-label=${t("poolLabel")}
+      <canvas ref=${canvas} tabindex="0" role="application" aria-label=${t("poolLabel")} data-size=${grid.size} data-columns=${grid.columns}
         style=${{ width: `${grid.columns * grid.size}px`, height: `${grid.height}px` }} onClick=${pick} onKeyDown=${move}></canvas>
     </div>
     ${rest > 0 && html`<p class="soft">${t("poolRest", { count: rest.toLocaleString() })}</p>`}
@@ -185,8 +202,8 @@ function Legend() {
   const canvas = useRef(null);
   const size = 24;
   const looks = [
-    ["legendOwned", { owners: [1], filled: 0.75, label: "a" }],
-    ["legendShared", { owners: [1, 2], filled: 1, label: "" }],
+    ["legendOwned", { owners: [1], count: 1, filled: 0.75, label: "a" }],
+    ["legendShared", { owners: [1, 2], count: 2, filled: 1 }],
     ["legendCached", { owners: [], filled: 1, cached: true, writer: 1 }],
     ["legendNext", { owners: [], filled: 0, rank: 1 }],
   ];

@@ -261,8 +261,12 @@ export class Replay {
   // ---- counts
 
   get freeOrder() {
+    return this.firstFree(this.numBlocks + 1);
+  }
+
+  firstFree(count) {
     const order = [];
-    for (let b = this.next[0]; b !== 0 && order.length <= this.numBlocks; b = this.next[b]) order.push(b);
+    for (let b = this.next[0]; b !== 0 && order.length < count; b = this.next[b]) order.push(b);
     return order;
   }
 

@@ -1,10 +1,11 @@
 // A row a request, a column a step. The rows are drawn once; the line of the present step moves over them.
 
 import { cssColor, ownerColor } from "./colors.js";
-import { fitCanvas, formatTime, html, useEffect, useRef, useView, useWidth } from "./ui.js";
+import { fitCanvas, formatTime, html, useEffect, useMemo, useRef, useState, useView, useWidth } from "./ui.js";
 
 const ROW = 18;
 const LABEL = 150;
+const ROWS = 22; // more than fit into the box
 const KINDS = ["queued", "prefill", "decode", "idle", "preempted", "swapped"];
 
 function drawRow(context, run, request, y, scale, theme, width) {
@@ -47,39 +48,52 @@ export function drawSpan(context, kind, color, x, y, w, height) {
   }
 }
 
+const inTime = (seconds) => formatTime(seconds === null ? null : 1e6 * seconds);
+
 export function Timeline({ run, frame, goTo }) {
   const { t, theme, choice, choose } = useView();
   const [ref, width] = useWidth();
   const canvas = useRef(null);
-  const requests = [...run.requests.values()].filter((one) => one.seqs[0] > 0);
+  const [top, setTop] = useState(0); // the first row that can be seen; rows out of sight are not drawn
+  const requests = useMemo(() => [...run.requests.values()].filter((one) => one.number > 0), [run, run.requests.size]);
+  const shown = useMemo(() => requests.slice(top, top + ROWS), [requests, top]);
   const plot = Math.max(60, width - LABEL);
   const scale = plot / Math.max(1, run.frames.length);
-  const height = Math.max(ROW, requests.length * ROW);
+  const height = Math.max(1, shown.length) * ROW;
+  const chosen = choice.seq === null || choice.seq === undefined ? null : run.requestOf(choice.seq);
   useEffect(() => {
     if (!width) return;
-    const { context } = fitCanvas(canvas.current, plot, Math.min(height, 16000));
+    const { context } = fitCanvas(canvas.current, plot, height);
     context.clearRect(0, 0, plot, height);
-    requests.forEach((request, i) => drawRow(context, run, request, i * ROW, scale, theme, plot));
-  }, [run, run.frames.length, width, theme, requests.length]);
-  const chosen = choice.seq === null || choice.seq === undefined ? null : run.requestOf(choice.seq);
+    shown.forEach((request, i) => drawRow(context, run, request, i * ROW, scale, theme, plot));
+  }, [run, run.frames.length, width, theme, shown]);
+  useEffect(() => { // keep the chosen row in sight
+    const row = requests.indexOf(chosen);
+    const box = ref.current;
+    if (row >= 0 && (row * ROW < box.scrollTop || (row + 1) * ROW > box.scrollTop + box.clientHeight)) box.scrollTop = (row - 5) * ROW;
+  }, [chosen]);
   const jump = (event) => {
     const box = canvas.current.getBoundingClientRect();
     goTo(Math.min(run.lastFrame, Math.max(0, Math.floor((event.clientX - box.left) / scale))));
-    const request = requests[Math.floor((event.clientY - box.top) / ROW)];
+    const request = shown[Math.floor((event.clientY - box.top) / ROW)];
     if (request) choose({ seq: request.number });
   };
+  const labels = useMemo(() => html`<div class="labels">${shown.map((request) => html`<button class=${chosen === request ? "on" : ""} style=${{ height: `${ROW}px` }} onClick=${() => choose({ seq: request.number })}>
+    <i style=${{ background: ownerColor(request.number, theme) }}></i><b>${request.name}</b>
+    <small>${inTime(run.ttft(request))} · ${inTime(run.tpot(request))}</small></button>`)}</div>`, [run, run.frames.length, theme, chosen, shown]);
+  const key = useMemo(() => html`<${Key} theme=${theme} />`, [theme, t]);
   return html`<section class="card timeline">
     <h2>${t("timeline")}</h2>
-    <div class="scroll" ref=${ref}><div class="chart" style=${{ height: `${height}px` }}>
-      <div class="labels">${requests.map((request) => html`<button class=${chosen === request ? "on" : ""} style=${{ height: `${ROW}px` }} onClick=${() => choose({ seq: request.number })}>
-        <i style=${{ background: ownerColor(request.number, theme) }}></i><b>${request.name}</b>
-        <small>${formatTime(run.ttft(request) === null ? null : 1e6 * run.ttft(request))} · ${formatTime(run.tpot(request) === null ? null : 1e6 * run.tpot(request))}</small></button>`)}</div>
-      <div class="plot">
-        <canvas ref=${canvas} style=${{ width: `${plot}px`, height: `${height}px` }} onClick=${jump} role="img" aria-label=${t("timeline")}></canvas>
-        <div class="now" style=${{ transform: `translateX(${frame * scale}px)`, width: `${Math.max(2, scale)}px` }}></div>
-      </div>
-    </div></div>
-    <${Key} theme=${theme} />
+    <div class="scroll" ref=${ref} tabindex="0" onScroll=${(event) => setTop(Math.max(0, Math.floor(event.target.scrollTop / ROW) - 2))}>
+      <div style=${{ height: `${requests.length * ROW}px` }}><div class="chart" style=${{ transform: `translateY(${top * ROW}px)`, height: `${height}px` }}>
+        ${labels}
+        <div class="plot">
+          <canvas ref=${canvas} style=${{ width: `${plot}px`, height: `${height}px` }} onClick=${jump} role="img" aria-label=${t("timeline")}></canvas>
+          <div class="now" style=${{ transform: `translateX(${frame * scale}px)`, width: `${Math.max(2, scale)}px` }}></div>
+        </div>
+      </div></div>
+    </div>
+    ${key}
     ${chosen && html`<${Facts} run=${run} request=${chosen} goTo=${goTo} />`}
   </section>`;
 }
@@ -87,12 +101,10 @@ export function Timeline({ run, frame, goTo }) {
 // The chosen request in words: when it was what, and its latencies.
 function Facts({ run, request, goTo }) {
   const { t } = useView();
-  const ttft = run.ttft(request);
-  const tpot = run.tpot(request);
   return html`<p class="facts"><b>${t("request")} ${request.name}</b>:
     ${request.spans.map(({ kind, start, stop }) => html`<button onClick=${() => goTo(start)}>${t(`kind.${kind}`)} ${run.frames[start].step}${stop - start > 1 ? `–${run.frames[stop - 1].step}` : ""}</button>`)}
     ${request.isOver && html`<button onClick=${() => goTo(request.end)}>${t(`reason.${request.reason}`)} ${run.frames[Math.min(request.end, run.lastFrame)].step - 1}</button>`}
-    <span>${t("ttft")} ${formatTime(ttft === null ? null : 1e6 * ttft)}, ${t("tpot")} ${formatTime(tpot === null ? null : 1e6 * tpot)}</span></p>`;
+    <span>${t("ttft")} ${inTime(run.ttft(request))}, ${t("tpot")} ${inTime(run.tpot(request))}</span></p>`;
 }
 
 function Key({ theme }) {

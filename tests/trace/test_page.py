@@ -1,0 +1,354 @@
+"""The page in Chromium: its replay is the engine's state, blocks are where and whose they are, keys and links work, and
+nothing is loaded or complained about.
+"""
+
+import base64
+import gzip
+import json
+import re
+import shutil
+
+import pytest
+
+from nanovllm.trace.page import make_page
+from tests.trace_traffic import Lines, RecordedRun, random_run
+
+pytestmark = pytest.mark.browser
+
+LIGHT = ["#0072b2", "#e69f00", "#009e73", "#d55e00"]  # of the first owners
+
+STATES = """([segments]) => {
+  const states = {};
+  for (const [header, ...lines] of segments) {
+    const replay = new nanovllm.Replay(header);
+    for (const line of lines) for (const event of line.events) {
+      replay.apply(event);
+      if (event[0] !== "schedule") continue;
+      const seqs = replay.living.map((seq) => [`${seq.request} ${seq.sample}`,
+        [seq.status, seq.computed, seq.table.slice(), seq.host, seq.tokens.slice(0, seq.known)]]);
+      const cached = [];
+      replay.serial.forEach((serial, b) => serial && cached.push([b, replay.hashes.get(serial), serial]));
+      states[replay.step] = { refs: [...replay.refs.slice(1)], free: replay.freeOrder, cached,
+        seqs: Object.fromEntries(seqs), stored: replay.countStored(), broken: replay.broken };
+    }
+  }
+  return states;
+}"""
+
+
+class Recorder(list):
+    """The console's errors, and what the page has asked the network for."""
+
+    def watch(self, page):
+        page.on("console", lambda message: self.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.append(str(error)))
+        page.on("request", lambda request: None if is_local(request.url) else self.append(request.url))
+
+
+def is_local(url):
+    return url.split(":")[0] in ("file", "data", "blob")
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(chromium, tmp_path):
+    """Opens the page of some recordings (lists of lines); at the end nothing may have been complained about."""
+    troubles, pages = Recorder(), []
+
+    def open_page(*recordings, at="", width=1440):
+        paths = []
+        for i, lines in enumerate(recordings):
+            paths.append(tmp_path / f"{'ab'[i]}.jsonl")
+            paths[-1].write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / "run.html").write_text(make_page(paths), encoding="utf-8")
+        page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme="light", locale="en-US")
+        pages.append(page)
+        troubles.watch(page)
+        page.goto((tmp_path / "run.html").as_uri() + at)
+        page.wait_for_selector("body[data-ready]")
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
+    assert troubles == []
+
+
+@pytest.fixture(scope="module")
+def known():
+    """(lines, states) of a run in which a prefix is shared, a fork copies, and a request is preempted and waits."""
+    lines = Lines()
+    run = RecordedRun(lines, num_blocks=8, block_size=4, budget=12, max_num_seqs=4)
+    run.add([1] * 9, max_tokens=16)
+    run.add([1] * 6, n=2, max_tokens=6)
+    run.add([2] * 10, max_tokens=4)
+    run.finish()
+    run.stats.close()
+    [segment] = lines.segments
+    return segment, run.stats.states
+
+
+def step_of(page):
+    return page.locator("#step").inner_text()
+
+
+def cell_color(page, block):
+    """The colour near the bottom of a block's cell, where it is filled first."""
+    return page.evaluate(
+        """(block) => {
+          const canvas = document.querySelector(".pool canvas"), size = Number(canvas.dataset.size);
+          const ratio = devicePixelRatio, columns = Number(canvas.dataset.columns), i = block - 1;
+          const x = ((i % columns) + 0.2) * size * ratio, y = (Math.floor(i / columns) + 0.85) * size * ratio;
+          const [r, g, b] = canvas.getContext("2d").getImageData(x, y, 1, 1).data;
+          return "#" + [r, g, b].map((one) => one.toString(16).padStart(2, "0")).join("");
+        }""",
+        block,
+    )
+
+
+# ---- the replay
+
+
+@pytest.mark.parametrize("limit", [10**9, 25])
+def test_pages_own_replay_is_the_state_of_the_engine_at_every_step(show, known, limit):
+    page = show(known[0])
+    codes, num_steps = set(), 0
+    for seed in range(5):
+        run = random_run(seed, limit)
+        segments = run.stats._sink.segments
+        codes |= {event[0] for segment in segments for line in segment[1:] for event in line["events"]}
+        found = page.evaluate(STATES, [segments])
+        assert len(found) == len(run.stats.states)
+        for step, state in run.stats.states.items():
+            mine = found[str(step)]
+            assert mine["broken"] == []
+            assert mine["refs"] == state["ref_counts"]
+            assert mine["free"] == state["free"]
+            assert {b: (block_hash, serial) for b, block_hash, serial in mine["cached"]} == state["cached"]
+            names = {f"{request} {sample}": list(one) for (request, sample), one in state["seqs"].items()}
+            assert mine["seqs"] == names
+            num_steps += 1
+    assert len(codes) > 15
+    assert num_steps > 200
+
+
+def test_scrubbing_to_any_step_from_anywhere_shows_the_same_state(show):
+    run = random_run(3)
+    page = show(run.stats._sink.segments[0])
+    same = page.evaluate(
+        """() => {
+          const [run] = nanovllm.runs, one = new nanovllm.Run("x", run.header);
+          const look = (state) => JSON.stringify([state.refs, state.filled, state.freeOrder, state.living]);
+          const straight = run.frames.map((_, i) => look(run.stateAt(i)));
+          let seed = 7;
+          for (let k = 0; k < 300; k++) {
+            seed = (seed * 1103515245 + 12345) % 2147483648;
+            const i = seed % run.frames.length;
+            if (look(run.stateAt(i)) !== straight[i]) return i;
+          }
+          return run.keyframes.length > 2;
+        }"""
+    )
+    assert same is True
+
+
+def test_recording_that_contradicts_the_engine_is_shown_as_broken(show, known):
+    lines = json.loads(json.dumps(known[0]))
+    schedule = next(event for event in lines[3]["events"] if event[0] == "schedule")
+    schedule[7] += 1  # blocks that the engine says are free
+    page = show(lines)
+    assert page.locator(".invariants .bad").count() == 1
+    assert "the engine says" in page.locator(".invariants .bad").inner_text()
+    assert show(known[0]).locator(".invariants .bad").count() == 0
+
+
+# ---- what is seen
+
+
+def test_blocks_have_the_colours_of_their_owners_at_every_step(show, known):
+    lines, states = known
+    page = show(lines)
+    numbers = {("seq-0", 0): 1, ("seq-1", 0): 2, ("seq-2", 0): 3, ("seq-1", 1): 4}
+    seen = set()
+    for step, state in states.items():
+        page.evaluate(f"location.hash = 'step={step}'")
+        page.locator("#step", has_text=f"Step {step} ").wait_for()
+        page.wait_for_timeout(30)
+        owner = {}
+        for name, (_, _, table, _, _) in state["seqs"].items():
+            for block in table:
+                owner[block] = min(owner.get(block, 9), numbers[name])
+        for block in range(1, 9):
+            color = cell_color(page, block)
+            if block in owner:
+                assert color == LIGHT[owner[block] - 1], (step, block)
+                seen.add(owner[block])
+            else:
+                assert color not in LIGHT, (step, block)
+    assert seen == {1, 2, 3, 4}
+
+
+def test_step_says_who_waits_and_why_and_what_was_preempted(show, known):
+    lines, states = known
+    page = show(lines, at="#step=1")
+    events = [event for line in lines[1:] for event in line["events"]]
+    wait = next(event for event in events if event[0] == "wait" and event[2] == "blocks")
+    step = next(e[1] for e in events[events.index(wait) :] if e[0] == "schedule")
+    page.evaluate(f"location.hash = 'step={step}'")
+    page.locator(".step", has_text=f"waits: needs {wait[3]} blocks, {wait[4]} free for it").wait_for()
+    counts = page.locator(".counts").inner_text()
+    used = sum(count > 0 for count in states[step]["ref_counts"])
+    shared = sum(count > 1 for count in states[step]["ref_counts"])
+    assert counts.split()[:2] == [str(used), "owned"]
+    assert f"{shared}\nshared" in counts
+    preempt = next(event for event in events if event[0] == "preempt")
+    step = next(e[1] for e in events[events.index(preempt) :] if e[0] == "schedule")
+    page.evaluate(f"location.hash = 'step={step}'")
+    page.locator(".events .is-preempt", has_text="is preempted: ").wait_for()
+    assert "is preempted: " in page.locator(".highlights").inner_text()
+
+
+def test_block_and_sequence_show_their_insides(show, known):
+    lines, states = known
+    page = show(lines, at="#step=3&seq=1")
+    status, computed, table, _, tokens = states[3]["seqs"]["seq-0", 0]
+    shown = page.locator(".sequence .table").first.locator("b").all_inner_texts()
+    assert [int(one) for one in shown] == table
+    slots = [int(one) for one in page.locator(".sequence .slots b").all_inner_texts()]
+    assert slots == [table[(computed - 1) // 4] * 4 + (computed - 1) % 4]
+    canvas = page.locator(".pool canvas").first
+    size, columns = int(canvas.get_attribute("data-size")), int(canvas.get_attribute("data-columns"))
+    at = table[0] - 1
+    canvas.click(position={"x": (at % columns + 0.5) * size, "y": (at // columns + 0.5) * size})
+    text = page.locator(".block").inner_text()
+    assert f"Block {table[0]}" in text
+    assert states[3]["cached"][table[0]][0] in text, "its hash"
+    assert "4 of 4 slots" in text
+    page.wait_for_url(f"**block={table[0]}")
+
+
+def test_event_leads_to_its_source(show, known):
+    page = show(known[0], at="#step=1")
+    page.locator(".events .source", has_text="take").first.click()
+    dialog = page.get_by_role("dialog")
+    assert "def _take(self, seq" in dialog.inner_text()
+    assert "scheduling/block_manager.py:" in dialog.inner_text()
+    page.keyboard.press("Escape")
+    assert dialog.count() == 0
+
+
+# ---- how it is used
+
+
+def test_keys_scrub_play_and_choose(show, known):
+    lines, states = known
+    page, last = show(lines), len(states)
+    press = page.keyboard.press
+    assert step_of(page) == f"Step 1 of {last}"
+    for key, step in [("ArrowRight", 2), ("ArrowRight", 3), ("ArrowLeft", 2), ("Shift+ArrowRight", 12), ("Home", 1)]:
+        press(key)
+        page.locator("#step", has_text=f"Step {step} of {last}").wait_for()
+    press("End")
+    page.locator("#step", has_text=f"The end, after step {last}").wait_for()
+    press("Home")
+    press(" ")
+    page.locator("#step", has_text=re.compile("^Step ([2-9]|1[0-9]) ")).wait_for()
+    press(" ")
+    press("ArrowDown")
+    page.locator(".sequence h2", has_text="Sequence seq-0").wait_for()
+    press("ArrowDown")
+    page.locator(".sequence h2", has_text="Sequence seq-1").wait_for()
+    press("Escape")
+    page.locator(".sequence").wait_for(state="detached")
+    page.locator(".pool canvas").first.focus()
+    before = step_of(page)
+    press("ArrowRight")
+    press("ArrowRight")
+    page.locator(".block h2", has_text="Block 2").wait_for()
+    assert step_of(page) == before, "in the pool, arrows choose a block"
+
+
+def test_links_keep_step_choice_language_and_theme(show, known):
+    page = show(known[0], at="#step=5&seq=2&block=3&lang=zh&theme=dark")
+    assert step_of(page).startswith("第 5 步")
+    assert "块 3" in page.locator(".block h2").inner_text()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.keyboard.press("l")
+    page.keyboard.press("d")
+    page.keyboard.press("ArrowRight")
+    page.locator("#step", has_text="Step 6 ").wait_for()
+    page.wait_for_url("**#step=6&seq=2&block=3&lang=en&theme=light")
+    page.evaluate("location.hash = 'step=9999'")
+    page.locator("#step", has_text="The end").wait_for()
+
+
+def test_two_recordings_are_scrubbed_together(show, known, tmp_path):
+    run = RecordedRun(Lines(), num_blocks=8, block_size=4, budget=12, enable_prefix_caching=False)
+    run.add([1] * 9, max_tokens=5)
+    run.finish()
+    [second] = run.stats._sink.segments
+    page = show(known[0], second, at="#step=3")
+    assert page.locator(".recording").count() == 2
+    assert [one.split(":")[1].strip() for one in page.locator(".step h2").all_inner_texts()] == ["3", "3"]
+    page.keyboard.press("ArrowRight")
+    page.locator(".step h2", has_text=": 4").nth(1).wait_for()
+    assert [one.split(":")[1].strip() for one in page.locator(".step h2").all_inner_texts()] == ["4", "4"]
+    alone = show(known[0])
+    text = "".join(json.dumps(line) + "\n" for line in second)
+    alone.set_input_files("input[type=file]", {"name": "b.jsonl", "mimeType": "text/plain", "buffer": text.encode()})
+    alone.locator(".recording").nth(1).wait_for()
+    alone.get_by_text("Close the second").click()
+    alone.set_input_files("input[type=file]", {"name": "c.jsonl", "mimeType": "text/plain", "buffer": b"not json"})
+    alone.wait_for_selector("[role=alert]")
+    assert "c.jsonl is no recording" in alone.locator("[role=alert]").inner_text()
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_nothing_runs_over_the_side(show, known, width, lang):
+    page = show(known[0], at=f"#step=4&seq=2&block=1&lang={lang}", width=width)
+    for _ in range(3):
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.keyboard.press("Shift+ArrowRight")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_can_be_read_on_its_ground(show, known, theme):
+    """WCAG's contrast of 4.5 for every text that is shown."""
+    page = show(known[0], at=f"#step=4&seq=2&block=1&theme={theme}")
+    low = page.evaluate(
+        """() => {
+          const parse = (c) => c.match(/[\\d.]+/g).map(Number);
+          const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+            .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+            .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+          const ground = (e) => { for (; e; e = e.parentElement) {
+            const c = parse(getComputedStyle(e).backgroundColor); if (c.length < 4 || c[3] > 0) return c; }
+            return [255, 255, 255]; };
+          const low = [];
+          for (const e of document.querySelectorAll("#app *")) {
+            if (![...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim())) continue;
+            const a = light(parse(getComputedStyle(e).color)), b = light(ground(e));
+            const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+            if (contrast < 4.5) low.push([e.textContent.slice(0, 40), contrast]);
+          }
+          return low;
+        }"""
+    )
+    assert low == []
+
+
+def test_embedded_data_is_what_was_recorded(show, known):
+    page = show(known[0])
+    data = page.evaluate("document.querySelector('script[data-name]').textContent")
+    assert [json.loads(line) for line in gzip.decompress(base64.b64decode(data)).splitlines()] == known[0]
