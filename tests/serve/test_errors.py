@@ -225,7 +225,7 @@ def test_a_template_that_refuses_its_messages(client, llm, monkeypatch):
     monkeypatch.setattr(llm.engine.tokenizer, "chat_template", "{{ raise_exception('Roles must alternate') }}")
     assert "Roles must alternate" in check_error(client.post(CHAT, {"messages": MESSAGES}), 400, "messages")
     monkeypatch.setattr(llm.engine.tokenizer, "chat_template", None)
-    assert "no chat template" in check_error(client.post(CHAT, {"messages": MESSAGES}), 400)
+    assert "no chat template" in check_error(client.post(CHAT, {"messages": MESSAGES}), 400, "messages")
 
 
 def test_a_body_that_is_not_declared_as_json(client):
