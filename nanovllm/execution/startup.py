@@ -20,6 +20,7 @@ from nanovllm.execution.cuda_graph import ReplayedDecodes, record_graphs
 from nanovllm.execution.loader import load_model
 from nanovllm.execution.memory_advice import advice_on_start_memory
 from nanovllm.execution.model_runner import ModelRunner
+from nanovllm.execution.threads import limit_threads
 from nanovllm.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ def start_runner(
     sizes = StepSizes(max_num_batched_tokens, config.max_num_seqs, max_model_len)
     clock = PartsClock()
     with clock.part("backend"):
+        if device.type == "cpu":
+            limit_threads()
         backend, description = make_backend(config, device, dtype, shape)
         draw = choose_draw(config, device, backend)
         has_graphs, graphs = choose_graphs(config, backend, draw, device)
