@@ -10,7 +10,7 @@ import torch
 
 
 class HostBlocks:
-    """`num_blocks` blocks of the KV cache in host memory: [num_blocks, 2, num_layers, …].
+    """`num_blocks` blocks of the KV cache in host memory: [num_blocks, parts, num_layers, …].
 
     On CUDA this memory is pinned and each block is contiguous: PyTorch copies scattered memory through pageable
     memory, and the host waits for such copies.
@@ -26,7 +26,7 @@ class HostBlocks:
         """pairs: (device block, host block). The blocks are gathered before anything of this step is written."""
         sources, destinations = zip(*pairs, strict=True)
         found = as_words(kv_cache)[:, :, indices_on(kv_cache.device, sources)]
-        gathered = found.movedim(2, 0).contiguous()  # [num_moved, 2, num_layers, …]
+        gathered = found.movedim(2, 0).contiguous()  # [num_moved, parts, num_layers, …]
         host_blocks = as_words(self.tensor)
         if self._stream is None:
             host_blocks[list(destinations)] = gathered
@@ -42,7 +42,7 @@ class HostBlocks:
         sources, destinations = zip(*pairs, strict=True)
         host_blocks = as_words(self.tensor)
         if self._stream is None:
-            arrived = host_blocks[list(sources)]  # [num_moved, 2, num_layers, …]
+            arrived = host_blocks[list(sources)]  # [num_moved, parts, num_layers, …]
         else:
             current = torch.cuda.current_stream(kv_cache.device)
             shape = (len(sources), *host_blocks.shape[1:])

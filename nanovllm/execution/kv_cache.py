@@ -16,7 +16,7 @@ from nanovllm.scheduling.step import BlockMoves
 
 
 class KVCache:
-    """`tensor`: [2, num_layers, num_blocks + 1, …] as the backend shapes it; block 0 is the null block.
+    """`tensor`: [parts, num_layers, num_blocks + 1, …] as the backend shapes it; block 0 is the null block.
 
     Made without blocks, for a forward pass that measures how much memory is left for them; then `allocate`.
     """
@@ -30,7 +30,7 @@ class KVCache:
 
     @property
     def bytes_per_block(self) -> int:
-        """Of K and V of one block, in all layers."""
+        """Of all that one block holds, in all layers."""
         return torch.Size(self._backend.kv_cache_shape(self._num_layers, 1)).numel() * self._dtype.itemsize
 
     def allocate(self, num_blocks: int, num_swap_blocks: int = 0) -> None:
@@ -47,5 +47,5 @@ class KVCache:
             self.host_blocks.copy_in(self.tensor, moves.swap_ins)
         if moves.copies:
             sources, destinations = zip(*moves.copies, strict=True)
-            blocks = as_words(self.tensor)  # [2, num_layers, num_blocks + 1, …]
+            blocks = as_words(self.tensor)  # [parts, num_layers, num_blocks + 1, …]
             blocks[:, :, indices_on(self._device, destinations)] = blocks[:, :, indices_on(self._device, sources)]

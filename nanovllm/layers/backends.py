@@ -60,7 +60,9 @@ class AttentionBackend(ABC):
         return None
 
     def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-        """Begins with [2, num_layers, num_blocks] in every backend, so that `KVCache` can copy whole blocks."""
+        """[parts, num_layers, num_blocks, …]: two parts, K and V, or one of latents (`latent_attention.py`).
+
+        It begins so in every backend, and `KVCache` copies whole blocks."""
         return (2, num_layers, num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
 
     def replace_layers(self, model: nn.Module) -> None:  # noqa: B027 (most have none)
