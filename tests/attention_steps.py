@@ -25,7 +25,7 @@ def attend_with_loops(q, k, v):
     n, num_heads, head_dim = q.shape
     seq_len, num_kv_heads, _ = k.shape
     q, k, v = q.double(), k.double(), v.double()
-    out = torch.empty_like(q)
+    out = q.new_empty(n, num_heads, v.shape[-1])
     for i in range(n):
         num_seen = seq_len - n + i + 1
         for head in range(num_heads):
@@ -59,7 +59,8 @@ class Step:
         for (num_computed, num_new), needed in zip(lens, num_blocks, strict=True):
             table, ids = ids[:needed], ids[needed:]
             q = normal(num_new, backend.num_heads)
-            k, v = normal(num_computed + num_new, num_kv_heads), normal(num_computed + num_new, num_kv_heads)
+            k = normal(num_computed + num_new, num_kv_heads)
+            v = self.values_of(k, normal)
             slots = [table[i // size] * size + i % size for i in range(num_computed)]
             if slots:  # earlier steps
                 backend.store_kv(
@@ -78,8 +79,22 @@ class Step:
         self.q, self.k, self.v = torch.cat(qs), torch.cat(ks), torch.cat(vs)
         self.expected = torch.cat(expected)
 
+    def values_of(self, k, normal):
+        return normal(*k.shape[:2])
+
     def run(self, backend):
         return Attention(backend)(self.q, self.k, self.v, self.layer_cache, self.batch.metadata)
+
+
+class LatentStep(Step):
+    """Of a backend whose cache holds latents (layers/latent_attention.py): the first `rank` channels are the values."""
+
+    def __init__(self, backend, lens, seed=0, dtype=torch.float32):
+        self.rank = backend.rank
+        super().__init__(backend, lens, seed, dtype)
+
+    def values_of(self, k, normal):
+        return k[..., : self.rank]
 
 
 def check_close(out, step):

@@ -4,8 +4,9 @@ Each choice is made once, at start-up, and comes with its reason. Called by `sta
 """
 
 import importlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -22,6 +23,12 @@ BACKENDS = {  # best first; a module is imported only when `select_backend` trie
     "triton": "nanovllm.kernels.cuda.triton_attention.TritonAttention",
     "torch": "nanovllm.layers.backends.TorchAttention",
 }
+LATENT_BACKENDS = {  # the same for models whose cache holds latents; None has no such attention
+    "flash_attn": None,
+    "cpu": "nanovllm.kernels.cpu.latent_attention.CpuLatentAttention",
+    "triton": None,
+    "torch": "nanovllm.layers.latent_attention.TorchLatentAttention",
+}
 
 
 def make_backend(
@@ -29,10 +36,13 @@ def make_backend(
 ) -> tuple[AttentionBackend, str]:
     """The backend, and a line that says what was chosen and why."""
     choice = (config.attention_backend, device, dtype, shape.head_dim, config.block_size, config.kv_cache_dtype)
-    backend_class, reasons = select_backend(*choice, shape.attention_options())
+    is_latent = shape.latent_rank is not None
+    paths = LATENT_BACKENDS if is_latent else BACKENDS
+    backend_class, reasons = select_backend(*choice, shape.attention_options(), paths)
     block_size = config.block_size or backend_class.default_block_size
     heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
-    backend = backend_class(*heads, block_size, dtype, config.kv_cache_dtype)
+    latent: dict[str, Any] = {"rank": shape.latent_rank} if is_latent else {}
+    backend = backend_class(*heads, block_size, dtype, config.kv_cache_dtype, **latent)
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     return backend, f"{reasons}; {backend.instructions} on {device}{threads}, {dtype}, blocks of {block_size}"
 
@@ -50,7 +60,9 @@ def choose_draw(config: Config, device: torch.device, backend: AttentionBackend)
     return draw_greedily_by(backend.argmax)
 
 
-def choose_graphs(config: Config, backend: AttentionBackend, draw: Draw, device: torch.device) -> tuple[bool, str]:
+def choose_graphs(
+    config: Config, backend: AttentionBackend, draw: Draw, device: torch.device, num_experts: int = 0
+) -> tuple[bool, str]:
     """Whether decodes are replayed from CUDA graphs; and on CUDA the reason, for the log."""
     reason = None
     if device.type != "cuda":
@@ -59,6 +71,8 @@ def choose_graphs(config: Config, backend: AttentionBackend, draw: Draw, device:
         reason = "enforce_eager=True"
     elif not backend.supports_graphs:
         reason = "this attention backend reads lengths back to the host"
+    elif num_experts:
+        reason = "tokens are grouped by expert on the host"
     elif draw is draw_tokens:
         reason = "without triton, drawing tokens makes the host wait"
     elif config.enable_cuda_graphs is False:
@@ -80,11 +94,15 @@ def select_backend(
     block_size: int | None = None,
     kv_cache_dtype: str = "auto",
     options: Collection[AttentionOptions] = (),
+    paths: Mapping[str, str | None] = BACKENDS,
 ) -> tuple[type[AttentionBackend], str]:
     """The backend called `name`, or for `auto` the best that runs here; and a line that says why it was chosen."""
     reasons: list[str] = []
-    for candidate, path in BACKENDS.items():
+    for candidate, path in paths.items():
         if name not in ("auto", candidate):
+            continue
+        if path is None:
+            reasons.append(f"not {candidate}: it has no latent attention")
             continue
         module, _, class_name = path.rpartition(".")
         backend_class: type[AttentionBackend] = getattr(importlib.import_module(module), class_name)

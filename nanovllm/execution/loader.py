@@ -171,9 +171,12 @@ def load_model(
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Copy each tensor of the checkpoint into its place; ValueError if checkpoint and model don't match exactly."""
     places = checkpoint_places(model)
+    is_unused = getattr(model, "is_unused", lambda name: False)  # a network has it whose checkpoints hold more
     filled: dict[int, str] = {}
     for name, tensor in iterate_checkpoint(folder):
         if name not in places:
+            if is_unused(name):
+                continue
             raise ValueError(
                 f"unexpected tensor {name} {list(tensor.shape)} in {folder}: the model has no place for it"
             )

@@ -56,7 +56,7 @@ def start_runner(
             limit_threads()
         backend, description = make_backend(config, device, dtype, shape)
         draw = choose_draw(config, device, backend)
-        has_graphs, graphs = choose_graphs(config, backend, draw, device)
+        has_graphs, graphs = choose_graphs(config, backend, draw, device, shape.num_experts)
         description += graphs
     logger.info(description)
     with clock.part("weights"):

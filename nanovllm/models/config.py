@@ -40,6 +40,11 @@ class ModelConfig:
     hidden_act: str = "silu"
     windows: tuple[int | None, ...] = ()
     """Of each layer: how many tokens a token sees, itself included; None, or no entry, is all of them."""
+    latent_rank: int | None = None
+    """Channels of a token's latent that are values, where the cache holds latents (layers/latent_attention.py); None:
+    where it holds K and V."""
+    num_experts: int = 0
+    """In each layer's mixture of experts; 0 is one feed-forward network."""
     initializer_range: float = 0.02
     dtype: str = "float32"
 

@@ -14,12 +14,16 @@ from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.models.config import ModelConfig
 
 ARCHITECTURES = {  # by the name that config.json has in `architectures`: module and class in this folder
+    "DeepseekV2ForCausalLM": "deepseek.DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "deepseek.DeepseekV3ForCausalLM",
     "Gemma3ForCausalLM": "gemma3.Gemma3ForCausalLM",
     "LlamaForCausalLM": "llama.LlamaForCausalLM",
     "MistralForCausalLM": "llama.MistralForCausalLM",
+    "MixtralForCausalLM": "mixtral.MixtralForCausalLM",
     "Phi3ForCausalLM": "phi3.Phi3ForCausalLM",
     "Qwen2ForCausalLM": "qwen2.Qwen2ForCausalLM",
     "Qwen3ForCausalLM": "qwen3.Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "qwen3_moe.Qwen3MoeForCausalLM",
 }
 
 

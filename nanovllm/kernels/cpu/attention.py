@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.cpu.decoder_layer import fuse_layers
+from nanovllm.kernels.cpu.experts import fuse_experts
 from nanovllm.kernels.cpu.layers import replace_layers
 from nanovllm.kernels.cpu.library import LANES, NoLibraryError, load_library, masking
 from nanovllm.layers.attention import AttentionMetadata
@@ -45,6 +46,7 @@ class CpuAttention(AttentionBackend):
 
     def replace_layers(self, model: nn.Module) -> None:
         replace_layers(model, self.dtype)
+        fuse_experts(model, self.dtype)
         fuse_layers(model, self)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:

@@ -459,6 +459,9 @@ void decoder_layer(const struct layer *l, const struct step *s, element *x, uint
     free(product);
 }
 
+#include "experts.h"
+#include "latent.h"
+
 const char *instructions(void) {
 #if defined HAS_TILES && defined AMX
     return "AMX BF16";

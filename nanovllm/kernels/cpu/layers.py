@@ -15,7 +15,9 @@ from torch import nn
 from nanovllm.kernels.cpu.library import LANES, Library, keep_freed_memory, load_library
 from nanovllm.layers.activation import GeluAndMul, SiluAndMul
 from nanovllm.layers.embedding import Embedding
+from nanovllm.layers.group_routing import SigmoidRouter
 from nanovllm.layers.linear import FusedLinear, Linear
+from nanovllm.layers.moe import Router
 from nanovllm.layers.norm import RMSNorm, UnitOffsetRMSNorm
 from nanovllm.layers.rotary import ApplyRotary, RMSNormRotary, UnitOffsetRMSNormRotary, apply_rotary
 
@@ -81,6 +83,22 @@ class CpuLinear(nn.Module):
             *(len(x), self.out_features, self.in_features, wants_floats),
         )
         return y
+
+
+class CpuRouter(CpuLinear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, torch.empty(len(x), self.out_features, dtype=torch.float32))
+
+
+class CpuSigmoidRouter(CpuRouter):
+    def __init__(self, router: SigmoidRouter, memory: HugePages) -> None:
+        super().__init__(router.weight, None, memory)
+        self.register_buffer("e_score_correction_bias", router.e_score_correction_bias.data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(x)
+        self.library.sigmoid(scores.data_ptr(), scores.numel())
+        return scores
 
 
 class CpuFusedLinear(CpuLinear):
@@ -206,6 +224,10 @@ def make_twin(layer: nn.Module, dtype: torch.dtype, memory: HugePages) -> nn.Mod
         return None if len(layer.weight) % unit else CpuRMSNorm(layer.weight, layer.eps, is_offset)
     if not has_matrix(layer):
         return None
+    if isinstance(layer, SigmoidRouter):
+        return CpuSigmoidRouter(layer, memory)
+    if isinstance(layer, Router):
+        return CpuRouter(layer.weight, None, memory)
     if isinstance(layer, FusedLinear):
         return CpuFusedLinear(layer.weight, layer.bias, memory, tuple(layer.parts.values()))
     if isinstance(layer, Linear):

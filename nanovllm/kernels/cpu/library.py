@@ -20,7 +20,7 @@ import torch
 from nanovllm.layers.masking import AttentionOptions
 
 SOURCE = Path(__file__).with_name("cpu.c")
-SOURCES = [SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("vectors", "product", "tiles"))]
+SOURCES = [SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("vectors", "product", "tiles", "experts", "latent"))]
 LANES = 16  # floats in a vector, columns in a panel
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -35,6 +35,11 @@ FUNCTIONS = {  # pointers, then sizes, then the rest
     "gelu_and_mul": [c_void_p] * 3 + [c_long] * 3,
     "argmax": [c_void_p] * 2 + [c_long] * 2,
     "decoder_layer": [c_void_p] * 5,
+    "mixture": [c_void_p] * 5 + [c_long] * 2,
+    "sigmoid": [c_void_p, c_long],
+    "store_latents": [c_void_p] * 3 + [c_long] * 2,
+    "attend_latents": [c_void_p] * 6 + [c_long] * 7 + [c_float] * 2,
+    "head_linear": [c_void_p] * 3 + [c_long] * 4,
 }
 
 
