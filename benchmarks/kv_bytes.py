@@ -1,0 +1,179 @@
+"""How many bytes of KV cache does a token take: with K and V of every head (MHA), shared (GQA, MQA), or a latent (MLA)?
+
+    python -m benchmarks.kv_bytes                                        # the shapes of some published models
+    python -m benchmarks.kv_bytes --model ../Qwen3-30B-A3B benchmarks/configs/qwen3-0.6b
+    python -m benchmarks.kv_bytes --layers 32 --heads 32 --kv-heads 8 --head-dim 128 --window 4096
+    python -m benchmarks.kv_bytes --layers 61 --heads 128 --head-dim 128 --latent-rank 512 --rope-dim 64
+
+Each model is a row as it is, beside what the same layers would take with other attention: MHA keeps 2 · heads ·
+head_dim values in each layer, GQA 2 · kv_heads · head_dim, MQA 2 · head_dim, MLA latent_rank + rope_dim. A window
+bounds what a sequence keeps, where every layer has one; where some layers have none, blocks behind the others' windows
+stay. The last columns are whole sequences. Nothing is run: `tests/test_kv_bytes.py` holds these figures against the
+caches that engines allocate.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import DTYPE_BYTES, QWEN3_06B, read_config
+from nanovllm.models.registry import find_architecture
+
+LENGTHS = (4096, 32_768, 131_072)  # of the sequences in the last columns
+MLA_RANK, MLA_ROPE_DIM = 512, 64  # DeepSeek-V2's and V3's, for models that have no latent
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What of a network decides the size of its cache."""
+
+    name: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_values: int
+    """K and V of one head, 2 · head_dim; of a model with latents, what a head's would be if it kept them."""
+    latent_rank: int | None = None
+    rope_dim: int = 0
+    window: int | None = None
+    """The widest, if every layer has a window; None: some layer sees everything."""
+
+    @property
+    def values_per_token(self) -> int:
+        if self.latent_rank is not None:
+            return self.num_layers * (self.latent_rank + self.rope_dim)
+        return self.num_layers * self.num_kv_heads * self.head_values
+
+    @property
+    def kind(self) -> str:
+        if self.latent_rank is not None:
+            return f"MLA of {self.latent_rank} + {self.rope_dim}"
+        if self.num_kv_heads in (1, self.num_heads):
+            return "MQA" if self.num_kv_heads == 1 else "MHA"
+        return f"GQA of {self.num_kv_heads}"
+
+    def values_of_sequence(self, num_tokens: int) -> int:
+        """Behind a window nothing is kept, but for the rest of a block."""
+        kept = num_tokens if self.window is None else min(num_tokens, self.window)
+        return self.values_per_token * kept
+
+    def variants(self) -> list["CacheShape"]:
+        """The same layers with each kind of attention; this one first."""
+        full = replace(self, latent_rank=None, rope_dim=0)
+        rank, rope_dim = (MLA_RANK, MLA_ROPE_DIM) if self.latent_rank is None else (self.latent_rank, self.rope_dim)
+        others = [replace(full, num_kv_heads=self.num_heads), replace(full, num_kv_heads=max(1, self.num_heads // 8))]
+        others += [replace(full, num_kv_heads=1), replace(full, latent_rank=rank, rope_dim=rope_dim)]
+        found = {self.kind: self}
+        for other in others:
+            found.setdefault(other.kind, other)
+        if self.window is not None:
+            found["without the window"] = replace(self, window=None)
+        return list(found.values())
+
+
+PUBLISHED = [
+    CacheShape("Llama 2 7B", 32, 32, 32, 256),
+    CacheShape("Llama 3.1 8B", 32, 32, 8, 256),
+    CacheShape("Mistral 7B v0.1", 32, 32, 8, 256, window=4096),
+    CacheShape("Qwen3-0.6B", 28, 16, 8, 256),
+    CacheShape("Qwen3-30B-A3B", 48, 32, 4, 256),
+    CacheShape("Mixtral 8x7B", 32, 32, 8, 256),
+    CacheShape("DeepSeek-V2-Lite", 27, 16, 16, 320, latent_rank=512, rope_dim=64),
+    CacheShape("DeepSeek-V3", 61, 128, 128, 320, latent_rank=512, rope_dim=64),
+]
+
+
+def shape_of_config(folder: Path) -> CacheShape:
+    """Of any config.json whose architecture this engine serves. ValueError for others."""
+    raw = read_config(folder)
+    _, shape = find_architecture(raw)
+    windows = [shape.window(i) for i in range(shape.num_hidden_layers)]
+    window = None if None in windows else max(w for w in windows if w is not None)
+    name, heads = folder.resolve().name, shape.num_attention_heads
+    if shape.latent_rank is None:
+        return CacheShape(name, len(windows), heads, shape.num_key_value_heads, 2 * shape.head_dim, window=window)
+    return latent_shape(name, shape, window)
+
+
+def latent_shape(name: str, shape: Any, window: int | None) -> CacheShape:
+    """Of a `DeepseekConfig`, whose heads would have keys and values of different lengths."""
+    return CacheShape(
+        name,
+        shape.num_hidden_layers,
+        shape.num_attention_heads,
+        shape.num_attention_heads,
+        shape.qk_nope_head_dim + shape.qk_rope_head_dim + shape.v_head_dim,
+        shape.kv_lora_rank,
+        shape.qk_rope_head_dim,
+        window,
+    )
+
+
+def rows_of(shape: CacheShape, bytes_per_value: int, num_kept: int | None = None) -> list[dict[str, Any]]:
+    """A row for each variant, `num_kept` at most: bytes of a token, as a share of MHA's, and of sequences."""
+    mha = replace(shape, latent_rank=None, rope_dim=0, num_kv_heads=shape.num_heads).values_per_token
+    rows = []
+    for variant in shape.variants()[:num_kept]:
+        window = "" if variant.window is None else f", window of {variant.window:,}"
+        rows.append(
+            {
+                "model": shape.name,
+                "attention": variant.kind + window,
+                "bytes_per_token": variant.values_per_token * bytes_per_value,
+                "share_of_mha": variant.values_per_token / mha,
+                "bytes_of_sequence": {n: variant.values_of_sequence(n) * bytes_per_value for n in LENGTHS},
+            }
+        )
+    return rows
+
+
+def as_table(rows: list[dict[str, Any]]) -> str:
+    lengths = " | ".join(f"{n:,} tokens" for n in LENGTHS)
+    lines = [f"| model | attention | bytes of a token | of MHA's | {lengths} |", f"|{'---|' * (4 + len(LENGTHS))}"]
+    for row in rows:
+        sequences = " | ".join(f"{size / 2**20:,.0f} MiB" for size in row["bytes_of_sequence"].values())
+        lines.append(
+            f"| {row['model']} | {row['attention']} | {row['bytes_per_token']:,} | {row['share_of_mha']:.1%} | "
+            f"{sequences} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Bytes of KV cache for each token, by kind of attention.")
+    parser.add_argument("--model", type=Path, nargs="+", help=f"folders with a config.json, such as {QWEN3_06B.name}")
+    for name in ("layers", "heads", "kv-heads", "head-dim", "latent-rank", "rope-dim", "window"):
+        parser.add_argument(f"--{name}", type=int, help="of a shape that is on no disk")
+    parser.add_argument("--dtype", default="bfloat16", choices=[*DTYPE_BYTES, "fp8"], help="of the cache")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    args = parser.parse_args()
+    bytes_per_value = 1 if args.dtype == "fp8" else DTYPE_BYTES[args.dtype]
+    try:
+        given = [shape_of_config(folder) for folder in args.model or []] + shape_of_arguments(args)
+    except ValueError as error:
+        parser.error(str(error))
+    shapes, num_kept = (given, None) if given else (PUBLISHED, 1)
+    rows = [row for shape in shapes for row in rows_of(shape, bytes_per_value, num_kept)]
+    print(json.dumps(rows) if args.json else as_table(rows))
+
+
+def shape_of_arguments(args: argparse.Namespace) -> list[CacheShape]:
+    """None or one. ValueError if what is given describes no shape."""
+    numbers = (args.layers, args.heads, args.kv_heads, args.head_dim, args.latent_rank, args.rope_dim, args.window)
+    if not any(number is not None for number in numbers):
+        return []
+    if any(number is not None and number < 1 for number in numbers):
+        raise ValueError("the numbers of a shape must be >= 1")
+    if None in (args.layers, args.heads, args.head_dim) or (args.latent_rank is None) != (args.rope_dim is None):
+        raise ValueError("a shape needs --layers, --heads and --head-dim; --latent-rank and --rope-dim go together")
+    kv_heads = args.kv_heads or args.heads
+    if args.heads % kv_heads:
+        raise ValueError(f"--heads must be a multiple of --kv-heads, got {args.heads} and {kv_heads}")
+    shape = CacheShape("the shape given", args.layers, args.heads, kv_heads, 2 * args.head_dim, window=args.window)
+    return [replace(shape, latent_rank=args.latent_rank, rope_dim=args.rope_dim or 0)]
+
+
+if __name__ == "__main__":
+    main()
