@@ -2,18 +2,23 @@
 
     python -m benchmarks.cold_start
     python -m benchmarks.cold_start --model path/or/hub-id --repeats 5 --json out.json
+    python -m benchmarks.cold_start --serve          # of `nanovllm serve`, as a client sees it
 
 Each run is a process of its own. The first has an empty cache folder, so that it compiles the CPU kernels (`first
 ever`); the others find them. Prints medians in seconds.
 """
 
 import argparse
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -29,18 +34,20 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", action="store_true", help="start a server, and ask it over HTTP")
     parser.add_argument("--started-at", type=float, help=argparse.SUPPRESS)  # in the measured process
     args = parser.parse_args()
     if args.started_at:
         print(json.dumps(start(args.model, args.load_format, args.started_at)))
         return
     with tempfile.TemporaryDirectory() as cache:
-        first, *later = [run(args, cache) for _ in range(args.repeats + 1)]
+        measure = run_server if args.serve else run
+        first, *later = [measure(args, cache) for _ in range(args.repeats + 1)]
     medians = {part: median(times[part] for times in later) for part in first}
-    print(f"| {'part':<32} | first ever | later, median of {args.repeats} |\n|---|---:|---:|")
+    print(f"| {'part':<44} | first ever | later, median of {args.repeats} |\n|---|---:|---:|")
     for part in first:
-        print(f"| {part:<32} | {first[part]:.2f} | {medians[part]:.2f} |")
-    print(f"| {'sum':<32} | {sum(first.values()):.2f} | {sum(medians.values()):.2f} |")
+        print(f"| {part:<44} | {first[part]:.2f} | {medians[part]:.2f} |")
+    print(f"| {'sum':<44} | {sum(first.values()):.2f} | {sum(medians.values()):.2f} |")
     if args.json:
         from benchmarks.common import describe_machine
 
@@ -57,6 +64,59 @@ def run(args: argparse.Namespace, cache: str) -> dict[str, float]:
     if result.returncode:
         raise RuntimeError(f"the measured process failed:\n{result.stderr}")
     return json.loads(result.stdout.splitlines()[-1])
+
+
+def run_server(args: argparse.Namespace, cache: str) -> dict[str, float]:
+    """Seconds from the start of `nanovllm serve` to the first token of a streamed answer."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "nanovllm", "serve", args.model, "--load-format", args.load_format]
+    environment = {**os.environ, "XDG_CACHE_HOME": cache}
+    begin = time.perf_counter()
+    with subprocess.Popen(
+        [*command, "--port", str(port)], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as server:
+        try:
+            wait_until(lambda: server.poll() is not None or answers(port, any_status=True))
+            listens = time.perf_counter()
+            wait_until(lambda: server.poll() is not None or answers(port))
+            is_ready = time.perf_counter()
+            read_first_token(port)
+            first_token = time.perf_counter()
+        finally:
+            server.terminate()
+    return {
+        "until the port answers: Python, imports": listens - begin,
+        "until it serves: tokenizer, kernels, weights": is_ready - listens,
+        "first token, over HTTP": first_token - is_ready,
+    }
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    while not is_true():
+        time.sleep(0.01)
+
+
+def answers(port: int, any_status: bool = False) -> bool:
+    """Whether a server is there and has its model; with `any_status`, whether a server is there."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            return True
+    except urllib.error.HTTPError:
+        return any_status
+    except OSError:
+        return False
+
+
+def read_first_token(port: int) -> None:
+    body = {"prompt": "What is paged attention?", "max_tokens": 8, "temperature": 0, "stream": True}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), headers)
+    with contextlib.closing(urllib.request.urlopen(request, timeout=60)) as response:
+        first = response.readline()
+    if not first.startswith(b"data: {") or b"choices" not in first:
+        raise RuntimeError(f"the server's first event is {first!r}")
 
 
 def start(model: str, load_format: str, started_at: float) -> dict[str, float]:

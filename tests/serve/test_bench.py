@@ -198,6 +198,11 @@ def test_times_of_one_answer(chunks):
     assert (result.prompt_tokens, result.cached_tokens, result.output_tokens) == (5, 2, 4)
 
 
+def test_tokens_without_text_come_with_the_end():
+    result = read_result(exchange((1.5, completion("", "length")), (2, USAGE)), 99)
+    assert (result.error, result.ttft, result.e2el, result.output_tokens) == (None, 1.5, 1.5, 4)
+
+
 def test_chunks_count_where_the_server_does_not():
     result = read_result(exchange((1, completion("a")), (2, completion("b", "stop"))), 99)
     assert (result.error, result.prompt_tokens, result.output_tokens, result.tpot) == (None, 99, 2, 1.0)
@@ -209,7 +214,7 @@ def test_chunks_count_where_the_server_does_not():
         (exchange((1, {"error": {"message": "full"}}), status=429), "HTTP 429: .*full"),
         (exchange((1, completion("a")), (2, {"error": {"message": "no more"}})), "error in the stream: .*no more"),
         (exchange((1, completion("a")), (2, completion("b"))), "ended before"),
-        (exchange((1, completion("", "stop")), (2, USAGE)), "no token"),
+        (exchange((1, completion("", "stop"))), "no token"),
         (Exchange(0.0, 0.0, [(1.0, b"data: {\n\n")], 2.0, 200), "not JSON"),
         (Exchange(0.0, 0.0, [], 2.0, None, "ClientError: gone"), "gone"),
     ],

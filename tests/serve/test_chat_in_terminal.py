@@ -22,6 +22,7 @@ import pytest
 from rich.console import Console
 
 from nanovllm import TINY_QWEN3, SamplingParams
+from nanovllm.engine.arg_utils import EngineArgs
 from nanovllm.serve.terminal import cli, screen
 from nanovllm.serve.terminal.answerers import AnswerError, LocalAnswerer, ServerAnswerer
 from nanovllm.serve.terminal.conversation import Cost
@@ -69,7 +70,7 @@ class FakeScreen:
 
 @pytest.fixture(scope="module")
 def local():
-    return LocalAnswerer(str(TINY_QWEN3), {"num_kv_blocks": 256, "device": "cpu"}, {"temperature": 0, "max_tokens": 40})
+    return LocalAnswerer(EngineArgs(TINY_QWEN3, num_kv_blocks=256, device="cpu"), {"temperature": 0, "max_tokens": 40})
 
 
 @pytest.fixture
@@ -319,6 +320,25 @@ def test_in_a_pipe_the_answer_alone_is_printed(server, monkeypatch, capsys):
 def test_in_a_pipe_errors_are_one_line(server, monkeypatch, capsys, question, status, message):
     server.status = status
     code, out, err = in_pipe(monkeypatch, capsys, question, "--url", server.url)
+    assert (code, out) == (1, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_in_a_pipe_with_an_engine_of_its_own(monkeypatch, capsys, local):
+    options = ["--num-kv-blocks", "64", "--device", "cpu", "--temperature", "0", "--max-tokens", "40"]
+    (expected,) = local._llm.chat([{"role": "user", "content": QUESTION}], local._params, use_tqdm=False)
+    assert in_pipe(monkeypatch, capsys, QUESTION, *options) == (0, expected.outputs[0].text + "\n", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--url", "http://127.0.0.1:9", "--num-kv-blocks", "9"], "--url"), (["--block-size", "0"], "block_size must be"),
+     (["--temperature", "-1"], "temperature must be"), (["no/such/folder"], "no/such/folder")],
+)  # fmt: skip
+def test_bad_options_are_one_line(monkeypatch, capsys, options, message):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, out, err = in_pipe(monkeypatch, capsys, QUESTION, *options)
     assert (code, out) == (1, "")
     assert message in err
     assert err.count("\n") == 1

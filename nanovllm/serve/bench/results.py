@@ -69,7 +69,7 @@ def read_result(exchange: Exchange, num_sent_tokens: int) -> Result:
 
 def read_stream(exchange: Exchange, result: Result) -> str | None:
     """Fill the result; returns what is wrong with the stream, or None."""
-    reader, finished = EventReader(), False
+    reader, finished = EventReader(), 0.0
     for arrived, data in exchange.reads:
         for event in reader.feed(data):
             if event == DONE:
@@ -82,8 +82,10 @@ def read_stream(exchange: Exchange, result: Result) -> str | None:
                 return f"error in the stream: {event[:300]}"
             read_usage(chunk.get("usage"), result)
             for choice in chunk.get("choices") or []:
-                finished |= choice.get("finish_reason") is not None
+                finished = arrived if choice.get("finish_reason") is not None else finished
                 read_choice(choice, arrived, result)
+    if result.output_tokens and finished and not result.chunk_times:
+        result.chunk_times.append(finished)  # tokens without any text, which some servers tell of at the end alone
     if not result.chunk_times:
         return "the stream held no token"
     if not result.has_usage:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import httpx
 
+from nanovllm.engine.arg_utils import EngineArgs
 from nanovllm.llm import LLM
 from nanovllm.serve.event_stream import DONE, EventReader
 from nanovllm.serve.terminal.conversation import Cost, Message
@@ -44,11 +45,12 @@ class Answerer(Protocol):
 
 
 class LocalAnswerer:
-    """An engine in this process. `options` are those of `LLM`, `sampling` fields of `SamplingParams`."""
+    """An engine in this process. `sampling` has fields of `SamplingParams`, over the model's own defaults."""
 
-    def __init__(self, model: str, options: dict[str, Any], sampling: dict[str, Any]) -> None:
-        self.name = Path(model).name if Path(model).is_dir() else model
-        self._llm = LLM(model, **options)
+    def __init__(self, engine_args: EngineArgs, sampling: dict[str, Any]) -> None:
+        model = Path(engine_args.model)
+        self.name = model.name if model.is_dir() else str(model)
+        self._llm = LLM.from_engine_args(engine_args)
         default = self._llm.get_default_sampling_params()
         self._params = dataclasses.replace(default, **{"max_tokens": None, **sampling})
 

@@ -3,15 +3,15 @@
 import argparse
 import os
 import sys
-from typing import Any
 
 from nanovllm import TINY_QWEN3
+from nanovllm.engine.arg_utils import EngineArgs
 from nanovllm.serve.terminal.answerers import Answerer, AnswerError, LocalAnswerer, ServerAnswerer
 from nanovllm.serve.terminal.conversation import Conversation
 from nanovllm.serve.terminal.screen import Screen
 from nanovllm.serve.terminal.session import COMMANDS, Session
 
-SAMPLING = ("temperature", "top_p", "max_tokens", "seed")
+SAMPLING = ("temperature", "top_p", "max_tokens")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,46 +26,53 @@ def main(argv: list[str] | None = None) -> int:
         screen = Screen(COMMANDS)
         screen.note(f"{answerer.name}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
         Session(answerer, screen, args.system).run()
-    except (AnswerError, ValueError, TypeError) as error:
+    except BrokenPipeError:  # who reads the pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lest Python complains when it flushes
+    except (AnswerError, ValueError, TypeError, OSError, RuntimeError) as error:
         print(f"nanovllm chat: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who reads the pipe has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lest Python complains when it flushes
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nanovllm chat",
+        usage="nanovllm chat [MODEL] [options]",
         description="Talk to a model in the terminal. In a pipe, all of the input is one question: "
         "echo 'What is a block table?' | nanovllm chat",
+        conflict_handler="resolve",  # an option of the chat goes before one of the engine with the same name
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL",
+    parser.add_argument("chat_model", nargs="?", metavar="MODEL",
                         help="folder or hub id (default: the bundled one); with --url, a name there")  # fmt: skip
-    parser.add_argument("--url", help="talk to a running server, such as http://127.0.0.1:8000, and load no model")
-    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"),
-                        help="of the server (default: the environment's OPENAI_API_KEY)")  # fmt: skip
-    parser.add_argument("--system", default="", help="system prompt")
-    parser.add_argument("--temperature", type=float, help="0 always takes the likeliest token (default: the model's)")
-    parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens that add up to this probability")
-    parser.add_argument("--max-tokens", type=int, help="longest answer, in tokens (default: as long as the model can)")
-    parser.add_argument("--seed", type=int, help="the same seed gives the same answers")
+    group = parser.add_argument_group("chat")
+    EngineArgs.add_cli_args(parser)
+    group.add_argument("--url", help="talk to a running server, such as http://127.0.0.1:8000, and load no model")
+    group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY",
+                       help="of the server (default: the environment's OPENAI_API_KEY)")  # fmt: skip
+    group.add_argument("--system", default="", metavar="TEXT", help="system prompt")
+    group.add_argument("--temperature", type=float, metavar="NUMBER",
+                       help="0 always takes the likeliest token (default: the model's)")  # fmt: skip
+    group.add_argument("--top-p", type=float, metavar="NUMBER",
+                       help="draw from the likeliest tokens that add up to this probability")  # fmt: skip
+    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: as long as the model can)")
     return parser
 
 
 def make_answerer(args: argparse.Namespace, is_pipe: bool) -> Answerer:
+    """Raises ValueError or TypeError for an option that is not allowed, AnswerError if the server does not answer."""
     sampling = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    model = args.chat_model or args.model
+    args.model = model or str(TINY_QWEN3)
+    engine_args = EngineArgs.from_cli_args(args)
     if args.url:
-        return ServerAnswerer(args.url, args.model, args.api_key, sampling)
+        if engine_args != EngineArgs(args.model):
+            raise ValueError("options of the engine have no place beside --url: the server has an engine of its own")
+        return ServerAnswerer(args.url, model, args.api_key, sampling)
     if not is_pipe:
         print("loading …", end="\r", flush=True)
-    return LocalAnswerer(args.model or str(TINY_QWEN3), engine_options(args), sampling)
-
-
-def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    return {}
+    return LocalAnswerer(engine_args, sampling)
 
 
 def answer_pipe(answerer: Answerer, system: str) -> int:

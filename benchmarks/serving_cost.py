@@ -1,0 +1,141 @@
+"""What does the server cost? The same streams through HTTP and offline, and the processor time of a streamed token.
+
+    python -m benchmarks.serving_cost                      # 200 streams of the bundled model
+    python -m benchmarks.serving_cost --streams 50 --output-len 100 --json out.json
+
+Client and server share the machine, each a process of its own. Offline, `LLM.stream` does the same work in this
+process. Parts: the server's main thread, in which the event loop runs (HTTP, JSON, server-sent events); its other
+threads, of which one steps the engine and all compute; and the client. Their times are those that Linux counts.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+from benchmarks.common import describe_machine
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm.serve.bench.cli import make_works, run_loads
+from nanovllm.serve.bench.options import make_parser
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure what serving costs beside the same work offline.")
+    parser.add_argument("--model", default=str(TINY_QWEN3))
+    parser.add_argument("--streams", type=int, default=200)
+    parser.add_argument("--input-len", type=int, default=32)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    offline: list[float] = []
+    served: list[dict[str, float]] = []
+    with LLM(args.model) as llm, serving(args.model) as (url, pid):
+        for repeat in range(args.repeats + 1):  # the first round warms up
+            alone, through_http = run_offline(llm, args, repeat), run_served(url, pid, args, repeat)
+            if repeat:
+                offline.append(alone)
+                served.append(through_http)
+    report = summarize(offline, served)
+    for name, value in report.items():
+        print(f"{name:<40} {value:>10,.2f}")
+    if args.json:
+        runs = {"offline_tokens_per_second": offline, "served": served}
+        sizes = {name: getattr(args, name) for name in ("streams", "input_len", "output_len")}
+        whole = {**report, **sizes, **runs, "model": Path(args.model).name, "machine": describe_machine("cpu")}
+        args.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+
+
+def load_options(args: argparse.Namespace, seed: int, url: str = "") -> argparse.Namespace:
+    lengths = ["--random-input-len", args.input_len, "--random-output-len", args.output_len]
+    options = ["--num-prompts", args.streams, *lengths, "--seed", seed, "--base-url", url]
+    options += ["--ignore-eos", "--save-detailed", "--disable-tqdm"]
+    return make_parser().parse_args(list(map(str, options)))
+
+
+def run_offline(llm: LLM, args: argparse.Namespace, seed: int) -> float:
+    """Output tokens per second of all streams together."""
+    works = make_works(load_options(args, seed), args.streams, seed)
+    params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
+    start = time.perf_counter()
+    for _ in llm.stream([work.prompt_token_ids for work in works], params):
+        pass
+    return args.streams * args.output_len / (time.perf_counter() - start)
+
+
+def run_served(url: str, pid: int, args: argparse.Namespace, seed: int) -> dict[str, float]:
+    """Output tokens per second, and microseconds of processor time for each, by part."""
+    before = thread_seconds(pid)
+    with contextlib.redirect_stdout(io.StringIO()):
+        (run,) = asyncio.run(run_loads(load_options(args, seed, url)))
+    after = thread_seconds(pid)
+    num_tokens = args.streams * args.output_len
+    if run["total_output_tokens"] != num_tokens:
+        raise RuntimeError(f"{run['total_output_tokens']} tokens came, and {num_tokens} were asked for")
+    used = {part: seconds - before.get(part, 0.0) for part, seconds in after.items()}
+    used["client"] = run["client_cpu_seconds"]
+    per_token = {part: 1e6 * seconds / num_tokens for part, seconds in used.items()}
+    num_chunks = sum(1 + len(itls) for itls in run["itls"])
+    pace = {"tokens_per_second": run["output_throughput"], "chunks_per_token": num_chunks / num_tokens}
+    return {**pace, "p50_itl_ms": run["p50_itl_ms"], "p99_itl_ms": run["p99_itl_ms"], **per_token}
+
+
+def summarize(offline: list[float], served: list[dict[str, float]]) -> dict[str, float]:
+    ratios = [run["tokens_per_second"] / alone for run, alone in zip(served, offline, strict=True)]
+    parts = {f"µs per token, {part}": median(run[part] for run in served) for part in served[0] if "_" not in part}
+    return {
+        "offline, tokens/s": median(offline),
+        "served, tokens/s": median(run["tokens_per_second"] for run in served),
+        "served / offline": median(ratios),
+        "chunks per token": median(run["chunks_per_token"] for run in served),
+        "ITL p50, ms": median(run["p50_itl_ms"] for run in served),
+        "ITL p99, ms": median(run["p99_itl_ms"] for run in served),
+        **parts,
+    }
+
+
+def thread_seconds(pid: int) -> dict[str, float]:
+    """Processor time that the process has used, by part; Linux."""
+    seconds = {"event loop": 0.0, "engine": 0.0}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        nanoseconds = int((task / "schedstat").read_text(encoding="utf-8").split()[0])
+        seconds["event loop" if task.name == str(pid) else "engine"] += nanoseconds / 1e9
+    return seconds
+
+
+@contextlib.contextmanager
+def serving(model: str) -> Iterator[tuple[str, int]]:
+    """URL and process of a server that is ready."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "nanovllm", "serve", model, "--port", str(port)]
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+                break
+            if process.poll() is not None:
+                raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
+            time.sleep(0.05)
+        yield url, process.pid
+    finally:
+        process.terminate()
+        process.wait()
+
+
+if __name__ == "__main__":
+    main()
