@@ -8,10 +8,11 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from nanovllm.serve import chat, completions, info
+from nanovllm.serve import chat, completions, info, ui
 from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.errors import install_error_handlers
 from nanovllm.serve.guard import Guard
+from nanovllm.serve.live_lines import LiveLines
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import ErrorBody
 from nanovllm.serve.state import Server, ServerOptions
@@ -22,12 +23,14 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(options: ServerOptions, llm: AsyncLLM | None = None) -> FastAPI:
-    """An application over `llm`; without one it answers 503 until `set_engine` is called."""
+def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLines | None = None) -> FastAPI:
+    """An application over `llm`; without one it answers 503 until `set_engine` is called. With `live` it has `/ui`."""
     app = FastAPI(title="nanovllm", docs_url=None, redoc_url=None, responses=ERRORS)
     app.state.server = Server(options, Metrics(options.model_names[0]))
     for routes in (chat, completions, info):
         app.include_router(routes.router)
+    if live is not None:
+        app.include_router(ui.make_router(live))
     install_error_handlers(app)
     app.openapi_schema = without_422(app.openapi())
     app.add_middleware(Guard, options=options)

@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.engine_thread import EngineDeadError, EngineThread, NewRequest
 from nanovllm.serve.inbox import Inbox, call_in_loop, wake_all
+from nanovllm.trace.start import start_engine
 
 LONG_TEXT = 4096  # characters; longer texts are encoded in a thread, so that the event loop need not wait for them
 
@@ -38,25 +40,29 @@ class AsyncLLM:
     """`AsyncLLM(model, **options)`: the options are the fields of `Config`. Construction waits for the model.
 
     max_queued_requests: refuse a request with `QueueFullError` when so many wait to be computed; None never does.
+    trace: a file in which the run is recorded, or a `Sink` (docs/trace.md).
 
     >>> async for output in llm.generate("What is a block table?", SamplingParams(max_tokens=20)):
     ...     print(output.outputs[0].text)
     """
 
-    def __init__(self, model: str | Path, max_queued_requests: int | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str | Path, max_queued_requests: int | None = None, trace: Any = None, **options: Any
+    ) -> None:
         check_int("max_queued_requests", max_queued_requests, 1, optional=True)
         self.max_queued_requests = max_queued_requests
         self._request_ids = itertools.count()
         self._lock = threading.Lock()
         self._inboxes: dict[str, Inbox] = {}  # of all unfinished requests; changed under the lock
-        engine = LLMEngine(Config.from_options(model, options))
+        self._on_shutdown = ExitStack()
+        engine = start_engine(Config.from_options(model, options), trace, self._on_shutdown)
         self._thread: EngineThread | None = EngineThread(engine, self._hand_over, self._fail)
 
     @classmethod
-    def from_engine_args(cls, engine_args: Config, max_queued_requests: int | None = None) -> "AsyncLLM":
+    def from_engine_args(cls, engine_args: Config, **others: Any) -> "AsyncLLM":
         """The same, for options that are in a record already."""
         options = {field.name: getattr(engine_args, field.name) for field in fields(Config)}
-        return cls(**options, max_queued_requests=max_queued_requests)
+        return cls(**options, **others)
 
     # ---- in the consumer's event loop
 
@@ -166,6 +172,7 @@ class AsyncLLM:
         if self._thread is not None:
             self._thread.stop()
             self._thread = None
+            self._on_shutdown.close()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
 

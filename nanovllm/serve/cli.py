@@ -9,12 +9,17 @@ import socket
 import sys
 from typing import Any
 
+from fastapi import FastAPI
+
 from nanovllm import TINY_QWEN3
 from nanovllm.engine.arg_utils import EngineArgs
 from nanovllm.serve.app import make_app
 from nanovllm.serve.async_llm import AsyncLLM
+from nanovllm.serve.live_lines import LiveLines
 from nanovllm.serve.server import DrainingServer, listen
 from nanovllm.serve.state import ServerOptions
+from nanovllm.trace.recording import TraceFile
+from nanovllm.trace.sinks import Sinks
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 QUESTION = "What is a block table?"
@@ -41,22 +46,27 @@ def main(arguments: list[str]) -> int:
 
 
 def run(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namespace) -> int:
+    live = LiveLines() if args.server_ui else None
+    trace = Sinks([sink for sink in (live, args.server_trace and TraceFile(args.server_trace)) if sink])
     listening = listen(args.server_host, args.server_port)
     url = url_of(listening)
     print(f"loading {options.model_names[0]} for {url} …", flush=True)
 
     def load() -> AsyncLLM:
-        return AsyncLLM.from_engine_args(engine_args, args.server_max_queued_requests)
+        queued = args.server_max_queued_requests
+        return AsyncLLM.from_engine_args(engine_args, max_queued_requests=queued, trace=trace if trace.sinks else None)
 
     def announce(llm: AsyncLLM) -> None:
         print(announcement(llm, options, url), flush=True)
+        if live is not None:
+            print(f"watch it         {url}/ui", flush=True)
 
-    asyncio.run(start(options, listening, load, announce))
+    asyncio.run(start(make_app(options, live=live), listening, load, announce))
     return 0
 
 
-async def start(options: ServerOptions, *others: Any) -> None:
-    await DrainingServer(make_app(options)).run_until_signal(*others)
+async def start(app: FastAPI, *others: Any) -> None:
+    await DrainingServer(app).run_until_signal(*others)
 
 
 # ---- what is asked for
@@ -86,6 +96,8 @@ def add_server_options(group: Any) -> None:
     add(group, "port", int, "0 takes any free port", 8000)
     add(group, "served-model-name", str, "names of the model in requests; the first is in answers", nargs="+")
     add(group, "log-level", str, "what is logged", "info", choices=["debug", "info", "warning", "error"])
+    add(group, "trace", str, "record each step in this file; nanovllm view replays it")
+    group.add_argument("--ui", dest="server_ui", action="store_true", help="a page that shows each step, at /ui")
     add(group, "drain-timeout", seconds, "requests have so long to finish after SIGTERM", ServerOptions.drain_timeout_s)
 
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm.serve.errors import APIError
 from nanovllm.serve.state import ServerOptions
 
-OPEN_PATHS = ("/health", "/version", "/metrics")  # need no key: they are for the machines around the server
+OPEN_PATHS = ("/health", "/version", "/metrics", "/ui")  # need no key: for machines around the server; an empty page
 MAX_ADDRESSES = 10_000
 MAX_HEADER_BYTES = 64 * 2**10
 

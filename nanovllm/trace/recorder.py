@@ -172,6 +172,8 @@ class Recorder(SchedulingStats):
         place = [seq.finish_reason, seq.stop_reason, seq.num_known_tokens, self._now()]
         self._events.append(["finish", self._number(seq), *place])
         del self._seqs[seq]
+        if seq.finish_reason == "abort":  # between two steps, and there may be no further step
+            self.flush()
 
     # ---- decisions
 

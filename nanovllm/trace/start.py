@@ -7,17 +7,17 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.trace.recorder import Recorder, Sink
-from nanovllm.trace.recording import TraceFile
+from nanovllm.trace.sinks import to_sink
 
 
-def start_engine(config: Config, trace: str | Path | None, on_exit: ExitStack) -> LLMEngine:
-    """An engine; if `trace` is a path, its run is recorded there, until `on_exit` closes the file.
+def start_engine(config: Config, trace: str | Path | Sink | None, on_exit: ExitStack) -> LLMEngine:
+    """An engine; its run is recorded in the file `trace`, or written to that sink, until `on_exit` closes it.
 
     Raises ValueError or TypeError, before the model is loaded, if the file cannot be written.
     """
     if trace is None:
         return LLMEngine(config)
-    return start_recorded_engine(config, TraceFile(trace), on_exit)
+    return start_recorded_engine(config, to_sink(trace), on_exit)
 
 
 def start_recorded_engine(config: Config, sink: Sink, on_exit: ExitStack) -> LLMEngine:

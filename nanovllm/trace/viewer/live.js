@@ -23,13 +23,18 @@ async function* readEvents(response) {
   }
 }
 
+const MAX_FRAMES = 10000; // then the page begins anew, with the next header
+
 // Read the recording until it breaks off; a header begins a run anew.
 async function follow(key, signal, grow) {
   let run = null;
   for await (const data of readEvents(await fetch("ui/events", { headers: headersOf(key), signal }))) {
     const line = JSON.parse(data);
-    if (line.format) run = new Run("live", line);
-    else run.append(line);
+    if (line.format && (!run || line.num_steps_before !== run.replay.step || run.frames.length > MAX_FRAMES)) {
+      run = new Run("live", line);
+    } else if (!line.format) {
+      run.append(line);
+    } // else it repeats the state that is known
     run.end();
     window.nanovllm.runs = [run];
     grow(run);
