@@ -118,14 +118,15 @@ def build_attention(case: Case, kernel: Any, choose: Callable[..., Launch], poin
     launch = choose(HEADS_OF_A_GROUP, case.head_dim, case.dtype, GPUS[case.arch])
     pointers = {**pointers, "out": case.pointer, "q": case.pointer}
     pointers |= dict.fromkeys(("k_cache", "v_cache"), case.cache_pointer)
-    constants = {"NUM_KV_HEADS": NUM_KV_HEADS, "GROUP": HEADS_OF_A_GROUP, "HEAD_DIM": case.head_dim}
-    constants |= {"BLOCK_SIZE": case.block_size, "ROWS": launch.rows, "TILE": launch.tile}
+    constants: dict[str, Any] = {"NUM_KV_HEADS": NUM_KV_HEADS, "GROUP": HEADS_OF_A_GROUP, "HEAD_DIM": case.head_dim}
+    constants |= {"BLOCK_SIZE": case.block_size, "ROWS": launch.rows, "TILE": launch.tile, "WINDOW": 0, "SOFTCAP": 0.0}
     return Build(kernel, pointers, constants, launch.num_warps, launch.num_stages)
 
 
 def build_merge(case: Case) -> Build:
     pointers = {"out": case.pointer, "part": "*fp32", "part_lse": "*fp32"}
-    return Build(paged_attention.merge_kernel, pointers, {"HEAD_DIM": case.head_dim, "TILE": 64, "SPLITS": 16})
+    constants = {"HEAD_DIM": case.head_dim, "TILE": 64, "WINDOW": 0, "SPLITS": 16}
+    return Build(paged_attention.merge_kernel, pointers, constants)
 
 
 def build_norm_rotary_store(case: Case) -> Build:

@@ -170,6 +170,8 @@ class EngineStats:
     steps: int
     peak_used_blocks: int
     """Most blocks that were owned in any one step."""
+    num_window_blocks: int
+    """Blocks that sequences have given back because they lay behind the window of all layers."""
     num_preemptions: int
     num_swaps: int
     """Preemptions that copied K and V to host memory."""

@@ -8,6 +8,7 @@ manager's and the scheduler's tests: it knows no hashes, no reference counts and
 from collections import Counter
 
 from nanovllm.scheduling.observer import count_empty_slots
+from nanovllm.scheduling.windows import WindowBlockManager
 
 GARBAGE = "garbage"
 
@@ -23,11 +24,14 @@ def table_of(seq):
 class FakeKVCache:
     """`slots` on the device and `host_slots` in the swap space: (block, offset) -> the tokens up to the one stored.
 
-    `newest` are the tokens that the last step has drawn: the device knows them when the host does not yet.
+    `newest` are the tokens that the last step has drawn: the device knows them when the host does not yet. With a
+    `window`, a sequence reads only what the next token sees, or the first token of the chunk that was just computed.
     """
 
-    def __init__(self, block_size):
+    def __init__(self, block_size, window=None):
         self.block_size = block_size
+        self.window = window
+        self.starts = {}  # of each sequence's last chunk
         self.slots = {}
         self.host_slots = {}
         self.newest = []
@@ -59,6 +63,7 @@ class FakeKVCache:
     def write(self, seq, start, stop):
         """What a forward pass over tokens [start, stop) stores; returns what `spoil` needs."""
         journal = []
+        self.starts[seq] = start
         tokens = self.tokens_of(seq, stop)
         for position in range(start, stop):
             slot = self.slot(seq, position)
@@ -74,15 +79,18 @@ class FakeKVCache:
 
     def check(self, seq, num_tokens):
         """The first `num_tokens` tokens of `seq` find their own K and V through its block table."""
-        self._check(seq, num_tokens, self.slots, table_of(seq))
+        self._check(seq, num_tokens, self.slots, table_of(seq), min(num_tokens, self.starts.get(seq, num_tokens)))
 
     def check_host(self, seq, num_tokens):
         """The same for what is kept of `seq` in the swap space."""
-        self._check(seq, num_tokens, self.host_slots, seq.host_block_ids)
+        num_null = -(-num_tokens // self.block_size) - len(seq.host_block_ids)
+        assert num_null == 0 or self.window is not None
+        self._check(seq, num_tokens, self.host_slots, [None] * num_null + seq.host_block_ids, num_tokens)
 
-    def _check(self, seq, num_tokens, slots, table):
+    def _check(self, seq, num_tokens, slots, table, reader):
+        """`reader` is the position of the first token that reads."""
         tokens = self.tokens_of(seq, num_tokens)
-        for position in range(num_tokens):
+        for position in range(0 if self.window is None else max(0, reader - self.window + 1), num_tokens):
             held = slots.get((table[position // self.block_size], position % self.block_size))
             assert held == tuple(tokens[: position + 1]), (
                 f"{seq.request_id} would read the K and V of another prefix at position {position}"
@@ -109,6 +117,10 @@ class WriterCheck:
 def check_ownership(block_manager, seqs):
     """Each block is free, or owned exactly as often as the tables of the living `seqs` name it; all counts agree."""
     tables = [table_of(seq) for seq in seqs]
+    if isinstance(block_manager, WindowBlockManager):
+        for table in tables:  # null blocks at its beginning alone
+            assert 0 not in table[table.count(0) :]
+        tables = [[block_id for block_id in table if block_id] for table in tables]
     owners = Counter(block_id for table in tables for block_id in table)
     assert all(len(set(table)) == len(table) for table in tables), "a sequence owns a block twice"
     assert set(owners) <= set(range(1, block_manager.num_blocks + 1)), "the null block, or one that is not there"
@@ -127,6 +139,7 @@ def check_stored(block_manager, seqs):
         (table_of(seq)[position // size], position % size)
         for seq in seqs
         for position in range(seq.num_computed_tokens)
+        if table_of(seq)[position // size]  # behind a window there is the null block
     }
     assert count_empty_slots(seqs, size) == block_manager.num_used_blocks * size - len(slots)
 

@@ -24,12 +24,12 @@ from nanovllm.execution.loader import (
 )
 from nanovllm.execution.startup import Startup, start_runner
 from nanovllm.models.config import ModelConfig
-from nanovllm.scheduling.block_manager import BlockManager
 from nanovllm.scheduling.observer import Observer
 from nanovllm.scheduling.policies import POLICIES
 from nanovllm.scheduling.preemption import Recompute
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.swap import Swap, SwapSpace
+from nanovllm.scheduling.windows import capacity, make_block_manager
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,15 @@ def assemble(config: Config) -> Parts:
     max_num_batched_tokens = config.max_num_batched_tokens or (8192 if is_cuda else 2048)
     startup = start_runner(config, folder, model_class, shape, max_model_len, max_num_batched_tokens)
     eos_token_ids = frozenset(i for i in eos_token_ids if 0 <= i < shape.vocab_size)
+    block_size = startup.runner.backend.block_size
+    max_chunk_len = config.long_prefill_token_threshold or max_num_batched_tokens
     limits = Limits(
         vocab_size=shape.vocab_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
         num_kv_blocks=startup.num_kv_blocks,
-        block_size=startup.runner.backend.block_size,
+        block_size=block_size,
+        capacity=capacity(startup.num_kv_blocks, block_size, shape.widest_window, max_chunk_len),
         num_eos_tokens=len(eos_token_ids),
         has_tokenizer=tokenizer is not None,
     )
@@ -78,7 +81,9 @@ def assemble(config: Config) -> Parts:
 def make_scheduler(config: Config, parts: Parts, observer: Observer) -> Scheduler:
     """An empty scheduler over an empty block manager."""
     startup, block_size = parts.startup, parts.startup.runner.backend.block_size
-    blocks = BlockManager(startup.num_kv_blocks, block_size, config.enable_prefix_caching, observer)
+    max_chunk_len = config.long_prefill_token_threshold or parts.max_num_batched_tokens
+    enables_hits, window = config.enable_prefix_caching, parts.model_config.widest_window
+    blocks = make_block_manager(startup.num_kv_blocks, block_size, enables_hits, observer, window, max_chunk_len)
     observer.on_start(blocks)
     preemption = Recompute(blocks)
     if startup.num_swap_blocks:

@@ -19,6 +19,8 @@ class Limits:
     max_num_seqs: int
     num_kv_blocks: int
     block_size: int
+    capacity: int
+    """Tokens that one sequence can have when it is alone."""
     num_eos_tokens: int
     has_tokenizer: bool
 
@@ -30,10 +32,9 @@ class Limits:
                 f"the prompt has {num_tokens} tokens; at most {self.max_model_len - 1} are allowed "
                 f"(max_model_len {self.max_model_len}, less one for the output)"
             )
-        capacity = self.num_kv_blocks * self.block_size
-        if num_tokens > capacity:
+        if num_tokens > self.capacity:
             raise ValueError(
-                f"the prompt has {num_tokens} tokens; the whole KV cache holds {capacity} "
+                f"the prompt has {num_tokens} tokens; the whole KV cache holds {self.capacity} "
                 f"({self.num_kv_blocks} blocks of {self.block_size}): give more num_kv_blocks or kv_cache_memory_bytes"
             )
 

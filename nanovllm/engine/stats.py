@@ -76,6 +76,7 @@ def make_stats(counters: Counters, decided: SchedulingStats, scheduler: Schedule
         prefix_cache_query_tokens=decided.prefix_cache_query_tokens,
         prefix_cache_hit_tokens=decided.prefix_cache_hit_tokens,
         peak_used_blocks=decided.peak_used_blocks,
+        num_window_blocks=decided.num_window_blocks,
         kv_tokens_stored=decided.kv_tokens_stored,
         kv_slots_reserved=decided.kv_slots_reserved,
         budget_used=counters.scheduled_tokens / max(1, counters.steps * scheduler.max_num_batched_tokens),

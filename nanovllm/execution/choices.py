@@ -108,7 +108,7 @@ def select_backend(
         backend_class: type[AttentionBackend] = getattr(importlib.import_module(module), class_name)
         reason = backend_class.why_not(device, dtype, head_dim, block_size)
         for one in options:
-            reason = reason or backend_class.why_not_options(one)
+            reason = reason or backend_class.why_not_options(one, device, dtype, head_dim)
         if kv_cache_dtype == "fp8":
             reason = reason or backend_class.why_no_fp8_kv_cache()
         if name == "auto":

@@ -1,22 +1,21 @@
 """A name → a folder → a model with its weights, strictly.
 
-Reads Hugging Face's layout: config.json, and safetensors in one file or in several with an index. Each tensor is copied
-straight into its place on the device, so the weights are never in memory twice. A tensor that is missing, unexpected or
-of another shape is an error that names it. Nothing is ever unpickled, and no code from a checkpoint is run. Called by
-`assembly.py`, which has the configuration read, and by `startup.py`, which has the weights loaded.
+Reads Hugging Face's layout: config.json, and safetensors (`safetensors_files.py`). Each tensor is copied straight into
+its place on the device, so the weights are never in memory twice. A tensor that is missing, unexpected or of another
+shape is an error that names it. No code from a checkpoint is run. Called by `assembly.py`, which has the configuration
+read, and by `startup.py`, which has the weights loaded.
 """
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.config import Config
+from nanovllm.execution.safetensors_files import INDEX_FILE, iterate_checkpoint, read_json
 from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.linear import FusedLinear
 from nanovllm.layers.norm import RMSNorm
@@ -25,7 +24,6 @@ from nanovllm.models.registry import find_architecture
 from nanovllm.sampling_params import SamplingParams
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
-INDEX_FILE = "model.safetensors.index.json"
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -58,18 +56,6 @@ def resolve_folder(option: str, name: str | Path, files: list[str], revision: st
         raise ValueError(
             f"{option} {name!r} is neither a folder on this machine nor to be had from the hub: {error}"
         ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"{path.parent} holds no {path.name}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content
 
 
 def read_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Any, ModelConfig]:
@@ -204,30 +190,6 @@ def checkpoint_places(model: nn.Module) -> dict[str, torch.Tensor]:
             else:
                 places[f"{path}.{name}"] = parameter
     return places
-
-
-def iterate_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of everything in the folder's safetensors, one at a time, mapped from disk."""
-    if (folder / INDEX_FILE).is_file():
-        weight_map = read_json(folder / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{folder / INDEX_FILE} has no weight_map from tensor to file")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-    elif (folder / "model.safetensors").is_file():
-        files = [folder / "model.safetensors"]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} holds no *.safetensors weights, the only format that is read")
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{file} is missing, but {INDEX_FILE} names it")
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (it is no dict)
-                    yield name, tensors.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
 
 
 def init_dummy_weights(model: nn.Module, seed: int, std: float) -> None:

@@ -50,8 +50,10 @@ class AttentionBackend(ABC):
         return "it has no fp8 KV cache"
 
     @classmethod
-    def why_not_options(cls, options: AttentionOptions) -> str | None:
-        """As `why_not`, for a layer that attends with `options`."""
+    def why_not_options(
+        cls, options: AttentionOptions, device: torch.device, dtype: torch.dtype, head_dim: int
+    ) -> str | None:
+        """As `why_not`, for a layer that attends with `options`; asked if `why_not` has no reason."""
         return None
 
     @classmethod

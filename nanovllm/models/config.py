@@ -51,6 +51,12 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
+    @property
+    def widest_window(self) -> int | None:
+        """Tokens that the layers see at most; None if one of them sees all."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if 0 < self.num_hidden_layers == len(windows) else None
+
     def attention_options(self) -> list[AttentionOptions]:
         """Each way in which layers attend, once."""
         windows = dict.fromkeys(self.window(i) for i in range(self.num_hidden_layers))
@@ -119,11 +125,11 @@ def read_windows(
 
 
 def layer_types_of(raw: dict[str, Any], default: list[str]) -> list[str]:
-    """One type for each layer, as the file has them, or else `default`."""
+    """One type for each layer, as the file has them, or else `default`; a file may have more, for layers cut off."""
     types = raw.get("layer_types") or default
-    if len(types) != raw["num_hidden_layers"]:
+    if len(types) < raw["num_hidden_layers"]:
         raise ValueError(
             f"layer_types must have one entry for each of the {raw['num_hidden_layers']} layers, "
             f"config.json has {len(types)}"
         )
-    return types
+    return types[: raw["num_hidden_layers"]]

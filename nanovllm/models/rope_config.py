@@ -24,7 +24,8 @@ YARN = {"beta_fast": 32, "beta_slow": 1, "attention_factor": None, "mscale": Non
 def read_rope(raw: dict[str, Any], rotary_dim: int, max_len: int, theta: float = 10000.0) -> Rope:
     """Of a network whose layers all turn alike; `theta` is the architecture's default, `max_len` the model's limit."""
     parameters, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
-    found = scaling or parameters
+    is_merged = all(parameters.get(name) == value for name, value in scaling.items())  # one says what both say
+    found = parameters if is_merged else scaling
     theta = found.get("rope_theta") or raw.get("rope_theta") or theta
     if (lost := parameters.get("rope_theta", theta)) != theta:  # a file of transformers 5, edited as one of 4
         raise ValueError(

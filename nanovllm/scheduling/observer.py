@@ -76,6 +76,10 @@ class Observer:
     def on_copy_block(self, seq: Sequence, source: int, destination: int) -> None:
         """`seq` writes to a copy of a block that others own too."""
 
+    def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
+        """`seq` gives up blocks that lie behind the window of all layers; in its block table the null block takes their
+        places."""
+
     def on_free(self, seq: Sequence) -> None:
         """`seq` owns no blocks any more: they have lost an owner each, the last one first."""
 
@@ -100,6 +104,7 @@ class SchedulingStats(Observer):
         self.kv_tokens_stored = 0
         self.kv_slots_reserved = 0
         self.peak_used_blocks = 0
+        self.num_window_blocks = 0
         self._in_flight: deque[tuple[int, int, int]] = deque()  # of each step: tokens stored, slots, used blocks
 
     def on_admit(self, seq: Sequence) -> None:
@@ -113,6 +118,9 @@ class SchedulingStats(Observer):
     def on_preempt(self, seq: Sequence, is_swapped: bool, needy: Sequence) -> None:
         self.num_preemptions += 1
         self.num_swaps += is_swapped
+
+    def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
+        self.num_window_blocks += len(block_ids)
 
     def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: Blocks) -> None:
         num_used_blocks, size = blocks.num_used_blocks, blocks.block_size

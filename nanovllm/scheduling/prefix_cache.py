@@ -80,6 +80,8 @@ class PrefixCache:
             block_hash, tokens = self._key(seq, i)
             known = self._by_hash.get(block_hash)
             if known is None or known.parent_serial != seq.parent_serial or known.tokens != tokens:
+                if not seq.block_table.data[i]:  # the null block: given back (`windows.py`), and evicted since then
+                    return
                 if known is not None:  # another block under the same hash: the newer one wins
                     self.forget(known.block_id)
                 known = CachedBlock(

@@ -26,17 +26,20 @@ class SwapSpace:
 
     def try_swap_out(self, seq: Sequence) -> bool:
         """Note that the computed blocks of `seq` are to be copied out; False, and no change, if they do not fit."""
-        num_blocks = -(-seq.num_computed_tokens // self.block_size)
-        if num_blocks == 0 or num_blocks > len(self._free):
+        blocks = seq.block_table.view(0, -(-seq.num_computed_tokens // self.block_size)).tolist()
+        blocks = [block_id for block_id in blocks if block_id]  # without those behind a window (`windows.py`)
+        if not blocks or len(blocks) > len(self._free):
             return False
-        seq.host_block_ids = [self._free.pop() for _ in range(num_blocks)]
-        self._outs += zip(seq.block_table.view(0, num_blocks).tolist(), seq.host_block_ids, strict=True)
+        seq.host_block_ids = [self._free.pop() for _ in blocks]
+        self._outs += zip(blocks, seq.host_block_ids, strict=True)
         return True
 
     def swap_in(self, seq: Sequence) -> None:
         """Note that the blocks of `seq` are to be copied back, into the first blocks that it has been given."""
-        device_block_ids = seq.block_table.view(0, len(seq.host_block_ids)).tolist()
-        self._ins += zip(seq.host_block_ids, device_block_ids, strict=True)
+        num_blocks = -(-seq.num_computed_tokens // self.block_size)
+        block_ids = seq.block_table.view(num_blocks - len(seq.host_block_ids), num_blocks).tolist()
+        # a block may lie behind the window by now: it has the null block in its place
+        self._ins += [pair for pair in zip(seq.host_block_ids, block_ids, strict=True) if pair[1]]
         self.drop(seq)
 
     def drop(self, seq: Sequence) -> None:

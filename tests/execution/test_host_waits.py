@@ -54,11 +54,11 @@ def assert_on_device(*values):
 
 @pytest.fixture
 def flash_attn(monkeypatch):
-    def with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal):
+    def with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, **masking):
         assert_on_device(q, k_cache, v_cache, cache_seqlens, block_table)
         return torch.empty_like(q)
 
-    def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, block_table):
+    def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, **masking):
         assert_on_device(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
         assert type(max_seqlen_q) is type(max_seqlen_k) is int
         return torch.empty_like(q)

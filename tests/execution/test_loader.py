@@ -9,6 +9,8 @@ import json
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import huggingface_hub
@@ -16,9 +18,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.execution.loader import (
-    INDEX_FILE,
     checkpoint_places,
     load_model,
     load_tokenizer,
@@ -26,6 +28,7 @@ from nanovllm.execution.loader import (
     read_model_config,
     resolve_model,
 )
+from nanovllm.execution.safetensors_files import INDEX_FILE
 from nanovllm.layers.backends import TorchAttention
 
 CPU = torch.device("cpu")
@@ -243,9 +246,86 @@ def test_pickled_weights_are_refused_and_not_opened(broken, tmp_path):
     (folder / "model.safetensors").unlink()
     for name in ("pytorch_model.bin", "model.pt"):
         (folder / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
-    with pytest.raises(ValueError, match=r"holds no \*\.safetensors weights"):
+    with pytest.raises(ValueError, match=r"holds no \*\.safetensors weights.*model\.pt is pickled, and may run"):
         load(folder)
     assert not (tmp_path / "exploded").exists()
+
+
+def test_the_refusal_of_pickled_weights_names_a_command_that_converts_them(broken, tiny_checkpoint):
+    """The very words of the error are run."""
+    folder, tensors = broken
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="convert it") as error:
+        load(folder)
+    command = re.search(r'python -c "(.*?)"', str(error.value)).group(1)
+    exec(command, {})
+    check_equals(load(folder.with_name(folder.name + "-safetensors")), tiny_checkpoint[1])
+
+
+class Mapped(TorchDispatchMode):
+    """The most bytes of files that are mapped into this process at once, while tensors are copied."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            parts = Path("/proc/self/smaps").read_text().split("VmFlags")
+            sizes = [re.search(r"Rss: +(\d+)", part) for part in parts if ".safetensors" in part]
+            self.num_bytes = max(self.num_bytes, sum(int(size.group(1)) << 10 for size in sizes if size))
+        return out
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what is mapped")
+def test_what_was_read_of_a_file_does_not_stay_in_memory(checkpoints):
+    """Of 4 MB, in some dozens of tensors, hardly more than the largest is mapped at any time."""
+    folder, hf_model = checkpoints.make(hidden_size=128, num_hidden_layers=12, vocab_size=1000)
+    largest = max(tensor.nbytes for tensor in hf_model.state_dict().values())
+    num_bytes = (folder / "model.safetensors").stat().st_size
+    assert num_bytes > 5 * largest
+    with Mapped() as mapped:
+        load(folder)
+    page = 64 << 10  # Linux maps some pages around the one that is asked for
+    assert largest / 2 < mapped.num_bytes < 2 * largest + 4 * page
+
+
+MEASURE_LOADING = """
+import re, sys, torch
+from pathlib import Path
+from nanovllm import LLM
+from nanovllm.kernels.cpu.attention import CpuAttention
+from nanovllm.kernels.cpu.library import load_library
+torch.set_num_threads(1)
+torch.randn(512, 512) @ torch.randn(512, 512)  # what PyTorch imports and allocates late
+torch.nn.Linear(2, 2, device="meta").to(torch.bfloat16).to_empty(device="cpu")
+
+def read(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text()).group(1))
+
+before = read("VmRSS")
+is_eager = sys.argv[2] == "torch"
+llm = LLM(sys.argv[1], device="cpu", attention_backend=sys.argv[2], num_kv_blocks=4, enforce_eager=is_eager)
+print(read("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says how much memory a process had")
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_loading_takes_the_memory_of_the_weights_and_of_the_largest_tensor(tmp_path, backend):
+    """Growth over the imported process, for 250 MB of weights, below weights + largest tensor + 10 %."""
+    shape = {"hidden_size": 1024, "intermediate_size": 8192, "num_attention_heads": 8, "head_dim": 64}
+    config = transformers.Qwen3Config(**shape, vocab_size=20_000, num_hidden_layers=3, num_key_value_heads=8)
+    model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
+    largest = max(tensor.nbytes for tensor in model.state_dict().values())
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE_LOADING, str(tmp_path), backend], capture_output=True, text=True, check=True
+    )
+    growth = int(done.stdout) << 10
+    assert weights / 2 < growth < 1.1 * (weights + largest), f"{growth:,} for {weights:,}, the largest {largest:,}"
 
 
 @pytest.mark.parametrize("file", ["config.json", INDEX_FILE])

@@ -23,16 +23,18 @@ from nanovllm.kernels.cpu.attention import CpuAttention
 from nanovllm.kernels.cpu.decoder_layer import CpuDecoderLayer, fuse_layers
 from nanovllm.kernels.cpu.layers import CpuLinear, HugePages, pack, replace_layers
 from nanovllm.kernels.cpu.library import NoLibraryError, load_library
-from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.activation import GeluAndMul, SiluAndMul
 from nanovllm.layers.backends import TorchAttention
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.norm import RMSNorm, UnitOffsetRMSNorm
 from nanovllm.layers.rope_types import Rope
-from nanovllm.layers.rotary import RMSNormRotary, Rotary
+from nanovllm.layers.rotary import ApplyRotary, RMSNormRotary, Rotary
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
-from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
+from nanovllm.scheduling.sequence import Sequence
+from tests.attention_steps import HEADS, OPTIONS, Step, check_close, random_lens, shared_step
+from tests.steps import batch_of
 
 TINY = TINY_QWEN3
 DTYPES = [torch.float32, torch.bfloat16]
@@ -194,6 +196,34 @@ def test_norm_and_rotation_equal_float64(processor, dtype, num_tokens, num_heads
     assert torch.equal(qkv, before)
 
 
+@pytest.mark.parametrize(("num_tokens", "num_heads", "head_dim", "rotary_dim"), [(1, 1, 32, 32), (5, 3, 96, 64)])
+def test_rotation_alone_and_of_a_part_equals_the_definition(
+    processor, dtype, num_tokens, num_heads, head_dim, rotary_dim
+):
+    layer, x = ApplyRotary(), randn(num_tokens, num_heads, head_dim, dtype=dtype)
+    cos, sin = Rotary(rotary_dim, Rope(1e4), 4096)(torch.arange(num_tokens) * 3, dtype)
+    exact = layer(x.double(), cos.double(), sin.double())
+    out = twin_of(layer, dtype)(x, cos, sin)
+    torch.testing.assert_close(out.double(), exact, **one_rounding(dtype))
+    assert torch.equal(out[..., rotary_dim:], x[..., rotary_dim:])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 300])
+def test_gemmas_norm_equals_float64(processor, dtype, num_tokens):
+    layer, x = filled(UnitOffsetRMSNorm(96, 1e-6), dtype), randn(num_tokens, 96, dtype=dtype)
+    exact = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + layer.weight.double())
+    torch.testing.assert_close(twin_of(layer, dtype)(x).double(), exact, **one_rounding(dtype))
+
+
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 16), (3, 20), (70, 256)])
+def test_gelu_and_mul_equals_the_definition(processor, dtype, num_tokens, size):
+    layer, x = GeluAndMul(), 5 * randn(num_tokens, 2 * size, dtype=dtype)
+    gate, up = x.chunk(2, dim=-1)
+    out = twin_of(layer, dtype)(gate, up)
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(out, layer(gate, up), rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 16), (3, 20), (70, 256)])
 def test_silu_and_mul_equals_the_definition(processor, dtype, num_tokens, size):
     gate, up = randn(num_tokens, 2 * size, dtype=dtype).mul(8).chunk(2, dim=1)
@@ -240,6 +270,34 @@ def test_each_kind_of_batch_equals_the_reference_on_each_processor(processor, dt
     backend = CpuAttention(4, 2, 64, 16, dtype)
     step = Step(backend, lens, dtype=dtype)
     check_close(step.run(backend), step)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("block_size", [16, 32, 80])
+@pytest.mark.sparse
+def test_windows_and_soft_caps_equal_the_reference(processor, dtype, options, block_size):
+    """Blocks that no token's window reaches hold NaN in the null block's place: they are not read."""
+    backend = CpuAttention(8, 2, 64, block_size, dtype)
+    step = Step(backend, [(100, 1), (5, 1), (33, 1), (0, 70), (90, 40), (60, 3)], dtype=dtype, options=options)
+    check_close(step.run(backend), step)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.sparse
+def test_with_a_window_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prompt(
+    processor, dtype, options, block_size
+):
+    backend = CpuAttention(4, 2, 32, block_size, dtype)
+    whole = Step(backend, [(0, 77)], dtype=dtype, options=options)
+    rows = whole.run(backend)
+    for start, stop in ((76, 77), (50, 77), (33, 40)):
+        seq = Sequence("seq", [0] * stop, SamplingParams())
+        for block_id in whole.batch.metadata.block_tables[0].tolist():
+            seq.block_table.append(block_id)
+        metadata = batch_of([(seq, start, stop - start)], block_size).metadata
+        part = backend.attend(whole.q[start:stop], whole.layer_cache, metadata, options)
+        assert torch.equal(part, rows[start:stop])
 
 
 def test_large_scores_do_not_overflow(dtype):

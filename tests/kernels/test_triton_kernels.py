@@ -24,6 +24,8 @@ from nanovllm.kernels.cuda.triton_attention import TritonAttention
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends import TorchAttention
 from nanovllm.scheduling.sequence import Sequence
+from tests.attention_steps import OPTIONS, check_close
+from tests.attention_steps import Step as StepOnCpu
 from tests.steps import batch_of
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -308,6 +310,23 @@ def test_prefill_with_its_own_launch_equals_the_reference(dtype):
     step = make_step(backend, [(0, 40), (70, 30)], dtype)
     backend.store_kv(step.k, step.v, step.cache, step.slot_mapping)
     check(run_prefill(backend, step), step.expected, dtype)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.sparse
+def test_windows_and_soft_caps_equal_the_reference(options, block_size):
+    """Decodes, also in splits, and chunks; windows begin and end inside a tile, and blocks before are not read."""
+    backend = TritonAttention(4, 2, 32, block_size)
+    step = StepOnCpu(backend, [(100, 1), (5, 1), (33, 1), (0, 70), (90, 40), (60, 3)], options=options)
+    out = step.run(backend)
+    check_close(out, step)
+    rows, metadata = slice(0, 3), step.batch.metadata
+    for splits in ((1, 128), (3, 16), (9, 16)):
+        parts = torch.empty_like(step.q[rows])
+        args = (step.layer_cache, metadata.block_tables[rows], metadata.seq_lens[rows])
+        backend.decode(parts, step.q[rows].contiguous(), *args, Launch(16, 16, 4, 3), splits, options)
+        torch.testing.assert_close(parts, out[rows], rtol=5e-6, atol=5e-6)
 
 
 def test_every_chunk_finds_its_tiles():

@@ -22,7 +22,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends import TorchAttention
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.sequence import Sequence
-from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
+from tests.attention_steps import HEADS, OPTIONS, Step, check_close, random_lens, shared_step
 from tests.steps import batch_of
 
 # ---- TorchAttention
@@ -173,15 +173,22 @@ def gather(cache, block_row, seq_len):
     return torch.stack(rows)
 
 
-def stand_in_attend(q, k, v, softmax_scale, causal):
+def stand_in_attend(q, k, v, softmax_scale, causal, window_size, softcap):
     """q: [n, num_heads, head_dim]; the causal mask is aligned to the bottom right corner."""
     n, num_heads, head_dim = q.shape
     group = num_heads // k.shape[1]
+    before = window_size[0]  # a token sees so many before itself; what no row sees is not read
+    first = max(0, len(k) - n - before) if before >= 0 else 0
+    k, v = (t[first:] for t in (k, v))
     k, v = (t.double().repeat_interleave(group, dim=1) for t in (k, v))  # [seq_len, num_heads, head_dim]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
     if causal:
         is_hidden = torch.ones(n, len(k), dtype=torch.bool).triu(len(k) - n + 1)
+        if before >= 0:
+            is_hidden |= torch.ones(n, len(k), dtype=torch.bool).tril(len(k) - n - before - 1)
         scores.masked_fill_(is_hidden, -math.inf)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
 
@@ -209,7 +216,7 @@ def flash_attn_with_kvcache(
 ):
     given = (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes)
     assert all(argument is None for argument in given), "the stand-in has no use for these"
-    assert (tuple(window_size), softcap, return_softmax_lse) == ((-1, -1), 0.0, False)
+    assert not return_softmax_lse
     batch_size, num_new, _, _ = q.shape
     check_paged_inputs(q, k_cache, v_cache, block_table, batch_size)
     assert cache_seqlens.dtype == torch.int32
@@ -219,7 +226,7 @@ def flash_attn_with_kvcache(
     for i, seq_len in enumerate(cache_seqlens.tolist()):
         assert seq_len >= num_new
         keys, values = gather(k_cache, block_table[i], seq_len), gather(v_cache, block_table[i], seq_len)
-        out[i] = stand_in_attend(q[i], keys, values, softmax_scale, causal)
+        out[i] = stand_in_attend(q[i], keys, values, softmax_scale, causal, window_size, softcap)
     return out
 
 
@@ -241,7 +248,7 @@ def flash_attn_varlen_func(
     return_attn_probs=False,
     block_table=None,
 ):
-    assert (dropout_p, tuple(window_size), softcap, alibi_slopes) == (0.0, (-1, -1), 0.0, None)
+    assert (dropout_p, alibi_slopes) == (0.0, None)
     assert not return_attn_probs
     total_q, _, _ = q.shape
     batch_size = len(cu_seqlens_q) - 1
@@ -262,7 +269,7 @@ def flash_attn_varlen_func(
         assert 1 <= num_new <= seq_len
         rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
         keys, values = gather(k, block_table[i], seq_len), gather(v, block_table[i], seq_len)
-        out[rows] = stand_in_attend(q[rows], keys, values, softmax_scale, causal)
+        out[rows] = stand_in_attend(q[rows], keys, values, softmax_scale, causal, window_size, softcap)
     return out
 
 
@@ -301,7 +308,7 @@ def flash_attn_3_with_kvcache(
     given = (k, v, qv, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, cu_seqlens_k_new, rotary_seqlens)
     given += (q_descale, k_descale, v_descale, scheduler_metadata, pack_gqa)
     assert all(argument is None for argument in given), "the stand-in has no use for these"
-    assert (tuple(window_size), attention_chunk, softcap, sm_margin) == ((-1, -1), 0, 0.0, 0)
+    assert (attention_chunk, sm_margin) == (0, 0)
     assert rotary_interleaved
     assert not return_softmax_lse
     is_varlen = cu_seqlens_q is not None
@@ -327,7 +334,7 @@ def flash_attn_3_with_kvcache(
     for i, (seq_len, part) in enumerate(zip(cache_seqlens.tolist(), parts, strict=True)):
         assert 1 <= len(q[part]) <= seq_len
         keys, values = gather(k_cache, page_table[i], seq_len), gather(v_cache, page_table[i], seq_len)
-        out[part] = stand_in_attend(q[part], keys, values, softmax_scale, causal)
+        out[part] = stand_in_attend(q[part], keys, values, softmax_scale, causal, window_size, softcap)
     return out
 
 
@@ -443,6 +450,51 @@ def test_flash_attention_3_in_half_precision(flash_attn_3):
 def test_stand_in_has_the_signatures_of_the_library(module, name, function):
     real = inspect.signature(getattr(pytest.importorskip(module), name))
     assert list(inspect.signature(function).parameters) == list(real.parameters)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("seed", range(2))
+def test_windows_and_soft_caps_equal_the_reference(options, seed):
+    backend = TorchAttention(4, 2, 16, [4, 16][seed])
+    step = Step(backend, random_lens(16, seed), seed, options=options)
+    check_close(step.run(backend), step)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("version", ["flash_attn", "flash_attn_3"])
+def test_flash_attention_gets_windows_and_soft_caps_as_its_own_arguments(request, version, options):
+    request.getfixturevalue(version)
+    backend = FlashAttention(4, 2, 16, 256)
+    step = Step(backend, [(40, 1), (256, 1), (0, 30), (250, 7), (600, 3)], options=options)
+    check_close(step.run(backend), step)
+    assert FlashAttention.why_not_options(options, CPU, torch.bfloat16, 16) is None
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("version", ["flash_attn", "flash_attn_3"])
+def test_a_build_without_windows_or_soft_caps_is_passed_by(monkeypatch, request, version, options):
+    """One that ignores them, as their switches in C++ do; one that refuses them; one that has no such arguments."""
+    library = request.getfixturevalue(version)
+    for name in [name for name in (DECODES, CHUNKS) if hasattr(library, name)]:
+        function = getattr(library, name)
+
+        def ignores(*args, function=function, window_size=None, softcap=None, **kwargs):
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(library, name, ignores)
+    assert "built without that" in FlashAttention.why_not_options(options, CPU, torch.float32, 16)
+    for failure in (RuntimeError("head size 16 is not compiled"), TypeError("unexpected argument 'softcap'")):
+
+        def refuses(*args, failure=failure, **kwargs):
+            raise failure
+
+        for name in (DECODES, CHUNKS):
+            monkeypatch.setattr(library, name, refuses, raising=False)
+        reason = FlashAttention.why_not_options(options, CPU, torch.float32, 16)
+        assert str(failure) in reason
+        assert "cannot compute" in reason
+    backend_class, line = select_backend("auto", CPU, torch.float32, 16, None, "auto", [options])
+    assert backend_class.why_not_options(options, CPU, torch.float32, 16) is None, line
 
 
 # ---- what is chosen, and what is refused

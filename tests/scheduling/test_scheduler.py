@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.block_manager import BlockManager
 from nanovllm.scheduling.forks import fork, resume
 from nanovllm.scheduling.observer import SchedulingStats
 from nanovllm.scheduling.overlap import can_schedule_ahead
@@ -26,6 +25,7 @@ from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.sequence import Sequence, SequenceStatus
 from nanovllm.scheduling.step import BlockMoves, SchedulerOutput
 from nanovllm.scheduling.swap import Swap, SwapSpace
+from nanovllm.scheduling.windows import make_block_manager
 from tests.conftest import examples
 from tests.fake_kv_cache import (
     FakeKVCache,
@@ -168,15 +168,18 @@ class Run:
         threshold=0,
         num_swap_blocks=None,
         overlap=False,
+        window=None,
     ):
         self.overlap = overlap
+        self.window = window  # of all layers; see test_windows.py
         self.flights = []
         self.stats = RecordingStats()
-        self.manager = BlockManager(num_blocks, block_size, enable_prefix_caching, self.stats)
+        options = (num_blocks, block_size, enable_prefix_caching, self.stats, window, threshold or budget)
+        self.manager = make_block_manager(*options)
         self.swap_space = None if num_swap_blocks is None else SwapSpace(num_swap_blocks, block_size)
         preemption = Recompute(self.manager) if self.swap_space is None else Swap(self.manager, self.swap_space)
         self.scheduler = Scheduler(self.manager, max_num_seqs, budget, max_model_len, policy, threshold, preemption)
-        self.cache = FakeKVCache(block_size)
+        self.cache = FakeKVCache(block_size, window)
         self.eos_token_ids = eos_token_ids
         self.requests = []  # of each, its sequences
         self.searches = []
@@ -253,7 +256,10 @@ class Run:
         moved_to = {block_id for _, block_id in out.moves.swap_ins + out.moves.copies}
         for flight in self.flights:
             for block_id, seq in flight.written.items():
-                if seq.finish_reason is None:  # else the new owner's writes come after those in flight
+                # (blocks behind a window may be given away while a step in flight writes to them, like these)
+                if (
+                    seq.finish_reason is None and self.window is None
+                ):  # else the new owner's writes come after those in flight
                     owners = [seq, *flight.children.get(seq, [])]
                     assert written.get(block_id, seq) in owners, "a block that a step in flight writes for another"
                     assert block_id not in moved_to, "a block that a step in flight writes for another"
@@ -321,7 +327,8 @@ class Run:
             assert computed[seq] == start + num_new
             assert len(table_of(seq)) == max(-(-computed[seq] // size), start // size), "a reserve"
         slots = {self.cache.slot(seq, position) for seq, stop in computed.items() for position in range(stop)}
-        blocks = {block_id for seq in owners for block_id in table_of(seq)}
+        slots = {slot for slot in slots if slot[0]}  # behind a window there is the null block
+        blocks = {block_id for seq in owners for block_id in table_of(seq)} - {0}
         assert self.stats.uses.get(id(out), (0, 0)) == (len(slots), len(blocks) * size) or not out.chunks
 
     def check_state(self):
@@ -421,6 +428,8 @@ class Before:
             return False
         size, free = self.run.manager.block_size, self.run.manager.num_free_blocks
         missing = [-(-seq.num_tokens // size) - len(table_of(seq)) for seq in self.run.scheduler.running]
+        if self.run.window is not None:
+            missing = [self.run.manager.num_missing_blocks(seq) for seq in self.run.scheduler.running]
         needed = sum(max(0, n) for n in missing) + sum(seq.has_shared_tail for seq in self.run.scheduler.running)
         if self.askers or (not out.chunks and needed > free):
             assert out == SchedulerOutput()
@@ -437,7 +446,8 @@ class Before:
         if not any(seq.is_beam for seq in self.run.seqs):  # beams that are ready may have to let others pass
             assert all(seq.order < other.order for seq in admitted for other in self.run.waiting), "first in order"
             assert not (admitted and out.preempted), "it would only come back to be preempted again"
-            self.check_swaps(out, admitted)
+            if self.run.window is None:
+                self.check_swaps(out, admitted)
 
     def check_budget(self, out, in_turn):
         """Those that ran, in order, then new ones: each what it needs, up to the threshold, while the budget lasts."""
@@ -485,6 +495,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     overlap = False
     make_run = Run
+    windows = st.none()
 
     @initialize(data=st.data())
     def make(self, data):
@@ -501,6 +512,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             threshold=data.draw(st.sampled_from([0, 0, 1, 2, 4])),
             num_swap_blocks=data.draw(st.sampled_from([None, 0, 1, 4, 12, 12])),
             overlap=self.overlap,
+            window=data.draw(self.windows),
         )
 
     @property

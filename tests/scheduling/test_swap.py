@@ -102,7 +102,7 @@ def test_dropping_is_harmless_where_nothing_is_kept():
 def test_what_comes_back_is_what_went_out(data):
     """Random traffic: each block of both memories is played by a dict, and each block's contents have a name."""
     space = SwapSpace(data.draw(st.integers(0, 8)), 4)
-    device, host, kept, next_block = {}, {}, {}, 0
+    device, host, kept, next_block = {}, {}, {}, 1  # block 0 is the null block
     for step in range(data.draw(st.integers(1, 12))):
         if not kept or data.draw(st.booleans()):
             num_tokens = data.draw(st.integers(1, 16))

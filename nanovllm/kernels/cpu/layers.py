@@ -49,10 +49,15 @@ def packed_shape(weight: torch.Tensor) -> tuple[int, ...]:
     return (-(-weight.shape[0] // LANES), weight.shape[1] // per_word, LANES, per_word)
 
 
+def packed_bytes(weight: torch.Tensor) -> int:
+    return math.prod(packed_shape(weight)) * weight.itemsize + HugePages.ALIGNMENT
+
+
 def pack(weight: torch.Tensor, memory: HugePages) -> torch.Tensor:
     """[out, in] -> `packed_shape`, the last panel filled up with zeros."""
     num_panels, num_words, _, per_word = shape = packed_shape(weight)
-    padded = F.pad(weight, (0, 0, 0, -len(weight) % LANES))
+    missing = -len(weight) % LANES
+    padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight  # padding copies, even by nothing
     panels = padded.view(num_panels, LANES, num_words, per_word).transpose(1, 2)
     return memory.empty(shape, weight.dtype).copy_(panels)
 
@@ -192,8 +197,7 @@ class CpuGate(nn.Module):
 
 def replace_layers(model: nn.Module, dtype: torch.dtype) -> None:
     """Put the fast twin in the place of every layer that has one for its shape. The model's weights are loaded."""
-    weights = [layer.weight for layer in model.modules() if has_matrix(layer)]
-    memory = HugePages(sum(math.prod(packed_shape(w)) * w.itemsize + HugePages.ALIGNMENT for w in weights))
+    memory = HugePages(sum(packed_bytes(layer.weight) for layer in model.modules() if has_matrix(layer)))
     twins: dict[nn.Module, nn.Module | None] = {}  # a layer may have two places: tied embeddings
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):  # named_children() leaves out a second name

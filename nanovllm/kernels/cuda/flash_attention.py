@@ -6,12 +6,14 @@ https://github.com/Dao-AILab/flash-attention. The calls of the two versions diff
 """
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from nanovllm.kernels.cuda.requirements import gpu_capability, is_installed, why_too_old
+from nanovllm.layers import attention
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.masking import PLAIN, AttentionOptions
@@ -40,8 +42,7 @@ class FlashAttention2:
             *layer_cache,  # [num_blocks, block_size, num_kv_heads, head_dim] each
             cache_seqlens=metadata.seq_lens[:nd],
             block_table=metadata.block_tables[:nd],
-            softmax_scale=options.scale or self.scale,
-            causal=True,
+            **masking(options, self.scale),
         )
         return out[:, 0]
 
@@ -56,8 +57,7 @@ class FlashAttention2:
             cu_seqlens_k=metadata.prefill_cu_seqlens_k,
             max_seqlen_q=metadata.max_seqlen_q,
             max_seqlen_k=metadata.max_seqlen_k,
-            softmax_scale=options.scale or self.scale,
-            causal=True,  # aligned at the ends: the last query sees all keys, also where the chunk is not the first
+            **masking(options, self.scale),
             block_table=metadata.block_tables[metadata.num_decodes :],
         )
 
@@ -83,8 +83,7 @@ class FlashAttention3:
             *layer_cache,
             cache_seqlens=metadata.seq_lens[:nd],
             page_table=metadata.block_tables[:nd],
-            softmax_scale=options.scale or self.scale,
-            causal=True,
+            **masking(options, self.scale),
         )
         return out[:, 0]
 
@@ -100,8 +99,7 @@ class FlashAttention3:
             page_table=metadata.block_tables[nd:],
             cu_seqlens_q=metadata.prefill_cu_seqlens_q,
             max_seqlen_q=metadata.max_seqlen_q,
-            softmax_scale=options.scale or self.scale,
-            causal=True,
+            **masking(options, self.scale),
         )
 
 
@@ -141,8 +139,18 @@ class FlashAttention(AttentionBackend):
         return None
 
     @classmethod
-    def why_not_options(cls, options: AttentionOptions) -> str | None:
-        return None if options.window is options.softcap is None else "it has neither windows nor soft-caps"
+    def why_not_options(
+        cls, options: AttentionOptions, device: torch.device, dtype: torch.dtype, head_dim: int
+    ) -> str | None:
+        """Tried on a few tokens: a build may lack windows, soft-caps or head sizes, and need not say so."""
+        if options.window is options.softcap is None:
+            return None
+        version = FlashAttention2 if why_not_version_3() else FlashAttention3
+        try:
+            error = error_on_few_tokens(version(head_dim**-0.5), options, device, dtype, head_dim)
+        except (RuntimeError, TypeError) as failure:
+            return f"{version.name} cannot compute {options}: {failure}"
+        return None if error < 0.05 else f"{version.name} ignores {options}: it was built without that"
 
     def replace_layers(self, model: nn.Module) -> None:
         if is_installed("triton"):  # which flash-attn itself can do without
@@ -164,6 +172,50 @@ class FlashAttention(AttentionBackend):
             return self._library.prefill(q, layer_cache, metadata, options)
         decodes = self._library.decode(q[:nd], layer_cache, metadata, options)
         return torch.cat([decodes, self._library.prefill(q[nd:], layer_cache, metadata, options)])
+
+
+def masking(options: AttentionOptions, default_scale: float) -> dict[str, Any]:
+    """The library counts the tokens before a token, without itself; -1 is all of them."""
+    window = -1 if options.window is None else options.window - 1
+    scale = default_scale if options.scale is None else options.scale
+    return {
+        "softmax_scale": scale,
+        "causal": True,  # aligned at the ends: the last query sees all keys, also where the chunk is not the first
+        "window_size": (window, 0 if window >= 0 else -1),
+        "softcap": options.softcap or 0.0,
+    }
+
+
+def error_on_few_tokens(
+    library: FlashAttention2 | FlashAttention3,
+    options: AttentionOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+) -> float:
+    """Largest difference to the definition in PyTorch: a decode and a chunk of one sequence, longer than its window."""
+    options = replace(options, window=options.window and min(options.window, 3))
+    generator = torch.Generator().manual_seed(0)
+    cache = torch.randn(2, 2, 256, 1, head_dim, generator=generator).to(device, dtype)
+    queries = torch.randn(9, 2, head_dim, generator=generator).to(device, dtype)
+    errors = []
+    for num_decodes, num_new in ((1, 1), (0, 8)):
+        lens = {name: torch.tensor([0, n], dtype=torch.int32, device=device) for name, n in (("q", num_new), ("k", 8))}
+        metadata = AttentionMetadata(
+            slot_mapping=lens["q"],
+            block_tables=torch.ones(1, 1, dtype=torch.int32, device=device),
+            seq_lens=lens["k"][1:],
+            cu_seqlens_q=lens["q"],
+            prefill_cu_seqlens_q=lens["q"],
+            prefill_cu_seqlens_k=lens["k"],
+            num_decodes=num_decodes,
+            max_seqlen_q=num_new,
+            max_seqlen_k=8,
+        )
+        q = queries[:num_new]
+        found = (library.decode if num_decodes else library.prefill)(q, cache, metadata, options)
+        errors.append((found - attention.attend(q, cache, metadata, options)).abs().max().item())
+    return max(errors)
 
 
 def why_not_version_3() -> str | None:

@@ -9,6 +9,8 @@ The softmax over all tiles is built up as they come (Milakov and Gimelshein 2018
     acc       the sum of exp(score - row_max) * v so far
 
 When a larger score turns up, row_sum and acc shrink by exp(old max - new max). In the end the output is acc / row_sum.
+With a window, the walk begins at the first tile that a row sees; WINDOW 0 is no window. A soft-cap bounds the scores by
+SOFTCAP * tanh(score / SOFTCAP); SOFTCAP 0 is no bound.
 The hardware knows exp2 and not exp, so the softmax scale has log2(e) in it, and row_max is in these units.
 
 The look-up: position p of a sequence is in block `block_table[p // block_size]`, in slot `block * block_size +
@@ -25,84 +27,16 @@ happens to be 1 or a multiple of 16. What is written in capitals is fixed for a 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def as_computed_with(q, IS_FP8: tl.constexpr):
-    """Over an fp8 cache, bfloat16 becomes float16, to which the GPU converts two e4m3 numbers in one instruction.
-
-    float16 holds every e4m3 number exactly, and q too, unless it is far out of range: beyond 65,504 it is clamped.
-    """
-    if IS_FP8 and q.dtype == tl.bfloat16:
-        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
-    return q
+from nanovllm.kernels.cuda.tile_walk import as_computed_with, attend_to_tokens
 
 
 @triton.jit
-def attend_to_tokens(
-    acc,  # [ROWS, HEAD_DIM] float32
-    row_max,  # [ROWS] float32
-    row_sum,  # [ROWS] float32
-    q,  # [ROWS, HEAD_DIM]
-    last_seen,  # [ROWS] the last position that each row attends to
-    k_head_ptr,  # the K cache, at the head of this program; as v_head_ptr
-    v_head_ptr,
-    block_table_ptr,  # [max_num_blocks] int32, of this sequence
-    begin,  # a multiple of TILE
-    end,
-    score_scale,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-):
-    """Attend to the positions begin … end - 1 of one sequence; acc, row_max and row_sum as above, before and after.
-
-    Without IS_MASKED every row sees all of these positions, and their number is a multiple of TILE. With it, nothing
-    from `end` on is read, not even from the block table. Every row must see the first position of its first call, so
-    that row_max is finite from then on.
-    """
-    dims = tl.arange(0, HEAD_DIM)
-    in_tile = tl.arange(0, TILE)
-    for start in range(begin, end, TILE):
-        start = tl.multiple_of(start, TILE)
-        positions = start + in_tile  # [TILE]
-        # The slots of the tile. Either it lies within one block, and the block is looked up once and the addresses
-        # count up from there, or it spans several blocks, and each position looks up its own.
-        if BLOCK_SIZE >= TILE:
-            block = tl.load(block_table_ptr + start // BLOCK_SIZE).to(tl.int64)
-            slots = block * BLOCK_SIZE + start % BLOCK_SIZE + in_tile
-        else:
-            unsigned = positions.to(tl.uint32)  # so that a division is a shift
-            if IS_MASKED:
-                blocks = tl.load(block_table_ptr + unsigned // BLOCK_SIZE, mask=positions < end, other=0)
-            else:
-                blocks = tl.load(block_table_ptr + unsigned // BLOCK_SIZE)
-            slots = blocks.to(tl.int64) * BLOCK_SIZE + in_tile % BLOCK_SIZE  # a tile begins where a block does
-        offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]  # [TILE, HEAD_DIM]
-
-        # A slot from `end` on may hold anything. Its score becomes -inf and its weight 0, but 0 * NaN is NaN: so V is
-        # loaded as zeros there. K is masked only to read less. score_scale has the scale of an fp8 cache in it.
-        if IS_MASKED:
-            k = tl.load(k_head_ptr + offsets, mask=(positions < end)[:, None], other=0.0).to(q.dtype)
-        else:
-            k = tl.load(k_head_ptr + offsets).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, TILE]
-        if IS_MASKED:
-            scores = tl.where(positions[None, :] <= last_seen[:, None], scores, float("-inf"))
-
-        # the scale comes late, where it costs nothing: a product and a difference are one instruction
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)
-        weights = tl.exp2(scores * score_scale - new_max[:, None])  # [ROWS, TILE]
-        shrink = tl.exp2(row_max - new_max)
-        row_max = new_max
-        row_sum = row_sum * shrink + tl.sum(weights, 1)
-        if IS_MASKED:
-            v = tl.load(v_head_ptr + offsets, mask=(positions < end)[:, None], other=0.0).to(q.dtype)
-        else:
-            v = tl.load(v_head_ptr + offsets).to(q.dtype)
-        acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return acc, row_max, row_sum
+def first_tile(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """The begin of the first tile that the token at `position` sees."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE
+    return first
 
 
 @triton.jit
@@ -135,6 +69,8 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,  # GROUP, rounded up to a power of two of 16 at least
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Grid: (NUM_KV_HEADS, num_seqs, num_splits). One token of a sequence, one K and V head, one split of the context.
 
@@ -145,8 +81,9 @@ def decode_kernel(
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
     seq_len = tl.load(seq_lens_ptr + seq)
-    split_len = split_length(seq_len, num_splits, min_split_len, TILE)
-    begin = split * split_len
+    start = first_tile(seq_len - 1, WINDOW, TILE)
+    split_len = split_length(seq_len - start, num_splits, min_split_len, TILE)
+    begin = start + split * split_len
     if (begin >= seq_len) & (split > 0):
         return
     end = tl.minimum(begin + split_len, seq_len)
@@ -161,18 +98,19 @@ def decode_kernel(
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
+    first_seen = tl.zeros([ROWS], tl.int32) + (seq_len - WINDOW)
     last_seen = tl.zeros([ROWS], tl.int32) + (end - 1)
     k_head_ptr, v_head_ptr = k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM
     block_table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
     # fmt: off
     acc, row_max, row_sum = attend_to_tokens(
-        acc, row_max, row_sum, q, last_seen, k_head_ptr, v_head_ptr, block_table_ptr, begin, end, score_scale,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, IS_MASKED=True,
+        acc, row_max, row_sum, q, first_seen, last_seen, k_head_ptr, v_head_ptr, block_table_ptr, begin, end,
+        score_scale, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW > 0, SOFTCAP, IS_MASKED=True,
     )
     # fmt: on
     row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # 0 where there were no tokens
     out = acc * (v_scale / row_sum)[:, None]
-    if split_len >= seq_len:
+    if split_len >= seq_len - start:
         tl.store(out_ptr + elements, out.to(out_ptr.dtype.element_ty), mask=is_head[:, None])
     else:
         parts = heads * num_splits + split  # [ROWS]
@@ -189,7 +127,8 @@ def merge_kernel(
     num_splits,
     min_split_len,
     HEAD_DIM: tl.constexpr,
-    TILE: tl.constexpr,  # of decode_kernel
+    TILE: tl.constexpr,  # of decode_kernel, as WINDOW
+    WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,  # at a time
 ):
     """Grid: (num_heads, num_seqs). Joins the parts of one head of one sequence.
@@ -199,8 +138,8 @@ def merge_kernel(
     """
     head, seq = tl.program_id(0), tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + seq)
-    split_len = split_length(seq_len, num_splits, min_split_len, TILE)
-    num_used = tl.cdiv(seq_len, split_len)
+    num_seen = seq_len - first_tile(seq_len - 1, WINDOW, TILE)
+    num_used = tl.cdiv(num_seen, split_length(num_seen, num_splits, min_split_len, TILE))
     if num_used <= 1:
         return  # decode_kernel has written the output
     row = (seq * tl.num_programs(0) + head).to(tl.int64)
@@ -241,6 +180,8 @@ def prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Grid: (NUM_KV_HEADS * num_q_tiles,). TOKENS new tokens of one sequence with the GROUP heads of one K and V head.
 
@@ -279,18 +220,28 @@ def prefill_kernel(
     row_sum = tl.zeros([ROWS], tl.float32)
     k_head_ptr, v_head_ptr = k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM
     block_table_ptr = block_tables_ptr + tl.cast(seq, tl.int64) * table_stride
-    last_seen = num_computed + tokens  # a token sees what is not behind it
-    # Most tiles lie before the first of these tokens, and need no mask; then come those on the diagonal.
+    last_seen = num_computed + tokens  # a token sees what is not behind it, and with a window, not too far before it
+    first_seen = last_seen - WINDOW + 1
+    # Most tiles lie before the first of these tokens, and need no mask; then come those on the diagonal. With a window,
+    # the tiles at its edge come first.
     diagonal = (num_computed + first_token + 1) // TILE * TILE
     end = num_computed + tl.minimum(first_token + TOKENS, num_new)
+    begin = first_tile(num_computed + first_token, WINDOW, TILE)
     # fmt: off
+    if WINDOW > 0:
+        edge = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE, diagonal)  # from here on, all rows see all
+        acc, row_max, row_sum = attend_to_tokens(
+            acc, row_max, row_sum, q, first_seen, last_seen, k_head_ptr, v_head_ptr, block_table_ptr, begin, edge,
+            score_scale, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, True, SOFTCAP, IS_MASKED=True,
+        )
+        begin = edge
     acc, row_max, row_sum = attend_to_tokens(
-        acc, row_max, row_sum, q, last_seen, k_head_ptr, v_head_ptr, block_table_ptr, 0, diagonal, score_scale,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, IS_MASKED=False,
+        acc, row_max, row_sum, q, first_seen, last_seen, k_head_ptr, v_head_ptr, block_table_ptr, begin, diagonal,
+        score_scale, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW > 0, SOFTCAP, IS_MASKED=False,
     )
     acc, row_max, row_sum = attend_to_tokens(
-        acc, row_max, row_sum, q, last_seen, k_head_ptr, v_head_ptr, block_table_ptr, diagonal, end, score_scale,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, IS_MASKED=True,
+        acc, row_max, row_sum, q, first_seen, last_seen, k_head_ptr, v_head_ptr, block_table_ptr, diagonal, end,
+        score_scale, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW > 0, SOFTCAP, IS_MASKED=True,
     )
     # fmt: on
     out = acc * (v_scale / row_sum)[:, None]

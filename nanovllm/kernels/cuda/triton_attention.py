@@ -58,10 +58,6 @@ class TritonAttention(AttentionBackend):
         return too_old and f"for an fp8 KV cache {too_old}"
 
     @classmethod
-    def why_not_options(cls, options: AttentionOptions) -> str | None:
-        return None if options.window is options.softcap is None else "it has neither windows nor soft-caps"
-
-    @classmethod
     def why_slow(cls, device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str | None:
         # exact float32 products do not use the tensor cores
         return f"it is slow in {dtype}" if dtype == torch.float32 else None
@@ -135,7 +131,7 @@ class TritonAttention(AttentionBackend):
             self.score_scale(options),
             self.v_scale,
             min_split_len,
-            **self.constants(launch),
+            **self.constants(launch, options),
         )
         if num_splits > 1:
             self._kernels.merge_kernel[(self.num_heads, num_seqs)](
@@ -147,6 +143,7 @@ class TritonAttention(AttentionBackend):
                 min_split_len,
                 HEAD_DIM=self.head_dim,
                 TILE=launch.tile,
+                WINDOW=options.window or 0,
                 SPLITS=SPLITS_AT_A_TIME,
                 num_warps=4,
                 enable_fp_fusion=True,
@@ -180,14 +177,14 @@ class TritonAttention(AttentionBackend):
             num_seqs,
             self.score_scale(options),
             self.v_scale,
-            **self.constants(launch),
+            **self.constants(launch, options),
         )
 
     def score_scale(self, options: AttentionOptions) -> float:
         """The factor that turns q k^T over the cached K into exponents of two."""
         return (options.scale or self.scale) * math.log2(math.e) * self.k_scale
 
-    def constants(self, launch: Launch) -> dict[str, int]:
+    def constants(self, launch: Launch, options: AttentionOptions) -> dict[str, int | float]:
         """What decode_kernel and prefill_kernel are compiled for."""
         return {
             "NUM_KV_HEADS": self.num_kv_heads,
@@ -196,6 +193,8 @@ class TritonAttention(AttentionBackend):
             "BLOCK_SIZE": self.block_size,
             "ROWS": launch.rows,
             "TILE": launch.tile,
+            "WINDOW": options.window or 0,
+            "SOFTCAP": options.softcap or 0.0,
             "num_warps": launch.num_warps,
             "num_stages": launch.num_stages,
             "enable_fp_fusion": True,  # a product and a sum may be one instruction, which rounds once

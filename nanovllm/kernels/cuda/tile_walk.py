@@ -1,0 +1,110 @@
+"""The walk along a sequence, tile by tile, that all attention kernels have in common: `attend_to_tokens`.
+
+What the accumulators mean is said in `paged_attention.py`, whose kernels call it.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def as_computed_with(q, IS_FP8: tl.constexpr):
+    """Over an fp8 cache, bfloat16 becomes float16, to which the GPU converts two e4m3 numbers in one instruction.
+
+    float16 holds every e4m3 number exactly, and q too, unless it is far out of range: beyond 65,504 it is clamped.
+    """
+    if IS_FP8 and q.dtype == tl.bfloat16:
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    return q
+
+
+@triton.jit
+def soft_capped(scores, score_scale, SOFTCAP: tl.constexpr):
+    """The scores whose product with score_scale is bounded by SOFTCAP, in units of log2(e) as the product is."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    shares = scores * (score_scale / (SOFTCAP * LOG2_E))
+    e = tl.exp2(tl.abs(shares) * (-2 * LOG2_E))  # e^-2|x|: never overflows
+    bounded = (1 - e) / (1 + e)
+    return tl.where(shares < 0, -bounded, bounded) * (SOFTCAP * LOG2_E / score_scale)
+
+
+@triton.jit
+def attend_to_tokens(
+    acc,  # [ROWS, HEAD_DIM] float32
+    row_max,  # [ROWS] float32
+    row_sum,  # [ROWS] float32
+    q,  # [ROWS, HEAD_DIM]
+    first_seen,  # [ROWS] the first position that each row attends to, only read if HAS_WINDOW
+    last_seen,  # [ROWS] the last one
+    k_head_ptr,  # the K cache, at the head of this program; as v_head_ptr
+    v_head_ptr,
+    block_table_ptr,  # [max_num_blocks] int32, of this sequence
+    begin,  # a multiple of TILE
+    end,
+    score_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """Attend to the positions begin … end - 1 of one sequence; acc, row_max and row_sum as above, before and after.
+
+    Without IS_MASKED every row sees all of these positions, and their number is a multiple of TILE. With it, nothing
+    from `end` on is read, not even from the block table. Without HAS_WINDOW, every row must see the first position of
+    its first call, so that row_max is finite from then on; with it, a row may see nothing of the first tiles.
+    """
+    dims = tl.arange(0, HEAD_DIM)
+    in_tile = tl.arange(0, TILE)
+    for start in range(begin, end, TILE):
+        start = tl.multiple_of(start, TILE)
+        positions = start + in_tile  # [TILE]
+        # The slots of the tile. Either it lies within one block, and the block is looked up once and the addresses
+        # count up from there, or it spans several blocks, and each position looks up its own.
+        if BLOCK_SIZE >= TILE:
+            block = tl.load(block_table_ptr + start // BLOCK_SIZE).to(tl.int64)
+            slots = block * BLOCK_SIZE + start % BLOCK_SIZE + in_tile
+        else:
+            unsigned = positions.to(tl.uint32)  # so that a division is a shift
+            if IS_MASKED:
+                blocks = tl.load(block_table_ptr + unsigned // BLOCK_SIZE, mask=positions < end, other=0)
+            else:
+                blocks = tl.load(block_table_ptr + unsigned // BLOCK_SIZE)
+            slots = blocks.to(tl.int64) * BLOCK_SIZE + in_tile % BLOCK_SIZE  # a tile begins where a block does
+        offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]  # [TILE, HEAD_DIM]
+
+        # A slot from `end` on may hold anything. Its score becomes -inf and its weight 0, but 0 * NaN is NaN: so V is
+        # loaded as zeros there. K is masked only to read less. score_scale has the scale of an fp8 cache in it.
+        if IS_MASKED:
+            k = tl.load(k_head_ptr + offsets, mask=(positions < end)[:, None], other=0.0).to(q.dtype)
+        else:
+            k = tl.load(k_head_ptr + offsets).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [ROWS, TILE]
+        if SOFTCAP > 0:
+            scores = soft_capped(scores, score_scale, SOFTCAP)
+        if IS_MASKED:
+            is_seen = positions[None, :] <= last_seen[:, None]
+            if HAS_WINDOW:
+                is_seen &= positions[None, :] >= first_seen[:, None]
+            scores = tl.where(is_seen, scores, float("-inf"))
+
+        # the scale comes late, where it costs nothing: a product and a difference are one instruction
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)
+        base = new_max
+        if IS_MASKED and HAS_WINDOW:  # -inf - -inf is no number
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores * score_scale - base[:, None])  # [ROWS, TILE]
+        shrink = tl.exp2(row_max - base)
+        row_max = new_max
+        row_sum = row_sum * shrink + tl.sum(weights, 1)
+        if IS_MASKED:
+            is_needed = positions < end
+            if HAS_WINDOW:  # what lies before was given back: the null block is in its place
+                is_needed &= positions >= tl.min(first_seen, 0)
+            v = tl.load(v_head_ptr + offsets, mask=is_needed[:, None], other=0.0).to(q.dtype)
+        else:
+            v = tl.load(v_head_ptr + offsets).to(q.dtype)
+        acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, row_max, row_sum
