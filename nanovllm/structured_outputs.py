@@ -109,6 +109,15 @@ class StructuredOutputsParams:
 def schema_text(schema: str | Mapping[str, Any]) -> str:
     """A schema as JSON, in one spelling."""
     try:
-        return json.dumps(json.loads(schema) if isinstance(schema, str) else schema, allow_nan=False)
+        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+        return json.dumps(json.loads(text, parse_int=exact_int), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"structured_outputs.json is not a JSON schema: {error}") from None
+
+
+def exact_int(digits: str) -> int:
+    """Compilers of schemas count in floats: beyond 2**53 an integer could become another one."""
+    value = int(digits)
+    if abs(value) > 2**53:
+        raise ValueError(f"integers must be within 2**53, got {digits[:40]}")
+    return value

@@ -11,7 +11,6 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from example_counts import examples  # noqa: F401 (tests import it from here)
 
 # On models this small a second thread only waits for the first.
 torch.set_num_threads(1)
@@ -29,6 +28,11 @@ KERNEL_TESTS = [
 collect_ignore = []
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore += KERNEL_TESTS
+
+
+def examples(n):
+    """For hypothesis: all of them in a sweep (`pytest -m slow`), a third by default."""
+    return n if os.environ.get("NANOVLLM_SWEEP") else n // 3
 
 
 def pytest_configure(config):

@@ -52,10 +52,9 @@ class Intake:
 
     def take_params(self, params: Any) -> Any:
         """A checked copy of the parameters. A grammar in them is compiled, and kept until the request is made."""
-        if isinstance(params, PoolingParams):
-            return params.clone()
-        params = self.limits.take_params(params)
-        self._make_grammars(params)
+        params = self._copy_params(params)
+        if isinstance(params, SamplingParams):
+            self._make_grammars(params)
         return params
 
     def make_request(
@@ -68,7 +67,7 @@ class Intake:
         num_requests_before: int,
     ) -> Request:
         """Requests without a seed get one from `num_requests_before`: it depends on the order of arrival alone."""
-        params = self.take_params(self.default_sampling_params if params is None else params)
+        params = self._copy_params(self.default_sampling_params if params is None else params)
         text, token_ids = self.encode(prompt, params)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be an int, got {priority!r}")
@@ -92,6 +91,9 @@ class Intake:
         self.limits.check_beam_search_params(params)
         eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
         return BeamSearch(request_id, text, token_ids, params, eos_token_ids, self.tokenizer, time.monotonic())
+
+    def _copy_params(self, params: Any) -> Any:
+        return params.clone() if isinstance(params, PoolingParams) else self.limits.take_params(params)
 
     def _make_grammars(self, params: SamplingParams) -> list[Any]:
         """For each sample what its output must fit, or None."""

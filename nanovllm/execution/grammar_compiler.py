@@ -21,7 +21,9 @@ MAX_CHARS = 1 << 20
 # The library's compilers are recursive: nesting and chains of rules beyond some thousands would overflow the stack.
 MAX_NESTING = 100  # brackets open at the same time in a grammar; the library has a limit of its own for JSON
 MAX_RULES = 1000  # in a grammar, and references in a schema
-DEFAULT_WHITESPACE = r"[ \n\r\t]{1,32}"  # without a bound, a model that has lost its way could write blanks for ever
+# Without a bound on white space, a model that has lost its way could write blanks for ever. `lenient` is the library's
+# name for ignoring what it does not know: never here.
+JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,32}", "lenient": False}
 
 
 class GrammarCompiler:
@@ -46,13 +48,16 @@ class GrammarCompiler:
         source = source_of(params)
         with self._lock:
             self._start()
-            if source not in self._compiled:
-                self._compiled[source] = self._make_matcher(*source)
+            matcher = self._compiled.get(source)
+        if matcher is None:  # outside of the lock: a compilation that takes long holds nobody up
+            matcher = self._make_matcher(*source)
+        with self._lock:
+            self._compiled[source] = matcher
             self._compiled.move_to_end(source)
             while len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
             assert self._worker is not None
-            return Grammar(self._compiled[source].deep_copy(), self._eos_token_ids, self._worker)
+            return Grammar(matcher.deep_copy(), self._eos_token_ids, self._worker)
 
     def _start(self) -> None:
         """Import the library, and build its trie of the tokenizer's tokens."""
@@ -121,8 +126,10 @@ def source_of(params: StructuredOutputsParams) -> tuple[str, str, str]:
 
 def whitespace_options(params: StructuredOutputsParams) -> dict[str, Any]:
     if params.disable_any_whitespace:
-        return {"whitespace_flexible": False}
-    return {"whitespace_pattern": params.whitespace_pattern or DEFAULT_WHITESPACE}
+        return JSON_OPTIONS | {"whitespace_pattern": None, "whitespace_flexible": False}
+    if params.whitespace_pattern is not None:
+        return JSON_OPTIONS | {"whitespace_pattern": params.whitespace_pattern}
+    return JSON_OPTIONS
 
 
 def check_size(form: str, text: str) -> str:
@@ -132,8 +139,9 @@ def check_size(form: str, text: str) -> str:
 
 
 def check_grammar(text: str) -> str:
-    """Rules have a colon in Lark and two in GBNF; escapes may hide more references in schemas inside a grammar."""
-    check_count("grammar", "rules", text.replace("::=", ":").count(":") + text.count("$ref") + text.count("\\u"))
+    """Each rule begins a line and has a colon. Escapes may hide references of the schemas inside a grammar."""
+    num_rules = sum(":" in line for line in text.splitlines())
+    check_count("grammar", "rules and references", num_rules + text.count("$ref") + text.count("\\u"))
     depth = deepest = 0
     for char in text:
         depth += (char in "([{") - (char in ")]}")

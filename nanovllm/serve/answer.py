@@ -1,33 +1,83 @@
-"""What the text of a chat's answer means, as it grows: by default it is the message's content, and nothing else."""
+"""What the text of a chat's answer means, as it grows: thoughts, calls of tools, and content.
 
-from typing import Any, Protocol
+<think>\\n…\\n</think>      reasoning: `reasoning`, and `reasoning_content`, which is other servers' name
+<tool_call>…</tool_call>   tool_calls, if the request has tools
+the rest                   content
+"""
+
+from typing import Any
+from uuid import uuid4
+
+from nanovllm.serve.demands import NamedTool
+from nanovllm.serve.protocol import ChatCompletionRequest
+from nanovllm.serve.reasoning_parser import OPEN, ReasoningParser
+from nanovllm.serve.tool_parser import CallArguments, CallStart, Content, Event, ToolParser
 
 
-class Answer(Protocol):
-    """Reads one answer. Made for each choice of a request by `make_answer`."""
+class Answer:
+    """Reads one answer. Made for each choice of a request."""
+
+    def __init__(self, body: ChatCompletionRequest, prompt: str) -> None:
+        self._reasoning = ReasoningParser(starts_inside=prompt.rstrip().endswith(OPEN))
+        self._tools = ToolParser() if body.tools and body.tool_choice != "none" else None
+        is_one = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
+        self._max_calls = 1 if is_one else None
 
     def feed(self, text: str, is_last: bool) -> list[dict[str, Any]]:
         """What `text`, the next piece of the answer, adds to the message: deltas of OpenAI's streams.
 
         `is_last`: nothing comes after it, so nothing may be held back.
         """
+        parts = [self._reasoning.feed(text)] + ([self._reasoning.finish()] if is_last else [])
+        deltas: list[dict[str, Any]] = []
+        for reasoning, content in parts:
+            if reasoning:
+                deltas.append({"reasoning": reasoning, "reasoning_content": reasoning})
+            deltas += self._read(content)
+        if is_last and self._tools is not None:
+            deltas += self._deltas(self._tools.finish())
+        return deltas
 
     def finish_reason(self, reason: str) -> str:
         """`reason` is the engine's."""
+        has_called = self._tools is not None and self._tools.num_calls > 0
+        return "tool_calls" if has_called and reason == "stop" else reason
 
-
-class PlainAnswer:
-    def feed(self, text: str, is_last: bool) -> list[dict[str, Any]]:
+    def _read(self, text: str) -> list[dict[str, Any]]:
+        if self._tools is not None:
+            return self._deltas(self._tools.feed(text))
         return [{"content": text}] if text else []
 
-    def finish_reason(self, reason: str) -> str:
-        return reason
+    def _deltas(self, events: list[Event]) -> list[dict[str, Any]]:
+        return [
+            to_delta(event)
+            for event in events
+            if isinstance(event, Content) or self._max_calls is None or event.index < self._max_calls
+        ]
+
+
+def to_delta(event: Event) -> dict[str, Any]:
+    if isinstance(event, CallStart):
+        call = {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": {"name": event.name, "arguments": ""}}
+        return {"tool_calls": [{"index": event.index, **call}]}
+    if isinstance(event, CallArguments):
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    return {"content": event.text}
 
 
 def merge(deltas: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that these deltas add up to."""
+    """The message that these deltas add up to. Where there are calls and no text, `content` is None."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
+    calls: dict[int, dict[str, Any]] = {}
     for delta in deltas:
         for name, value in delta.items():
-            message[name] = (message.get(name) or "") + value
+            if name != "tool_calls":
+                message[name] = message.get(name, "") + value
+                continue
+            for part in value:
+                call = calls.setdefault(part["index"], {key: part[key] for key in part if key != "index"})
+                if call["function"] is not part["function"]:
+                    call["function"]["arguments"] += part["function"]["arguments"]
+    if calls:
+        message |= {"content": message["content"] or None, "tool_calls": [calls[index] for index in sorted(calls)]}
     return message

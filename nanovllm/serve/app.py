@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from nanovllm.serve import chat, completions, info, ui
+from nanovllm.serve import chat, completions, embeddings, info, ui
 from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.errors import install_error_handlers
 from nanovllm.serve.guard import Guard
@@ -27,7 +27,7 @@ def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLine
     """An application over `llm`; without one it answers 503 until `set_engine` is called. With `live` it has `/ui`."""
     app = FastAPI(title="nanovllm", docs_url=None, redoc_url=None, responses=ERRORS)
     app.state.server = Server(options, Metrics(options.model_names[0]))
-    for routes in (chat, completions, info):
+    for routes in (chat, completions, embeddings, info):
         app.include_router(routes.router)
     if live is not None:
         app.include_router(ui.make_router(live))

@@ -11,7 +11,8 @@ from uuid import uuid4
 from fastapi import APIRouter, Request, Response
 
 from nanovllm.outputs import CompletionOutput
-from nanovllm.serve.answer import Answer, PlainAnswer, merge
+from nanovllm.serve.answer import Answer, merge
+from nanovllm.serve.forms import compile_form
 from nanovllm.serve.generation import Generation, usage_of
 from nanovllm.serve.logprobs import chat_logprobs
 from nanovllm.serve.prompts import chat_prompt
@@ -28,11 +29,11 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     """Answer a conversation."""
     server.check_model(body.model)
     engine = server.check_ready().engine
-    prompt = await chat_prompt(engine.tokenizer, body)
-    params = chat_params(body, engine.default_sampling_params)
+    prompt: Any = await chat_prompt(engine.tokenizer, body)
+    params = chat_params(body, engine.default_sampling_params, await compile_form(engine, body))
     generation = Generation(server, f"chatcmpl-{uuid4().hex}", [prompt], params)
     await generation.start(body, "messages")
-    chat = Chat(body, generation, server.model_name)
+    chat = Chat(body, generation, server.model_name, str(prompt["prompt"]))
     if body.stream:
         return EventStream(generation, chat.chunks())
     return await answer_whole(request, generation, chat.whole)
@@ -41,11 +42,11 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
 class Chat:
     """One conversation's answers: `body.n` choices."""
 
-    def __init__(self, body: ChatCompletionRequest, generation: Generation, model_name: str) -> None:
+    def __init__(self, body: ChatCompletionRequest, generation: Generation, model_name: str, prompt: str) -> None:
         self._body = body
         self._generation = generation
         self._model_name = model_name
-        self._choices = [Choice(body, i, make_answer(body)) for i in range(body.n or 1)]
+        self._choices = [Choice(body, i, Answer(body, prompt)) for i in range(body.n or 1)]
 
     def whole(self) -> dict[str, Any]:
         (output,) = self._generation.latest.values()
@@ -127,7 +128,3 @@ class Choice:
             return None
         new = slice(self._num_tokens, None)
         return chat_logprobs(completion.logprobs[new], completion.token_ids[new], self._num_top)
-
-
-def make_answer(body: ChatCompletionRequest) -> Answer:
-    return PlainAnswer()

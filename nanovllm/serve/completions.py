@@ -11,9 +11,10 @@ from uuid import uuid4
 from fastapi import APIRouter, Request, Response
 
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.serve.forms import compile_form
 from nanovllm.serve.generation import Generation, usage_of
 from nanovllm.serve.logprobs import completion_logprobs
-from nanovllm.serve.prompts import completion_prompts
+from nanovllm.serve.prompts import encode_prompts
 from nanovllm.serve.protocol import CompletionRequest
 from nanovllm.serve.sampling import completion_params
 from nanovllm.serve.state import ReadyServer
@@ -27,8 +28,8 @@ async def create_completion(body: CompletionRequest, request: Request, server: R
     """Continue one prompt, or several."""
     server.check_model(body.model)
     engine = server.check_ready().engine
-    prompts = await completion_prompts(engine.tokenizer, body)
-    params = completion_params(body, engine.default_sampling_params)
+    prompts = await encode_prompts(engine.tokenizer, "prompt", body.prompt, body.add_special_tokens is not False)
+    params = completion_params(body, engine.default_sampling_params, await compile_form(engine, body))
     generation = Generation(server, f"cmpl-{uuid4().hex}", prompts, params)
     await generation.start(body, "prompt")
     completions = Completions(body, generation, server.model_name, engine.tokenizer)

@@ -11,18 +11,24 @@ from nanovllm.engine.chat import ChatOptions, render_conversation
 from nanovllm.engine.intake import Prompt
 from nanovllm.serve.async_llm import LONG_TEXT
 from nanovllm.serve.errors import APIError, refuse
-from nanovllm.serve.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
+from nanovllm.serve.protocol import ChatCompletionRequest, TokenizeRequest
 
 
 async def chat_prompt(tokenizer: Any, body: ChatCompletionRequest | TokenizeRequest) -> Prompt:
     """The messages as the chat template writes them. Raises APIError 400 if it does not take them."""
     messages = [message.model_dump(exclude_unset=True) for message in body.messages or []]
+    for message in messages:
+        message["content"] = message.get("content") or ""  # None beside calls of tools; templates add it to a text
+    tools = None
+    if isinstance(body, ChatCompletionRequest) and body.tools and body.tool_choice != "none":
+        tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
     is_continued, add_prompt = bool(body.continue_final_message), body.add_generation_prompt
     with refuse(type(body).model_fields, "messages"):
         options = ChatOptions(
             add_generation_prompt=not is_continued if add_prompt is None else add_prompt,
             continue_final_message=is_continued,
             chat_template_kwargs=body.chat_template_kwargs,
+            tools=tools,
         )
         is_long = sum(len(str(message.get("content"))) for message in messages) > LONG_TEXT
         render = partial(render_conversation, tokenizer, messages, options)
@@ -32,19 +38,18 @@ async def chat_prompt(tokenizer: Any, body: ChatCompletionRequest | TokenizeRequ
             raise ValueError("messages are nested too deeply for the chat template") from error
 
 
-async def completion_prompts(tokenizer: Any, body: CompletionRequest) -> list[Prompt]:
-    """One prompt, or several: a list of integers is the token ids of one."""
-    prompt: Any = body.prompt
-    is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
-    prompts: list[Any] = [prompt] if is_one else list(prompt)
+async def encode_prompts(tokenizer: Any, field: str, given: Any, add_special_tokens: bool) -> list[Prompt]:
+    """What `field` gives: one prompt, or several; a list of integers is the token ids of one."""
+    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+    prompts: list[Any] = [given] if is_one else list(given)
     if not prompts:
-        raise APIError(400, "prompt must not be an empty list", "prompt")
+        raise APIError(400, f"{field} must not be an empty list", field)
     if all(isinstance(one, list) for one in prompts):
         return prompts
     if tokenizer is None:
-        raise APIError(400, "this model has no tokenizer, so a prompt must be token ids, got text", "prompt")
-    with refuse(["prompt"], "prompt"):
-        return [await encode_text(tokenizer, text, body.add_special_tokens is not False) for text in prompts]
+        raise APIError(400, f"this model has no tokenizer, so {field} must be token ids, got text", field)
+    with refuse([field], field):
+        return [await encode_text(tokenizer, text, add_special_tokens) for text in prompts]
 
 
 async def encode_text(tokenizer: Any, text: str, add_special_tokens: bool) -> Prompt:

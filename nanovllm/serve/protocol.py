@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from nanovllm.serve.demands import NamedTool, ResponseFormat, StructuredOutputs, Tool
+
 MAX_STOP_STRINGS = 64
 MAX_TOP_LOGPROBS = 20  # of each token
 
@@ -64,6 +66,7 @@ class GenerationRequest(StrictModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Text | Annotated[Texts, Field(max_length=MAX_STOP_STRINGS)] | None = None
     logit_bias: Annotated[dict[Text, float], Field(max_length=1024)] | None = None
+    response_format: ResponseFormat | None = None
     # vLLM's additions
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
@@ -75,6 +78,7 @@ class GenerationRequest(StrictModel):
     allowed_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     # known, and only taken at the value that asks for nothing
     use_beam_search: Literal[False] | None = None
@@ -131,6 +135,11 @@ class ChatCompletionRequest(GenerationRequest):
     """None goes on until the model ends, or its context does."""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """None is `auto` where there are tools."""
+    parallel_tool_calls: bool | None = None
+    """False: one call at most."""
     # vLLM's additions
     add_generation_prompt: bool | None = None
     """Whether the assistant's turn is opened after the messages; true by default."""
@@ -145,6 +154,12 @@ class ChatCompletionRequest(GenerationRequest):
             raise ValueError("top_logprobs needs logprobs to be true")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        if isinstance(self.tool_choice, NamedTool):
+            name, known = self.tool_choice.function.name, [tool.function.name for tool in self.tools or []]
+            if name not in known:
+                raise ValueError(f"tool_choice must name one of the tools {', '.join(known)}, got {name}")
         return self
 
 

@@ -5,6 +5,10 @@ from typing import Any
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.errors import refuse
 from nanovllm.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from nanovllm.structured_outputs import StructuredOutputsParams
+
+Form = StructuredOutputsParams | None
+"""What the output must fit (`forms.py`)."""
 
 SAME = (
     "n",
@@ -26,9 +30,9 @@ SAME = (
 )
 
 
-def completion_params(body: CompletionRequest, default: SamplingParams) -> SamplingParams:
+def completion_params(body: CompletionRequest, default: SamplingParams, form: Form = None) -> SamplingParams:
     """With `echo` and `logprobs` the prompt's log-probabilities are wanted too."""
-    fields: dict[str, Any] = {"logprobs": body.logprobs}
+    fields: dict[str, Any] = {"logprobs": body.logprobs, "structured_outputs": form}
     if body.max_tokens is not None:
         fields["max_tokens"] = max(1, body.max_tokens)  # the one token of a request for 0 is not shown
     if body.echo:
@@ -36,13 +40,14 @@ def completion_params(body: CompletionRequest, default: SamplingParams) -> Sampl
     return with_fields(default, body, fields)
 
 
-def chat_params(body: ChatCompletionRequest, default: SamplingParams) -> SamplingParams:
+def chat_params(body: ChatCompletionRequest, default: SamplingParams, form: Form = None) -> SamplingParams:
     """The length is open, unless the request or the model's generation_config.json limits it."""
     max_tokens = body.max_completion_tokens or body.max_tokens
     if max_tokens is None and default.max_tokens != SamplingParams().max_tokens:
         max_tokens = default.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return with_fields(default, body, {"max_tokens": max_tokens, "logprobs": logprobs})
+    fields = {"max_tokens": max_tokens, "logprobs": logprobs, "structured_outputs": form}
+    return with_fields(default, body, fields)
 
 
 def with_fields(default: SamplingParams, body: GenerationRequest, fields: dict[str, Any]) -> SamplingParams:

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from conftest import hf_greedy
 
 from nanovllm import LLM, PoolingParams, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.engine import LLMEngine
+from tests.conftest import hf_greedy
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 64, 3]
 SHARED = [(11 * i) % 290 + 1 for i in range(32)]  # two blocks that all but the first three prompts begin with

@@ -8,12 +8,12 @@ import re
 import time
 
 import pytest
-from example_counts import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.serve.reasoning_parser import ReasoningParser
 from nanovllm.serve.tool_parser import CallArguments, CallStart, Content, ToolParser
+from tests.conftest import examples
 
 
 def read_tools(pieces):

@@ -1,0 +1,97 @@
+"""`POST /v1/embeddings`: texts in, vectors out, as lists of numbers or in base64.
+
+https://platform.openai.com/docs/api-reference/embeddings
+"""
+
+import base64
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from nanovllm.engine.intake import Prompt
+from nanovllm.outputs import EmbeddingRequestOutput
+from nanovllm.pooling_params import PoolingParams
+from nanovllm.serve.engine_thread import NewRequest
+from nanovllm.serve.errors import APIError, refuse
+from nanovllm.serve.prompts import encode_prompts
+from nanovllm.serve.protocol import StrictModel, Text, Texts, TokenIds
+from nanovllm.serve.state import ReadyServer, Server
+from nanovllm.serve.streaming import JSON, ClientGone, unless_client_leaves
+
+router = APIRouter()
+
+
+class EmbeddingRequest(StrictModel):
+    model: Text | None = None
+    input: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    """One text, several, the token ids of one prompt, or of several."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """`base64` holds float32 numbers, the lowest byte first."""
+    dimensions: int | None = None
+    """Refused: the vectors of these models cannot be cut."""
+    # nanovllm's additions
+    pooling: Literal["last", "mean"] | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+
+
+@router.post("/v1/embeddings")
+async def create_embeddings(body: EmbeddingRequest, request: Request, server: ReadyServer) -> Response:
+    """One vector for each input."""
+    server.check_model(body.model)
+    if body.dimensions is not None:
+        size = server.check_ready().engine.model_config.hidden_size
+        message = f"dimensions cannot be chosen: the model gives vectors of {size} numbers"
+        raise APIError(400, message, "dimensions")
+    tokenizer = server.check_ready().engine.tokenizer
+    prompts = await encode_prompts(tokenizer, "input", body.input, body.add_special_tokens is not False)
+    if len(prompts) > server.options.max_choices:
+        raise APIError(400, f"input may hold {server.options.max_choices} prompts, got {len(prompts)}", "input")
+    try:
+        outputs = await unless_client_leaves(request.receive, embed(server, body, prompts))
+    except ClientGone:
+        return Response(status_code=499)  # nobody reads it
+    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    return JSON(
+        {
+            "id": f"embd-{uuid4().hex}",
+            "object": "list",
+            "data": [describe(i, output, body.encoding_format) for i, output in enumerate(outputs)],
+            "model": server.model_name,
+            "usage": {
+                "prompt_tokens": num_tokens,
+                "total_tokens": num_tokens,
+                "prompt_tokens_details": {"cached_tokens": num_cached},
+            },
+        }
+    )
+
+
+async def embed(server: Server, body: EmbeddingRequest, prompts: list[Prompt]) -> list[EmbeddingRequestOutput]:
+    """The embeddings of all prompts, in their order; what is unfinished is aborted if the caller is cancelled."""
+    llm = server.check_ready()
+    params = PoolingParams(body.pooling or "last", True if body.normalize is None else body.normalize)
+    requests = [NewRequest(llm.new_id(), prompt, params, body.priority or 0, False) for prompt in prompts]
+    with refuse(EmbeddingRequest.model_fields, "input"):
+        inbox = await llm.submit(requests)
+    server.num_in_progress += 1
+    outputs: dict[str, Any] = {}
+    try:
+        while inbox.unfinished:
+            outputs.update({output.request_id: output for output in await inbox.take()})
+    finally:
+        llm.close(inbox)
+        server.num_in_progress -= 1
+    return [outputs[request.request_id] for request in requests]
+
+
+def describe(index: int, output: EmbeddingRequestOutput, encoding_format: str | None) -> dict[str, Any]:
+    embedding: Any = output.outputs.embedding
+    if encoding_format == "base64":
+        embedding = base64.b64encode(np.array(embedding, dtype="<f4").tobytes()).decode("ascii")
+    return {"object": "embedding", "index": index, "embedding": embedding}

@@ -1,0 +1,111 @@
+"""From what a request demands of its answer to one form, which the engine then forces upon it.
+
+    response_format, structured_outputs     the form itself
+    tool_choice "required", or a name       calls of these tools, as `tool_parser.py` reads them
+    tools, and a response_format            either such calls, or the format
+
+A form that cannot be compiled is a 400 that names the field and gives the reason.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nanovllm.engine.engine import LLMEngine
+from nanovllm.execution.grammar_compiler import JSON_OPTIONS
+from nanovllm.serve.demands import Function, NamedTool, ResponseFormat
+from nanovllm.serve.errors import APIError
+from nanovllm.serve.protocol import ChatCompletionRequest, GenerationRequest
+from nanovllm.serve.tool_parser import CLOSE, OPEN
+from nanovllm.structured_outputs import StructuredOutputsParams, schema_text
+
+SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
+"""How arguments are spelled: as Python's `json.dumps` does it, which is what models have learned."""
+
+
+async def compile_form(engine: LLMEngine, body: GenerationRequest) -> StructuredOutputsParams | None:
+    """The form that the answer must have, compiled in a thread; None if any text will do."""
+    field, form = form_of(body)
+    if form is not None:
+        try:
+            await asyncio.to_thread(engine.intake.grammars.compile, form)
+        except ValueError as error:
+            message = str(error).removeprefix("structured_outputs.").removeprefix("structured_outputs ")
+            raise APIError(400, f"{field}: {message}", field) from error
+    return form
+
+
+def form_of(body: GenerationRequest) -> tuple[str, StructuredOutputsParams | None]:
+    """The field that demands a form, and the form. Raises APIError 400 for demands that exclude each other."""
+    own = of_structured_outputs(body)
+    schema = None if body.response_format is None else schema_of(body.response_format)
+    functions, is_call = callable_functions(body)
+    if own is not None and (schema is not None or is_call):
+        raise APIError(
+            400, "structured_outputs excludes response_format and a required tool_choice", "structured_outputs"
+        )
+    if own is not None:
+        return "structured_outputs", own
+    if is_call or (functions and schema is not None):
+        return "tools", StructuredOutputsParams(grammar=call_grammar(functions, body, None if is_call else schema))
+    return "response_format", None if schema is None else StructuredOutputsParams(json=schema)
+
+
+def of_structured_outputs(body: GenerationRequest) -> StructuredOutputsParams | None:
+    if body.structured_outputs is None:
+        return None
+    try:
+        return StructuredOutputsParams(**body.structured_outputs.model_dump(by_alias=True))
+    except (TypeError, ValueError) as error:
+        raise APIError(400, str(error), "structured_outputs") from error
+
+
+def schema_of(response_format: ResponseFormat) -> dict[str, Any] | None:
+    """None for plain text."""
+    if response_format.json_schema is not None:
+        return response_format.json_schema.schema_
+    return {"type": "object"} if response_format.type == "json_object" else None
+
+
+def callable_functions(body: GenerationRequest) -> tuple[list[Function], bool]:
+    """The functions that the answer may call, and whether it must call one."""
+    if not isinstance(body, ChatCompletionRequest) or body.tools is None or body.tool_choice == "none":
+        return [], False
+    functions = [tool.function for tool in body.tools]
+    if isinstance(body.tool_choice, NamedTool):
+        return [one for one in functions if one.name == body.tool_choice.function.name], True
+    return functions, body.tool_choice == "required"
+
+
+def call_grammar(functions: Iterable[Function], body: GenerationRequest, schema: dict[str, Any] | None) -> str:
+    """One call of the functions or several, in Lark's syntax; or, with a schema, JSON that fits it.
+
+    The schema of each function's arguments is a document of its own, so its references find their definitions.
+    """
+    is_one = isinstance(body, ChatCompletionRequest) and (
+        body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
+    )
+    calls = [spell_call(one) for one in functions]
+    lines = ["start: calls" + (" | answer" if schema is not None else "")]
+    lines += ["calls: call" if is_one else r'calls: call ("\n" call)*']
+    lines += ["call: " + " | ".join(f"call{i}" for i in range(len(calls)))]
+    lines += [f"call{i}: {call}" for i, call in enumerate(calls)]
+    lines += [f"answer: {spell(schema, JSON_OPTIONS)}"] if schema is not None else []
+    return "\n".join(lines)
+
+
+def spell_call(function: Function) -> str:
+    """What a call of the function looks like."""
+    head = OPEN + '\n{"name": ' + json.dumps(function.name) + ', "arguments": '
+    tail = "}\n" + CLOSE
+    return f"{json.dumps(head)} {spell(function.parameters or {'type': 'object'}, SPACED)} {json.dumps(tail)}"
+
+
+def spell(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
+    """A schema within a grammar."""
+    try:
+        checked = json.loads(schema_text(schema))
+    except ValueError as error:
+        raise APIError(400, f"tools: {str(error).removeprefix('structured_outputs.json ')}", "tools") from error
+    return "%json " + json.dumps(checked | {"x-guidance": options}, ensure_ascii=False)

@@ -1,0 +1,79 @@
+"""`/v1/embeddings`: the vectors are the engine's, which are those of `transformers` (`test_embedding.py`)."""
+
+import base64
+import json
+
+import numpy as np
+import pytest
+
+from nanovllm import LLM, PoolingParams
+
+PATH = "/v1/embeddings"
+TEXTS = ["Paged attention", "é☃", "a" * 70]
+
+
+@pytest.fixture(scope="module")
+def expected(with_tokenizer):
+    with LLM(with_tokenizer, dtype="float32", num_kv_blocks=100) as llm:
+        return {
+            pooling: [one.outputs.embedding for one in llm.embed(TEXTS, PoolingParams(pooling), use_tqdm=False)]
+            for pooling in ("last", "mean")
+        }
+
+
+def vectors(client, **body):
+    answer = client.ask(PATH, **body)
+    assert (answer["object"], answer["model"]) == ("list", "tiny")
+    assert [(one["object"], one["index"]) for one in answer["data"]] == [
+        ("embedding", i) for i in range(len(answer["data"]))
+    ]
+    return [one["embedding"] for one in answer["data"]]
+
+
+def test_vectors_of_texts_and_of_token_ids(client, llm, expected):
+    ids = [llm.engine.tokenizer.encode(text) for text in TEXTS]
+    for given in (TEXTS, ids):
+        np.testing.assert_allclose(vectors(client, input=given), expected["last"], atol=1e-5)
+    for given in (TEXTS[0], ids[0]):
+        np.testing.assert_allclose(vectors(client, input=given), expected["last"][:1], atol=1e-5)
+    np.testing.assert_allclose(vectors(client, input=TEXTS, pooling="mean"), expected["mean"], atol=1e-5)
+    (long,) = vectors(client, input=TEXTS[0], normalize=False)
+    np.testing.assert_allclose(np.array(long) / np.linalg.norm(long), expected["last"][0], atol=1e-5)
+    answer = client.ask(PATH, input=TEXTS, user="me")
+    assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == sum(map(len, ids))
+
+
+def test_base64_is_float32(client, expected):
+    encoded = vectors(client, input=TEXTS, encoding_format="base64")
+    decoded = [np.frombuffer(base64.b64decode(one), dtype="<f4") for one in encoded]
+    np.testing.assert_allclose(decoded, expected["last"], atol=1e-5)
+    assert vectors(client, input=TEXTS[:1], encoding_format="float") == vectors(client, input=TEXTS[:1])
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"input": "a", "dimensions": 16}, "dimensions", ["64"]),
+        ({"input": []}, "input", ["empty"]),
+        ({"input": ""}, "input", ["empty"]),
+        ({}, "input", []),
+        ({"input": 3}, "input", []),
+        ({"input": ["a", 3]}, "input", []),
+        ({"input": ["\ud800"]}, "input", []),
+        ({"input": [[1], []]}, "input", ["empty"]),
+        ({"input": [300]}, "input", ["outside the vocabulary"]),
+        ({"input": "a" * 600}, "input", ["at most"]),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format", []),
+        ({"input": "a", "pooling": "max"}, "pooling", []),
+        ({"input": [[1]] * 2000}, "input", ["1024"]),
+    ],
+)
+def test_bad_requests_are_named(client, body, param, words):
+    response = client.post(PATH, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["param"], [word for word in words if word not in error["message"]]) == (param, [])
+
+
+def test_another_model_is_404(client):
+    assert client.post(PATH, {"input": "a", "model": "gpt"}).status_code == 404
