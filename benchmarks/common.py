@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.layer_shapes import ExpertShape, LatentShape
+
 FOLDER = Path(__file__).parent
 QWEN3_06B = FOLDER / "configs" / "qwen3-0.6b"  # config.json alone: its shape, to be filled with dummy weights
 MAX_TOKEN_ID = 10_000
@@ -29,7 +31,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a dense Qwen3's config.json decides how much work it is."""
+    """What of a config.json decides how much work a model is."""
 
     hidden_size: int
     intermediate_size: int
@@ -38,6 +40,8 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    experts: ExpertShape | None = None
+    latents: LatentShape | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelShape":
@@ -47,16 +51,26 @@ class ModelShape:
             intermediate_size=raw["intermediate_size"],
             num_layers=raw["num_hidden_layers"],
             num_heads=raw["num_attention_heads"],
-            num_kv_heads=raw["num_key_value_heads"],
-            head_dim=raw.get("head_dim", raw["hidden_size"] // raw["num_attention_heads"]),
+            num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
             vocab_size=raw["vocab_size"],
+            experts=ExpertShape.from_config(raw),
+            latents=LatentShape.from_config(raw),
         )
 
     @property
     def body_params(self) -> int:
-        """Weights of the layers' matrix products: q, k, v, o; gate, up, down."""
+        """Weights of the layers' matrix products that one token goes through: q, k, v, o; gate, up, down.
+
+        Of experts, those of a single token: tokens of a batch may all go through the same ones.
+        """
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        if self.latents is not None:
+            attention = self.latents.params(self.hidden_size, self.num_heads)
+        dense, sparse = 3 * self.hidden_size * self.intermediate_size, 0
+        if self.experts is not None:
+            sparse = self.experts.num_layers * (self.experts.params(self.hidden_size) - dense)
+        return self.num_layers * (attention + dense) + sparse
 
     @property
     def head_params(self) -> int:
@@ -65,10 +79,14 @@ class ModelShape:
     @property
     def attention_flops_per_pair(self) -> int:
         """One token attending to one: a product of head_dim for its score, and one for its value, in each head."""
+        if self.latents is not None:  # by the shorter way, with keys and values of each head
+            return self.num_layers * self.num_heads * 2 * self.latents.values_per_head
         return self.num_layers * self.num_heads * 2 * 2 * self.head_dim
 
     @property
     def kv_values_per_token(self) -> int:
+        if self.latents is not None:
+            return self.num_layers * (self.latents.rank + self.latents.rope_dim)
         return self.num_layers * 2 * self.num_kv_heads * self.head_dim
 
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from benchmarks import kv_bytes
-from benchmarks.common import QWEN3_06B
+from benchmarks.common import QWEN3_06B, ModelShape
 from nanovllm import LLM
 from nanovllm.kernels.cpu.attention import CpuAttention
 from tests.models.architectures import ARCHITECTURES
@@ -60,6 +60,8 @@ def test_it_prints_what_an_engine_allocates(folders, monkeypatch, capsys, kind, 
     cache = llm.engine.runner.kv_cache
     assert cache.tensor.nbytes == 7 * 16 * row["bytes_per_token"]  # with the null block
     assert cache.bytes_per_block == 16 * row["bytes_per_token"]
+    bytes_per_value = {"float32": 4, "bfloat16": 2, "fp8": 1}[dtype]
+    assert ModelShape.from_folder(folders[kind]).kv_values_per_token * bytes_per_value == row["bytes_per_token"]
     assert row["attention"] == KINDS[kind][2]
 
 

@@ -20,6 +20,7 @@ from benchmarks.roofline import (
     token_flops,
     workload_roofline,
 )
+from tests.models.architectures import ARCHITECTURES
 
 TINY = ModelShape(
     hidden_size=8, intermediate_size=12, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6, vocab_size=20
@@ -127,6 +128,30 @@ def test_parameters_equal_the_models():
     linear = [module for module in model.model.modules() if isinstance(module, torch.nn.Linear)]
     assert sum(module.weight.numel() for module in linear) == TINY.body_params
     assert model.lm_head.weight.numel() == TINY.head_params
+
+
+SPARSE = [("qwen3_moe", "every second layer"), ("qwen3_moe", "a dense layer"), ("mixtral", "width shared"),
+          ("deepseek_v2", "plain"), ("deepseek_v2", "queries without a latent"), ("deepseek_v3", "plain")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "variant"), [*SPARSE, ("llama", "MQA"), ("phi3", "plain"), ("gemma3", "plain")])
+def test_parameters_of_other_architectures_equal_the_models(tmp_path, name, variant):
+    """The matrices of transformers' model; of experts so many as a token goes through."""
+    one = ARCHITECTURES[name]
+    fields = {**one.shape, **one.variants[variant]}
+    config = one.config_class(**{key: value for key, value in fields.items() if key != "head_dim" or value})
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = one.model_class(config)
+    shape, total = ModelShape.from_folder(tmp_path), 0
+    for parameter_name, parameter in model.model.layers.named_parameters():
+        if "bias" in parameter_name or "norm" in parameter_name:
+            continue
+        share = 1.0
+        if ".experts." in parameter_name:  # the tensors of all experts together
+            share = config.num_experts_per_tok / shape.experts.num_experts
+        total += parameter.numel() * share
+    assert shape.body_params == round(total)
 
 
 def test_what_qwen3_06b_reads_and_computes():

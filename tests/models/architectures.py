@@ -211,7 +211,7 @@ ARCHITECTURES |= {
             "yarn": ROPES["yarn"],
             **HEADS,
         },
-        bf16_error=0.1,
+        bf16_error=0.25,
         **OF_EXPERTS,
     ),
     "mixtral": Architecture(
@@ -225,7 +225,7 @@ ARCHITECTURES |= {
             "width shared": HEADS_SHARE_THE_WIDTH,
             **HEADS,
         },
-        bf16_error=0.1,
+        bf16_error=0.25,
         **OF_EXPERTS,
     ),
     "deepseek_v2": Architecture(
