@@ -1,5 +1,6 @@
 """What users receive: results of requests, of steps, and the engine's statistics. Records only; names are vLLM's."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
@@ -14,7 +15,7 @@ class Logprob:
     decoded_token: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class CompletionOutput:
     """One completion of a prompt."""
 
@@ -33,7 +34,7 @@ class CompletionOutput:
     """Of the whole completion."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestMetrics:
     """Clock readings of one request, in seconds of `time.monotonic()`."""
 
@@ -77,7 +78,7 @@ class RequestMetrics:
         return None if self.finished_time is None else self.finished_time - self.arrival_time
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RequestOutput:
     """All that a request has so far; `finished` is True on its last output."""
 
@@ -155,6 +156,16 @@ class StepOutput:
     run_time_s: float = 0.0
     update_time_s: float = 0.0
     output_time_s: float = 0.0
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        """Over the outputs: vLLM's `step()` returns a list of them."""
+        return iter(self.outputs)
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    def __getitem__(self, index: int) -> RequestOutput:
+        return self.outputs[index]
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,12 @@
 
 A token of a byte-level vocabulary may be half a character; in other vocabularies the text of a token depends on the
 token before it. So the newest tokens are decoded together with a few earlier ones, and their text is added once it
-consists of whole characters. Decides which text is safe to show: whole characters, and no text that may be the
+consists of whole characters. Most tokens are whole words or parts of words, whose text is always the same: it is looked
+up, which costs a tenth of decoding. Decides which text is safe to show: whole characters, and no text that may be the
 beginning of a stop string. Called by `Request`, once a step for each sequence whose text is wanted.
 """
 
+import json
 import re
 from typing import Any
 
@@ -27,6 +29,9 @@ class TokenDecoder:
         self._num_tokens = len(tokenizer)
         pieces = tokenizer.convert_ids_to_tokens(range(self._num_tokens))
         self._byte_ids = frozenset(i for i, piece in enumerate(pieces) if piece and BYTE_TOKEN.fullmatch(piece))
+        self.added_texts = {i: text for text, i in tokenizer.get_added_vocab().items()}
+        self._is_context_free = is_context_free(self._tokenizer)
+        self._own_texts = {skip: OwnTexts(self, skip) for skip in (False, True)}
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -41,6 +46,55 @@ class TokenDecoder:
         """
         return token_id in self._byte_ids
 
+    def own_texts(self, skip_special_tokens: bool) -> "OwnTexts":
+        return self._own_texts[skip_special_tokens]
+
+    def find_own_text(self, token_id: int, skip_special_tokens: bool) -> str | None:
+        """What the token adds to any text that ends in a whole character; None if this depends on the text."""
+        if not self.gives_text(token_id, skip_special_tokens):
+            return ""
+        if not self._is_context_free or self.is_byte(token_id):
+            return None
+        once = self.decode([token_id], skip_special_tokens)  # the first token of a text may lose its space
+        twice = self.decode([token_id, token_id], skip_special_tokens)
+        return None if REPLACEMENT in twice else twice[len(once) :]
+
+
+class OwnTexts(dict):
+    """Token id -> its own text, found when it is first asked for: then a token costs one look-up."""
+
+    def __init__(self, decoder: TokenDecoder, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._decoder, self._skip_special_tokens = decoder, skip_special_tokens
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = self[token_id] = self._decoder.find_own_text(token_id, self._skip_special_tokens)
+        return text
+
+
+def is_context_free(tokenizer: Any) -> bool:
+    """Whether the texts of tokens add up, once the first one has been written and no character is incomplete.
+
+    So it is for byte-level vocabularies (GPT-2's, Qwen's, Llama 3's), and for those of SentencePiece, whose decoders
+    replace ▁ by a space in each token and then take the first space away. Other decoders are not known well enough.
+    """
+    decoder = getattr(tokenizer, "decoder", None)
+    if decoder is None:
+        return False
+    spec = json.loads(decoder.__getstate__())
+    steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    kinds = [step["type"] for step in steps]
+    if kinds in (["ByteLevel"], ["Metaspace"]):
+        return True
+    if kinds[-1:] == ["Strip"]:
+        last = steps[-1]
+        if last["start"] > 1 or last["stop"] > 0:
+            return False
+        kinds.pop()
+    return (
+        set(kinds) <= {"Replace", "ByteFallback", "Fuse"} and kinds.index("Fuse") == len(kinds) - 1 if kinds else False
+    )
+
 
 class Detokenizer:
     """The text of one growing output. Its pieces add up to the text of all tokens decoded at once."""
@@ -49,6 +103,11 @@ class Detokenizer:
         self._decoder = decoder if params.detokenize else None
         self._params = params
         self._stop_strings = params.stop_strings
+        self._own_texts = {} if decoder is None else decoder.own_texts(params.skip_special_tokens)
+        self._has_own_texts = params.spaces_between_special_tokens or params.skip_special_tokens
+        self._beginnings = {stop[:i] for stop in self._stop_strings for i in range(1, len(stop))}
+        self._longest_beginning = max(map(len, self._beginnings), default=0)
+        self._first_chars = {stop[0] for stop in self._stop_strings}
         self._text = ""
         self._context: list[int] = []  # the last tokens in the text: the text of the next ones may depend on them
         self._pending: list[int] = []  # tokens that are not in the text yet
@@ -64,17 +123,50 @@ class Detokenizer:
         for chunk in [[token_id] for token_id in token_ids] if self._stop_strings else [token_ids]:
             if self.stop_string is None:
                 self._num_tokens += len(chunk)
-                skip = self._params.skip_special_tokens
-                self._pending += [i for i in chunk if self._decoder.gives_text(i, skip)]
-                self._show(self._decoder, is_last=False)
-        if is_last and self.stop_string is None:
+                if not self._append_own_text(chunk):
+                    self._append_window(self._decoder, chunk)
+                if self._stop_strings:
+                    self._find_stop_string()
+        if is_last and self._pending and self.stop_string is None:
             self._show(self._decoder, is_last=True)
+            if self._stop_strings:
+                self._find_stop_string()
 
     def text(self, is_finished: bool) -> str:
         """The text that is safe to show; it is a prefix of the text that the next call returns."""
         if is_finished or not self._stop_strings:
             return self._text
         return self._text[: len(self._text) - self._num_held_back()]
+
+    def _append_own_text(self, chunk: list[int]) -> bool:
+        """The usual case: one token, whose text depends on no other. False, and no change, if it is not so."""
+        if len(chunk) != 1 or self._pending or not self._text or not self._has_own_texts:
+            return False
+        text = self._own_texts[chunk[0]]
+        if text is None:
+            return False
+        if text:
+            self._text += text
+            self._context = chunk
+        return True
+
+    def _append_window(self, decoder: TokenDecoder, chunk: list[int]) -> None:
+        """Any tokens: decoded together with those before."""
+        skip = self._params.skip_special_tokens
+        if self._params.spaces_between_special_tokens or skip:
+            self._pending += [i for i in chunk if decoder.gives_text(i, skip)]
+            self._show(decoder, is_last=False)
+            return
+        for token_id in chunk:  # as they are written between two special tokens, without the decoder's spaces
+            if not decoder.gives_text(token_id, skip):
+                continue
+            is_added = token_id in decoder.added_texts
+            if is_added and not self._pending and self._context and self._context[-1] in decoder.added_texts:
+                self._text += decoder.added_texts[token_id]
+                self._context = [token_id]
+            else:
+                self._pending.append(token_id)
+                self._show(decoder, is_last=False)
 
     def _show(self, decoder: TokenDecoder, is_last: bool) -> None:
         """Move the pending tokens into the text, if their text cannot change any more."""
@@ -91,16 +183,15 @@ class Detokenizer:
                 if window.startswith(settled):
                     self._text += settled[len(known) :]
                     self._context, self._pending = self._pending[:-NUM_OPEN], self._pending[-NUM_OPEN:]
-        if self._stop_strings:
-            self._find_stop_string()
 
     def _find_stop_string(self) -> None:
         """Cut the text at the stop string that is complete first, if there is one."""
         if self._num_tokens > self._params.min_tokens:
-            found = [
-                (self._text.find(stop, max(0, self._num_searched + 1 - len(stop))), stop) for stop in self._stop_strings
-            ]
-            ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+            ends = []
+            for stop in self._stop_strings:
+                start = self._text.find(stop, max(0, self._num_searched + 1 - len(stop)))
+                if start >= 0:
+                    ends.append((start + len(stop), start, stop))
             if ends:
                 end, start, self.stop_string = min(ends)
                 self._text = self._text[: end if self._params.include_stop_str_in_output else start]
@@ -108,8 +199,8 @@ class Detokenizer:
 
     def _num_held_back(self) -> int:
         """Length of the longest end of the text that a stop string may begin with."""
-        longest = max(map(len, self._stop_strings))
-        for length in range(min(longest - 1, len(self._text)), 0, -1):
-            if any(len(stop) > length and stop.startswith(self._text[-length:]) for stop in self._stop_strings):
-                return length
+        tail = self._text[-self._longest_beginning :] if self._longest_beginning else ""
+        for i, char in enumerate(tail):
+            if char in self._first_chars and tail[i:] in self._beginnings:
+                return len(tail) - i
         return 0

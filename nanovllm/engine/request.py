@@ -1,4 +1,4 @@
-"""A request from arrival to end: its sequences' tokens become text, log-probabilities and outputs.
+"""A request from arrival to end: its samples (`completion.py`) get their tokens, end, and are given to the user.
 
 Made by `intake.py`, kept by `LLMEngine` until the request has finished.
 """
@@ -7,64 +7,24 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.detokenizer import Detokenizer, TokenDecoder
+from nanovllm.engine.completion import Completion, PositionLogprobs, position_logprobs
+from nanovllm.engine.detokenizer import TokenDecoder
 from nanovllm.execution.logprobs import LogprobRows, prompt_targets
 from nanovllm.execution.model_runner import StepTokens
 from nanovllm.execution.pooling import pooled_chunks
 from nanovllm.execution.prompt_results import PromptRows
-from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.outputs import RequestMetrics, RequestOutput
+from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.sequence import Sequence
 from nanovllm.scheduling.step import SchedulerOutput
 
-PositionLogprobs = dict[int, Logprob]
-
-
-class Completion:
-    """One sample of a request: its sequence, its text, and the log-probabilities if they are wanted."""
-
-    def __init__(self, seq: Sequence, tokenizer: Any, decoder: TokenDecoder | None) -> None:
-        self.seq = seq
-        self.tokenizer = tokenizer
-        self.detokenizer = Detokenizer(decoder, seq.sampling_params)
-        self.num_seen_tokens = 0  # output tokens that the detokenizer has got
-        self.logprobs: list[PositionLogprobs] | None = None if seq.sampling_params.logprobs is None else []
-        self.cumulative_logprob = 0.0
-
-    def read_text(self) -> None:
-        """Make text of the new tokens; the text of the token that ended the sequence is left out, as in vLLM."""
-        seq = self.seq
-        is_finished = seq.finish_reason is not None
-        stop = seq.num_known_tokens
-        if seq.finish_reason == "stop" and not seq.sampling_params.include_stop_str_in_output:
-            stop -= 1
-        start = seq.num_prompt_tokens + self.num_seen_tokens
-        self.detokenizer.append(seq.token_ids.view(start, stop).tolist(), is_finished)
-        self.num_seen_tokens = seq.num_output_tokens
-
-    def add_logprobs(self, rows: LogprobRows, row: int) -> None:
-        k = self.seq.sampling_params.logprobs
-        if self.logprobs is not None and k is not None:
-            token_id = int(self.seq.token_ids.view()[-1])
-            self.logprobs.append(position_logprobs(rows, row, token_id, k, self.tokenizer))
-            self.cumulative_logprob += self.logprobs[-1][token_id].logprob
-
-    def make_output(self) -> CompletionOutput:
-        seq = self.seq
-        return CompletionOutput(
-            index=seq.sample_index,
-            text=self.detokenizer.text(seq.finish_reason is not None),
-            token_ids=seq.output_token_ids,
-            finish_reason=seq.finish_reason,
-            stop_reason=seq.stop_reason,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
-            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-        )
-
 
 class Request:
-    """`seqs` are its samples; with `stream` every step that advances it gives an output, else only its last."""
+    """`seqs` are its samples; with `stream` every step that advances it gives an output, else only its last.
+
+    `output_kind` says what such an output holds; FINAL_ONLY is as good as no `stream`.
+    """
 
     def __init__(
         self,
@@ -81,11 +41,14 @@ class Request:
         self.prompt_token_ids = prompt_token_ids
         self.sampling_params: SamplingParams = seqs[0].sampling_params
         self.seqs = seqs
-        self.stream = stream
+        kind = self.sampling_params.output_kind
+        self.stream = stream and kind is not RequestOutputKind.FINAL_ONLY
+        self._gives_deltas = self.stream and kind is RequestOutputKind.DELTA
+        self._has_given_prompt = False  # deltas give log-probabilities of the prompt once
         self.tokenizer = tokenizer
         self.completions = [Completion(seq, tokenizer, decoder) for seq in seqs]
         # text is made in each step if the user streams it or a stop string may be in it, else at the end
-        self.reads_each_step = stream or bool(self.sampling_params.stop_strings)
+        self.reads_each_step = self.stream or bool(self.sampling_params.stop_strings)
         wants_prompt_logprobs = self.sampling_params.prompt_logprobs is not None
         self.prompt_logprobs: list[PositionLogprobs | None] | None = [None] if wants_prompt_logprobs else None
         self.arrival_time = arrival_time
@@ -95,7 +58,10 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        return all(seq.finish_reason is not None for seq in self.seqs)
+        for seq in self.seqs:  # noqa: SIM110 (asked of each stream in each step: a generator costs five times as much)
+            if seq.finish_reason is None:
+                return False
+        return True
 
     def read_token(self, seq: Sequence, tokens: StepTokens, row: int) -> None:
         """Take the results of one sequence from row `row` of a step's `tokens`."""
@@ -143,40 +109,41 @@ class Request:
                 self.prompt_logprobs.append(position_logprobs(rows, row, token_id, k, self.tokenizer))
 
     def make_output(self) -> RequestOutput:
-        """All that is known so far, as a snapshot."""
-        completions = [completion.make_output() for completion in self.completions]
+        """All that is known so far, or what is new, as a snapshot."""
+        if self._gives_deltas:
+            deltas = [completion.make_delta() for completion in self.completions]
+            outputs = [delta for delta in deltas if delta is not None]
+            is_first = not self._has_given_prompt
+            self._has_given_prompt = True
+        else:
+            outputs = [completion.make_output() for completion in self.completions]
+            is_first = True
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
-            outputs=completions,
-            finished=self.is_finished,
-            num_cached_tokens=self.seqs[0].num_cached_tokens or 0,
-            metrics=RequestMetrics(
-                arrival_time=self.arrival_time,
-                scheduled_time=self.scheduled_time,
-                first_token_time=self.token_times[0] if self.token_times else None,
-                finished_time=self.finished_time,
-                token_times=self.token_times.copy(),
-                num_output_tokens=max(len(completion.token_ids) for completion in completions),
-                num_preemptions=sum(seq.num_preemptions for seq in self.seqs),
-            ),
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            outputs,
+            self.is_finished,
+            self.seqs[0].num_cached_tokens or 0,
+            self._make_metrics(),
+            self.prompt_logprobs.copy() if self.prompt_logprobs is not None and is_first else None,
         )
 
-
-def position_logprobs(rows: LogprobRows, row: int, token_id: int, k: int, tokenizer: Any) -> PositionLogprobs:
-    """The chosen token first, then the k likeliest (all of them for -1), as vLLM orders them."""
-    top_ids, top = rows.top_ids[row], rows.top[row]
-    num_top = len(top_ids) if k < 0 else min(k, len(top_ids))
-    entries = {token_id: (rows.chosen[row], rows.ranks[row])}
-    for rank in range(num_top):
-        entries.setdefault(top_ids[rank], (top[rank], rank + 1))
-    return {i: Logprob(value, rank, decode_token(tokenizer, i)) for i, (value, rank) in entries.items()}
-
-
-def decode_token(tokenizer: Any, token_id: int) -> str | None:
-    return None if tokenizer is None else tokenizer.decode([token_id])
+    def _make_metrics(self) -> RequestMetrics:
+        times, seqs = self.token_times, self.seqs
+        num_output_tokens, num_preemptions = seqs[0].num_output_tokens, seqs[0].num_preemptions
+        if len(seqs) > 1:
+            num_output_tokens = max(seq.num_output_tokens for seq in seqs)
+            num_preemptions = sum(seq.num_preemptions for seq in seqs)
+        return RequestMetrics(
+            self.arrival_time,
+            times[0] if times else None,
+            self.finished_time,
+            num_output_tokens,
+            self.scheduled_time,
+            times.copy(),
+            num_preemptions,
+        )
 
 
 def note_admitted(requests: dict[str, Request], scheduled: SchedulerOutput, now: float) -> None:

@@ -10,13 +10,14 @@ character off; the stop string that begins first taken instead of the one that i
 """
 
 import pytest
+import tokenizers
 import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import nanovllm
 from nanovllm import SamplingParams
-from nanovllm.engine.detokenizer import Detokenizer, TokenDecoder
+from nanovllm.engine.detokenizer import Detokenizer, TokenDecoder, is_context_free
 from tests import tiny_tokenizers
 from tests.conftest import examples
 
@@ -457,3 +458,91 @@ def test_after_a_stop_string_nothing_is_added():
     detokenizer = Detokenizer(TokenDecoder(BUNDLED), SamplingParams(stop="b"))
     detokenizer.append([A, B, C, A], is_last=True)
     assert (detokenizer.text(True), detokenizer.stop_string) == ("a", "b")
+
+
+# --- texts that are looked up ----------------------------------------------------------------------------------------
+
+
+def test_which_decoders_are_known_to_be_free_of_context():
+    for tokenizer in (BUNDLED, SENTENCEPIECE, METASPACE):
+        assert is_context_free(tokenizer.backend_tokenizer)
+    strip, fuse = tokenizers.decoders.Strip, tokenizers.decoders.Fuse()
+    replace, fallback = tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback()
+    unknown = [
+        tokenizers.decoders.WordPiece(),
+        tokenizers.decoders.CTC(),
+        tokenizers.decoders.Sequence([fuse, replace]),  # replaces across the borders of tokens
+        tokenizers.decoders.Sequence([replace, fallback, fuse, strip(" ", 2, 0)]),
+        tokenizers.decoders.Sequence([replace, fallback, fuse, strip(" ", 1, 1)]),
+        tokenizers.decoders.Sequence([replace, fallback, strip(" ", 1, 0), fuse]),
+    ]
+    for decoder in unknown:
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+        tokenizer.decoder = decoder
+        assert not is_context_free(tokenizer)
+    assert not is_context_free(tokenizers.Tokenizer(tokenizers.models.BPE()))
+    assert not is_context_free(object()), "a tokenizer that is not in Rust"
+
+
+def test_a_decoder_that_is_not_known_is_asked_about_every_token():
+    """WordPiece writes a space before each word but the first, and none before a full stop."""
+    vocab = {"[UNK]": 0, "a": 1, "##b": 2, "c": 3, ".": 4}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.decoder = tokenizers.decoders.WordPiece()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+    ids = [1, 2, 3, 4, 1, 3, 2, 4]
+    shown, _ = stream(fast, [*one_by_one(ids), []])
+    assert shown[-1] == tokenizer.decode(ids)
+
+
+def test_a_text_that_is_looked_up_costs_no_decoding(name):
+    decoded = []
+
+    class Counting(TokenDecoder):
+        def decode(self, token_ids, skip_special_tokens):
+            decoded.append(token_ids)
+            return super().decode(token_ids, skip_special_tokens)
+
+    tokenizer = TOKENIZERS[name]
+    decoder = Counting(tokenizer)
+    ids = tokenizer.encode("a b a b a b", add_special_tokens=False)
+    for _ in range(2):
+        decoded.clear()
+        detokenizer = Detokenizer(decoder, SamplingParams())
+        for token_id in ids:
+            detokenizer.append([token_id], False)
+        assert detokenizer.text(False) == decode(tokenizer, ids)
+    assert len(decoded) <= 3, "the first text alone, whose space the decoder may drop"
+
+
+# --- spaces between special tokens -----------------------------------------------------------------------------------
+
+
+def spaced():
+    """A tokenizer without a decoder: all tokens are written with spaces between them."""
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "b": 1, "<x>": 2, "<y>": 3, "?": 4}, unk_token="?")
+    )
+    tokenizer.add_special_tokens(["<x>", "<y>"])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", eos_token="<x>")
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_spaces_between_special_tokens(at_once):
+    ids = [0, 2, 3, 2, 1, 3, 0, 1, 2, 2]
+    chunks = [ids] if at_once else [*one_by_one(ids), []]
+    fields = {"skip_special_tokens": False}
+    assert stream(spaced(), chunks, **fields)[0][-1] == "a <x> <y> <x> b <y> a b <x> <x>"
+    without = stream(spaced(), chunks, spaces_between_special_tokens=False, **fields)[0][-1]
+    assert without == "a <x><y><x> b <y> a b <x><x>"
+    assert stream(spaced(), chunks, spaces_between_special_tokens=False)[0][-1] == decode(spaced(), ids)
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_tokenizers_that_write_no_spaces_are_not_changed(name, skip_special_tokens):
+    tokenizer = TOKENIZERS[name]
+    eos = tokenizer.eos_token_id
+    ids = [*tokenizer.encode("a b", add_special_tokens=False), eos, eos, *tokenizer.encode("a b"), eos]
+    fields = {"skip_special_tokens": skip_special_tokens}
+    shown, _ = stream(tokenizer, [*one_by_one(ids), []], spaces_between_special_tokens=False, **fields)
+    assert shown[-1] == decode(tokenizer, ids, **fields)
