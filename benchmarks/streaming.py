@@ -19,7 +19,7 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["What is paged attention?", "What is the KV cache?", "What is chunked prefill?", "Who are you?"]
-KINDS = {  # name -> fields of SamplingParams
+KINDS: dict[str, dict] = {  # name -> fields of SamplingParams
     "text": {},
     "text, 2 stop strings": {"stop": ["no such text", "\n\n\n\n"]},
     "token ids alone": {"detokenize": False},

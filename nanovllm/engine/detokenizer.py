@@ -25,11 +25,12 @@ class TokenDecoder:
     def __init__(self, tokenizer: Any) -> None:
         # the Rust tokenizer itself where there is one: transformers' wrapper costs more than the decoding
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
-        self._special_ids = frozenset(tokenizer.all_special_ids)
+        added = getattr(tokenizer, "added_tokens_decoder", {})  # id -> AddedToken
+        self.added_texts = {i: token.content for i, token in added.items()}
+        self._special_ids = frozenset([*tokenizer.all_special_ids, *(i for i, one in added.items() if one.special)])
         self._num_tokens = len(tokenizer)
         pieces = tokenizer.convert_ids_to_tokens(range(self._num_tokens))
         self._byte_ids = frozenset(i for i, piece in enumerate(pieces) if piece and BYTE_TOKEN.fullmatch(piece))
-        self.added_texts = {i: text for text, i in tokenizer.get_added_vocab().items()}
         self._is_context_free = is_context_free(self._tokenizer)
         self._own_texts = {skip: OwnTexts(self, skip) for skip in (False, True)}
 
