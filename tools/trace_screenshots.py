@@ -42,7 +42,7 @@ def main() -> None:
         one.write_text(make_page(recordings[:1]), encoding="utf-8")
         two.write_text(make_page(recordings), encoding="utf-8")
         if args.readme:
-            take([(one, README_PICTURE, 1440, "#step=17&theme=light&lang=en&seq=3")], height=1000)
+            take([(one, README_PICTURE, 1440, "#step=33&theme=light&lang=en&block=1")], height=980)
         if args.folder:
             args.folder.mkdir(parents=True, exist_ok=True)
             take(all_pictures(one, two, args.folder))
@@ -66,7 +66,7 @@ def record(path: Path, enable_prefix_caching: bool) -> Path:
     options |= {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True}
     with LLM(TINY_QWEN3, trace=path, enable_prefix_caching=enable_prefix_caching, **options) as llm:
         params = [SamplingParams(temperature=0, max_tokens=40) for _ in QUESTIONS]
-        params[2] = SamplingParams(temperature=0.8, n=2, seed=1, max_tokens=30)
+        params[3] = SamplingParams(temperature=0.8, n=2, seed=1, max_tokens=30)
         prompts = llm.render_chat([[{"role": "user", "content": question}] for question in QUESTIONS])
         llm.generate(prompts, params, use_tqdm=False)
         llm.generate(prompts[5:6], params[5], use_tqdm=False)

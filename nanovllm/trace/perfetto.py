@@ -59,6 +59,8 @@ class Exporter:
             if number not in self._since:
                 continue
             kind = "prefill" if number in prefills else "decode" if number in replay.decodes else "idle"
+            if kind == "decode" and seq.num_computed_tokens < len(seq.tokens):
+                kind = "prefill"  # a chunk of one token need not be a decode
             if seq.status == "waiting":
                 is_new = self._since[number][0] == "queued"
                 kind = "queued" if is_new else "swapped" if seq.host_block_ids else "preempted"

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,7 +60,8 @@ def test_page_follows_a_chat(chromium, serve):  # noqa: F811
     page.locator(".messages .assistant", has_text="block ids").wait_for()
     page.locator(".scrub output").wait_for()
     page.locator(".timeline .labels button").first.wait_for()
-    page.locator("#step", has_text="The end, after step").wait_for()
+    page.get_by_text("Send").wait_for()  # the answer is whole
+    page.locator(".counts div", has_text=re.compile(r"^0\s*owned")).wait_for()
     last = int(re.search(r"(\d+)", page.locator("#step").inner_text())[1])
     assert last > 5
     assert counts(page)["owned"] == "0"
@@ -79,6 +81,20 @@ def test_page_follows_a_chat(chromium, serve):  # noqa: F811
     for one in (page, other):
         one.close()
     assert troubles == []
+
+
+def test_example_writes_and_opens_the_page_of_its_own_run(chromium, tmp_path):  # noqa: F811
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "BROWSER": "true", "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "example.py", "--view", "--max-tokens", "12"]
+    said = subprocess.run(command, cwd=root, env=env, check=True, capture_output=True, text=True).stdout
+    steps = re.search(r"(\d+) steps", said)[1]
+    page = chromium.new_page(locale="en-US")
+    page.goto(Path(re.search(r"(/\S+\.html)", said)[1]).as_uri())
+    page.locator("#step", has_text=f"Step 1 of {steps}").wait_for()
+    assert page.locator(".timeline .labels button").count() == 6
+    assert page.locator(".invariants .bad").count() == 0
+    page.close()
 
 
 def test_page_asks_for_the_key(chromium, serve):  # noqa: F811

@@ -129,13 +129,16 @@ function Recording({ run, frame, goTo, isAlone }) {
   const shared = { run, frame, state, goTo };
   return html`<div class=${`recording ${isAlone ? "alone" : ""}`} aria-label=${run.name}>
     ${!isAlone && html`<h2 class="name">${run.name}</h2>`}
-    <${Pool} ...${shared} /><${Step} ...${shared} />
+    <div class="columns">
+      <div class="column"><${Pool} ...${shared} /><${BlockCard} ...${shared} /><${SequenceCard} ...${shared} /></div>
+      <${Step} ...${shared} />
+    </div>
     <${Timeline} ...${shared} />
     <${Counters} ...${shared} />
-    <${SequenceCard} ...${shared} /><${BlockCard} ...${shared} />
-    <${Mask} ...${shared} />
-    <${Highlights} ...${shared} />
-    <${Invariants} ...${shared} /><${Configuration} run=${run} />
+    <div class="columns">
+      <div class="column"><${Mask} ...${shared} /><${Invariants} ...${shared} /></div>
+      <div class="column"><${Highlights} ...${shared} /><${Configuration} run=${run} /></div>
+    </div>
   </div>`;
 }
 

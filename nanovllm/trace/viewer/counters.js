@@ -16,7 +16,7 @@ function dataOf(run, chart) {
   return [run.frames.map((one) => one.step), ...chart.series.map(([name]) => run.frames.map((one) => factor * one[name]))];
 }
 
-function optionsOf(chart, width) {
+function optionsOf(chart, width, place) {
   const axis = { stroke: cssColor("soft"), grid: { stroke: cssColor("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
   return {
     width,
@@ -29,6 +29,7 @@ function optionsOf(chart, width) {
       {},
       ...chart.series.map(([, color], i) => ({ stroke: cssColor(color), width: 2, dash: DASHES[i], points: { show: false } })),
     ],
+    hooks: { draw: [place] }, // its scale is known only then
   };
 }
 
@@ -39,16 +40,20 @@ function Chart({ run, frame, goTo, chart }) {
   const line = useRef(null); // the present step: moved, because to draw the chart anew would take longer
   useEffect(() => {
     if (!width) return undefined;
-    plot.current = new uPlot(optionsOf(chart, width), dataOf(run, chart), ref.current);
+    plot.current = new uPlot(optionsOf(chart, width, (one) => placeLine(one)), dataOf(run, chart), ref.current);
     const over = plot.current.over;
     const click = () => plot.current.cursor.idx != null && goTo(plot.current.cursor.idx);
     over.addEventListener("click", click);
     return () => plot.current.destroy();
   }, [run, width, theme]);
   useEffect(() => plot.current?.setData(dataOf(run, chart)), [run.frames.length]);
-  useEffect(() => {
-    if (plot.current) line.current.style.transform = `translateX(${plot.current.over.offsetLeft + plot.current.valToPos(run.frames[frame].step, "x")}px)`;
-  });
+  const at = useRef(0);
+  at.current = run.frames[frame].step;
+  const placeLine = (one) => {
+    line.current.style.transform = `translate(${one.over.offsetLeft + one.valToPos(at.current, "x")}px, ${one.over.offsetTop}px)`;
+    line.current.style.height = `${one.over.clientHeight}px`;
+  };
+  useEffect(() => plot.current && placeLine(plot.current));
   const value = (name) => ((chart.factor ?? 1) * run.frames[frame][name]).toFixed(chart.factor ? 1 : 0);
   return html`<div><h3>${t(chart.unit)}</h3><div class="wide plot" ref=${ref}><div class="now" ref=${line}></div></div>
     <p class="legend">${chart.series.map(([name, color], i) => html`<span>

@@ -65,6 +65,7 @@ const WORDS = {
   "chunk.threshold": ["cut: long_prefill_token_threshold", "截断：long_prefill_token_threshold"],
   "chunk.decode": ["a decode: its newest token", "解码：最新的一个 token"],
   tokensOf: ["tokens {start} … {stop} of {all}", "第 {start} … {stop} 个 token，共 {all} 个"],
+  tokenOf: ["token {start} of {all}", "第 {start} 个 token，共 {all} 个"],
   waits: ["Who waits, and why", "谁在等待，为什么"],
   nobodyWaits: ["No sequence waits.", "没有序列在等待。"],
   "wait.blocks": ["waits: needs {needed} blocks, {free} free for it", "等待：需要 {needed} 块，可用 {free} 块"],

@@ -98,13 +98,13 @@ function drawOwned(context, look, left, top, inner, theme, ink) {
     const dot = Math.max(1.5, inner / 4);
     context.fillRect(left + inner - dot, top, dot, dot);
   }
-  if (inner >= 15 && !look.dimmed) drawLabel(context, look, left, top, inner, theme, ink, several);
+  if (inner >= 15) drawLabel(context, look, left, top, inner, theme, ink, several);
 }
 
 function drawLabel(context, look, left, top, inner, theme, ink, several) {
   const font = Math.min(12, inner * 0.42);
   context.font = `600 ${font}px system-ui, sans-serif`;
-  context.fillStyle = look.filled > 0.45 ? inkOn(ownerColor(look.owners[0], theme)) : ink.text;
+  context.fillStyle = look.filled > 0.45 && !look.dimmed ? inkOn(ownerColor(look.owners[0], theme)) : ink.text;
   if (!several) context.fillText(look.label, left + inner / 2, top + inner / 2 + 0.5, inner - 2);
   if (!several) return;
   const badge = Math.max(9, inner * 0.42); // how many own it

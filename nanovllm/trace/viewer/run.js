@@ -168,7 +168,10 @@ export class Run {
     this.frames[frame].samples = inFlight.get(step);
     this.frames[frame].decodes = decodes;
     const kinds = new Map();
-    for (const number of decodes) kinds.set(number, "decode");
+    for (const number of decodes) {
+      const { computed, known } = this.replay.seqs.get(number);
+      kinds.set(number, computed < known ? "prefill" : "decode"); // a chunk of one token need not be a decode
+    }
     for (const [number] of schedule[4]) kinds.set(number, "prefill");
     for (const request of this.requests.values()) {
       if (request.isOver) continue;

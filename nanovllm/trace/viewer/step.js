@@ -16,7 +16,10 @@ export function Seq({ run, number }) {
 // [{number, start, numNew, code}] of the step, decodes first; `state` is the one after it.
 export function chunksOf(at, state) {
   if (at.isEnd) return [];
-  const decodes = at.decodes.map((number) => ({ number, start: state.seqs.get(number).computed - 1, numNew: 1, code: "decode" }));
+  const decodes = at.decodes.map((number) => { // a chunk of one token can be the part of a prompt that the budget allows
+    const { computed, known } = state.seqs.get(number);
+    return { number, start: computed - 1, numNew: 1, code: computed < known ? "budget" : "decode" };
+  });
   return [...decodes, ...at.events.at(-1)[4].map(([number, start, numNew, code]) => ({ number, start, numNew, code }))];
 }
 
@@ -25,8 +28,8 @@ function Budget({ run, at, chunks }) {
   const used = chunks.reduce((sum, one) => sum + one.numNew, 0);
   const all = run.header.config.max_num_batched_tokens;
   const scale = all && used * 20 > all ? all : Math.max(1, used); // a budget that is hardly used would hide its parts
-  const numDecodes = at.decodes?.length ?? 0;
-  const parts = chunks.slice(numDecodes);
+  const parts = chunks.filter((one) => one.code !== "decode");
+  const numDecodes = chunks.length - parts.length;
   return html`<div>
     <p>${all ? t("budget", { used, all }) : t("budgetUnknown", { used })}: ${t("decodeCount", { count: numDecodes })}, ${t("chunkCount", { count: parts.length })}</p>
     <div class="budget" role="img" aria-label=${`${used} / ${all ?? "?"}`}>
@@ -44,7 +47,7 @@ function Chunks({ run, state, chunks }) {
     ${shown.map(({ number, start, numNew, code }) => html`<tr>
       <td><${Seq} run=${run} number=${number} /></td>
       <td class="number">${numNew}</td>
-      <td>${t("tokensOf", { start, stop: start + numNew - 1, all: Math.max(state.seqs.get(number).known, start + numNew) })}</td>
+      <td>${t(numNew === 1 ? "tokenOf" : "tokensOf", { start, stop: start + numNew - 1, all: Math.max(state.seqs.get(number).known, start + numNew) })}</td>
       <td class="soft">${t(`chunk.${code}`)}</td>
     </tr>`)}
     ${chunks.length > shown.length && html`<tr><td colspan="4"><button onClick=${() => setOpen(true)}>${t("more", { count: chunks.length - FEW })}</button></td></tr>`}
