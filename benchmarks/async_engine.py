@@ -41,7 +41,7 @@ def main() -> None:
     names = ("offline_tokens_per_s", "shared_tokens_per_s", "late_p50_ms", "late_p99_ms", "late_max_ms")
     report = {name: round(median(values), 2) for name, values in zip(names, zip(*turns[1:], strict=True), strict=True)}
     report["shared_over_offline"] = round(median(turn[1] / turn[0] for turn in turns[1:]), 3)
-    report |= {"num_streams": args.num_streams, "machine": describe_machine("cpu", ["torch"])}
+    report |= {"num_streams": args.num_streams, "machine": describe_machine("cpu", ("torch",))}
     for name, value in report.items():
         print(f"{name:<22} {value}")
     if args.json:

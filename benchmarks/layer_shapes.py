@@ -51,8 +51,13 @@ class LatentShape:
         """None for a model that keeps K and V."""
         if raw.get("kv_lora_rank") is None:
             return None
-        sizes = (raw[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
-        return cls(*sizes, q_rank=raw.get("q_lora_rank"))
+        return cls(
+            rank=raw["kv_lora_rank"],
+            rope_dim=raw["qk_rope_head_dim"],
+            nope_dim=raw["qk_nope_head_dim"],
+            value_dim=raw["v_head_dim"],
+            q_rank=raw.get("q_lora_rank"),
+        )
 
     @property
     def values_per_head(self) -> int:
