@@ -40,7 +40,13 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, metavar="JSONL", help="record each step of the run in this file")
     parser.add_argument("--view", action="store_true", help="replay the run in a browser when it is over")
     args = parser.parse_args()
+    try:
+        run(args)
+    except (TypeError, ValueError) as error:  # a bad argument: what the engine says of it is enough
+        parser.error(str(error))
 
+
+def run(args: argparse.Namespace) -> None:
     trace = args.trace
     if args.view and trace is None:
         trace = Path(tempfile.mkdtemp(prefix="nanovllm-")) / "example.jsonl"

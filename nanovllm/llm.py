@@ -21,6 +21,7 @@ from nanovllm.engine.arg_utils import EngineArgs
 from nanovllm.engine.chat import ChatOptions, Message, render_conversation
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.intake import Params
+from nanovllm.engine.metrics import Metric, make_metrics
 from nanovllm.inputs import Prompt
 from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, EngineStats, RequestOutput
 from nanovllm.pooling_params import PoolingParams
@@ -168,6 +169,10 @@ class LLM:
 
     def get_stats(self) -> EngineStats:
         return self.engine.get_stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """Counters, gauges and histograms, by vLLM's names with the prefix `nanovllm:`."""
+        return make_metrics(self.engine.get_stats(), self.engine.counters.observed)
 
     def reset_prefix_cache(self) -> None:
         self.engine.reset_prefix_cache()

@@ -87,7 +87,7 @@ def render_conversation(tokenizer: Any, messages: Any, options: ChatOptions) -> 
             tokenize=False,
             **(options.chat_template_kwargs or {}),
         )
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"the chat template does not take these messages: {error}") from error
     # the template has written the special tokens already
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}

@@ -51,7 +51,7 @@ class LLMEngine:
         self.default_sampling_params = parts.intake.default_sampling_params
         self._decided = decided or SchedulingStats()
         self.scheduler = make_scheduler(config, parts, self._decided)
-        self._counters = Counters()
+        self.counters = Counters()
         self._requests: dict[str, Request] = {}
         self._ahead: StepInFlight | None = None  # launched while the step before it was in flight
         self._is_stepping = False
@@ -130,7 +130,7 @@ class LLMEngine:
         self, scheduled: SchedulerOutput, advanced: list[tuple[int, Sequence]], tokens: StepTokens, clock: StepClock
     ) -> StepOutput:
         """Requests get their tokens, and the step's counts and times are noted."""
-        self._counters.count_step(scheduled, len(advanced), sum(clock.seconds.values()))
+        self.counters.count_step(scheduled, len(advanced), sum(clock.seconds.values()))
         with clock.part("output_time_s"):
             requests = read_tokens(self._requests, scheduled, advanced, tokens)
             for request in requests:
@@ -171,10 +171,10 @@ class LLMEngine:
         `priority` is kept with the sequence for scheduling policies; first come, first served does not look at it.
         Raises ValueError or TypeError before anything changes.
         """
-        number = self._counters.num_requests
+        number = self.counters.num_requests
         self._check_request_id(request_id)
         self._queue(self.intake.make_request(request_id, prompt, sampling_params, priority, stream, number))
-        self._counters.num_requests += 1
+        self.counters.num_requests += 1
 
     def add_beam_search(self, request_id: str, prompt: Prompt, params: BeamSearchParams) -> None:
         """Check and queue one beam search; a step returns its `BeamSearchOutput` when it has finished."""
@@ -203,7 +203,7 @@ class LLMEngine:
             self._undelivered.clear()
 
     def get_stats(self) -> EngineStats:
-        return make_stats(self._counters, self._decided, self.scheduler)
+        return make_stats(self.counters, self._decided, self.scheduler)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, as before a fair measurement. Requests that run are not disturbed."""
@@ -220,7 +220,7 @@ class LLMEngine:
     def _queue(self, request: Request) -> None:
         self.scheduler.add(request.seqs[0])
         self._requests[request.request_id] = request
-        self._counters.prompt_tokens += len(request.prompt_token_ids)
+        self.counters.prompt_tokens += len(request.prompt_token_ids)
 
     def _deliver(self, requests: list[Request], now: float) -> list[RequestOutput]:
         """Outputs of requests that have read their tokens; finished requests are removed."""
@@ -228,7 +228,7 @@ class LLMEngine:
         for request in requests:
             if is_finished := request.is_finished:
                 request.finished_time = now
-                self._counters.count_finished(request)
+                self.counters.count_finished(request)
                 del self._requests[request.request_id]
             if request.stream or is_finished:
                 outputs.append(request.make_output())

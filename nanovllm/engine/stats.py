@@ -1,8 +1,9 @@
 """What has the engine done so far? Counts over its life, gauges of this moment, and the times of a step's parts."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from nanovllm.engine.metrics import RequestObservations
 from nanovllm.engine.request import Request
 from nanovllm.outputs import EngineStats
 from nanovllm.scheduling.observer import SchedulingStats
@@ -49,8 +50,12 @@ class Counters:
     decode_step_tokens: int = 0
     decode_step_time_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.observed = RequestObservations()  # no count: `get_metrics` shows it
+
     def count_finished(self, request: Request) -> None:
         self.num_finished += 1
+        self.observed.observe(request)
 
     def count_step(self, scheduled: SchedulerOutput, num_advanced: int, time_s: float) -> None:
         self.steps += 1
@@ -80,5 +85,5 @@ def make_stats(counters: Counters, decided: SchedulingStats, scheduler: Schedule
         kv_tokens_stored=decided.kv_tokens_stored,
         kv_slots_reserved=decided.kv_slots_reserved,
         budget_used=counters.scheduled_tokens / max(1, counters.steps * scheduler.max_num_batched_tokens),
-        **vars(counters),
+        **{one.name: getattr(counters, one.name) for one in fields(counters)},
     )
