@@ -9,12 +9,13 @@ for a consumer: outputs merge in inboxes (`inbox.py`) until they are read.
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -25,11 +26,11 @@ from nanovllm.engine.intake import Prompt
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.engine_thread import EngineDeadError, EngineThread, NewRequest
-from nanovllm.serve.inbox import Inbox, call_in_loop, wake_all
+from nanovllm.serve.bell import Bell
+from nanovllm.serve.engine_thread import EngineDeadError, EngineThread
+from nanovllm.serve.inbox import Inbox, gives_deltas
+from nanovllm.serve.new_request import NewRequest, check_request
 from nanovllm.trace.start import start_engine
-
-LONG_TEXT = 4096  # characters; longer texts are encoded in a thread, so that the event loop need not wait for them
 
 
 class QueueFullError(RuntimeError):
@@ -56,6 +57,7 @@ class AsyncLLM:
         self._inboxes: dict[str, Inbox] = {}  # of all unfinished requests; changed under the lock
         self._on_shutdown = ExitStack()
         engine = start_engine(Config.from_options(model, options), trace, self._on_shutdown)
+        self._bells: WeakValueDictionary[asyncio.AbstractEventLoop, Bell] = WeakValueDictionary()
         self._thread: EngineThread | None = EngineThread(engine, self._hand_over, self._fail)
 
     @classmethod
@@ -99,10 +101,13 @@ class AsyncLLM:
 
     async def submit(self, requests: SequenceOf[NewRequest]) -> Inbox:
         """Check all requests, queue them, and return the inbox of their outputs; `close` it in the end."""
-        checked = [await self._check(request) for request in requests]
+        self.thread.check_health()
+        checked = [await check_request(self.engine, request) for request in requests]
         ids = [request.request_id for request in checked]
-        inbox = Inbox(ids)
+        deltas = [request.request_id for request in checked if gives_deltas(request.sampling_params)]
         with self._lock:
+            bell = self._bells.setdefault(asyncio.get_running_loop(), Bell())
+            inbox = Inbox(ids, deltas, bell)
             num_queued, most = self.thread.num_queued, self.max_queued_requests
             if most is not None and num_queued + len(ids) > most:
                 raise QueueFullError(f"{num_queued} requests wait already, and at most {most} may; try again later")
@@ -126,7 +131,8 @@ class AsyncLLM:
         self.thread.abort([request_id] if isinstance(request_id, str) else request_id)
 
     async def abort_all(self) -> None:
-        self.thread.abort(self._inboxes)
+        with self._lock:
+            self.thread.abort(self._inboxes)
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a function that the engine's thread calls between two steps."""
@@ -134,19 +140,6 @@ class AsyncLLM:
 
     def new_id(self) -> str:
         return f"request-{next(self._request_ids)}"
-
-    async def _check(self, request: NewRequest) -> NewRequest:
-        """The request with its prompt encoded and its parameters copied, or an error if it cannot be served."""
-        self.thread.check_health()
-        params, take_params = request.sampling_params, self.engine.intake.take_params
-        if params is not None:
-            compiles = getattr(params, "structured_outputs", None) is not None  # a grammar, which can take its time
-            params = await asyncio.to_thread(take_params, params) if compiles else take_params(params)
-        prompt, encode = request.prompt, self.engine.intake.encode
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        takes_time = isinstance(text, str) and len(text) > LONG_TEXT
-        text, token_ids = await asyncio.to_thread(encode, prompt, params) if takes_time else encode(prompt, params)
-        return request._replace(sampling_params=params, prompt={"prompt": text, "prompt_token_ids": token_ids})
 
     # ---- in any thread
 
@@ -185,7 +178,6 @@ class AsyncLLM:
     # ---- in the engine's thread
 
     def _hand_over(self, outputs: list[RequestOutput]) -> None:
-        """Put each output into its inbox, and wake each event loop once."""
         inboxes = [self._inboxes[output.request_id] for output in outputs]
         with self._lock:
             for output in outputs:
@@ -199,8 +191,8 @@ class AsyncLLM:
         self._wake([inbox for inbox in inboxes if inbox.fail(error)])
 
     def _wake(self, inboxes: list[Inbox]) -> None:
-        for loop in {inbox.loop for inbox in inboxes}:
-            call_in_loop(loop, wake_all, [inbox for inbox in inboxes if inbox.loop is loop])
+        for bell in {inbox.bell for inbox in inboxes}:
+            bell.ring([inbox for inbox in inboxes if inbox.bell is bell])
 
 
 AsyncLLMEngine = AsyncLLM  # vLLM's older name

@@ -14,8 +14,8 @@ from pydantic import Field
 from nanovllm.engine.intake import Prompt
 from nanovllm.outputs import EmbeddingRequestOutput
 from nanovllm.pooling_params import PoolingParams
-from nanovllm.serve.engine_thread import NewRequest
 from nanovllm.serve.errors import APIError, refuse
+from nanovllm.serve.new_request import NewRequest
 from nanovllm.serve.prompts import encode_prompts
 from nanovllm.serve.protocol import StrictModel, Text, Texts, TokenIds
 from nanovllm.serve.state import ReadyServer, Server

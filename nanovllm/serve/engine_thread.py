@@ -11,13 +11,13 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.intake import Params, Prompt
 from nanovllm.outputs import RequestOutput
+from nanovllm.serve.new_request import NewRequest
 
 logger = logging.getLogger(__name__)
 
@@ -26,16 +26,6 @@ Command = Callable[[], None]
 
 class EngineDeadError(RuntimeError):
     """The engine has been shut down, or failed in a way that it cannot recover from."""
-
-
-class NewRequest(NamedTuple):
-    """The arguments of `LLMEngine.add_request`; without `stream`, the only output is the last one."""
-
-    request_id: str
-    prompt: Prompt
-    sampling_params: Params | None = None
-    priority: int = 0
-    stream: bool = True
 
 
 class EngineThread:

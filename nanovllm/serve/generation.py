@@ -13,9 +13,9 @@ from nanovllm.engine.intake import Prompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.async_llm import AsyncLLM
-from nanovllm.serve.engine_thread import NewRequest
 from nanovllm.serve.errors import APIError, refuse
 from nanovllm.serve.inbox import Inbox
+from nanovllm.serve.new_request import NewRequest
 from nanovllm.serve.protocol import GenerationRequest
 from nanovllm.serve.state import Server
 

@@ -4,12 +4,14 @@ Outputs that the consumer has not read yet merge, so an inbox holds at most one 
 """
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import replace
 
+from nanovllm.engine.intake import Params
 from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+from nanovllm.serve.bell import Bell
 
 
 class Inbox:
@@ -17,10 +19,12 @@ class Inbox:
     in any thread, and return whether `wake` must be called in the loop's thread.
     """
 
-    def __init__(self, request_ids: Iterable[str]) -> None:
-        self.loop = asyncio.get_running_loop()
+    def __init__(self, request_ids: Iterable[str], delta_ids: Iterable[str], bell: Bell) -> None:
+        self.bell = bell
+        """It wakes the consumer."""
         self.unfinished = set(request_ids)
         """Requests whose last output has not been read."""
+        self._delta_ids = frozenset(delta_ids)
         self._lock = threading.Lock()
         self._unread: dict[str, RequestOutput] = {}
         self._error: BaseException | None = None
@@ -29,7 +33,10 @@ class Inbox:
     def put(self, output: RequestOutput) -> bool:
         with self._lock:
             is_first = not self._unread and self._error is None
-            self._unread[output.request_id] = output  # an output holds all that the one before it holds
+            unread = self._unread.get(output.request_id)
+            if unread is not None and output.request_id in self._delta_ids:
+                output = merge_deltas(unread, output)
+            self._unread[output.request_id] = output  # if it is no delta, it holds all that the one before it holds
             return is_first
 
     def fail(self, error: BaseException) -> bool:
@@ -56,12 +63,19 @@ class Inbox:
         return outputs
 
 
-def wake_all(inboxes: Iterable[Inbox]) -> None:
-    for inbox in inboxes:
-        inbox.wake()
+def gives_deltas(params: Params | None) -> bool:
+    return isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
 
 
-def call_in_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *arguments: Any) -> None:
-    """Have `function` called in the thread of `loop`, if the loop is not closed: then nobody waits there any more."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(function, *arguments)
+def merge_deltas(old: RequestOutput, new: RequestOutput) -> RequestOutput:
+    """One output that says what both say. Completions without news are in neither."""
+    completions = {completion.index: completion for completion in old.outputs}
+    for completion in new.outputs:
+        before = completions.get(completion.index)
+        if before is not None:
+            logprobs = None if completion.logprobs is None else [*(before.logprobs or []), *completion.logprobs]
+            text, token_ids = before.text + completion.text, before.token_ids + completion.token_ids
+            completion = replace(completion, text=text, token_ids=token_ids, logprobs=logprobs)
+        completions[completion.index] = completion
+    outputs = [completions[index] for index in sorted(completions)]
+    return replace(new, outputs=outputs, prompt_logprobs=old.prompt_logprobs or new.prompt_logprobs)

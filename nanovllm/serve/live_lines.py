@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from nanovllm.serve.inbox import call_in_loop
+from nanovllm.serve.bell import call_in_loop
 
 MAX_LINES = 2000
 HEARTBEAT_S = 15.0

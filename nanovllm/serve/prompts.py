@@ -9,8 +9,8 @@ from typing import Any
 
 from nanovllm.engine.chat import ChatOptions, render_conversation
 from nanovllm.engine.intake import Prompt
-from nanovllm.serve.async_llm import LONG_TEXT
 from nanovllm.serve.errors import APIError, refuse
+from nanovllm.serve.new_request import LONG_TEXT
 from nanovllm.serve.protocol import ChatCompletionRequest, TokenizeRequest
 
 

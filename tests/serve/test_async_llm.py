@@ -8,8 +8,10 @@ import time
 
 import pytest
 
-from nanovllm import SamplingParams
-from nanovllm.serve.async_llm import AsyncLLM, EngineDeadError, NewRequest, QueueFullError
+from nanovllm import RequestOutputKind, SamplingParams
+from nanovllm.serve.async_llm import AsyncLLM, EngineDeadError, QueueFullError
+from nanovllm.serve.bell import PAUSE_S, Bell
+from nanovllm.serve.new_request import NewRequest
 from tests.conftest import hf_greedy
 
 PROMPTS = [[1 + i, 40 + 3 * i, 7, 99 - i, 5] for i in range(8)]
@@ -139,7 +141,7 @@ def test_without_stream_the_only_output_is_the_last(llm, expected):
 
 
 def test_long_texts_are_encoded_in_a_thread(new_llm, with_tokenizer, monkeypatch):
-    monkeypatch.setattr("nanovllm.serve.async_llm.LONG_TEXT", 20)
+    monkeypatch.setattr("nanovllm.serve.new_request.LONG_TEXT", 20)
     llm = new_llm()
     encoded_in = []
     encode = llm.engine.intake.encode
@@ -220,6 +222,58 @@ def test_outputs_merge_until_a_slow_consumer_reads_them(llm, expected):
     num_outputs, tokens, others = asyncio.run(slow())
     assert num_outputs == 2
     assert [tokens, *others] == expected
+
+
+@pytest.mark.parametrize("num_read_before", [0, 1, 3])
+def test_deltas_merge_until_a_slow_consumer_reads_them(llm, num_read_before):
+    """What the consumer reads adds up to the whole, for each of two samples, log-probabilities included."""
+    fields = {"n": 2, "seed": 3, "logprobs": 2, "max_tokens": 30, "ignore_eos": True, "prompt_logprobs": 1}
+
+    async def slow():
+        outputs = []
+        async for output in llm.generate(PROMPTS[0], SamplingParams(**fields, output_kind=RequestOutputKind.DELTA)):
+            outputs.append(output)
+            if len(outputs) == num_read_before + 1:
+                await until(lambda: is_idle(llm))
+        return outputs
+
+    async def whole():
+        return [output async for output in llm.generate(PROMPTS[0], SamplingParams(**fields))][-1]
+
+    outputs, expected = asyncio.run(slow()), asyncio.run(whole())
+    assert outputs[-1].finished
+    assert len(outputs) < 30
+    assert [output.prompt_logprobs is not None for output in outputs] == [True] + [False] * (len(outputs) - 1)
+    for completion in expected.outputs:
+        deltas = [one for output in outputs for one in output.outputs if one.index == completion.index]
+        assert "".join(one.text for one in deltas) == completion.text
+        assert sum([one.token_ids for one in deltas], []) == completion.token_ids
+        assert [list(at) for one in deltas for at in one.logprobs] == [list(at) for at in completion.logprobs]
+        assert deltas[-1].finish_reason == "length"
+
+
+def test_consumers_are_woken_together_and_not_too_often():
+    async def main():
+        bell, woken = Bell(), []
+
+        class Sleeper:
+            def wake(self):
+                woken.append(time.monotonic())
+
+        rings = 0
+        start = time.monotonic()
+        while time.monotonic() < start + 0.2:
+            bell.ring([Sleeper() for _ in range(50)])  # each after a step of 1 ms
+            rings += 1
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        return rings, woken, woken[0] - start
+
+    rings, woken, first_s = asyncio.run(main())
+    assert len(woken) == 50 * rings  # nobody is forgotten
+    groups = 1 + sum(b - a > 0.004 for a, b in zip(woken, woken[1:], strict=False))
+    assert groups <= 0.2 / (50 * PAUSE_S) + 2
+    assert first_s < 0.05  # the first at once
 
 
 def test_a_blocked_event_loop_keeps_one_output_of_each_request(llm, expected):
