@@ -176,7 +176,7 @@ def test_a_cancelled_consumer_frees_its_blocks_before_the_next_step(new_llm):
         await until(lambda: is_idle(llm))
 
     asyncio.run(main())
-    assert gate.num_steps == 6
+    assert gate.num_steps in (5, 6)  # the fifth may have been under way
 
 
 def test_breaking_out_of_the_loop_aborts(llm):

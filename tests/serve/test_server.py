@@ -294,7 +294,7 @@ def test_a_client_that_leaves_is_noticed_within_a_step(server, monkeypatch):
     until(lambda: server.server.state.num_in_progress == 0)  # the abort is queued
     allowed.release()  # the step that the engine had begun
     until(server.is_idle)
-    assert len(taken) == 4
+    assert len(taken) in (3, 4)  # the third may have been under way
 
 
 def test_slow_readers_hold_no_blocks_and_stall_nobody(server):
