@@ -1,8 +1,6 @@
 """vLLM's offline examples, with the import's name changed: each pattern that they show, as they write it.
 
 Oracles: the same request in this engine's plainest form. What each pattern computes is tested where it is implemented.
-
-Seen to fail when broken: parameters that are shared with the caller instead of copied.
 """
 
 import argparse

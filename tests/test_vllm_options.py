@@ -2,8 +2,6 @@
 
 Oracle: the fields of vLLM 0.32's `AsyncEngineArgs` with their defaults, as that version prints them
 (`vllm_engine_options.json`; null also stands for a default that is an object of vLLM's own).
-
-Seen to fail when broken: a name left out; `True` taken for 1; a value dropped that changes outputs.
 """
 
 import json

@@ -1,8 +1,6 @@
 """`EngineArgs`: options in code and from a command line.
 
 Oracle: `Config` itself, made of the same values; the strings below its fields, for the help.
-
-Seen to fail when broken: a flag left out; a default that differs; a change that reaches a made engine.
 """
 
 import argparse

@@ -1,9 +1,6 @@
 """`SamplingParams.output_kind`: what each output of a stream holds.
 
 Oracle: cumulative outputs of the same requests; the deltas must add up to them, step by step.
-
-Seen to fail when broken: a delta that begins one token too early, text that was held back and is given twice, prompt
-log-probabilities that are given again.
 """
 
 import pytest
