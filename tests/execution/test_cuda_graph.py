@@ -306,6 +306,15 @@ def test_who_has_them_on_cuda(options, backend, draw, expected):
     assert chosen == (expected == "; with CUDA graphs", expected)
 
 
+def test_experts_are_not_replayed():
+    """How many tokens each expert gets is read back to the host in every layer."""
+    choice = (GatherAttention(4, 2, 16, 16), kernels, torch.device("cuda", 0), 8)
+    reason = "tokens are grouped by expert on the host"
+    assert choose_graphs(Config("model"), *choice) == (False, f"; no CUDA graphs ({reason})")
+    with pytest.raises(ValueError, match=rf"enable_cuda_graphs=True cannot be had \({reason}\)"):
+        choose_graphs(Config("model", enable_cuda_graphs=True), *choice)
+
+
 def test_who_draws_with_triton(monkeypatch):
     cuda = torch.device("cuda", 0)
     backend = TorchAttention(4, 2, 16, 16)
