@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from nanovllm.scheduling.observer import Blocks, SchedulingStats
 from nanovllm.scheduling.sequence import Sequence
@@ -24,6 +24,7 @@ FORMAT = "nanovllm-trace"
 VERSION = 1
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Where lines go: a file, or the browsers that watch."""
 

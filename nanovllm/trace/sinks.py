@@ -31,4 +31,4 @@ class Sinks:
 
 def to_sink(trace: str | Path | Sink) -> Sink:
     """A path as a file; what is a sink stays one. Raises TypeError or ValueError if `trace` is no path to write."""
-    return trace if hasattr(trace, "begin") else TraceFile(trace)
+    return trace if isinstance(trace, Sink) else TraceFile(trace)
