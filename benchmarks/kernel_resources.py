@@ -134,7 +134,7 @@ def build_norm_rotary_store(case: Case) -> Build:
     pointers = dict.fromkeys(("q", "qkv", "q_weight", "k_weight", "cos", "sin"), case.pointer)
     pointers |= dict.fromkeys(("k_cache", "v_cache"), case.cache_pointer)
     constants = {"NUM_HEADS": NUM_KV_HEADS * HEADS_OF_A_GROUP, "NUM_KV_HEADS": NUM_KV_HEADS, "HEADS": heads}
-    constants |= {"HEAD_DIM": case.head_dim, "IS_FP8": case.is_fp8}
+    constants |= {"HEAD_DIM": case.head_dim, "HAS_NORM": True, "IS_FP8": case.is_fp8}
     num_warps = norm.warps_for(heads * case.head_dim * case.dtype.itemsize // 2)
     return Build(norm.norm_rotary_store_kernel, pointers, constants, num_warps)
 

@@ -21,6 +21,7 @@ from nanovllm.execution.loader import load_model
 from nanovllm.execution.memory_advice import advice_on_start_memory
 from nanovllm.execution.model_runner import ModelRunner
 from nanovllm.execution.threads import limit_threads
+from nanovllm.layers.backends import pytorch_layers
 from nanovllm.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -57,14 +58,14 @@ def start_runner(
         backend, description = make_backend(config, device, dtype, shape)
         draw = choose_draw(config, device, backend)
         has_graphs, graphs = choose_graphs(config, backend, draw, device, shape.num_experts)
-        description += graphs
-    logger.info(description)
     with clock.part("weights"):
         seed = config.seed if config.load_format == "dummy" else None
         model = load_model(model_class, shape, backend, dtype, device, folder, seed)
     with clock.part("layers"):
         if not config.enforce_eager:
             backend.replace_layers(model)
+        description += f", in PyTorch: {', '.join(sorted(pytorch_layers(model))) or 'nothing'}{graphs}"
+        logger.info(description)
         runner = ModelRunner(model, backend, shape.num_hidden_layers, dtype, device, draw)
     with clock.part("memory"), advice_on_start_memory():
         num_kv_blocks = num_blocks_that_fit(runner, config, sizes, has_graphs)

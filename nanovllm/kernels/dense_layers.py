@@ -26,6 +26,8 @@ class DenseParts:
     q_norm: Any
     """Normalises and rotates each head; None where heads are rotated alone. As `k_norm`."""
     k_norm: Any
+    is_partly_rotated: bool
+    """Whether only the first part of each head is rotated."""
     options: AttentionOptions
     o_proj: Any
     post_attention_norm: Any
@@ -52,6 +54,7 @@ def dense_parts(layer: nn.Module) -> DenseParts | None:
         attention.qkv_proj,
         getattr(attention, "q_norm", None),
         getattr(attention, "k_norm", None),
+        getattr(attention, "rotary_dim", attention.head_dim) != attention.head_dim,
         attention.attention.options,
         attention.o_proj,
         layer.post_attention_layernorm,

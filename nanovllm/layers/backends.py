@@ -120,3 +120,12 @@ class TorchAttention(AttentionBackend):
         options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
         return attention.attend(q, layer_cache, metadata, options)
+
+
+def pytorch_layers(module: nn.Module) -> set[str]:
+    """Classes of single layers in `layers/` that compute by their definition, where `replace_layers` found no twin."""
+    if type(module).__module__.startswith("nanovllm.kernels."):
+        return set()  # what a twin keeps of the layer in whose place it is
+    is_single = type(module).__module__.startswith("nanovllm.layers.") and not list(module.children())
+    own = {type(module).__name__} if is_single and not isinstance(module, attention.Attention) else set()
+    return own.union(*(pytorch_layers(child) for child in module.children()))

@@ -42,7 +42,7 @@ def read_phi3_config(raw: dict[str, Any]) -> ModelConfig:
 class Phi3Attention(nn.Module):
     def __init__(self, config: ModelConfig, backend: Backend, window: int | None) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.rotary_dim = config.head_dim, config.rotary_dim or config.head_dim
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}

@@ -48,6 +48,8 @@ def make_rope(parameters: dict[str, Any], theta: float, rotary_dim: int, max_len
         raise ValueError(
             f"rope_type {rope_type!r} is not supported, only {', '.join(REQUIRED)}; config.json has {parameters}"
         )
+    if rotary_dim % 2:
+        raise ValueError(f"pairs of a head's dimensions are rotated, so their number must be even, it is {rotary_dim}")
     check_number("config.json: rope_theta", theta, 0, open_low=True)
     known = dict(parameters)
     if "original_max_position_embeddings" in REQUIRED[rope_type]:
@@ -59,6 +61,8 @@ def make_rope(parameters: dict[str, Any], theta: float, rotary_dim: int, max_len
         if known.get(name) is None:
             raise ValueError(f"rope_type {rope_type!r} needs {name}; config.json has {parameters}")
         check_number(f"config.json: {name}", known[name], 0, open_low=True)
+    if rope_type == "llama3" and known["high_freq_factor"] <= known["low_freq_factor"]:
+        raise ValueError(f"high_freq_factor must be > low_freq_factor, config.json has {parameters}")
     if rope_type == "yarn":
         given = {name: value for name, value in known.items() if value is not None}
         known = {**YARN, "truncate": True, **given}

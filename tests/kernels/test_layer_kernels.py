@@ -31,6 +31,7 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rope_types import Rope
 from nanovllm.layers.rotary import RMSNormRotary, Rotary
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.llama import LlamaDecoderLayer
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from tests.attention_steps import Step
 
@@ -312,14 +313,23 @@ def small_config(**options):
 LENS = [(20, 1), (15, 1), (0, 1), (16, 5), (0, 7)]
 
 
-def run_layer(config, dtype, twin_backend=TritonAttention, plain_backend=TorchAttention, lens=LENS, **options):
+def run_layer(
+    config,
+    dtype,
+    twin_backend=TritonAttention,
+    plain_backend=TorchAttention,
+    lens=LENS,
+    layer_class=Qwen3DecoderLayer,
+    window=None,
+    **options,
+):
     """(what the layer gives, what its twin gives, the cache behind each)"""
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     backends = [backend_class(*heads, 16, dtype, **options) for backend_class in (plain_backend, twin_backend)]
     step = Step(TorchAttention(*heads, 16, dtype), lens, dtype=dtype)
     batch = map_tensors(step.batch, lambda t: t.to(DEVICE))
     with DEVICE:
-        layers = [filled(Qwen3DecoderLayer(config, backend), dtype) for backend in backends]
+        layers = [filled(layer_class(config, backend, window), dtype) for backend in backends]
     scales = [getattr(backends[1], name, 1.0) for name in ("k_scale", "v_scale")]
     layers[1] = TritonDecoderLayer(dense_parts(layers[1]), backends[1], *scales)
     cos_sin = Rotary(config.head_dim, config.rope, 128)(batch.positions, dtype)
@@ -350,6 +360,18 @@ def run_layer(config, dtype, twin_backend=TritonAttention, plain_backend=TorchAt
 def test_the_twin_equals_the_layer(monkeypatch, options, backend, max_few_tokens):
     monkeypatch.setattr(few_tokens, "MAX_TOKENS", max_few_tokens)
     plain, twin, plain_cache, twin_cache = run_layer(small_config(**options), torch.float32, backend)
+    torch.testing.assert_close(twin, plain, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(twin_cache, plain_cache, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"qkv_bias": True, "o_bias": True, "mlp_bias": True}], ids=str)
+@pytest.mark.parametrize("max_few_tokens", [0, few_tokens.MAX_TOKENS])
+def test_the_twin_of_a_layer_that_normalises_no_heads_equals_it(monkeypatch, options, max_few_tokens):
+    """Llama's, with all biases that it may have, and with a window."""
+    monkeypatch.setattr(few_tokens, "MAX_TOKENS", max_few_tokens)
+    config = small_config(**options)
+    results = run_layer(config, torch.float32, TorchAttention, layer_class=LlamaDecoderLayer, window=6)
+    plain, twin, plain_cache, twin_cache = results
     torch.testing.assert_close(twin, plain, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(twin_cache, plain_cache, rtol=2e-5, atol=2e-5, equal_nan=True)
 

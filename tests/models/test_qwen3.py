@@ -169,6 +169,17 @@ def test_a_parameter_that_a_rope_type_lacks_is_named(lacking):
         read(rope_scaling=llama3)
 
 
+def test_llama3_factors_in_the_wrong_order_are_refused():
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}
+    with pytest.raises(ValueError, match="high_freq_factor must be > low_freq_factor"):
+        read(rope_scaling=llama3)
+
+
+def test_an_odd_head_is_refused():
+    with pytest.raises(ValueError, match="must be even, it is 33"):
+        read(head_dim=33)
+
+
 def test_a_theta_that_would_be_lost_is_refused():
     """As after adding Qwen's advice for long contexts to a file that transformers 5 wrote."""
     with pytest.raises(ValueError, match="would lose its rope_theta 1000000"):

@@ -24,7 +24,7 @@ from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import RMSNormRotary, Rotary
+from nanovllm.layers.rotary import Rotary
 
 MAX_SIZE = 1 << 15  # of a row that one program normalises: what its registers hold
 
@@ -64,9 +64,9 @@ class TritonDecoderLayer(nn.Module):
         qkv = norm_linear(x, self.input_norm, self.qkv_proj)  # [num_tokens, (num_heads + 2 * num_kv_heads) * …]
         q = norm_rotary_store(
             qkv,
-            self.q_norm.weight,
-            self.k_norm.weight,
-            self.q_norm.eps,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.input_norm.eps,
             cos,
             sin,
             layer_cache,
@@ -93,10 +93,10 @@ def norm_linear(x: torch.Tensor, norm: RMSNorm, linear: Linear) -> torch.Tensor:
 
 
 def norm_gate_up(x: torch.Tensor, norm: RMSNorm, linear: Linear) -> torch.Tensor:
-    """linear: gates, then ups, without a bias"""
-    if is_few(x):
+    """linear: gates, then ups"""
+    if is_few(x) and linear.bias is None:
         return few_tokens.norm_gate_up(x, norm.weight, norm.eps, linear.weight)
-    return silu_and_mul(F.linear(rms_norm(x, norm.weight, norm.eps), linear.weight))
+    return silu_and_mul(F.linear(rms_norm(x, norm.weight, norm.eps), linear.weight, linear.bias))
 
 
 def add_linear(x: torch.Tensor, y: torch.Tensor, linear: Linear) -> None:
@@ -105,7 +105,7 @@ def add_linear(x: torch.Tensor, y: torch.Tensor, linear: Linear) -> None:
         few_tokens.add_linear(x, y, linear.weight, linear.bias)
         return
     x.addmm_(y, linear.weight.t())
-    if linear.bias is not None:  # which no published Qwen3 has
+    if linear.bias is not None:
         x.add_(linear.bias)
 
 
@@ -152,8 +152,8 @@ def replace_layers(model: nn.Module, backend: AttentionBackend, k_scale: float =
 
 def has_twin(parts: DenseParts, backend: AttentionBackend) -> bool:
     """Triton's blocks are powers of two: rows are padded to one, but the halves of heads must be powers of two."""
+    if not isinstance(parts.activation, SiluAndMul) or parts.is_partly_rotated:
+        return False
     head_dim = backend.head_dim
-    has_bias = any(product.bias is not None for product in (parts.gate_up_proj, parts.down_proj))
-    has_norms = isinstance(parts.q_norm, RMSNormRotary) and isinstance(parts.activation, SiluAndMul)
     fits = len(parts.input_norm.weight) <= MAX_SIZE and 2 <= head_dim <= 1024
-    return fits and has_norms and not has_bias and head_dim & (head_dim - 1) == 0
+    return fits and head_dim & (head_dim - 1) == 0

@@ -53,10 +53,12 @@ def write_heads(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     IS_TURNED: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """Up to HEADS heads from `first_head` on: those of Q and K are normalised and rotated, those of V only copied."""
+    """Up to HEADS heads from `first_head` on: those of Q and K are normalised, if the model does that, and rotated;
+    those of V are only copied."""
     HALF: tl.constexpr = HEAD_DIM // 2
     heads, dims = first_head + tl.arange(0, HEADS), tl.arange(0, HALF)
     is_head = (heads < NUM_HEADS)[:, None]
@@ -67,13 +69,14 @@ def write_heads(
         dtype: tl.constexpr = x_ptr.dtype.element_ty
         # Each head loads these anew, from the L1 cache: loaded once, they would have to be passed between threads.
         same = tl.broadcast_to(dims[None, :], (HEADS, HALF))
-        first_weight = tl.load(weight_ptr + same).to(tl.float32)
-        second_weight = tl.load(weight_ptr + same + HALF).to(tl.float32)
         cos, sin = tl.load(cos_ptr + same).to(tl.float32), tl.load(sin_ptr + same).to(tl.float32)
         a, b = first.to(tl.float32), second.to(tl.float32)
-        inverse_norm = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]  # [HEADS, 1]
-        a = rounded(first_weight * rounded(a * inverse_norm, dtype), dtype)
-        b = rounded(second_weight * rounded(b * inverse_norm, dtype), dtype)
+        if HAS_NORM:
+            first_weight = tl.load(weight_ptr + same).to(tl.float32)
+            second_weight = tl.load(weight_ptr + same + HALF).to(tl.float32)
+            inverse_norm = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]  # [HEADS, 1]
+            a = rounded(first_weight * rounded(a * inverse_norm, dtype), dtype)
+            b = rounded(second_weight * rounded(b * inverse_norm, dtype), dtype)
         first = (rounded(a * cos, dtype) - rounded(b * sin, dtype)).to(dtype)
         second = (rounded(b * cos, dtype) + rounded(a * sin, dtype)).to(dtype)
     out_dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -87,7 +90,7 @@ def norm_rotary_store_kernel(
     k_cache_ptr,  # [num_slots, NUM_KV_HEADS, HEAD_DIM], contiguous, as v_cache
     v_cache_ptr,
     qkv_ptr,  # [num_tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM], any stride but the last, which is 1
-    q_weight_ptr,  # [HEAD_DIM], as k_weight
+    q_weight_ptr,  # [HEAD_DIM], as k_weight; only read if HAS_NORM
     k_weight_ptr,
     cos_ptr,  # [num_tokens, 1, HEAD_DIM / 2], any strides but the last, which is 1, as sin
     sin_ptr,
@@ -102,6 +105,7 @@ def norm_rotary_store_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS: tl.constexpr,  # of one program
+    HAS_NORM: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
     """Grid: (num_tokens * parts of a token,). A part is HEADS heads of the queries, of the keys, or of the values.
@@ -121,20 +125,20 @@ def norm_rotary_store_kernel(
         write_heads(
             q_ptr + token * (NUM_HEADS * HEAD_DIM), x_ptr, part * HEADS,
             q_weight_ptr, token_cos_ptr, token_sin_ptr, eps, 1.0,
-            NUM_HEADS, HEAD_DIM, HEADS, IS_TURNED=True, IS_FP8=False,
+            NUM_HEADS, HEAD_DIM, HEADS, HAS_NORM, IS_TURNED=True, IS_FP8=False,
         )
     elif part < Q_PARTS + KV_PARTS:
         write_heads(
             k_cache_ptr + slot * (NUM_KV_HEADS * HEAD_DIM), x_ptr + NUM_HEADS * HEAD_DIM, (part - Q_PARTS) * HEADS,
             k_weight_ptr, token_cos_ptr, token_sin_ptr, eps, k_inverse_scale,
-            NUM_KV_HEADS, HEAD_DIM, HEADS, IS_TURNED=True, IS_FP8=IS_FP8,
+            NUM_KV_HEADS, HEAD_DIM, HEADS, HAS_NORM, IS_TURNED=True, IS_FP8=IS_FP8,
         )
     else:
         write_heads(
             v_cache_ptr + slot * (NUM_KV_HEADS * HEAD_DIM), x_ptr + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM,
             (part - Q_PARTS - KV_PARTS) * HEADS,
             k_weight_ptr, token_cos_ptr, token_sin_ptr, eps, v_inverse_scale,
-            NUM_KV_HEADS, HEAD_DIM, HEADS, IS_TURNED=False, IS_FP8=IS_FP8,
+            NUM_KV_HEADS, HEAD_DIM, HEADS, HAS_NORM, IS_TURNED=False, IS_FP8=IS_FP8,
         )
     # fmt: on
 
@@ -164,8 +168,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def norm_rotary_store(
     qkv: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
     eps: float,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -174,8 +178,9 @@ def norm_rotary_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Everything between the fused projection and attention, in one launch: each head of Q and K is normalised and
-    rotated, K and V are written to the slots slot_mapping: [num_tokens] of the cache, Q is returned.
+    """Everything between the fused projection and attention, in one launch: each head of Q and K is normalised, unless
+    the weights are None, and rotated, K and V are written to the slots slot_mapping: [num_tokens] of the cache, Q is
+    returned.
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; q_weight, k_weight: [head_dim]; cos, sin:
     [num_tokens, 1, head_dim / 2]; layer_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], in which K is
@@ -196,8 +201,8 @@ def norm_rotary_store(
             k_cache,
             v_cache,
             qkv,
-            q_weight,
-            k_weight,
+            qkv if q_weight is None else q_weight,
+            qkv if k_weight is None else k_weight,
             cos,
             sin,
             slot_mapping,
@@ -211,6 +216,7 @@ def norm_rotary_store(
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
             HEADS=heads,
+            HAS_NORM=q_weight is not None,
             IS_FP8=k_cache.dtype == torch.float8_e4m3fn,
             num_warps=warps_for(heads * head_dim * qkv.element_size() // 2),  # two loads, of half a head each
             enable_fp_fusion=True,
