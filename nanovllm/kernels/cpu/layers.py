@@ -222,7 +222,7 @@ def make_twin(layer: nn.Module, dtype: torch.dtype, memory: HugePages) -> nn.Mod
         return CpuGate(layer, dtype)
     if isinstance(layer, ApplyRotary):
         return CpuApplyRotary(dtype)
-    if isinstance(layer, RMSNorm):
+    if type(layer) in (RMSNorm, RMSNormRotary, UnitOffsetRMSNorm, UnitOffsetRMSNormRotary):  # others round elsewhere
         unit = 2 * LANES if isinstance(layer, RMSNormRotary | UnitOffsetRMSNormRotary) else LANES
         is_offset = isinstance(layer, UnitOffsetRMSNorm)
         return None if len(layer.weight) % unit else CpuRMSNorm(layer.weight, layer.eps, is_offset)
