@@ -42,7 +42,7 @@ def main() -> None:
         one.write_text(make_page(recordings[:1]), encoding="utf-8")
         two.write_text(make_page(recordings), encoding="utf-8")
         if args.readme:
-            take([(one, README_PICTURE, 1440, "#step=33&theme=light&lang=en&block=1")], height=980)
+            take([(one, README_PICTURE, 1440, "#step=27&theme=light&lang=en&block=4")], height=980)
         if args.folder:
             args.folder.mkdir(parents=True, exist_ok=True)
             take(all_pictures(one, two, args.folder))
