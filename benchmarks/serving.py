@@ -29,6 +29,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Servers side by side.")
     parser.add_argument("--server", type=parse_pair, action="append", required=True, metavar="NAME=URL")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rate", type=float, help="of the second part, if known; the first part is then left out")
+    parser.add_argument("--first-seed", type=int, default=0, help="of the first round; each has its own requests")
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--input-len", type=int, default=144, help="mean; lengths vary by --range-ratio")
     parser.add_argument("--output-len", type=int, default=80)
@@ -38,9 +40,8 @@ def main() -> None:
     servers = dict(args.server)
     for url in servers.values():  # kernels are compiled for what they meet first
         measure(url, args, num_prompts=4, seed=1000)
-    runs = load_in_turns(servers, args, "inf")
-    slowest = min(median(run["request_throughput"] for run in of(runs, name)) for name in servers)
-    rate = round(slowest / 2, 3)
+    runs = [] if args.rate else load_in_turns(servers, args, "inf")
+    rate = args.rate or half_of_slowest(runs, list(servers))
     runs += load_in_turns(servers, args, str(rate))
     summary = summarize(runs, list(servers))
     print(format_table(runs, list(servers), summary, rate))
@@ -49,13 +50,18 @@ def main() -> None:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
+def half_of_slowest(runs: list[dict[str, Any]], names: list[str]) -> float:
+    """Half of the smallest rate at which requests were answered, in requests per second."""
+    return round(min(median(run["request_throughput"] for run in of(runs, name)) for name in names) / 2, 3)
+
+
 def load_in_turns(servers: dict[str, str], args: argparse.Namespace, rate: str) -> list[dict[str, Any]]:
     """A B, B A, …: whatever slows the machine for a while slows both. The requests of a round are the same for all."""
     runs = []
     for repeat in range(args.repeats):
         names = list(servers) if repeat % 2 == 0 else list(servers)[::-1]
         for name in names:
-            run = measure(servers[name], args, args.num_prompts, seed=repeat, rate=rate)
+            run = measure(servers[name], args, args.num_prompts, seed=args.first_seed + repeat, rate=rate)
             runs.append({"server": name, "repeat": repeat, **run})
             print(f"{name}, {rate} per second: {run[SATURATION]:.1f} tokens/s, TTFT {run['p50_ttft_ms']:.0f} ms, "
                   f"ITL {run['p50_itl_ms']:.1f} ms", flush=True)  # fmt: skip
@@ -112,7 +118,7 @@ def format_table(
     heads = ["output tokens/s, saturated", *(f"{key[4:-3].upper()} {key[:3]}, ms" for key in LATENCIES)]
     rows = [["", *heads], ["---", *["---:"] * len(heads)]]
     for name in names:
-        saturated = median(run[SATURATION] for run in of(runs, name))
+        saturated = median([run[SATURATION] for run in of(runs, name)] or [0.0])
         latencies = [median(run[key] for run in of(runs, name, rate)) for key in LATENCIES]
         rows.append([name, f"{saturated:.1f}", *(f"{value:.1f}" for value in latencies)])
     rows += [

@@ -27,7 +27,7 @@ from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.bell import Bell
-from nanovllm.serve.engine_thread import EngineDeadError, EngineThread
+from nanovllm.serve.engine_thread import EngineDeadError, EngineThread, in_passing_thread
 from nanovllm.serve.inbox import Inbox, gives_deltas
 from nanovllm.serve.new_request import NewRequest, check_request
 from nanovllm.trace.start import start_engine
@@ -56,8 +56,8 @@ class AsyncLLM:
         self._lock = threading.Lock()
         self._inboxes: dict[str, Inbox] = {}  # of all unfinished requests; changed under the lock
         self._on_shutdown = ExitStack()
-        engine = start_engine(Config.from_options(model, options), trace, self._on_shutdown)
         self._bells: WeakValueDictionary[asyncio.AbstractEventLoop, Bell] = WeakValueDictionary()
+        engine = in_passing_thread(start_engine, Config.from_options(model, options), trace, self._on_shutdown)
         self._thread: EngineThread | None = EngineThread(engine, self._hand_over, self._fail)
 
     @classmethod

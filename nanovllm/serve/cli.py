@@ -1,7 +1,6 @@
 """`nanovllm serve [MODEL]`: from the command line to a server that runs."""
 
 import argparse
-import asyncio
 import json
 import logging
 import os
@@ -13,6 +12,7 @@ from fastapi import FastAPI
 
 from nanovllm import TINY_QWEN3
 from nanovllm.engine.arg_utils import EngineArgs
+from nanovllm.serve import event_loop
 from nanovllm.serve.app import make_app
 from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.live_lines import LiveLines
@@ -61,7 +61,7 @@ def run(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namespac
         if live is not None:
             print(f"watch it         {url}/ui", flush=True)
 
-    asyncio.run(start(make_app(options, live=live), listening, load, announce))
+    event_loop.run(start(make_app(options, live=live), listening, load, announce))
     return 0
 
 

@@ -10,8 +10,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.serve.new_request import NewRequest
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Command = Callable[[], None]
 
@@ -171,3 +173,13 @@ class EngineThread:
             if command is not None:
                 command()
         self._on_failure(self._unfinished, error)
+
+
+def in_passing_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """The function's result, from a thread that ends: what loads an engine leaves no OpenMP threads behind.
+
+    Where libgomp has more threads than there are cores, those that wait for each other go to sleep at once. Beside a
+    second pool of threads, waking the engine's took a fifth of a decode step (Qwen3-0.6B, 32 sequences, two cores).
+    """
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(function, *arguments).result()

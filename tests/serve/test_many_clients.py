@@ -4,7 +4,7 @@ nobody waits for anybody else.
 Oracles: an engine of its own, offline and greedy, for the words of each stream; the engine's count of free blocks.
 
 Seen to fail when broken: an output that is delivered to another stream; a client that has gone whose request goes on;
-a slow reader that stalls the others.
+a slow reader that stalls the others; a list that grows with every request (in the soak).
 """
 
 import asyncio
@@ -22,9 +22,9 @@ import pytest
 from nanovllm import TINY_QWEN3, SamplingParams
 from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.bench.client import Client
-from nanovllm.serve.bench.load import offer
+from nanovllm.serve.bench.load import Exchange, offer
 from nanovllm.serve.bench.results import read_result
-from tests.serve.real_server import QUESTIONS, Offline, in_thread
+from tests.serve.real_server import QUESTIONS, Offline, in_process, in_thread
 
 PATH = "/v1/completions"
 
@@ -184,3 +184,43 @@ def abandon(server, num_streams, num_at_a_time):
 
     asyncio.run(run())
     server.wait_until_idle()
+
+
+# ---- a long time
+
+
+@pytest.mark.slow
+def test_a_soak_takes_no_memory(capsys):
+    """Some thousand requests, one in three abandoned. After a first fifth the server grows by no more than 8 MiB."""
+    num_rounds, num_requests = 10, 400
+    rng = random.Random(0)
+
+    async def one(client, server, number, slots):
+        body = body_of(prompt_of(rng.randrange(1000)), rng.randint(1, 40), ignore_eos=True)
+        async with slots:
+            if rng.random() < 1 / 3:
+                reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+                writer.write(request_bytes(body))
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(reader.read(300), rng.random() / 10)
+                writer.transport.abort()
+                return
+            exchange = Exchange(0.0)
+            await client.post(PATH, json.dumps(body).encode(), exchange)
+            result = read_result(exchange, 0)
+            assert (result.error, result.output_tokens) == (None, body["max_tokens"])
+
+    async def one_round(server):
+        slots = asyncio.Semaphore(32)
+        async with Client(server.url, {}) as client:
+            await asyncio.gather(*(one(client, server, i, slots) for i in range(num_requests)))
+
+    sizes = []
+    with in_process("--num-kv-blocks", 2048, "--device", "cpu") as server:
+        for _ in range(num_rounds):
+            asyncio.run(one_round(server))
+            server.wait_until_idle()
+            sizes.append(server.rss_bytes() / 2**20)
+    with capsys.disabled():
+        print(f"\nRSS in MiB after each {num_requests} requests: {', '.join(f'{size:.1f}' for size in sizes)}")
+    assert sizes[-1] - sizes[num_rounds // 5 - 1] < 8

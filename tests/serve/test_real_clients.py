@@ -12,9 +12,11 @@ import json
 import shutil
 import subprocess
 from collections import Counter
+from typing import Literal
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from nanovllm import TINY_QWEN3, SamplingParams
 from nanovllm.serve.async_llm import AsyncLLM
@@ -171,6 +173,77 @@ def test_a_wrong_key_is_refused(server, model):
             client.chat.completions.create(**chat_options(model, "a"))
 
 
+# ---- openai: tools and structured output
+
+
+class Person(BaseModel):
+    """So narrow that a model that knows nothing of JSON comes to an end."""
+
+    name: Literal["Ann", "Bob"]
+    is_old: bool
+
+
+LOOSE = {"temperature": 1, "seed": 1, "max_completion_tokens": 500}  # greedily, the model never ends the white space
+
+
+def test_parse_gives_an_object(client, model):
+    completion = client.chat.completions.parse(**chat_options(model, "Who?", **LOOSE), response_format=Person)
+    assert completion.choices[0].finish_reason == "stop"
+    assert isinstance(completion.choices[0].message.parsed, Person)
+
+
+def test_parse_gives_an_object_of_a_stream(client, model):
+    with client.chat.completions.stream(**chat_options(model, "Who?", **LOOSE), response_format=Person) as stream:
+        for _ in stream:
+            pass
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Person)
+
+
+def test_vllms_choice_is_taken_too(client, model):
+    extra = {"structured_outputs": {"choice": ["yes", "no"]}}
+    completion = client.chat.completions.create(**chat_options(model, "Is it?"), extra_body=extra)
+    assert completion.choices[0].message.content in ("yes", "no")
+
+
+def test_embeddings_are_the_engines(client, model, offline):
+    answer = client.embeddings.create(model=model, input=["The KV cache", "A block table"])
+    expected = offline.llm.embed(["The KV cache", "A block table"], use_tqdm=False)
+    for one, truth in zip(answer.data, expected, strict=True):
+        assert one.embedding == pytest.approx(list(truth.outputs.embedding), abs=1e-4)
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("tool_choice", ["required", NAMED])
+def test_a_tool_is_called(client, model, tool_choice):
+    options = chat_options(model, "How is the weather?", tools=[WEATHER], tool_choice=tool_choice)
+    completion = client.chat.completions.create(**options)
+    call = completion.choices[0].message.tool_calls[0]
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    streamed = {"name": "", "arguments": ""}
+    for chunk in client.chat.completions.create(**options, stream=True):
+        for piece in (chunk.choices[0].delta.tool_calls or []) if chunk.choices else []:
+            if piece.index == 0:
+                streamed["name"] += piece.function.name or ""
+                streamed["arguments"] += piece.function.arguments or ""
+    assert streamed == {"name": call.function.name, "arguments": call.function.arguments}
+
+
 # ---- langchain
 
 
@@ -186,6 +259,12 @@ def test_langchain_invokes_and_streams(server, model, offline):
     assert answer.content == expected.outputs[0].text
     assert answer.usage_metadata["output_tokens"] == len(expected.outputs[0].token_ids)
     assert "".join(chunk.content for chunk in chat.stream(QUESTIONS[0])) == expected.outputs[0].text
+    asked = chat.bind_tools([WEATHER], tool_choice="get_weather").invoke("How is the weather?")
+    assert asked.tool_calls[0]["args"]["city"] in ("Rome", "Oslo")
+    chat = langchain_openai.ChatOpenAI(
+        base_url=server.url + "/v1", api_key=KEY, model=model, temperature=1, seed=1, max_tokens=500
+    )
+    assert isinstance(chat.with_structured_output(Person, method="json_schema").invoke("Who?"), Person)
 
 
 # ---- curl

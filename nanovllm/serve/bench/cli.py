@@ -11,13 +11,14 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanovllm.serve.bench.client import Client, run
+from nanovllm.serve.bench.client import Client
 from nanovllm.serve.bench.load import Exchange, draw_departures, offer
 from nanovllm.serve.bench.options import ENDPOINTS, base_url, make_headers, make_parser
 from nanovllm.serve.bench.plot import plot
 from nanovllm.serve.bench.report import Options, print_report, summarize
 from nanovllm.serve.bench.results import Result, read_result
 from nanovllm.serve.bench.workloads import Work, make_prefix_repetition, make_random
+from nanovllm.serve.event_loop import run
 
 
 def main(argv: list[str] | None = None) -> int:

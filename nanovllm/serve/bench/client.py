@@ -9,8 +9,7 @@ with `uvloop`; `httpx` used 88, too much to keep up: half of its chunks came in 
 import asyncio
 import json
 import time
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 
@@ -18,17 +17,6 @@ from nanovllm.serve.bench.load import Exchange
 
 TIMEOUT_S = 6 * 60 * 60
 FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
-
-T = TypeVar("T")
-
-
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, with the faster event loop of `uvloop` where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main)
-    return uvloop.run(main)
 
 
 class Client:
