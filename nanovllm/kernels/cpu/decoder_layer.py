@@ -14,7 +14,6 @@ from torch import nn
 from nanovllm.kernels.cpu.layers import CpuGate, CpuLinear, CpuRMSNorm
 from nanovllm.kernels.cpu.library import LANES, load_library, masking
 from nanovllm.kernels.dense_layers import DenseParts, dense_parts
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.backends import AttentionBackend
 
@@ -27,7 +26,7 @@ class Layer(Structure):
         *((name, c_void_p) for name in ("qkv_bias", "o_bias", "gate_up_bias", "down_bias")),
         *((name, c_void_p) for name in ("input_norm", "q_norm", "k_norm", "post_attention_norm")),
         *((name, c_long) for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads")),
-        *((name, c_long) for name in ("head_dim", "block_size", "window")),
+        *((name, c_long) for name in ("head_dim", "block_size", "window", "gate")),
         *((name, c_float) for name in ("eps", "scale", "softcap")),
     ]
 
@@ -56,7 +55,7 @@ class CpuDecoderLayer(nn.Module):
             *(None if product.bias is None else product.bias.data_ptr() for product in products),
             *(None if norm is None else norm.weight.data_ptr() for norm in norms),
             *(down_proj.out_features, down_proj.in_features, backend.num_heads, backend.num_kv_heads),
-            *(backend.head_dim, backend.block_size, window, norms[0].eps, scale, softcap),
+            *(backend.head_dim, backend.block_size, window, parts.activation.kind, norms[0].eps, scale, softcap),
         )
 
     def forward(
@@ -94,5 +93,4 @@ def is_fast(parts: DenseParts) -> bool:
         return False
     if not all(norm is None or isinstance(norm, CpuRMSNorm) for norm in parts.norms):
         return False
-    is_swiglu = isinstance(parts.activation, CpuGate) and isinstance(parts.activation.layer, SiluAndMul)
-    return is_swiglu and parts.down_proj.in_features % LANES == 0
+    return isinstance(parts.activation, CpuGate) and parts.down_proj.in_features % LANES == 0

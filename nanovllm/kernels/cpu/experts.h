@@ -4,10 +4,11 @@
 // of `linear`, and a token's sum runs in the order of the experts' numbers: its bits are the same in every batch.
 
 #pragma once
+#include "linear.h"
 
 struct experts {
     const uint32_t *const *gate_up, *const *down;  // as `linear` takes them, one for each expert
-    long num_experts, hidden_size, intermediate_size;
+    long num_experts, hidden_size, intermediate_size, gate;
 };
 
 // In `order`, the pairs token * top_k + rank of each expert one after another; those of expert e begin at starts[e].
@@ -35,11 +36,10 @@ void mixture(const struct experts *e, const element *x, const int64_t *expert_id
     long *starts = malloc((e->num_experts + 1 + num_pairs) * sizeof *starts), *order = starts + e->num_experts + 1;
     group_by_expert(expert_ids, num_pairs, e->num_experts, starts, order);
     // an expert has a token at most once, so at most num_tokens rows
-    const long num_floats = 2 * num_tokens * size, num_elements = num_tokens * (size + 3 * inner);
+    const long num_floats = 2 * num_tokens * size, num_elements = num_tokens * (size + inner);
     float *sums = aligned_alloc(64, (num_floats * sizeof(float) + num_elements * sizeof(element) + 63) / 64 * 64);
     float *out = sums + num_tokens * size;
-    element *rows = (element *)(out + num_tokens * size), *gate_up = rows + num_tokens * size;
-    element *activated = gate_up + num_tokens * 2 * inner;
+    element *rows = (element *)(out + num_tokens * size), *activated = rows + num_tokens * size;
     memset(sums, 0, num_tokens * size * sizeof *sums);
     for (long expert = 0; expert < e->num_experts; expert++) {
         const long count = starts[expert + 1] - starts[expert], *pairs = order + starts[expert];
@@ -47,8 +47,7 @@ void mixture(const struct experts *e, const element *x, const int64_t *expert_id
 #pragma omp parallel for schedule(static) if (count * size > 1 << 13)
         for (long row = 0; row < count; row++)
             memcpy(rows + row * size, x + pairs[row] / top_k * size, size * sizeof(element));
-        linear(rows, e->gate_up[expert], NULL, gate_up, count, 2 * inner, size, false);
-        silu_and_mul(gate_up, gate_up + inner, activated, count, inner, 2 * inner);
+        gated_linear(rows, e->gate_up[expert], NULL, activated, count, inner, size, e->gate);
         linear(activated, e->down[expert], NULL, out, count, size, inner, true);
         add_weighted(sums, out, weights, pairs, count, top_k, size);
     }

@@ -12,7 +12,6 @@ from torch import nn
 
 from nanovllm.kernels.cpu.layers import CpuGate, CpuLinear
 from nanovllm.kernels.cpu.library import LANES, load_library
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.moe import Experts
 
 
@@ -21,7 +20,7 @@ class ExpertsStruct(Structure):
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *((name, c_void_p) for name in ("gate_up", "down")),
-        *((name, c_long) for name in ("num_experts", "hidden_size", "intermediate_size")),
+        *((name, c_long) for name in ("num_experts", "hidden_size", "intermediate_size", "gate")),
     ]
 
 
@@ -37,7 +36,9 @@ class CpuExperts(nn.Module):
         self.addresses = torch.tensor(addresses, dtype=torch.int64)  # [2, num_experts]
         down = downs[0]
         pointers = (row.data_ptr() for row in self.addresses)
-        self.struct = ExpertsStruct(*pointers, len(experts), down.out_features, down.in_features)
+        first: Any = experts[0]
+        sizes = (len(experts), down.out_features, down.in_features, first.activation.kind)
+        self.struct = ExpertsStruct(*pointers, *sizes)
 
     def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x: [num_tokens, hidden_size]; expert_ids, weights: [num_tokens, top_k] -> as x"""
@@ -61,8 +62,7 @@ def is_fast(expert: nn.Module) -> bool:
     if not all(isinstance(part, CpuLinear) and part.bias is None for part in parts):
         return False
     down = parts[1]
-    is_swiglu = isinstance(expert.activation, CpuGate) and isinstance(expert.activation.layer, SiluAndMul)
-    return is_swiglu and not (down.in_features % LANES or down.out_features % LANES)
+    return isinstance(expert.activation, CpuGate) and not (down.in_features % LANES or down.out_features % LANES)
 
 
 def parts_of(expert: nn.Module) -> tuple[Any, Any]:

@@ -5,6 +5,8 @@
 // panels of 16 channels, summed over tokens: they are turned into that layout as they are used, once for ITEM_ROWS rows.
 
 #pragma once
+#include "attention.h"
+#include "linear.h"
 
 // Rows that share the turned values: query tokens times heads, of one sequence.
 #define ITEM_ROWS (4 * ROWS)
@@ -141,19 +143,18 @@ void attend_latents(const element *q, element *out, const uint32_t *cache, const
 
 // A product for each head: x: [num_heads, m, k] -> y: [num_heads, m, n], weight: as `linear` takes it, one after another
 void head_linear(const element *x, const uint32_t *weight, element *y, long num_heads, long m, long n, long k) {
-    const long num_panels = (n + LANES - 1) / LANES, num_words = k / PER_WORD, panel_words = num_words * LANES;
-    const long block = ROW_BLOCK(num_words);
+    const long num_panels = (n + LANES - 1) / LANES, num_words = k / PER_WORD, block = ROW_BLOCK(num_words);
 #pragma omp parallel
     {
 #pragma omp for schedule(static)
         for (long head = 0; head < num_heads; head++) {
             const struct matrix out = {.values = y + head * m * n, .num_columns = n};
             const uint32_t *rows = (const uint32_t *)(x + head * m * k);
+            const uint32_t *head_weight = weight + head * num_panels * num_words * LANES;
             for (long first = 0; first < m; first += block)
                 for (long panel = 0; panel < num_panels; panel += 2)
-                    multiply_rows(rows, weight + (head * num_panels + panel) * panel_words, &out, first,
-                                  m - first < block ? m : first + block, panel * LANES, num_words,
-                                  num_panels - panel < 2 ? 1 : 2);
+                    multiply_rows(rows, head_weight, &out, first, m - first < block ? m : first + block, panel,
+                                  num_words, num_panels - panel < 2 ? 1 : 2, 2);
         }
         release_tiles();
     }

@@ -183,15 +183,15 @@ class CpuGate(nn.Module):
     def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.layer = layer
-        library = load_library(dtype)
-        self.function = library.silu_and_mul if isinstance(layer, SiluAndMul) else library.gelu_and_mul
+        self.library = load_library(dtype)
+        self.kind = 1 if isinstance(layer, SiluAndMul) else 2  # `enum gate` of gates.h
 
     def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         if gate.shape[1] % LANES:
             return self.layer(gate, up)
         y = torch.empty(gate.shape, dtype=gate.dtype)
         pointers = (t.data_ptr() for t in (gate, up, y))
-        self.function(*pointers, len(gate), gate.shape[1], gate.stride(0))
+        self.library.gate_and_mul(*pointers, len(gate), gate.shape[1], gate.stride(0), self.kind)
         return y
 
 
@@ -222,7 +222,8 @@ def make_twin(layer: nn.Module, dtype: torch.dtype, memory: HugePages) -> nn.Mod
         return CpuGate(layer, dtype)
     if isinstance(layer, ApplyRotary):
         return CpuApplyRotary(dtype)
-    if type(layer) in (RMSNorm, RMSNormRotary, UnitOffsetRMSNorm, UnitOffsetRMSNormRotary):  # others round elsewhere
+    norms = (RMSNorm, RMSNormRotary, UnitOffsetRMSNorm, UnitOffsetRMSNormRotary)
+    if isinstance(layer, RMSNorm) and type(layer) in norms:  # others round elsewhere
         unit = 2 * LANES if isinstance(layer, RMSNormRotary | UnitOffsetRMSNormRotary) else LANES
         is_offset = isinstance(layer, UnitOffsetRMSNorm)
         return None if len(layer.weight) % unit else CpuRMSNorm(layer.weight, layer.eps, is_offset)

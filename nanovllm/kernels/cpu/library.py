@@ -20,7 +20,7 @@ import torch
 from nanovllm.layers.masking import AttentionOptions
 
 SOURCE = Path(__file__).with_name("cpu.c")
-SOURCES = [SOURCE, *(SOURCE.with_name(f"{name}.h") for name in ("vectors", "product", "tiles", "experts", "latent"))]
+SOURCES = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
 LANES = 16  # floats in a vector, columns in a panel
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -31,8 +31,8 @@ FUNCTIONS = {  # pointers, then sizes, then the rest
     "store_kv": [c_void_p] * 5 + [c_long] * 6,
     "attend": [c_void_p] * 7 + [c_long] * 8 + [c_float] * 2,
     "rms_norm": [c_void_p] * 5 + [c_long] * 5 + [c_int, c_float],
-    "silu_and_mul": [c_void_p] * 3 + [c_long] * 3,
-    "gelu_and_mul": [c_void_p] * 3 + [c_long] * 3,
+    "gated_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
+    "gate_and_mul": [c_void_p] * 3 + [c_long] * 3 + [c_int],
     "argmax": [c_void_p] * 2 + [c_long] * 2,
     "decoder_layer": [c_void_p] * 5,
     "mixture": [c_void_p] * 5 + [c_long] * 2,

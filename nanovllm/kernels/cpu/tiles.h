@@ -3,7 +3,7 @@
 // `multiply` below is one instruction, `tdpbf16ps`, on three tiles: sums [m][16 floats], a [m][k words], b [k words][16].
 // The words, two bfloat16 each, lie as everywhere in these kernels (cpu.c): b is k words of a panel, a is m rows of x.
 //
-// -DAMX          The instructions. Linux must have allowed them to the process (cpu.py asks).
+// -DAMX          The instructions. Linux must have allowed them to the process (library.py asks).
 // -DAMX_EMULATED Plain C, the same results bit for bit, so that tests can run the code around it on any processor.
 
 #pragma once

@@ -71,6 +71,13 @@ static inline floats multiply_add(floats sum, words a, uint32_t b) {
 }
 #endif
 
+// x as it is after `store` and `load`.
+static inline floats round_lanes(floats x) {
+    element all[LANES];
+    store(all, x);
+    return load(all);
+}
+
 // The same for the last few columns of a matrix.
 static inline void store_some(element *p, floats x, long count) {
     if (count == LANES) {
@@ -124,7 +131,7 @@ static inline floats pick(ints is_first, floats first, floats second) {
 
 static inline floats max_of(floats a, floats b) { return pick(a > b, a, b); }
 
-// e^x for x <= 0, to 2 units in the last place: 2^n times a polynomial of degree 6 for what lies between
+// e^x for x <= 88, to 2 units in the last place: 2^n times a polynomial of degree 6 for what lies between
 static inline floats exp_lanes(floats x) {
     x = max_of(x, (floats){0} - 87.0f);
     floats n = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's last bits are the rounded integer

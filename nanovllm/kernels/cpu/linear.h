@@ -1,0 +1,136 @@
+// Products with weights: projections and logits, and the two projections of a gate with the gate itself.
+
+#pragma once
+#include "gates.h"
+#include "product.h"
+
+// So many rows of x stay in the L2 cache while all panels pass: 1 MiB of them, or 256 of wide ones.
+#define MOST_ROWS (512 / ROWS * ROWS)
+#define ROW_BLOCK(num_words) ((num_words) <= 512 ? MOST_ROWS : 256 / ROWS * ROWS)
+// So many words of a pair of panels stay in L1 while these rows pass, where products are faster than L2. Few rows wait for
+// memory, which is read best from one end of a panel to the other.
+#ifdef HAS_TILES
+#define WORD_BLOCK(num_rows) ((num_rows) <= 2 * ROWS ? LONG_MAX : 128)
+#else
+#define WORD_BLOCK(num_rows) LONG_MAX
+#endif
+#define MOST_PANELS 4
+
+struct matrix {
+    void *values;
+    long num_columns;
+    const element *bias;  // as many as the panels have columns, or NULL
+    bool is_float, streams;
+    enum gate gate;
+};
+
+static inline floats add_bias(const struct matrix *y, const float *sums, long column) {
+    const floats x = *(const floats *)sums;
+    return y->bias ? x + load(y->bias + column) : x;
+}
+
+// 16 columns of y from `column`. A gate's sums are followed by those of up, whose bias begins behind all of the gate's.
+static inline floats finish_sums(const struct matrix *y, const float *sums, long column) {
+    const floats x = add_bias(y, sums, column);
+    return y->gate ? gate_lanes(y->gate, x, add_bias(y, sums + LANES, y->num_columns + column)) : x;
+}
+
+// y's rows from `row` and columns from `column`, from sums: [num_rows, width * 16]
+static void finish_rows(const struct matrix *y, const float *sums, long row, long column, int num_rows, int width) {
+    const int step = y->gate ? 2 : 1, num_results = width / step;
+    const bool has_lines = y->streams && num_results == 2 && y->num_columns - column >= 2 * LANES;
+    for (int r = 0; r < num_rows; r++, sums += width * LANES)
+        for (int i = 0; i < num_results; i++) {
+            const long from = column + i * LANES, left = y->num_columns - from, count = left < LANES ? left : LANES;
+            const long to = (row + r) * y->num_columns + from;
+            const float *at = sums + i * step * LANES;
+            const floats x = finish_sums(y, at, from);
+            if (has_lines && y->is_float) stream_floats((float *)y->values + to, x);
+            else if (has_lines) {
+                stream_two((element *)y->values + to, x, finish_sums(y, at + step * LANES, from + LANES));
+                i++;
+            } else if (y->is_float) store_some_floats((float *)y->values + to, x, count);
+            else store_some((element *)y->values + to, x, count);
+        }
+}
+
+// Whether y: [m, row_bytes] is written past the caches, which could not keep it: many rows, whose lines of 64 bytes fall
+// on the same places of a cache, pushed one another out before they were whole.
+static bool streams(const void *y, long m, long row_bytes) {
+    return m * row_bytes > 1 << 20 && row_bytes >= 1 << 12 && row_bytes % 64 == 0 && (uintptr_t)y % 64 == 0;
+}
+
+// Of a weight, the panels of `count` times 16 columns of y from panel `first`: those of a gate are gate, up, gate, up.
+static inline int find_panels(const uint32_t *weight, const struct matrix *y, long num_words, long first, int count,
+                              const uint32_t **panels) {
+    const long num_panels = (y->num_columns + LANES - 1) / LANES;  // of a gate; those of up follow
+    const int step = y->gate ? 2 : 1;
+    for (int i = 0; i < count * step; i++)
+        panels[i] = weight + (first + i / step + i % step * num_panels) * num_words * LANES;
+    return count * step;
+}
+
+// Rows `first` … `last - 1` of x: [m, num_words] times the panels, `at_once` of them, to y's columns from panel `panel`.
+static void multiply_rows(const uint32_t *x, const uint32_t *weight, const struct matrix *y, long first, long last,
+                          long panel, long num_words, int count, int at_once) {
+    _Alignas(64) float sums[MOST_ROWS * MOST_PANELS * LANES];
+    const uint32_t *panels[MOST_PANELS];
+    const int width = find_panels(weight, y, num_words, panel, count, panels);
+    const long tile = rows_at_a_time(last - first), block = WORD_BLOCK(last - first);
+    const long part = num_words < block ? num_words : block;
+    for (int start = 0; start < width; start += at_once)
+        for (long word = 0; word < num_words; word += part)
+            for (long row = first; row < last; row += tile) {
+                const int num_rows = last - row < tile ? last - row : tile;
+                float *row_sums = sums + (row - first) * width * LANES;
+                struct product p = {
+                    .x = x + row * num_words + word, .x_stride = num_words, .adds = word > 0,
+                    .num_words = num_words - word < part ? num_words - word : part,
+                    .out = row_sums + start * LANES, .out_stride = width * LANES};
+                const int end = width - start < at_once ? width - start : at_once;
+                for (int i = 0; i < end; i++) {
+                    p.panels[i] = panels[start + i] + word * LANES;
+                    p.next[i] = row > first && !ASKS_AGAIN ? NULL : p.panels[i] + AHEAD(last - first);
+                }
+                multiply(&p, num_rows, end);
+                if (word + part >= num_words && start + end == width)
+                    finish_rows(y, row_sums, row, panel * LANES, num_rows, width);
+            }
+}
+
+// y: [m, num_columns] = x: [m, k] times all panels.
+static void multiply_all(const element *x, const uint32_t *weight, const struct matrix *y, long m, long k) {
+    const long num_panels = (y->num_columns + LANES - 1) / LANES, num_words = k / PER_WORD, block = ROW_BLOCK(num_words);
+    // a few rows wait for memory, and ask for four panels at once; many rows need the registers for their sums
+    const int at_once = m <= FEW_ROWS && PANELS >= 4 ? 4 : 2;
+    const long most = y->gate ? MOST_PANELS / 2 : at_once;  // a gate's columns are taken by two, and are whole lines
+#pragma omp parallel
+    {
+        for (long first = 0; first < m; first += block) {
+            const long last = m - first < block ? m : first + block;
+#pragma omp for schedule(static) nowait
+            for (long panel = 0; panel < num_panels; panel += most)
+                multiply_rows((const uint32_t *)x, weight, y, first, last, panel, num_words,
+                              num_panels - panel < most ? num_panels - panel : most, at_once);
+        }
+        finish_streams();
+        release_tiles();
+    }
+}
+
+// x: [m, k] -> y: [m, n] = x weight^T + bias. weight: [ceil(n / 16)] panels of k / PER_WORD words; bias: as many columns
+// as the panels have, or NULL. y is float32 where `wants_floats`: logits are not rounded.
+void linear(const element *x, const uint32_t *weight, const element *bias, void *y, long m, long n, long k,
+            int wants_floats) {
+    const long row_bytes = n * (wants_floats ? sizeof(float) : sizeof(element));
+    const struct matrix out = {y, n, bias, wants_floats, streams(y, m, row_bytes), NO_GATE};
+    multiply_all(x, weight, &out, m, k);
+}
+
+// x: [m, k] -> y: [m, n] = act(x gate^T) * (x up^T). weight, bias: those of `linear` for 2 n columns, gate and then up; n is
+// a multiple of 16. The same bits as of `linear` and `gate_and_mul`, but what lies between them is never in memory.
+void gated_linear(const element *x, const uint32_t *weight, const element *bias, element *y, long m, long n, long k,
+                  int gate) {
+    const struct matrix out = {y, n, bias, false, streams(y, m, n * sizeof(element)), gate};
+    multiply_all(x, weight, &out, m, k);
+}
