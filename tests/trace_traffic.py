@@ -93,7 +93,7 @@ class RecordedRun(Run):
         return out
 
 
-def random_run(seed, limit=10**9):
+def random_run(seed, limit=10**9, window=None):
     """A finished run of some thirty requests in a pool of a few blocks, in which all kinds of events occur."""
     rng = random.Random(seed)
     lines = Lines(limit)
@@ -107,6 +107,7 @@ def random_run(seed, limit=10**9):
         threshold=rng.choice([0, 3]),
         num_swap_blocks=rng.choice([None, 12]),
         overlap=rng.random() < 0.5,
+        window=window,
     )
     longest = min(run.manager.capacity, run.scheduler.max_model_len - 1, 16)
     for _ in range(30):

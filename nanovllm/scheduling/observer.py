@@ -71,7 +71,10 @@ class Observer:
         """`seq` owns a block that was free; with `is_evicted` the prefix cache forgets the block's contents."""
 
     def on_share_block(self, seq: Sequence, block_id: int) -> None:
-        """`seq` owns a block whose contents it needs: found in the prefix cache, or shared with a fork."""
+        """`seq` owns a block whose contents it needs: found in the prefix cache, or shared with a fork.
+
+        Or its next entry is the null block, 0, which nobody owns: the entry lies behind the window (`windows.py`).
+        """
 
     def on_copy_block(self, seq: Sequence, source: int, destination: int) -> None:
         """`seq` writes to a copy of a block that others own too."""

@@ -262,6 +262,10 @@ class Recorder(SchedulingStats):
     def on_copy_block(self, seq: Sequence, source: int, destination: int) -> None:
         self._events.append(["copy", self._number(seq), source, destination])
 
+    def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
+        super().on_give_back(seq, block_ids)
+        self._events.append(["give_back", self._number(seq), list(block_ids)])
+
     def on_free(self, seq: Sequence) -> None:
         number = self._seqs.get(seq)
         if number is not None:  # else it has finished: a failed step ends it once more

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+NULL_BLOCK = 0  # in a block table, the place of a block behind the window of all layers
 EVENTS = {
     *(
         "start",
@@ -25,7 +26,7 @@ EVENTS = {
         "update",
         "roll_back",
     ),
-    *("take", "share", "copy", "free", "register", "forget", "reset"),
+    *("take", "share", "copy", "give_back", "free", "register", "forget", "reset"),
 }
 
 
@@ -85,7 +86,7 @@ class Replay:
         self.seqs = {about["number"]: ReplayedSequence(**about) for about in state["seqs"]}
         for seq in self.seqs.values():
             for block_id in seq.block_table:
-                self.ref_counts[block_id] += 1
+                self._count_owner(block_id)
 
     # ---- sequences
 
@@ -186,9 +187,14 @@ class Replay:
     def _own(self, number: int, block_id: int) -> None:
         seq = self.seqs[number]
         seq.block_table.append(block_id)
-        self.ref_counts[block_id] += 1
+        self._count_owner(block_id)
         if seq.status == "waiting":  # a fork; or a sequence whose `admit` comes next
             seq.status = "running"
+
+    def _count_owner(self, block_id: int) -> None:
+        """Nobody owns the null block, which stands for blocks behind a window."""
+        if block_id != NULL_BLOCK:
+            self.ref_counts[block_id] += 1
 
     def _copy(self, number: int, source: int, destination: int) -> None:
         """`take` has put the destination at the end of the table; its place is that of the source."""
@@ -199,6 +205,13 @@ class Replay:
         seq.block_table[place] = destination
         self._disown(source)
 
+    def _give_back(self, number: int, block_ids: list[int]) -> None:
+        table = self.seqs[number].block_table
+        for block_id in block_ids:
+            self._check(block_id in table, f"sequence {number} gives back block {block_id}, and does not own it")
+            table[table.index(block_id)] = NULL_BLOCK
+            self._disown(block_id)
+
     def _free(self, number: int) -> None:
         seq = self.seqs[number]
         for block_id in reversed(seq.block_table):
@@ -207,6 +220,8 @@ class Replay:
         seq.host_block_ids = []
 
     def _disown(self, block_id: int) -> None:
+        if block_id == NULL_BLOCK:
+            return
         self.ref_counts[block_id] -= 1
         if self.ref_counts[block_id] == 0:
             self.free[block_id] = None
@@ -239,6 +254,8 @@ class Replay:
         stored: Counter[int] = Counter()
         for seq in self.seqs.values():
             for place, block_id in enumerate(seq.block_table):
+                if block_id == NULL_BLOCK:
+                    continue
                 num_tokens = min(self.block_size, seq.num_computed_tokens - place * self.block_size)
                 stored[block_id] = max(stored[block_id], num_tokens)
         return sum(stored.values())

@@ -49,6 +49,7 @@ def describe(engine: LLMEngine) -> dict[str, Any]:
         "max_num_batched_tokens": engine.max_num_batched_tokens,
         "max_model_len": engine.max_model_len,
         "long_prefill_token_threshold": config.long_prefill_token_threshold,
+        "sliding_window": engine.model_config.widest_window,  # None if a layer sees all tokens
         "scheduling_policy": policy if isinstance(policy, str) else getattr(policy, "__name__", repr(policy)),
         "enable_prefix_caching": config.enable_prefix_caching,
         "preemption_mode": config.preemption_mode,

@@ -9,6 +9,7 @@ from nanovllm.scheduling import forks, rollback
 from nanovllm.scheduling.block_manager import BlockManager
 from nanovllm.scheduling.prefix_cache import PrefixCache
 from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.scheduling.windows import WindowBlockManager
 
 DECIDED_BY: dict[str, Any] = {
     "start": LLMEngine.recover,
@@ -26,6 +27,7 @@ DECIDED_BY: dict[str, Any] = {
     "take": BlockManager._take,
     "share": BlockManager._share,
     "copy": BlockManager._copy_tail,
+    "give_back": WindowBlockManager._give_back,
     "free": BlockManager.free,
     "register": PrefixCache.register,
     "forget": PrefixCache.forget,

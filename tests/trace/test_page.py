@@ -10,7 +10,10 @@ import shutil
 
 import pytest
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.trace.page import make_page
+from nanovllm.trace.recording import read_recording
+from tests.models.architectures import Checkpoints
 from tests.trace_traffic import Lines, RecordedRun, random_run
 
 pytestmark = pytest.mark.browser
@@ -123,8 +126,8 @@ def cell_color(page, block):
 def test_pages_own_replay_is_the_state_of_the_engine_at_every_step(show, known, limit):
     page = show(known[0])
     codes, num_steps = set(), 0
-    for seed in range(5):
-        run = random_run(seed, limit)
+    for seed, window in enumerate([None, None, None, None, None, 2, 5]):
+        run = random_run(seed, limit, window)
         segments = run.stats._sink.segments
         codes |= {event[0] for segment in segments for line in segment[1:] for event in line["events"]}
         found = page.evaluate(STATES, [segments])
@@ -139,6 +142,7 @@ def test_pages_own_replay_is_the_state_of_the_engine_at_every_step(show, known, 
             assert mine["seqs"] == names
             num_steps += 1
     assert len(codes) > 15
+    assert "give_back" in codes
     assert num_steps > 200
 
 
@@ -170,6 +174,27 @@ def test_recording_that_contradicts_the_engine_is_shown_as_broken(show, known):
     assert page.locator(".invariants .bad").count() == 1
     assert "the engine says" in page.locator(".invariants .bad").inner_text()
     assert show(known[0]).locator(".invariants .bad").count() == 0
+
+
+def test_model_whose_layers_all_have_a_window_is_shown_without_contradiction(show, tmp_path):
+    """Blocks behind its window of 9 tokens are given back, and the null block is in their places."""
+    (tmp_path / "checkpoints").mkdir()
+    folder, _ = Checkpoints(tmp_path / "checkpoints").make("mistral", "short window")
+    options = {"num_kv_blocks": 12, "block_size": 4, "max_num_batched_tokens": 16, "attention_backend": "torch"}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(folder, device="cpu", trace=tmp_path / "run.jsonl", **options) as llm:
+        llm.generate([{"prompt_token_ids": [*range(5, 25), i]} for i in range(3)], params, use_tqdm=False)
+        assert llm.get_stats().num_window_blocks > 0
+    lines = read_recording(tmp_path / "run.jsonl")
+    page = show(lines, at="#step=9&seq=1")
+    found = page.evaluate(STATES, [[lines]])
+    assert [state["broken"] for state in found.values()] == [[]] * len(found)
+    assert any(0 in table for state in found.values() for _, _, table, _, _ in state["seqs"].values())
+    assert page.locator(".invariants .bad").count() == 0
+    assert page.locator(".sequence .table button:disabled").count() > 0, "null blocks cannot be chosen"
+    widths = [float(one.get_attribute("width")) for one in page.locator(".mask rect:first-child").all()]
+    tokens = [float(one.get_attribute("width")) for one in page.locator(".mask rect:nth-child(2)").all()]
+    assert widths == [8 * token for token in tokens], "the 8 tokens before it"
 
 
 # ---- what is seen

@@ -8,6 +8,7 @@ from hypothesis import settings
 from nanovllm.trace.replay import EVENTS, Replay, ReplayError
 from tests.conftest import examples
 from tests.scheduling.test_scheduler import SETTINGS, BeamMachine, OverlapBeamMachine
+from tests.scheduling.test_windows import OverlapWindowMachine, WindowMachine
 from tests.trace_traffic import Lines, RecordedRun, random_run, state_of_replay
 
 
@@ -47,10 +48,22 @@ class RecordedOverlapMachine(RecordedTraffic, OverlapBeamMachine):
     pass
 
 
+class RecordedWindowMachine(RecordedTraffic, WindowMachine):
+    pass
+
+
+class RecordedOverlapWindowMachine(RecordedTraffic, OverlapWindowMachine):
+    pass
+
+
 TestTraffic = pytest.mark.examples(RecordedBeamMachine.TestCase)
 TestTraffic.settings = settings(SETTINGS, max_examples=examples(100))
 TestTrafficWithOverlap = pytest.mark.examples(RecordedOverlapMachine.TestCase)
 TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(100))
+TestTrafficWithWindow = pytest.mark.examples(RecordedWindowMachine.TestCase)
+TestTrafficWithWindow.settings = settings(SETTINGS, max_examples=examples(40))
+TestTrafficWithWindowAndOverlap = pytest.mark.examples(RecordedOverlapWindowMachine.TestCase)
+TestTrafficWithWindowAndOverlap.settings = settings(SETTINGS, max_examples=examples(40))
 
 
 # ---- the same without hypothesis
@@ -58,8 +71,8 @@ TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(100))
 
 def test_each_kind_of_event_is_met_and_replayed():
     codes = set()
-    for seed in range(4):
-        run = random_run(seed, limit=40)
+    for seed, window in enumerate([None, None, None, None, 2, 5]):
+        run = random_run(seed, 40, window)
         check_segments(run.stats._sink.segments, run.stats.states)
         codes |= {event[0] for segment in run.stats._sink.segments for line in segment[1:] for event in line["events"]}
     assert codes == EVENTS - {"start"}  # which is in test_recording.py

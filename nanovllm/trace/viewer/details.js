@@ -19,7 +19,7 @@ export function SequenceCard({ run, frame, state }) {
       ${seq.host.length > 0 && t("onHost", { blocks: seq.host.join(", ") })}</p>
     <h3>${t("blockTable")}</h3>
     ${seq.table.length === 0 && html`<p class="soft">${t("noBlocks")}</p>`}
-    <div class="table">${seq.table.slice(0, MANY).map((block, i) => html`<button class=${choice.block === block ? "on" : ""} onClick=${() => choose({ block })} aria-label=${`${i} → ${block}`}>
+    <div class="table">${seq.table.slice(0, MANY).map((block, i) => html`<button disabled=${!block} class=${block && choice.block === block ? "on" : ""} onClick=${() => choose({ block })} aria-label=${`${i} → ${block}`}>
       <small>${i}</small><b>${block}</b></button>`)}${seq.table.length > MANY && html`<span class="soft">${t("more", { count: seq.table.length - MANY })}</span>`}</div>
     ${chunk && html`<h3>${t("slotMapping")}</h3><${Slots} run=${run} seq=${seq} chunk=${chunk} />`}
     <${Tokens} run=${run} seq=${seq} first=${0} stop=${seq.known} numComputed=${seq.computed} />

@@ -18,8 +18,9 @@ export function describeEvent(run, event, t, numFree) {
     case "schedule": return t("event.schedule", { step: number, count: scheduledTokens(run, event) });
     case "update": return t("event.update", { step: number, count: rest[1].length });
     case "take": return t(rest[1] ? "event.take.evict" : "event.take", { seq, block: rest[0] });
-    case "share": return t("event.share", { seq, block: rest[0] });
+    case "share": return t(rest[0] ? "event.share" : "event.share.null", { seq, block: rest[0] });
     case "copy": return t("event.copy", { seq, block: rest[0], other: rest[1] });
+    case "give_back": return t("event.give_back", { seq, blocks: rest[0].join(", ") });
     case "free": return t("event.free", { seq });
     case "register": return t("event.register", { seq, block: rest[0] });
     case "forget": return t("event.forget", { block: number });
@@ -41,7 +42,7 @@ export function freeBefore(run, frame) {
 
 // Which choice does an event stand for? {seq, block}
 export function subjectOf([code, number, ...rest]) {
-  if (["take", "share", "register"].includes(code)) return { seq: number, block: rest[0] };
+  if (["take", "share", "register"].includes(code) && rest[0]) return { seq: number, block: rest[0] };
   if (code === "copy") return { seq: number, block: rest[1] };
   if (code === "forget") return { block: number };
   if (["schedule", "update", "start", "roll_back", "reset"].includes(code) || !number) return {};

@@ -16,13 +16,15 @@ export function Mask({ run, frame, state }) {
   const cell = Math.max(2, Math.min(12, Math.floor(560 / columns)));
   const high = Math.max(4, Math.min(12, cell * 2));
   const size = run.header.block_size;
+  const window = run.header.config.sliding_window ?? Infinity; // of all layers
+  const firstSeen = (position) => Math.max(0, position - window + 1);
   const borders = Array.from({ length: Math.floor(columns / size) }, (_, i) => (i + 1) * size * cell);
   return html`<section class="card mask">
     <h2>${t("mask")}</h2>
     ${!isSmall && html`<p class="soft">${t("maskTooLarge", { rows: rows.length, columns })}</p>`}
     ${isSmall && rows.length > 0 && html`<div class="wide"><svg width=${columns * cell + 1} height=${rows.length * high + 1} role="img" aria-label=${t("maskHelp")}>
       ${rows.map(({ number, position }, i) => html`<g fill=${ownerColor(number, theme)}>
-        <rect x="0" y=${i * high} width=${position * cell} height=${high - 1} opacity="0.4" />
+        <rect x=${firstSeen(position) * cell} y=${i * high} width=${(position - firstSeen(position)) * cell} height=${high - 1} opacity="0.4" />
         <rect x=${position * cell} y=${i * high} width=${cell} height=${high - 1} />
         <title>${`${run.label(number)}: ${position}`}</title>
       </g>`)}

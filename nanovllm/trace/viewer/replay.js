@@ -2,7 +2,8 @@
 //
 // Block b has refs[b] owners, holds filled[b] tokens, and was written by sequence writer[b] as its place[b]-th block.
 // serial[b] is not 0 while the prefix cache can find it. Free blocks are a ring in the order in which they are handed
-// out: next[0] is the first, previous[0] the last. What contradicts the engine is kept in `broken`, and nothing throws.
+// out: next[0] is the first, previous[0] the last. In a block table 0, the null block, which nobody owns, takes the place
+// of a block that lies behind the window of all layers. What contradicts the engine is kept in `broken`, and nothing throws.
 
 export class Replay {
   constructor(header) {
@@ -65,6 +66,7 @@ export class Replay {
       const seq = makeSequence(one.number, one);
       this.seqs.set(one.number, seq);
       one.block_table.forEach((b, i) => {
+        if (!b) return;
         this.refs[b] += 1;
         this.top = Math.max(this.top, b);
         [this.writer[b], this.place[b]] = [one.number, i];
@@ -154,6 +156,7 @@ export class Replay {
     const size = this.blockSize;
     for (let i = Math.floor(start / size); i * size < stop; i++) {
       const b = seq.table[i];
+      if (b === 0) continue;
       [this.filled[b], this.writer[b], this.place[b]] = [Math.min(size, stop - i * size), seq.number, i];
     }
   }
@@ -186,7 +189,7 @@ export class Replay {
   }
 
   share(number, b) {
-    if (!this.refs[b]) this.unlink(b);
+    if (b && !this.refs[b]) this.unlink(b);
     this.own(number, b);
   }
 
@@ -194,7 +197,7 @@ export class Replay {
     const seq = this.seqs.get(number);
     if (b > this.top) this.top = b;
     seq.table.push(b);
-    this.refs[b] += 1;
+    if (b) this.refs[b] += 1;
     if (seq.status === "waiting") seq.status = "running";
   }
 
@@ -208,6 +211,17 @@ export class Replay {
     this.disown(source);
   }
 
+  give_back(number, blocks) {
+    const { table } = this.seqs.get(number);
+    for (const b of blocks) {
+      const i = table.indexOf(b);
+      this.check(i >= 0, `sequence ${number} gives back block ${b}, and does not own it`);
+      if (i < 0) continue;
+      table[i] = 0;
+      this.disown(b);
+    }
+  }
+
   free(number) {
     const seq = this.seqs.get(number);
     for (let i = seq.table.length - 1; i >= 0; i--) this.disown(seq.table[i]);
@@ -215,6 +229,7 @@ export class Replay {
   }
 
   disown(b) {
+    if (!b) return;
     this.refs[b] -= 1;
     this.check(this.refs[b] >= 0, `block ${b} loses an owner that it did not have`);
     if (this.refs[b]) return;
@@ -307,7 +322,7 @@ export class Replay {
 
 const EVENTS = new Set([
   "start", "add", "fork", "tokens", "finish", "wait", "idle", "admit", "preempt", "schedule", "update", "roll_back",
-  "take", "share", "copy", "free", "register", "forget", "reset",
+  "take", "share", "copy", "give_back", "free", "register", "forget", "reset",
 ]);
 
 function makeSequence(number, about) {
