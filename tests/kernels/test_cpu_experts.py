@@ -9,11 +9,19 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cpu.experts import CpuExperts, fuse_experts
 from nanovllm.kernels.cpu.layers import replace_layers
-from nanovllm.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm.layers.group_routing import SigmoidRouter
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import Experts, Router
-from tests.kernels.test_cpu_kernels import DTYPES, PROCESSORS, filled, one_rounding, pretend, randn, twin_of
+from tests.kernels.test_cpu_kernels import (
+    DTYPES,
+    PROCESSORS,
+    filled,
+    need_a_compiler,
+    one_rounding,
+    pretend,
+    randn,
+    twin_of,
+)
 from tests.models.architectures import Checkpoints
 
 HIDDEN, NUM_EXPERTS = 64, 5
@@ -21,10 +29,7 @@ HIDDEN, NUM_EXPERTS = 64, 5
 
 @pytest.fixture(scope="module", autouse=True)
 def _needs_a_compiler():
-    try:
-        load_library(torch.float32)
-    except NoLibraryError as error:
-        pytest.skip(str(error))
+    need_a_compiler(torch.float32)
 
 
 @pytest.fixture(params=PROCESSORS)

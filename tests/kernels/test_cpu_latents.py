@@ -4,21 +4,17 @@ import pytest
 import torch
 
 from nanovllm.kernels.cpu.latent_attention import CpuLatentAttention, CpuUpProjection, replace_up_projections
-from nanovllm.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm.layers.latent_attention import UpProjection
 from nanovllm.layers.masking import AttentionOptions
 from tests.attention_steps import LatentStep, random_lens
-from tests.kernels.test_cpu_kernels import DTYPES, PROCESSORS, filled, pretend, randn
+from tests.kernels.test_cpu_kernels import DTYPES, PROCESSORS, filled, need_a_compiler, pretend, randn
 
 SIZES = [(4, 32, 16), (16, 64, 32), (20, 40, 24), (33, 16, 16)]  # heads, rank, the rotated key
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _needs_a_compiler():
-    try:
-        load_library(torch.float32)
-    except NoLibraryError as error:
-        pytest.skip(str(error))
+    need_a_compiler(torch.float32)
 
 
 @pytest.fixture(params=PROCESSORS)

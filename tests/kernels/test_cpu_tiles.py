@@ -14,19 +14,16 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cpu import library as cpu
 from nanovllm.kernels.cpu.attention import CpuAttention
 from nanovllm.kernels.cpu.layers import CpuLinear, HugePages
-from nanovllm.kernels.cpu.library import NoLibraryError, load_library
+from nanovllm.kernels.cpu.library import load_library
 from tests.attention_steps import Step, check_close
-from tests.kernels.test_cpu_kernels import TINY, pretend, randn
+from tests.kernels.test_cpu_kernels import TINY, need_a_compiler, pretend, randn
 
 LEAST_NORMAL = 2.0**-126
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _needs_a_compiler():
-    try:
-        load_library(torch.bfloat16)
-    except NoLibraryError as error:
-        pytest.skip(str(error))
+    need_a_compiler(torch.bfloat16)
 
 
 @pytest.fixture
