@@ -17,13 +17,13 @@ torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # nor do processes that tests start want to wait for each other
 transformers.utils.logging.disable_progress_bar()
 
-# These need a GPU or Triton's interpreter; test_triton_attention.py runs them in the latter.
+# These need a GPU or Triton's interpreter; test_triton_attention.py runs them in the latter, every second one together.
 KERNEL_TESTS = [
     "kernels/test_triton_kernels.py",
-    "kernels/test_layer_kernels.py",
-    "kernels/test_few_tokens_kernels.py",
     "kernels/test_sample_kernels.py",
+    "kernels/test_layer_kernels.py",
     "kernels/test_graph_kernels.py",
+    "kernels/test_few_tokens_kernels.py",
 ]
 collect_ignore = []
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -40,25 +40,10 @@ def pytest_configure(config):
         os.environ["NANOVLLM_SWEEP"] = "1"  # read by `examples`, in the processes of pytest-xdist too
 
 
-def spare_the_interpreter():
-    """Triton's interpreter prepares `triton.language` anew whenever a kernel calls another function, and spends half of
-    its time so. Once for each module that has such functions is enough.
-    """
-    from triton.runtime import interpreter
-
-    prepared = set()
-
-    def call(self, *args, **kwargs):
-        if self.fn.__module__ not in prepared:
-            interpreter._patch_lang(self.fn)
-            prepared.add(self.fn.__module__)
-        return self.rewrite()(*args, **kwargs)
-
-    interpreter.InterpretedFunction.__call__ = call
-
-
 if os.environ.get("TRITON_INTERPRET") == "1":
-    spare_the_interpreter()
+    from tests.faster_interpreter import make_faster
+
+    make_faster()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -80,8 +65,10 @@ def pytest_cmdline_main(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Of a test with the mark `sparse`, all cases are slow but so many that each value of each parameter is met; with
-    `sparse(2)`, each pair of values of two parameters. One with the mark `examples` is run by the sweep as well.
+    `sparse(2)`, each pair of values of two parameters. One with the mark `examples` is run by the sweep as well. Those
+    with the mark `long` begin first: no process is left alone with one at the end.
     """
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     grids = {}
     for item in items:
         if item.get_closest_marker("examples") and os.environ.get("NANOVLLM_SWEEP"):

@@ -130,7 +130,7 @@ def ask(llm: LLM, tokenizer, questions: list[str]) -> list[str | None]:
     return [c.text if c.finish_reason == "stop" else None for c in completions]
 
 
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_answers_word_for_word(dtype: str, every: int, tokenizer, record_property):
     groups = {name: group[::every] for name, group in exchanges_by_group().items()}

@@ -175,7 +175,9 @@ def test_other_users_of_tiles_are_not_disturbed():
 
 @pytest.fixture
 def fresh_library(monkeypatch, tmp_path):
+    """Compiled for the test, and so in a hurry."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-O0"))
     cpu.load_library.cache_clear()
     yield
     cpu.load_library.cache_clear()

@@ -48,17 +48,18 @@ def run_job(*arguments, interpret="0"):
 
 
 @pytest.mark.parametrize("sweep", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("file", KERNEL_TESTS)
+@pytest.mark.parametrize("part", [0, 1])  # a process for each core, not for each file: one takes seconds to begin
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU")
 @pytest.mark.skipif(
     Version(version("triton")) < Version("3.7") and Version(version("numpy")) >= Version("2.4"),
     reason="the interpreter of Triton 3.6 needs NumPy before 2.4",
 )
-def test_kernels_in_the_interpreter(file, sweep):
-    done = run_job("pytest", "-x", "-p", "no:cacheprovider", "-m", sweep, f"tests/{file}", interpret="1")
-    no_tests = sweep == "slow" and done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
-    assert done.returncode == 0 or no_tests, done.stdout[-10000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout or no_tests
+def test_kernels_in_the_interpreter(part, sweep):
+    files = [f"tests/{file}" for file in KERNEL_TESTS[part::2]]
+    done = run_job("pytest", "-x", "-p", "no:cacheprovider", "-m", sweep, *files, interpret="1")
+    assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
 
 
 # ---- what the kernels compile to
