@@ -88,6 +88,13 @@ def pytest_collection_modifyitems(items):
             case.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish():
+    """What has been imported stays, so Python's collector need not look at its million objects again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _leave_the_gpu_as_it_was():
     """What a test held there goes when it ends: other processes may test on the same GPU."""
