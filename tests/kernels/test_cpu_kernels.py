@@ -242,6 +242,7 @@ def test_gate_equals_the_definition(processor, dtype, num_tokens, size, activati
 
 @pytest.mark.parametrize("gate", [SiluAndMul, GeluAndMul])
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 16), (5, 48), (40, 80), (70, 176), (300, 2080)])
+@pytest.mark.sparse(2)
 def test_a_gate_in_the_product_gives_the_bits_of_the_two_apart(processor, dtype, num_tokens, size, gate):
     """Also where results go past the caches: 300 rows of 2,080."""
     x = randn(num_tokens, 70, dtype=dtype)
@@ -411,6 +412,7 @@ def test_outputs_do_not_depend_on_what_else_is_in_the_batch():
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("lens", [[(20, 1)], [(0, 37), (3, 5)], [(40, 1), (15, 1), (0, 300)]])
+@pytest.mark.sparse(2)
 def test_a_layer_in_one_call_gives_the_bits_of_its_parts(processor, dtype, lens, bias):
     config = ModelConfig(64, 96, 176, 1, 4, 2, head_dim=32, qkv_bias=bias, o_bias=bias)
     backend = CpuAttention(4, 2, 32, 16, dtype)
@@ -620,6 +622,7 @@ def test_a_step_with_chance_draws_as_the_definition():
 @pytest.mark.parametrize("num_columns", [2080, 2112, 2100])  # 65 pairs of panels, 66, and lines that are not whole
 @pytest.mark.parametrize("wants_floats", [False, True])
 @pytest.mark.parametrize("bias", [None, "random"])
+@pytest.mark.sparse(2)
 def test_results_that_go_past_the_caches_are_those_of_one_row(processor, num_columns, wants_floats, bias):
     x, weight = (randn(rows, 64, dtype=torch.bfloat16) for rows in (300, num_columns))
     if bias:

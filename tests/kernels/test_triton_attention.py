@@ -36,6 +36,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 ARCHS = [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))]
 """H100; then A100, B200, and an RTX 5090, which has least shared memory"""
+SWEPT = [(80, "--once"), (90, "--quick"), (100, "--once"), (120, "--quick")]
 SPILLS_NOTHING = Version(version("triton")).release[:2] in ((3, 6), (3, 9))  # on the first two; others up to 96 bytes
 
 
@@ -72,7 +73,7 @@ def may_spill(arch):
 
 @pytest.fixture(
     scope="module",
-    params=[(90, "--once"), *(pytest.param((arch, "--quick"), marks=pytest.mark.slow) for arch in (80, 90, 100, 120))],
+    params=[(90, "--once"), *(pytest.param(case, marks=pytest.mark.slow) for case in SWEPT)],
     ids=lambda param: f"{param[0]}{param[1]}",
 )
 def resources(request):
