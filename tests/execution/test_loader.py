@@ -279,8 +279,8 @@ class Mapped(TorchDispatchMode):
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what is mapped")
 def test_what_was_read_of_a_file_does_not_stay_in_memory(checkpoints):
-    """Of 4 MB, in some dozens of tensors, hardly more than the largest is mapped at any time."""
-    folder, hf_model = checkpoints.make(hidden_size=128, num_hidden_layers=12, vocab_size=1000)
+    """Of 3 MB, in some dozens of tensors, hardly more than the largest is mapped at any time."""
+    folder, hf_model = checkpoints.make(hidden_size=128, num_hidden_layers=7, vocab_size=1000)
     largest = max(tensor.nbytes for tensor in hf_model.state_dict().values())
     num_bytes = (folder / "model.safetensors").stat().st_size
     assert num_bytes > 5 * largest
