@@ -53,11 +53,11 @@ def run(args: argparse.Namespace) -> None:
     prompts = args.prompt or PROMPTS
     sampling_params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     with LLM(model=args.model, trace=trace) as llm:
-        conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        asked = as_questions(llm, prompts)
         if args.stream:
-            outputs = stream_answers(llm, conversations, sampling_params)
+            outputs = stream_answers(llm, prompts, asked, sampling_params)
         else:
-            outputs = llm.chat(conversations, sampling_params)
+            outputs = llm.generate(asked, sampling_params)
             print_answers(prompts, outputs)
         stats = llm.get_stats()
         computed_by = llm.engine.description.split("; ")[-1]
@@ -66,17 +66,27 @@ def run(args: argparse.Namespace) -> None:
         open_page([trace])
 
 
-def stream_answers(llm: LLM, conversations: list, sampling_params: SamplingParams) -> list[RequestOutput]:
+def as_questions(llm: LLM, prompts: list[str]) -> list:
+    """What the model is given: a question of a user, or the text alone, where a model was taught no conversations."""
+    tokenizer = llm.get_tokenizer()
+    if tokenizer is None:
+        raise ValueError("there is no tokenizer in the model's folder, and this example asks in words")
+    if tokenizer.chat_template is None:
+        print("This model has no chat template: it continues the texts.")
+        return list(prompts)
+    return llm.render_chat([[{"role": "user", "content": prompt}] for prompt in prompts])
+
+
+def stream_answers(llm: LLM, prompts: list[str], asked: list, sampling_params: SamplingParams) -> list[RequestOutput]:
     """Print what each step adds to the answer that is being shown; the others grow unseen until it is their turn."""
     latest: dict[str, RequestOutput] = {}
     shown: dict[str, int] = {}
-    for output in llm.stream(llm.render_chat(conversations), sampling_params):
+    for output in llm.stream(asked, sampling_params):
         latest[output.request_id] = output
         for request_id in sorted(latest, key=int):  # in the order of the prompts
             one = latest[request_id]
             if request_id not in shown:
-                question = conversations[len(shown)][0]["content"]
-                print(f"\n> {question}\n  ", end="")
+                print(f"\n> {prompts[len(shown)]}\n  ", end="")
             text = one.outputs[0].text
             print(text[shown.get(request_id, 0) :], end="", flush=True)
             shown[request_id] = len(text)

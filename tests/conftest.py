@@ -12,6 +12,8 @@ import tokenizers
 import torch
 import transformers
 
+from tests.hub_cache import hub_cache  # noqa: F401 (a fixture)
+
 # On models this small a second thread only waits for the first.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # nor do processes that tests start want to wait for each other

@@ -182,6 +182,7 @@ OF_EXPERTS = {"bf16_ratio": 8.0}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 LATENT = {
     **SHAPE,
+    "rms_norm_eps": 1e-2,  # far from that of the latents' norms, which is always 1e-6
     "num_key_value_heads": 4,
     "head_dim": None,
     "kv_lora_rank": 32,
@@ -273,10 +274,10 @@ class Checkpoints:
         self._root = root
 
     @functools.cache  # noqa: B019 (lives as long as the module's tests)
-    def make(self, name, variant):
-        """(folder, transformers model in float32)"""
+    def make(self, name, variant, **others):
+        """(folder, transformers model in float32); `others` are fields of the config too."""
         architecture = ARCHITECTURES[name]
-        fields = {**architecture.shape, **architecture.variants[variant]}
+        fields = {**architecture.shape, **architecture.variants[variant], **others}
         fields = {
             key: fields[key] for key in fields if key not in NO_FIELDS and (key, fields[key]) != ("head_dim", None)
         }
