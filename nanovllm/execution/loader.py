@@ -25,6 +25,8 @@ from nanovllm.sampling_params import SamplingParams
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+OF_QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|input_scale)$")  # GPTQ, AWQ, FP8
 
 
 def resolve_model(model: str | Path, with_weights: bool = True, revision: str | None = None) -> Path:
@@ -51,7 +53,9 @@ def resolve_folder(option: str, name: str | Path, files: list[str], revision: st
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=files, revision=revision))
+        # Mistral's repositories hold all weights once more, under names of their own
+        ignored = ["consolidated*"]
+        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=ignored, revision=revision))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         raise ValueError(
             f"{option} {name!r} is neither a folder on this machine nor to be had from the hub: {error}"
@@ -160,8 +164,13 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     is_unused = getattr(model, "is_unused", lambda name: False)  # a network has it whose checkpoints hold more
     filled: dict[int, str] = {}
     for name, tensor in iterate_checkpoint(folder):
+        if tensor.dtype not in PLAIN_DTYPES or OF_QUANTISED.search(name):
+            raise ValueError(
+                f"tensor {name} in {folder} is {str(tensor.dtype).removeprefix('torch.')}, and part of quantised "
+                f"weights, though config.json names no format: take the same model in bfloat16, float16 or float32"
+            )
         if name not in places:
-            if is_unused(name):
+            if is_unused(name) or name.endswith("rotary_emb.inv_freq"):  # Llama 2's, which config.json says too
                 continue
             raise ValueError(
                 f"unexpected tensor {name} {list(tensor.shape)} in {folder}: the model has no place for it"

@@ -27,6 +27,7 @@ def iterate_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in iterate_file(file):
                 yield name, tensor
                 bar.update(tensor.nbytes)
+        bar.update(num_bytes - bar.n)  # the headers
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

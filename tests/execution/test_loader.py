@@ -5,6 +5,8 @@ and shape once. Nothing here touches the network.
 """
 
 import copy
+import functools
+import io
 import json
 import pickle
 import re
@@ -13,13 +15,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanovllm.execution import safetensors_files
 from nanovllm.execution.loader import (
     checkpoint_places,
     load_model,
@@ -30,6 +32,7 @@ from nanovllm.execution.loader import (
 )
 from nanovllm.execution.safetensors_files import INDEX_FILE
 from nanovllm.layers.backends import TorchAttention
+from tests.hub_cache import put_into_cache
 
 CPU = torch.device("cpu")
 
@@ -130,6 +133,27 @@ def test_weights_need_no_gradients(tiny_checkpoint):
     model = load(tiny_checkpoint[0])
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_loading_shows_its_progress_in_a_terminal_alone(tiny_checkpoint, tmp_path, monkeypatch, kind):
+    shown = kind()
+    bar = functools.partial(safetensors_files.tqdm, file=shown, mininterval=0, miniters=1)
+    monkeypatch.setattr(safetensors_files, "tqdm", lambda **options: bar(**{**options, "delay": 0}))
+    tiny_checkpoint[1].save_pretrained(tmp_path, max_shard_size="100KB")
+    load(tmp_path)
+    percents = [int(found) for found in re.findall(r"Loading weights: +(\d+)%", shown.getvalue())]
+    if kind is Terminal:
+        assert len(set(percents)) > 10, "it moves from tensor to tensor"
+        assert percents == sorted(percents)
+        assert (percents[0], percents[-1]) == (0, 100)
+    else:
+        assert shown.getvalue() == ""
 
 
 # ---- broken checkpoints
@@ -389,6 +413,31 @@ def test_quantised_checkpoints_are_refused_by_the_name_of_their_format(broken, f
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", lambda weight: weight.to(torch.float8_e4m3fn)),
+        ("model.layers.0.mlp.up_proj.weight", lambda weight: weight.to(torch.int8)),
+        ("model.layers.0.mlp.up_proj.qweight", lambda weight: weight.to(torch.int32)),
+        ("model.layers.0.mlp.up_proj.weight_scale_inv", lambda weight: weight[:1, :1].clone()),
+    ],
+    ids=["fp8", "int8", "GPTQ", "scale"],
+)
+def test_quantised_tensors_are_refused_where_the_config_says_nothing(broken, name, change):
+    """The first two would fit, and be converted as if they were plain numbers."""
+    folder, tensors = broken
+    save(folder, {**tensors, name: change(tensors["model.layers.0.mlp.up_proj.weight"])})
+    with pytest.raises(ValueError, match=rf"tensor {name} .* part of quantised weights, .*bfloat16"):
+        load(folder)
+
+
+def test_frequencies_that_old_checkpoints_hold_are_passed_over(broken, tiny_checkpoint):
+    """Llama 2's on the hub have them in each layer; `transformers` passes over them too."""
+    folder, tensors = broken
+    save(folder, {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)})
+    check_equals(load(folder), tiny_checkpoint[1])
+
+
 def test_an_empty_quantization_config_is_no_quantisation(broken, tiny_checkpoint):
     folder, _ = broken
     edit_config(folder, quantization_config=None)
@@ -441,30 +490,6 @@ def test_path_that_is_not_there_is_named(model):
     with pytest.raises(ValueError, match="is not a folder on this machine, nor a hub id") as error:
         resolve_model(model)
     assert repr(str(model)) in str(error.value)
-
-
-@pytest.fixture
-def hub_cache(monkeypatch, tmp_path):
-    """An empty hub cache, and no network."""
-    cache = tmp_path / "hub"
-    cache.mkdir()
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
-    return cache
-
-
-def put_into_cache(cache, hub_id, folder, files=("config.json", "model.safetensors")):
-    """As the hub's client lays it out: a reference to a commit, whose folder links to the files' contents."""
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repo = cache / ("models--" + hub_id.replace("/", "--"))
-    snapshot = repo / "snapshots" / commit
-    for part in (repo / "refs", repo / "blobs", snapshot):
-        part.mkdir(parents=True)
-    (repo / "refs" / "main").write_text(commit)
-    for name in files:
-        shutil.copy(folder / name, repo / "blobs" / name)
-        (snapshot / name).symlink_to(repo / "blobs" / name)
-    return snapshot
 
 
 @pytest.mark.parametrize("hub_id", ["some-org/Some-Model.1", "model"])
