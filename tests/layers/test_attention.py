@@ -20,6 +20,7 @@ from nanovllm.execution.choices import select_backend
 from nanovllm.kernels.cuda.flash_attention import FlashAttention
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends import TorchAttention
+from nanovllm.layers.masking import PLAIN
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.sequence import Sequence
 from tests.attention_steps import HEADS, OPTIONS, Step, check_close, random_lens, shared_step
@@ -495,6 +496,20 @@ def test_a_build_without_windows_or_soft_caps_is_passed_by(monkeypatch, request,
         assert "cannot compute" in reason
     backend_class, line = select_backend("auto", CPU, torch.float32, 16, None, "auto", [options])
     assert backend_class.why_not_options(options, CPU, torch.float32, 16) is None, line
+
+
+@pytest.mark.parametrize("version", ["flash_attn", "flash_attn_3"])
+def test_a_build_without_a_head_dim_is_passed_by(monkeypatch, request, version):
+    library = request.getfixturevalue(version)
+    assert FlashAttention.why_not_options(PLAIN, CPU, torch.float32, 96) is None
+
+    def refuses(*args, **kwargs):
+        raise RuntimeError("This build has no headdim 96")
+
+    for name in (DECODES, CHUNKS):
+        monkeypatch.setattr(library, name, refuses, raising=False)
+    assert "head_dim of 96: This build" in FlashAttention.why_not_options(PLAIN, CPU, torch.float32, 96)
+    assert FlashAttention.why_not_options(PLAIN, CPU, torch.float32, 128) is None  # every build has it
 
 
 # ---- what is chosen, and what is refused

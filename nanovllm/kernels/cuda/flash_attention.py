@@ -143,13 +143,13 @@ class FlashAttention(AttentionBackend):
         cls, options: AttentionOptions, device: torch.device, dtype: torch.dtype, head_dim: int
     ) -> str | None:
         """Tried on a few tokens: a build may lack windows, soft-caps or head sizes, and need not say so."""
-        if options.window is options.softcap is None:
-            return None
+        if options.window is options.softcap is None and head_dim in (64, 128):
+            return None  # what every build has
         version = FlashAttention2 if why_not_version_3() else FlashAttention3
         try:
             error = error_on_few_tokens(version(head_dim**-0.5), options, device, dtype, head_dim)
         except (RuntimeError, TypeError) as failure:
-            return f"{version.name} cannot compute {options}: {failure}"
+            return f"{version.name} cannot compute {options} with a head_dim of {head_dim}: {failure}"
         return None if error < 0.05 else f"{version.name} ignores {options}: it was built without that"
 
     def replace_layers(self, model: nn.Module) -> None:
