@@ -3,6 +3,7 @@
 So no field is overlooked that changes the result: a list of fields to read would have the gaps of who wrote it.
 """
 
+import dataclasses
 import json
 import logging
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 from nanovllm import LLM
-from tests.models.architectures import ARCHITECTURES, Checkpoints
+from nanovllm.layers.rope_types import Rope
+from nanovllm.models.registry import find_architecture
+from tests.models.architectures import ARCHITECTURES, NO_FIELDS, Checkpoints
 from tests.models.test_architectures import logits_of
 
 # what names a file or a token, and changes no logits
@@ -101,3 +104,59 @@ def test_a_changed_field_is_computed_or_refused(tmp_path, caplog, name):
     assert len(outcomes["computed"]) > 5
     assert len(outcomes["refused"]) > 5
     assert any(field == "quantization_config" for field, _ in outcomes["refused"])
+
+
+def written(name, variant):
+    """What the installed transformers writes to config.json."""
+    architecture = ARCHITECTURES[name]
+    fields = {
+        **architecture.shape,
+        **architecture.variants[variant],
+        "architectures": [architecture.model_class.__name__],
+    }
+    kept = {key: value for key, value in fields.items() if key not in NO_FIELDS and (key, value) != ("head_dim", None)}
+    return json.loads(architecture.config_class(**kept).to_json_string(use_diff=False))
+
+
+def with_rotary_positions_elsewhere(raw):
+    """From `rope_parameters`, where transformers 5 keeps them, to the places of transformers 4, or back."""
+    raw = dict(raw)
+    if "rope_parameters" not in raw:
+        parameters = {"rope_type": "default", **(raw.pop("rope_scaling", None) or {})}
+        parameters["rope_theta"] = raw.pop("rope_theta")
+        if (local_theta := raw.pop("rope_local_base_freq", None)) is not None:
+            local = {"rope_type": "default", "rope_theta": local_theta}
+            parameters = {"full_attention": parameters, "sliding_attention": local}
+        return {**raw, "rope_parameters": parameters}
+    parameters = raw.pop("rope_parameters")
+    if "full_attention" in parameters:
+        raw["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+    parameters = dict(parameters.get("full_attention", parameters))
+    raw |= {key: parameters.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in parameters}
+    return {**raw, "rope_scaling": None if parameters == {"rope_type": "default"} else parameters}
+
+
+def read(raw):
+    """As the engine reads it; of the rotary positions what they are, not where they were found."""
+    config = find_architecture(raw)[1]
+    ropes = {}
+    for name in ("rope", "local_rope"):
+        if (rope := getattr(config, name, None)) is not None:
+            places = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
+            parameters = {key: value for key, value in rope.parameters.items() if key not in places}
+            ropes[name] = Rope(rope.theta, rope.rope_type, parameters)
+    return dataclasses.replace(config, **ropes)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_rotary_positions_are_found_in_both_places(name):
+    """Of each variant, so of each type; that they are computed rightly, is tested in one of the places."""
+    for variant in ARCHITECTURES[name].variants:
+        raw = written(name, variant)
+        other = with_rotary_positions_elsewhere(raw)
+        assert ("rope_parameters" in raw) != ("rope_parameters" in other)
+        assert read(other) == read(raw), variant
+        scaling = other.get("rope_scaling")
+        if scaling:  # the type's older name
+            older = {"type" if key == "rope_type" else key: value for key, value in scaling.items()}
+            assert read({**other, "rope_scaling": older}) == read(raw), variant
