@@ -32,8 +32,12 @@ HEADS_SHARE_THE_WIDTH = {"head_dim": None, "num_attention_heads": 2, "num_key_va
 
 def rope(rope_type, theta=10000.0, **parameters):
     """As the installed transformers takes it."""
-    found = {"rope_type": rope_type, **parameters}
-    return {"rope_theta": theta, "rope_scaling": found} if IS_4 else {"rope_parameters": {"rope_theta": theta, **found}}
+    if not IS_4:
+        return {"rope_parameters": {"rope_theta": theta, "rope_type": rope_type, **parameters}}
+    share = {key: parameters.pop(key) for key in ("partial_rotary_factor",) if key in parameters}
+    type_key = "type" if rope_type == "longrope" else "rope_type"  # Phi-3's config knows the older name alone
+    scaling = None if rope_type == "default" else {type_key: rope_type, **parameters}
+    return {"rope_theta": theta, "rope_scaling": scaling, **share}
 
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
