@@ -1,6 +1,7 @@
 """`nanovllm serve [MODEL]`: from the command line to a server that runs."""
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -54,7 +55,9 @@ def run(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namespac
 
     def load() -> AsyncLLM:
         queued = args.server_max_queued_requests
-        return AsyncLLM.from_engine_args(engine_args, max_queued_requests=queued, trace=trace if trace.sinks else None)
+        llm = AsyncLLM.from_engine_args(engine_args, max_queued_requests=queued, trace=trace if trace.sinks else None)
+        keep_from_collector()
+        return llm
 
     def announce(llm: AsyncLLM) -> None:
         print(announcement(llm, options, url), flush=True)
@@ -63,6 +66,15 @@ def run(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namespac
 
     event_loop.run(start(make_app(options, live=live), listening, load, announce))
     return 0
+
+
+def keep_from_collector() -> None:
+    """What is there when the model has been loaded stays to the end, so Python need not look for garbage in it again.
+
+    A look at all objects of torch, transformers and the tokenizer takes 100 ms, and no stream goes on meanwhile.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 async def start(app: FastAPI, *others: Any) -> None:

@@ -62,6 +62,11 @@ class Generation:
                     self._note_end(output, self._reason(output))
             yield outputs
 
+    @property
+    def is_read(self) -> bool:
+        """Whether `outputs()` has yielded the last."""
+        return self._inbox is not None and not self._inbox.unfinished
+
     async def finish(self) -> list[RequestOutput]:
         """Wait for all, and return the last outputs in the order of the prompts."""
         async for _ in self.outputs():

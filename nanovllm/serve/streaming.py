@@ -92,17 +92,25 @@ class EventStream(Response):
 
     async def _send_all(self, send: Callable[[Any], Awaitable[None]]) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        body = b""
         try:
             async for chunks in self._chunks:
-                if chunks:
-                    body = b"".join(b"data: " + encode(chunk) + b"\n\n" for chunk in chunks)
+                body += b"".join([to_event(chunk) for chunk in chunks])
+                if body and not self._generation.is_read:  # what comes last leaves together: a write costs the most
                     await send({"type": "http.response.body", "body": body, "more_body": True})
+                    body = b""
         except Exception as error:  # the status has been sent: what is left is an event that says so
             logger.exception("%s failed", self._generation.request_id)
-            body = b"data: " + encode(as_api_error(error).body()) + b"\n\n"
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            body += to_event(as_api_error(error).body())
+        await send({"type": "http.response.body", "body": body + DONE, "more_body": False})
+
+
+def to_event(value: Any) -> bytes:
+    return b"data: " + encode(value) + b"\n\n"
+
+
+ENCODER = json.JSONEncoder(separators=(",", ":"))  # `json.dumps` would make one for each chunk
 
 
 def encode(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
+    return ENCODER.encode(value).encode("ascii")
