@@ -1,4 +1,4 @@
-"""Hyperthreads are not counted as cores."""
+"""Hyperthreads are not counted as cores, and threads that wait do not spin for long."""
 
 import os
 import subprocess
@@ -54,8 +54,11 @@ def test_the_users_number_stands(monkeypatch, set_threads):
 
 
 def test_a_process_of_its_own_takes_its_cores():
-    code = f"import nanovllm; print(nanovllm.LLM({str(TINY_QWEN3)!r}, device='cpu').engine.description)"
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    """And its waiting threads soon sleep: libgomp is told before torch loads it."""
+    code = f"import os, nanovllm; print(nanovllm.LLM({str(TINY_QWEN3)!r}, device='cpu').engine.description)"
+    code += "; print('spins', os.environ['GOMP_SPINCOUNT'])"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     num_cores = threads.count_cores(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     assert num_cores is None or f" {num_cores} threads" in run.stdout
+    assert "spins 20000" in run.stdout
