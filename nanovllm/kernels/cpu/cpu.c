@@ -40,8 +40,7 @@ void rms_norm(const element *x, const element *weight, const element *cos, const
                     store(to + i, normed * (1 + load(weight + i)));
                     continue;
                 }
-                store(to + i, normed);  // rounded before the product, as layers/norm.py does
-                store(to + i, load(to + i) * load(weight + i));
+                store(to + i, round_lanes(normed) * load(weight + i));  // as layers/norm.py does
             }
             if (!weight) memcpy(to, from, size * sizeof(element));
             for (long i = 0; cos && i < half; i += LANES) {

@@ -115,7 +115,7 @@ void attend_latents(const element *q, element *out, const uint32_t *cache, const
     num_work = 0;
     for (int32_t seq = 0; seq < num_seqs; seq++)
         for (int32_t row = 0; row < (cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]) * num_heads; row += ITEM_ROWS)
-            work[num_work++] = (struct work){seq, 0, row};
+            work[num_work++] = (struct work){.seq = seq, .first_row = row};
     const size_t max_slots = (max_len + LANES - 1) / LANES * LANES;
     const size_t slot_bytes = ITEM_ROWS * (sizeof(float) + sizeof(element)) + PANELS * LANES * sizeof(element);
 #pragma omp parallel

@@ -119,17 +119,31 @@ static inline void finish_streams(void) {
 #endif
 }
 
+// In halves: each sum of a chain of 16 would wait for the one before it.
 static inline float sum_lanes(floats x) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float sums[LANES];
+    memcpy(sums, &x, sizeof sums);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) sums[i] += sums[half + i];
+    return sums[0];
+#endif
 }
 
 static inline floats pick(ints is_first, floats first, floats second) {
     return (floats)(((ints)first & is_first) | ((ints)second & ~is_first));
 }
 
-static inline floats max_of(floats a, floats b) { return pick(a > b, a, b); }
+// Of two numbers the larger, b where one of them is no number.
+static inline floats max_of(floats a, floats b) {
+#ifdef __AVX512F__
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return pick(a > b, a, b);
+#endif
+}
 
 // e^x for x <= 88, to 2 units in the last place: 2^n times a polynomial of degree 6 for what lies between
 static inline floats exp_lanes(floats x) {

@@ -1,0 +1,67 @@
+// The paged KV cache: K and V lie in panels (cpu.c has the layout), so that they are multiplied as they are.
+
+#pragma once
+#include "vectors.h"
+
+struct cache {
+    uint32_t *k, *v;    // of one layer: [num_blocks, num_kv_heads, …] words
+    long num_kv_heads, head_dim, block_size;
+};
+
+static inline long head_words(const struct cache *c) { return c->block_size * c->head_dim / PER_WORD; }
+
+// The panels of a slot's block and head.
+static inline uint32_t *at_slot(uint32_t *part, const struct cache *c, long slot, long head) {
+    return part + (slot / c->block_size * c->num_kv_heads + head) * head_words(c);
+}
+
+// K of a token and head: in panel offset / 16 lane offset % 16. The words of a token are 16 apart.
+static inline uint32_t *k_at(const struct cache *c, long slot, long head) {
+    const long offset = slot % c->block_size;
+    return at_slot(c->k, c, slot, head) + offset / LANES * LANES * c->head_dim / PER_WORD + offset % LANES;
+}
+
+// V: in each panel of 16 channels, the word offset / PER_WORD of each channel, and in it one element.
+static void store_v(const struct cache *c, const element *from, long slot, long head) {
+    const long offset = slot % c->block_size;
+    element *to = (element *)(at_slot(c->v, c, slot, head) + offset / PER_WORD * LANES) + offset % PER_WORD;
+    for (long d = 0; d < c->head_dim; d++) to[d / LANES * LANES * c->block_size + d % LANES * PER_WORD] = from[d];
+}
+
+// The same for both tokens of a word, a line of 64 bytes at a time.
+static void store_v_pair(const struct cache *c, const element *first, const element *second, long slot, long head) {
+    uint32_t *to = at_slot(c->v, c, slot, head) + slot % c->block_size / PER_WORD * LANES;
+    for (long d = 0; d < c->head_dim; d += LANES) {
+        element line[LANES][2];
+        for (int lane = 0; lane < LANES; lane++) {
+            line[lane][0] = first[d + lane];
+            line[lane][1] = second[d + lane];
+        }
+        memcpy(to + d * c->block_size / PER_WORD, line, sizeof line);
+    }
+}
+
+// Writes k, v: [num_tokens, num_kv_heads, head_dim], tokens `stride` elements apart, to their slots.
+//
+// A decoded token's K goes to as many lines of 64 bytes as it has words, none of which is in a cache: memory is asked for
+// those of the next head while this one's are written.
+void store_kv(const element *k, const element *v, uint32_t *k_cache, uint32_t *v_cache, const int32_t *slot_mapping,
+              long num_tokens, long k_stride, long v_stride, long num_kv_heads, long head_dim, long block_size) {
+    const struct cache c = {k_cache, v_cache, num_kv_heads, head_dim, block_size};
+#pragma omp parallel for schedule(static)
+    for (long i = 0; i < num_tokens * num_kv_heads; i++) {
+        const long token = i / num_kv_heads, head = i % num_kv_heads, slot = slot_mapping[token];
+        const long then = i + 1 < num_tokens * num_kv_heads ? i + 1 : i;
+        const uint32_t *next = k_at(&c, slot_mapping[then / num_kv_heads], then % num_kv_heads);
+        const element *from_k = k + token * k_stride + head * head_dim, *from_v = v + token * v_stride + head * head_dim;
+        uint32_t *to = k_at(&c, slot, head);
+        const bool follows = token > 0 && slot_mapping[token - 1] == slot - 1, asks = !follows || slot % LANES == 0;
+        for (long word = 0; word < head_dim / PER_WORD; word++) {
+            if (asks) __builtin_prefetch(next + word * LANES, 1, 2);
+            memcpy(to + word * LANES, from_k + word * PER_WORD, sizeof *to);
+        }
+        const bool precedes = token + 1 < num_tokens && slot_mapping[token + 1] == slot + 1;
+        if (slot % PER_WORD ? !follows : !precedes || PER_WORD == 1) store_v(&c, from_v, slot, head);
+        else if (slot % PER_WORD == 0) store_v_pair(&c, from_v, from_v + v_stride, slot, head);
+    }
+}

@@ -1,0 +1,72 @@
+"""Attention on CPU of sequences that begin with the same blocks: read once for all, and the same bits as alone."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from nanovllm.kernels.cpu.attention import CpuAttention
+from nanovllm.layers.masking import PLAIN
+from tests.attention_steps import OPTIONS, Step
+from tests.kernels.test_cpu_kernels import DTYPES, PROCESSORS, need_a_compiler, pretend
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_a_compiler():
+    need_a_compiler(torch.float32)
+
+
+@pytest.fixture(params=PROCESSORS)
+def processor(request, monkeypatch):
+    with pretend(monkeypatch, request.param):
+        yield request.param
+
+
+def begin_alike(step, families):
+    """In a family (first, last, num_blocks), sequences first … last - 1 take the first sequence's first blocks."""
+    tables = step.batch.metadata.block_tables
+    for first, last, num_blocks in families:
+        tables[first:last, :num_blocks] = tables[first, :num_blocks].clone()
+
+
+def run_alone(backend, step, seq, options):
+    """What the tokens of one sequence get in a batch of their own."""
+    whole = step.batch.metadata
+    start, stop = whole.cu_seqlens_q[seq].item(), whole.cu_seqlens_q[seq + 1].item()
+    metadata = dataclasses.replace(
+        whole,
+        block_tables=whole.block_tables[seq : seq + 1].contiguous(),
+        seq_lens=whole.seq_lens[seq : seq + 1].contiguous(),
+        cu_seqlens_q=torch.tensor([0, stop - start], dtype=torch.int32),
+    )
+    return backend.attend(step.q[start:stop], step.layer_cache, metadata, options)
+
+
+# Decodes and short chunks: more rows than a tile has, many lengths, some that end with the blocks they share.
+LENS = [(70, 1), (64, 1), (65, 1), (200, 1), (95, 1), (96, 1), (66, 1), (67, 1), *[(68 + i, 1) for i in range(20)],
+        (100, 3), (64, 2), (80, 5), (70, 40)]  # fmt: skip
+FAMILIES = {
+    "all": [(0, 32, 4)],
+    "families": [(0, 4, 4), (5, 7, 2), (7, 20, 1), (28, 31, 3)],
+    "in families": [(0, 32, 1), (3, 5, 4), (8, 16, 3)],
+    "two that are equal": [(4, 6, 6)],
+}
+
+
+@pytest.mark.parametrize("families", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options", [PLAIN, OPTIONS["wide window"], OPTIONS["soft-cap"]], ids=["plain", "window", "cap"]
+)
+@pytest.mark.parametrize(("block_size", "num_kv_heads"), [(16, 4), (16, 1), (32, 2)])
+@pytest.mark.sparse(2)
+def test_sequences_that_share_blocks_have_the_bits_of_each_alone(
+    processor, families, dtype, options, block_size, num_kv_heads
+):
+    backend = CpuAttention(8, num_kv_heads, 64, block_size, dtype)
+    step = Step(backend, LENS, dtype=dtype)
+    step.run(backend)  # stores what is new
+    begin_alike(step, [(first, last, num_blocks * 16 // block_size) for first, last, num_blocks in families])
+    together = backend.attend(step.q, step.layer_cache, step.batch.metadata, options)
+    assert together.isfinite().all()
+    assert torch.equal(together, torch.cat([run_alone(backend, step, seq, options) for seq in range(len(LENS))]))
