@@ -2,7 +2,7 @@
 //
 // Compiled on first use by library.py, once for each dtype: -DBFLOAT16, or float32 without it. Plain loops on vectors of
 // 16 floats (vectors.h), so that any processor can run it. Products with weights are in linear.h, attention over the KV
-// cache in attention.h; here is what lies between them, and a layer of all parts.
+// cache (kv_cache.h) in attention.h; here is what lies between them, and a layer of all parts.
 //
 // Everything that multiplies matrices (projections, q k^T, p v) is one function, `multiply` (product.h: on AMX's
 // tiles with -DAMX, on vectors without), and one layout:
