@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
-    # libgomp, which torch loads, reads this once. A thread that waits for the others then sleeps after some 1 ms, and
-    # not after the 16 ms that 300,000 turns take: beside another busy process it would spin while they need its core.
+    # libgomp, which torch loads, reads this once. A thread that waits for the others then sleeps after some 0.3 ms, and
+    # not after the 4 ms that 300,000 turns take: beside another busy process it would spin while they need its core.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 from nanovllm.config import Config

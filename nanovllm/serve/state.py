@@ -65,7 +65,7 @@ class Server:
             raise APIError(404, f"there is no model {name!r}; this server has {served}", "model", "model_not_found")
 
 
-# coroutines, because FastAPI calls functions in a thread of their own: 0.3 ms for each request
+# coroutines, because FastAPI would hand plain functions to another thread and wait for it, at each request
 
 
 async def get_server(request: Request) -> Server:
