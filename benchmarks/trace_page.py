@@ -4,8 +4,9 @@
     python -m benchmarks.trace_page --steps 2000 --blocks 5000 --html long.html
 
 A scheduler without a model is recorded for that many steps, over a pool of that many blocks. The page's slider is then
-moved, by one step at a time, and to places far away. The time of a frame is that from one move to the next, which comes
-when the page has computed and drawn the step; Chromium waits for no screen. Needs the extra `browser`, and Chromium.
+moved once in each frame, by one step at a time, and to places far away. The time of a frame is that from one move to
+the next: to compute, lay out and paint the step, and to wait for the compositor. A frame that does not show its step is
+an error. Chromium waits for no screen. Needs the extra `browser`, and Chromium.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from nanovllm.trace.recording import TraceFile
 
 SCRUB = """async ({far, count}) => {
   const slider = document.querySelector("input[type=range]"), last = Number(slider.max);
+  const shown = document.querySelector("#step");
   const nextFrame = () => new Promise((done) => requestAnimationFrame(done));
   const times = [];
   let at = Math.floor(last / 3), before = await nextFrame();
@@ -32,8 +34,8 @@ SCRUB = """async ({far, count}) => {
     at = far ? (at + 7919) % last : at + (i < count / 2 ? 1 : -1);
     slider.value = at;
     slider.dispatchEvent(new Event("input", { bubbles: true }));
-    await nextFrame(); // the page computes the step, then this frame is drawn
-    await nextFrame();
+    await nextFrame(); // the page has computed, laid out and painted the step
+    if (!shown.textContent.startsWith(`Step ${at + 1} `)) throw new Error(`shows ${shown.textContent}, not ${at + 1}`);
     times.push(performance.now() - before);
     before = performance.now();
   }

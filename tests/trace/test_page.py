@@ -240,7 +240,24 @@ def test_step_says_who_waits_and_why_and_what_was_preempted(show, known):
     step = next(e[1] for e in events[events.index(preempt) :] if e[0] == "schedule")
     page.evaluate(f"location.hash = 'step={step}'")
     page.locator(".events .is-preempt", has_text="is preempted: ").wait_for()
-    assert "is preempted: " in page.locator(".highlights").inner_text()
+    notes = page.locator(".highlights")
+    assert "is preempted: " in notes.inner_text()
+    num_preempted = sum(event[0] == "preempt" for event in events)
+    notes.get_by_role("button", name=f"preemptions {num_preempted}", exact=True).click()
+    notes.locator("[aria-pressed=true]").wait_for()
+    assert ["is preempted: " in one for one in notes.locator("li").all_inner_texts()] == [True] * num_preempted
+
+
+def test_evictions_are_named_in_their_order(show, known):
+    lines, _ = known
+    page = show(lines)
+    events = [event for line in lines[1:] for event in line["events"]]
+    page.locator(".highlights").get_by_role("button", name="steps that evict").click()
+    page.locator(".highlights [aria-pressed=true]").wait_for()
+    said = [one.split("blocks ")[1].split(", ") for one in page.locator(".highlights li").all_inner_texts()]
+    evicted = [event[2] for event in events if event[0] == "take" and event[3]]
+    assert len(evicted) > 2
+    assert [int(block) for step in said for block in step] == evicted
 
 
 def test_block_and_sequence_show_their_insides(show, known):
@@ -260,6 +277,9 @@ def test_block_and_sequence_show_their_insides(show, known):
     assert states[3]["cached"][table[0]][0] in text, "its hash"
     assert "4 of 4 slots" in text
     page.wait_for_url(f"**block={table[0]}")
+    page.get_by_label("Block number").fill(str(table[1]))
+    page.get_by_label("Block number").press("Tab")
+    page.locator(".block h2", has_text=f"Block {table[1]}").wait_for()
 
 
 def test_event_leads_to_its_source(show, known):

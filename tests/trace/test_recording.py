@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from nanovllm.trace.recording import TraceFile, read_recording
 from nanovllm.trace.replay import EVENTS, Replay
 from nanovllm.trace.symbols import read_sources
 
+PACKAGE = Path(view.__file__).parents[1]
 OPTIONS = {"num_kv_blocks": 12, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}
 OPTIONS |= {"attention_backend": "torch", "device": "cpu", "load_format": "safetensors"}
 
@@ -170,6 +172,13 @@ def test_each_event_has_its_source():
     assert set(sources) == EVENTS
     assert sources["take"]["symbol"] == "BlockManager._take"
     assert sources["take"]["text"].startswith("def _take(self")
+    for source in sources.values():
+        lines = (PACKAGE / source["path"]).read_text().splitlines()[source["line"] - 1 :]
+        name = source["symbol"].split(".")[-1]
+        assert f"def {name}(" in source["text"], "the symbol is defined by these lines"
+        assert [line.strip() for line in source["text"].splitlines()] == [
+            line.strip() for line in lines[: len(source["text"].splitlines())]
+        ], "and they stand there"
 
 
 def test_perfetto_export_has_steps_requests_and_counters(recorded):

@@ -2,7 +2,7 @@
 
 import { BlockCard, SequenceCard } from "./details.js";
 import { Counters } from "./counters.js";
-import { describeEvent, subjectOf } from "./events.js";
+import { Highlights } from "./highlights.js";
 import { Invariants } from "./invariants.js";
 import { LANGUAGES, translator } from "./i18n.js";
 import { Live } from "./live.js";
@@ -12,7 +12,7 @@ import { Replay } from "./replay.js";
 import { Run } from "./run.js";
 import { Step } from "./step.js";
 import { Timeline } from "./timeline.js";
-import { html, render, useCallback, useEffect, useMemo, useState, View, useView } from "./ui.js";
+import { html, render, useCallback, useEffect, useMemo, useSettled, useState, View, useView } from "./ui.js";
 
 function readHash() {
   const values = new URLSearchParams(location.hash.slice(1));
@@ -85,7 +85,7 @@ function App({ first, second, live }) {
     setVersion((version) => version + 1);
   }, []);
   useEffect(() => { if (live && follows) setFrame(last); });
-  const view = { t, theme, choice, choose, showSource: setSource };
+  const view = useMemo(() => ({ t, theme, choice, choose, showSource: setSource }), [t, theme, choice, choose]);
   return html`<${View.Provider} value=${view}>
     <${Head} ...${{ runs, frame, last, goTo: (to) => { setFollows(false); goTo(to); }, isPlaying, setPlaying, changeLang, changeTheme, live, follows, setFollows }}
       openSecond=${(file) => openFile(file, (run) => setRuns([runs[0], run]), setError, t)} closeSecond=${() => setRuns([runs[0]])} />
@@ -136,24 +136,19 @@ function Recording({ run, frame, goTo, isAlone }) {
     <${Timeline} ...${shared} />
     <${Counters} ...${shared} />
     <div class="columns">
-      <div class="column"><${Mask} ...${shared} /><${Invariants} ...${shared} /></div>
-      <div class="column"><${Highlights} ...${shared} /><${Configuration} run=${run} /></div>
+      <${Below} ...${shared} />
     </div>
   </div>`;
 }
 
-function Highlights({ run, frame, goTo }) {
-  const { t, choose } = useView();
-  const near = run.highlights.findIndex((one) => one.frame >= frame);
-  const start = Math.max(0, Math.min((near < 0 ? run.highlights.length : near) - 3, run.highlights.length - 40));
-  const shown = run.highlights.slice(start, start + 40);
-  return html`<section class="card highlights">
-    <h2>${t("highlights")}</h2>
-    ${shown.length === 0 && html`<p class="soft">${t("noHighlights")}</p>`}
-    <ul class="plain">${shown.map((one) => html`<li><button class=${one.frame === frame ? "on" : ""} onClick=${() => { goTo(one.frame); choose(subjectOf(one.event)); }}>
-      <b>${run.frames[Math.min(one.frame, run.lastFrame)].step}</b> ${describeEvent(run, one.event, t, one.numFree)}</button></li>`)}</ul>
-    ${run.highlights.length > shown.length && html`<p class="soft">${t("more", { count: run.highlights.length - shown.length })}</p>`}
-  </section>`;
+// What follows when the scrubbing rests, so that scrubbing stays smooth.
+function Below(shared) {
+  const { run, frame } = shared;
+  return useMemo(
+    () => html`<div class="column"><${Mask} ...${shared} /><${Invariants} ...${shared} /></div>
+      <div class="column"><${Highlights} ...${shared} /><${Configuration} run=${run} /></div>`,
+    [run, run.frames.length, run.endTime, useSettled(frame), useView()],
+  );
 }
 
 function Configuration({ run }) {

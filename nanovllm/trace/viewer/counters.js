@@ -1,7 +1,7 @@
 // Counters over the steps, in three small charts of uPlot with one scale each. A click goes to the step.
 
 import { cssColor } from "./colors.js";
-import { html, useEffect, useRef, useView, useWidth } from "./ui.js";
+import { html, useEffect, useLayoutEffect, useRef, useView, useWidth } from "./ui.js";
 
 const CHARTS = [
   { unit: "sequences", series: [["running", "line1"], ["waiting", "line2"]] },
@@ -49,11 +49,13 @@ function Chart({ run, frame, goTo, chart }) {
   useEffect(() => plot.current?.setData(dataOf(run, chart)), [run.frames.length]);
   const at = useRef(0);
   at.current = run.frames[frame].step;
-  const placeLine = (one) => {
-    line.current.style.transform = `translate(${one.over.offsetLeft + one.valToPos(at.current, "x")}px, ${one.over.offsetTop}px)`;
-    line.current.style.height = `${one.over.clientHeight}px`;
+  const placeLine = (one) => { // from the plot's own numbers: to ask the browser where things are makes it lay out the page
+    const { left, top, height } = one.bbox;
+    const ratio = window.devicePixelRatio || 1;
+    line.current.style.transform = `translate(${left / ratio + one.valToPos(at.current, "x")}px, ${top / ratio}px)`;
+    line.current.style.height = `${height / ratio}px`;
   };
-  useEffect(() => plot.current && placeLine(plot.current));
+  useLayoutEffect(() => plot.current && placeLine(plot.current));
   const value = (name) => ((chart.factor ?? 1) * run.frames[frame][name]).toFixed(chart.factor ? 1 : 0);
   return html`<div><h3>${t(chart.unit)}</h3><div class="wide plot" ref=${ref}><div class="now" ref=${line}></div></div>
     <p class="legend">${chart.series.map(([name, color], i) => html`<span>

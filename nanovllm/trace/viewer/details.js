@@ -45,9 +45,11 @@ function Tokens({ run, seq, first, stop, numComputed }) {
 const visible = (text) => text.replace(/\n/g, "⏎").replace(/^$/, "∅");
 
 export function BlockCard({ run, state }) {
-  const { t, choice } = useView();
+  const { t, choice, choose } = useView();
   const block = choice.block;
-  if (!block || block > state.numBlocks) return html`<section class="card"><h2>${t("block", { block: "" })}</h2><p class="soft">${t("chooseBlock")}</p></section>`;
+  const pick = (event) => choose({ block: event.target.valueAsNumber || null });
+  const input = html`<input type="number" min="1" max=${state.numBlocks} value=${block ?? ""} aria-label=${t("goToBlock")} title=${t("goToBlock")} onChange=${pick} />`;
+  if (!block || block > state.numBlocks) return html`<section class="card block"><h2>${t("block", { block: "" })} ${input}</h2><p class="soft">${t("chooseBlock")}</p></section>`;
   const size = run.header.block_size;
   const owners = state.owners().get(block) ?? [];
   const serial = state.serial[block];
@@ -56,7 +58,7 @@ export function BlockCard({ run, state }) {
   const first = state.place[block] * size;
   const holds = (owners.length || serial) && writer && state.filled[block] > 0;
   return html`<section class="card block">
-    <h2>${t("block", { block })}</h2>
+    <h2>${t("block", { block })} ${input}</h2>
     <dl>
       <dt>${t("references")}</dt><dd>${state.refs[block]}</dd>
       <dt>${t("owners")}</dt><dd>${owners.length ? owners.map((number) => html`<${Seq} run=${run} number=${number} /> `) : t("freeRank", { count: rank })}</dd>

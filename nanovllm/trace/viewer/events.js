@@ -13,11 +13,12 @@ export function describeEvent(run, event, t, numFree) {
     case "admit": return t(`event.admit.${rest[0]}`, { seq, count: rest[1] });
     case "preempt": {
       const host = rest[2];
-      return t(host.length ? "event.preempt.swap" : "event.preempt", { seq, other: run.label(rest[0]), free: numFree ?? 0, count: host.length });
+      return t(host.length ? "event.preempt.swap" : "event.preempt", { seq, other: rest[0] === number ? t("itself") : run.label(rest[0]), free: numFree ?? 0, count: host.length });
     }
     case "schedule": return t("event.schedule", { step: number, count: scheduledTokens(run, event) });
     case "update": return t("event.update", { step: number, count: rest[1].length });
     case "take": return t(rest[1] ? "event.take.evict" : "event.take", { seq, block: rest[0] });
+    case "evictions": return t("event.evictions", { blocks: number.join(", ") });
     case "share": return t(rest[0] ? "event.share" : "event.share.null", { seq, block: rest[0] });
     case "copy": return t("event.copy", { seq, block: rest[0], other: rest[1] });
     case "give_back": return t("event.give_back", { seq, blocks: rest[0].join(", ") });
@@ -44,6 +45,7 @@ export function freeBefore(run, frame) {
 export function subjectOf([code, number, ...rest]) {
   if (["take", "share", "register"].includes(code) && rest[0]) return { seq: number, block: rest[0] };
   if (code === "copy") return { seq: number, block: rest[1] };
+  if (code === "evictions") return { block: number[0] };
   if (code === "forget") return { block: number };
   if (["schedule", "update", "start", "roll_back", "reset"].includes(code) || !number) return {};
   return { seq: number };

@@ -1,9 +1,10 @@
 // The pool as a grid: a cell a block. Only cells whose look has changed are drawn again, so that scrubbing stays smooth.
 
-import { cssColor, inkOn, ownerColor } from "./colors.js";
-import { fitCanvas, html, useEffect, useMemo, useRef, useView, useWidth } from "./ui.js";
+import { blend, cssColor, inkOn, ownerColor } from "./colors.js";
+import { fitCanvas, html, useEffect, useLayoutEffect, useMemo, useRef, useView, useWidth } from "./ui.js";
 
 const GAP = 1;
+const LABELLED = 15; // a cell that is larger than this says whose it is
 
 // {size, columns, height}: cells as large as they may be, so that the grid is not too high.
 export function layOut(numCells, width) {
@@ -55,56 +56,65 @@ function lookAt(looks, b, blockSize) {
   };
 }
 
-function drawCell(context, look, x, y, size, theme, ink) {
-  const [inner, left, top] = [size - GAP, x, y];
-  context.fillStyle = ink.surface;
-  context.fillRect(x, y, size, size);
-  context.globalAlpha = 1;
+// What drawCell needs besides the cell: {theme, surface, empty, soft, text}; isSharp: cells begin and end with pixels.
+function inkOf(theme) {
+  const names = ["surface", "empty", "soft", "text"];
+  return { theme, ...Object.fromEntries(names.map((name) => [name, cssColor(name)])) };
+}
+
+// Draws all of the cell but the gap beside it, whatever was there, with as few rectangles as can be.
+function drawCell(context, look, x, y, size, ink) {
+  const inner = size - GAP;
+  if (!ink.isSharp || look.owners.length > 1) { // else what was there would shine through at the edges
+    context.fillStyle = ink.surface;
+    context.fillRect(x, y, size, size);
+  }
   if (look.owners.length) {
-    drawOwned(context, look, left, top, inner, theme, ink);
+    drawOwned(context, look, x, y, inner, ink);
+  } else if (look.cached) {
+    drawCached(context, look, x, y, inner, ink);
   } else {
     context.fillStyle = ink.empty;
-    context.fillRect(left, top, inner, inner);
-    if (look.cached) drawCached(context, look, left, top, inner, theme, ink);
+    context.fillRect(x, y, inner, inner);
   }
   if (look.rank && size >= 16) {
     context.fillStyle = ink.soft;
     context.font = `${Math.min(11, size * 0.4)}px system-ui, sans-serif`;
-    context.fillText(look.rank, left + inner / 2, top + inner / 2);
+    context.fillText(look.rank, x + inner / 2, y + inner / 2);
   }
   if (look.chosen) {
     context.strokeStyle = ink.text;
     context.lineWidth = 2;
-    context.strokeRect(left + 1, top + 1, inner - 2, inner - 2);
+    context.strokeRect(x + 1, y + 1, inner - 2, inner - 2);
   }
 }
 
-function drawOwned(context, look, left, top, inner, theme, ink) {
+function drawOwned(context, look, left, top, inner, ink) {
   const shown = look.owners;
   const width = inner / shown.length;
   const tall = look.filled * inner;
   shown.forEach((number, i) => {
-    const color = ownerColor(number, theme);
-    context.globalAlpha = look.dimmed ? 0.12 : 0.28;
-    context.fillStyle = color;
-    context.fillRect(left + i * width, top, width, inner);
-    context.globalAlpha = look.dimmed ? 0.35 : 1;
+    const color = ownerColor(number, ink.theme);
+    if (tall < inner) {
+      context.fillStyle = blend(color, ink.surface, look.dimmed ? 0.12 : 0.28);
+      context.fillRect(left + i * width, top, width, inner);
+    }
+    context.fillStyle = look.dimmed ? blend(color, ink.surface, 0.42) : color;
     context.fillRect(left + i * width, top + inner - tall, width, tall);
   });
-  context.globalAlpha = 1;
   const several = look.count > 1;
-  if (several && inner < 15) {
+  if (several && inner < LABELLED) {
     context.fillStyle = ink.text;
     const dot = Math.max(1.5, inner / 4);
     context.fillRect(left + inner - dot, top, dot, dot);
   }
-  if (inner >= 15) drawLabel(context, look, left, top, inner, theme, ink, several);
+  if (inner >= LABELLED) drawLabel(context, look, left, top, inner, ink, several);
 }
 
-function drawLabel(context, look, left, top, inner, theme, ink, several) {
+function drawLabel(context, look, left, top, inner, ink, several) {
   const font = Math.min(12, inner * 0.42);
   context.font = `600 ${font}px system-ui, sans-serif`;
-  context.fillStyle = look.filled > 0.45 && !look.dimmed ? inkOn(ownerColor(look.owners[0], theme)) : ink.text;
+  context.fillStyle = look.filled > 0.45 && !look.dimmed ? inkOn(ownerColor(look.owners[0], ink.theme)) : ink.text;
   if (!several) context.fillText(look.label, left + inner / 2, top + inner / 2 + 0.5, inner - 2);
   if (!several) return;
   const badge = Math.max(9, inner * 0.42); // how many own it
@@ -115,11 +125,10 @@ function drawLabel(context, look, left, top, inner, theme, ink, several) {
   context.fillText(look.count, left + inner - badge / 2, top + badge / 2 + 0.5);
 }
 
-function drawCached(context, look, left, top, inner, theme, ink) {
-  context.globalAlpha = look.dimmed ? 0.15 : 0.3;
-  context.fillStyle = look.writer > 0 ? ownerColor(look.writer, theme) : ink.soft;
+function drawCached(context, look, left, top, inner, ink) {
+  const color = look.writer > 0 ? ownerColor(look.writer, ink.theme) : ink.soft;
+  context.fillStyle = blend(color, ink.empty, look.dimmed ? 0.15 : 0.3);
   context.fillRect(left, top, inner, inner);
-  context.globalAlpha = 1;
   if (inner < 10) return;
   context.strokeStyle = ink.soft;
   context.lineWidth = 1;
@@ -136,29 +145,32 @@ export function Pool({ run, frame, state }) {
   const numCells = Math.max(1, Math.min(run.replay.numBlocks, Math.max(24, run.replay.top)));
   const grid = useMemo(() => layOut(numCells, width || 300), [numCells, width]);
 
-  useEffect(() => {
+  const ink = useMemo(() => inkOf(theme), [theme]);
+  useLayoutEffect(() => { // in the same frame as the numbers beside it
     if (!width) return;
     const { context, isNew } = fitCanvas(canvas.current, grid.columns * grid.size, grid.height);
-    const ink = { surface: cssColor("surface"), empty: cssColor("empty"), soft: cssColor("soft"), text: cssColor("text") };
     [context.textAlign, context.textBaseline] = ["center", "middle"];
+    ink.isSharp = Number.isInteger(window.devicePixelRatio);
     const style = `${theme} ${grid.size} ${grid.columns} ${run.name}`;
     const old = isNew || drawn.current?.style !== style ? null : drawn.current.looks;
     const looks = looksOf(state, numCells, choice);
     for (let b = 1; b <= numCells; b++) {
       if (old && FIELDS.every((name) => old[name][b] === looks[name][b])) continue;
       const look = lookAt(looks, b, state.blockSize);
-      if (look.owners.length) look.label = run.label(look.owners[0]);
-      drawCell(context, look, ((b - 1) % grid.columns) * grid.size, Math.floor((b - 1) / grid.columns) * grid.size, grid.size, theme, ink);
+      if (look.owners.length && grid.size > LABELLED) look.label = run.label(look.owners[0]);
+      drawCell(context, look, ((b - 1) % grid.columns) * grid.size, Math.floor((b - 1) / grid.columns) * grid.size, grid.size, ink);
     }
     drawn.current = { style, looks };
   });
 
-  const pick = (event) => {
+  const blockAt = (event) => {
     const box = canvas.current.getBoundingClientRect();
     const column = Math.floor((event.clientX - box.left) / grid.size);
     const block = Math.floor((event.clientY - box.top) / grid.size) * grid.columns + column + 1;
-    if (column < grid.columns && block <= numCells) choose({ block });
+    return column < grid.columns && block <= numCells ? block : null;
   };
+  const pick = (event) => blockAt(event) && choose({ block: blockAt(event) });
+  const name = (event) => { canvas.current.title = blockAt(event) ? t("block", { block: blockAt(event) }) : ""; };
   const move = (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -grid.columns, ArrowDown: grid.columns }[event.key];
     if (!by || event.shiftKey) return;
@@ -171,7 +183,7 @@ export function Pool({ run, frame, state }) {
     <h2>${t("pool")}</h2>
     <div class="wide" ref=${ref}>
       <canvas ref=${canvas} tabindex="0" role="application" aria-label=${t("poolLabel")} data-size=${grid.size} data-columns=${grid.columns}
-        style=${{ width: `${grid.columns * grid.size}px`, height: `${grid.height}px` }} onClick=${pick} onKeyDown=${move}></canvas>
+        style=${{ width: `${grid.columns * grid.size}px`, height: `${grid.height}px` }} onClick=${pick} onMouseMove=${name} onKeyDown=${move}></canvas>
     </div>
     ${rest > 0 && html`<p class="soft">${t("poolRest", { count: rest.toLocaleString() })}</p>`}
     <${Counts} run=${run} frame=${frame} />
@@ -191,7 +203,7 @@ function Counts({ run, frame }) {
     ${one(t("cachedFree"), at.cachedFree)}
     ${one(t("freeInAll"), at.free.toLocaleString())}
     ${one(t("wasteShort"), `${(100 * at.waste).toFixed(1)} %`, t("waste"), t("ofSlots", { empty: slots - at.stored, slots }))}
-    ${one(t("hitRateShort"), `${(100 * at.hitRate).toFixed(0)} %`, t("hitRate"))}
+    ${one(t("hitRateShort"), `${(100 * at.hitRate).toFixed(0)} %`, t("hitRate"), t("ofPrompts", { hit: at.hit, queried: at.queried }))}
     ${one(t("running"), at.running)}
     ${one(t("waiting"), at.waiting)}
   </div>`;
@@ -209,9 +221,9 @@ function Legend() {
   ];
   useEffect(() => {
     const { context } = fitCanvas(canvas.current, looks.length * size, size);
-    const ink = { surface: cssColor("surface"), empty: cssColor("empty"), soft: cssColor("soft"), text: cssColor("text") };
+    const ink = inkOf(theme);
     [context.textAlign, context.textBaseline] = ["center", "middle"];
-    looks.forEach(([, look], i) => drawCell(context, look, i * size, 0, size, theme, ink));
+    looks.forEach(([, look], i) => drawCell(context, look, i * size, 0, size, ink));
     canvas.current.parentNode.querySelectorAll("i").forEach((one, i) => {
       one.style.backgroundImage = `url(${canvas.current.toDataURL()})`;
       one.style.backgroundPosition = `-${i * size}px 0`;

@@ -14,7 +14,7 @@ export class Run {
     this.texts = {};
     this.frames = []; // {step, events, time, sizes…}; frames[i].step is frames[0].step + i
     this.requests = new Map(); // request -> what it did
-    this.highlights = []; // {frame, event}: what a reader may want to jump to
+    this.highlights = []; // {frame, event}: what a reader may want to jump to; evictions, that are no event, take all of a step together
     this.times = new Map(); // step -> microseconds of each of its parts
     this.replay = new Replay(header);
     this.keyframes = [{ frame: -1, state: this.replay.clone() }];
@@ -84,7 +84,7 @@ export class Run {
     let [running, waiting] = [0, 0];
     for (const seq of this.replay.living) seq.status === "running" ? running++ : waiting++;
     const hitRate = this.queried ? this.hit / this.queried : 0;
-    return { running, waiting, hitRate, ...this.replay.counts() };
+    return { running, waiting, hitRate, hit: this.hit, queried: this.queried, ...this.replay.counts() };
   }
 
   stateAt(frame) {
@@ -125,9 +125,7 @@ export class Run {
     else if (code === "start") for (const one of this.requests.values()) one.living.clear();
     if (code === "preempt") this.requestOf(number).marks.push({ frame, code });
     if (["preempt", "copy", "roll_back", "start"].includes(code)) this.highlights.push({ frame, event, numFree: this.numFreeBefore });
-    const newest = this.highlights.at(-1);
-    const isNew = newest?.frame !== frame || newest.event[0] !== code; // one eviction a step is enough
-    if (code === "take" && rest[1] && isNew) this.highlights.push({ frame, event });
+    if (code === "take" && rest[1]) this.followEviction(frame, rest[0]);
     if (code === "wait" && number && this.waitsFor.get(number) !== rest[0]) {
       this.waitsFor.set(number, rest[0]);
       this.highlights.push({ frame, event });
@@ -141,6 +139,13 @@ export class Run {
     this.queried += seq.numPrompt;
     this.hit += computed;
     if (computed) this.highlights.push({ frame: this.frames.length, event: ["admit", number, code, computed] });
+  }
+
+  // All evictions of a frame are one highlight.
+  followEviction(frame, block) {
+    const same = this.highlights.findLast((one) => one.frame !== frame || one.event[0] === "evictions");
+    if (same?.frame === frame) same.event[1].push(block);
+    else this.highlights.push({ frame, event: ["evictions", [block]] });
   }
 
   followEnd(number, [reason, , , time]) {

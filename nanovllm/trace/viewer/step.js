@@ -30,8 +30,10 @@ function Budget({ run, at, chunks }) {
   const scale = all && used * 20 > all ? all : Math.max(1, used); // a budget that is hardly used would hide its parts
   const parts = chunks.filter((one) => one.code !== "decode");
   const numDecodes = chunks.length - parts.length;
+  const split = [t("decodeCount", { count: numDecodes }), t("chunkCount", { count: parts.length, tokens: used - numDecodes })];
+  if (all) split.push(t("unused", { count: all - used }));
   return html`<div>
-    <p>${all ? t("budget", { used, all }) : t("budgetUnknown", { used })}: ${t("decodeCount", { count: numDecodes })}, ${t("chunkCount", { count: parts.length })}</p>
+    <p>${all ? t("budget", { used, all }) : t("budgetUnknown", { used })}: ${split.join(", ")}</p>
     <div class="budget" role="img" aria-label=${`${used} / ${all ?? "?"}`}>
       ${numDecodes > 0 && html`<span class="decodes" style=${{ width: `${(100 * numDecodes) / scale}%` }}>${numDecodes > scale / 12 ? numDecodes : ""}</span>`}
       ${parts.map((one) => html`<span style=${{ width: `${(100 * one.numNew) / scale}%`, background: ownerColor(one.number, theme) }} title=${`${run.label(one.number)}: ${one.numNew}`}></span>`)}
@@ -42,7 +44,9 @@ function Budget({ run, at, chunks }) {
 function Chunks({ run, state, chunks }) {
   const { t } = useView();
   const [isOpen, setOpen] = useState(false);
-  const shown = isOpen ? chunks : chunks.slice(0, FEW);
+  const isDecode = (one) => one.code === "decode";
+  const sorted = [...chunks.filter((one) => !isDecode(one)), ...chunks.filter(isDecode)]; // many decodes would hide the others
+  const shown = isOpen ? sorted : sorted.slice(0, FEW);
   return html`<table class="rows"><tbody>
     ${shown.map(({ number, start, numNew, code }) => html`<tr>
       <td><${Seq} run=${run} number=${number} /></td>
@@ -88,7 +92,7 @@ function Events({ run, frame, at }) {
   const { t, choose, showSource } = useView();
   const [isOpen, setOpen] = useState(false);
   const before = freeBefore(run, frame);
-  const shown = isOpen ? at.events : at.events.slice(0, 2 * FEW);
+  const shown = isOpen ? at.events : at.events.slice(0, FEW);
   return html`<h3>${t("whatHappened")}</h3>
     ${at.events.length === 0 && html`<p class="soft">${t("nothing")}</p>`}
     <ol class="events">

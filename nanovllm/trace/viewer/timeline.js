@@ -1,7 +1,7 @@
 // A row a request, a column a step. The rows are drawn once; the line of the present step moves over them.
 
 import { cssColor, ownerColor } from "./colors.js";
-import { fitCanvas, formatTime, html, useEffect, useMemo, useRef, useState, useView, useWidth } from "./ui.js";
+import { fitCanvas, formatTime, html, useEffect, useMemo, useRef, useSettled, useState, useView, useWidth } from "./ui.js";
 
 const ROW = 18;
 const LABEL = 150;
@@ -67,11 +67,13 @@ export function Timeline({ run, frame, goTo }) {
     context.clearRect(0, 0, plot, height);
     shown.forEach((request, i) => drawRow(context, run, request, i * ROW, scale, theme, plot));
   }, [run, run.frames.length, width, theme, shown]);
-  useEffect(() => { // keep the chosen row in sight
-    const row = requests.indexOf(chosen);
+  const bringIntoSight = (row) => {
     const box = ref.current;
     if (row >= 0 && (row * ROW < box.scrollTop || (row + 1) * ROW > box.scrollTop + box.clientHeight)) box.scrollTop = (row - 5) * ROW;
-  }, [chosen]);
+  };
+  const settled = useSettled(frame);
+  useEffect(() => bringIntoSight(requests.indexOf(chosen)), [chosen]);
+  useEffect(() => { if (!chosen) bringIntoSight(requests.findIndex((one) => !(one.end < settled))); }, [settled]); // the oldest that lives
   const jump = (event) => {
     const box = canvas.current.getBoundingClientRect();
     goTo(Math.min(run.lastFrame, Math.max(0, Math.floor((event.clientX - box.left) / scale))));
@@ -109,16 +111,13 @@ function Facts({ run, request, goTo }) {
 
 function Key({ theme }) {
   const { t } = useView();
-  const box = useRef(null);
-  useEffect(() => {
-    box.current.querySelectorAll("canvas").forEach((canvas, i) => {
-      const { context } = fitCanvas(canvas, 28, 12);
-      context.clearRect(0, 0, 28, 12);
-      drawSpan(context, KINDS[i], ownerColor(1, theme), 0, 0, 28, 12);
-    });
-  }, [theme]);
-  return html`<div class="legend" ref=${box}>
-    ${KINDS.map((kind) => html`<span><canvas style="width:28px;height:12px"></canvas>${t(`kind.${kind}`)}</span>`)}
-    <span>▼ ${t("kind.preempted")}</span><span>▏${t("kind.finished")}</span><span class="soft">${t("request")} · ${t("ttft")} · ${t("tpot")}</span>
+  const pictures = useMemo(() => KINDS.map((kind) => {
+    const canvas = document.createElement("canvas");
+    drawSpan(fitCanvas(canvas, 28, 12).context, kind, ownerColor(1, theme), 0, 0, 28, 12);
+    return canvas.toDataURL();
+  }), [theme]);
+  return html`<div class="legend">
+    ${KINDS.map((kind, i) => html`<span><img src=${pictures[i]} width="28" height="12" alt="" />${t(`kind.${kind}`)}</span>`)}
+    <span>▼ ${t("kind.preempted")}</span><span>▏${t("kind.finished")}</span>
   </div>`;
 }

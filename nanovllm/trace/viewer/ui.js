@@ -20,6 +20,16 @@ function useWidth() {
   return [ref, width];
 }
 
+// `value` once it has stayed for a moment: what is costly to draw need not follow each step of a scrub.
+function useSettled(value) {
+  const [settled, setSettled] = useState(value);
+  useEffect(() => {
+    const timer = setTimeout(() => setSettled(value), 100);
+    return () => clearTimeout(timer);
+  }, [value]);
+  return settled;
+}
+
 // A canvas of width × height CSS pixels, sharp on any screen; its size is set only when it changes, because that clears it.
 function fitCanvas(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
@@ -38,4 +48,4 @@ function formatTime(microseconds) {
   return `${(microseconds / 1e6).toPrecision(3)} s`;
 }
 
-export { html, render, useState, useEffect, useLayoutEffect, useMemo, useRef, useCallback, View, useView, useWidth, fitCanvas, formatTime };
+export { html, render, useState, useEffect, useLayoutEffect, useMemo, useRef, useCallback, View, useView, useWidth, useSettled, fitCanvas, formatTime };
