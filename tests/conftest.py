@@ -97,6 +97,10 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # otherwise extensions complain at the end of what was never collected
+
+
 @pytest.fixture(autouse=True)
 def _leave_the_gpu_as_it_was():
     """What a test held there goes when it ends: other processes may test on the same GPU."""
