@@ -22,12 +22,13 @@ from nanovllm.engine.chat import ChatOptions, Message, render_conversation
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.intake import Params
 from nanovllm.engine.metrics import Metric, make_metrics
-from nanovllm.inputs import Prompt
+from nanovllm.inputs import Prompt, is_single_prompt, spread
 from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, EngineStats, RequestOutput
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.trace.start import start_engine
-from nanovllm.vllm_options import REQUEST_OPTIONS, translate
+from nanovllm.vllm_options import translate
+from nanovllm.vllm_tables import REQUEST_OPTIONS
 
 PARAMS_NAMES: Mapping[type, str] = {SamplingParams: "sampling_params", PoolingParams: "pooling_params"}
 
@@ -277,27 +278,3 @@ class LLM:
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self.engine.abort_request(request_id)
-
-
-def is_single_prompt(prompts: Any) -> bool:
-    """[1, 2] is one prompt of token ids; ["a"], [[1, 2]], [{…}] and [] are lists of prompts."""
-    if isinstance(prompts, str | Mapping):
-        return True
-    if hasattr(prompts, "ndim"):  # an array or a tensor: a row of ids, or rows of them
-        return prompts.ndim == 1
-    if isinstance(prompts, bytes) or not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__"):
-        raise TypeError(f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}")
-    return len(prompts) > 0 and not isinstance(prompts[0], str | Mapping) and not hasattr(prompts[0], "__len__")
-
-
-def spread(name: str, value: Any, kind: type, default: Any, num_prompts: int) -> list[Any]:
-    """One for each prompt, given one for all, a list, or None for the default."""
-    if value is None:
-        return [default] * num_prompts
-    if isinstance(value, kind) and not isinstance(value, bool):
-        return [value] * num_prompts
-    if not isinstance(value, list | tuple) or not all(isinstance(one, kind) for one in value):
-        raise TypeError(f"{name} must be a {kind.__name__}, a list of them, or None, got {value!r}")
-    if len(value) != num_prompts:
-        raise ValueError(f"there must be one {name} for each prompt, got {len(value)} for {num_prompts} prompts")
-    return list(value)

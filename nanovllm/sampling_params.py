@@ -15,7 +15,8 @@ import torch
 
 from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.structured_outputs import StructuredOutputsParams
-from nanovllm.vllm_options import BEAM_SEARCH_OPTIONS, REQUEST_OPTIONS, takes_vllm_options
+from nanovllm.vllm_options import takes_vllm_options
+from nanovllm.vllm_tables import BEAM_SEARCH_OPTIONS, REQUEST_OPTIONS
 
 LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
 """(output token ids so far, logits [vocab_size]) -> logits [vocab_size]"""

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "nanovllm"
 
 # Each room may import those before it, and itself; what users touch is open to all, but for the entrances.
 ROOMS = ["scheduling", "layers", "models", "kernels", "execution", "engine", "trace", "serve"]
-USERS = ["checks", "vllm_options", "structured_outputs", "sampling_params", "pooling_params"]
+USERS = ["checks", "vllm_options", "vllm_tables", "structured_outputs", "sampling_params", "pooling_params"]
 USERS += ["inputs", "outputs", "config"]
 ENTRANCES = ["llm", "__init__", "__main__"]
 WINGS = ["serve"]  # above the engine; they may use the package as its users do

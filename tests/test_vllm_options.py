@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from nanovllm import Config, EngineArgs
-from nanovllm.vllm_options import REQUEST_OPTIONS, WITHOUT_EFFECT, translate
+from nanovllm.vllm_options import translate
+from nanovllm.vllm_tables import REQUEST_OPTIONS, WITHOUT_EFFECT
 
 VLLM = json.loads((Path(__file__).parent / "vllm_engine_options.json").read_text())
 OWN = [field.name for field in fields(Config)]

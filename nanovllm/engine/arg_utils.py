@@ -18,7 +18,8 @@ from types import NoneType
 from typing import Any, get_args
 
 from nanovllm.config import Config
-from nanovllm.vllm_options import RENAMED, names_of_vllm, translate
+from nanovllm.vllm_options import names_of_vllm, translate
+from nanovllm.vllm_tables import RENAMED
 
 GROUPS: Mapping[str, str] = {
     "model and tokenizer": "model revision hf_overrides load_format dtype tokenizer tokenizer_revision "

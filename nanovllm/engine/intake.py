@@ -24,7 +24,8 @@ from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.scheduling.sequence import Sequence
 from nanovllm.structured_outputs import StructuredOutputsParams
-from nanovllm.vllm_options import REQUEST_OPTIONS, is_neutral
+from nanovllm.vllm_options import is_neutral
+from nanovllm.vllm_tables import REQUEST_OPTIONS
 
 Params = SamplingParams | PoolingParams
 """What a request asks for: text, or an embedding."""
