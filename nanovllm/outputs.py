@@ -61,6 +61,20 @@ class RequestMetrics:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
     @property
+    def prefill_time(self) -> float | None:
+        """From the first step that computed the request to its first token."""
+        if self.first_token_time is None or self.scheduled_time is None:
+            return None
+        return self.first_token_time - self.scheduled_time
+
+    @property
+    def decode_time(self) -> float | None:
+        """From the first token to the last."""
+        if self.first_token_time is None or self.finished_time is None:
+            return None
+        return self.finished_time - self.first_token_time
+
+    @property
     def tpot(self) -> float | None:
         """Time per output token after the first: the pace of the text. None for a single token."""
         if self.first_token_time is None or self.finished_time is None or self.num_output_tokens < 2:
@@ -116,6 +130,8 @@ class EmbeddingRequestOutput:
     finished: bool
     num_cached_tokens: int
     """Prompt tokens whose K and V were found in the prefix cache: none with pooling "mean"."""
+    metrics: RequestMetrics
+    """`first_token_time` is when the embedding was computed."""
 
 
 @dataclass(frozen=True)

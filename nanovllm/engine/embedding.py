@@ -20,6 +20,8 @@ from nanovllm.scheduling.sequence import Sequence
 class Embedding(Request):
     """One prompt's embedding."""
 
+    gives_tokens = False
+
     def __init__(
         self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: PoolingParams, priority: int
     ) -> None:
@@ -45,6 +47,7 @@ class Embedding(Request):
             prompt_token_ids=self.prompt_token_ids,
             finished=self.is_finished,
             num_cached_tokens=seq.num_cached_tokens or 0,
+            metrics=self.make_metrics(),
         )
 
     def _embedding(self) -> list[float]:

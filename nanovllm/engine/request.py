@@ -26,6 +26,9 @@ class Request:
     `output_kind` says what such an output holds; FINAL_ONLY is as good as no `stream`.
     """
 
+    gives_tokens = True
+    """Whether the user sees the tokens that are drawn."""
+
     def __init__(
         self,
         prompt: str | None,
@@ -125,11 +128,11 @@ class Request:
             outputs,
             self.is_finished,
             self.seqs[0].num_cached_tokens or 0,
-            self._make_metrics(),
+            self.make_metrics(),
             self.prompt_logprobs.copy() if self.prompt_logprobs is not None and is_first else None,
         )
 
-    def _make_metrics(self) -> RequestMetrics:
+    def make_metrics(self) -> RequestMetrics:
         times, seqs = self.token_times, self.seqs
         num_output_tokens, num_preemptions = seqs[0].num_output_tokens, seqs[0].num_preemptions
         if len(seqs) > 1:

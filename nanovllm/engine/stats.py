@@ -55,7 +55,11 @@ class Counters:
 
     def count_finished(self, request: Request) -> None:
         self.num_finished += 1
-        self.observed.observe(request)
+        num_output_tokens = sum([seq.num_output_tokens for seq in request.seqs]) if request.gives_tokens else 0
+        reason = request.seqs[0].finish_reason
+        # of a beam search, the first beam may have been dropped long before
+        reason = reason if reason in ("stop", "length") else "stop"
+        self.observed.observe(request.make_metrics(), len(request.prompt_token_ids), num_output_tokens, reason)
 
     def count_step(self, scheduled: SchedulerOutput, num_advanced: int, time_s: float) -> None:
         self.steps += 1

@@ -84,22 +84,26 @@ class Generation:
                 else:
                     logger.info("%s abort: before its first token", request_id)
             self._inbox = None
+                    self._server.metrics.observed.note_abort()
 
     def _reason(self, output: RequestOutput) -> str:
         reasons = [completion.finish_reason or "abort" for completion in output.outputs]
         return "abort" if "abort" in reasons else reasons[0]
 
     def _note_end(self, output: RequestOutput, reason: str) -> None:
-        self._server.metrics.note_end(output, self._arrival_time, reason)
         times = output.metrics
         ttft = None if times.first_token_time is None else times.first_token_time - self._arrival_time
         logger.info(
+        num_output_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        self._server.metrics.note_end(
+            times, self._arrival_time, len(output.prompt_token_ids), num_output_tokens, reason
+        )
             "%s %s: %d tokens in (%d cached), %d out%s%s",
             output.request_id,
             reason,
             len(output.prompt_token_ids),
             output.num_cached_tokens,
-            sum(len(completion.token_ids) for completion in output.outputs),
+            num_output_tokens,
             "" if ttft is None else f", first after {1000 * ttft:.1f} ms",
             "" if times.tpot is None else f", then {1000 * times.tpot:.2f} ms each",
         )

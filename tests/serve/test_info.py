@@ -5,6 +5,8 @@ import re
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from nanovllm.engine.metrics import Histogram, make_metrics
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -71,6 +73,38 @@ def test_metrics_count_what_was_served(client, llm):
     assert after[reason] - before[reason] == 3
     assert after[("nanovllm:kv_cache_usage_perc",)] == after[("nanovllm:num_requests_running",)] == 0
     assert after[("nanovllm:num_requests_waiting",)] == after[("nanovllm:num_preemptions_total",)] == 0
+
+
+def test_an_embedding_is_observed_and_logged(client, caplog):
+    """It has no tokens of its own, and so no time to a first token."""
+    before = metrics_of(client)
+    with caplog.at_level(logging.INFO, "nanovllm.serve"):
+        answer = client.ask("/v1/embeddings", input=["x" * 11, "w" * 3])
+    after = metrics_of(client)
+    grown = {key[0].removeprefix("nanovllm:"): after[key] - before[key] for key in after if len(key) == 1}
+    for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time"):
+        assert grown[f"{name}_seconds_count"] == 2
+    assert (grown["request_prompt_tokens_sum"], grown["request_generation_tokens_sum"]) == (14, 0)
+    assert grown["request_generation_tokens_count"] == 2
+    for name in ("time_to_first_token", "inter_token_latency", "request_decode_time"):
+        assert grown[f"{name}_seconds_count"] == 0
+    reason = ("nanovllm:request_success_total", "stop")
+    assert after[reason] - before[reason] == 2
+    for i, record in enumerate(sorted(record.getMessage() for record in caplog.records)):
+        assert re.fullmatch(
+            rf"{answer['id']}-{i} stop: {[11, 3][i]} tokens in \(0 cached\), embedded after [\d.]+ ms", record
+        )
+
+
+def test_the_server_and_the_engine_observe_the_same_histograms(client, llm):
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    served = {family.name: [sample.labels.get("le") for sample in family.samples] for family in families}
+    for metric in make_metrics(llm.get_stats(), llm.engine.counters.observed):
+        if isinstance(metric, Histogram):
+            assert list(metric.buckets) == [bound for bound in served.pop(metric.name) if bound]
+        else:
+            served.pop(metric.name, None)
+    assert not served
 
 
 def test_each_request_has_a_line_in_the_log(client, caplog):
