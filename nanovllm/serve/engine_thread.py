@@ -50,7 +50,8 @@ class EngineThread:
         self._lock = threading.Lock()  # nothing is posted once `dead` is set
         self._num_posted = 0  # requests that `add` has posted
         self._num_added = 0  # of these, requests that the engine has got
-        self._unfinished: set[str] = set()
+        self._num_left = 0  # requests that the last step has left waiting
+        self._unfinished: dict[str, NewRequest] = {}
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         self._thread.start()
 
@@ -93,8 +94,15 @@ class EngineThread:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait to be computed."""
-        return self._num_posted - self._num_added + len(self.engine.scheduler.waiting)
+        """Requests that the next step will not compute, as far as can be known: a burst on an idle engine is no queue.
+
+        While the last step has left none waiting, those that have come since are queued if there are more of them than
+        sequences that can join the batch.
+        """
+        scheduler = self.engine.scheduler
+        num_waiting = self._num_posted - self._num_added + len(scheduler.waiting)
+        num_free = 0 if self._num_left else scheduler.max_num_seqs - scheduler.running.num_places
+        return max(0, num_waiting - num_free)
 
     def stop(self) -> None:
         """Fail the unfinished requests, and end the thread. A second call does nothing."""
@@ -133,36 +141,45 @@ class EngineThread:
             self._recover(error)
         else:
             self._hand_over(outputs)
+        self._num_left = len(self.engine.scheduler.waiting)
 
     def _recover(self, error: Exception) -> None:
-        """All requests that the engine has got fail with `error`; those that come later find the engine as new."""
-        failed, self._unfinished = self._unfinished, set()
+        """The requests that were computed fail with `error`; the others are queued once more, in an engine as new."""
+        failed, self._unfinished = self._unfinished, {}
         try:
-            for request_id in failed:
-                self.engine.abort_request(request_id)
+            outputs = [self.engine.abort_request(request_id) for request_id in failed]
             self.engine.recover()
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # raises if the device is lost: then the engine is dead
+            waiting = [one.request_id for one in outputs if one is not None and one.metrics.scheduled_time is None]
+            if len(waiting) < len(failed):  # else the step has failed at one of those that wait
+                self._queue([failed.pop(request_id) for request_id in waiting])
         finally:
             self._on_failure(failed, error)
 
     def _hand_over(self, outputs: list[RequestOutput]) -> None:
-        self._unfinished.difference_update([output.request_id for output in outputs if output.finished])
+        for output in outputs:
+            if output.finished:
+                self._unfinished.pop(output.request_id, None)
         self._on_outputs(outputs)
 
     def _add(self, requests: list[NewRequest]) -> None:
+        self._queue(requests)
+        self._num_added += len(requests)
+
+    def _queue(self, requests: list[NewRequest]) -> None:
         for request in requests:
             try:
                 self.check_health()
                 self.engine.add_request(*request)
-                self._unfinished.add(request.request_id)
+                self._unfinished[request.request_id] = request
             except Exception as error:
                 self._on_failure([request.request_id], error)
-        self._num_added += len(requests)
 
     def _abort(self, request_ids: list[str]) -> None:
         if self.dead is None:
             outputs = [self.engine.abort_request(request_id) for request_id in request_ids]
+            self._num_left = min(self._num_left, len(self.engine.scheduler.waiting))
             self._hand_over([output for output in outputs if output is not None])
 
     def _die(self, error: EngineDeadError) -> None:

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from nanovllm import RequestOutputKind, SamplingParams
-from nanovllm.serve.async_llm import AsyncLLM, EngineDeadError, QueueFullError
+from nanovllm import AsyncEngineArgs, RequestOutputKind, SamplingParams
+from nanovllm.serve.async_llm import AsyncLLM, AsyncLLMEngine, EngineDeadError, QueueFullError
 from nanovllm.serve.bell import PAUSE_S, Bell
 from nanovllm.serve.new_request import NewRequest
 from tests.conftest import hf_greedy
@@ -99,6 +99,33 @@ def test_each_consumer_gets_the_tokens_of_transformers(llm, expected):
         return await asyncio.gather(*[tokens_of(llm.generate(prompt, greedy(40))) for prompt in PROMPTS])
 
     assert asyncio.run(main()) == expected
+
+
+def test_vllms_example_of_deltas(with_tokenizer, expected):
+    """async_llm_streaming.py, as vLLM writes it, with the import's name changed."""
+
+    async def stream_response(engine, prompt, request_id):
+        sampling_params = SamplingParams(
+            max_tokens=16, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
+        token_ids = []
+        async for output in engine.generate(request_id=request_id, prompt=prompt, sampling_params=sampling_params):
+            for completion in output.outputs:
+                token_ids += completion.token_ids
+            if output.finished:
+                break
+        return token_ids
+
+    engine_args = AsyncEngineArgs(
+        model=str(with_tokenizer), dtype="float32", num_gpu_blocks_override=NUM_BLOCKS, block_size=4,
+        tensor_parallel_size=1, enable_log_requests=False,
+    )  # fmt: skip
+    engine = AsyncLLMEngine.from_engine_args(engine_args)
+    try:
+        assert engine.engine.config == engine_args.create_engine_config()
+        assert asyncio.run(stream_response(engine, PROMPTS[0], "stream-1")) == expected[0][:16]
+    finally:
+        engine.shutdown()
 
 
 def test_an_engine_serves_one_event_loop_after_another(llm, expected):
@@ -373,6 +400,42 @@ def test_a_full_queue_refuses_at_once(new_llm):
     asyncio.run(main())
 
 
+def test_a_burst_on_an_idle_engine_is_no_queue(new_llm, expected):
+    """Those that the next step can take do not wait; of the others so many as allowed are queued."""
+    llm = new_llm(max_queued_requests=2, max_num_seqs=4)
+    gate = Gate(llm)
+
+    async def main():
+        consumers = [asyncio.create_task(tokens_of(llm.generate(prompt, greedy(4)))) for prompt in PROMPTS[:6]]
+        await asyncio.sleep(0.01)
+        with pytest.raises(QueueFullError, match="2 requests wait already, and at most 2 may"):
+            await tokens_of(llm.generate(PROMPTS[6], greedy(4)))
+        gate.open()
+        return await asyncio.gather(*consumers)
+
+    assert asyncio.run(main()) == [tokens[:4] for tokens in expected[:6]]
+    assert llm.thread.num_queued == 0
+
+
+def test_who_has_waited_through_a_step_is_queued_though_sequences_could_join(new_llm):
+    """Of 256 blocks, two prompts take 250: the third finds no room beside them."""
+    llm = new_llm(max_queued_requests=1)
+    gate = Gate(llm)
+
+    async def main():
+        prompts = [[i] * 500 for i in range(1, 4)]
+        consumers = [asyncio.create_task(tokens_of(llm.generate(prompt, greedy(4)))) for prompt in prompts]
+        await asyncio.sleep(0.01)
+        gate.allow()
+        await until(lambda: gate.num_steps == 1 and llm.thread.num_queued == 1)
+        with pytest.raises(QueueFullError, match="1 requests wait already, and at most 1 may"):
+            await tokens_of(llm.generate(PROMPTS[0], greedy(4)))
+        gate.open()
+        await asyncio.gather(*consumers)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("value", [0, -1, 1.5, True])
 def test_max_queued_requests_is_checked(with_tokenizer, value):
     with pytest.raises((ValueError, TypeError), match="max_queued_requests must be"):
@@ -403,6 +466,44 @@ def test_a_step_that_fails_fails_its_requests_and_the_engine_goes_on(new_llm, ex
     assert asyncio.run(main()) == [failure] * len(PROMPTS)
     assert is_idle(llm)
     assert asyncio.run(main()) == [tokens[:16] for tokens in expected]
+
+
+def test_a_step_that_fails_leaves_those_alone_that_only_wait(new_llm, expected):
+    llm = new_llm(max_num_seqs=2)
+    gate = Gate(llm)
+    run, failure = llm.engine.runner.run, RuntimeError("the forward pass has failed")
+    batches = []
+
+    def run_or_fail(batch):
+        batches.append(batch)
+        if len(batches) == 3:
+            raise failure
+        return run(batch)
+
+    llm.engine.runner.run = run_or_fail
+
+    async def main():
+        consumers = [asyncio.create_task(tokens_of(llm.generate(prompt, greedy()))) for prompt in PROMPTS]
+        await asyncio.sleep(0.01)
+        gate.open()
+        return await asyncio.wait_for(asyncio.gather(*consumers, return_exceptions=True), 20)
+
+    assert asyncio.run(main()) == [failure] * 2 + [tokens[:16] for tokens in expected[2:]]
+    assert is_idle(llm)
+
+
+def test_a_request_that_makes_each_step_fail_fails_in_the_end(new_llm, monkeypatch):
+    """Even if it never gets as far as being computed."""
+    llm = new_llm()
+
+    def fail(self):
+        raise RuntimeError("nothing can be scheduled")
+
+    monkeypatch.setattr(type(llm.engine.scheduler), "schedule", fail)
+    with pytest.raises(RuntimeError, match="nothing can be scheduled"):
+        asyncio.run(asyncio.wait_for(tokens_of(llm.generate(PROMPTS[0], greedy())), 20))
+    monkeypatch.undo()
+    assert asyncio.run(tokens_of(llm.generate(PROMPTS[0], greedy(4))))
 
 
 def test_an_engine_that_cannot_recover_says_that_it_is_dead(new_llm, monkeypatch):
