@@ -17,6 +17,7 @@ from nanovllm.serve.errors import APIError, refuse
 from nanovllm.serve.inbox import Inbox
 from nanovllm.serve.new_request import NewRequest
 from nanovllm.serve.protocol import GenerationRequest
+from nanovllm.serve.sampling import check_length
 from nanovllm.serve.state import Server
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Generation:
         if num_choices > most:
             raise APIError(400, f"a request may have {most} completions (prompts times n), got {num_choices}", "n")
         self._llm = self._server.check_ready()
+        check_length(body, self._llm.engine.max_model_len)
         requests = [
             NewRequest(request_id, prompt, self._params, body.priority or 0, bool(body.stream))
             for request_id, prompt in zip(self.indices, self._prompts, strict=True)
@@ -82,9 +84,9 @@ class Generation:
                 if request_id in self.latest:
                     self._note_end(self.latest[request_id], "abort")
                 else:
+                    self._server.metrics.observed.note_abort()
                     logger.info("%s abort: before its first token", request_id)
             self._inbox = None
-                    self._server.metrics.observed.note_abort()
 
     def _reason(self, output: RequestOutput) -> str:
         reasons = [completion.finish_reason or "abort" for completion in output.outputs]
@@ -92,12 +94,12 @@ class Generation:
 
     def _note_end(self, output: RequestOutput, reason: str) -> None:
         times = output.metrics
-        ttft = None if times.first_token_time is None else times.first_token_time - self._arrival_time
-        logger.info(
         num_output_tokens = sum(len(completion.token_ids) for completion in output.outputs)
         self._server.metrics.note_end(
             times, self._arrival_time, len(output.prompt_token_ids), num_output_tokens, reason
         )
+        ttft = None if times.first_token_time is None else times.first_token_time - self._arrival_time
+        logger.info(
             "%s %s: %d tokens in (%d cached), %d out%s%s",
             output.request_id,
             reason,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.errors import refuse
+from nanovllm.serve.errors import APIError, refuse
 from nanovllm.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from nanovllm.structured_outputs import StructuredOutputsParams
 
@@ -48,6 +48,14 @@ def chat_params(body: ChatCompletionRequest, default: SamplingParams, form: Form
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     fields = {"max_tokens": max_tokens, "logprobs": logprobs, "structured_outputs": form}
     return with_fields(default, body, fields)
+
+
+def check_length(body: GenerationRequest, max_model_len: int) -> None:
+    """More tokens than the context holds are a mistake; more than the prompt leaves room for end with `length`."""
+    for name in ("max_completion_tokens", "max_tokens"):
+        wanted = getattr(body, name, None)
+        if wanted is not None and wanted > max_model_len:
+            raise APIError(400, f"{name} must be at most {max_model_len}, the model's context, got {wanted}", name)
 
 
 def with_fields(default: SamplingParams, body: GenerationRequest, fields: dict[str, Any]) -> SamplingParams:

@@ -155,6 +155,20 @@ def test_a_prompt_that_is_too_long(client, llm):
     check_error(client.post(CHAT, {"messages": messages}), 400, "messages", "context_length_exceeded")
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_more_tokens_than_the_context_are_refused_and_more_than_there_is_room_for_are_not(client, llm, name):
+    """As in vLLM 0.32."""
+    most = llm.engine.max_model_len
+    for path, body in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "ab"})):
+        if path == COMPLETIONS and name != "max_tokens":
+            continue
+        message = check_error(client.post(path, {**body, name: most + 1}), 400, name)
+        assert f"at most {most}" in message
+        answer = client.ask(path, **body, ignore_eos=True, **{name: most})
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["total_tokens"] == most
+
+
 def test_if_one_prompt_is_bad_none_is_served(client, llm):
     before = llm.get_stats().num_requests
     check_error(client.post(COMPLETIONS, {"prompt": [[1], [300]]}), 400, "prompt")
