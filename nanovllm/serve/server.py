@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from nanovllm.serve.app import set_engine
 from nanovllm.serve.async_llm import AsyncLLM
+from nanovllm.serve.http_protocol import HTTPProtocol
 from nanovllm.serve.state import Server
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class DrainingServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                http="h11",
+                http=HTTPProtocol,
                 timeout_graceful_shutdown=CLOSE_S,
             )
         )

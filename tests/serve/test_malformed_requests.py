@@ -7,6 +7,7 @@ JSON so deep that its reader gives up answered with a 500; a body read beyond it
 
 import contextlib
 import json
+import re
 
 import pytest
 
@@ -115,12 +116,29 @@ def test_is_refused_and_the_next_one_works(server, case):
     assert status in allowed, body[:500]
     assert b"Traceback" not in body
     assert b"nanovllm/" not in body
-    if "application/json" in headers:  # all but what is not HTTP
-        error = json.loads(body)["error"]
-        assert {"message", "type", "param", "code"} <= set(error)
-        assert 0 < len(error["message"]) < 1000
+    assert "content-type: application/json" in headers
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert 0 < len(error["message"]) < 1000
     status, _, body = answer(server, post(GOOD_BYTES))
     assert (status, json.loads(body)["usage"]["completion_tokens"]) == (200, 2)
+
+
+def test_nothing_is_said_in_the_midst_of_an_answer(server):
+    """A stream is asked for, and then come bytes that are no request: the error stands behind the stream, and once."""
+    stream = post(json.dumps({**GOOD, "max_tokens": 50, "ignore_eos": True, "stream": True}).encode())
+    with server.connect() as connection:
+        connection.sendall(stream)
+        received = connection.recv(1000)
+        while b"data: " not in received:
+            received += connection.recv(1000)
+        connection.sendall(b"no request\r\n\r\n" * 2)
+        while piece := connection.recv(1 << 20):
+            received += piece
+    _, answer, *errors = re.split(rb"HTTP/1.1 (?=\d)", received)
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") or not errors
+    assert [error[:4] for error in errors] in ([], [b"400 "])
+    server.wait_until_idle()
 
 
 @pytest.mark.parametrize(
