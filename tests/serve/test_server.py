@@ -15,11 +15,14 @@ import time
 import httpx
 import pytest
 
+from nanovllm import TINY_QWEN3
 from nanovllm.serve import cli
 from nanovllm.serve.app import make_app
 from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.server import DrainingServer, listen
 from nanovllm.serve.state import ServerOptions
+from nanovllm.trace.recording import read_recording
+from nanovllm.trace.replay import Replay
 
 PATH = "/v1/completions"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -201,9 +204,10 @@ def test_what_does_not_finish_is_aborted(start, how):
     assert not server.thread.is_alive()
 
 
-def test_the_command(with_tokenizer):
-    """From the command line to the exit status after SIGTERM; the printed curl's request is served."""
+def test_the_command(with_tokenizer, tmp_path):
+    """From the command line to the exit status after SIGTERM; the printed curl's request is served, and recorded."""
     command = [sys.executable, "-m", "nanovllm", "serve", str(with_tokenizer), "--port", "0", "--api-key", "k1", "k2"]
+    command += ["--trace", str(tmp_path / "run.jsonl")]
     environment = {**os.environ, cli.API_KEY_VARIABLE: "k3 k4"}
     with subprocess.Popen(
         [*command, "--num-kv-blocks", "64"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -226,6 +230,37 @@ def test_the_command(with_tokenizer):
         log = process.stderr.read()
     assert "Traceback" not in log
     assert log.count(" length: 22 tokens in") == 4
+    header, *lines = read_recording(tmp_path / "run.jsonl")
+    replay = Replay(header)
+    for line in lines:
+        for event in line.get("events", []):
+            replay.apply(event)
+    assert (len(replay.seqs), replay.num_used) == (4, 0)
+
+
+def test_flags_reach_the_server_and_its_engine(monkeypatch):
+    seen = []
+
+    def start(app, listening, load, announce):
+        listening.close()
+        seen.append(app.state.server.options)
+        load()
+
+    monkeypatch.setattr(cli.logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(cli, "start", start)
+    monkeypatch.setattr(cli, "keep_from_collector", lambda: None)  # of what the other tests need
+    monkeypatch.setattr(cli.event_loop, "run", lambda main: None)
+    monkeypatch.setattr(
+        cli.AsyncLLM, "from_engine_args", lambda engine_args, **others: seen.append((engine_args, others))
+    )
+    monkeypatch.setenv(cli.API_KEY_VARIABLE, "k2 k3")
+    flags = "--api-key k1 --served-model-name a b --max-choices 5 --max-request-bytes 6 --max-requests-per-minute 7 "
+    flags += "--max-queued-requests 8 --drain-timeout 9 --allowed-origins http://x --max-num-seqs 10 --port 0"
+    assert cli.main(flags.split()) == 0
+    options, (engine_args, others) = seen
+    assert options == ServerOptions(("a", "b"), ("k1", "k2", "k3"), 6, 7, 5, ("http://x",), 9.0)
+    assert (engine_args.model, engine_args.max_num_seqs) == (TINY_QWEN3, 10)
+    assert others == {"max_queued_requests": 8, "trace": None}
 
 
 @pytest.mark.parametrize(
@@ -335,6 +370,16 @@ def test_slow_readers_hold_no_blocks_and_stall_nobody(server):
 )  # fmt: skip
 def test_malformed_http_is_refused(server, raw):
     assert re.match(rb"HTTP/1.1 4\d\d ", server.talk(raw))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the option is Linux's")
+def test_a_peer_that_has_vanished_is_noticed_in_the_end():
+    """Without a word from it: the kernel asks, and gives up what was not confirmed for a minute."""
+    with listen("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
 
 
 def test_half_requests_hold_nothing(server):
