@@ -1,7 +1,8 @@
 """What users receive: results of requests, of steps, and the engine's statistics. Records only; names are vLLM's."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 
 @dataclass(frozen=True)
@@ -15,9 +16,38 @@ class Logprob:
     decoded_token: str | None
 
 
+class LazyRecord:
+    """A dataclass with slots, one of whose fields may be made when it is first read, as `_recipe` says.
+
+    Every step gives an output for every stream, and few users read all of its token ids and times each time.
+    """
+
+    __slots__ = ("_recipe",)
+    _lazy_field: ClassVar[str]
+    _recipe: tuple[Any, ...]
+    """A function and its arguments. What they give must not change any more."""
+
+    if not TYPE_CHECKING:  # to a checker it would mean that every name is a field
+
+        def __getattr__(self, name: str) -> Any:
+            """Python asks here for a slot that is still empty, and for names that do not exist."""
+            if name != self._lazy_field:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            make, *arguments = self._recipe
+            value = make(*arguments)
+            setattr(self, name, value)
+            return value
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """For copies and pickles: the fields alone, all of them made."""
+        return None, {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+
+
 @dataclass(slots=True)
-class CompletionOutput:
+class CompletionOutput(LazyRecord):
     """One completion of a prompt."""
+
+    _lazy_field = "token_ids"
 
     index: int
     text: str
@@ -93,8 +123,10 @@ class RequestMetrics:
 
 
 @dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(LazyRecord):
     """All that a request has so far; `finished` is True on its last output."""
+
+    _lazy_field = "metrics"
 
     request_id: str
     prompt: str | None

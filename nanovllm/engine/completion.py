@@ -30,6 +30,15 @@ class Completion:
         self._num_given_chars = 0
         self._has_given_end = False
 
+    def read_token(self, token_id: int) -> None:
+        """`read_text` for the usual case: the only token that has not been read, and not the last."""
+        seq = self.seq
+        if seq.finish_reason is None and seq.token_ids.length - seq.num_prompt_tokens == len(self.token_ids) + 1:
+            self.token_ids.append(token_id)
+            self.detokenizer.append_token(token_id)
+        else:
+            self.read_text()
+
     def read_text(self) -> None:
         """Make text of the new tokens; the text of the token that ended the sequence is left out, as in vLLM."""
         seq, ids = self.seq, self.seq.token_ids
@@ -49,16 +58,15 @@ class Completion:
     def make_output(self) -> CompletionOutput:
         """All so far."""
         seq, logprobs = self.seq, self.logprobs
-        has_read_all = len(self.token_ids) == seq.num_output_tokens  # not if nobody streams, and it is aborted
-        return CompletionOutput(
-            seq.sample_index,
-            self.detokenizer.text(seq.finish_reason is not None),
-            self.token_ids.copy() if has_read_all else seq.output_token_ids,
-            seq.finish_reason,
-            seq.stop_reason,
-            None if logprobs is None else logprobs.copy(),
-            None if logprobs is None else self.cumulative_logprob,
-        )
+        output = CompletionOutput.__new__(CompletionOutput)  # `__init__` would want the token ids now
+        output.index = seq.sample_index
+        output.finish_reason = finish_reason = seq.finish_reason
+        output.stop_reason = seq.stop_reason
+        output.text = self.detokenizer.text(finish_reason is not None)
+        output._recipe = (first, self.token_ids, len(self.token_ids))  # the list grows, its beginning stays
+        output.logprobs = None if logprobs is None else logprobs.copy()
+        output.cumulative_logprob = None if logprobs is None else self.cumulative_logprob
+        return output
 
     def make_delta(self) -> CompletionOutput | None:
         """What is new since the last call; None if nothing is."""
@@ -79,6 +87,10 @@ class Completion:
         self._num_given_tokens, self._num_given_chars = len(self.token_ids), len(text)
         self._has_given_end = is_finished
         return delta
+
+
+def first(values: list[int], length: int) -> list[int]:
+    return values[:length]
 
 
 def position_logprobs(rows: LogprobRows, row: int, token_id: int, k: int, tokenizer: Any) -> PositionLogprobs:

@@ -104,30 +104,43 @@ class Detokenizer:
         self._decoder = decoder if params.detokenize else None
         self._params = params
         self._stop_strings = params.stop_strings
-        self._own_texts = {} if decoder is None else decoder.own_texts(params.skip_special_tokens)
-        self._has_own_texts = params.spaces_between_special_tokens or params.skip_special_tokens
+        adds_up = params.spaces_between_special_tokens or params.skip_special_tokens
+        self._own_texts = decoder.own_texts(params.skip_special_tokens) if self._decoder and adds_up else None
         self._beginnings = {stop[:i] for stop in self._stop_strings for i in range(1, len(stop))}
-        self._longest_beginning = max(map(len, self._beginnings), default=0)
         self._first_chars = {stop[0] for stop in self._stop_strings}
         self._text = ""
         self._context: list[int] = []  # the last tokens in the text: the text of the next ones may depend on them
         self._pending: list[int] = []  # tokens that are not in the text yet
         self._num_tokens = 0
         self._num_searched = 0  # no stop string ends within so many first characters of the text
+        self._num_shown = 0  # and none that is still possible begins within so many
         self.stop_string: str | None = None  # the one that was found, and has ended the text
+
+    def append_token(self, token_id: int) -> None:
+        """Add one token that is not the last."""
+        if self._decoder is None or self.stop_string is not None:
+            return
+        own_text = None
+        if self._text and not self._pending and self._own_texts is not None:
+            own_text = self._own_texts[token_id]
+        if own_text is None:
+            self._append_window(self._decoder, [token_id])
+        elif own_text:  # the usual case: the text of this token depends on no other
+            self._text += own_text
+            self._context = [token_id]
+        if self._stop_strings:
+            self._num_tokens += 1
+            self._find_stop_string()
 
     def append(self, token_ids: list[int], is_last: bool) -> None:
         """Add tokens; with `is_last` the text held back is added too, even if it is no whole character."""
         if self._decoder is None:
             return
-        # one by one where a stop string may end the text before the last of them
-        for chunk in [[token_id] for token_id in token_ids] if self._stop_strings else [token_ids]:
-            if self.stop_string is None:
-                self._num_tokens += len(chunk)
-                if not self._append_own_text(chunk):
-                    self._append_window(self._decoder, chunk)
-                if self._stop_strings:
-                    self._find_stop_string()
+        if self._stop_strings or len(token_ids) == 1:  # a stop string may end the text before the last of them
+            for token_id in token_ids:
+                self.append_token(token_id)
+        else:
+            self._append_window(self._decoder, token_ids)
         if is_last and self._pending and self.stop_string is None:
             self._show(self._decoder, is_last=True)
             if self._stop_strings:
@@ -137,19 +150,8 @@ class Detokenizer:
         """The text that is safe to show; it is a prefix of the text that the next call returns."""
         if is_finished or not self._stop_strings:
             return self._text
-        return self._text[: len(self._text) - self._num_held_back()]
-
-    def _append_own_text(self, chunk: list[int]) -> bool:
-        """The usual case: one token, whose text depends on no other. False, and no change, if it is not so."""
-        if len(chunk) != 1 or self._pending or not self._text or not self._has_own_texts:
-            return False
-        text = self._own_texts[chunk[0]]
-        if text is None:
-            return False
-        if text:
-            self._text += text
-            self._context = chunk
-        return True
+        self._find_beginning()
+        return self._text[: self._num_shown]
 
     def _append_window(self, decoder: TokenDecoder, chunk: list[int]) -> None:
         """Any tokens: decoded together with those before."""
@@ -188,20 +190,22 @@ class Detokenizer:
     def _find_stop_string(self) -> None:
         """Cut the text at the stop string that is complete first, if there is one."""
         if self._num_tokens > self._params.min_tokens:
-            ends = []
+            text, num_searched, ends = self._text, self._num_searched, []
             for stop in self._stop_strings:
-                start = self._text.find(stop, max(0, self._num_searched + 1 - len(stop)))
+                first = num_searched + 1 - len(stop)
+                start = text.find(stop, first if first > 0 else 0)
                 if start >= 0:
                     ends.append((start + len(stop), start, stop))
             if ends:
                 end, start, self.stop_string = min(ends)
-                self._text = self._text[: end if self._params.include_stop_str_in_output else start]
+                self._text = text[: end if self._params.include_stop_str_in_output else start]
         self._num_searched = len(self._text)
 
-    def _num_held_back(self) -> int:
-        """Length of the longest end of the text that a stop string may begin with."""
-        tail = self._text[-self._longest_beginning :] if self._longest_beginning else ""
-        for i, char in enumerate(tail):
-            if char in self._first_chars and tail[i:] in self._beginnings:
-                return len(tail) - i
-        return 0
+    def _find_beginning(self) -> None:
+        """Show the text up to the first place from which all that follows may be the beginning of a stop string."""
+        text, first_chars = self._text, self._first_chars
+        for i in range(self._num_shown, len(text)):
+            if text[i] in first_chars and text[i:] in self._beginnings:
+                self._num_shown = i
+                return
+        self._num_shown = len(text)

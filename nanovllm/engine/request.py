@@ -13,7 +13,7 @@ from nanovllm.execution.logprobs import LogprobRows, prompt_targets
 from nanovllm.execution.model_runner import StepTokens
 from nanovllm.execution.pooling import pooled_chunks
 from nanovllm.execution.prompt_results import PromptRows
-from nanovllm.outputs import RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.sequence import Sequence
@@ -51,7 +51,8 @@ class Request:
         self.tokenizer = tokenizer
         self.completions = [Completion(seq, tokenizer, decoder) for seq in seqs]
         # text is made in each step if the user streams it or a stop string may be in it, else at the end
-        self.reads_each_step = self.stream or bool(self.sampling_params.stop_strings)
+        self._has_stop_strings = bool(self.sampling_params.stop_strings)
+        self.reads_each_step = self.stream or self._has_stop_strings
         wants_prompt_logprobs = self.sampling_params.prompt_logprobs is not None
         self.prompt_logprobs: list[PositionLogprobs | None] | None = [None] if wants_prompt_logprobs else None
         self.arrival_time = arrival_time
@@ -71,17 +72,19 @@ class Request:
         completion = self.completions[seq.sample_index]
         if tokens.logprobs is not None:
             completion.add_logprobs(tokens.logprobs, row)
-        if self.reads_each_step or seq.finish_reason is not None:
-            completion.read_text()
+        if self.reads_each_step:
+            completion.read_token(tokens.token_ids[row])
 
     def read_rest(self) -> None:
-        """Read the text of tokens that a failed step has appended; done twice, this changes nothing."""
+        """Read the text of tokens that have not been read yet; done twice, this changes nothing."""
         for completion in self.completions:
             completion.read_text()
 
     def end_step(self, scheduler: Scheduler, now: float) -> None:
         """After all tokens of a step have been read: end the sequences whose text holds a stop string."""
         self.token_times.append(now)
+        if not self._has_stop_strings:
+            return
         for completion in self.completions:
             stop_string, seq = completion.detokenizer.stop_string, completion.seq
             if stop_string is None or seq.finish_reason == "stop":
@@ -113,38 +116,44 @@ class Request:
 
     def make_output(self) -> RequestOutput:
         """All that is known so far, or what is new, as a snapshot."""
-        if self._gives_deltas:
-            deltas = [completion.make_delta() for completion in self.completions]
-            outputs = [delta for delta in deltas if delta is not None]
-            is_first = not self._has_given_prompt
-            self._has_given_prompt = True
-        else:
-            outputs = [completion.make_output() for completion in self.completions]
-            is_first = True
-        return RequestOutput(
-            self.request_id,
-            self.prompt,
-            self.prompt_token_ids,
-            outputs,
-            self.is_finished,
-            self.seqs[0].num_cached_tokens or 0,
-            self.make_metrics(),
-            self.prompt_logprobs.copy() if self.prompt_logprobs is not None and is_first else None,
-        )
+        if not self.reads_each_step:
+            self.read_rest()
+        output = RequestOutput.__new__(RequestOutput)  # `__init__` would want the metrics now
+        output.request_id = self.request_id
+        output.prompt = self.prompt
+        output.prompt_token_ids = self.prompt_token_ids
+        output.prompt_logprobs = None if self.prompt_logprobs is None else self._take_prompt_logprobs()
+        output.outputs = self._make_deltas() if self._gives_deltas else [one.make_output() for one in self.completions]
+        output.finished = is_finished = self.finished_time is not None
+        seq = self.seqs[0]
+        output.num_cached_tokens = seq.num_cached_tokens or 0
+        num_tokens, num_preemptions = len(self.completions[0].token_ids), seq.num_preemptions
+        if len(self.seqs) > 1:
+            num_tokens = max(len(one.token_ids) for one in self.completions)
+            num_preemptions = sum(seq.num_preemptions for seq in self.seqs)
+        output._recipe = (Request._make_metrics, self, len(self.token_times), num_tokens, num_preemptions)
+        if is_finished:  # now, so that the output does not keep the request
+            output.metrics = self._make_metrics(len(self.token_times), num_tokens, num_preemptions)
+        return output
 
-    def make_metrics(self) -> RequestMetrics:
-        times, seqs = self.token_times, self.seqs
-        num_output_tokens, num_preemptions = seqs[0].num_output_tokens, seqs[0].num_preemptions
-        if len(seqs) > 1:
-            num_output_tokens = max(seq.num_output_tokens for seq in seqs)
-            num_preemptions = sum(seq.num_preemptions for seq in seqs)
+    def _make_deltas(self) -> list[CompletionOutput]:
+        deltas = [completion.make_delta() for completion in self.completions]
+        return [delta for delta in deltas if delta is not None]
+
+    def _take_prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
+        assert self.prompt_logprobs is not None
+        is_first, self._has_given_prompt = not self._has_given_prompt, True
+        return self.prompt_logprobs.copy() if is_first or not self._gives_deltas else None
+
+    def _make_metrics(self, num_times: int, num_output_tokens: int, num_preemptions: int) -> RequestMetrics:
+        times = self.token_times[:num_times]
         return RequestMetrics(
             self.arrival_time,
             times[0] if times else None,
             self.finished_time,
             num_output_tokens,
             self.scheduled_time,
-            times.copy(),
+            times,
             num_preemptions,
         )
 
