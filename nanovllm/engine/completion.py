@@ -63,7 +63,8 @@ class Completion:
         output.finish_reason = finish_reason = seq.finish_reason
         output.stop_reason = seq.stop_reason
         output.text = self.detokenizer.text(finish_reason is not None)
-        output._recipe = (first, self.token_ids, len(self.token_ids))  # the list grows, its beginning stays
+        # the list grows, its beginning stays
+        output._recipe = first, self.token_ids, len(self.token_ids)  # type: ignore[misc]  # a slot of LazyRecord
         output.logprobs = None if logprobs is None else logprobs.copy()
         output.cumulative_logprob = None if logprobs is None else self.cumulative_logprob
         return output

@@ -105,7 +105,7 @@ class Detokenizer:
         self._params = params
         self._stop_strings = params.stop_strings
         adds_up = params.spaces_between_special_tokens or params.skip_special_tokens
-        self._own_texts = decoder.own_texts(params.skip_special_tokens) if self._decoder and adds_up else None
+        self._own_texts = self._decoder.own_texts(params.skip_special_tokens) if self._decoder and adds_up else None
         self._beginnings = {stop[:i] for stop in self._stop_strings for i in range(1, len(stop))}
         self._first_chars = {stop[0] for stop in self._stop_strings}
         self._text = ""

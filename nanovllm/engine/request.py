@@ -131,9 +131,11 @@ class Request:
         if len(self.seqs) > 1:
             num_tokens = max(len(one.token_ids) for one in self.completions)
             num_preemptions = sum(seq.num_preemptions for seq in self.seqs)
-        output._recipe = (Request._make_metrics, self, len(self.token_times), num_tokens, num_preemptions)
+        recipe = Request._make_metrics, self, len(self.token_times), num_tokens, num_preemptions, self.finished_time
         if is_finished:  # now, so that the output does not keep the request
-            output.metrics = self._make_metrics(len(self.token_times), num_tokens, num_preemptions)
+            output.metrics = self._make_metrics(*recipe[2:])
+        else:
+            output._recipe = recipe  # type: ignore[misc]  # a slot of LazyRecord
         return output
 
     def _make_deltas(self) -> list[CompletionOutput]:
@@ -145,12 +147,15 @@ class Request:
         is_first, self._has_given_prompt = not self._has_given_prompt, True
         return self.prompt_logprobs.copy() if is_first or not self._gives_deltas else None
 
-    def _make_metrics(self, num_times: int, num_output_tokens: int, num_preemptions: int) -> RequestMetrics:
+    def _make_metrics(
+        self, num_times: int, num_output_tokens: int, num_preemptions: int, finished_time: float | None
+    ) -> RequestMetrics:
+        """As they were when there were so many."""
         times = self.token_times[:num_times]
         return RequestMetrics(
             self.arrival_time,
             times[0] if times else None,
-            self.finished_time,
+            finished_time,
             num_output_tokens,
             self.scheduled_time,
             times,
