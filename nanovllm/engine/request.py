@@ -125,18 +125,15 @@ class Request:
         output.prompt_logprobs = None if self.prompt_logprobs is None else self._take_prompt_logprobs()
         output.outputs = self._make_deltas() if self._gives_deltas else [one.make_output() for one in self.completions]
         output.finished = is_finished = self.finished_time is not None
-        seq = self.seqs[0]
-        output.num_cached_tokens = seq.num_cached_tokens or 0
-        num_tokens, num_preemptions = len(self.completions[0].token_ids), seq.num_preemptions
-        if len(self.seqs) > 1:
-            num_tokens = max(len(one.token_ids) for one in self.completions)
-            num_preemptions = sum(seq.num_preemptions for seq in self.seqs)
-        recipe = Request._make_metrics, self, len(self.token_times), num_tokens, num_preemptions, self.finished_time
+        output.num_cached_tokens = self.seqs[0].num_cached_tokens or 0
         if is_finished:  # now, so that the output does not keep the request
-            output.metrics = self._make_metrics(*recipe[2:])
+            output.metrics = self.make_metrics()
         else:
-            output._recipe = recipe  # type: ignore[misc]  # a slot of LazyRecord
+            output._recipe = Request._metrics_at, self, *self._progress()  # type: ignore[misc]  # LazyRecord's slot
         return output
+
+    def make_metrics(self) -> RequestMetrics:
+        return self._metrics_at(*self._progress())
 
     def _make_deltas(self) -> list[CompletionOutput]:
         deltas = [completion.make_delta() for completion in self.completions]
@@ -147,10 +144,18 @@ class Request:
         is_first, self._has_given_prompt = not self._has_given_prompt, True
         return self.prompt_logprobs.copy() if is_first or not self._gives_deltas else None
 
-    def _make_metrics(
+    def _progress(self) -> tuple[int, int, int, float | None]:
+        """What metrics that are made later must know of today."""
+        seqs = self.seqs
+        num_output_tokens, num_preemptions = seqs[0].num_output_tokens, seqs[0].num_preemptions
+        if len(seqs) > 1:
+            num_output_tokens = max(seq.num_output_tokens for seq in seqs)
+            num_preemptions = sum(seq.num_preemptions for seq in seqs)
+        return len(self.token_times), num_output_tokens, num_preemptions, self.finished_time
+
+    def _metrics_at(
         self, num_times: int, num_output_tokens: int, num_preemptions: int, finished_time: float | None
     ) -> RequestMetrics:
-        """As they were when there were so many."""
         times = self.token_times[:num_times]
         return RequestMetrics(
             self.arrival_time,
