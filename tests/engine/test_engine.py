@@ -18,7 +18,7 @@ import transformers
 from nanovllm import Config, LLMEngine, RequestOutput, SamplingParams, StepOutput
 from nanovllm.engine.request import Request
 from nanovllm.execution.model_runner import StepTokens
-from tests.conftest import hf_greedy
+from tests.conftest import examples, hf_greedy
 from tests.late_runner import LateRunner
 
 VOCAB_SIZE = 300  # the model's
@@ -410,6 +410,7 @@ def test_an_id_may_be_used_again_when_its_request_is_over(checkpoint, answer):
 )
 @both_ways
 @pytest.mark.sparse
+@pytest.mark.examples
 def test_abort_at_every_step(checkpoint, answer, victim, enable_prefix_caching, overlap):
     """Waiting, amid a chunked prefill, decoding, preempted: the others go on, and its prompt works when it comes again.
 
@@ -426,7 +427,7 @@ def test_abort_at_every_step(checkpoint, answer, victim, enable_prefix_caching, 
         max_num_seqs=4,
         enable_prefix_caching=enable_prefix_caching,
     )
-    for abort_after in range(1000):
+    for abort_after in range(0, 1000, 3 // examples(3)):  # each third step by default
         engine.reset_prefix_cache()
         engine.runner.kv_cache.tensor.fill_(50.0)
         for request_id, prompt in prompts.items():

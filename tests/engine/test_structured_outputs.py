@@ -90,7 +90,7 @@ SCHEMAS = st.recursive(SCALARS, containers, max_leaves=6)
 
 
 @pytest.mark.examples
-@settings(max_examples=examples(45), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     schemas=st.lists(SCHEMAS, min_size=4, max_size=4), seed=st.integers(0, 2**32), temperature=st.sampled_from([0, 1])
 )
