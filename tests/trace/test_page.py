@@ -260,6 +260,31 @@ def test_evictions_are_named_in_their_order(show, known):
     assert [int(block) for step in said for block in step] == evicted
 
 
+def test_abort_is_of_note_and_evictions_only_when_chosen(show):
+    run = RecordedRun(Lines(), num_blocks=6, block_size=4, budget=12, max_num_seqs=4)
+    run.add([1] * 9, max_tokens=16)
+    run.step()
+    run.abort(run.requests[0])
+    for i in range(2, 5):
+        run.add([i] * 9, max_tokens=6)
+    run.finish()
+    [lines] = run.stats._sink.segments
+    page = show(lines)
+    notes = page.locator(".highlights")
+    texts = notes.locator("li").all_inner_texts()
+    assert [one for one in texts if "ends: aborted" in one] == ["2 seq-0 ends: aborted"]
+    assert not any("evicted" in one for one in texts)
+    notes.get_by_role("button", name="aborts 1", exact=True).click()
+    notes.locator("[aria-pressed=true]").wait_for()
+    assert notes.locator("li").count() == 1
+    notes.locator("li button").click()
+    text = "aborted; its blocks are freed. 10 tokens (9 of the prompt, 1 generated)"
+    page.locator(".sequence", has_text=text).wait_for()
+    assert "✕ aborted" in page.locator(".timeline .legend").inner_text()
+    notes.get_by_role("button", name="steps that evict").click()
+    notes.locator("li", has_text="evicted").first.wait_for()
+
+
 def test_block_and_sequence_show_their_insides(show, known):
     lines, states = known
     page = show(lines, at="#step=3&seq=1")
@@ -323,6 +348,23 @@ def test_keys_scrub_play_and_choose(show, known):
     assert step_of(page) == before, "in the pool, arrows choose a block"
 
 
+def test_escape_leaves_the_pool_and_a_field_so_that_arrows_step(show, known):
+    page = show(known[0])
+    page.locator(".pool canvas").first.click(position={"x": 5, "y": 5})
+    page.locator(".block h2", has_text="Block 1").wait_for()
+    page.keyboard.press("Escape")
+    page.keyboard.press("ArrowRight")
+    page.locator("#step", has_text="Step 2 ").wait_for(timeout=5000)
+    assert "Block 1" in page.locator(".block h2").inner_text()
+    page.get_by_label("Block number").fill("3")
+    page.keyboard.press("Escape")
+    page.keyboard.press("ArrowRight")
+    page.locator("#step", has_text="Step 3 ").wait_for(timeout=5000)
+    assert "Block 3" in page.locator(".block h2").inner_text()
+    page.keyboard.press("Escape")
+    page.locator(".block h2", has_text="Block 3").wait_for(state="detached", timeout=5000)
+
+
 def test_links_keep_step_choice_language_and_theme(show, known):
     page = show(known[0], at="#step=5&seq=2&block=3&lang=zh&theme=dark")
     assert step_of(page).startswith("第 5 步")
@@ -348,6 +390,7 @@ def test_two_recordings_are_scrubbed_together(show, known, tmp_path):
     page.keyboard.press("ArrowRight")
     page.locator(".step h2", has_text=": 4").nth(1).wait_for()
     assert [one.split(":")[1].strip() for one in page.locator(".step h2").all_inner_texts()] == ["4", "4"]
+    assert step_of(page) == f"Step 4 of {len(known[1])} | {len(run.stats.states)}"
     alone = show(known[0])
     text = "".join(json.dumps(line) + "\n" for line in second)
     alone.set_input_files("input[type=file]", {"name": "b.jsonl", "mimeType": "text/plain", "buffer": text.encode()})

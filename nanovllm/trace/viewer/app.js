@@ -2,7 +2,7 @@
 
 import { BlockCard, SequenceCard } from "./details.js";
 import { Counters } from "./counters.js";
-import { Highlights } from "./highlights.js";
+import { Highlights, isOfNote } from "./highlights.js";
 import { Invariants } from "./invariants.js";
 import { LANGUAGES, translator } from "./i18n.js";
 import { Live } from "./live.js";
@@ -101,8 +101,9 @@ function App({ first, second, live }) {
 
 function Head({ runs, frame, last, goTo, isPlaying, setPlaying, changeLang, changeTheme, openSecond, closeSecond, live, follows, setFollows }) {
   const { t } = useView();
-  const run = runs[0];
-  const at = run?.frames[Math.min(frame, run.lastFrame)];
+  const longest = runs.find((one) => one.lastFrame === last) ?? runs[0];
+  const at = longest?.frames[Math.min(frame, longest.lastFrame)];
+  const lasts = new Set(runs.map((one) => one.firstStep + one.lastFrame - 1));
   const button = (label, text, onClick, extra = {}) => html`<button aria-label=${t(label)} title=${t(label)} onClick=${onClick} ...${extra}>${text}</button>`;
   return html`<header>
     <h1>nanovllm <small>${live ? t("live") : runs.map((one) => one.name).join(" | ")}</small></h1>
@@ -111,7 +112,7 @@ function Head({ runs, frame, last, goTo, isPlaying, setPlaying, changeLang, chan
       ${button(isPlaying ? "pause" : "play", t(isPlaying ? "pause" : "play"), () => setPlaying(!isPlaying), { id: "play" })}
       ${button("next", "▶", () => goTo((i) => i + 1))}${button("last", "▶|", () => goTo(last))}
       <input type="range" min="0" max=${last} value=${frame} aria-label=${t("step")} onInput=${(event) => goTo(Number(event.target.value))} />
-      <output id="step">${at.isEnd ? t("atEnd", { last: at.step - 1 }) : t("stepOf", { step: at.step, last: run.firstStep + run.lastFrame - 1 })}</output>
+      <output id="step">${at.isEnd ? t("atEnd", { last: at.step - 1 }) : t("stepOf", { step: at.step, last: [...lasts].join(" | ") })}</output>
     </div>`}
     <div class="tools">
       ${live && html`<label><input type="checkbox" checked=${follows} onChange=${(event) => setFollows(event.target.checked)} /> ${t("follow")}</label>`}
@@ -172,15 +173,17 @@ function useKeys({ run, frame, goTo, choice, choose, setChoice, setPlaying, chan
   useEffect(() => {
     const onKey = (event) => {
       const isTyping = ["INPUT", "TEXTAREA"].includes(event.target.tagName) && event.target.type !== "range";
+      const isPool = event.target.getAttribute?.("role") === "application"; // there, arrows choose a block
+      if (event.key === "Escape" && (isTyping || isPool)) return event.target.blur();
       if (isTyping || event.ctrlKey || event.metaKey || event.altKey || !run) return;
       const by = event.shiftKey ? 10 : 1;
       const numbers = [...run.requests.values()].map((one) => one.number).filter((one) => one > 0);
       const turn = (d) => choose({ seq: numbers[(numbers.indexOf(choice.seq) + d + numbers.length + (choice.seq == null && d < 0 ? 1 : 0)) % numbers.length] });
-      const marked = run.highlights.map((one) => one.frame);
+      const marked = run.highlights.filter(isOfNote).map((one) => one.frame);
       const actions = {
         ArrowLeft: () => goTo((at) => at - by), ArrowRight: () => goTo((at) => at + by),
         ArrowUp: () => turn(-1), ArrowDown: () => turn(1),
-        Home: () => goTo(0), End: () => goTo(run.lastFrame),
+        Home: () => goTo(0), End: () => goTo(Infinity),
         " ": () => setPlaying((is) => !is), l: changeLang, d: changeTheme,
         n: () => goTo(marked.find((at) => at > frame) ?? frame), p: () => goTo(marked.findLast((at) => at < frame) ?? frame),
         Escape: () => { setSource(null); setChoice({ seq: null, block: null }); },

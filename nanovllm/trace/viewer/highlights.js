@@ -1,16 +1,19 @@
-// What a reader may want to jump to: preemptions, copies, evictions, waits, prefix hits; all of them, or one kind.
+// What a reader may want to jump to: preemptions, aborts, copies, waits, prefix hits; all of them, or one kind.
+// Evictions are many in a full pool: they are shown only when they are chosen.
 
 import { describeEvent, subjectOf } from "./events.js";
 import { html, useState, useView } from "./ui.js";
 
 const MOST = 40;
 
+export const isOfNote = ({ event }) => event[0] !== "evictions";
+
 export function Highlights({ run, frame, goTo }) {
   const { t, choose } = useView();
   const [kind, setKind] = useState(null);
   const counts = new Map();
   for (const { event } of run.highlights) counts.set(event[0], (counts.get(event[0]) ?? 0) + 1);
-  const all = kind ? run.highlights.filter((one) => one.event[0] === kind) : run.highlights;
+  const all = kind ? run.highlights.filter((one) => one.event[0] === kind) : run.highlights.filter(isOfNote);
   const near = all.findIndex((one) => one.frame >= frame);
   const start = Math.max(0, Math.min((near < 0 ? all.length : near) - 3, all.length - MOST));
   const shown = all.slice(start, start + MOST);

@@ -80,7 +80,7 @@ function drawCell(context, look, x, y, size, ink) {
   if (look.rank && size >= 16) {
     context.fillStyle = ink.soft;
     context.font = `${Math.min(11, size * 0.4)}px system-ui, sans-serif`;
-    context.fillText(look.rank, x + inner / 2, y + inner / 2);
+    context.fillText(`#${look.rank}`, x + inner / 2, y + inner / 2);
   }
   if (look.chosen) {
     context.strokeStyle = ink.text;

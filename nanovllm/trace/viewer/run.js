@@ -124,7 +124,7 @@ export class Run {
     else if (code === "update") this.followTokens(number, rest[0]);
     else if (code === "start") for (const one of this.requests.values()) one.living.clear();
     if (code === "preempt") this.requestOf(number).marks.push({ frame, code });
-    if (["preempt", "copy", "roll_back", "start"].includes(code)) this.highlights.push({ frame, event, numFree: this.numFreeBefore });
+    if (["preempt", "copy", "roll_back", "start"].includes(code) || (code === "finish" && this.isAborted(number))) this.highlights.push({ frame, event, numFree: this.numFreeBefore });
     if (code === "take" && rest[1]) this.followEviction(frame, rest[0]);
     if (code === "wait" && number && this.waitsFor.get(number) !== rest[0]) {
       this.waitsFor.set(number, rest[0]);
@@ -152,7 +152,7 @@ export class Run {
     const request = this.requestOf(number);
     request.living.delete(number);
     if (request.living.size) return;
-    Object.assign(request, { isOver: true, finished: time, reason });
+    Object.assign(request, { isOver: true, isAborted: this.isAborted(number), finished: time, reason });
     this.close(request, this.frames.length);
   }
 
@@ -206,6 +206,12 @@ export class Run {
   tpot(request) {
     if (request.numTokens < 2) return null;
     return (request.last - request.first) / 1e6 / (request.numTokens - 1);
+  }
+
+  // A beam that its search drops ends with "abort" as well; nobody has aborted it.
+  isAborted(number) {
+    const seq = this.replay.seqs.get(number);
+    return seq.reason === "abort" && !seq.beam;
   }
 
   label(number) {

@@ -23,7 +23,19 @@ function drawRow(context, run, request, y, scale, theme, width) {
     context.lineTo(x, y + 7);
     context.fill();
   }
-  if (request.isOver) context.fillRect(Math.min(width - 2, request.end * scale), y + 3, 2, ROW - 6);
+  if (request.isAborted) drawCross(context, Math.max(5, Math.min(width - 5, request.end * scale)), y + ROW / 2);
+  else if (request.isOver) context.fillRect(Math.min(width - 2, request.end * scale), y + 3, 2, ROW - 6);
+}
+
+function drawCross(context, x, y) {
+  context.strokeStyle = cssColor("text");
+  context.lineWidth = 2;
+  context.beginPath();
+  for (const side of [-4, 4]) {
+    context.moveTo(x - side, y - 4);
+    context.lineTo(x + side, y + 4);
+  }
+  context.stroke();
 }
 
 // Each kind has a shape of its own, so that colour is not all: full, half, hatched, a line, …
@@ -118,6 +130,6 @@ function Key({ theme }) {
   }), [theme]);
   return html`<div class="legend">
     ${KINDS.map((kind, i) => html`<span><img src=${pictures[i]} width="28" height="12" alt="" />${t(`kind.${kind}`)}</span>`)}
-    <span>▼ ${t("kind.preempted")}</span><span>▏${t("kind.finished")}</span>
+    <span>▼ ${t("kind.preempted")}</span><span>▏${t("kind.finished")}</span><span>✕ ${t("reason.abort")}</span>
   </div>`;
 }
