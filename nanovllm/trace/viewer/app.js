@@ -14,8 +14,8 @@ import { Step } from "./step.js";
 import { Timeline } from "./timeline.js";
 import { html, render, useCallback, useEffect, useMemo, useSettled, useState, View, useView } from "./ui.js";
 
-function readHash() {
-  const values = new URLSearchParams(location.hash.slice(1));
+function readHash(hash = location.hash) {
+  const values = new URLSearchParams(hash.slice(1));
   const number = (name) => (values.has(name) && Number.isFinite(Number(values.get(name))) ? Number(values.get(name)) : null);
   return { step: number("step"), seq: number("seq"), block: number("block"), lang: values.get("lang"), theme: values.get("theme") };
 }
@@ -58,8 +58,8 @@ function App({ first, second, live }) {
     return () => clearTimeout(timer);
   }, [frame, choice, lang, theme, runs]);
   useEffect(() => {
-    const onHash = () => {
-      const now = readHash();
+    const onHash = ({ newURL }) => { // location.hash may hold by now what the timer above has written
+      const now = readHash(new URL(newURL).hash);
       if (now.step !== null && runs[0]) goTo(runs[0].frameOf(now.step));
       if (now.seq !== null || now.block !== null) choose({ seq: now.seq, block: now.block });
       if (LANGUAGES.includes(now.lang)) setLang(now.lang);
