@@ -107,9 +107,8 @@ class RequestMetrics:
     @property
     def tpot(self) -> float | None:
         """Time per output token after the first: the pace of the text. None for a single token."""
-        if self.first_token_time is None or self.finished_time is None or self.num_output_tokens < 2:
-            return None
-        return (self.finished_time - self.first_token_time) / (self.num_output_tokens - 1)
+        decode_time = self.decode_time
+        return None if decode_time is None or self.num_output_tokens < 2 else decode_time / (self.num_output_tokens - 1)
 
     @property
     def inter_token_latencies(self) -> list[float]:

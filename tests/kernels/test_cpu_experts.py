@@ -13,12 +13,8 @@ from nanovllm.layers.group_routing import SigmoidRouter
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.moe import Experts, Router
 from tests.kernels.test_cpu_kernels import (
-    DTYPES,
-    PROCESSORS,
     filled,
-    need_a_compiler,
     one_rounding,
-    pretend,
     randn,
     twin_of,
 )
@@ -26,21 +22,7 @@ from tests.models.architectures import Checkpoints
 
 HIDDEN, NUM_EXPERTS = 64, 5
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _needs_a_compiler():
-    need_a_compiler(torch.float32)
-
-
-@pytest.fixture(params=PROCESSORS)
-def processor(request, monkeypatch):
-    with pretend(monkeypatch, request.param):
-        yield request.param
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request):
-    return request.param
+pytestmark = pytest.mark.usefixtures("needs_a_compiler")
 
 
 def make_experts(dtype, inner=48):

@@ -4,9 +4,7 @@
 tiles in plain C, so that every branch of it is run.
 """
 
-import contextlib
 import ctypes
-import functools
 import math
 import re
 import subprocess
@@ -24,7 +22,7 @@ from nanovllm.kernels.cpu import library as cpu
 from nanovllm.kernels.cpu.attention import CpuAttention
 from nanovllm.kernels.cpu.decoder_layer import CpuDecoderLayer, fuse_layers
 from nanovllm.kernels.cpu.layers import CpuLinear, HugePages, pack, replace_layers
-from nanovllm.kernels.cpu.library import NoLibraryError, compile_and_load, load_library
+from nanovllm.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm.layers.activation import GeluAndMul, SiluAndMul
 from nanovllm.layers.backends import TorchAttention
 from nanovllm.layers.embedding import Embedding
@@ -39,62 +37,8 @@ from tests.attention_steps import HEADS, OPTIONS, Step, check_close, random_lens
 from tests.steps import batch_of
 
 TINY = TINY_QWEN3
-DTYPES = [torch.float32, torch.bfloat16]
-# the best of this processor, the same without AMX, one without AVX-512, none in particular; and AMX in plain C
-PROCESSORS = {
-    "native": "native",
-    "no AMX": "native",
-    "AVX2": "x86-64-v3",
-    "SSE": "x86-64",
-    "AMX, emulated": "native -DAMX_EMULATED",
-}
 
-
-def need_a_compiler(dtype):
-    """Skip where there is no C compiler; where there is one, source that it refuses is a failure."""
-    try:
-        load_library(dtype)
-    except NoLibraryError as error:
-        if "there is no C compiler" not in str(error):
-            raise
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _needs_a_compiler():
-    need_a_compiler(torch.float32)
-
-
-@pytest.fixture(params=PROCESSORS)
-def processor(request, monkeypatch):
-    """Layers made in the test run the code that is made for this processor."""
-    with pretend(monkeypatch, request.param):
-        yield request.param
-
-
-@functools.cache
-def load_once(command, why_no_tiles):
-    """The library of a pretended processor: to find it again takes longer than most of its tests."""
-    return compile_and_load(list(command), why_no_tiles)
-
-
-@contextlib.contextmanager
-def pretend(monkeypatch, processor):
-    with monkeypatch.context() as patch:
-        flags = [word for flag in cpu.FLAGS for word in flag.replace("=native", f"={PROCESSORS[processor]}").split()]
-        patch.setattr(cpu, "FLAGS", tuple(flags))
-        patch.setattr(cpu, "compile_and_load", lambda command, reason=None: load_once(tuple(command), reason))
-        if processor != "native":
-            patch.setattr(cpu, "has_tiles", lambda: False)
-            patch.setattr(cpu, "why_no_tiles_are_shown", lambda: None)
-        cpu.load_library.cache_clear()
-        yield
-    cpu.load_library.cache_clear()
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request):
-    return request.param
+pytestmark = pytest.mark.usefixtures("needs_a_compiler")
 
 
 def filled(layer, dtype, seed=0):

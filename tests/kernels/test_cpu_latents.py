@@ -7,25 +7,11 @@ from nanovllm.kernels.cpu.latent_attention import CpuLatentAttention, CpuUpProje
 from nanovllm.layers.latent_attention import UpProjection
 from nanovllm.layers.masking import AttentionOptions
 from tests.attention_steps import LatentStep, random_lens
-from tests.kernels.test_cpu_kernels import DTYPES, PROCESSORS, filled, need_a_compiler, pretend, randn
+from tests.kernels.test_cpu_kernels import filled, randn
 
 SIZES = [(4, 32, 16), (16, 64, 32), (20, 40, 24), (33, 16, 16)]  # heads, rank, the rotated key
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _needs_a_compiler():
-    need_a_compiler(torch.float32)
-
-
-@pytest.fixture(params=PROCESSORS)
-def processor(request, monkeypatch):
-    with pretend(monkeypatch, request.param):
-        yield request.param
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request):
-    return request.param
+pytestmark = pytest.mark.usefixtures("needs_a_compiler")
 
 
 def make_backend(num_heads, rank, rope_dim, block_size, dtype):

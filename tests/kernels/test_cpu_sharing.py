@@ -8,18 +8,9 @@ import torch
 from nanovllm.kernels.cpu.attention import CpuAttention
 from nanovllm.layers.masking import PLAIN
 from tests.attention_steps import OPTIONS, Step
-from tests.kernels.test_cpu_kernels import DTYPES, PROCESSORS, need_a_compiler, pretend
+from tests.kernels.processors import DTYPES
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _needs_a_compiler():
-    need_a_compiler(torch.float32)
-
-
-@pytest.fixture(params=PROCESSORS)
-def processor(request, monkeypatch):
-    with pretend(monkeypatch, request.param):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("needs_a_compiler")
 
 
 def begin_alike(step, families):

@@ -16,7 +16,8 @@ from nanovllm.kernels.cpu.attention import CpuAttention
 from nanovllm.kernels.cpu.layers import CpuLinear, HugePages
 from nanovllm.kernels.cpu.library import load_library
 from tests.attention_steps import Step, check_close
-from tests.kernels.test_cpu_kernels import TINY, need_a_compiler, pretend, randn
+from tests.kernels.processors import need_a_compiler, pretend
+from tests.kernels.test_cpu_kernels import TINY, randn
 
 LEAST_NORMAL = 2.0**-126
 

@@ -445,18 +445,24 @@ def test_max_queued_requests_is_checked(with_tokenizer, value):
 # ---- failures
 
 
-def test_a_step_that_fails_fails_its_requests_and_the_engine_goes_on(new_llm, expected):
-    llm = new_llm()
+def fail_at_third_step(llm):
+    """The error that the third forward pass from now will raise."""
     run, failure = llm.engine.runner.run, RuntimeError("the forward pass has failed")
-    calls = []
+    batches = []
 
     def run_or_fail(batch):
-        calls.append(batch)
-        if len(calls) == 3:
+        batches.append(batch)
+        if len(batches) == 3:
             raise failure
         return run(batch)
 
     llm.engine.runner.run = run_or_fail
+    return failure
+
+
+def test_a_step_that_fails_fails_its_requests_and_the_engine_goes_on(new_llm, expected):
+    llm = new_llm()
+    failure = fail_at_third_step(llm)
 
     async def main():
         return await asyncio.wait_for(
@@ -471,16 +477,7 @@ def test_a_step_that_fails_fails_its_requests_and_the_engine_goes_on(new_llm, ex
 def test_a_step_that_fails_leaves_those_alone_that_only_wait(new_llm, expected):
     llm = new_llm(max_num_seqs=2)
     gate = Gate(llm)
-    run, failure = llm.engine.runner.run, RuntimeError("the forward pass has failed")
-    batches = []
-
-    def run_or_fail(batch):
-        batches.append(batch)
-        if len(batches) == 3:
-            raise failure
-        return run(batch)
-
-    llm.engine.runner.run = run_or_fail
+    failure = fail_at_third_step(llm)
 
     async def main():
         consumers = [asyncio.create_task(tokens_of(llm.generate(prompt, greedy()))) for prompt in PROMPTS]
