@@ -12,12 +12,14 @@ import tokenizers
 import torch
 import transformers
 
+from nanovllm.execution import cache_size
 from tests.hub_cache import hub_cache  # noqa: F401 (a fixture)
 
 # On models this small a second thread only waits for the first.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # nor do processes that tests start want to wait for each other
 transformers.utils.logging.disable_progress_bar()
+cache_size.CPU_KV_CACHE_BYTES = 64 << 20  # to fill a gigabyte with zeros takes longer than most tests
 
 # These need a GPU or Triton's interpreter; test_triton_attention.py runs them in the latter, every second one together.
 KERNEL_TESTS = [

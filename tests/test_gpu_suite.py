@@ -455,28 +455,23 @@ def test_a_job_may_print_its_figures_last(run):
 # ---- all of it
 
 
-# what other tests here and in test_benchmarks.py do not run; each job takes seconds to begin
-FEW_JOBS = ["machine", "offline/overlap", "latency", "profile", "picture"]
-
-
-@pytest.fixture(scope="module", params=[FEW_JOBS, pytest.param([], marks=pytest.mark.slow)], ids=["few jobs", "all"])
-def rehearsal(tmp_path_factory, request):
-    """(its folder, its command, how it went, the names of its jobs)"""
-    folder, stages = tmp_path_factory.mktemp("rehearsal"), request.param
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory):
+    """(its folder, its command, how it went)"""
+    folder = tmp_path_factory.mktemp("rehearsal")
     command = ["-m", "benchmarks.gpu_suite", "--device", "cpu", "--rehearse", "--output-dir", str(folder)]
-    command += ["--only", *stages] if stages else []
-    names = [job.name for job in rehearsal_jobs() if not stages or {job.name, job.stage} & set(stages)]
-    return folder, command, gpu_suite.run_process(command, 300, folder / "log"), names
+    return folder, command, gpu_suite.run_process(command, 300, folder / "log")
 
 
+@pytest.mark.slow  # each job is a process that takes seconds to begin
 def test_rehearsal(rehearsal):
-    folder, command, entry, names = rehearsal
+    folder, command, entry = rehearsal
     assert entry["status"] == "ok", entry["tail"]
     (path,) = folder.glob("*.json")
     results = json.loads(path.read_text())
     assert results["rehearsal"] is True
     statuses = {name: job["status"] for name, job in results["jobs"].items()}
-    assert list(statuses) == names
+    assert list(statuses) == [job.name for job in rehearsal_jobs()]
     assert {name for name, status in statuses.items() if status == "skipped"} <= {"kernels", "sampling", "offline/fp8"}
     assert set(statuses.values()) <= {"ok", "skipped"}
     assert results["offline"]["output_tokens_per_second"] > 0
@@ -484,11 +479,10 @@ def test_rehearsal(rehearsal):
     assert results["rates"].keys() == vars(H200).keys()
     assert results["machine"]["torch"]
     work = random_workload(6, (4, 12), (4, 8), 0, 2048)  # what the jobs ask for
-    for name in {"offline/eager", "offline/overlap"} & set(names):
+    for name in ("offline/eager", "offline/overlap"):
         assert results["jobs"][name]["figures"]["output_tokens"] == work.num_output_tokens
-    if "tests/engine" in names:
-        assert results["jobs"]["tests/engine"]["figures"]["passed"] > 10
-        assert results["jobs"]["offline/transformers"]["figures"]["requests"] == 4
+    assert results["jobs"]["tests/engine"]["figures"]["passed"] > 10
+    assert results["jobs"]["offline/transformers"]["figures"]["requests"] == 4
     for row in results["jobs"]["profile"]["figures"]["rows"]:
         assert (folder / row["trace"]).exists()
         assert row["busy_us"] > 0
@@ -502,6 +496,7 @@ def test_rehearsal(rehearsal):
         assert f"\n## {heading}\n" in text
 
 
+@pytest.mark.slow
 def test_a_rehearsal_again_runs_nothing(rehearsal):
     folder, command, *_ = rehearsal
     (path,) = folder.glob("*.json")

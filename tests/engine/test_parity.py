@@ -6,6 +6,7 @@ are drawn so that the oracle's best and second-best logit are never closer than 
 """
 
 import copy
+import functools
 import random
 
 import pytest
@@ -36,14 +37,14 @@ SHAPES = {
 
 
 class Oracle:
-    """A checkpoint with random norms and biases too, and what `transformers` answers: each prompt is computed once."""
+    """A checkpoint with random norms and biases too, and what `transformers` answers to prompts, each computed once."""
 
     def __init__(self, name, shape, checkpoints, tmp_path_factory):
-        self.generator = torch.Generator().manual_seed(1)
         self.model = copy.deepcopy(checkpoints.make(**shape)[1])
+        generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter_name, parameter in self.model.named_parameters():
-                noise = torch.randn(parameter.shape, generator=self.generator)
+                noise = torch.randn(parameter.shape, generator=generator)
                 if parameter_name.endswith("norm.weight"):
                     parameter.copy_(1 + 0.5 * noise)
                 elif parameter_name.endswith("bias"):
@@ -51,14 +52,26 @@ class Oracle:
         self.folder = tmp_path_factory.mktemp(name)
         self.model.save_pretrained(self.folder)
         self._answers = {}
-        self.stem = self._draw(STEM_LEN)
-        self.mixed = [self._draw(n) for n in PROMPT_LENS]
-        # prompts that begin alike, for as long as a block of 8 or 16, one token less, one more, and longer
-        self.overlapping = [
-            self._draw(extra, self.stem[:shared])
-            for shared, extra in ((15, 3), (16, 1), (17, 20), (32, 16), (47, 2), (48, 1), (48, 40))
-        ] + [self.stem]
-        self.pool = self.mixed + self.overlapping
+
+    @functools.cached_property
+    def mixed(self):
+        generator = torch.Generator().manual_seed(2)
+        return [self._draw(generator, n) for n in PROMPT_LENS]
+
+    @functools.cached_property
+    def stem(self):
+        return self._draw(torch.Generator().manual_seed(5), STEM_LEN)
+
+    @functools.cached_property
+    def overlapping(self):
+        """Prompts that begin alike, for as long as a block of 8 or 16, one token less, one more, and longer."""
+        generator = torch.Generator().manual_seed(4)
+        lens = ((15, 3), (16, 1), (17, 20), (32, 16), (47, 2), (48, 1), (48, 40))
+        return [self._draw(generator, extra, self.stem[:shared]) for shared, extra in lens] + [self.stem]
+
+    @property
+    def pool(self):
+        return self.mixed + self.overlapping
 
     def answer(self, prompt):
         return self._answers[tuple(prompt)]
@@ -75,10 +88,10 @@ class Oracle:
         with torch.no_grad():
             return self.model(torch.tensor([token_ids])).logits[0]
 
-    def _draw(self, num_tokens, prefix=()):
+    def _draw(self, generator, num_tokens, prefix=()):
         """`prefix` and so many random tokens."""
         for _ in range(20):
-            prompt = [*prefix, *torch.randint(300, (num_tokens,), generator=self.generator).tolist()]
+            prompt = [*prefix, *torch.randint(300, (num_tokens,), generator=generator).tolist()]
             if self.learn(prompt):
                 return prompt
         raise AssertionError("no prompt with a wide margin found")
@@ -147,7 +160,7 @@ def hits(llm):
 BUDGETS = (1, 7, 64, 8192)
 BLOCK_SIZES = (1, 8, 16, 256)
 ALL_SETTINGS = [(budget, block_size) for budget in BUDGETS for block_size in BLOCK_SIZES]
-EACH_SETTING_ONCE = [(1, 16), (7, 1), (64, 256), (8192, 8)]
+EACH_SETTING_ONCE = [(8192, 8), (64, 256), (7, 1), (1, 16)]  # the quickest first: `sparse` prefers it
 CASES = [
     pytest.param(name, budget, block_size, id=f"{name}-budget{budget}-block{block_size}")
     for name in SHAPES
@@ -201,7 +214,7 @@ def test_preempted_sequences_lose_nothing(oracles, name, block_size, enable_pref
     assert llm.get_stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize("budget", [2, 7, 64])  # with a budget of 1, sequences run one after another
+@pytest.mark.parametrize("budget", [pytest.param(2, marks=pytest.mark.slow), 7, 64])  # of 1: one after another
 def test_preemption_amid_chunked_prefill_and_prefix_hits(gqa, budget):
     llm = make_llm(gqa, block_size=4, num_kv_blocks=40, max_num_batched_tokens=budget)
     for _ in range(2):

@@ -55,8 +55,8 @@ def test_the_users_number_stands(monkeypatch, set_threads):
 
 def test_a_process_of_its_own_takes_its_cores():
     """And its waiting threads soon sleep: libgomp is told before torch loads it."""
-    code = f"import os, nanovllm; print(nanovllm.LLM({str(TINY_QWEN3)!r}, device='cpu').engine.description)"
-    code += "; print('spins', os.environ['GOMP_SPINCOUNT'])"
+    code = f"import os, nanovllm; llm = nanovllm.LLM({str(TINY_QWEN3)!r}, device='cpu', num_kv_blocks=8)"
+    code += "; print(llm.engine.description); print('spins', os.environ['GOMP_SPINCOUNT'])"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     num_cores = threads.count_cores(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None

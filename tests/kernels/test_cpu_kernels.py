@@ -501,7 +501,7 @@ def test_it_is_compiled_once(fresh_cache, monkeypatch):
     assert list(fresh_cache.iterdir()) == [file]
 
 
-def test_one_pool_of_threads(dtype):
+def test_one_pool_of_threads():
     """Two OpenMP libraries in one process wait for each other's cores: the process maps one file called libgomp."""
     code = (
         "import torch; from nanovllm.kernels.cpu.layers import load_library; load_library(torch.float32); "

@@ -55,7 +55,7 @@ def serve(engine, requests):
 def test_greedy_tokens_are_those_of_transformers(checkpoints, shape):
     folder, model = checkpoints.make(**shape)
     engine, recorder, late = make_engine(folder)
-    prompts = [ids(n, seed=n) for n in (3, 16, 33, 1, 20)]
+    prompts = [ids(n, seed=n) for n in (3, 16, 33, 1)]
     outputs = serve(engine, [(p, SamplingParams(temperature=0, max_tokens=3 + i)) for i, p in enumerate(prompts)])
     for i, prompt in enumerate(prompts):
         assert outputs[str(i)] == hf_greedy(model, prompt, 3 + i)
@@ -66,8 +66,10 @@ def test_greedy_tokens_are_those_of_transformers(checkpoints, shape):
 
 @pytest.mark.parametrize(
     ("options", "lens"),
-    [({}, (1, 30)), ({"num_kv_blocks": 4, "max_num_batched_tokens": 24}, (13, 15))],
-    ids=["room", "preemption"],
+    [
+        pytest.param({}, (1, 30), id="room", marks=pytest.mark.slow),
+        pytest.param({"num_kv_blocks": 4, "max_num_batched_tokens": 24}, (13, 15), id="preemption"),
+    ],
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=["one layer", "two layers"])
 def test_mixtures_of_draws_are_those_of_eager_steps(checkpoints, options, lens, shape):

@@ -172,7 +172,7 @@ def batch_of(kinds, uniforms):
     ("dtype", "chunk", "group", "capacity"),
     [
         (torch.bfloat16, 128, 2, 32),
-        (torch.bfloat16, 256, 4, 2048),
+        pytest.param(torch.bfloat16, 256, 4, 2048, marks=pytest.mark.slow),
         (torch.float16, 512, 2, 256),
         (torch.float32, 128, 4, 64),
     ],
@@ -235,8 +235,8 @@ def test_what_no_row_asks_for_is_none(names):
 @pytest.mark.parametrize(
     ("kind", "num_points"),
     [
-        ({}, 200),
-        ({"top_k": 7, "top_p": 0.8}, 40),
+        ({}, 60),
+        ({"top_k": 7, "top_p": 0.8}, 25),
         pytest.param({"min_p": 0.2}, 40, marks=pytest.mark.slow),
         pytest.param({"top_p": 0.6}, 40, marks=pytest.mark.slow),
     ],
@@ -334,7 +334,7 @@ def test_at_huge_temperatures_all_tokens_are_equally_likely(temperature):
 # ---- shapes
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 65, 128, 129, 1000])
+@pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 65, 128, 129, pytest.param(1000, marks=pytest.mark.slow)])
 def test_vocabularies_need_not_be_multiples_of_a_chunk(vocab_size):
     kinds = [{}, {"temperature": 0}, {"top_k": vocab_size}, {"top_k": 10**9, "top_p": 0.8}, {"top_k": 3}]
     for uniform in (0.3, LAST):
@@ -348,15 +348,10 @@ def test_no_rows():
 
 def test_any_strides_and_dtypes():
     padded = random_logits(10, 999, scale=3.0)
-    batch = batch_of(KINDS[3:8], random_uniforms(5, 2))
-    for logits in (
-        padded[:5, :700],
-        padded[::2, 3:703],
-        padded[:5, ::2],
-        padded[:5].double(),
-        padded[:1].expand(5, -1),
-    ):
-        assert_as_defined(logits, batch, least=0.8)
+    batch = batch_of(KINDS[4:8:2], random_uniforms(2, 2))
+    views = (padded[:2, :700], padded[::5, 3:703], padded[:2, ::2], padded[:2].double(), padded[:1].expand(2, -1))
+    for logits in views:
+        assert_as_defined(logits, batch, least=1.0)
 
 
 # ---- rows do not see each other
@@ -372,7 +367,7 @@ def test_a_row_is_the_same_alone_and_in_any_batch(dtype):
     assert (
         sample.draw_tokens(logits.flip(0), *backwards.draw_arguments, chunk=128, capacity=64).tolist() == together[::-1]
     )
-    for row in range(0, len(KINDS), 2):
+    for row in range(0, len(KINDS), 4):
         alone = batch_of(KINDS[row : row + 1], uniforms[row : row + 1])
         assert sample.draw_tokens(logits[row : row + 1], *alone.draw_arguments, chunk=128, capacity=64).tolist() == [
             together[row]

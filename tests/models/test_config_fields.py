@@ -122,7 +122,8 @@ def with_rotary_positions_elsewhere(raw):
     """From `rope_parameters`, where transformers 5 keeps them, to the places of transformers 4, or back."""
     raw = dict(raw)
     if "rope_parameters" not in raw:
-        parameters = {"rope_type": "default", **(raw.pop("rope_scaling", None) or {})}
+        scaling = dict(raw.pop("rope_scaling", None) or {})
+        parameters = {"rope_type": scaling.pop("type", "default"), **scaling}
         parameters["rope_theta"] = raw.pop("rope_theta")
         if (local_theta := raw.pop("rope_local_base_freq", None)) is not None:
             local = {"rope_type": "default", "rope_theta": local_theta}
