@@ -269,6 +269,9 @@ ARCHITECTURES |= {
         **OF_EXPERTS,
     ),
 }
+if IS_4:  # there DeepSeek-V2's experts have biases as well, and its scores lack the scale of yarn's `mscale_all_dim`
+    for variant in ("biases", "yarn with mscales"):
+        del ARCHITECTURES["deepseek_v2"].variants[variant]
 
 
 class Checkpoints:

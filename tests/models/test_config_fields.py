@@ -13,7 +13,7 @@ import torch
 from nanovllm import LLM
 from nanovllm.layers.rope_types import Rope
 from nanovllm.models.registry import find_architecture
-from tests.models.architectures import ARCHITECTURES, NO_FIELDS, Checkpoints
+from tests.models.architectures import ARCHITECTURES, IS_4, NO_FIELDS, Checkpoints
 from tests.models.test_architectures import logits_of
 
 # what names a file or a token, and changes no logits
@@ -39,6 +39,12 @@ OTHER_VALUES = {  # where a number next to the old one would say little, or the 
     "query_pre_attn_scalar": [50],
     "quantization_config": [{"quant_method": "fp8"}],
 }
+OF_5_ALONE = (  # fields of which transformers 4 makes something else than 5, which the engine follows
+    {(name, "original_max_position_embeddings") for name in ("qwen3", "deepseek_v3")}
+    | {("deepseek_v3", "num_experts_per_tok")}
+    if IS_4
+    else set()
+)
 
 
 def other_values(name, value):
@@ -86,6 +92,8 @@ def test_a_changed_field_is_computed_or_refused(tmp_path, caplog, name):
     raw = json.loads((folder / "config.json").read_text())
     outcomes = {"computed": [], "refused": []}
     for field, value in changes(raw):
+        if (name, field) in OF_5_ALONE:
+            continue
         (folder / "config.json").write_text(json.dumps({**raw, field: value}))
         theirs = logits_of_transformers(architecture, folder, prompt)
         try:
