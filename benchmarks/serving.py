@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import io
 import json
+import urllib.request
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,8 +47,19 @@ def main() -> None:
     summary = summarize(runs, list(servers))
     print(format_table(runs, list(servers), summary, rate))
     if args.json:
-        report = {"half_rate": rate, "summary": summary, "runs": runs, "machine": describe_machine("cpu")}
+        versions = {name: version_of(url) for name, url in servers.items()}
+        report = {"half_rate": rate, "summary": summary, "versions": versions, "runs": runs}
+        report["machine"] = describe_machine("cpu")
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def version_of(url: str) -> str | None:
+    """As `GET /version` says, which nanovllm and vLLM have; None of a server without it."""
+    try:
+        with urllib.request.urlopen(f"{url}/version", timeout=10) as answer:
+            return json.load(answer)["version"]
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def half_of_slowest(runs: list[dict[str, Any]], names: list[str]) -> float:

@@ -22,6 +22,8 @@ from nanovllm.serve.state import Server
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 5  # after draining, open connections have so long to take their last bytes
+SILENCE_S = 30  # a client that has been silent for so long is asked by the kernel whether it is there
+PATIENCE_S = 60  # one that has confirmed nothing for so long has gone
 
 
 class DrainingServer(uvicorn.Server):
@@ -86,10 +88,12 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # accepted connections take this over: a client that has vanished without a word is noticed in the end
+    # accepted connections take these over: a client that has vanished without a word is noticed
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * PATIENCE_S)
     listening.bind((host, port))
     listening.listen(2048)
     return listening

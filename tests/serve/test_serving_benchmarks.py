@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import sys
+from importlib.metadata import version
 from statistics import median
 
 import pytest
@@ -41,6 +42,7 @@ def test_servers_side_by_side(server, run, capsys):
     saturated = [one for one in report["runs"] if one["request_rate"] == "inf"]
     assert [one["server"] for one in saturated] == ["a", "b", "b", "a", "a", "b"]
     assert len(report["runs"]) == 12
+    assert report["versions"] == dict.fromkeys("ab", version("nanovllm"))
     assert {one["completed"] for one in report["runs"]} == {5}
     rates = {name: median(one["request_throughput"] for one in saturated if one["server"] == name) for name in "ab"}
     assert report["half_rate"] == pytest.approx(min(rates.values()) / 2, abs=0.001)

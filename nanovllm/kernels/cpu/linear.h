@@ -78,6 +78,8 @@ static void multiply_rows(const uint32_t *x, const uint32_t *weight, const struc
     const int width = find_panels(weight, y, num_words, panel, count, panels);
     const long tile = rows_at_a_time(last - first), block = WORD_BLOCK(last - first);
     const long part = num_words < block ? num_words : block;
+    // each tile of rows asks for its share of the next words: one alone asked faster than memory answers
+    const long num_tiles = (last - first + tile - 1) / tile, share = SHARE(part, num_tiles);
     for (int start = 0; start < width; start += at_once)
         for (long word = 0; word < num_words; word += part)
             for (long row = first; row < last; row += tile) {
@@ -88,9 +90,11 @@ static void multiply_rows(const uint32_t *x, const uint32_t *weight, const struc
                     .num_words = num_words - word < part ? num_words - word : part,
                     .out = row_sums + start * LANES, .out_stride = width * LANES};
                 const int end = width - start < at_once ? width - start : at_once;
+                p.ask_from = (row - first) / tile * share;
+                p.ask_to = p.ask_from + share;
                 for (int i = 0; i < end; i++) {
                     p.panels[i] = panels[start + i] + word * LANES;
-                    p.next[i] = row > first && !ASKS_AGAIN ? NULL : p.panels[i] + AHEAD(last - first);
+                    p.next[i] = p.panels[i] + AHEAD(last - first);
                 }
                 multiply(&p, num_rows, end);
                 if (word + part >= num_words && start + end == width)

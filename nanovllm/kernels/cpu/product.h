@@ -25,13 +25,16 @@
 #define FEW_ROWS 3
 #define PANELS 2
 #endif
-// How far ahead of a panel's words memory is asked for the next, and whether every tile of rows asks again.
+// How far ahead of a panel's lanes memory is asked for the next (2048: a part of 128 words); whether every tile of rows asks
+// for all of them again; and if not, for how many of the words each tile asks: a share that is whole tiles of words.
 #ifdef HAS_TILES
-#define AHEAD(num_rows) ((num_rows) <= ROWS ? 256 : 1024)
+#define AHEAD(num_rows) ((num_rows) <= ROWS ? 256 : 2048)
 #define ASKS_AGAIN false
+#define SHARE(num_words, num_tiles) (((num_words) + (num_tiles) * TILE_WORDS - 1) / ((num_tiles) * TILE_WORDS) * TILE_WORDS)
 #else
 #define AHEAD(num_rows) ((num_rows) <= FEW_ROWS && PANELS >= 4 ? 256 : 1024)
 #define ASKS_AGAIN true
+#define SHARE(num_words, num_tiles) ((void)(num_tiles), num_words)
 #endif
 #define WIDTH(num_rows) ((num_rows) <= FEW_ROWS ? PANELS : 2)
 
@@ -42,6 +45,7 @@ struct product {
     long num_words;  // to be summed
     const uint32_t *panels[PANELS];
     const uint32_t *next[PANELS];  // what will be read after them: it is asked of memory meanwhile. On tiles, or NULL
+    long ask_from, ask_to;         // on tiles: only for these words. 0, 0 is all
     // Panels may be cut into blocks that lie anywhere: the b-th part is at panels[i] + blocks[b] * block_words, and holds
     // words_per_block words. NULL is one block. (V of a sequence has as many as its block table.)
     const int32_t *blocks;
@@ -149,6 +153,7 @@ static inline __attribute__((always_inline)) void multiply_tiles(
 #define START(i) if (p->adds) { tile_load(i, AT(i), p->out_stride * 4); } else { tile_zero(i); }
 #define STORE(i) tile_store(i, AT(i), p->out_stride * 4)
     const bool asks = p->next[0];
+    const long ask_to = p->ask_to ? p->ask_to : LONG_MAX;
     const long per_block = words_per_block(p), num_blocks = asks ? count_blocks(p) : 0;
     const int tile_words = p->blocks && per_block % TILE_WORDS ? TILE_WORDS / 2 : TILE_WORDS;
     shape_tiles(num_rows, tile_words);
@@ -169,7 +174,7 @@ static inline __attribute__((always_inline)) void multiply_tiles(
                 multiply_words(x, p->x_stride, panels, has_lower, num_panels);
             x += end - k < tile_words ? end - k : tile_words;
             for (int i = 0; i < num_panels; i++) {
-                for (int word = 0; word < tile_words && asks; word++)
+                for (int word = 0; asks && k >= p->ask_from && k < ask_to && word < tile_words; word++)
                     __builtin_prefetch(next[i] + (k + word) * LANES, 0, 2);
                 panels[i] += tile_words * LANES;
             }

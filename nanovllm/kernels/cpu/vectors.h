@@ -27,9 +27,13 @@ typedef uint16_t element;
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
 static inline floats load(const element *p) {
+#ifdef __AVX512F__  // GCC 12 converts in two halves, and puts them together
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#else
     halves h;
     memcpy(&h, p, sizeof h);
     return (floats)(__builtin_convertvector(h, words) << 16);
+#endif
 }
 
 static inline void store(element *p, floats x) {
