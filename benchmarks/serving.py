@@ -41,9 +41,10 @@ def main() -> None:
     servers = dict(args.server)
     for url in servers.values():  # kernels are compiled for what they meet first
         measure(url, args, num_prompts=4, seed=1000)
-    runs = [] if args.rate else load_in_turns(servers, args, "inf")
+    runs = [] if args.rate else load_in_turns(servers, args, args.first_seed, "inf")
     rate = args.rate or half_of_slowest(runs, list(servers))
-    runs += load_in_turns(servers, args, str(rate))
+    # with requests of its own: those of the first part are in prefix caches
+    runs += load_in_turns(servers, args, args.first_seed + args.repeats, str(rate))
     summary = summarize(runs, list(servers))
     print(format_table(runs, list(servers), summary, rate))
     if args.json:
@@ -67,13 +68,15 @@ def half_of_slowest(runs: list[dict[str, Any]], names: list[str]) -> float:
     return round(min(median(run["request_throughput"] for run in of(runs, name)) for name in names) / 2, 3)
 
 
-def load_in_turns(servers: dict[str, str], args: argparse.Namespace, rate: str) -> list[dict[str, Any]]:
+def load_in_turns(
+    servers: dict[str, str], args: argparse.Namespace, first_seed: int, rate: str
+) -> list[dict[str, Any]]:
     """A B, B A, …: whatever slows the machine for a while slows both. The requests of a round are the same for all."""
     runs = []
     for repeat in range(args.repeats):
         names = list(servers) if repeat % 2 == 0 else list(servers)[::-1]
         for name in names:
-            run = measure(servers[name], args, args.num_prompts, seed=args.first_seed + repeat, rate=rate)
+            run = measure(servers[name], args, args.num_prompts, seed=first_seed + repeat, rate=rate)
             runs.append({"server": name, "repeat": repeat, **run})
             print(f"{name}, {rate} per second: {run[SATURATION]:.1f} tokens/s, TTFT {run['p50_ttft_ms']:.0f} ms, "
                   f"ITL {run['p50_itl_ms']:.1f} ms", flush=True)  # fmt: skip

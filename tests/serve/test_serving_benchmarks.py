@@ -38,7 +38,7 @@ def run(monkeypatch, tmp_path):
 
 def test_servers_side_by_side(server, run, capsys):
     names = ["--server", f"a={server.url}", "--server", f"b={server.url}"]
-    report = run(serving, *names, "--repeats", 3, "--num-prompts", 5, "--input-len", 8, "--output-len", 20)
+    report = run(serving, *names, "--repeats", 3, "--num-prompts", 5, "--input-len", 40, "--output-len", 20)
     saturated = [one for one in report["runs"] if one["request_rate"] == "inf"]
     assert [one["server"] for one in saturated] == ["a", "b", "b", "a", "a", "b"]
     assert len(report["runs"]) == 12
@@ -50,6 +50,7 @@ def test_servers_side_by_side(server, run, capsys):
     ratios = [by_round["a", i]["output_throughput"] / by_round["b", i]["output_throughput"] for i in range(3)]
     assert report["summary"]["a / b"]["output_throughput"] == pytest.approx(median(ratios))
     assert by_round["a", 1]["total_input_tokens"] == by_round["b", 1]["total_input_tokens"]
+    assert {one["total_cached_tokens"] for one in report["runs"] if one["server"] == "a" and one["repeat"] != 1} == {0}
     assert capsys.readouterr().out.splitlines()[-1].startswith("| a / b | ")
 
 
