@@ -1,7 +1,7 @@
 // Vectors of 16 floats, and the dtype of weights and activations: bfloat16 with -DBFLOAT16, float32 without.
 //
-// Loops on GCC's and clang's vector extensions run on any processor. One instruction of AVX-512 is called by name,
-// because it is worth a factor: `dpbf16ps` multiplies 16 pairs of bfloat16 and adds each pair to a sum.
+// Loops on GCC's and clang's vector extensions run on any processor. Some instructions of AVX-512 are called by name, where
+// the compiler does not find them: above all `dpbf16ps`, which multiplies 16 pairs of bfloat16 and adds each to a sum.
 
 #pragma once
 #include <limits.h>
