@@ -26,7 +26,7 @@ import transformers
 import nanovllm
 from nanovllm import LLM, CompletionOutput, Config, EngineStats, LLMEngine, RequestOutput, SamplingParams
 from nanovllm.execution.cuda_graph import CudaGraphs, ReplayedDecodes
-from tests.conftest import hf_greedy
+from tests.conftest import examples, hf_greedy
 
 VOCAB_SIZE = 300  # the model's
 MAX_MODEL_LEN = 512  # the model's max_position_embeddings
@@ -387,9 +387,10 @@ def test_fields_of_an_output(llm, hf_tokenizer):
     assert completion.text == hf_tokenizer.decode(completion.token_ids, skip_special_tokens=True)
 
 
+@pytest.mark.examples
 def test_texts_are_the_tokenizers(llm, checkpoint, hf_tokenizer):
     """Random bytes, mostly no valid UTF-8, with ids that the tokenizer does not have: those decode to nothing."""
-    outputs = generate(llm, [ids(7, seed=i) for i in range(12)], greedy(40))
+    outputs = generate(llm, [ids(7, seed=i) for i in range(examples(30))], greedy(40))
     assert any(token_id >= len(hf_tokenizer) for token_ids in tokens_of(outputs) for token_id in token_ids)
     for i, output in enumerate(outputs):
         token_ids = output.outputs[0].token_ids
@@ -909,6 +910,7 @@ def test_an_interrupt_at_any_line(checkpoint, work, every):
     assert_works(llm, work)
 
 
+@pytest.mark.examples
 def test_a_signal_at_any_moment(checkpoint, work):
     """Ctrl-C as it comes: between any two bytecodes."""
     prompts, params, _ = work
@@ -924,7 +926,7 @@ def test_a_signal_at_any_moment(checkpoint, work):
     previous = signal.signal(signal.SIGALRM, interrupt)
     num_raised = 0
     try:
-        for _ in range(20):
+        for _ in range(examples(30)):
             llm.reset_prefix_cache()
             # again after a second, as one that comes in a destructor is swallowed by Python
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, duration_s), 1.0)
@@ -938,7 +940,7 @@ def test_a_signal_at_any_moment(checkpoint, work):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-    assert num_raised == 20
+    assert num_raised == examples(30)
 
 
 def test_statistics_survive_an_interrupt(checkpoint, work):

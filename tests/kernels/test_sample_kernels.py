@@ -237,6 +237,8 @@ def test_what_no_row_asks_for_is_none(names):
     [
         ({}, 60),
         ({"top_k": 7, "top_p": 0.8}, 25),
+        pytest.param({}, 200, marks=pytest.mark.slow),
+        pytest.param({"top_k": 7, "top_p": 0.8}, 40, marks=pytest.mark.slow),
         pytest.param({"min_p": 0.2}, 40, marks=pytest.mark.slow),
         pytest.param({"top_p": 0.6}, 40, marks=pytest.mark.slow),
     ],

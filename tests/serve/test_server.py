@@ -326,7 +326,7 @@ def test_a_client_that_leaves_is_noticed_within_a_step(server, monkeypatch):
         allowed.release()
     received = b""
     while b"data: " not in received:  # head and events may come together, or one by one
-        received += connection.recv(4096)
+        received += connection.recv(4096) or pytest.fail("the stream has ended")
     until(lambda: len(taken) == 3)
     connection.close()
     until(lambda: server.server.state.num_in_progress == 0)  # the abort is queued
