@@ -6,9 +6,30 @@ checked here: they are `assert`s in the code that relies on them.
 
 import math
 import numbers
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+class MissingExtra(ImportError):
+    """A feature was asked for whose files have been deleted."""
+
+
+@contextmanager
+def extra(name: str, feature: str) -> Iterator[None]:
+    """Around the import of an extra: `name` is its file or folder in the package, `feature` what the user asked for.
+
+    >>> with extra("extras/swap", "preemption_mode='swap'"):
+    ...     from nanovllm.extras.swap.space import Swap
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        is_ours = (error.name or "").startswith("nanovllm.")
+        if not is_ours or (Path(__file__).parent / name).exists():  # a library that the extra needs
+            raise
+        raise MissingExtra(f"{feature} is an extra, and nanovllm/{name} is not there") from error
 
 
 def check_int(name: str, value: Any, minimum: int, optional: bool = False, maximum: int | None = None) -> None:
