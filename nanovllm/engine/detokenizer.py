@@ -11,6 +11,7 @@ import json
 import re
 from typing import Any
 
+from nanovllm.checks import extra
 from nanovllm.sampling_params import SamplingParams
 
 REPLACEMENT = "\ufffd"  # what decoding half a character gives
@@ -97,6 +98,15 @@ def is_context_free(tokenizer: Any) -> bool:
     )
 
 
+def make_detokenizer(decoder: TokenDecoder | None, params: SamplingParams) -> "Detokenizer":
+    """As the parameters want special tokens to be written."""
+    if params.spaces_between_special_tokens or params.skip_special_tokens:
+        return Detokenizer(decoder, params)
+    with extra("extras/special_tokens.py", "spaces_between_special_tokens=False"):
+        from nanovllm.extras.special_tokens import SpacelessDetokenizer
+    return SpacelessDetokenizer(decoder, params)
+
+
 class Detokenizer:
     """The text of one growing output. Its pieces add up to the text of all tokens decoded at once."""
 
@@ -104,8 +114,7 @@ class Detokenizer:
         self._decoder = decoder if params.detokenize else None
         self._params = params
         self._stop_strings = params.stop_strings
-        adds_up = params.spaces_between_special_tokens or params.skip_special_tokens
-        self._own_texts = self._decoder.own_texts(params.skip_special_tokens) if self._decoder and adds_up else None
+        self._own_texts = None if self._decoder is None else self._decoder.own_texts(params.skip_special_tokens)
         self._beginnings = {stop[:i] for stop in self._stop_strings for i in range(1, len(stop))}
         self._first_chars = {stop[0] for stop in self._stop_strings}
         self._text = ""
@@ -155,21 +164,8 @@ class Detokenizer:
 
     def _append_window(self, decoder: TokenDecoder, chunk: list[int]) -> None:
         """Any tokens: decoded together with those before."""
-        skip = self._params.skip_special_tokens
-        if self._params.spaces_between_special_tokens or skip:
-            self._pending += [i for i in chunk if decoder.gives_text(i, skip)]
-            self._show(decoder, is_last=False)
-            return
-        for token_id in chunk:  # as they are written between two special tokens, without the decoder's spaces
-            if not decoder.gives_text(token_id, skip):
-                continue
-            is_added = token_id in decoder.added_texts
-            if is_added and not self._pending and self._context and self._context[-1] in decoder.added_texts:
-                self._text += decoder.added_texts[token_id]
-                self._context = [token_id]
-            else:
-                self._pending.append(token_id)
-                self._show(decoder, is_last=False)
+        self._pending += [i for i in chunk if decoder.gives_text(i, self._params.skip_special_tokens)]
+        self._show(decoder, is_last=False)
 
     def _show(self, decoder: TokenDecoder, is_last: bool) -> None:
         """Move the pending tokens into the text, if their text cannot change any more."""

@@ -1,30 +1,83 @@
-"""A request from arrival to end: its samples (`completion.py`) get their tokens, end, and are given to the user.
+"""A request, and its samples: how tokens become text and log-probabilities, and what the user is given.
 
-Made by `intake.py`, kept by `LLMEngine` until the request has finished.
+An output is a snapshot: it shares nothing that changes. `InputProcessor` makes requests, `LLMEngine` drives them. Other
+kinds of request (`extras/beam_search`, `extras/embedding`) and of output (`extras/deltas.py`) are subclasses.
 """
 
 from typing import Any
 
-import numpy as np
-
-from nanovllm.engine.completion import Completion, PositionLogprobs, position_logprobs
-from nanovllm.engine.detokenizer import TokenDecoder
-from nanovllm.execution.logprobs import LogprobRows, prompt_targets
+from nanovllm.engine.detokenizer import TokenDecoder, make_detokenizer
+from nanovllm.execution.logprobs import LogprobRows
 from nanovllm.execution.model_runner import StepTokens
-from nanovllm.execution.pooling import pooled_chunks
-from nanovllm.execution.prompt_results import PromptRows
-from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.sequence import Sequence
 from nanovllm.scheduling.step import SchedulerOutput
 
+PositionLogprobs = dict[int, Logprob]
+
+
+class Completion:
+    """One sample: a sequence, its text, and the log-probabilities if they are wanted."""
+
+    has_news = True
+    """Whether the request's next output shows it."""
+
+    def __init__(self, seq: Sequence, tokenizer: Any, decoder: TokenDecoder | None) -> None:
+        self.seq = seq
+        self.tokenizer = tokenizer
+        self.detokenizer = make_detokenizer(decoder, seq.sampling_params)
+        self.token_ids: list[int] = []  # output tokens that the detokenizer has got
+        self.logprobs: list[PositionLogprobs] | None = None if seq.sampling_params.logprobs is None else []
+        self.cumulative_logprob = 0.0
+        self._text_without_stop = not seq.sampling_params.include_stop_str_in_output
+
+    def read_token(self, token_id: int) -> None:
+        """`read_text` for the usual case: the only token that has not been read, and not the last."""
+        seq = self.seq
+        if seq.finish_reason is None and seq.token_ids.length - seq.num_prompt_tokens == len(self.token_ids) + 1:
+            self.token_ids.append(token_id)
+            self.detokenizer.append_token(token_id)
+        else:
+            self.read_text()
+
+    def read_text(self) -> None:
+        """Make text of the new tokens; the text of the token that ended the sequence is left out, as in vLLM."""
+        seq, ids = self.seq, self.seq.token_ids
+        new = ids.data[seq.num_prompt_tokens + len(self.token_ids) : ids.length].tolist()
+        self.token_ids += new
+        if seq.finish_reason == "stop" and self._text_without_stop:
+            new = new[:-1]
+        self.detokenizer.append(new, seq.finish_reason is not None)
+
+    def add_logprobs(self, rows: LogprobRows, row: int, token_id: int) -> None:
+        k = self.seq.sampling_params.logprobs
+        if self.logprobs is not None and k is not None:
+            self.logprobs.append(position_logprobs(rows, row, token_id, k, self.tokenizer))
+            self.cumulative_logprob += self.logprobs[-1][token_id].logprob
+
+    def make_output(self) -> CompletionOutput:
+        """All so far."""
+        seq, logprobs = self.seq, self.logprobs
+        output = CompletionOutput.__new__(CompletionOutput)  # `__init__` would want the token ids now
+        output.index = seq.sample_index
+        output.finish_reason = finish_reason = seq.finish_reason
+        output.stop_reason = seq.stop_reason
+        output.text = self.detokenizer.text(finish_reason is not None)
+        # the list grows, its beginning stays
+        output._recipe = first, self.token_ids, len(self.token_ids)  # type: ignore[misc]  # a slot of LazyRecord
+        output.logprobs = None if logprobs is None else logprobs.copy()
+        output.cumulative_logprob = None if logprobs is None else self.cumulative_logprob
+        return output
+
+
+def first(values: list[int], length: int) -> list[int]:
+    return values[:length]
+
 
 class Request:
-    """`seqs` are its samples; with `stream` every step that advances it gives an output, else only its last.
-
-    `output_kind` says what such an output holds; FINAL_ONLY is as good as no `stream`.
-    """
+    """`seqs` are its samples; with `stream` every step that advances it gives an output, else only its last."""
 
     gives_tokens = True
     """Whether the user sees the tokens that are drawn."""
@@ -38,23 +91,19 @@ class Request:
         tokenizer: Any,
         decoder: TokenDecoder | None,
         arrival_time: float,
+        completion_class: type[Completion] = Completion,
     ) -> None:
         self.request_id = seqs[0].request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.sampling_params: SamplingParams = seqs[0].sampling_params
         self.seqs = seqs
-        kind = self.sampling_params.output_kind
-        self.stream = stream and kind is not RequestOutputKind.FINAL_ONLY
-        self._gives_deltas = self.stream and kind is RequestOutputKind.DELTA
-        self._has_given_prompt = False  # deltas give log-probabilities of the prompt once
+        self.stream = stream
         self.tokenizer = tokenizer
-        self.completions = [Completion(seq, tokenizer, decoder) for seq in seqs]
+        self.completions = [completion_class(seq, tokenizer, decoder) for seq in seqs]
         # text is made in each step if the user streams it or a stop string may be in it, else at the end
         self._has_stop_strings = bool(self.sampling_params.stop_strings)
         self.reads_each_step = self.stream or self._has_stop_strings
-        wants_prompt_logprobs = self.sampling_params.prompt_logprobs is not None
-        self.prompt_logprobs: list[PositionLogprobs | None] | None = [None] if wants_prompt_logprobs else None
         self.arrival_time = arrival_time
         self.scheduled_time: float | None = None
         self.token_times: list[float] = []  # when a step brought it tokens
@@ -71,7 +120,7 @@ class Request:
         """Take the results of one sequence from row `row` of a step's `tokens`."""
         completion = self.completions[seq.sample_index]
         if tokens.logprobs is not None:
-            completion.add_logprobs(tokens.logprobs, row)
+            completion.add_logprobs(tokens.logprobs, row, tokens.token_ids[row])
         if self.reads_each_step:
             completion.read_token(tokens.token_ids[row])
 
@@ -100,32 +149,20 @@ class Request:
                 completion.read_text()
         self.finished_time = now
 
-    def add_sum(self, chunk_sum: np.ndarray, positions: range) -> None:
-        """Take the sum of the hidden states of the prompt at `positions`: [hidden_size]"""
-        raise NotImplementedError("only sequences of an `Embedding` are pooled")
-
-    def add_prompt_logprobs(self, rows: LogprobRows, first_row: int, positions: range) -> None:
-        """Log-probabilities of the prompt at `positions`; those computed again after preemption are known already."""
-        k = self.sampling_params.prompt_logprobs
-        assert self.prompt_logprobs is not None
-        assert k is not None
-        for row, position in enumerate(positions, first_row):
-            if position >= len(self.prompt_logprobs):
-                token_id = self.prompt_token_ids[position]
-                self.prompt_logprobs.append(position_logprobs(rows, row, token_id, k, self.tokenizer))
-
     def make_output(self) -> RequestOutput:
-        """All that is known so far, or what is new, as a snapshot."""
+        """All that is known so far, as a snapshot."""
         if not self.reads_each_step:
             self.read_rest()
         output = RequestOutput.__new__(RequestOutput)  # `__init__` would want the metrics now
         output.request_id = self.request_id
         output.prompt = self.prompt
         output.prompt_token_ids = self.prompt_token_ids
-        output.prompt_logprobs = None if self.prompt_logprobs is None else self._take_prompt_logprobs()
-        output.outputs = self._make_deltas() if self._gives_deltas else [one.make_output() for one in self.completions]
+        output.prompt_logprobs = None
+        output.outputs = [one.make_output() for one in self.completions if one.has_news]
         output.finished = is_finished = self.finished_time is not None
         output.num_cached_tokens = self.seqs[0].num_cached_tokens or 0
+        for tap in self.seqs[0].taps:
+            tap.add_to(output)
         if is_finished:  # now, so that the output does not keep the request
             output.metrics = self.make_metrics()
         else:
@@ -134,15 +171,6 @@ class Request:
 
     def make_metrics(self) -> RequestMetrics:
         return self._metrics_at(*self._progress())
-
-    def _make_deltas(self) -> list[CompletionOutput]:
-        deltas = [completion.make_delta() for completion in self.completions]
-        return [delta for delta in deltas if delta is not None]
-
-    def _take_prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
-        assert self.prompt_logprobs is not None
-        is_first, self._has_given_prompt = not self._has_given_prompt, True
-        return self.prompt_logprobs.copy() if is_first or not self._gives_deltas else None
 
     def _progress(self) -> tuple[int, int, int, float | None]:
         """What metrics that are made later must know of today."""
@@ -168,6 +196,9 @@ class Request:
         )
 
 
+# ---- a step's results
+
+
 def note_admitted(requests: dict[str, Request], scheduled: SchedulerOutput, now: float) -> None:
     """Requests that begin to be served have waited until now."""
     for seq in scheduled.admitted:
@@ -182,9 +213,9 @@ def read_tokens(
     advanced: list[tuple[int, Sequence]],
     tokens: StepTokens,
 ) -> list[Request]:
-    """Give a step's tokens and log-probabilities to their requests, and return those that advanced."""
-    if tokens.prompt_results is not None:
-        read_prompt_results(requests, scheduled, tokens.prompt_results)
+    """Give a step's results to taps and requests, and return the requests that advanced."""
+    for tapped in tokens.tapped:
+        tapped.deliver(scheduled)
     advanced_requests: dict[str, Request] = {}
     for row, seq in advanced:
         request = requests.get(seq.request_id)
@@ -194,20 +225,15 @@ def read_tokens(
     return list(advanced_requests.values())
 
 
-def read_prompt_results(requests: dict[str, Request], scheduled: SchedulerOutput, results: PromptRows) -> None:
-    """Give what the step has computed of prompts to their requests, by `request_id`.
+def position_logprobs(rows: LogprobRows, row: int, token_id: int, k: int, tokenizer: Any) -> PositionLogprobs:
+    """The chosen token first, then the k likeliest (all of them for -1), as vLLM orders them."""
+    top_ids, top = rows.top_ids[row], rows.top[row]
+    num_top = len(top_ids) if k < 0 else min(k, len(top_ids))
+    entries = {token_id: (rows.chosen[row], rows.ranks[row])}
+    for rank in range(num_top):
+        entries.setdefault(top_ids[rank], (top[rank], rank + 1))
+    return {i: Logprob(value, rank, decode_token(tokenizer, i)) for i, (value, rank) in entries.items()}
 
-    A request may have been aborted, and another may have its id: only one that has the sequence takes the results.
-    """
-    if results.logprobs is not None:
-        first_row = 0
-        for _, seq, positions in prompt_targets(scheduled):
-            request = requests.get(seq.request_id)
-            if request is not None and request.seqs[0] is seq:
-                request.add_prompt_logprobs(results.logprobs, first_row, positions)
-            first_row += len(positions)
-    if results.sums is not None:
-        for chunk_sum, (_, seq, positions) in zip(results.sums, pooled_chunks(scheduled), strict=True):
-            request = requests.get(seq.request_id)
-            if request is not None and request.seqs[0] is seq:
-                request.add_sum(chunk_sum, positions)
+
+def decode_token(tokenizer: Any, token_id: int) -> str | None:
+    return None if tokenizer is None else tokenizer.decode([token_id])

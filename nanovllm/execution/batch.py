@@ -15,14 +15,13 @@ Two sequences with block_size 4: A decodes position 5 (block table [7, 2]), B pr
     logits_indices [  0,  3 ]             the last row of each sequence that has caught up: it gets a new token
 """
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from nanovllm.execution.prompt_results import PromptWork, build_prompt_work
 from nanovllm.execution.sampling_batch import SamplingBatch, build_sampling_batch
+from nanovllm.execution.stages import TapRows, build_taps
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.scheduling.block_tables import BlockTables
 from nanovllm.scheduling.sequence import Sequence
@@ -37,9 +36,8 @@ class Batch:
     positions: torch.Tensor  # [num_tokens] int32
     metadata: AttentionMetadata  # which token belongs to which sequence, and where K and V lie
     logits_indices: torch.Tensor  # [num_samples] int32
-    has_expected_ids: bool  # an input id below 0 is -1 - row: the token that the step before has drawn in this row
     sampling: SamplingBatch  # what the num_samples rows ask for
-    prompt_work: PromptWork | None  # what is computed of prompts beside the next tokens
+    taps: tuple[TapRows, ...]  # what is read of the hidden states of prompts
     moves: BlockMoves  # blocks to be copied before the forward pass
 
 
@@ -51,9 +49,10 @@ def build_batch(scheduled: SchedulerOutput, block_tables: BlockTables) -> Batch:
     seq_lens = starts + num_new  # [num_seqs]
     cu_seqlens_q = offsets(num_new)  # [num_seqs + 1]
 
-    # every new token's sequence, and its position there
-    owners = np.repeat(np.arange(len(seqs)), num_new)  # [num_tokens]
-    positions = np.arange(len(owners), dtype=np.int32) + (starts - cu_seqlens_q[:-1])[owners]  # [num_tokens]
+    # every new token's sequence, and its position there: starts [5, 4] and cu_seqlens_q [0, 1, 4] give
+    owners = np.repeat(np.arange(len(seqs)), num_new)  # [num_tokens]: 0 | 1 1 1
+    rows_in_chunk = np.arange(len(owners), dtype=np.int32) - cu_seqlens_q[owners]  # [num_tokens]: 0 | 0 1 2
+    positions = starts[owners] + rows_in_chunk  # [num_tokens]: 5 | 4 5 6
     max_num_blocks = -(-int(seq_lens.max()) // block_size)
     rows = [seq.block_table.row for seq in seqs]
     tables = block_tables.rows[rows, :max_num_blocks]  # [num_seqs, max_num_blocks], a copy
@@ -77,9 +76,8 @@ def build_batch(scheduled: SchedulerOutput, block_tables: BlockTables) -> Batch:
             max_seqlen_k=int(seq_lens[nd:].max(initial=0)),
         ),
         logits_indices=torch.from_numpy(cu_seqlens_q[1:][sampled] - 1),
-        has_expected_ids=bool((input_ids[:nd] < 0).any()),
         sampling=build_sampling_batch(scheduled.samples, seq_lens[sampled]),
-        prompt_work=build_prompt_work(scheduled, cu_seqlens_q),
+        taps=build_taps(scheduled, cu_seqlens_q),
         moves=scheduled.moves,
     )
 
@@ -91,7 +89,7 @@ def offsets(lens: np.ndarray) -> np.ndarray:
     return cu
 
 
-def gather_token_ids(seqs: SequenceOf[Sequence], starts: list[int], stops: list[int], num_decodes: int) -> np.ndarray:
+def gather_token_ids(seqs: tuple[Sequence, ...], starts: list[int], stops: list[int], num_decodes: int) -> np.ndarray:
     """The tokens [start, stop) of every sequence end to end: [num_tokens] int32."""
     decodes = zip(seqs[:num_decodes], starts, strict=False)
     prefills = zip(seqs[num_decodes:], starts[num_decodes:], stops[num_decodes:], strict=True)

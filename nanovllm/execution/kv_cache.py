@@ -1,16 +1,11 @@
-"""The KV cache's memory: a tensor on the device, one in host memory for swapped blocks, and copies of whole blocks.
+"""The KV cache: one tensor on the device, and copies of whole blocks.
 
-The attention backend decides what the inside of a block looks like; the `BlockManager` and the `SwapSpace` decide which
-sequence owns which block. `ModelRunner` calls `move_blocks` before each forward pass.
-
-    moves.swap_outs [(3, 0)]    device block 3 -> host block 0      always done
-    moves.swap_ins  [(1, 3)]    host block 1 -> device block 3      in this order
-    moves.copies    [(5, 6)]    device block 5 -> device block 6: copy-on-write
+The attention backend decides what the inside of a block looks like; the `BlockManager` decides which sequence owns
+which block. `ModelRunner` calls `move_blocks` before each forward pass.
 """
 
 import torch
 
-from nanovllm.execution.block_copies import HostBlocks, as_words, indices_on
 from nanovllm.layers.backends import AttentionBackend
 from nanovllm.scheduling.step import BlockMoves
 
@@ -24,7 +19,7 @@ class KVCache:
     def __init__(self, backend: AttentionBackend, num_layers: int, dtype: torch.dtype, device: torch.device) -> None:
         self._backend = backend
         self._num_layers = num_layers
-        self._dtype = dtype
+        self._dtype = backend.kv_cache_dtype or dtype
         self._device = device
         self.allocate(0)
 
@@ -33,19 +28,25 @@ class KVCache:
         """Of all that one block holds, in all layers."""
         return torch.Size(self._backend.kv_cache_shape(self._num_layers, 1)).numel() * self._dtype.itemsize
 
-    def allocate(self, num_blocks: int, num_swap_blocks: int = 0) -> None:
-        """Room for `num_blocks` blocks and the null block, and for `num_swap_blocks` in host memory."""
+    def allocate(self, num_blocks: int) -> None:
+        """Room for `num_blocks` blocks and the null block."""
         shape = self._backend.kv_cache_shape(self._num_layers, num_blocks + 1)
         self.tensor = torch.zeros(shape, dtype=self._dtype, device=self._device)  # a slot never written holds no NaN
-        self.host_blocks = HostBlocks(self.tensor, num_swap_blocks)
 
     def move_blocks(self, moves: BlockMoves) -> None:
-        """Copy whole blocks as the step asks for, all layers at once."""
-        if moves.swap_outs:
-            self.host_blocks.copy_out(self.tensor, moves.swap_outs)
-        if moves.swap_ins:
-            self.host_blocks.copy_in(self.tensor, moves.swap_ins)
+        """Copy whole blocks as the step asks for, all layers at once: (5, 6) copies block 5 to block 6."""
         if moves.copies:
             sources, destinations = zip(*moves.copies, strict=True)
             blocks = as_words(self.tensor)  # [parts, num_layers, num_blocks + 1, …]
             blocks[:, :, indices_on(self._device, destinations)] = blocks[:, :, indices_on(self._device, sources)]
+
+
+def indices_on(device: torch.device, block_ids: tuple[int, ...]) -> torch.Tensor:
+    """[len(block_ids)] int64 on the device. A list as an index would make the host wait for the device."""
+    pinned = torch.tensor(block_ids, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
+
+
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of 8 bytes, or of 1 if a row is no multiple of 8 bytes: fp8 cannot be indexed."""
+    return tensor.view(torch.int64 if tensor.shape[-1] * tensor.itemsize % 8 == 0 else torch.uint8)

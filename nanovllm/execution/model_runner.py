@@ -1,23 +1,21 @@
 """The model and its KV cache on one device: Batch → token ids. Never sees a `Sequence`.
 
 `run` returns a handle, because on CUDA the tokens have not arrived on the host when it returns. Made by `startup.py`,
-called by `LLMEngine`. CUDA graphs wrap `compute` at start-up (`cuda_graph.py`); this file does not know of them.
+called by `LLMEngine`. Two callables may be wrapped at start-up: `send`, which brings a step's tensors to the device,
+and `compute`, which turns a batch into tokens. `extras/cuda` and `extras/overlap.py` do so.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.execution.batch import Batch
-from nanovllm.execution.input_buffer import fill_in, make_sender
 from nanovllm.execution.kv_cache import KVCache
 from nanovllm.execution.logprobs import LogprobRows, Logprobs
-from nanovllm.execution.memory_advice import advice_on_step_memory
-from nanovllm.execution.prompt_results import PromptResults, PromptRows, compute_prompt_results
-from nanovllm.execution.sampler import Draw, draw_tokens, sample
+from nanovllm.execution.sampler import Draw, sample
 from nanovllm.execution.sampling_batch import SamplingBatch
+from nanovllm.execution.stages import TapResult
 from nanovllm.layers.backends import AttentionBackend
 from nanovllm.models.registry import CausalLM
 
@@ -27,66 +25,53 @@ class SampledTokens(NamedTuple):
 
     token_ids: torch.Tensor  # [num_samples] int64
     logprobs: Logprobs | None
-    prompt_results: PromptResults | None
+    tapped: tuple[TapResult, ...] = ()  # what the batch's taps have read
 
 
 class StepTokens(NamedTuple):
     """The result of one step, on the host."""
 
     token_ids: list[int]
-    logprobs: LogprobRows | None
-    """One row for each token."""
-    prompt_results: PromptRows | None
-    """Of the batch's `prompt_work`."""
+    logprobs: LogprobRows | None  # one row for each token
+    tapped: tuple[TapResult, ...]
 
 
 class ArrivingTokens:
     """The result of one step, on its way to the host."""
 
     def __init__(self, sampled: SampledTokens) -> None:
-        token_ids, logprobs, prompt_results = sampled
-        self._token_ids = token_ids.to("cpu", non_blocking=True)  # [num_samples]
-        self._parts: list[Any] = [None if part is None else part.to_host() for part in (logprobs, prompt_results)]
-        self._arrived = torch.cuda.Event() if token_ids.is_cuda else None
+        self._token_ids = sampled.token_ids.to("cpu", non_blocking=True)  # [num_samples]
+        self._logprobs = None if sampled.logprobs is None else sampled.logprobs.to_host()
+        self._tapped = tuple(one.to_host() for one in sampled.tapped)
+        self._arrived = torch.cuda.Event() if sampled.token_ids.is_cuda else None
         if self._arrived is not None:
             self._arrived.record()
 
     def wait(self) -> StepTokens:
         if self._arrived is not None:
             self._arrived.synchronize()
-        rows = [None if part is None else part.to_rows() for part in self._parts]
-        return StepTokens(self._token_ids.tolist(), *rows)
+        logprobs = None if self._logprobs is None else self._logprobs.to_rows()
+        return StepTokens(self._token_ids.tolist(), logprobs, self._tapped)
 
 
 class ModelRunner:
     """Owns the model, and the KV cache, whose block 0 is the null block."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        backend: AttentionBackend,
-        num_layers: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        draw: Draw = draw_tokens,
-    ) -> None:
+    def __init__(self, model: CausalLM, backend: AttentionBackend, kv_cache: KVCache, draw: Draw) -> None:
         self.model = model
         self.backend = backend
+        self.kv_cache = kv_cache
         self.draw = draw
-        self.device = device
-        self.kv_cache = KVCache(backend, num_layers, backend.kv_cache_dtype or dtype, device)
-        self.compute: Callable[[ModelRunner, Batch], SampledTokens] = compute_eagerly  # may be wrapped
-        self.send = make_sender(device)  # a record of tensors on the host -> the same on the device
-        self.newest_ids = torch.empty(0, dtype=torch.int64, device=device)  # drawn by the step before
+        self.device = kv_cache.tensor.device
+        self.send: Callable[[Any], Any] = lambda record: record  # a record of tensors on the host -> on the device
+        self.compute: Callable[[ModelRunner, Batch], SampledTokens] = compute_eagerly
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> ArrivingTokens:
         """Compute the batch, and draw one token for each of the step's samples."""
-        with advice_on_step_memory(), torch.cuda.device_of(self.kv_cache.tensor):
+        with torch.cuda.device_of(self.kv_cache.tensor):
             self.kv_cache.move_blocks(batch.moves)
-            sampled = self.compute(self, batch)
-            self.newest_ids = sampled.token_ids
-            return ArrivingTokens(sampled)
+            return ArrivingTokens(self.compute(self, batch))
 
     def choose_tokens(self, hidden: torch.Tensor, sampling: SamplingBatch) -> tuple[torch.Tensor, Logprobs | None]:
         """hidden: [num_samples, hidden_size] -> [num_samples] int64, and log-probabilities if a row wants them"""
@@ -96,9 +81,7 @@ class ModelRunner:
 def compute_eagerly(runner: ModelRunner, batch: Batch) -> SampledTokens:
     """Any batch, in as many launches as it takes."""
     batch = runner.send(batch)
-    if batch.has_expected_ids:
-        batch = replace(batch, input_ids=fill_in(batch.input_ids, runner.newest_ids))
     hidden = runner.model(batch.input_ids, batch.positions, batch.metadata, runner.kv_cache.tensor)
     token_ids, logprobs = runner.choose_tokens(hidden[batch.logits_indices], batch.sampling)
-    prompt_results = compute_prompt_results(hidden, runner.model.compute_logits, batch.prompt_work)
-    return SampledTokens(token_ids, logprobs, prompt_results)
+    tapped = tuple(tap.compute(hidden, runner.model.compute_logits) for tap in batch.taps)
+    return SampledTokens(token_ids, logprobs, tapped)

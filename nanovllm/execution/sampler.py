@@ -1,8 +1,8 @@
 """Logits → token ids and log-probabilities, for all rows of a step in one pass.
 
-    process       allowed tokens, bad words, logit bias, processors, penalties     (`logits_processing.py`)
-    draw_tokens   temperature, min-p, top-k, top-p, inverse-CDF sampling           (this file)
-    logprobs      of the model itself, before all of that                          (`logprobs.py`)
+    stages        what sequences ask to be changed: `min_tokens`, penalties, biases, …      (`stages.py`)
+    draw_tokens   temperature, min-p, top-k, top-p, inverse-CDF sampling                    (this file)
+    logprobs      of the model itself, before all of that                                   (`logprobs.py`)
 
 The order is vLLM's, and each stage is skipped unless a row asks for it. The sampler knows no stop rules (the
 `Scheduler` applies those) and no sequences: a row is a row of tensors. Called by `ModelRunner`.
@@ -18,23 +18,20 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.execution.logits_processing import process
 from nanovllm.execution.logprobs import Logprobs, compute_logprobs
 from nanovllm.execution.sampling_batch import SamplingBatch
+from nanovllm.execution.stages import apply_stages
 
 Draw = Callable[..., torch.Tensor]
 """`draw_tokens`, or a twin with the same signature."""
 
 
-def sample(
-    logits: torch.Tensor, sampling: SamplingBatch, draw: Draw | None = None
-) -> tuple[torch.Tensor, Logprobs | None]:
+def sample(logits: torch.Tensor, sampling: SamplingBatch, draw: Draw) -> tuple[torch.Tensor, Logprobs | None]:
     """logits: [num_samples, vocab_size] -> token ids [num_samples] int64, and log-probabilities if a row wants them
 
-    The logits stay as they are. `draw` defaults to `draw_tokens`; a faster twin may take its place.
+    The logits stay as they are. `draw` is `draw_tokens`, or a faster twin.
     """
-    draw = draw or draw_tokens
-    token_ids = draw(process(logits, sampling), *sampling.draw_arguments)
+    token_ids = draw(apply_stages(logits, sampling.stages), *sampling.draw_arguments)
     if sampling.num_logprobs is None:
         return token_ids, None
     return token_ids, compute_logprobs(logits, token_ids, sampling.num_logprobs)
@@ -48,17 +45,19 @@ def draw_tokens(
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
     max_top_k: int = 0,
+    argmax: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """logits: [num_samples, vocab_size], as `process` returns them -> token ids [num_samples] int64
+    """logits: [num_samples, vocab_size], as `apply_stages` returns them -> token ids [num_samples] int64
 
-    The other tensors have one entry for each row; `SamplingBatch` says what they are, and what None stands for.
+    The other tensors have one entry for each row; `SamplingBatch` says what they are, and what None stands for. A
+    backend may have a faster `argmax`.
     """
-    greedy = logits.argmax(dim=-1)
+    greedy = logits.argmax(dim=-1) if argmax is None else argmax(logits)
     if uniforms is None:
         return greedy
     logits = logits.float()
     is_greedy = temperatures[:, None] == 0  # [num_samples, 1]
-    # from the largest down, so that the smallest temperature does not overflow
+    # the maximum is subtracted first: divided by a tiny temperature, logits go to -inf and never to +inf
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures[:, None].masked_fill(is_greedy, 1)
     logits = truncate(logits, top_k, top_p, min_p, max_top_k)
     return torch.where(is_greedy[:, 0], greedy, invert_distribution(logits, uniforms))
@@ -105,7 +104,7 @@ def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
 def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, max_top_k: int) -> torch.Tensor:
     """Keep the top_k: [num_samples] likeliest tokens, and tokens as likely as the k-th.
 
-    `max_top_k` > 0 is at least every row's k that matters; with it a partial sort is enough.
+    With `max_top_k` > 0, no row keeps more tokens by rank, so a partial sort is enough.
     """
     vocab_size = logits.shape[1]
     num_sorted = min(max_top_k or vocab_size, vocab_size)
@@ -117,16 +116,20 @@ def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, max_top_k: int) -> to
 def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor, max_top_k: int) -> torch.Tensor:
     """Keep the fewest likeliest tokens whose probabilities add up to top_p: [num_samples]. The likeliest always stays.
 
-    Tokens as likely as the least likely of these stay too, whatever order they were sorted in. Where top-k has left
-    few tokens (`max_top_k` > 0), only those are sorted; ties with the k-th may be more, and all are sorted then.
+    Tokens as likely as the least likely of these stay too, whatever order they were sorted in.
     """
     rows = (top_p < 1).nonzero()[:, 0]  # rows with top_p 1 keep every token, and are not sorted
     logits = logits.clone()
     part = logits[rows]  # [num_rows, vocab_size]
-    num_left = max(1, int(part.isfinite().sum(dim=-1).max())) if max_top_k else part.shape[1]
-    ascending = part.topk(num_left, dim=-1).values.flip(-1)  # [num_rows, num_left]
+    num_sorted = most_tokens_left(part) if max_top_k else part.shape[1]
+    ascending = part.topk(num_sorted, dim=-1).values.flip(-1)  # [num_rows, num_sorted]
     is_left_out = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p[rows, None]
     is_left_out[:, -1] = False
     least = ascending.masked_fill(is_left_out, torch.inf).amin(dim=-1, keepdim=True)  # [num_rows, 1], of those kept
     logits[rows] = part.masked_fill_(part < least, -torch.inf)
     return logits
+
+
+def most_tokens_left(logits: torch.Tensor) -> int:
+    """Of any row, after top-k. To sort only these takes a third of the time that a sort of the vocabulary takes."""
+    return max(1, int(logits.isfinite().sum(dim=-1).max()))

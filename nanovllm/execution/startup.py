@@ -2,29 +2,48 @@
 
     choose a backend → load the weights → put fast layers in place → size and allocate the KV cache → record CUDA graphs
 
-Called by `assembly.py`, which has read the model's folder before, and makes the scheduler afterwards.
+Called by `engine/assembly.py`, which has read the model's folder before, and makes the scheduler afterwards. Kernels,
+CUDA, swap and overlap are extras: each is imported in the branch that chooses it.
 """
 
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from nanovllm.checks import MissingExtra, extra
 from nanovllm.config import Config, resolve_device, resolve_dtype
-from nanovllm.execution.cache_size import StepSizes, count_swap_blocks, num_blocks_that_fit
-from nanovllm.execution.choices import choose_draw, choose_graphs, make_backend
-from nanovllm.execution.cuda_graph import ReplayedDecodes, record_graphs
-from nanovllm.execution.loader import load_model
-from nanovllm.execution.memory_advice import advice_on_start_memory
+from nanovllm.execution.kv_cache import KVCache
 from nanovllm.execution.model_runner import ModelRunner
-from nanovllm.execution.threads import limit_threads
-from nanovllm.layers.backends import pytorch_layers
+from nanovllm.execution.sampler import draw_tokens
+from nanovllm.execution.weights import load_model
+from nanovllm.layers.backends import AttentionBackend, pytorch_layers
+from nanovllm.layers.torch_attention import TorchAttention
 from nanovllm.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
+
+
+CPU_KV_CACHE_BYTES = 1 << 30  # the default on CPU
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """How large a step can get."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+    @property
+    def max_decodes(self) -> int:
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True)
@@ -33,51 +52,129 @@ class Startup:
 
     runner: ModelRunner
     num_kv_blocks: int
-    num_swap_blocks: int
-    description: str
-    """What was chosen, and why."""
-    seconds: dict[str, float]
-    """How long each part took, in order."""
+    description: str  # what was chosen, and why
+    seconds: dict[str, float]  # how long each part took, in order
+
+
+class Device:
+    """What a kind of device adds to the start, by default nothing; `extras/cuda/startup.py` has a subclass."""
+
+    note = ""
+    """For the log."""
+    memory_knob = "kv_cache_memory_bytes"
+    """What to raise if memory does not suffice."""
+
+    def prepare(self, runner: ModelRunner) -> None:
+        """Before the first forward pass."""
+
+    def advice(self) -> AbstractContextManager[None]:
+        """Around what takes memory."""
+        return nullcontext()
+
+    def free_bytes(self, runner: ModelRunner) -> int:
+        """Left for the KV cache, if the config does not say how much it takes."""
+        return CPU_KV_CACHE_BYTES
+
+    def wrap(self, runner: ModelRunner, newest: Any) -> None:
+        """Take the place of the runner's `compute`, once the KV cache is there."""
 
 
 def start_runner(
-    config: Config,
-    folder: Path,
-    model_class: Any,
-    shape: ModelConfig,
-    max_model_len: int,
-    max_num_batched_tokens: int,
+    config: Config, folder: Path, model_class: Any, shape: ModelConfig, sizes: StepSizes, has_overlap: bool
 ) -> Startup:
     """Raises ValueError if the model, the config and this machine do not go together, or memory does not suffice."""
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
-    sizes = StepSizes(max_num_batched_tokens, config.max_num_seqs, max_model_len)
     clock = PartsClock()
     with clock.part("backend"):
-        if device.type == "cpu":
-            limit_threads()
-        backend, description = make_backend(config, device, dtype, shape)
-        draw = choose_draw(config, device, backend)
-        has_graphs, graphs = choose_graphs(config, backend, draw, device, shape.num_experts)
+        backend, reasons = choose_backend(config, device, dtype, shape)
+        kind = make_device(config, device, backend, shape, sizes)
     with clock.part("weights"):
         seed = config.seed if config.load_format == "dummy" else None
         model = load_model(model_class, shape, backend, dtype, device, folder, seed)
     with clock.part("layers"):
         if not config.enforce_eager:
             backend.replace_layers(model)
-        description += f", in PyTorch: {', '.join(sorted(pytorch_layers(model))) or 'nothing'}{graphs}"
+        threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+        what = f"{backend.instructions} on {device}{threads}, {dtype}, blocks of {backend.block_size}"
+        in_pytorch = ", ".join(sorted(pytorch_layers(model))) or "nothing"
+        description = f"{reasons}; {what}, in PyTorch: {in_pytorch}{kind.note}"
         logger.info(description)
-        runner = ModelRunner(model, backend, shape.num_hidden_layers, dtype, device, draw)
-    with clock.part("memory"), advice_on_start_memory():
-        num_kv_blocks = num_blocks_that_fit(runner, config, sizes, has_graphs)
-        num_swap_blocks = count_swap_blocks(config.swap_space_bytes, runner.kv_cache.bytes_per_block)
-        runner.kv_cache.allocate(num_kv_blocks, num_swap_blocks)
-    with clock.part("graphs"), advice_on_start_memory():
-        if has_graphs:
-            table_width = -(-max_model_len // backend.block_size)
-            recorded = record_graphs(model, runner.kv_cache.tensor, draw, sizes.max_decodes, table_width)
-            runner.compute = ReplayedDecodes(recorded)
+        kv_cache = make_kv_cache(config, backend, shape.num_hidden_layers, dtype, device)
+        runner = ModelRunner(model, backend, kv_cache, partial(draw_tokens, argmax=backend.argmax))
+        kind.prepare(runner)
+    with clock.part("memory"), kind.advice():
+        num_kv_blocks = num_blocks_that_fit(runner, config, sizes, kind)
+        runner.kv_cache.allocate(num_kv_blocks)
+    with clock.part("graphs"), kind.advice():
+        kind.wrap(runner, read_newest_tokens(runner) if has_overlap else None)
     logger.info("started in " + ", ".join(f"{part} {seconds:.2f} s" for part, seconds in clock.seconds.items()))
-    return Startup(runner, num_kv_blocks, num_swap_blocks, description, clock.seconds)
+    return Startup(runner, num_kv_blocks, description, clock.seconds)
+
+
+def num_blocks_that_fit(runner: ModelRunner, config: Config, sizes: StepSizes, kind: Device) -> int:
+    """Blocks for sequences: as configured, or as many as memory allows, but no more than sequences can ever fill."""
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    num_bytes, knob = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    if num_bytes is None:
+        num_bytes, knob = kind.free_bytes(runner), kind.memory_knob
+    num_blocks = num_bytes // runner.kv_cache.bytes_per_block - 1  # one is the null block
+    if num_blocks < 1:
+        raise ValueError(
+            f"{max(num_bytes, 0)} bytes are left for the KV cache, but its least size, two blocks, takes "
+            f"{2 * runner.kv_cache.bytes_per_block}: raise {knob}, or lower block_size or max_num_batched_tokens"
+        )
+    return min(num_blocks, sizes.max_num_seqs * -(-sizes.max_model_len // runner.backend.block_size))
+
+
+# ---- where extras are chosen
+
+
+def choose_backend(
+    config: Config, device: torch.device, dtype: torch.dtype, shape: ModelConfig
+) -> tuple[AttentionBackend, str]:
+    """The backend, and why. `torch` and eager is PyTorch's attention."""
+    is_plain = config.kv_cache_dtype == "auto" and shape.latent_rank is None
+    reason = "attention_backend=torch"
+    if not (config.attention_backend == "torch" and config.enforce_eager and is_plain):
+        try:
+            with extra("kernels", f"attention_backend={config.attention_backend!r} for this model"):
+                from nanovllm.kernels.choices import choose
+            return choose(config, device, dtype, shape)
+        except MissingExtra as missing:
+            if config.attention_backend not in ("auto", "torch") or not is_plain:
+                raise
+            reason += f"; {missing}"
+    heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+    return TorchAttention(*heads, config.block_size or TorchAttention.default_block_size, dtype), reason
+
+
+def make_kv_cache(
+    config: Config, backend: AttentionBackend, num_layers: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    if not config.swap_space_bytes:
+        return KVCache(backend, num_layers, dtype, device)
+    with extra("extras/swap", "preemption_mode='swap'"):
+        from nanovllm.extras.swap.host_blocks import SwappingKVCache
+    return SwappingKVCache(backend, num_layers, dtype, device, config.swap_space_bytes)
+
+
+def make_device(
+    config: Config, device: torch.device, backend: AttentionBackend, shape: ModelConfig, sizes: StepSizes
+) -> Device:
+    """CUDA brings more along. Elsewhere it refuses `enable_cuda_graphs=True`."""
+    if device.type != "cuda" and not config.enable_cuda_graphs:
+        return Device()
+    with extra("extras/cuda", "CUDA"):
+        from nanovllm.extras.cuda.startup import CudaDevice
+    return CudaDevice(config, device, backend, shape, sizes)
+
+
+def read_newest_tokens(runner: ModelRunner) -> Any:
+    """Let the runner take tokens that the host does not know yet from the step before."""
+    with extra("extras/overlap.py", "enable_overlap"):
+        from nanovllm.extras.overlap import NewestTokens
+    return NewestTokens(runner)
 
 
 class PartsClock:

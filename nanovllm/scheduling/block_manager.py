@@ -65,10 +65,9 @@ class BlockManager:
         """Blocks that `seq` still needs for all of its tokens."""
         return -(-seq.num_tokens // self.block_size) - seq.block_table.length
 
-    def begin_step(self) -> set[int]:
-        """A new set for the blocks that this step registers in the prefix cache before it fills them."""
+    def begin_step(self) -> None:
+        """From now on, the blocks that are registered are those that the next step fills."""
         self.prefix_cache.new_blocks = set()
-        return self.prefix_cache.new_blocks
 
     def try_admit(self, seq: Sequence, num_reserved: int = 0) -> bool:
         """Give `seq`, which owns nothing, the cached blocks of its prefix, if all of its tokens find room right now.
@@ -128,9 +127,9 @@ class BlockManager:
     def free(self, seq: Sequence) -> None:
         """Take all blocks of `seq` back, the last one first, so that the tails of prefixes are evicted first.
 
-        Full blocks are registered first: generated tokens were not known yet when their blocks were filled.
+        With overlap, a block can be filled before its tokens are known: it is registered now.
         """
-        if seq.block_table.length:  # else its computed tokens are in the swap space
+        if seq.block_table.length:  # else it owns nothing: it waits, or is swapped out
             self.prefix_cache.register(seq, seq.num_computed_tokens)
         for block_id in seq.block_table.view()[::-1].tolist():
             self._disown(block_id)

@@ -6,7 +6,6 @@ None of the methods is called for every token, so watching costs a step little.
 
 from collections import deque
 from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 from nanovllm.scheduling.sequence import Sequence
@@ -46,16 +45,16 @@ class Observer:
         `seq.num_cached_tokens` is still None for a sequence that is admitted for the first time.
         """
 
-    def on_preempt(self, seq: Sequence, is_swapped: bool, needy: Sequence) -> None:
-        """`seq` has given up its blocks for `needy`; with `is_swapped` its K and V go to host memory."""
+    def on_preempt(self, seq: Sequence, host_block_ids: list[int], needy: Sequence) -> None:
+        """`seq` has given up its blocks for `needy`. Its K and V go to these blocks in host memory, if any."""
 
-    def on_fork(self, parent: Sequence, child: Sequence) -> None:
-        """`child` is a new sequence with the tokens of `parent`, whose blocks it will share if it can run."""
+    def on_fork(self, parent: Sequence, child: Sequence, is_shared: bool) -> None:
+        """`child` is a new sequence with the computed tokens of `parent`: it shares their blocks, or waits."""
 
     def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: Blocks) -> None:
         """`step` is decided; `running` and `blocks` are the state after this decision."""
 
-    def on_update(self, step: SchedulerOutput, new_token_ids: SequenceOf[int]) -> None:
+    def on_update(self, step: SchedulerOutput, new_token_ids: list[int]) -> None:
         """`step` has run, and has drawn a token for each of `step.samples`; ended sequences have dropped theirs."""
 
     def on_step_end(self, step: SchedulerOutput, seconds: Mapping[str, float]) -> None:
@@ -73,7 +72,7 @@ class Observer:
     def on_share_block(self, seq: Sequence, block_id: int) -> None:
         """`seq` owns a block whose contents it needs: found in the prefix cache, or shared with a fork.
 
-        Or its next entry is the null block, 0, which nobody owns: the entry lies behind the window (`windows.py`).
+        Or its next entry is the null block, 0, because the entry lies behind the window (`extras/windows.py`).
         """
 
     def on_copy_block(self, seq: Sequence, source: int, destination: int) -> None:
@@ -118,9 +117,9 @@ class SchedulingStats(Observer):
     def on_start(self, blocks: Blocks) -> None:
         self._in_flight.clear()
 
-    def on_preempt(self, seq: Sequence, is_swapped: bool, needy: Sequence) -> None:
+    def on_preempt(self, seq: Sequence, host_block_ids: list[int], needy: Sequence) -> None:
         self.num_preemptions += 1
-        self.num_swaps += is_swapped
+        self.num_swaps += bool(host_block_ids)
 
     def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
         self.num_window_blocks += len(block_ids)
@@ -130,7 +129,7 @@ class SchedulingStats(Observer):
         num_stored = num_used_blocks * size - count_empty_slots(running, size)
         self._in_flight.append((num_stored, num_used_blocks * size, num_used_blocks))
 
-    def on_update(self, step: SchedulerOutput, new_token_ids: SequenceOf[int]) -> None:
+    def on_update(self, step: SchedulerOutput, new_token_ids: list[int]) -> None:
         num_stored, num_slots, num_used_blocks = self._in_flight.popleft()
         self.kv_tokens_stored += num_stored
         self.kv_slots_reserved += num_slots

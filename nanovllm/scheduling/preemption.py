@@ -1,8 +1,7 @@
 """What becomes of a sequence that must give up its blocks, and how does it come back?
 
 Its tokens are kept in any case. `Recompute` computes their K and V anew, except for those that the prefix cache still
-finds. `Swap` (`swap.py`) copies K and V to host memory and back, as long as there is room. The `Scheduler` has one of
-the two, and calls it without knowing which.
+finds. The `Scheduler` calls a strategy without knowing which: `extras/swap` has another one.
 """
 
 from nanovllm.scheduling.block_manager import BlockManager
@@ -11,15 +10,15 @@ from nanovllm.scheduling.step import BlockMoves
 
 
 class Recompute:
-    """A strategy has these four methods. `preempt` and `try_admit` pair; `drop` ends a sequence wherever it is."""
+    """A strategy has these five methods. `preempt` and `try_admit` pair; `drop` ends a sequence wherever it is."""
 
     def __init__(self, block_manager: BlockManager) -> None:
         self.block_manager = block_manager
 
-    def preempt(self, seq: Sequence) -> bool:
-        """Take all blocks of `seq`; returns whether its K and V are kept elsewhere."""
+    def preempt(self, seq: Sequence) -> list[int]:
+        """Take all blocks of `seq`; returns the blocks in host memory that will hold its K and V, here none."""
         self.block_manager.free(seq)
-        return False
+        return []
 
     def try_admit(self, seq: Sequence, num_reserved: int) -> bool:
         """Give `seq` the blocks of its computed tokens, if all of its tokens find room; False, and no change, if not.
@@ -35,3 +34,7 @@ class Recompute:
     def take_moves(self) -> BlockMoves:
         """The block copies that are due before this step's forward pass."""
         return BlockMoves(copies=self.block_manager.take_copies())
+
+    def roll_back(self) -> None:
+        """A step has failed: the copies that it has asked for will not be done."""
+        self.block_manager.take_copies()

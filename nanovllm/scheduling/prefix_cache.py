@@ -79,18 +79,17 @@ class PrefixCache:
         for i in range(seq.num_registered_blocks, min(num_tokens, seq.num_known_tokens) // self.block_size):
             block_hash, tokens = self._key(seq, i)
             known = self._by_hash.get(block_hash)
+            # If another block with this prefix is registered, it stays the one that is found; `seq` keeps its own.
             if known is None or known.parent_serial != seq.parent_serial or known.tokens != tokens:
-                if not seq.block_table.data[i]:  # the null block: given back (`windows.py`), and evicted since then
+                block_id = int(seq.block_table.data[i])
+                if not block_id:  # the null block: behind the window (`extras/windows.py`), and evicted since
                     return
                 if known is not None:  # another block under the same hash: the newer one wins
                     self.forget(known.block_id)
-                known = CachedBlock(
-                    int(seq.block_table.data[i]), block_hash, next(self._serials), seq.parent_serial, tokens
-                )
-                self._by_hash[block_hash] = self._by_id[known.block_id] = known
-                self.new_blocks.add(known.block_id)
-                self.observer.on_register_block(seq, known.block_id, block_hash, known.serial)
-            # else: a duplicate block was registered meanwhile. Block tables are append-only, so both blocks stay.
+                known = CachedBlock(block_id, block_hash, next(self._serials), seq.parent_serial, tokens)
+                self._by_hash[block_hash] = self._by_id[block_id] = known
+                self.new_blocks.add(block_id)
+                self.observer.on_register_block(seq, block_id, block_hash, known.serial)
             seq.parent_serial = known.serial
             seq.num_registered_blocks = i + 1
 
@@ -100,6 +99,11 @@ class PrefixCache:
         if cached is not None:
             del self._by_hash[cached.block_hash]
             self.observer.on_forget_block(block_id)
+
+    def forget_new_blocks(self) -> None:
+        """The newest step has failed: what it was to fill must not be found."""
+        for block_id in self.new_blocks:
+            self.forget(block_id)
 
     def reset(self) -> None:
         """Forget all cached contents; sequences that run keep their blocks."""

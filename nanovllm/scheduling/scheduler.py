@@ -1,24 +1,20 @@
 """Which sequence gets how many tokens of a step?
 
 There is no prefill phase and no decode phase. Every sequence has `num_tokens` tokens, of which `num_computed_tokens`
-are computed, or will be by the steps in flight. Each step hands out a budget of tokens so that the sequences catch up,
-and a sequence that catches up gets a new token. So a decode is a chunk of one token and a prefill is one or several
-larger chunks; chunked prefill (Sarathi, Agrawal et al. 2023, https://arxiv.org/abs/2308.16369), prefix hits and
-resumption after preemption are the same lines of code.
+are computed. Each step hands out a budget of tokens so that the sequences catch up, and a sequence that catches up gets
+a new token. So a decode is a chunk of one token and a prefill is one or several larger chunks. Chunked prefill
+(Sarathi, Agrawal et al. 2023, https://arxiv.org/abs/2308.16369), prefix hits and resumption after preemption are the
+same lines of code.
 
 This file decides admission, the share of each step, preemption, and when a sequence ends; the `BlockManager` says
 whether there is room. `LLMEngine.step()` calls `schedule()` before the forward pass and `update()` after it.
 """
 
-from collections.abc import Sequence as SequenceOf
-
-from nanovllm.scheduling import forks
 from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.policies import Policy, fcfs
 from nanovllm.scheduling.preemption import Recompute
-from nanovllm.scheduling.queues import RunningQueue, WaitingQueue
+from nanovllm.scheduling.queues import Policy, RunningQueue, WaitingQueue, fcfs
 from nanovllm.scheduling.sequence import Sequence, SequenceStatus
-from nanovllm.scheduling.step import Draft, SchedulerOutput, finish_draft
+from nanovllm.scheduling.step import Chunk, SchedulerOutput, make_step
 
 
 class Scheduler:
@@ -47,7 +43,6 @@ class Scheduler:
         self.preemption = preemption or Recompute(block_manager)
         self.waiting = WaitingQueue(policy)
         self.running = RunningQueue()
-        self.in_flight: list[SchedulerOutput | Draft] = []  # scheduled, and not updated yet; the oldest first
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
@@ -57,7 +52,6 @@ class Scheduler:
         assert seq.num_tokens <= min(self.max_model_len - 1, self.block_manager.capacity)
         for one in (seq, *seq.children):
             one.limit_growth(self.max_model_len, self.block_manager.capacity)
-        seq.num_places += len(seq.children)
         self.waiting.add_new(seq)
         self.observer.on_add(seq)
 
@@ -70,116 +64,138 @@ class Scheduler:
             B  11 tokens,  4 computed    gets 7: a prefill chunk     budget 0
             C  30 tokens, waits          is not admitted in this step
         """
-        step = Draft(self.max_num_batched_tokens, self.block_manager.begin_step())
-        self.in_flight.append(step)  # before the first sequence changes: `roll_back` can undo a half-made step
-        for seq in self.running:  # make room from the end of the list, until `seq` fits or is itself the last
-            while not self._try_give_tokens(seq, step):
-                if self._preempt_last(step, seq) is seq:
-                    break
-            if not step.budget:
+        self.block_manager.begin_step()
+        budget = self.max_num_batched_tokens
+        chunks: list[Chunk] = []
+        preempted: list[Sequence] = []
+        for seq in self.running:  # `_make_room` takes sequences from its end, never one before `seq`
+            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, self.max_chunk_len)
+            if num_new_tokens and self._make_room(seq, num_new_tokens, preempted):
+                chunks.append(self._advance(seq, num_new_tokens))
+                budget -= num_new_tokens
+            if not budget:
                 break
-        if not step.preempted or not step.chunks:  # a preempted sequence would only come back to be preempted again
-            self._admit_waiting(step)
-        return self._launch(step)
+        admitted: list[Sequence] = []
+        # A preempted sequence would only come back to be preempted again. (Without chunks, which only overlap can bring
+        # about, some sequence must be admitted.)
+        if not preempted or not chunks:
+            budget = self._admit_waiting(budget, chunks, admitted)
+        num_tokens = self.max_num_batched_tokens - budget
+        step = make_step(chunks, num_tokens, admitted, preempted, self.preemption.take_moves())
+        for seq in step.samples:
+            if seq.children:
+                self._start_children(seq)
+        if step.chunks:
+            self.observer.on_schedule(step, self.running, self.block_manager)
+        return step
 
-    def update(self, step: SchedulerOutput, new_token_ids: SequenceOf[int]) -> list[tuple[int, Sequence]]:
-        """The oldest step has run: append its tokens, one for each of `step.samples`, and end sequences that are done.
+    def update(self, step: SchedulerOutput, new_token_ids: list[int]) -> list[tuple[int, Sequence]]:
+        """The step has run: append its tokens, one for each of `step.samples`, and end sequences that are done.
 
-        Returns (row, sequence) for each sequence that got a token; those that were finished meanwhile get none:
-            samples [A, B], new_token_ids [63, 7], B was aborted meanwhile    -> [(0, A)], and A ends with token 63
+        Returns (row, sequence) for each sequence that got a token. With overlap, a sequence may have been finished
+        since `schedule()`, and gets none:
+
+            samples [A, B], new_token_ids [63, 7], B was aborted    -> [(0, A)], and 63 is A's newest token
         """
         assert len(new_token_ids) == len(step.samples)
-        assert step is self.in_flight[0], "the oldest"
         advanced = [(row, seq) for row, seq in enumerate(step.samples) if seq.finish_reason is None]
         for row, seq in advanced:
-            if seq.is_beam:  # its search appends a token, when all of its beams have caught up
-                continue
             token_id = new_token_ids[row]
             seq.append_token(token_id)
             if token_id in seq.stop_token_ids and seq.num_output_tokens > seq.sampling_params.min_tokens:
                 self.finish(seq, "stop", seq.stop_token_ids[token_id])
             elif seq.num_known_tokens >= seq.max_num_tokens:
                 self.finish(seq, "length", seq.limit_reason)
-        self.in_flight.pop(0)  # not before: if a line above fails, `roll_back` forgets the placeholders
         self.observer.on_update(step, new_token_ids)
         return advanced
 
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child`, whose tokens begin with all computed tokens of `parent`, share the blocks of `parent` and run.
+
+        If `parent` is not running, or if no place is free, `child` waits and is computed anew.
+        """
+        child.num_cached_tokens = parent.num_cached_tokens
+        is_shared = parent.status is SequenceStatus.RUNNING and self.running.num_places < self.max_num_seqs
+        self.observer.on_fork(parent, child, is_shared)
+        if is_shared:
+            self.block_manager.fork(parent, child)
+            self.running.add(child)
+        else:
+            self.waiting.add(child)
+
     def finish(self, seq: Sequence, finish_reason: str, stop_reason: int | str | None = None) -> None:
-        """End `seq` wherever it is: a step in flight may still compute it, and its token is dropped."""
+        """End `seq` wherever it is. If a step is computing it (with overlap), the token of that step is dropped."""
         seq.status, seq.finish_reason, seq.stop_reason = SequenceStatus.FINISHED, finish_reason, stop_reason
         if seq in self.running:
             self.running.remove(seq)
         else:
             self.waiting.discard(seq)
-        self.release(seq)
+        self.preemption.drop(seq)
         self.observer.on_finish(seq)
 
-    def _try_give_tokens(self, seq: Sequence, step: Draft) -> bool:
-        """Its next tokens, as many as budget and `max_chunk_len` allow; False, and no change, if blocks run out."""
+    def roll_back(self) -> None:
+        """A step has failed: running sequences keep their tokens, lose their blocks, and wait.
+
+        The step may have failed half-way, even in `schedule()`. So no block that it was to fill may be found again, and
+        no copy that it has asked for is done. Tokens that it would have drawn are drawn again, from the same random
+        numbers.
+        """
+        self.preemption.roll_back()
+        self.block_manager.prefix_cache.forget_new_blocks()
+        for seq in [*self.running, *self.waiting]:
+            if seq.block_table.length:
+                seq.num_computed_tokens = 0  # so that `drop` registers no block that may not have been filled
+                self.preemption.drop(seq)
+        while self.running:
+            self.waiting.add(self.running.pop())
+        self.observer.on_roll_back()
+
+    def _advance(self, seq: Sequence, num_new_tokens: int) -> Chunk:
+        """The step computes the next tokens of `seq`, which has blocks for them."""
         start = seq.num_computed_tokens
-        num_new_tokens = seq.num_tokens - start
-        if num_new_tokens > 1:
-            num_new_tokens = min(num_new_tokens, step.budget, self.max_chunk_len)
-        if num_new_tokens == 0:  # caught up: a beam that waits for others, or the last token is in flight
-            return True
-        if not self.block_manager.try_allocate(seq, start + num_new_tokens):
-            return False
-        step.chunks.append((seq, start, num_new_tokens))
-        step.budget -= num_new_tokens
         seq.num_computed_tokens = start + num_new_tokens
+        return seq, start, num_new_tokens
+
+    def _make_room(self, seq: Sequence, num_new_tokens: int, preempted: list[Sequence]) -> bool:
+        """Blocks for the next tokens of a running sequence; False if it is the last, and was preempted itself."""
+        while not self.block_manager.try_allocate(seq, seq.num_computed_tokens + num_new_tokens):
+            last = self.running[-1]
+            host_block_ids = self.preemption.preempt(last)
+            self.waiting.add(self.running.pop())  # until then it is in `running`, where `roll_back` finds it
+            preempted.append(last)
+            last.num_preemptions += 1
+            self.observer.on_preempt(last, host_block_ids, seq)
+            if last is seq:
+                return False
         return True
 
-    def _admit_waiting(self, step: Draft) -> None:
-        """Let waiting sequences run, in order, as long as the first one finds room for all of its tokens."""
+    def _admit_waiting(self, budget: int, chunks: list[Chunk], admitted: list[Sequence]) -> int:
+        """Let waiting sequences run, in order, as long as the first one finds room for all of its tokens.
+
+        Adds to `chunks` and `admitted`, and returns what is left of the budget.
+        """
         blocks = self.block_manager
+        # free blocks that the running sequences still need for the tokens they have (none, where tables are longer)
         num_reserved = sum([max(0, blocks.num_missing_blocks(seq)) for seq in self.running]) if self.waiting else 0
-        while self.waiting and step.budget:
+        while self.waiting and budget:
             seq = self.waiting.first
             has_place = self.running.num_places + seq.num_places <= self.max_num_seqs
             if not has_place or not self.preemption.try_admit(seq, num_reserved):
                 self.observer.on_wait(seq, has_place, blocks.num_missing_blocks(seq), num_reserved)
                 break
-            step.admitted.append(seq)
             self.running.add(self.waiting.pop())
+            admitted.append(seq)
             self.observer.on_admit(seq)
             seq.note_cached_tokens()
-            has_room = self._try_give_tokens(seq, step)
+            num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, self.max_chunk_len)
+            has_room = blocks.try_allocate(seq, seq.num_computed_tokens + num_new_tokens)
             assert has_room, "an admitted sequence fits"
+            chunks.append(self._advance(seq, num_new_tokens))
+            budget -= num_new_tokens
             num_reserved += blocks.num_missing_blocks(seq)
-        if self.waiting and self.running and not step.chunks and self.in_flight == [step]:
-            # skip at first reading: beams that have caught up hold the blocks that others of their search need
-            self._preempt_last(step, self.waiting.first)
-            self._admit_waiting(step)
+        return budget
 
-    def _launch(self, draft: Draft) -> SchedulerOutput:
-        """The step is decided: append a placeholder for each token that it draws."""
-        step = finish_draft(draft, self.max_num_batched_tokens - draft.budget, self.preemption.take_moves())
-        if not step.chunks:
-            self.in_flight.pop()
-            return step
-        self.in_flight[-1] = step
-        for row, seq in enumerate(step.samples):
-            if seq.children:
-                forks.start_children(self, seq)
-            if seq.num_tokens + 1 < seq.max_num_tokens and not seq.is_beam:  # no step needs K and V of the last token
-                seq.expect_token(row)
-        self.observer.on_schedule(step, self.running, self.block_manager)
-        return step
-
-    def release(self, seq: Sequence) -> None:
-        """Take the blocks of `seq`, and forget the placeholders of its tokens in flight."""
-        self.preemption.drop(seq)
-        seq.expect_nothing()
-
-    def _preempt_last(self, step: Draft, needy: Sequence) -> Sequence:
-        """The last sequence gives up its blocks for `needy`; a caught-up beam is queued by `resume`, with a token."""
-        assert self.in_flight == [step], "`can_schedule_ahead` has found blocks for all"
-        seq = self.running.pop()
-        has_caught_up = seq.num_computed_tokens == seq.num_tokens
-        step.preempted.append(seq)
-        self.observer.on_preempt(seq, self.preemption.preempt(seq), needy)
-        seq.num_preemptions += 1
-        seq.status = SequenceStatus.WAITING
-        if not has_caught_up:
-            self.waiting.add(seq)
-        return seq
+    def _start_children(self, parent: Sequence) -> None:
+        """The last chunk of the prompt is scheduled: the other samples share its blocks, and run from now on."""
+        while parent.children:
+            self.fork(parent, parent.children.pop(0))

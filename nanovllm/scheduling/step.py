@@ -1,4 +1,4 @@
-"""One step's work: a `Draft` while the scheduler decides it, then a `SchedulerOutput`. Records only, without tensors.
+"""What one step computes: the record that the scheduler hands to the rest of the engine. Integers, no tensors.
 
 A has 20 tokens, B has 30:
 
@@ -13,28 +13,15 @@ from nanovllm.scheduling.sequence import Sequence
 Chunk = tuple[Sequence, int, int]
 """(sequence, start, num_new_tokens): the step computes the tokens [start, start + num_new_tokens)."""
 
-BlockPairs = list[tuple[int, int]]  # (source, destination)
+BlockPairs = list[tuple[int, int]]
+"""(source, destination) of each block that is copied."""
 
 
 @dataclass(frozen=True)
 class BlockMoves:
-    """Whole blocks to be copied before a step's forward pass, in this order."""
+    """Whole blocks to be copied before a step's forward pass."""
 
-    swap_outs: BlockPairs = field(default_factory=list)  # device -> host
-    swap_ins: BlockPairs = field(default_factory=list)  # host -> device
-    copies: BlockPairs = field(default_factory=list)  # device -> device: copy-on-write
-
-
-class Draft:
-    """A step while the scheduler decides it: `budget` tokens are left to give."""
-
-    def __init__(self, max_num_batched_tokens: int, new_blocks: set[int]) -> None:
-        self.budget = max_num_batched_tokens
-        self.chunks: list[Chunk] = []
-        self.admitted: list[Sequence] = []
-        self.preempted: list[Sequence] = []
-        self.samples: list[Sequence] = []  # always empty: `roll_back` reads drafts and outputs alike
-        self.new_blocks = new_blocks
+    copies: BlockPairs = field(default_factory=list)  # copy-on-write
 
 
 @dataclass(frozen=True)
@@ -44,32 +31,31 @@ class SchedulerOutput:
     chunks: list[Chunk] = field(default_factory=list)
     num_decodes: int = 0
     num_scheduled_tokens: int = 0
-    admitted: list[Sequence] = field(default_factory=list)  # sequences that run from this step on
-    preempted: list[Sequence] = field(default_factory=list)
-    new_blocks: set[int] = field(default_factory=set)
-    """Blocks that the prefix cache knows already, although only this step fills them: forgotten if the step fails."""
-    moves: BlockMoves = field(default_factory=BlockMoves)
     samples: list[Sequence] = field(default_factory=list)
     """Sequences that get a token: those whose chunk ends at `num_tokens`, and their children."""
     sampled_chunks: list[int] = field(default_factory=list)
-    """For each of `samples` the place in `chunks` of its chunk, or its parent's, whose last row draws its token."""
-
-    def __post_init__(self) -> None:
-        samples, sampled_chunks = self.samples, self.sampled_chunks
-        for i, (seq, start, num_new_tokens) in enumerate(self.chunks):
-            if start + num_new_tokens == seq.num_tokens:
-                samples += (seq, *seq.children)
-                sampled_chunks += [i] * (1 + len(seq.children))
+    """For each of `samples`, the place in `chunks` of its own or its parent's chunk. The chunk's last row draws."""
+    admitted: list[Sequence] = field(default_factory=list)  # sequences that run from this step on
+    preempted: list[Sequence] = field(default_factory=list)
+    moves: BlockMoves = field(default_factory=BlockMoves)
 
     @property
     def num_prefill_tokens(self) -> int:
         return self.num_scheduled_tokens - self.num_decodes
 
 
-def finish_draft(draft: Draft, num_tokens: int, moves: BlockMoves) -> SchedulerOutput:
-    """Decodes first, then prefill chunks, each in the order in which they were decided."""
-    chunks, num_decodes = draft.chunks, len(draft.chunks)
+def make_step(
+    chunks: list[Chunk], num_tokens: int, admitted: list[Sequence], preempted: list[Sequence], moves: BlockMoves
+) -> SchedulerOutput:
+    """Put decodes first, then prefill chunks, each in the order in which they were decided; find who gets a token."""
+    num_decodes = len(chunks)
     if num_tokens > num_decodes:  # some are prefill chunks
         decodes = [chunk for chunk in chunks if chunk[2] == 1]
         chunks, num_decodes = decodes + [chunk for chunk in chunks if chunk[2] > 1], len(decodes)
-    return SchedulerOutput(chunks, num_decodes, num_tokens, draft.admitted, draft.preempted, draft.new_blocks, moves)
+    samples: list[Sequence] = []
+    sampled_chunks: list[int] = []
+    for i, (seq, start, num_new_tokens) in enumerate(chunks):
+        if start + num_new_tokens == seq.num_tokens:
+            samples += (seq, *seq.children)
+            sampled_chunks += [i] * (1 + len(seq.children))
+    return SchedulerOutput(chunks, num_decodes, num_tokens, samples, sampled_chunks, admitted, preempted, moves)

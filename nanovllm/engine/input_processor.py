@@ -1,0 +1,223 @@
+"""How does a prompt with its parameters become a request? Checked first, so that a bad one changes nothing.
+
+A prompt is text, token ids, or a dict of one of the two. `Limits` says what this engine can serve: what it never could
+is refused before anything changes. Called by `LLM`, and by `LLMEngine` when requests are added.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Integral
+from typing import Any, Protocol
+
+import torch
+
+from nanovllm.checks import extra
+from nanovllm.engine.detokenizer import TokenDecoder
+from nanovllm.engine.request import Completion, Request
+from nanovllm.execution.stages import MinTokens
+from nanovllm.inputs import Prompt, check_keys
+from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+from nanovllm.scheduling.sequence import Sequence
+
+
+class OtherParams(Protocol):
+    """What other kinds of request ask for, such as an embedding. They bring their own class of request."""
+
+    def checked(self, limits: "Limits") -> "OtherParams":
+        """A copy, checked anew; ValueError for what this engine can never serve."""
+
+    def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> Request: ...
+
+
+Params = SamplingParams | OtherParams
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Each check raises a TypeError or ValueError that names the field, the value and what is allowed."""
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    num_kv_blocks: int
+    block_size: int
+    capacity: int
+    """Tokens that one sequence can have when it is alone."""
+    num_eos_tokens: int
+    has_tokenizer: bool
+
+    def check_prompt_len(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            raise ValueError("the prompt is empty; it must have at least 1 token")
+        if num_tokens > self.max_model_len - 1:
+            raise ValueError(
+                f"the prompt has {num_tokens} tokens; at most {self.max_model_len - 1} are allowed "
+                f"(max_model_len {self.max_model_len}, less one for the output)"
+            )
+        if num_tokens > self.capacity:
+            raise ValueError(
+                f"the prompt has {num_tokens} tokens; the whole KV cache holds {self.capacity} "
+                f"({self.num_kv_blocks} blocks of {self.block_size}): give more num_kv_blocks or kv_cache_memory_bytes"
+            )
+
+    def take_params(self, params: Any) -> SamplingParams:
+        """A copy of the parameters, checked: what the user changes later, this request does not see."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be a SamplingParams or None, got {params!r}")
+        params = params.clone()
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if token_id >= self.vocab_size:
+                    raise ValueError(f"{name} must hold token ids from 0 to {self.vocab_size - 1}, got {token_id}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > self.vocab_size:
+                raise ValueError(f"{name} must be at most the vocabulary's size {self.vocab_size}, got {value}")
+        if params.n > self.max_num_seqs:
+            raise ValueError(f"n must be at most max_num_seqs {self.max_num_seqs}, got {params.n}")
+        if not self.has_tokenizer and (params.stop_strings or params.bad_words or params.structured_outputs):
+            raise ValueError("stop, bad_words and structured_outputs need a tokenizer, but this model has none")
+        return params
+
+
+@dataclass(frozen=True)
+class InputProcessor:
+    """Makes requests for one engine. Each method raises a ValueError or TypeError for what cannot be served."""
+
+    limits: Limits
+    tokenizer: Any
+    decoder: TokenDecoder | None
+    eos_token_ids: frozenset[int]
+    default_sampling_params: SamplingParams
+    seed: int
+
+    def encode(self, prompt: Prompt, params: Params | None = None) -> tuple[str | None, list[int]]:
+        """Text (None if there was none) and token ids of a prompt, or of the end of it that `params` keep."""
+        text, token_ids = encode_prompt(prompt, self.tokenizer, self.limits.vocab_size)
+        if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
+            with extra("extras/truncation.py", "truncate_prompt_tokens"):
+                from nanovllm.extras.truncation import truncate
+            token_ids = truncate(token_ids, params, self.limits.max_model_len)
+        self.limits.check_prompt_len(len(token_ids))
+        return text, token_ids
+
+    def take_params(self, params: Any) -> Any:
+        """A checked copy of the parameters. A grammar in them is compiled, and kept until the request is made."""
+        params = self._copy_params(params)
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            self.grammars.compile(params.structured_outputs)
+        return params
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: Params | None,
+        priority: int,
+        stream: bool,
+        num_requests_before: int,
+    ) -> Request:
+        """Requests without a seed get one from `num_requests_before`: it depends only on the order of arrival."""
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise TypeError(f"priority must be an int, got {priority!r}")
+        params = self._copy_params(self.default_sampling_params if params is None else params)
+        if not isinstance(params, SamplingParams):
+            return params.make_request(self, request_id, prompt, priority)
+        text, token_ids = self.encode(prompt, params)
+        own_seed = 1 << 63 | (self.seed * 1_000_003 + num_requests_before) % 2**63
+        seed = own_seed if params.seed is None else params.seed
+        stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
+        gives_deltas = stream and params.output_kind is RequestOutputKind.DELTA
+        stages, taps, grammar = self._stages(params), self._taps(params, gives_deltas), self._grammar(params)
+        # one sequence for each sample; the first computes the prompt, the others are its children
+        seqs = []
+        for i in range(params.n):
+            own_stages = stages if grammar is None else (*stages, grammar.copy())
+            own_taps = taps if i == 0 else ()
+            seq = Sequence(request_id, token_ids, params, self.eos_token_ids, priority, seed, i, own_stages, own_taps)
+            seqs.append(seq)
+        seqs[0].children = seqs[1:]
+        kind = Request if grammar is None else self.grammars.request_class
+        now, completion_class = time.monotonic(), self._completion_class(gives_deltas)
+        return kind(text, token_ids, seqs, stream, self.tokenizer, self.decoder, now, completion_class)
+
+    @cached_property
+    def grammars(self) -> Any:
+        """The compiler of structured outputs, made for the first request that needs it."""
+        with extra("extras/structured", "structured_outputs"):
+            from nanovllm.extras.structured.compiler import GrammarCompiler
+        return GrammarCompiler(self.tokenizer, self.limits.vocab_size, self.eos_token_ids)
+
+    def _copy_params(self, params: Any) -> Any:
+        return params.checked(self.limits) if hasattr(params, "make_request") else self.limits.take_params(params)
+
+    def _stages(self, params: SamplingParams) -> tuple[Any, ...]:
+        """What changes the logits of the request's rows."""
+        stages = (MinTokens(),) if params.min_tokens else ()
+        if not params.changes_logits:
+            return stages
+        with extra("extras/logits.py", "a penalty, bias, bad word, logits processor or list of allowed tokens"):
+            from nanovllm.extras.logits import stages_of
+        return *stages, *stages_of(params, self.tokenizer)
+
+    def _taps(self, params: SamplingParams, gives_deltas: bool) -> tuple[Any, ...]:
+        """What reads the hidden states of the prompt."""
+        if params.prompt_logprobs is None:
+            return ()
+        with extra("extras/prompt_logprobs.py", "prompt_logprobs"):
+            from nanovllm.extras.prompt_logprobs import PromptLogprobs
+        return (PromptLogprobs(params.prompt_logprobs, self.tokenizer, gives_once=gives_deltas),)
+
+    def _completion_class(self, gives_deltas: bool) -> type[Completion]:
+        """What an output of a stream holds of each sample: all so far, or what is new."""
+        if not gives_deltas:
+            return Completion
+        with extra("extras/deltas.py", "output_kind=RequestOutputKind.DELTA"):
+            from nanovllm.extras.deltas import DeltaCompletion
+        return DeltaCompletion
+
+    def _grammar(self, params: SamplingParams) -> Any:
+        """What the output must fit, at its start; None if anything fits."""
+        return None if params.structured_outputs is None else self.grammars.compile(params.structured_outputs)
+
+
+# ---- the forms of a prompt
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[str | None, list[int]]:
+    """Text (None if there was none) and token ids of a prompt; TypeError or ValueError if it is not one."""
+    text: Any = None
+    token_ids: Any = prompt
+    if isinstance(prompt, Mapping):
+        check_keys(prompt)
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if "prompt_token_ids" in prompt and isinstance(token_ids, str):
+            raise TypeError(f"prompt_token_ids must be a list of token ids, got {token_ids!r}")
+    if isinstance(token_ids, str):
+        if tokenizer is None:
+            raise ValueError("this model has no tokenizer, so a prompt must be token ids, got text")
+        text, token_ids = token_ids, tokenizer.encode(token_ids)
+    return text, check_token_ids(token_ids, vocab_size)
+
+
+def check_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
+    """A list of ints in [0, vocab_size), from any sequence of integers; an error names the first bad one."""
+    if isinstance(token_ids, torch.Tensor):
+        token_ids = token_ids.tolist()
+    if isinstance(token_ids, bytes | Mapping) or not hasattr(token_ids, "__iter__"):
+        raise TypeError(
+            "a prompt must be a str, a list of token ids, or a dict with prompt or prompt_token_ids, "
+            f"got {type(token_ids).__name__}"
+        )
+    checked = []
+    for i, token_id in enumerate(token_ids):
+        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+            raise TypeError(f"prompt token ids must be integers, got {token_id!r} at index {i}")
+        checked.append(int(token_id))
+        if not 0 <= checked[i] < vocab_size:
+            raise ValueError(
+                f"token id {checked[i]} at index {i} is outside the vocabulary: allowed are 0 to {vocab_size - 1}"
+            )
+    return checked

@@ -1,0 +1,4 @@
+"""What CUDA needs beside the kernels: graphs for decode steps, one pinned copy for a step's input, free memory.
+
+Each wraps a callable of the core's `ModelRunner`. Read `graphs.py` first.
+"""

@@ -1,0 +1,324 @@
+"""CUDA graphs: a decode step is recorded once for each of some batch sizes, and from then on replayed as one launch.
+
+A step of a small model is hundreds of kernels of a few microseconds each; to launch them one by one from Python takes
+longer than to run them (https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/). A graph fixes all that the
+host decides: addresses, shapes, numbers of programs. The contents of the memory may change. So:
+
+- the inputs of all sizes have the same addresses, and one copy from the host fills them;
+- a batch is padded to the next size recorded, with sequences of no tokens, whose K and V go to the null block;
+- block tables are as wide as the longest sequence needs;
+- the newest tokens are read from, and written to, one tensor: with overlap the host does not know them yet.
+
+    256 sequences, 27 graphs:   1 2 4 8 16 24 … 64 | 72 80 … 128 | 144 160 … 256
+    a batch of 70               replays the one of 72, two rows of which are padding
+
+`ReplayedDecodes` wraps `ModelRunner.compute`: batches of decodes are replayed, all others are computed eagerly.
+"""
+
+import gc
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from nanovllm.config import Config
+from nanovllm.execution.batch import Batch
+from nanovllm.execution.model_runner import ModelRunner, SampledTokens
+from nanovllm.execution.sampler import Draw, sample
+from nanovllm.execution.sampling_batch import SamplingBatch
+from nanovllm.execution.startup import StepSizes
+from nanovllm.extras.cuda.input_buffer import InputBuffer
+from nanovllm.extras.overlap import NewestTokens, fill_in, has_placeholders
+from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.layers.backends import AttentionBackend
+from nanovllm.models.registry import CausalLM
+from nanovllm.scheduling.step import BlockMoves
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+# one value for each sequence; wide dtypes first, so that every column is aligned to the size of its values
+COLUMNS: dict[str, np.dtype[Any]] = {
+    "uniforms": np.dtype(np.float64),
+    "top_k": np.dtype(np.int64),
+    "input_ids": np.dtype(np.int32),
+    "positions": np.dtype(np.int32),
+    "slot_mapping": np.dtype(np.int32),
+    "seq_lens": np.dtype(np.int32),
+    "temperatures": np.dtype(np.float32),
+    "top_p": np.dtype(np.float32),
+    "min_p": np.dtype(np.float32),
+}
+ROW_BYTES = sum(dtype.itemsize for dtype in COLUMNS.values())
+OF_ATTENTION = ("slot_mapping", "seq_lens")
+OF_SAMPLING = ("uniforms", "top_k", "temperatures", "top_p", "min_p")
+# the part of `Batch` that a column comes from; the others are fields of `Batch` itself
+OWNERS = {**dict.fromkeys(OF_ATTENTION, "metadata"), **dict.fromkeys(OF_SAMPLING, "sampling")}
+OFF = {"uniforms": 0, "top_k": 0, "top_p": 1, "min_p": 0}  # for batches in which no row asks for it
+
+
+def graph_sizes(max_batch_size: int) -> list[int]:
+    """Batch sizes to record: in steps of 8, and of more from 128 on. Padding is less than 8 rows, or an eighth."""
+    sizes, size = [1, 2, 4], 8
+    while size < max_batch_size:
+        sizes.append(size)
+        size += max(8, 1 << (size.bit_length() - 4))
+    return [size for size in sizes if size < max_batch_size] + [max_batch_size]
+
+
+class Recorder:
+    """Records what a function launches. All graphs share their working memory: only one of them runs at a time.
+
+    No other recorder uses its stream. PyTorch keeps a cuBLAS workspace for each stream (32 MiB on Hopper), and frees
+    that of a graph's stream together with the graph: graphs of another engine, recorded in the same stream, would still
+    write to the freed workspace (https://github.com/pytorch/pytorch/issues/193402).
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """(a function that replays `function`, what `function` returned); a replay writes the returned tensors anew."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            function()  # compiles kernels and lets libraries set themselves up, neither of which can be recorded
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            results = function()
+        return graph.replay, results
+
+
+class Recorded(NamedTuple):
+    replay: Callable[[], None]
+    hidden: torch.Tensor  # [size, hidden_size], for rows that ask for more than a token drawn
+
+
+class CudaGraphs:
+    """A decode step of `model` and `draw`, recorded for each of `sizes`. The KV cache must keep its address."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        kv_cache: torch.Tensor,
+        draw: Draw,
+        sizes: list[int],
+        max_num_blocks: int,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._draw = draw
+        self._sizes = sorted(sizes)
+        self._inputs = DecodeInputs(self._sizes[-1], max_num_blocks, kv_cache.device)
+        self._newest_ids = torch.zeros(self._sizes[-1], dtype=torch.int64, device=kv_cache.device)  # [max_batch_size]
+        self._recorder = recorder or Recorder()
+        self._graphs: dict[int, Recorded] = {}
+
+    def record_all(self) -> None:
+        gc.collect()
+        gc.freeze()  # torch collects garbage before each recording, but does not look through frozen objects
+        try:
+            for size in reversed(self._sizes):  # the memory that the largest takes is enough for all others
+                self.record(size)
+        finally:
+            gc.unfreeze()
+
+    @torch.inference_mode()
+    def record(self, size: int) -> None:
+        batch = self._inputs.batch(size)
+
+        def decode() -> torch.Tensor:
+            input_ids = fill_in(batch.input_ids, self._newest_ids)
+            hidden = self._model(input_ids, batch.positions, batch.metadata, self._kv_cache)
+            self._newest_ids[:size] = sample(self._model.compute_logits(hidden), batch.sampling, self._draw)[0]
+            return hidden
+
+        self._graphs[size] = Recorded(*self._recorder.record(decode))
+
+    def can_replay(self, batch: Batch, newest_ids: torch.Tensor) -> bool:
+        """Whether the batch is decodes alone, all of which get a token, and no more than the largest graph takes."""
+        num_seqs = len(batch.metadata.seq_lens)
+        return (
+            batch.metadata.num_decodes == num_seqs <= self._sizes[-1]
+            and not batch.taps
+            and np.array_equal(batch.logits_indices.numpy(), np.arange(num_seqs))
+            and len(newest_ids) <= len(self._newest_ids)
+        )
+
+    def replay(self, batch: Batch, newest_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`batch` on the host; newest_ids: [num_samples] of the step before, on the device
+
+        Returns the tokens that are drawn, [num_seqs] int64, and for rows that ask for more the hidden states,
+        [num_seqs, hidden_size]. Both are valid until the next replay.
+        """
+        num_seqs = len(batch.metadata.seq_lens)
+        size = self._sizes[bisect_left(self._sizes, num_seqs)]
+        self._inputs.fill(batch, size)
+        if has_placeholders(batch) and newest_ids.data_ptr() != self._newest_ids.data_ptr():  # not drawn by a replay
+            self._newest_ids[: len(newest_ids)] = newest_ids
+        self._graphs[size].replay()
+        return self._newest_ids[:num_seqs], self._graphs[size].hidden[:num_seqs]
+
+
+class ReplayedDecodes:
+    """Takes the place of `ModelRunner.compute`: replays batches of decodes, and leaves all others to it."""
+
+    def __init__(self, graphs: CudaGraphs, runner: ModelRunner, newest: NewestTokens) -> None:
+        self.graphs = graphs
+        self._newest = newest
+        self._compute, runner.compute = runner.compute, self
+
+    def __call__(self, runner: ModelRunner, batch: Batch) -> SampledTokens:
+        """If a row asks for more than a draw, all rows are drawn again, outside the graph."""
+        if not self.graphs.can_replay(batch, self._newest.ids):
+            return self._compute(runner, batch)
+        token_ids, hidden = self.graphs.replay(batch, self._newest.ids)
+        logprobs = None
+        if not batch.sampling.wants_only_draws:
+            token_ids, logprobs = runner.choose_tokens(hidden, runner.send(batch.sampling))
+        self._newest.ids = token_ids
+        return SampledTokens(token_ids, logprobs)
+
+
+class DecodeInputs:
+    """The tensors of a batch of decodes, at fixed addresses on the device: columns of `max_batch_size` rows.
+
+    The host sends all columns and, after them, the block tables, as narrow as they are in the batch. On the device the
+    block tables are then copied into the wide table that the graphs read.
+    """
+
+    def __init__(self, max_batch_size: int, max_num_blocks: int, device: torch.device) -> None:
+        self._num_rows = -(-max_batch_size // 4) * 4  # so that each column begins at a multiple of 16 bytes
+        self._buffer = InputBuffer(device, self._num_rows * ROW_BYTES + max_batch_size * max_num_blocks * 4)
+        self._block_tables = torch.zeros(max_batch_size, max_num_blocks, dtype=torch.int32, device=device)
+        self._offsets = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
+
+    def batch(self, size: int) -> Batch:
+        """The first `size` rows as a batch to record a graph with: zeros until `fill` is called."""
+        column: dict[str, Any] = {}
+        for name, (start, stop, dtype) in self._layout(size).items():
+            column[name] = self._buffer.device_bytes[start:stop].view(getattr(torch, dtype.name))
+        none = self._offsets[:1]
+        return Batch(
+            input_ids=column.pop("input_ids"),
+            positions=column.pop("positions"),
+            metadata=AttentionMetadata(
+                slot_mapping=column.pop("slot_mapping"),
+                block_tables=self._block_tables[:size],
+                seq_lens=column.pop("seq_lens"),
+                cu_seqlens_q=self._offsets[: size + 1],
+                prefill_cu_seqlens_q=none,
+                prefill_cu_seqlens_k=none,
+                num_decodes=size,
+                max_seqlen_q=0,
+                max_seqlen_k=0,
+            ),
+            logits_indices=self._offsets[:size],
+            sampling=SamplingBatch(**column),
+            taps=(),
+            moves=BlockMoves(),
+        )
+
+    def fill(self, batch: Batch, size: int) -> None:
+        """Send `batch`, on the host, followed by padding up to `size` sequences."""
+        num_seqs, width = batch.metadata.block_tables.shape
+        packed = self._buffer.next_host_bytes()
+        for name, (start, stop, dtype) in self._layout(size).items():
+            column = packed[start:stop].view(dtype)
+            values = getattr(getattr(batch, OWNERS[name]) if name in OWNERS else batch, name)
+            column[:num_seqs] = OFF[name] if values is None else values.numpy()
+            # a sequence of padding has no tokens and is greedy, and slot 0 is in the null block
+            column[num_seqs:] = 0
+        start = self._num_rows * ROW_BYTES
+        tables = batch.metadata.block_tables.numpy().reshape(-1).view(np.uint8)
+        packed[start : start + len(tables)] = tables
+        self._buffer.send(start + len(tables))
+        narrow = self._buffer.device_bytes[start : start + len(tables)].view(torch.int32)
+        self._block_tables[:num_seqs, :width] = narrow.view(num_seqs, width)
+
+    def _layout(self, size: int) -> dict[str, tuple[int, int, np.dtype[Any]]]:
+        """(start, stop, dtype) of each column's first `size` rows, in bytes of the buffer."""
+        layout, start = {}, 0
+        for name, dtype in COLUMNS.items():
+            layout[name] = (start, start + size * dtype.itemsize, dtype)
+            start += self._num_rows * dtype.itemsize
+        return layout
+
+
+# ---- at startup
+
+
+def choose_graphs(
+    config: Config, backend: AttentionBackend, has_twin: bool, device: torch.device, num_experts: int = 0
+) -> tuple[bool, str]:
+    """Whether decodes are replayed; and on CUDA the reason, for the log. `has_twin`: a kernel draws the tokens."""
+    reason = None
+    if device.type != "cuda":
+        reason = f"they need a CUDA device, got {device}"
+    elif config.enforce_eager:
+        reason = "enforce_eager=True"
+    elif not getattr(backend, "supports_graphs", False):  # a property of kernels
+        reason = "this attention backend reads lengths back to the host"
+    elif num_experts:
+        reason = "tokens are grouped by expert on the host"
+    elif not has_twin:
+        reason = "without triton, drawing tokens makes the host wait"
+    elif config.enable_cuda_graphs is False:
+        reason = "enable_cuda_graphs=False"
+    if reason is not None and config.enable_cuda_graphs:
+        raise ValueError(
+            f"enable_cuda_graphs=True cannot be had ({reason}); leave it None, which takes them where possible"
+        )
+    if device.type != "cuda":
+        return False, ""
+    return reason is None, "; with CUDA graphs" if reason is None else f"; no CUDA graphs ({reason})"
+
+
+def replay_decodes(runner: ModelRunner, newest: NewestTokens, sizes: StepSizes) -> None:
+    """Record graphs for all batches of decodes that a step can have, and have them replayed."""
+    table_width = -(-sizes.max_model_len // runner.backend.block_size)
+    graphs = record_graphs(runner.model, runner.kv_cache.tensor, runner.draw, sizes.max_decodes, table_width)
+    ReplayedDecodes(graphs, runner, newest)
+
+
+def record_graphs(
+    model: CausalLM, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
+) -> CudaGraphs:
+    """Graphs for steps of up to `max_batch_size` decodes, with block tables of up to `max_num_blocks` blocks."""
+    start = time.monotonic()
+    sizes = graph_sizes(max_batch_size)
+    with torch.cuda.device_of(kv_cache):
+        free_before = torch.cuda.mem_get_info()[0]
+        graphs = CudaGraphs(model, kv_cache, draw, sizes, max_num_blocks)
+        graphs.record_all()
+        num_bytes = free_before - torch.cuda.mem_get_info()[0]
+    logger.info(
+        f"{len(sizes)} CUDA graphs for 1 to {max_batch_size} sequences: "
+        f"{time.monotonic() - start:.1f} s, {num_bytes / 2**20:.0f} MiB"
+    )
+    return graphs
+
+
+def measure_graph_bytes(
+    model: CausalLM, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
+) -> int:
+    """Device memory that all graphs will take: that of the largest, and for each of the others that of the smallest.
+
+    A cache without blocks is enough for this: padding needs the null block alone.
+    """
+    sizes = graph_sizes(max_batch_size)
+    with torch.cuda.device_of(kv_cache):
+        before = torch.cuda.mem_get_info()[0]
+        graphs = CudaGraphs(model, kv_cache, draw, sizes, max_num_blocks)
+        graphs.record(sizes[-1])
+        after_largest = torch.cuda.mem_get_info()[0]
+        graphs.record(sizes[0])
+        after_both = torch.cuda.mem_get_info()[0]
+    return max(0, before - after_largest) + (len(sizes) - 1) * max(0, after_largest - after_both)

@@ -1,0 +1,64 @@
+"""What an engine on CUDA adds at its start: a kernel that draws, pinned buffers, CUDA graphs, and all free memory.
+
+Made by `execution/startup.py` in its branch for CUDA, which calls the methods in their order here.
+"""
+
+import importlib
+from contextlib import AbstractContextManager, suppress
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.execution.model_runner import ModelRunner
+from nanovllm.execution.sampler import Draw
+from nanovllm.execution.startup import Device, StepSizes
+from nanovllm.extras.cuda.graphs import choose_graphs, replay_decodes
+from nanovllm.extras.cuda.input_buffer import InputBuffer
+from nanovllm.extras.cuda.memory import advice_on_start_memory, advised, measure_free_bytes
+from nanovllm.extras.overlap import NewestTokens
+from nanovllm.layers.backends import AttentionBackend
+from nanovllm.models.config import ModelConfig
+
+
+class CudaDevice(Device):
+    """ValueError if `enable_cuda_graphs=True` cannot be had, on a CPU for example."""
+
+    memory_knob = "gpu_memory_utilization"
+
+    def __init__(
+        self,
+        config: Config,
+        device: torch.device,
+        backend: AttentionBackend,
+        shape: ModelConfig,
+        sizes: StepSizes,
+    ) -> None:
+        self.config, self.device, self.sizes = config, device, sizes
+        self.draw = choose_draw(config, device)
+        has_kernel = self.draw is not None
+        self.has_graphs, self.note = choose_graphs(config, backend, has_kernel, device, shape.num_experts)
+
+    def prepare(self, runner: ModelRunner) -> None:
+        runner.draw = self.draw or runner.draw
+        runner.send = InputBuffer(self.device, 1 << 16).send_record
+
+    def advice(self) -> AbstractContextManager[None]:
+        return advice_on_start_memory()
+
+    def free_bytes(self, runner: ModelRunner) -> int:
+        return measure_free_bytes(runner, self.config, self.sizes, self.has_graphs)
+
+    def wrap(self, runner: ModelRunner, newest: NewestTokens | None) -> None:
+        """Wrap `compute`; graphs read the newest tokens on the device, with or without overlap."""
+        if self.has_graphs:
+            replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
+        runner.compute = advised(runner.compute)
+
+
+def choose_draw(config: Config, device: torch.device) -> Draw | None:
+    """On CUDA, with triton: kernels that neither sort nor make the host wait."""
+    if config.enforce_eager or device.type != "cuda":
+        return None
+    with suppress(ImportError):
+        return importlib.import_module("nanovllm.kernels.cuda.sample").draw_tokens
+    return None

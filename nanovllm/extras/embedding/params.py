@@ -1,0 +1,64 @@
+"""What `LLM.embed` takes, in place of `SamplingParams`, and what it returns; names are vLLM's."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from nanovllm.checks import check_bool, check_choice
+from nanovllm.outputs import RequestMetrics
+
+if TYPE_CHECKING:
+    from nanovllm.engine.input_processor import InputProcessor, Limits
+    from nanovllm.engine.request import Request
+    from nanovllm.inputs import Prompt
+
+POOLINGS = ("last", "mean")
+
+
+@dataclass
+class PoolingParams:
+    """A bad value raises a TypeError or ValueError that names the field, the value and what is allowed."""
+
+    pooling: str = "last"
+    """`last` takes the hidden state of the prompt's last token, `mean` the mean over all of its tokens."""
+    normalize: bool = True
+    """Whether the embedding is divided by its length (its Euclidean norm)."""
+
+    def __post_init__(self) -> None:
+        check_choice("pooling", self.pooling, POOLINGS)
+        check_bool("normalize", self.normalize)
+
+    def checked(self, limits: "Limits") -> "PoolingParams":
+        """An equal object, checked anew: fields may have been assigned."""
+        return replace(self)
+
+    def make_request(self, processor: "InputProcessor", request_id: str, prompt: "Prompt", priority: int) -> "Request":
+        from nanovllm.extras.embedding.request import EmbeddingRequest
+
+        text, token_ids = processor.encode(prompt)
+        return EmbeddingRequest(request_id, text, token_ids, self, priority)
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """The embedding of a prompt."""
+
+    embedding: list[float]
+    """[hidden_size]; empty if the request was aborted."""
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """What `LLM.embed` returns for each prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool
+    num_cached_tokens: int
+    """Prompt tokens whose K and V were found in the prefix cache: none with pooling "mean"."""
+    metrics: RequestMetrics
+    """`first_token_time` is when the embedding was computed."""

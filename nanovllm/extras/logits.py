@@ -1,0 +1,242 @@
+"""What requests change of the logits before a draw: allowed tokens, biases, bad words, the users' own functions,
+penalties.
+
+Each is a `Stage` of a sequence, and they run in vLLM's order: a class below, its tensors for a step, and what it does
+to the logits. `stages_of` says which ones a request asks for; `engine/input_processor.py` calls it.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.checks import check_int, check_number
+from nanovllm.execution.sampling_batch import column
+from nanovllm.execution.stages import ForbiddenTokens, Stage, StageRow, forbid
+from nanovllm.sampling_params import LogitsProcessor, SamplingParams, check_list, check_strings, check_token_ids
+
+
+def stages_of(params: SamplingParams, tokenizer: Any) -> tuple[Stage, ...]:
+    """What `params` ask for; bad words need the tokenizer."""
+    stages: list[Any] = []
+    if params.allowed_token_ids:
+        stages.append(AllowedTokens())
+    if params.logit_bias:
+        stages.append(LogitBias())
+    if params.bad_words:
+        stages.append(BadWords(encode_bad_words(params.bad_words, tokenizer)))
+    if params.logits_processors:
+        stages.append(Processors())
+    if (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1):
+        stages.append(Penalties())
+    return tuple(stages)
+
+
+# ---- allowed tokens
+
+
+class AllowedTokens:
+    """No tokens but those of `allowed_token_ids`."""
+
+    place, reads_output = 1, False
+
+    @classmethod
+    def build(cls, rows: list[StageRow]) -> "AllowedRows":
+        lists = [list(seq.sampling_params.allowed_token_ids or ()) for _, seq, _, _ in rows]
+        return AllowedRows(
+            rows=torch.tensor([row for row, _, _, _ in rows]),
+            entries=torch.arange(len(lists)).repeat_interleave(torch.tensor([len(ids) for ids in lists])),
+            token_ids=torch.tensor([token_id for ids in lists for token_id in ids]),
+        )
+
+
+@dataclass(frozen=True)
+class AllowedRows:
+    """Restricted rows, and what they allow as pairs (entry of `rows`, token)."""
+
+    rows: torch.Tensor  # [num_restricted] int64
+    entries: torch.Tensor  # [num_allowed] int64
+    token_ids: torch.Tensor  # [num_allowed] int64
+
+    def apply(self, logits: torch.Tensor, raw: torch.Tensor) -> None:
+        is_forbidden = torch.ones(len(self.rows), logits.shape[1], dtype=torch.bool, device=logits.device)
+        is_forbidden[self.entries, self.token_ids] = False
+        logits[self.rows] = logits[self.rows].masked_fill(is_forbidden, -torch.inf)
+
+
+# ---- biases
+
+
+class LogitBias:
+    """Single logits to which a value is added."""
+
+    place, reads_output = 2, False
+
+    @classmethod
+    def build(cls, rows: list[StageRow]) -> "BiasRows":
+        biases = [(row, *one) for row, seq, _, _ in rows for one in (seq.sampling_params.logit_bias or {}).items()]
+        row_ids, token_ids, values = zip(*biases, strict=True)
+        return BiasRows(torch.tensor(row_ids), torch.tensor(token_ids), torch.tensor(values, dtype=torch.float32))
+
+
+@dataclass(frozen=True)
+class BiasRows:
+    rows: torch.Tensor  # [num_biases] int64
+    token_ids: torch.Tensor  # [num_biases] int64
+    values: torch.Tensor  # [num_biases] float32
+
+    def apply(self, logits: torch.Tensor, raw: torch.Tensor) -> None:
+        logits[self.rows, self.token_ids] += self.values
+
+
+# ---- bad words
+
+
+class BadWords:
+    """Where the output ends with the first tokens of a bad word, its last token is forbidden."""
+
+    place = 2
+
+    def __init__(self, bad_word_ids: list[list[int]]) -> None:
+        self.bad_word_ids = bad_word_ids
+        self.reads_output = any(len(word) > 1 for word in bad_word_ids)
+
+    @classmethod
+    def build(cls, rows: list[StageRow]) -> ForbiddenTokens | None:
+        return forbid(
+            (row, last)
+            for row, seq, position, stage in rows
+            for *first, last in stage.bad_word_ids
+            if seq.token_ids.view(max(seq.num_prompt_tokens, position - len(first)), position).tolist() == first
+        )
+
+
+def encode_bad_words(bad_words: Collection[str], tokenizer: Any) -> list[list[int]]:
+    """Each word as tokens, as it begins a text and as it follows a space; where these differ, both."""
+    encoded: list[list[int]] = []
+    for word in bad_words:
+        for text in (word.lstrip(" "), " " + word.lstrip(" ")):
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            if token_ids and token_ids not in encoded:
+                encoded.append(token_ids)
+    return encoded
+
+
+# ---- the users' own functions
+
+
+class Processors:
+    """`logits_processors`, called with the output so far."""
+
+    place, reads_output = 3, True
+
+    @classmethod
+    def build(cls, rows: list[StageRow]) -> "ProcessorRows":
+        return ProcessorRows(
+            [(row, seq.output_token_ids, tuple(seq.sampling_params.logits_processors or ())) for row, seq, _, _ in rows]
+        )
+
+
+@dataclass(frozen=True)
+class ProcessorRows:
+    rows: list[tuple[int, list[int], tuple[LogitsProcessor, ...]]]  # row, output, functions
+
+    def apply(self, logits: torch.Tensor, raw: torch.Tensor) -> None:
+        for row, output_token_ids, processors in self.rows:
+            for processor in processors:
+                logits[row] = processor(output_token_ids, logits[row])
+
+
+# ---- penalties
+
+
+class Penalties:
+    """Tokens that prompt or output hold already become less likely."""
+
+    place, reads_output = 4, True
+
+    @classmethod
+    def build(cls, rows: list[StageRow]) -> "PenaltyRows":
+        seqs = [seq for _, seq, _, _ in rows]
+        params = [seq.sampling_params for seq in seqs]
+        return PenaltyRows(
+            rows=torch.tensor([row for row, _, _, _ in rows]),
+            presence=column(params, "presence_penalty", torch.float32)[:, None],
+            frequency=column(params, "frequency_penalty", torch.float32)[:, None],
+            repetition=column(params, "repetition_penalty", torch.float32)[:, None],
+            prompt_ids=pad([seq.token_ids.view(0, seq.num_prompt_tokens) for seq in seqs]),
+            output_ids=pad([seq.token_ids.view(seq.num_prompt_tokens) for seq in seqs]),
+        )
+
+
+@dataclass(frozen=True)
+class PenaltyRows:
+    """Rows whose logits depend on their prompt and output."""
+
+    rows: torch.Tensor  # [num_penalized] int64, rows of the logits
+    presence: torch.Tensor  # [num_penalized, 1] float32
+    frequency: torch.Tensor  # [num_penalized, 1] float32
+    repetition: torch.Tensor  # [num_penalized, 1] float32
+    prompt_ids: torch.Tensor  # [num_penalized, longest prompt] int64, -1 beyond its end
+    output_ids: torch.Tensor  # [num_penalized, longest output] int64, -1 beyond its end
+
+    def apply(self, logits: torch.Tensor, raw: torch.Tensor) -> None:
+        logits[self.rows] = apply_penalties(logits[self.rows], self)
+
+
+def apply_penalties(logits: torch.Tensor, penalties: PenaltyRows) -> torch.Tensor:
+    """logits: [num_penalized, vocab_size] -> the same; repetition first, then frequency and presence, as in vLLM"""
+    prompt_counts = count_tokens(penalties.prompt_ids, logits.shape[1])
+    output_counts = count_tokens(penalties.output_ids, logits.shape[1])  # [num_penalized, vocab_size]
+    repeated = torch.where(logits > 0, logits / penalties.repetition, logits * penalties.repetition)
+    logits = torch.where((prompt_counts + output_counts) > 0, repeated, logits)
+    return logits - penalties.frequency * output_counts - penalties.presence * (output_counts > 0)
+
+
+def count_tokens(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """[num_rows, length], -1 where there is no token -> how often each token occurs: [num_rows, vocab_size] float32"""
+    counts = torch.zeros(len(token_ids), vocab_size + 1, dtype=torch.float32, device=token_ids.device)
+    counts.scatter_add_(1, token_ids + 1, torch.ones_like(token_ids, dtype=torch.float32))
+    return counts[:, 1:]  # column 0 has collected the -1s
+
+
+def pad(rows: list[np.ndarray]) -> torch.Tensor:
+    """Arrays as rows, padded with -1: [len(rows), longest] int64"""
+    padded = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int64)
+    for line, row in zip(padded, rows, strict=True):
+        line[: len(row)] = row
+    return torch.from_numpy(padded)
+
+
+# ---- how the fields of `SamplingParams` are checked
+
+
+def check_allowed_token_ids(name: str, value: Any) -> None:
+    check_token_ids(name, value)
+    if len(value) == 0:
+        raise ValueError(f"{name} must name at least 1 token or be None, got an empty list")
+
+
+def check_logits_processors(name: str, value: Any) -> None:
+    for i, processor in enumerate(check_list(name, value, "callables")):
+        if not callable(processor):
+            raise TypeError(f"{name}[{i}] must be callable, got {processor!r}")
+
+
+def check_logit_bias(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict from token id to bias or None, got {value!r}")
+    for token_id, bias in value.items():
+        check_int(f"{name} key", token_id, 0)
+        check_number(f"{name}[{token_id}]", bias, -100, 100)
+
+
+FIELD_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
+    "bad_words": partial(check_strings, blank=" "),
+    "logit_bias": check_logit_bias,
+    "allowed_token_ids": check_allowed_token_ids,
+    "logits_processors": check_logits_processors,
+}

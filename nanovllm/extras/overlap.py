@@ -1,0 +1,155 @@
+"""Overlap: the next step is scheduled, built and launched while the device computes the step before.
+
+Of a token in flight, the next step needs to know only where the device keeps it. So the token gets its place at once,
+behind the known ones, and the place holds the placeholder -1 - row, where row is its row among the tokens of the step:
+
+    step N      is scheduled     token_ids of A: [ 11  7  42 ] -1      of B: [ 5  90 ] -2      num_tokens 4 and 3
+    step N + 1  is scheduled     its input ids are -1 and -2; the device puts the tokens in their places
+    step N      has run          token_ids of A: [ 11  7  42  63 ]     of B: [ 5  90  0 ], where 0 ends B
+    step N + 1  has run          its token for A is kept, its token for B is dropped
+
+The core knows nothing of this. `OverlappedScheduler` gives tokens in flight their places, `Ahead` takes the place of
+the engine's `launch`, and `NewestTokens` wraps the runner's `send` and `compute`:
+
+    without overlap     launch N     wait N       update N     launch N+1     wait N+1
+    with overlap        launch N     launch N+1   wait N       update N       launch N+2     wait N+1
+
+If the next step needs the token itself (`Stage.reads_output`), it waits. The blocks of B are free as soon as step N has
+run, although step N + 1 still writes to them: the device computes in the order of the launches, so their next owner
+writes its K and V later, and reads them after that.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm.execution.batch import Batch
+from nanovllm.execution.model_runner import ModelRunner, SampledTokens
+from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.scheduling.sequence import Sequence
+from nanovllm.scheduling.step import SchedulerOutput
+
+
+class InFlight(NamedTuple):
+    step: SchedulerOutput
+    new_blocks: set[int]  # what the prefix cache knows already, although only this step fills it
+
+
+class OverlappedScheduler(Scheduler):
+    """`in_flight` are the steps that are scheduled and not updated yet, the oldest first."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.in_flight: list[InFlight] = []
+
+    def has_unfinished(self) -> bool:
+        return super().has_unfinished() or bool(self.in_flight)
+
+    def schedule(self) -> SchedulerOutput:
+        step = super().schedule()
+        if step.chunks:
+            self.in_flight.append(InFlight(step, self.block_manager.prefix_cache.new_blocks))
+            for row, seq in enumerate(step.samples):
+                if seq.num_tokens + 1 < seq.max_num_tokens:  # no step computes K and V of the last token
+                    expect_token(seq, row)
+        return step
+
+    def update(self, step: SchedulerOutput, new_token_ids: list[int]) -> list[tuple[int, Sequence]]:
+        assert step is self.in_flight[0].step, "the oldest"
+        advanced = super().update(step, new_token_ids)
+        self.in_flight.pop(0)  # not before: if a line above fails, `roll_back` forgets the placeholders
+        return advanced
+
+    def finish(self, seq: Sequence, finish_reason: str, stop_reason: int | str | None = None) -> None:
+        super().finish(seq, finish_reason, stop_reason)
+        seq.num_tokens = seq.num_known_tokens
+
+    def roll_back(self) -> None:
+        for step, new_blocks in self.in_flight:
+            self.block_manager.prefix_cache.new_blocks |= new_blocks
+            for seq in step.preempted:  # blocks that were to be copied to host memory may not have been
+                self.preemption.drop(seq)
+        self.in_flight = []
+        super().roll_back()
+        for seq in self.waiting:
+            seq.num_tokens = seq.num_known_tokens
+
+    def can_schedule_ahead(self) -> bool:
+        """Whether the next step needs no token of the step in flight, and would preempt no sequence.
+
+        Otherwise the next step waits until the step in flight has run: then its tokens are known, and the sequences
+        that they end have freed their blocks.
+        """
+        if any([needs_token(seq) for seq in self.in_flight[-1].step.samples]):
+            return False
+        blocks, running = self.block_manager, self.running
+        # each sequence fills the rest of one block and copies one at most, besides the blocks that the budget fills
+        if blocks.num_free_blocks >= self.max_num_batched_tokens // blocks.block_size + 2 * len(running):
+            return True
+        needed = [max(0, blocks.num_missing_blocks(seq)) + seq.has_shared_tail for seq in running]
+        return sum(needed) <= blocks.num_free_blocks
+
+
+def expect_token(seq: Sequence, row: int) -> None:
+    """Give the token that a step in flight draws in `row` a place, behind the known tokens."""
+    num_tokens, ids = seq.num_tokens, seq.token_ids
+    if num_tokens == len(ids.data):
+        ids.grow()
+    ids.data[num_tokens] = -1 - row
+    seq.num_tokens = num_tokens + 1
+
+
+def needs_token(seq: Sequence) -> bool:
+    """Whether the token in flight must be known before the next one is drawn."""
+    if not seq.stages or seq.finish_reason is not None or not any(stage.reads_output for stage in seq.stages):
+        return False
+    return seq.num_known_tokens + 1 < seq.max_num_tokens
+
+
+class Ahead:
+    """Takes the place of `LLMEngine._launch`: launches the next step, and returns the one to wait for."""
+
+    def __init__(self, launch: Callable[[Any], Any], scheduler: OverlappedScheduler) -> None:
+        self._launch = launch
+        self._scheduler = scheduler
+        self._ahead: Any = None
+
+    def __call__(self, engine: Any) -> Any:
+        step = self._ahead if self._scheduler.in_flight else None  # it was rolled back if none is in flight
+        step, self._ahead = step or self._launch(engine), None
+        if step is not None and self._scheduler.can_schedule_ahead():
+            self._ahead = self._launch(engine)
+        return step
+
+
+class NewestTokens:
+    """Wraps the runner's `send` and `compute`: placeholders among input ids become the tokens of the step before."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._send, self._compute = runner.send, runner.compute
+        runner.send, runner.compute = self.send, self.compute
+        self.ids = torch.empty(0, dtype=torch.int64, device=runner.device)  # drawn by the step before
+
+    def send(self, record: Any) -> Any:
+        sent = self._send(record)
+        if isinstance(record, Batch) and has_placeholders(record):
+            return replace(sent, input_ids=fill_in(sent.input_ids, self.ids))
+        return sent
+
+    def compute(self, runner: ModelRunner, batch: Batch) -> SampledTokens:
+        sampled = self._compute(runner, batch)
+        self.ids = sampled.token_ids
+        return sampled
+
+
+def has_placeholders(batch: Batch) -> bool:
+    """`batch` is on the host. Only decodes have them."""
+    return bool((batch.input_ids[: batch.metadata.num_decodes] < 0).any())
+
+
+def fill_in(input_ids: torch.Tensor, newest_ids: torch.Tensor) -> torch.Tensor:
+    """input_ids: [num_tokens]; a placeholder -1 - row becomes newest_ids[row] -> [num_tokens], ids only"""
+    rows = (-1 - input_ids).clamp_(min=0)  # [num_tokens]
+    return torch.where(input_ids < 0, newest_ids[rows].to(input_ids.dtype), input_ids)

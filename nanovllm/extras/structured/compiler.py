@@ -1,0 +1,161 @@
+"""How does a schema, expression or grammar become a `Grammar`? By llguidance (https://github.com/guidance-ai/llguidance).
+
+llguidance is a parser over bytes and a trie of the tokenizer's tokens: it finds the tokens that may come next without
+a table for each state of the grammar, so a compilation takes about a millisecond (`docs/structured_outputs.md` has
+figures). Called by `input_processor.py` when a request is added: nothing is built before the first such request.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from nanovllm.extras.structured.grammar import Grammar, MaskWorker, fill_masks
+from nanovllm.extras.structured.params import StructuredOutputsParams, schema_text
+from nanovllm.extras.structured.request import StructuredRequest
+
+MAX_COMPILED = 128  # compiled grammars kept, those used longest ago go first
+MAX_CHARS = 1 << 20
+# The library's compilers are recursive: nesting and chains of rules beyond some thousands would overflow the stack.
+MAX_NESTING = 100  # brackets open at the same time in a grammar; the library has a limit of its own for JSON
+MAX_RULES = 1000  # in a grammar, and references in a schema
+# Without a bound on white space, a model that has lost its way could write blanks for ever. `lenient` is the library's
+# name for ignoring what it does not know: never here.
+JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,32}", "lenient": False}
+
+
+class GrammarCompiler:
+    """Compiles for one tokenizer and one set of end tokens. May be called from several threads.
+
+    vocab_size: the model's, which may be larger than the tokenizer's.
+    """
+
+    request_class = StructuredRequest
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[tuple[str, ...], Any] = OrderedDict()  # source -> a matcher at its start
+        self._llguidance: Any = None
+        self._ll_tokenizer: Any = None
+        self._worker: MaskWorker | None = None
+
+    def compile(self, params: StructuredOutputsParams | Mapping[str, Any]) -> Grammar:
+        """A grammar at its start. Raises ValueError for what is not one, or what this model cannot spell."""
+        params = StructuredOutputsParams.of(params)
+        params.check()
+        source = source_of(params)
+        with self._lock:
+            self._start()
+            matcher = self._compiled.get(source)
+        if matcher is None:  # outside of the lock: a compilation that takes long holds nobody up
+            matcher = self._make_matcher(*source)
+        with self._lock:
+            self._compiled[source] = matcher
+            self._compiled.move_to_end(source)
+            while len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            assert self._worker is not None
+            return Grammar(matcher.deep_copy(), self._eos_token_ids, self._worker)
+
+    def _start(self) -> None:
+        """Import the library, and build its trie of the tokenizer's tokens."""
+        if self._worker is not None:
+            return
+        if not self._eos_token_ids:
+            raise ValueError("structured_outputs needs a model with an end-of-sequence token, but this model has none")
+        try:
+            import llguidance
+            import llguidance.hf
+        except ImportError as error:
+            raise ValueError(
+                f"structured_outputs needs the package llguidance ({error}): pip install 'nanovllm[structured]'"
+            ) from None
+        num_tokens = max(self._vocab_size, len(self._tokenizer))
+        try:
+            self._ll_tokenizer = llguidance.hf.from_tokenizer(
+                self._tokenizer, n_vocab=num_tokens, eos_token=sorted(self._eos_token_ids)
+            )
+        except ValueError as error:
+            raise ValueError(f"structured_outputs cannot use the tokenizer of this model: {error}") from None
+        self._llguidance = llguidance
+        pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+        self._worker = MaskWorker(pool, llguidance.LLExecutor(), -(-num_tokens // 32))
+
+    def _make_matcher(self, form: str, text: str, options: str) -> Any:
+        """A matcher at its start, whose first mask has been computed."""
+        library = self._llguidance
+        try:
+            if form == "json":
+                compiled = library.LLMatcher.grammar_from_json_schema(text, overrides=json.loads(options))
+            elif form == "regex":
+                compiled = library.LLMatcher.grammar_from_regex(text)
+            elif form == "choice":
+                compiled = library.LLMatcher.grammar_from_lark(text)
+            else:
+                compiled = library.grammar_from("grammar", text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"structured_outputs.{form} cannot be compiled: {error}") from None
+        limits = library.LLParserLimits(verbose_errors=False)
+        matcher = library.LLMatcher(self._ll_tokenizer, compiled, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise ValueError(f"structured_outputs.{form} cannot be compiled: {matcher.get_error().strip()}")
+        assert self._worker is not None
+        first = Grammar(matcher.deep_copy(), self._eos_token_ids, self._worker)
+        mask = np.zeros((1, self._worker.num_words), dtype=np.int32)
+        fill_masks(self._worker, [first], [[]], [self._eos_token_ids], mask)
+        if first.error:
+            raise ValueError(f"structured_outputs.{form} cannot be satisfied by this model's tokens: {first.error}")
+        return matcher
+
+
+def source_of(params: StructuredOutputsParams) -> tuple[str, str, str]:
+    """(form, text, options): equal for equal demands, and all that is compiled."""
+    if params.json is not None or params.json_object:
+        text = schema_text({"type": "object"} if params.json is None else params.json)
+        check_count("json", "references", text.count('"$ref"'))
+        return "json", check_size("json", text), json.dumps(whitespace_options(params))
+    if params.regex is not None:
+        return "regex", check_size("regex", params.regex), ""
+    if params.choice is not None:
+        return "choice", check_size("choice", "start: " + " | ".join(map(json.dumps, params.choice))), ""
+    assert params.grammar is not None
+    return "grammar", check_grammar(check_size("grammar", params.grammar)), ""
+
+
+def whitespace_options(params: StructuredOutputsParams) -> dict[str, Any]:
+    if params.disable_any_whitespace:
+        return JSON_OPTIONS | {"whitespace_pattern": None, "whitespace_flexible": False}
+    if params.whitespace_pattern is not None:
+        return JSON_OPTIONS | {"whitespace_pattern": params.whitespace_pattern}
+    return JSON_OPTIONS
+
+
+def check_size(form: str, text: str) -> str:
+    if len(text) > MAX_CHARS:
+        raise ValueError(f"structured_outputs.{form} must have at most {MAX_CHARS} characters, got {len(text)}")
+    return text
+
+
+def check_grammar(text: str) -> str:
+    """Each rule begins a line and has a colon. Escapes may hide references of the schemas inside a grammar."""
+    num_rules = sum(":" in line for line in text.splitlines())
+    check_count("grammar", "rules and references", num_rules + text.count("$ref") + text.count("\\u"))
+    depth = deepest = 0
+    for char in text:
+        depth += (char in "([{") - (char in ")]}")
+        deepest = max(deepest, depth)
+    if deepest > MAX_NESTING:
+        raise ValueError(f"structured_outputs.grammar must nest at most {MAX_NESTING} brackets, got {deepest}")
+    return text
+
+
+def check_count(form: str, what: str, count: int) -> None:
+    if count > MAX_RULES:
+        raise ValueError(f"structured_outputs.{form} must have at most {MAX_RULES} {what}, got {count}")

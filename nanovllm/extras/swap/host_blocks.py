@@ -1,0 +1,91 @@
+"""A KV cache with more blocks in host memory, and copies to and from them that the host does not wait for.
+
+On CUDA the copies run in a stream of their own, so that a copy to the host may take longer than a step.
+
+    moves.swap_outs [(3, 0)]    device block 3 -> host block 0      always done
+    moves.swap_ins  [(1, 3)]    host block 1 -> device block 3      in this order
+    moves.copies    [(5, 6)]    device block 5 -> device block 6: copy-on-write
+"""
+
+import torch
+
+from nanovllm.execution.kv_cache import KVCache, as_words, indices_on
+from nanovllm.extras.swap.space import SwapMoves
+from nanovllm.layers.backends import AttentionBackend
+from nanovllm.scheduling.step import BlockMoves, BlockPairs
+
+
+class SwappingKVCache(KVCache):
+    """A `KVCache` with as many blocks in host memory as `swap_space_bytes` holds; ValueError if it holds none."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        num_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        swap_space_bytes: int,
+    ) -> None:
+        self.num_swap_blocks = 0
+        super().__init__(backend, num_layers, dtype, device)
+        if swap_space_bytes < self.bytes_per_block:
+            raise ValueError(f"swap_space_bytes must be >= {self.bytes_per_block}, one block, got {swap_space_bytes}")
+        self.num_swap_blocks = swap_space_bytes // self.bytes_per_block
+
+    def allocate(self, num_blocks: int) -> None:
+        super().allocate(num_blocks)
+        self.host_blocks = HostBlocks(self.tensor, self.num_swap_blocks)
+
+    def move_blocks(self, moves: BlockMoves) -> None:
+        assert isinstance(moves, SwapMoves)
+        if moves.swap_outs:
+            self.host_blocks.copy_out(self.tensor, moves.swap_outs)
+        if moves.swap_ins:
+            self.host_blocks.copy_in(self.tensor, moves.swap_ins)
+        super().move_blocks(moves)
+
+
+class HostBlocks:
+    """`num_blocks` blocks of the KV cache in host memory: [num_blocks, parts, num_layers, …].
+
+    On CUDA this memory is pinned and each block is contiguous: PyTorch copies scattered memory through pageable
+    memory, and the host waits for such copies.
+    """
+
+    def __init__(self, kv_cache: torch.Tensor, num_blocks: int) -> None:
+        is_cuda = kv_cache.is_cuda and num_blocks > 0
+        shape = (num_blocks, *kv_cache.shape[:2], *kv_cache.shape[3:])
+        self.tensor = torch.empty(shape, dtype=kv_cache.dtype, pin_memory=is_cuda)
+        self._stream = torch.cuda.Stream(kv_cache.device) if is_cuda else None
+
+    def copy_out(self, kv_cache: torch.Tensor, pairs: BlockPairs) -> None:
+        """pairs: (device block, host block). The blocks are gathered before anything of this step is written."""
+        sources, destinations = zip(*pairs, strict=True)
+        found = as_words(kv_cache)[:, :, indices_on(kv_cache.device, sources)]
+        gathered = found.movedim(2, 0).contiguous()  # [num_moved, parts, num_layers, …]
+        host_blocks = as_words(self.tensor)
+        if self._stream is None:
+            host_blocks[list(destinations)] = gathered
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(kv_cache.device))
+        with torch.cuda.stream(self._stream):
+            for block, destination in zip(gathered, destinations, strict=True):
+                host_blocks[destination].copy_(block, non_blocking=True)
+        gathered.record_stream(self._stream)
+
+    def copy_in(self, kv_cache: torch.Tensor, pairs: BlockPairs) -> None:
+        """pairs: (host block, device block)"""
+        sources, destinations = zip(*pairs, strict=True)
+        host_blocks = as_words(self.tensor)
+        if self._stream is None:
+            arrived = host_blocks[list(sources)]  # [num_moved, parts, num_layers, …]
+        else:
+            current = torch.cuda.current_stream(kv_cache.device)
+            shape = (len(sources), *host_blocks.shape[1:])
+            arrived = torch.empty(shape, dtype=host_blocks.dtype, device=kv_cache.device)
+            self._stream.wait_stream(current)  # `arrived` may reuse memory that a kernel of this stream still reads
+            with torch.cuda.stream(self._stream):  # after the copies out, which may not be done yet
+                for block, source in zip(arrived, sources, strict=True):
+                    block.copy_(host_blocks[source], non_blocking=True)
+            current.wait_stream(self._stream)
+        as_words(kv_cache)[:, :, indices_on(kv_cache.device, destinations)] = arrived.movedim(0, 2)

@@ -1,0 +1,120 @@
+"""The swap space: K and V of preempted sequences in host memory. Which host block is used, and which copies are due?
+
+To copy K and V out and back can be cheaper than to compute them anew. The `Scheduler` decides which sequence is
+preempted; `SwappingKVCache` does the copies before the step's forward pass.
+"""
+
+from dataclasses import dataclass, field
+
+from nanovllm.scheduling.block_manager import BlockManager
+from nanovllm.scheduling.preemption import Recompute
+from nanovllm.scheduling.sequence import Sequence
+from nanovllm.scheduling.step import BlockMoves, BlockPairs
+
+
+@dataclass(frozen=True)
+class SwapMoves(BlockMoves):
+    """Copies in this order: out to the host, in from the host, and then copy-on-write."""
+
+    swap_outs: BlockPairs = field(default_factory=list)  # device -> host
+    swap_ins: BlockPairs = field(default_factory=list)  # host -> device
+
+
+class SwapSpace:
+    """`num_blocks` blocks of `block_size` tokens in host memory."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = list(range(num_blocks))
+        self._held: dict[Sequence, list[int]] = {}  # blocks of each sequence that is swapped out
+        self._outs: BlockPairs = []
+        self._ins: BlockPairs = []
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._held
+
+    def host_block_ids(self, seq: Sequence) -> list[int]:
+        """Where the K and V of `seq` are while it is swapped out."""
+        return list(self._held.get(seq, ()))
+
+    def try_swap_out(self, seq: Sequence) -> bool:
+        """Note that the computed blocks of `seq` are to be copied out; False, and no change, if they do not fit."""
+        blocks = seq.block_table.view(0, -(-seq.num_computed_tokens // self.block_size)).tolist()
+        blocks = [block_id for block_id in blocks if block_id]  # without those behind a window (`windows.py`)
+        if not blocks or len(blocks) > len(self._free):
+            return False
+        self._held[seq] = [self._free.pop() for _ in blocks]
+        self._outs += zip(blocks, self._held[seq], strict=True)
+        return True
+
+    def swap_in(self, seq: Sequence) -> None:
+        """Note that the blocks of `seq` are to be copied back, into the first blocks that it has been given."""
+        num_blocks = -(-seq.num_computed_tokens // self.block_size)
+        held = self._held[seq]
+        block_ids = seq.block_table.view(num_blocks - len(held), num_blocks).tolist()
+        # a block may lie behind the window by now: it has the null block in its place
+        self._ins += [pair for pair in zip(held, block_ids, strict=True) if pair[1]]
+        self.drop(seq)
+
+    def drop(self, seq: Sequence) -> None:
+        """Take back the host blocks of `seq`, if it has any."""
+        self._free += self._held.pop(seq, [])
+
+    def take_moves(self) -> tuple[BlockPairs, BlockPairs]:
+        """(source, destination) blocks to be copied out, and back in, before the step runs.
+
+        Copies out are done first. All of them are noted before the first copy in of the step, so a host block that a
+        copy in gives up is not overwritten by a copy out of the same step.
+        """
+        moves = self._outs, self._ins
+        self._outs, self._ins = [], []
+        return moves
+
+
+class Swap(Recompute):
+    """Preempted sequences go to `space` as long as it has room, and are recomputed otherwise."""
+
+    def __init__(self, block_manager: BlockManager, space: SwapSpace) -> None:
+        super().__init__(block_manager)
+        self.space = space
+        self._leaving: list[Sequence] = []  # swapped out since `take_moves`
+        self._left: list[Sequence] = []  # swapped out by the newest step
+
+    def preempt(self, seq: Sequence) -> list[int]:
+        num_computed_tokens = seq.num_computed_tokens
+        is_swapped = self.space.try_swap_out(seq)
+        self.block_manager.free(seq)
+        if is_swapped:
+            seq.num_computed_tokens = num_computed_tokens
+            self._leaving.append(seq)
+        return self.space.host_block_ids(seq)
+
+    def try_admit(self, seq: Sequence, num_reserved: int) -> bool:
+        if seq not in self.space:
+            return super().try_admit(seq, num_reserved)
+        if self.block_manager.num_missing_blocks(seq) > self.block_manager.num_free_blocks - num_reserved:
+            return False
+        self.block_manager.try_allocate(seq, seq.num_computed_tokens)  # blocks of its own
+        self.space.swap_in(seq)
+        return True
+
+    def drop(self, seq: Sequence) -> None:
+        super().drop(seq)
+        self.space.drop(seq)
+
+    def take_moves(self) -> BlockMoves:
+        self._left, self._leaving = self._leaving, []
+        return SwapMoves(self.block_manager.take_copies(), *self.space.take_moves())
+
+    def roll_back(self) -> None:
+        """Copies of the newest step may not have been done: what it swapped out is computed anew."""
+        super().roll_back()
+        self.space.take_moves()
+        for seq in [*self._left, *self._leaving]:
+            if seq in self.space:
+                self.drop(seq)
