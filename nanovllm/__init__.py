@@ -3,35 +3,42 @@
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
     # libgomp, which torch loads, reads this once. A thread that waits for the others then sleeps after some 0.3 ms, and
     # not after the 4 ms that 300,000 turns take: beside another busy process it would spin while they need its core.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
+from nanovllm.checks import names_of_extras
 from nanovllm.config import Config
-from nanovllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.inputs import PromptType, TextPrompt, TokensPrompt
 from nanovllm.llm import LLM
-from nanovllm.outputs import (
-    BeamSearchOutput,
-    BeamSearchSequence,
-    CompletionOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    EngineStats,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-    StepOutput,
-)
-from nanovllm.pooling_params import PoolingParams
-from nanovllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput, StepOutput
+from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.extras.beam_search.params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from nanovllm.extras.embedding.params import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
+    from nanovllm.extras.structured.params import StructuredOutputsParams
+    from nanovllm.extras.vllm.engine_args import AsyncEngineArgs, EngineArgs
 
 TINY_QWEN3 = Path(__file__).parent / "assets" / "tiny-qwen3"
 """The bundled model: a Qwen3 of 3.5 million parameters that explains how this engine works."""
+
+EXTRAS = {
+    "AsyncEngineArgs": "vllm/engine_args",
+    "BeamSearchOutput": "beam_search/params",
+    "BeamSearchParams": "beam_search/params",
+    "BeamSearchSequence": "beam_search/params",
+    "EmbeddingOutput": "embedding/params",
+    "EmbeddingRequestOutput": "embedding/params",
+    "EngineArgs": "vllm/engine_args",
+    "PoolingParams": "embedding/params",
+    "StructuredOutputsParams": "structured/params",
+}
+"""Names that are imported when they are used -> their files in `extras/`."""
 
 __all__ = [
     "LLM",
@@ -59,3 +66,10 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
 ]
+
+if not TYPE_CHECKING:  # to a checker it would mean that every name is there
+    __getattr__ = names_of_extras(__name__, EXTRAS)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""Checks of what users hand in: each raises an error that names the field, the value and what is allowed.
+"""What users hand in: names of extras, names of options, values. Each error says what is wrong and what is allowed.
 
 Called by `config.py`, `sampling_params.py` and `llm.py` before anything changes. The engine's own invariants are not
 checked here: they are `assert`s in the code that relies on them.
@@ -6,10 +6,18 @@ checked here: they are `assert`s in the code that relies on them.
 
 import math
 import numbers
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
+from functools import wraps
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Record = TypeVar("Record")
+
+
+# ---- extras
 
 
 class MissingExtra(ImportError):
@@ -30,6 +38,73 @@ def extra(name: str, feature: str) -> Iterator[None]:
         if not is_ours or (Path(__file__).parent / name).exists():  # a library that the extra needs
             raise
         raise MissingExtra(f"{feature} is an extra, and nanovllm/{name} is not there") from error
+
+
+def import_extra(file: str, feature: str) -> Any:
+    """The module `extras/FILE.py`."""
+    with extra(f"extras/{file}.py", feature):
+        return import_module(f"nanovllm.extras.{file.replace('/', '.')}")
+
+
+def names_of_extras(module: str, files: Mapping[str, str]) -> Callable[[str], Any]:
+    """A module's `__getattr__`: imports a name when it is used. files: name -> its file in `extras/`."""
+
+    def resolve(name: str) -> Any:
+        if name not in files:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(import_extra(files[name], name), name)
+
+    return resolve
+
+
+# ---- options, by the names here or by vLLM's
+
+
+def own_options(options: Mapping[str, Any], known: Collection[str], kind: str) -> Mapping[str, Any]:
+    """Options of the names `known`; unknown names may be vLLM's, and are translated."""
+    return options if options.keys() <= {*known} else translate_options(options, known, kind)
+
+
+def translate_options(options: Mapping[str, Any], known: Collection[str], kind: str) -> Mapping[str, Any]:
+    """Options of vLLM -> options of the names `known`, by an extra; `kind` is a key of its `tables.OPTIONS`.
+
+    TypeError for a name that neither knows, ValueError for an option of vLLM that is not at its neutral value.
+    """
+    try:
+        with extra("extras/vllm", "any other option of vLLM"):
+            from nanovllm.extras.vllm.options import translate
+    except MissingExtra as missing:
+        if unknown := unknown_names(options, known):
+            raise TypeError(f"{unknown}; {missing}") from missing
+        return options
+    return translate(options, known, kind)
+
+
+def unknown_names(options: Mapping[str, Any], known: Collection[str]) -> str:
+    """What is wrong with the names of `options`; empty if nothing is."""
+    unknown = sorted(str(name) for name in options if name not in known)
+    return f"unknown argument {', '.join(unknown)}; allowed are {', '.join(known)}" if unknown else ""
+
+
+def takes_vllm_options(kind: str) -> Callable[[type[Record]], type[Record]]:
+    """A decorator of dataclasses, whose constructors then take vLLM's options of this kind, too."""
+
+    def decorate(cls: type[Record]) -> type[Record]:
+        own_init = cls.__init__
+        names = tuple(field.name for field in fields(cls))  # type: ignore[arg-type]
+        known = frozenset(names)
+
+        @wraps(own_init)
+        def __init__(self: Record, *args: Any, **options: Any) -> None:
+            own_init(self, *args, **options if known.issuperset(options) else translate_options(options, names, kind))
+
+        cls.__init__ = __init__  # type: ignore[assignment]
+        return cls
+
+    return decorate
+
+
+# ---- values
 
 
 def check_int(name: str, value: Any, minimum: int, optional: bool = False, maximum: int | None = None) -> None:

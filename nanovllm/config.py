@@ -6,14 +6,14 @@ read by `assembly.py` and `startup.py`.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanovllm.checks import check_bool, check_choice, check_dict, check_int, check_number, check_str
-from nanovllm.vllm_options import translate
+from nanovllm.checks import check_bool, check_choice, check_dict, check_int, check_number, check_str, translate_options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION_BACKENDS = ("auto", "torch", "flash_attn", "triton", "cpu")
@@ -57,9 +57,9 @@ class Config:
     kv_cache_dtype: str = "auto"
     """`fp8` stores K and V in 8 bits, for twice the tokens (with `triton` or `torch`); `auto` is the model's dtype."""
     scheduling_policy: str | Callable[[Any], float] = "fcfs"
-    """`fcfs`, `priority` or `sjf`, or a function of your own: see `scheduling/policies.py`."""
+    """`fcfs`, `priority` or `sjf`, or a function of your own: see `scheduling/queues.py`."""
     long_prefill_token_threshold: int = 0
-    """Most tokens of one sequence in a step, so that short prompts get past a long one; 0 is no such limit."""
+    """Most tokens of one sequence in a step, so that short prompts get past a long one; 0 sets no limit."""
     preemption_mode: str = "recompute"
     """What becomes of a preempted sequence's K and V: `recompute`, or `swap` to host memory while there is room."""
     swap_space_bytes: int = 0
@@ -69,9 +69,9 @@ class Config:
     enable_cuda_graphs: bool | None = None
     """Whether decode steps are replayed from CUDA graphs; None replays them wherever possible."""
     enable_overlap: bool | None = None
-    """Whether the next step is launched while one is in flight; None means on CUDA alone. Outputs are the same."""
+    """Whether the next step is launched while one is in flight; None means only on CUDA. Outputs are the same."""
     load_format: str = "auto"
-    """`safetensors` (the same as `auto`), or `dummy` for seeded random weights made from config.json alone."""
+    """`safetensors` (the same as `auto`), or `dummy` for seeded random weights, which need only config.json."""
     seed: int = 0
     """Seed of sampling and of dummy weights."""
     revision: str | None = None
@@ -83,7 +83,7 @@ class Config:
     tokenizer_revision: str | None = None
     """Branch, tag or commit of `tokenizer` on the hub; None is `revision`."""
     skip_tokenizer_init: bool = False
-    """Whether to go without a tokenizer: prompts and outputs are token ids alone."""
+    """Whether to go without a tokenizer: prompts and outputs are token ids, without text."""
     chat_template: str | Path | None = None
     """Another chat template than the tokenizer's own: a file, or the template itself."""
     generation_config: str | Path = "auto"
@@ -102,10 +102,8 @@ class Config:
             raise TypeError(f"device must be a str such as auto, cpu, cuda or cuda:1, got {self.device!r}")
         check_int("max_model_len", self.max_model_len, 2, optional=True)  # one token in, one out
         check_int("max_num_seqs", self.max_num_seqs, 1)
-        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1, optional=True)
-        check_int("block_size", self.block_size, 1, optional=True)
-        check_int("num_kv_blocks", self.num_kv_blocks, 1, optional=True)
-        check_int("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, optional=True)
+        for name in ("max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory_bytes"):
+            check_int(name, getattr(self, name), 1, optional=True)
         check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
@@ -139,11 +137,13 @@ class Config:
 
     @classmethod
     def from_options(cls, model: str | Path, options: dict[str, Any]) -> "Config":
-        """`Config(model, **options)`, where `options` may be vLLM's too, as `vllm_options.py` says.
+        """`Config(model, **options)`, where names and values may be vLLM's, too: `extras/vllm/options.py`.
 
         An unknown name raises a TypeError that lists the legal ones.
         """
-        return cls(model, **translate(options, [field.name for field in fields(cls)]))
+        with suppress(TypeError, ValueError):
+            return cls(model, **options)
+        return cls(model, **translate_options(options, [field.name for field in fields(cls)], "engine"))
 
 
 def resolve_device(device: str) -> torch.device:

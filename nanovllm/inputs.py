@@ -1,8 +1,9 @@
-"""What may a prompt be, and is it one or a list of them? `engine/intake.py` checks prompts and encodes them."""
+"""The forms of a prompt, and of a list of prompts. `engine/input_processor.py` checks the content and encodes it."""
 
-from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Collection, Mapping
 from typing import Any, TypedDict
+
+from nanovllm.checks import own_options
 
 
 class TextPrompt(TypedDict):
@@ -12,7 +13,7 @@ class TextPrompt(TypedDict):
 
 
 class TokenIds(TypedDict):
-    prompt_token_ids: SequenceOf[int]
+    prompt_token_ids: Collection[int]
 
 
 class TokensPrompt(TokenIds, total=False):
@@ -21,9 +22,25 @@ class TokensPrompt(TokenIds, total=False):
     prompt: str
 
 
-Prompt = str | SequenceOf[int] | Mapping[str, Any] | TextPrompt | TokensPrompt
+Prompt = str | Collection[int] | Mapping[str, Any] | TextPrompt | TokensPrompt
 PromptType = Prompt
 """vLLM's name."""
+
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+
+def check_keys(prompt: Mapping[str, Any]) -> None:
+    """Of a prompt dict; vLLM's other keys may be there at their neutral values."""
+    try:
+        own_options(prompt, PROMPT_KEYS, "request")
+    except TypeError as error:
+        raise ValueError(f"a prompt dict has the keys prompt or prompt_token_ids: {error}") from None
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt or several -> a list of prompts."""
+    return [prompts] if is_single_prompt(prompts) else list(prompts)
 
 
 def is_single_prompt(prompts: Any) -> bool:

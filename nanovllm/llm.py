@@ -4,33 +4,32 @@ Turns the forms that a prompt may have into requests, steps the engine until all
 `LLMEngine` does the work; take it directly to drive the loop yourself.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack
-from dataclasses import fields
+from collections import abc
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
 
-from nanovllm.checks import check_bool
+from nanovllm.checks import check_bool, extra, own_options
 from nanovllm.config import Config
-from nanovllm.engine.arg_utils import EngineArgs
-from nanovllm.engine.chat import ChatOptions, Message, render_conversation
+from nanovllm.engine.chat import Message, render_conversation
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.intake import Params
-from nanovllm.engine.metrics import Metric, make_metrics
-from nanovllm.inputs import Prompt, is_single_prompt, spread
-from nanovllm.outputs import BeamSearchOutput, EmbeddingRequestOutput, EngineStats, RequestOutput
-from nanovllm.pooling_params import PoolingParams
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.trace.start import start_engine
-from nanovllm.vllm_options import translate
-from nanovllm.vllm_tables import REQUEST_OPTIONS
+from nanovllm.inputs import Prompt, as_list, spread
+from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.sampling_params import SamplingParams
 
-PARAMS_NAMES: Mapping[type, str] = {SamplingParams: "sampling_params", PoolingParams: "pooling_params"}
+if TYPE_CHECKING:
+    from nanovllm.extras.beam_search.params import BeamSearchOutput, BeamSearchParams
+    from nanovllm.extras.embedding.params import EmbeddingRequestOutput, PoolingParams
+    from nanovllm.extras.vllm.engine_args import EngineArgs
+    from nanovllm.extras.vllm.metrics import Metric
+
+Requests = dict[str, tuple[Prompt, Any, int]]
+"""Request id -> encoded prompt, parameters, priority."""
 
 
 class LLM:
@@ -43,7 +42,13 @@ class LLM:
     def __init__(self, model: str | Path, *, trace: str | Path | None = None, **options: Any) -> None:
         self._on_shutdown = ExitStack()
         config = Config.from_options(model, options)
-        self._engine: LLMEngine | None = start_engine(config, trace, self._on_shutdown)
+        self._engine: LLMEngine | None
+        if trace is None:
+            self._engine = LLMEngine(config)
+        else:
+            with extra("trace", "LLM(…, trace=…)"):
+                from nanovllm.trace.recorder import start_engine
+            self._engine = start_engine(config, trace, self._on_shutdown)
         self._request_ids = count()
         # by request: the outputs that its call has not taken yet; all requests of a call share one inbox
         self._inboxes: dict[str, dict[str, Any]] = {}
@@ -60,15 +65,15 @@ class LLM:
         return self.engine
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> "LLM":
+    def from_engine_args(cls, engine_args: "EngineArgs") -> "LLM":
         return cls(**vars(engine_args))
 
     def generate(
         self,
-        prompts: Prompt | SequenceOf[Prompt],
-        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        prompts: Prompt | Collection[Prompt],
+        sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        priority: int | SequenceOf[int] | None = None,
+        priority: int | Collection[int] | None = None,
         **vllm_options: Any,
     ) -> list[RequestOutput]:
         """Complete all prompts; outputs come in their order.
@@ -78,81 +83,77 @@ class LLM:
         sampling_params: one for all, or one for each; None is `get_default_sampling_params()`.
         use_tqdm: whether to show a progress bar, or a function to make one with, such as `tqdm`.
         priority: one for all, or one for each prompt, smaller first, for `scheduling_policy="priority"`.
-        vllm_options: others of vLLM, at their neutral values alone (`lora_request=None`).
+        vllm_options: others of vLLM, only at their neutral values (`lora_request=None`).
         Raises TypeError or ValueError before anything is queued if any of them is bad.
         """
-        translate(vllm_options, ("prompts", "sampling_params", "use_tqdm", "priority"), REQUEST_OPTIONS)
+        own_options(vllm_options, ("prompts", "sampling_params", "use_tqdm", "priority"), "request")
         return self._complete(self._check(prompts, sampling_params, priority), use_tqdm)
 
     def embed(
         self,
-        prompts: Prompt | SequenceOf[Prompt],
-        pooling_params: PoolingParams | SequenceOf[PoolingParams] | None = None,
+        prompts: Prompt | Collection[Prompt],
+        pooling_params: "PoolingParams | Collection[PoolingParams] | None" = None,
         use_tqdm: bool | Callable[..., Any] = True,
         **vllm_options: Any,
-    ) -> list[EmbeddingRequestOutput]:
+    ) -> "list[EmbeddingRequestOutput]":
         """The embedding of each prompt, `outputs[i].outputs.embedding`: by default the normalised last hidden state.
 
         Raises TypeError or ValueError before anything is queued if a prompt or a parameter is bad.
         """
-        translate(vllm_options, ("prompts", "pooling_params", "use_tqdm"), REQUEST_OPTIONS)
-        return self._complete(self._check(prompts, pooling_params, None, PoolingParams()), use_tqdm)
+        with extra("extras/embedding", "LLM.embed"):
+            from nanovllm.extras.embedding.params import PoolingParams
+        own_options(vllm_options, ("prompts", "pooling_params", "use_tqdm"), "request")
+        return self._complete(
+            self._check(prompts, pooling_params, None, "pooling_params", PoolingParams, PoolingParams()), use_tqdm
+        )
 
     def stream(
         self,
-        prompts: Prompt | SequenceOf[Prompt],
-        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
-        priority: int | SequenceOf[int] | None = None,
+        prompts: Prompt | Collection[Prompt],
+        sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
+        priority: int | Collection[int] | None = None,
     ) -> Iterator[RequestOutput]:
         """As `generate`, but yields each request's output whenever it has grown, `finished` on the last.
 
         Each `outputs[i].text` is a prefix of the next one. Closing the iterator early aborts the unfinished requests.
         """
-        requests = self._check(prompts, sampling_params, priority)
-        return self._stream(requests)
+        return self._stream(self._check(prompts, sampling_params, priority))
 
     def beam_search(
-        self, prompts: Prompt | SequenceOf[Prompt], params: BeamSearchParams, use_tqdm: bool = False
-    ) -> list[BeamSearchOutput]:
+        self, prompts: Prompt | Collection[Prompt], params: "BeamSearchParams", use_tqdm: bool = False
+    ) -> "list[BeamSearchOutput]":
         """The likeliest completions of each prompt that a search of `params.beam_width` beams finds, best first."""
-        prompt_list: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
-        encoded = [self.engine.intake.encode(prompt) for prompt in prompt_list]
-        self.engine.limits.check_beam_search_params(params)
-        request_ids: list[str] = []
-        try:
-            for text, token_ids in encoded:
-                request_ids.append(str(next(self._request_ids)))
-                prompt = {"prompt": text, "prompt_token_ids": token_ids}
-                self.engine.add_beam_search(request_ids[-1], prompt, params)
-            outputs: Any = tqdm(self._outputs(request_ids), total=len(request_ids), unit="req", disable=not use_tqdm)
-            finished = {output.request_id: output for output in outputs}
-        except BaseException:
-            self._abort(request_ids)
-            self.engine.recover()
-            raise
-        return [finished[request_id] for request_id in request_ids]
+        with extra("extras/beam_search", "LLM.beam_search"):
+            from nanovllm.extras.beam_search.params import BeamSearchParams
+        if params is None:
+            raise TypeError("params must be a BeamSearchParams, got None")
+        return self._complete(self._check(prompts, params, None, "params", BeamSearchParams), use_tqdm)
 
     def chat(
         self,
-        messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
-        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        messages: Collection[Message] | Collection[Collection[Message]],
+        sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
-        priority: int | SequenceOf[int] | None = None,
+        priority: int | Collection[int] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list; a message is `{"role": "user", "content": "…"}`.
 
-        options: the fields of `ChatOptions`: `add_generation_prompt`, `continue_final_message`, `chat_template`,
-            `chat_template_kwargs`, `tools`.
+        options: the fields of `extras/chat_options.py`'s `ChatOptions`: `add_generation_prompt`,
+            `continue_final_message`, `chat_template`, `chat_template_kwargs`, `tools`.
         """
         return self.generate(self.render_chat(messages, **options), sampling_params, use_tqdm, priority)
 
     def render_chat(
-        self, messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]], **options: Any
+        self, messages: Collection[Message] | Collection[Collection[Message]], **options: Any
     ) -> list[Prompt]:
         """Conversations as prompts by the model's chat template, for `generate` and `stream`; `options` as `chat`."""
-        chat_options = ChatOptions(**translate(options, [field.name for field in fields(ChatOptions)], REQUEST_OPTIONS))
-        if not isinstance(messages, SequenceOf) or isinstance(messages, str) or not messages:
+        chat_options = None
+        if options:
+            with extra("extras/chat_options.py", next(iter(options))):
+                from nanovllm.extras.chat_options import ChatOptions
+            chat_options = ChatOptions(**options)
+        if not isinstance(messages, abc.Sequence) or isinstance(messages, str) or not messages:
             raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
         return [render_conversation(self.get_tokenizer(), one, chat_options) for one in conversations]
@@ -166,13 +167,15 @@ class LLM:
 
         They are the caller's own, to be changed and handed back: `params.max_tokens = 20`.
         """
-        return self.engine.default_sampling_params.clone()
+        return self.engine.parts.default_sampling_params.clone()
 
     def get_stats(self) -> EngineStats:
         return self.engine.get_stats()
 
-    def get_metrics(self) -> list[Metric]:
+    def get_metrics(self) -> "list[Metric]":
         """Counters, gauges and histograms, by vLLM's names with the prefix `nanovllm:`."""
+        with extra("extras/vllm", "LLM.get_metrics"):
+            from nanovllm.extras.vllm.metrics import make_metrics
         return make_metrics(self.engine.get_stats(), self.engine.counters.observed)
 
     def reset_prefix_cache(self) -> None:
@@ -191,58 +194,59 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _complete(self, requests: list[tuple[Prompt, Params, int]], use_tqdm: bool | Callable[..., Any]) -> list[Any]:
+    def _complete(self, requests: Requests, use_tqdm: bool | Callable[..., Any]) -> list[Any]:
         """The last output of each request, in their order."""
         check_bool("use_tqdm", callable(use_tqdm) or use_tqdm)
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        request_ids: list[str] = []
         finished: dict[str, Any] = {}
-        try:
-            self._queue(request_ids, requests, stream=False)
-            with make_bar(total=len(request_ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-                for output in self._outputs(request_ids):
-                    finished[output.request_id] = output
-                    bar.update()
-        except BaseException:  # KeyboardInterrupt too: no request of this call stays in the engine
-            self._abort(request_ids)
-            self.engine.recover()
-            raise
-        return [finished[request_id] for request_id in request_ids]
+        with (
+            make_bar(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm) as bar,
+            closing(self._stream(requests, stream=False)) as outputs,
+        ):
+            for output in outputs:
+                finished[output.request_id] = output
+                bar.update()
+        return [finished[request_id] for request_id in requests]
 
     def _check(
-        self, prompts: Any, params: Any, priority: Any, default: Params | None = None
-    ) -> list[tuple[Prompt, Params, int]]:
-        """(encoded prompt, parameters, priority) of each request; raises if one of them cannot be served."""
-        encode = self.engine.intake.encode
-        prompt_list: list[Any] = [prompts] if is_single_prompt(prompts) else list(prompts)
-        default = default or self.engine.default_sampling_params
-        wanted = spread(PARAMS_NAMES[type(default)], params, type(default), default, len(prompt_list))
+        self,
+        prompts: Any,
+        params: Any,
+        priority: Any,
+        name: str = "sampling_params",
+        kind: type = SamplingParams,
+        default: Any = None,
+    ) -> Requests:
+        """Requests that can be served; raises if one cannot. Parameters are of `kind`, or None for `default`."""
+        processor, prompt_list = self.engine.input_processor, as_list(prompts)
+        wanted = spread(name, params, kind, default or processor.default_sampling_params, len(prompt_list))
         priorities = spread("priority", priority, int, 0, len(prompt_list))
         # now: a stream is queued when it is first read
-        taken = {id(one): self.engine.intake.take_params(one) for one in wanted}
-        wanted = [taken[id(one)] for one in wanted]
-        encoded = [encode(prompt, one) for prompt, one in zip(prompt_list, wanted, strict=True)]
-        ready: list[Any] = [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in encoded]
-        return list(zip(ready, wanted, priorities, strict=True))
+        taken = {id(one): processor.take_params(one) for one in wanted}
+        requests: Requests = {}
+        for prompt, one, rank in zip(prompt_list, wanted, priorities, strict=True):
+            text, token_ids = processor.encode(prompt, taken[id(one)])
+            encoded = {"prompt": text, "prompt_token_ids": token_ids}
+            requests[str(next(self._request_ids))] = encoded, taken[id(one)], rank
+        return requests
 
-    def _queue(self, request_ids: list[str], requests: list[tuple[Prompt, Params, int]], stream: bool) -> None:
-        """Queue all requests; the id of each is noted in `request_ids` before it is queued."""
-        for prompt, params, priority in requests:
-            request_ids.append(str(next(self._request_ids)))
-            self.engine.add_request(request_ids[-1], prompt, params, priority, stream)
+    def _stream(self, requests: Requests, stream: bool = True) -> Generator[Any, None, None]:
+        """Queues its requests when the first output is asked for: a stream that is never read has queued nothing.
 
-    def _stream(self, requests: list[tuple[Prompt, Params, int]]) -> Iterator[RequestOutput]:
-        """Queues its requests when the first output is asked for: a stream that is never read has queued nothing."""
-        request_ids: list[str] = []
+        However it ends, none of its requests stays in the engine.
+        """
+        queued: list[str] = []
         try:
-            self._queue(request_ids, requests, stream=True)
-            yield from self._outputs(request_ids)
+            for request_id, request in requests.items():
+                queued.append(request_id)  # before it is: an interrupt can come between any two lines
+                self.engine.add_request(request_id, *request, stream)
+            yield from self._outputs(queued)
         except GeneratorExit:  # the caller has closed the iterator
-            self._abort(request_ids)
+            self._abort(queued)
             self.engine.settle()
             raise
         except BaseException:
-            self._abort(request_ids)
+            self._abort(queued)
             self.engine.recover()
             raise
 

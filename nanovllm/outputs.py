@@ -4,6 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nanovllm.checks import names_of_extras
+
+if TYPE_CHECKING:
+    from nanovllm.extras.embedding.params import EmbeddingOutput as EmbeddingOutput
+    from nanovllm.extras.embedding.params import EmbeddingRequestOutput as EmbeddingRequestOutput
+else:  # vLLM has these two names here, too
+    FILES = dict.fromkeys(("EmbeddingOutput", "EmbeddingRequestOutput"), "embedding/params")
+    __getattr__ = names_of_extras(__name__, FILES)
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -39,7 +48,7 @@ class LazyRecord:
             return value
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """For copies and pickles: the fields alone, all of them made."""
+        """For copies and pickles: all fields, the lazy one made."""
         return None, {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
 
 
@@ -83,26 +92,22 @@ class RequestMetrics:
     @property
     def queue_time(self) -> float | None:
         """How long the request waited to be scheduled."""
-        return None if self.scheduled_time is None else self.scheduled_time - self.arrival_time
+        return between(self.arrival_time, self.scheduled_time)
 
     @property
     def ttft(self) -> float | None:
         """Time to first token: how long the user saw nothing."""
-        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+        return between(self.arrival_time, self.first_token_time)
 
     @property
     def prefill_time(self) -> float | None:
         """From the first step that computed the request to its first token."""
-        if self.first_token_time is None or self.scheduled_time is None:
-            return None
-        return self.first_token_time - self.scheduled_time
+        return between(self.scheduled_time, self.first_token_time)
 
     @property
     def decode_time(self) -> float | None:
         """From the first token to the last."""
-        if self.first_token_time is None or self.finished_time is None:
-            return None
-        return self.finished_time - self.first_token_time
+        return between(self.first_token_time, self.finished_time)
 
     @property
     def tpot(self) -> float | None:
@@ -118,7 +123,12 @@ class RequestMetrics:
     @property
     def e2e_latency(self) -> float | None:
         """From arrival to the last token."""
-        return None if self.finished_time is None else self.finished_time - self.arrival_time
+        return between(self.arrival_time, self.finished_time)
+
+
+def between(start: float | None, end: float | None) -> float | None:
+    """Seconds; None until both are known."""
+    return None if start is None or end is None else end - start
 
 
 @dataclass(slots=True)
@@ -140,58 +150,11 @@ class RequestOutput(LazyRecord):
 
 
 @dataclass(frozen=True)
-class EmbeddingOutput:
-    """The embedding of a prompt."""
-
-    embedding: list[float]
-    """[hidden_size]; empty if the request was aborted."""
-
-    @property
-    def hidden_size(self) -> int:
-        return len(self.embedding)
-
-
-@dataclass(frozen=True)
-class EmbeddingRequestOutput:
-    """What `LLM.embed` returns for each prompt."""
-
-    request_id: str
-    outputs: EmbeddingOutput
-    prompt_token_ids: list[int]
-    finished: bool
-    num_cached_tokens: int
-    """Prompt tokens whose K and V were found in the prefix cache: none with pooling "mean"."""
-    metrics: RequestMetrics
-    """`first_token_time` is when the embedding was computed."""
-
-
-@dataclass(frozen=True)
-class BeamSearchSequence:
-    """One completion that a beam search has found."""
-
-    tokens: list[int]
-    """Those of the prompt included."""
-    cum_logprob: float
-    """Of the generated tokens."""
-    text: str
-    """Of the generated tokens."""
-
-
-@dataclass(frozen=True)
-class BeamSearchOutput:
-    """What a beam search has found, best first."""
-
-    request_id: str
-    sequences: list[BeamSearchSequence]
-    finished: bool
-
-
-@dataclass(frozen=True)
 class StepOutput:
     """What one `LLMEngine.step()` did."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
-    """One for each request that advanced; of requests added with `stream=False`, the finished ones alone."""
+    """One for each request that advanced; requests added with `stream=False` give one when they have finished."""
     num_scheduled_tokens: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
@@ -251,7 +214,7 @@ class EngineStats:
     """Tokens computed in steps that held a prefill chunk; `prefill_step_time_s` is how long these steps took."""
     prefill_step_time_s: float
     decode_step_tokens: int
-    """Tokens computed in steps of decodes alone; `decode_step_time_s` is how long these steps took."""
+    """Tokens computed in steps without a prefill chunk; `decode_step_time_s` is how long these steps took."""
     decode_step_time_s: float
 
     @property

@@ -4,21 +4,33 @@ Decides which fields exist and which values are legal; names, defaults and meani
 makes tensors of them for `sampler.py`, `detokenizer.py` finds stop strings, and the `Scheduler` ends a sequence.
 """
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections import abc
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from nanovllm.checks import (
+    check_bool,
+    check_int,
+    check_number,
+    extra,
+    import_extra,
+    names_of_extras,
+    takes_vllm_options,
+)
 
-from nanovllm.checks import check_bool, check_int, check_number
-from nanovllm.structured_outputs import StructuredOutputsParams
-from nanovllm.vllm_options import takes_vllm_options
-from nanovllm.vllm_tables import BEAM_SEARCH_OPTIONS, REQUEST_OPTIONS
+if TYPE_CHECKING:
+    import torch
 
-LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
+    from nanovllm.extras.beam_search.params import BeamSearchParams as BeamSearchParams
+    from nanovllm.extras.structured.params import StructuredOutputsParams
+else:  # vLLM has these two names here, too
+    FILES = {"BeamSearchParams": "beam_search/params", "StructuredOutputsParams": "structured/params"}
+    __getattr__ = names_of_extras(__name__, FILES)
+
+LogitsProcessor = Callable[[list[int], "torch.Tensor"], "torch.Tensor"]
 """(output token ids so far, logits [vocab_size]) -> logits [vocab_size]"""
 
 
@@ -33,7 +45,7 @@ class RequestOutputKind(Enum):
     """There is one output, when the request has finished."""
 
 
-@takes_vllm_options(REQUEST_OPTIONS)
+@takes_vllm_options("request")
 @dataclass(slots=True)
 class SamplingParams:
     """Fields may be assigned until a request is added: the request takes a `clone`, and sees no later change.
@@ -56,16 +68,16 @@ class SamplingParams:
     top_p: float = 1.0
     """Draw from the fewest likeliest tokens whose probabilities add up to this (https://arxiv.org/abs/1904.09751)."""
     top_k: int = 0
-    """Draw from so many of the likeliest tokens; 0 or -1 is all."""
+    """Draw from this number of likeliest tokens; 0 or -1 is all."""
     min_p: float = 0.0
     """Draw from tokens at least this many times as likely as the likeliest (https://arxiv.org/abs/2407.01082)."""
     seed: int | None = None
     """The same seed gives the same tokens, whatever else the engine does."""
-    stop: str | SequenceOf[str] | None = None
+    stop: str | Collection[str] | None = None
     """Texts that end the request; the text before them is the output."""
-    stop_token_ids: SequenceOf[int] | None = None
+    stop_token_ids: Collection[int] | None = None
     """Tokens that end the request, also under `ignore_eos`; the stop token is part of the output."""
-    bad_words: SequenceOf[str] | None = None
+    bad_words: Collection[str] | None = None
     """Words that must not appear: the last token of a word is not chosen after its first tokens."""
     include_stop_str_in_output: bool = False
     """Whether the text keeps the stop string that ended it."""
@@ -76,7 +88,7 @@ class SamplingParams:
     min_tokens: int = 0
     """Tokens to generate before any end or stop token, or stop string, may end the request."""
     logprobs: int | None = None
-    """Log-probabilities of so many likeliest tokens at each position, and of the chosen one; -1 is the vocabulary."""
+    """Log-probabilities of this number of likeliest tokens at each position, and of the chosen one; -1 is all."""
     prompt_logprobs: int | None = None
     """The same for the positions of the prompt."""
     detokenize: bool = True
@@ -86,16 +98,16 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     """Whether neighbouring special tokens keep the spaces that the tokenizer writes between them."""
     truncate_prompt_tokens: int | None = None
-    """Only so many of the prompt's last tokens are kept; -1 keeps as many as leave room for `max_tokens`."""
+    """Keep only this number of the prompt's last tokens; -1 keeps as many as leave room for `max_tokens`."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What each output of a stream holds: all so far, what is new, or the end alone."""
+    """What each output of a stream holds: all so far, what is new, or only the end."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these tokens; each in [-100, 100]."""
-    allowed_token_ids: SequenceOf[int] | None = None
+    allowed_token_ids: Collection[int] | None = None
     """No other tokens are chosen."""
-    logits_processors: SequenceOf[LogitsProcessor] | None = None
+    logits_processors: Collection[LogitsProcessor] | None = None
     """Called with the output so far and the request's logits, in order; each returns the logits to go on with."""
-    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    structured_outputs: "StructuredOutputsParams | Mapping[str, Any] | None" = None
     """The form of the output: JSON of a schema, a regular expression, a choice, or a grammar."""
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -105,7 +117,13 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
-        self._check_together()
+        """Fields that do not go together."""
+        if self.n > 1 and self.is_greedy:
+            raise ValueError(f"n must be 1 with temperature 0, where all samples would be the same, got {self.n}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be <= max_tokens {self.max_tokens}, got {self.min_tokens}")
+        if self.stop_strings and not self.detokenize:
+            raise ValueError(f"stop needs detokenize=True, got stop {self.stop!r} with detokenize=False")
 
     @classmethod
     def from_optional(cls, **values: Any) -> "SamplingParams":
@@ -113,16 +131,16 @@ class SamplingParams:
 
         A bias outside [-100, 100] is cut to it, as in vLLM.
         """
-        bias = values.get("logit_bias")
-        if isinstance(bias, Mapping):
-            values["logit_bias"] = {as_token_id(key): as_bias(value) for key, value in bias.items()}
-        needed = {field.name for field in fields(cls) if field.default is not None} - {"max_tokens"}
-        return cls(**{name: value for name, value in values.items() if not (value is None and name in needed)})
+        with extra("extras/vllm", "SamplingParams.from_optional"):
+            from nanovllm.extras.vllm.request_fields import given_fields
+        return cls(**given_fields(values, fields(cls)))
 
     def clone(self) -> "SamplingParams":
         """An equal object that shares no list or dict with this one, checked anew: lists may have been appended to."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.structured_outputs is not None:
+            from nanovllm.extras.structured.params import StructuredOutputsParams  # which has checked the field
+
             values["structured_outputs"] = StructuredOutputsParams.of(self.structured_outputs).clone()
         return SamplingParams(**{name: copy_of(value) for name, value in values.items()})
 
@@ -132,62 +150,36 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but a temperature is asked for; then `sampling_batch.py` looks no further."""
-        return (
-            (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) == (0, 0, 1)
-            and (self.top_p, self.min_p, self.min_tokens) == (1, 0, 0)
-            and self.top_k <= 0
-            and self.logprobs is None
-            and self.prompt_logprobs is None
-            and self.allowed_token_ids is None
-            and not (self.logit_bias or self.bad_words or self.logits_processors or self.structured_outputs)
-        )
+        """Whether the draw needs only a temperature; then `sampling_batch.py` looks no further."""
+        return (self.top_p, self.min_p) == (1, 0) and self.top_k <= 0 and self.logprobs is None
 
     @property
-    def reads_output(self) -> bool:
-        """Whether the next token's logits depend on the output so far: by penalties, processors, or a grammar."""
+    def changes_logits(self) -> bool:
+        """Whether a stage of `extras/logits.py` is asked for."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        return penalties != (0, 0, 1) or bool(self.logits_processors) or self.structured_outputs is not None
+        lists = self.allowed_token_ids or self.logit_bias or self.bad_words or self.logits_processors
+        return penalties != (0, 0, 1) or bool(lists)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
-
-    def _check_together(self) -> None:
-        if self.n > 1 and self.is_greedy:
-            raise ValueError(f"n must be 1 with temperature 0, where all samples would be the same, got {self.n}")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be <= max_tokens {self.max_tokens}, got {self.min_tokens}")
-        if self.stop_strings and not self.detokenize:
-            raise ValueError(f"stop needs detokenize=True, got stop {self.stop!r} with detokenize=False")
-        if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
-            raise ValueError("allowed_token_ids must name at least 1 token or be None, got an empty list")
 
 
 def copy_of(value: Any) -> Any:
     """A list or dict of its own; any other value is never changed in place."""
     if isinstance(value, Mapping):
         return dict(value)
-    return list(value) if isinstance(value, SequenceOf) and not isinstance(value, str | tuple) else value
-
-
-def as_token_id(key: Any) -> Any:
-    """JSON writes the keys of `logit_bias` as strings."""
-    return int(key) if isinstance(key, str) and key.strip().isdecimal() else key
-
-
-def as_bias(value: Any) -> Any:
-    return min(100.0, max(-100.0, value)) if isinstance(value, int | float) and value == value else value
+    return list(value) if isinstance(value, abc.Sequence) and not isinstance(value, str | tuple) else value
 
 
 # ---- how each field is checked
 
 
-def check_list(name: str, value: Any, of_what: str) -> SequenceOf[Any]:
-    """`value`, or an empty list for None; TypeError for what is no list."""
+def check_list(name: str, value: Any, of_what: str) -> Collection[Any]:
+    """`value`, or an empty list for None; TypeError if it is not a list."""
     if value is None:
         return []
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, SequenceOf):
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, abc.Sequence):
         raise TypeError(f"{name} must be a list of {of_what} or None, got {value!r}")
     return value
 
@@ -198,7 +190,7 @@ def check_token_ids(name: str, value: Any) -> None:
 
 
 def check_strings(name: str, value: Any, blank: str = "") -> None:
-    """A list of strings, none of them empty but for characters of `blank`."""
+    """A list of strings; none of them consists of characters of `blank` only."""
     for i, string in enumerate(check_list(name, value, "strings")):
         if not isinstance(string, str):
             raise TypeError(f"{name}[{i}] must be a str, got {string!r}")
@@ -210,35 +202,16 @@ def check_stop(name: str, value: Any) -> None:
     check_strings(name, [value] if isinstance(value, str) else value)
 
 
-def check_logits_processors(name: str, value: Any) -> None:
-    for i, processor in enumerate(check_list(name, value, "callables")):
-        if not callable(processor):
-            raise TypeError(f"{name}[{i}] must be callable, got {processor!r}")
-
-
 def check_output_kind(name: str, value: Any) -> None:
     if not isinstance(value, RequestOutputKind):
         allowed = ", ".join(str(kind) for kind in RequestOutputKind)
         raise TypeError(f"{name} must be one of {allowed}, got {value!r}")
 
 
-def check_truncation(name: str, value: Any) -> None:
-    check_int(name, value, -1, optional=True)
-    if value == 0:
-        raise ValueError(f"{name} must be an integer >= 1, or -1, or None, got 0")
-
-
-def check_logit_bias(name: str, value: Any) -> None:
-    if value is not None and not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a dict from token id to bias or None, got {value!r}")
-    for token_id, bias in (value or {}).items():
-        check_int(f"{name} key", token_id, 0)
-        check_number(f"{name}[{token_id}]", bias, -100, 100)
-
-
-def check_structured_outputs(name: str, value: Any) -> None:
+def check_by_extra(name: str, value: Any, file: str) -> None:
+    """By the extra that reads the field; None asks for nothing."""
     if value is not None:
-        StructuredOutputsParams.of(value).check()
+        import_extra(file, name).FIELD_CHECKS[name](name, value)
 
 
 FIELD_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
@@ -253,7 +226,7 @@ FIELD_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "seed": partial(check_int, minimum=0, optional=True, maximum=2**64 - 1),
     "stop": check_stop,
     "stop_token_ids": check_token_ids,
-    "bad_words": partial(check_strings, blank=" "),
+    "bad_words": partial(check_by_extra, file="logits"),
     "include_stop_str_in_output": check_bool,
     "ignore_eos": check_bool,
     "max_tokens": partial(check_int, minimum=1, optional=True),
@@ -263,31 +236,10 @@ FIELD_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "detokenize": check_bool,
     "skip_special_tokens": check_bool,
     "spaces_between_special_tokens": check_bool,
-    "truncate_prompt_tokens": check_truncation,
+    "truncate_prompt_tokens": partial(check_by_extra, file="truncation"),
     "output_kind": check_output_kind,
-    "logit_bias": check_logit_bias,
-    "allowed_token_ids": check_token_ids,
-    "logits_processors": check_logits_processors,
-    "structured_outputs": check_structured_outputs,
+    "logit_bias": partial(check_by_extra, file="logits"),
+    "allowed_token_ids": partial(check_by_extra, file="logits"),
+    "logits_processors": partial(check_by_extra, file="logits"),
+    "structured_outputs": partial(check_by_extra, file="structured/params"),
 }
-
-
-@takes_vllm_options(BEAM_SEARCH_OPTIONS)
-@dataclass(frozen=True)
-class BeamSearchParams:
-    """A bad value raises a TypeError or ValueError that names the field, the value and what is allowed."""
-
-    beam_width: int
-    """Completions that are followed at the same time, and returned."""
-    max_tokens: int
-    """Tokens to generate at most."""
-    ignore_eos: bool = False
-    """Whether to go on after the model's end-of-sequence tokens."""
-    length_penalty: float = 1.0
-    """Finished completions are compared by log-probability / length ** length_penalty."""
-
-    def __post_init__(self) -> None:
-        check_int("beam_width", self.beam_width, 1)
-        check_int("max_tokens", self.max_tokens, 1)
-        check_bool("ignore_eos", self.ignore_eos)
-        check_number("length_penalty", self.length_penalty, -100, 100)

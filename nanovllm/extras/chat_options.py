@@ -1,0 +1,123 @@
+"""Conversations beyond plain text: options, another template, content in parts, tools and the model's calls of them.
+
+The chat template shows all of these to the model. Called by `engine/chat.py` and `engine/assembly.py`, in the branches
+that need one of them.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanovllm.checks import check_bool, check_dict, check_str, takes_vllm_options
+
+
+@takes_vllm_options("request")
+@dataclass(frozen=True)
+class ChatOptions:
+    """How conversations are rendered; names and defaults are vLLM's. A bad value raises a TypeError or ValueError."""
+
+    add_generation_prompt: bool = True
+    """Whether to end with the beginning of the assistant's answer."""
+    continue_final_message: bool = False
+    """Whether the answer goes on with the last message; needs `add_generation_prompt=False`."""
+    chat_template: str | Path | None = None
+    """Another template than the tokenizer's: a file, or the template itself."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """What the template may ask for, such as `{"enable_thinking": False}`."""
+    tools: Collection[Mapping[str, Any]] | None = None
+    """Functions that the model may call, as JSON schemas in OpenAI's form."""
+
+    def __post_init__(self) -> None:
+        check_bool("add_generation_prompt", self.add_generation_prompt)
+        check_bool("continue_final_message", self.continue_final_message)
+        check_str("chat_template", self.chat_template, optional=True, or_path=True)
+        check_dict("chat_template_kwargs", self.chat_template_kwargs)
+        if self.tools is not None:
+            check_tools(self.tools)
+        if self.add_generation_prompt and self.continue_final_message:
+            raise ValueError("continue_final_message=True needs add_generation_prompt=False, got True for both")
+
+    def template_arguments(self) -> dict[str, Any]:
+        """The arguments of the tokenizer's `apply_chat_template`; ValueError if a name is given twice."""
+        arguments = {
+            "tools": self.tools,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+        more = self.chat_template_kwargs or {}
+        if twice := more.keys() & {*arguments, "chat_template"}:
+            raise ValueError(
+                f"chat_template_kwargs must not hold names of other options, got {', '.join(sorted(twice))}"
+            )
+        template = {} if self.chat_template is None else {"chat_template": read_chat_template(self.chat_template)}
+        return {**arguments, **template, **more}
+
+
+# ---- another template
+
+
+def set_chat_template(tokenizer: Any, chat_template: str | Path) -> None:
+    """Give the tokenizer another template than its own."""
+    if tokenizer is None:
+        raise ValueError(f"chat_template needs a tokenizer, but this model has none; got {str(chat_template)!r}")
+    tokenizer.chat_template = read_chat_template(chat_template)
+
+
+def read_chat_template(chat_template: str | Path) -> str:
+    """The template itself: `chat_template`, or the content of the file of this name."""
+    if isinstance(chat_template, str) and "{" in chat_template:  # Jinja, and not the name of a file
+        return chat_template
+    file = Path(chat_template).expanduser()
+    if not file.is_file():
+        raise ValueError(f"chat_template must be a file, or a template in Jinja, got {str(chat_template)!r}")
+    return file.read_text(encoding="utf-8")
+
+
+# ---- messages
+
+
+def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates expect them: content is one text, the arguments of a tool call are a dict."""
+    plain = [{**message, "content": text_of(message.get("content"))} for message in messages]
+    for message in plain:
+        if message.get("tool_calls"):
+            message["tool_calls"] = [plain_tool_call(call) for call in message["tool_calls"]]
+    return plain
+
+
+def text_of(content: Any) -> Any:
+    """The texts of a list of parts, one in a line; a part is `{"type": "text", "text": …}` or a str."""
+    if not isinstance(content, list | tuple):
+        return content
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            raise TypeError(f"a part of a message's content must be text, got {part!r}")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+# ---- tools
+
+
+def check_tools(tools: Any) -> None:
+    """JSON schemas in OpenAI's form; TypeError for anything but a list of dicts."""
+    if not isinstance(tools, list | tuple):
+        raise TypeError(f"tools must be a list of dicts or None, got {tools!r}")
+    for i, tool in enumerate(tools):
+        check_dict(f"tools[{i}]", tool)
+
+
+def plain_tool_call(call: Any) -> Any:
+    """OpenAI's form has the arguments as a string of JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call  # the template writes what there is
+    return {**call, "function": {**function, "arguments": arguments}}

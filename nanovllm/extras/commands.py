@@ -1,0 +1,69 @@
+"""`nanovllm COMMAND …`, or `python -m nanovllm COMMAND …`: the commands and their files.
+
+The file of a command is imported when the command is run, so a command that needs an extra of pyproject.toml costs the
+others nothing. It has `main(arguments: list[str]) -> int | None`, which returns the exit status.
+"""
+
+import importlib
+import sys
+from typing import NamedTuple
+
+from nanovllm.checks import MissingExtra, extra
+
+
+class Command(NamedTuple):
+    module: str
+    extra: str
+    """The extra of pyproject.toml that brings the packages which the module imports."""
+    help: str
+
+
+COMMANDS: dict[str, Command] = {
+    "serve": Command("nanovllm.serve.launch", "serve", "serve a model over HTTP, with OpenAI's API"),
+    "chat": Command("nanovllm.extras.terminal.chat", "chat", "talk to a model in the terminal"),
+    "bench serve": Command(
+        "nanovllm.extras.bench.benchmark", "bench", "measure an OpenAI-compatible server under load"
+    ),
+    "view": Command("nanovllm.trace.view", "", "replay a recording of LLM(…, trace=…) in a browser"),
+}
+"""Words on the command line -> what they run."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command that `arguments` begin with, and return its exit status."""
+    for name, command in COMMANDS.items():
+        words = name.split()
+        if arguments[: len(words)] == words:
+            return run(name, command, arguments[len(words) :])
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    if arguments:
+        print(f"nanovllm: there is no command {arguments[0]!r}\n", file=sys.stderr)
+    print(usage(), file=sys.stderr)
+    return 2
+
+
+def run(name: str, command: Command, arguments: list[str]) -> int:
+    folder = "/".join(command.module.split(".")[1:-1])
+    try:
+        with extra(folder, f"nanovllm {name}"):
+            module = importlib.import_module(command.module)
+    except MissingExtra as error:
+        print(error, file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] == "nanovllm":
+            raise
+        install = f"pip install 'nanovllm[{command.extra}]'"
+        print(f"nanovllm {name} needs the package {error.name}: {install} brings it", file=sys.stderr)
+        return 1
+    return module.main(arguments) or 0
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS), default=0)
+    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: nanovllm COMMAND …", "", *lines, "", "nanovllm COMMAND --help lists a command's options."]
+    )

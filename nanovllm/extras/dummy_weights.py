@@ -1,0 +1,22 @@
+"""`load_format="dummy"`: random weights from a seed, for a model of which only config.json is there.
+
+Speed does not depend on the values of weights, so benchmarks need no checkpoint. Called by `execution/weights.py`.
+"""
+
+import torch
+from torch import nn
+
+from nanovllm.layers.norm import RMSNorm
+
+
+def init_dummy_weights(model: nn.Module, seed: int, std: float) -> None:
+    """Normal weights of standard deviation `std`, norms that scale nothing, biases of zero; the same for a seed."""
+    generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, RMSNorm):
+                parameter.fill_(module.neutral_weight)
+            elif name == "bias":
+                parameter.zero_()
+            else:
+                parameter.normal_(0, std, generator=generator)

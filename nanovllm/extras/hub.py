@@ -1,0 +1,36 @@
+"""Files of a model on the Hugging Face hub, downloaded or found in the hub's cache on this machine.
+
+Called by `execution/checkpoint.py` for a name that is no folder. Nothing but data is downloaded.
+"""
+
+import re
+from pathlib import Path
+
+TOKENIZER_FILES = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
+WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
+FILES = {  # the option that names the folder -> what is needed of it
+    "model": ("config.json", "generation_config.json", *TOKENIZER_FILES),
+    "tokenizer": ("config.json", *TOKENIZER_FILES),
+    "generation_config": ("generation_config.json",),
+}
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def download(option: str, name: str | Path, revision: str | None, with_weights: bool) -> Path:
+    """The folder of the files of hub id `name`; ValueError if `name` is none, or not to be had."""
+    if isinstance(name, Path) or not HUB_ID.fullmatch(name) or name.startswith("."):
+        raise ValueError(
+            f"{option} {str(name)!r} is not a folder on this machine, nor a hub id such as 'Qwen/Qwen3-0.6B'"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    files = [*FILES[option], *(WEIGHT_FILES if with_weights else ())]
+    try:
+        # Mistral's repositories hold all weights once more, under names of their own
+        ignored = ["consolidated*"]
+        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=ignored, revision=revision))
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ValueError(
+            f"{option} {name!r} is neither a folder on this machine nor to be had from the hub: {error}"
+        ) from error

@@ -1,0 +1,122 @@
+"""Options as vLLM's users write them: one record, made in code or from a command line.
+
+`EngineArgs` holds the options of `Config` and may be changed until an engine is made of it. A command line's help
+shows the strings below the fields of `Config`, so that the two cannot differ. Used by `LLM.from_engine_args`,
+`LLMEngine.from_engine_args`, and programs with a command line.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, asdict, fields
+from functools import cache
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args
+
+from nanovllm.config import Config
+from nanovllm.extras.vllm.options import names_of_vllm, translate
+from nanovllm.extras.vllm.tables import RENAMED
+
+GROUPS: Mapping[str, str] = {
+    "model and tokenizer": "model revision hf_overrides load_format dtype tokenizer tokenizer_revision "
+    "skip_tokenizer_init chat_template generation_config override_generation_config seed",
+    "device and kernels": "device attention_backend enforce_eager enable_cuda_graphs enable_overlap",
+    "KV cache": "block_size num_kv_blocks kv_cache_memory_bytes gpu_memory_utilization enable_prefix_caching "
+    "kv_cache_dtype",
+    "scheduling": "max_model_len max_num_seqs max_num_batched_tokens long_prefill_token_threshold scheduling_policy "
+    "preemption_mode swap_space_bytes",
+}
+"""Title -> the options of `Config` that `--help` shows together."""
+
+
+class EngineArgs(Config):
+    """`EngineArgs(model, **options)`: the options of `Config`, and vLLM's at their neutral values.
+
+    >>> args = EngineArgs(TINY_QWEN3, tensor_parallel_size=1)
+    >>> args.max_num_seqs = 8
+    >>> engine = LLMEngine.from_engine_args(args)
+    """
+
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        super().__init__(model, **translate(options, option_names()))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        for own_name, own_value in translate({name: value}, option_names()).items():
+            object.__setattr__(self, own_name, own_value)
+
+    def create_engine_config(self) -> Config:
+        """Checked, and not to be changed any more; raises as `Config` does."""
+        return Config(**asdict(self))
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Give the parser a flag for each option, in groups; vLLM's other flags are taken too, and not shown."""
+        by_name = {field.name: field for field in fields(Config)}
+        for title, names in GROUPS.items():
+            group = parser.add_argument_group(title)
+            for name in names.split():
+                add_flag(group, by_name[name])
+        hidden: dict[str, Any] = {"nargs": "?", "const": True, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        for name in names_of_vllm():
+            if name not in RENAMED:
+                parser.add_argument(flag(name), type=parse_literal, **hidden)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
+        """Of what `add_cli_args` has made; other attributes of `args` are somebody else's. Raises as `Config` does."""
+        known = {*option_names(), *names_of_vllm()}
+        return cls(**{name: value for name, value in vars(args).items() if name in known})
+
+
+class AsyncEngineArgs(EngineArgs):
+    """`EngineArgs` for an engine in a loop of its own."""
+
+
+@cache
+def option_names() -> tuple[str, ...]:
+    return tuple(field.name for field in fields(Config))
+
+
+@cache
+def descriptions() -> Mapping[str, str]:
+    """What `Config` says of each of its fields: the string below it, as one line of plain text."""
+    from docstring_parser import parse_from_object  # here: a program without a command line has no help to show
+
+    said = {field.arg_name: field.description or "" for field in parse_from_object(Config).params}
+    return {name: " ".join(text.split()).replace("`", "") for name, text in said.items()}
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def add_flag(group: Any, field: Field) -> None:
+    """`--block-size INT`, or for a bool `--enforce-eager` and `--no-enforce-eager`; vLLM's name for it too."""
+    flags = [flag(field.name), *(flag(theirs) for theirs, ours in RENAMED.items() if ours == field.name)]
+    kinds = [kind for kind in get_args(field.type) or (field.type,) if kind is not NoneType]
+    default = None if field.default is MISSING else field.default
+    shown = "" if default is None else f" (default: {default})"
+    text = (descriptions()[field.name] + shown).replace("%", "%%")
+    how: dict[str, Any] = {"dest": field.name, "default": default, "help": text}
+    if bool in kinds:
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **how)
+        return
+    kind = next((kind for kind in (str, int, float) if kind in kinds), parse_json)
+    group.add_argument(*flags, type=kind, metavar="JSON" if kind is parse_json else kind.__name__.upper(), **how)
+
+
+def parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+
+
+def parse_literal(text: str) -> Any:
+    """`1` is a number, `true`, `false`, `null` and `{…}` are JSON, anything else is text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None if text == "None" else text

@@ -1,0 +1,260 @@
+"""vLLM's options in tables, which `options.py` reads; docs/options.md is the same in words.
+
+Each option of vLLM that `Config` does not have is in one of them: it has another name here, or it changes nothing here,
+or only its neutral value is accepted, and a refusal of another value says what there is instead. Names and neutral
+values are those of vLLM 0.32, and of older versions where examples still show them.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+RENAMED: Mapping[str, str] = {
+    "num_gpu_blocks_override": "num_kv_blocks",
+    "async_scheduling": "enable_overlap",
+}
+"""vLLM's name -> the name here."""
+
+VALUES: Mapping[str, Mapping[Any, Any]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "attention_backend": {None: "auto", "FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton", "CPU_ATTN": "cpu"},
+    "enable_prefix_caching": {None: True},
+    "max_num_seqs": {None: 256},
+    "generation_config": {None: "auto"},
+    "seed": {None: 0},
+}
+"""Option -> vLLM's value -> the value here that means the same."""
+
+
+def each(names: str, *values: Any) -> dict[str, tuple[Any, ...]]:
+    """The same values for each of the names."""
+    return dict.fromkeys(names.split(), values)
+
+
+def off(names: str) -> dict[str, tuple[Any, ...]]:
+    """Options that are off when they are None, False, zero or empty."""
+    return each(names, None, False, 0, 0.0, "", {}, [], (), set())
+
+
+WITHOUT_EFFECT = frozenset(
+    each(
+        "_api_process_count _api_process_rank aggregate_engine_logging all2all_backend code_revision "
+        "cpu_distributed_timeout_seconds cuda_graph_sizes cudagraph_capture_sizes cudagraph_metrics "
+        "custom_histogram_buckets data_parallel_backend dbo_decode_token_threshold dbo_prefill_token_threshold "
+        "dcp_comm_backend dcp_q_replicate disable_cascade_attn disable_custom_all_reduce "
+        "disable_hybrid_kv_cache_manager disable_log_stats disable_nccl_for_dp_synchronization "
+        "distributed_timeout_seconds dp_sync_interval ec_manager_config elastic_ep_max_dp_size "
+        "enable_flashinfer_autotune enable_logging_iteration_details enable_mamba_cache_stochastic_rounding "
+        "enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_mm_processor_stats enable_shm_tensor_arena "
+        "eplb_config expert_placement_strategy fail_on_environ_validation fault_tolerance_config "
+        "gdn_prefill_backend ignore_patterns ir_op_priority jit_monitor_mode jit_monitor_verbose kda_decode_backend "
+        "kda_prefill_backend kernel_config kv_cache_metrics kv_cache_metrics_sample kv_offloading_backend "
+        "kv_sharing_fast_prefill linear_backend lora_dtype mamba_backend mamba_block_size mamba_cache_dtype "
+        "mamba_cache_mode mamba_cache_philox_rounds mamba_config mamba_ssm_cache_dtype mamba_ssu_algorithm "
+        "master_addr master_port max_context_len_to_capture max_cudagraph_capture_size max_logprobs "
+        "max_lora_cls_labels max_lora_rank max_loras max_parallel_loading_workers max_seq_len_to_capture "
+        "mm_device_do_normalize mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path "
+        "mm_encoder_fp8_scale_save_margin mm_encoder_fp8_scale_save_path mm_encoder_tp_mode mm_hasher_algorithm "
+        "mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type mm_processor_device "
+        "mm_shm_cache_max_object_size_mb mm_tensor_ipc moe_backend node_rank offload_backend offload_num_in_group "
+        "offload_prefetch_step optimization_level per_request_spec_decode_metrics performance_mode "
+        "prefix_cache_retention_interval prefix_caching_hash_algo prefix_match_unit pt_load_map_location "
+        "renderer_num_workers replayssm_buffer_len safetensors_load_strategy safetensors_prefetch_block_size "
+        "safetensors_prefetch_num_threads scheduler_reserve_full_isl show_hidden_metrics_for_version "
+        "sleep_mode_offload_cudagraph sleep_preserve_parameter_names sparse_indexer_topk_backend swa_bounded_replay "
+        "ubatch_size use_fp64_gumbel use_replayssm use_tqdm_on_load use_v2_block_manager video_pruning_method "
+        "video_pruning_rate"
+    )
+)
+"""Accepted at any value: outputs and limits do not depend on them. They log, or tune what is off here, or what only
+vLLM has inside."""
+
+
+class Refused(NamedTuple):
+    """Options of which only the neutral value is accepted."""
+
+    instead: str
+    """What there is instead, as the end of a sentence."""
+    neutral: Mapping[str, tuple[Any, ...]]
+    """Option -> the values that are accepted."""
+
+
+ENGINE_OPTIONS = (
+    Refused(
+        "one device computes: run one engine for each device",
+        {
+            **each(
+                "tensor_parallel_size pipeline_parallel_size data_parallel_size prefill_context_parallel_size "
+                "decode_context_parallel_size nnodes dcp_kv_cache_interleave_size",
+                None,
+                1,
+            ),
+            **off(
+                "data_parallel_rank data_parallel_start_rank data_parallel_size_local data_parallel_address "
+                "data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb enable_dbo "
+                "data_parallel_multi_port_external_lb enable_expert_parallel enable_eplb enable_elastic_ep "
+                "enable_batch_sharded_sampling enable_ep_weight_filter numa_bind numa_bind_nodes numa_bind_cpus "
+                "device_ids fully_sharded_loras ray_workers_use_nsight enable_hc_sp cp_kv_cache_interleave_size "
+                "enable_fault_tolerance enable_nccl_comm_suspend"
+            ),
+            "distributed_executor_backend": (None, "uni", "mp"),
+        },
+    ),
+    Refused(
+        "no code of a checkpoint is run: see docs/adding_a_model.md for a model that is not built in",
+        {
+            "trust_remote_code": (None, False),
+            "model_impl": (None, "auto", "vllm"),
+            "config_format": (None, "auto", "hf"),
+            "tokenizer_mode": (None, "auto", "hf"),
+            **off("model_class_overrides worker_extension_cls scheduler_cls additional_config hf_config_path"),
+            "worker_cls": (None, "auto"),
+        },
+    ),
+    Refused(
+        "weights are kept in dtype, and kv_cache_dtype='fp8' is what can be smaller",
+        off(
+            "quantization quantization_config allow_deprecated_quantization calculate_kv_scales load_in_4bit "
+            "kv_cache_dtype_skip_layers qlora_adapter_name_or_path"
+        ),
+    ),
+    Refused(
+        "adapters are not applied: merge the adapter into the weights and load these",
+        {
+            **off(
+                "enable_lora max_cpu_loras lora_target_modules default_mm_loras enable_tower_connector_lora "
+                "specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras lora_extra_vocab_size "
+                "enable_prompt_adapter"
+            ),
+        },
+    ),
+    Refused(
+        "each step draws one token for a sequence",
+        off(
+            "speculative_config speculative_model num_speculative_tokens spec_method spec_model spec_tokens "
+            "diffusion_config"
+        ),
+    ),
+    Refused(
+        "use preemption_mode='swap' with swap_space_bytes",
+        off("swap_space kv_offloading_size kv_transfer_config kv_events_config ec_transfer_config"),
+    ),
+    Refused(
+        "weights stay on the device: lower gpu_memory_utilization, max_num_seqs or max_model_len if memory is short",
+        {
+            **off(
+                "cpu_offload_gb cpu_offload_params offload_group_size offload_params enable_sleep_mode "
+                "enable_cumem_allocator weight_transfer_config"
+            ),
+        },
+    ),
+    Refused(
+        "prompts are text or token ids",
+        off(
+            "limit_mm_per_prompt mm_processor_kwargs media_io_kwargs allowed_local_media_path allowed_media_domains "
+            "enable_mm_embeds enable_prompt_embeds interleave_mm_strings language_model_only mm_encoder_only "
+            "disable_mm_preprocessor_cache disable_chunked_mm_input skip_mm_profiling io_processor_plugin"
+        ),
+    ),
+    Refused(
+        "the model generates text; LLM.embed makes embeddings of any model",
+        {
+            "runner": (None, "auto", "generate"),
+            "task": (None, "auto", "generate"),
+            "convert": (None, "auto", "none"),
+            **off("pooler_config override_pooler_config"),
+        },
+    ),
+    Refused(
+        "long prompts always come in chunks of at most max_num_batched_tokens",
+        {
+            "enable_chunked_prefill": (None, True),
+            "max_num_partial_prefills": (None, 1),
+            "max_long_partial_prefills": (None, 1),
+            "long_prefill_token_threshold_adaptive": (None, False),
+            "prefill_schedule_interval": (None, 1),
+        },
+    ),
+    Refused("steps are scheduled one by one", {"num_scheduler_steps": (None, 1), "stream_interval": (None, 1)}),
+    Refused("use max_num_seqs and max_num_batched_tokens", off("max_num_active_seqs max_num_scheduled_tokens")),
+    Refused(
+        "use enforce_eager, enable_cuda_graphs and attention_backend",
+        {
+            **off("compilation_config attention_config"),
+        },
+    ),
+    Refused("use hf_overrides", off("rope_scaling rope_theta")),
+    Refused("a model's windows are kept", {"disable_sliding_window": (None, False)}),
+    Refused(
+        "give SamplingParams(logits_processors=[…]), callables of one request",
+        off("logits_processors logits_processor_pattern"),
+    ),
+    Refused("log-probabilities are the model's own", {"logprobs_mode": (None, "raw_logprobs")}),
+    Refused("use torch.profiler, or benchmarks/decode_profile.py", off("profiler_config collect_detailed_traces")),
+    Refused("set up `logging` yourself", off("logging_config log_level log_config_file otlp_traces_endpoint")),
+    Refused("use the hub's own settings: HF_HOME, and `hf auth login`", off("download_dir hf_token")),
+    Refused(
+        "vLLM's own",
+        off(
+            "model_weights model_loader_extra_config engram_config watermark_config watermark enable_trace_replay "
+            "enable_return_routed_experts return_sampling_mask aux_output_config reasoning_config "
+            "enable_layerwise_nvtx_tracing structured_outputs_config guided_decoding_backend"
+        ),
+    ),
+)
+"""Of `LLM(…)` and `EngineArgs`."""
+
+SERVER_OPTIONS = (
+    Refused(
+        "an option of `nanovllm serve`",
+        {
+            **off(
+                "served_model_name reasoning_parser reasoning_parser_plugin max_num_queued_reqs max_num_queued_tokens "
+                "shutdown_timeout tokens_only enable_auto_tool_choice tool_call_parser"
+            ),
+            **each("enable_log_requests disable_log_requests", None, True, False),
+        },
+    ),
+)
+"""Of the server; `LLM(…)` and `EngineArgs` take them at their neutral values too."""
+
+REQUEST_OPTIONS = (
+    Refused(
+        "give SamplingParams(truncate_prompt_tokens=…), or token ids instead of text",
+        off("tokenization_kwargs"),
+    ),
+    Refused("call reset_prefix_cache() between users who must not share", off("cache_salt")),
+    Refused(
+        "message content is text, or a list of text parts",
+        {"chat_template_content_format": (None, "auto", "string", "openai")},
+    ),
+    Refused("use n, or LLM.beam_search", {**off("use_beam_search early_stopping"), "best_of": (None, 1)}),
+    Refused("give logprobs=-1 and choose", off("logprob_token_ids prompt_logprob_token_ids prompt_logprob_start")),
+    Refused("use logits_processors", {**off("repetition_detection extra_args"), "thinking_token_budget": (None, -1)}),
+    Refused("use structured_outputs", off("guided_decoding guided_options_request")),
+    Refused("log-probabilities are lists of dicts", off("flat_logprobs")),
+    Refused("each token is an output of its own", {"stream_interval": (None, 1)}),
+    Refused("vLLM's own", {**off("watermarking trace_decode_token_ids routed_experts_prompt_start skip_clone")}),
+    Refused("merge the adapter into the weights and load these", off("lora_request")),
+    Refused(
+        "prompts are text or token ids",
+        off(
+            "multi_modal_data multi_modal_uuids mm_processor_kwargs prompt_embeds token_type_ids encoder_prompt "
+            "encoder_decoder_prompt"
+        ),
+    ),
+)
+"""Of `SamplingParams`, prompts, and the methods of `LLM`."""
+
+BEAM_SEARCH_OPTIONS = (
+    Refused("beams are ranked by the model's own probabilities", {"temperature": (0, 0.0)}),
+    Refused("no stop string ends a beam", off("include_stop_str_in_output")),
+)
+"""Of `BeamSearchParams`."""
+
+OPTIONS: Mapping[str, tuple[Refused, ...]] = {
+    "engine": (*ENGINE_OPTIONS, *SERVER_OPTIONS),
+    "request": REQUEST_OPTIONS,
+    "beam search": BEAM_SEARCH_OPTIONS,
+}
+"""By what takes them."""
