@@ -1,8 +1,8 @@
 """Paged attention: the one layer through which tokens see each other, by reading each other's K and V in the cache.
 
-`Attention` is the layer, `AttentionMetadata` says which token belongs to which sequence, and where its K and V lie. The
-functions below are the PyTorch definition: readable, right on any device, and the reference that every fast backend in
-`kernels/` is tested against. `execution/batch.py` builds the metadata; `layers/backends.py` says what a backend is.
+`Attention` is the layer. `AttentionMetadata` says which token belongs to which sequence, and where its K and V lie;
+`execution/batch.py` builds it. `store_kv` and `attend` are the definition in PyTorch: readable, right on any device,
+and what every fast backend is tested against. `backends.py` says what a backend is.
 
 A decode of sequence A, which has 6 tokens in the blocks [7, 2], with block_size 4:
 
@@ -19,7 +19,6 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from nanovllm.layers.kv_dtype import gather_blocks, slices_that_fit, write_slots
 from nanovllm.layers.masking import PLAIN, AttentionOptions, first_visible, is_visible, weigh
 
 
@@ -31,7 +30,7 @@ class AttentionMetadata:
     block_tables: torch.Tensor  # [num_seqs, max_num_blocks] int32, rows filled up with the null block
     seq_lens: torch.Tensor  # [num_seqs] int32, tokens attended to, the new ones included
     cu_seqlens_q: torch.Tensor  # [num_seqs + 1] int32, rows cu[i] … cu[i+1] belong to sequence i
-    # the same offsets over the prefill chunks alone, which flash-attn's varlen call gets without the decodes
+    # for a varlen call over the prefill chunks only: offsets of their new tokens (q), and of all they attend to (k)
     prefill_cu_seqlens_q: torch.Tensor  # [num_seqs - num_decodes + 1] int32
     prefill_cu_seqlens_k: torch.Tensor  # [num_seqs - num_decodes + 1] int32
     num_decodes: int  # the first so many sequences have one new token each
@@ -67,14 +66,14 @@ class Attention(nn.Module):
         return self.backend.attend(q, layer_cache, metadata, self.options)
 
 
-# ---- the PyTorch definition; layer_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]
+# ---- the definition; layer_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """k, v: [num_tokens, num_kv_heads, head_dim], written to the slots slot_mapping: [num_tokens]"""
     k_slots, v_slots = layer_cache.flatten(1, 2)  # [num_slots, num_kv_heads, head_dim] each
-    write_slots(k_slots, slot_mapping, k)
-    write_slots(v_slots, slot_mapping, v)
+    k_slots[slot_mapping] = k
+    v_slots[slot_mapping] = v
 
 
 def attend(
@@ -82,17 +81,13 @@ def attend(
 ) -> torch.Tensor:
     """q: [num_tokens, num_heads, head_dim] -> as q: each new token attends to its sequence's tokens up to itself
 
-    With cu_seqlens_q [0, 1, 4] and one decode, row 0 is a decode; rows 1 … 3 are a prefill chunk of three tokens.
+    With cu_seqlens_q [0, 1, 4], row 0 is the new token of one sequence; rows 1 … 3 are a chunk of another.
     """
     out = torch.empty_like(q)
-    nd, tables = metadata.num_decodes, metadata.block_tables
     cu_seqlens, seq_lens = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
-    for rows in slices_that_fit(nd, max(seq_lens), layer_cache):
-        width = -(-max(seq_lens[rows]) // layer_cache.shape[2])
-        out[rows] = attend_decodes(q[rows], layer_cache, tables[rows, :width], metadata.seq_lens[rows], options)
-    for i in range(nd, len(seq_lens)):
+    for i, block_table in enumerate(metadata.block_tables):
         rows = slice(cu_seqlens[i], cu_seqlens[i + 1])
-        out[rows] = attend_chunk(q[rows], layer_cache, tables[i], seq_lens[i], options)
+        out[rows] = attend_chunk(q[rows], layer_cache, block_table, seq_lens[i], options)
     return out
 
 
@@ -104,29 +99,15 @@ def attend_chunk(
     n, group = q.shape[0], q.shape[1] // num_kv_heads
     # 1. look up the blocks, from the first that the first row sees, and cut off what lies behind the last token
     first = first_visible(seq_len - n, options.window) // block_size
-    kv = gather_blocks(layer_cache, block_table[first : -(-seq_len // block_size)], q.dtype)
+    kv = layer_cache[:, block_table[first : -(-seq_len // block_size)]]  # [2, num_blocks, block_size, …], a copy
     positions = torch.arange(first * block_size, seq_len, device=q.device)  # [len]
     k, v = kv.flatten(1, 2)[:, : len(positions)].transpose(1, 2)  # [num_kv_heads, len, head_dim] each
-    # 2. the query heads of a group share a K and V head, `expand` shares it without a copy
+    # 2. the query heads of a group share a K and V head; `expand` shares it without a copy
     q = q.view(n, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)  # [num_kv_heads, group, n, head_dim]
     k, v = k[:, None].expand(-1, group, -1, -1), v[:, None].expand(-1, group, -1, -1)
     # 3. a token sees every position up to its own, or those in its window
     is_seen = is_visible(positions[-n:, None], positions, options.window)  # [n, len]
-    # 4. softmax(q k^T / sqrt(head_dim) + mask) v; of less than four dimensions PyTorch would keep all of q k^T
+    # 4. softmax(q k^T / sqrt(head_dim) + mask) v. Keep 4-D: for 3-D inputs PyTorch stores the whole score matrix
     o = weigh(q, k, v, is_seen, options)
     # 5. back to one row a token
     return o.permute(2, 0, 1, 3).reshape(n, -1, head_dim)
-
-
-def attend_decodes(
-    q: torch.Tensor, layer_cache: torch.Tensor, tables: torch.Tensor, seq_lens: torch.Tensor, options: AttentionOptions
-) -> torch.Tensor:
-    """One new token each of several sequences, as one padded batch. q: [num_decodes, num_heads, head_dim] -> as q"""
-    kv = gather_blocks(layer_cache, tables, q.dtype).flatten(2, 3)  # [2, n, len, num_kv_heads, head_dim], a copy
-    n, num_slots, num_kv_heads, head_dim = kv.shape[1:]
-    is_seen = is_visible(seq_lens[:, None] - 1, torch.arange(num_slots, device=q.device), options.window)  # [n, len]
-    kv.masked_fill_(~is_seen[None, :, :, None, None], 0)  # a NaN behind a sequence's end must reach no output
-    k, v = kv.transpose(2, 3)  # [n, num_kv_heads, len, head_dim] each
-    # the heads of a group are rows of one K and V head; no mask among them: they see the same
-    rows = q.view(n, num_kv_heads, -1, head_dim)  # [n, num_kv_heads, group, head_dim]
-    return weigh(rows, k, v, is_seen[:, None, None], options).reshape(q.shape)

@@ -1,7 +1,7 @@
-"""What an attention backend is: how it stores K and V and attends, which machines it runs on, and what it replaces.
+"""What an attention backend is: how it stores K and V and attends, and which other layers it replaces.
 
-`TorchAttention` calls the PyTorch definition in `attention.py` and runs anywhere. The fast backends are in `kernels/`:
-`flash_attn` and `triton` on CUDA, `cpu`. `execution/choices.py` chooses one at start-up.
+`torch_attention.py` has the one that runs anywhere. The fast backends are in `kernels/`: `flash_attn` and `triton` on
+CUDA, `cpu`. `kernels/choices.py` chooses among them.
 """
 
 import math
@@ -20,7 +20,6 @@ class AttentionBackend(ABC):
 
     default_block_size: int
     instructions = "PyTorch"  # what computes, in a word for the log
-    supports_graphs = True  # for decodes, the host decides nothing by values that only the device knows
 
     def __init__(
         self,
@@ -38,28 +37,6 @@ class AttentionBackend(ABC):
         self.dtype = dtype
         self.kv_cache_dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else None  # None: the model's
         self.scale = 1 / math.sqrt(head_dim)
-
-    @classmethod
-    @abstractmethod
-    def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
-        """Why this backend cannot serve such a model on this machine; None if it can. `block_size` None is open."""
-
-    @classmethod
-    def why_no_fp8_kv_cache(cls) -> str | None:
-        """As `why_not`, for `kv_cache_dtype="fp8"`."""
-        return "it has no fp8 KV cache"
-
-    @classmethod
-    def why_not_options(
-        cls, options: AttentionOptions, device: torch.device, dtype: torch.dtype, head_dim: int
-    ) -> str | None:
-        """As `why_not`, for a layer that attends with `options`; asked if `why_not` has no reason."""
-        return None
-
-    @classmethod
-    def why_slow(cls, device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str | None:
-        """Why `auto` skips this backend although it could serve; None if `auto` may take it."""
-        return None
 
     def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
         """[parts, num_layers, num_blocks, …]: two parts, K and V, or one of latents (`latent_attention.py`).
@@ -93,39 +70,11 @@ class AttentionBackend(ABC):
         """
 
 
-class TorchAttention(AttentionBackend):
-    """The definition as a backend: any device, dtype and block size."""
-
-    default_block_size = 16
-    supports_graphs = False
-
-    @classmethod
-    def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
-        return None
-
-    @classmethod
-    def why_no_fp8_kv_cache(cls) -> str | None:
-        return None
-
-    @classmethod
-    def why_slow(cls, device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str | None:
-        is_slow = device.type == "cuda" and kv_cache_dtype == "fp8"
-        return "there it is for comparisons, and slow" if is_slow else None
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        layer_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        options: AttentionOptions = PLAIN,
-    ) -> torch.Tensor:
-        return attention.attend(q, layer_cache, metadata, options)
-
-
 def pytorch_layers(module: nn.Module) -> set[str]:
-    """Classes of single layers in `layers/` that compute by their definition, where `replace_layers` found no twin."""
+    """Classes of single layers that compute by their definition, because `replace_layers` found no twin."""
     if type(module).__module__.startswith("nanovllm.kernels."):
         return set()  # what a twin keeps of the layer in whose place it is
-    is_single = type(module).__module__.startswith("nanovllm.layers.") and not list(module.children())
+    rooms = ("nanovllm.layers.", "nanovllm.models.")
+    is_single = type(module).__module__.startswith(rooms) and not list(module.children())
     own = {type(module).__name__} if is_single and not isinstance(module, attention.Attention) else set()
     return own.union(*(pytorch_layers(child) for child in module.children()))

@@ -1,10 +1,29 @@
-"""The gated feed-forward network of a decoder layer, the same in all dense models."""
+"""The gated feed-forward network of a decoder layer (GLU variants, Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.activation import GATES
 from nanovllm.layers.linear import FusedLinear, Linear
+
+
+class SiluAndMul(nn.Module):
+    """SwiGLU's gate."""
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """gate, up: [num_tokens, intermediate_size] -> silu(gate) * up, the same shape"""
+        return F.silu(gate) * up
+
+
+class GeluAndMul(nn.Module):
+    """GeGLU's gate, with the approximation of gelu by tanh."""
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """gate, up: [num_tokens, intermediate_size] -> gelu(gate) * up, the same shape"""
+        return F.gelu(gate, approximate="tanh") * up
+
+
+GATES = {"silu": SiluAndMul, "swish": SiluAndMul, "gelu_pytorch_tanh": GeluAndMul}  # by their names in config.json
 
 
 class GatedMLP(nn.Module):

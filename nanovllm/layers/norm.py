@@ -18,15 +18,6 @@ class RMSNorm(nn.Module):
         return self.weight * normalise(x, self.eps).to(x.dtype)  # rounded before the product, as transformers does
 
 
-class UnitOffsetRMSNorm(RMSNorm):
-    """Gemma's: the weight is stored as its difference from one, and the product is rounded alone."""
-
-    neutral_weight = 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (normalise(x, self.eps) * (1.0 + self.weight.float())).to(x.dtype)
-
-
 def normalise(x: torch.Tensor, eps: float) -> torch.Tensor:
     """x: [..., size] -> x / sqrt(mean(x²) + eps) in float32"""
     x32 = x.float()

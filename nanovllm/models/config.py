@@ -1,20 +1,18 @@
 """The shape of a network, read from the config.json of a checkpoint.
 
 `ModelConfig` is what dense decoders have in common; an architecture with more extends it. Each file of a network has
-the function that reads its config, with `read_common` for the fields below, `rope_config.py` for the rotary positions,
-and `refuse` for what the network would compute wrongly. Called by `registry.py`.
+the function that reads its config, with `read_common` for the fields below, `read_rope` for the rotary positions, and
+`refuse` for what the network would compute wrongly. Called by `registry.py`.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.checks import check_bool, check_int, check_number
-from nanovllm.layers.activation import GATES
+from nanovllm.checks import check_bool, check_int, check_number, extra
 from nanovllm.layers.masking import AttentionOptions
-from nanovllm.layers.rope_types import Rope
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from nanovllm.layers.mlp import GATES
+from nanovllm.layers.rotary import Rope
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,7 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()
     """Of each layer: how many tokens a token sees, itself included; None, or no entry, is all of them."""
     latent_rank: int | None = None
-    """Channels of a token's latent that are values, where the cache holds latents (layers/latent_attention.py); None:
-    where it holds K and V."""
+    """Channels of a token's latent that are values, where the cache holds latents; None where it holds K and V."""
     num_experts: int = 0
     """In each layer's mixture of experts; 0 is one feed-forward network."""
     initializer_range: float = 0.02
@@ -112,24 +109,31 @@ def refuse(name: str, value: Any, allowed: Collection[Any]) -> None:
         raise ValueError(f"{name} must be {' or '.join(repr(one) for one in allowed)}, config.json has {value!r}")
 
 
-def read_windows(
-    layer_types: list[str], sliding_window: int | None, known: Collection[str] = (FULL, SLIDING)
-) -> tuple[int | None, ...]:
-    """The window of each layer; () if no layer has one."""
-    for layer_type in layer_types:
-        refuse("layer_types", layer_type, known)
-    if SLIDING not in layer_types:
-        return ()
-    check_int("config.json: sliding_window", sliding_window, 1)
-    return tuple(sliding_window if layer_type == SLIDING else None for layer_type in layer_types)
+def read_rope(raw: dict[str, Any], rotary_dim: int, max_len: int, theta: float = 10000.0) -> Rope:
+    """For all layers of a network. `theta` is the architecture's default, `max_len` the model's limit."""
+    parameters = raw.get("rope_parameters") or {}
+    if raw.get("rope_scaling") or rope_type_of(parameters) != "default":
+        with extra("models/rope_types.py", "rope_scaling (a rope_type other than 'default')"):
+            from nanovllm.models.rope_types import find_parameters
+        parameters = find_parameters(raw, theta)
+    return make_rope(parameters, parameters.get("rope_theta") or raw.get("rope_theta") or theta, rotary_dim, max_len)
 
 
-def layer_types_of(raw: dict[str, Any], default: list[str]) -> list[str]:
-    """One type for each layer, as the file has them, or else `default`; a file may have more, for layers cut off."""
-    types = raw.get("layer_types") or default
-    if len(types) < raw["num_hidden_layers"]:
-        raise ValueError(
-            f"layer_types must have one entry for each of the {raw['num_hidden_layers']} layers, "
-            f"config.json has {len(types)}"
-        )
-    return types[: raw["num_hidden_layers"]]
+def rope_type_of(parameters: dict[str, Any]) -> str:
+    return parameters.get("rope_type") or parameters.get("type") or "default"
+
+
+def make_rope(parameters: dict[str, Any], theta: float, rotary_dim: int, max_len: int) -> Rope:
+    if rotary_dim % 2:
+        raise ValueError(f"pairs of a head's dimensions are rotated, so their number must be even, it is {rotary_dim}")
+    check_number("config.json: rope_theta", theta, 0, open_low=True)
+    if rope_type_of(parameters) == "default":
+        return Rope(float(theta))
+    with extra("models/rope_types.py", f"rope_type {rope_type_of(parameters)!r}"):
+        from nanovllm.models.rope_types import make_scaled_rope
+    return make_scaled_rope(rope_type_of(parameters), parameters, float(theta), rotary_dim, max_len)
+
+
+def refuse_partial_rotary(raw: dict[str, Any]) -> None:
+    for place in (raw, raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}):
+        refuse("partial_rotary_factor", place.get("partial_rotary_factor"), (1.0, None))

@@ -8,19 +8,18 @@ The decoder that most others vary: what Qwen3 does to queries and keys before th
 
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.checks import check_bool
 from nanovllm.layers.attention import Attention, AttentionMetadata, Backend
-from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.layers.masking import AttentionOptions
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import ApplyRotary, Rotary
-from nanovllm.models.config import SLIDING, ModelConfig, read_common, read_windows
-from nanovllm.models.rope_config import read_rope, refuse_partial_rotary
+from nanovllm.layers.rotary import ApplyRotary
+from nanovllm.models.config import ModelConfig, read_common, read_rope, refuse_partial_rotary
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.windows import SLIDING, read_windows
 
 
 def read_llama_config(raw: dict[str, Any]) -> ModelConfig:
@@ -54,77 +53,28 @@ class LlamaAttention(nn.Module):
         self.attention = Attention(backend, AttentionOptions(window=window))
         self.o_proj = Linear(q_size, config.hidden_size, bias=config.o_bias)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        layer_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x))  # [num_tokens, heads, head_dim]
         q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
         return self.o_proj(self.attention(q, k, v, layer_cache, metadata).flatten(1))  # [num_tokens, hidden_size]
 
 
 class LlamaDecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, backend: Backend, window: int | None = None) -> None:
+    def __init__(self, config: ModelConfig, backend: Backend, layer: int = 0) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LlamaAttention(config, backend, window)
+        self.self_attn = LlamaAttention(config, backend, config.window(layer))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act, config.mlp_bias)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        layer_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, layer_cache, metadata)
         return x + self.mlp(self.post_attention_layernorm(x))  # [num_tokens, hidden_size]
 
 
-class LlamaModel(nn.Module):
-    def __init__(self, config: ModelConfig, backend: Backend) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = Rotary(config.head_dim, config.rope, config.max_position_embeddings)
-        windows = (config.window(i) for i in range(config.num_hidden_layers))
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, backend, window) for window in windows)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
-        x = self.embed_tokens(input_ids)  # [num_tokens, hidden_size]
-        cos, sin = self.rotary(positions, x.dtype)  # [num_tokens, 1, head_dim / 2] each
-        for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, kv_cache[:, i], metadata)
-        return self.norm(x)  # [num_tokens, hidden_size]
-
-
-class LlamaForCausalLM(nn.Module):
-    """Called as `model(input_ids, positions, metadata, kv_cache)`, as `CausalLM` in `registry.py` says."""
-
+class LlamaForCausalLM(CausalLM):
     read_config = staticmethod(read_llama_config)
-
-    def __init__(self, config: ModelConfig, backend: Backend) -> None:
-        super().__init__()
-        self.model = LlamaModel(config, backend)
-        tied = config.tie_word_embeddings
-        self.lm_head = self.model.embed_tokens if tied else Embedding(config.vocab_size, config.hidden_size)
-
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
-        return self.model(input_ids, positions, metadata, kv_cache)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size]"""
-        return self.lm_head.logits(hidden)
+    layer_class = LlamaDecoderLayer
 
 
 class MistralForCausalLM(LlamaForCausalLM):

@@ -6,18 +6,26 @@ Attention is Llama's (`llama.py`). Each token goes through two of eight large ex
 matrices of an expert w1 (gate), w3 (up) and w2 (down).
 """
 
-import torch
-from torch import nn
+from typing import Any
 
-from nanovllm.layers.activation import GATES
+from torch import Tensor, nn
+
 from nanovllm.layers.attention import AttentionMetadata, Backend
-from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import FusedLinear
-from nanovllm.layers.moe import Experts, Router, route_by_softmax
+from nanovllm.layers.mlp import GATES
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import Rotary
+from nanovllm.models.config import read_common
+from nanovllm.models.decoder import CausalLM
 from nanovllm.models.llama import LlamaAttention
-from nanovllm.models.moe_config import MoeConfig, read_mixtral_config
+from nanovllm.models.moe import Experts, MoeConfig, Router, make_config, read_experts, route_by_softmax
+
+
+def read_mixtral_config(raw: dict[str, Any]) -> MoeConfig:
+    common = read_common(raw, max_position_embeddings=131072, rms_norm_eps=1e-5, num_key_value_heads=8)
+    common["qkv_bias"] = common["o_bias"] = False  # Mixtral has none, whatever the file says
+    experts = read_experts(raw, raw.get("num_local_experts") or raw.get("num_experts") or 8, 2)
+    experts |= {"moe_intermediate_size": common["intermediate_size"], "norm_topk_prob": True}
+    return make_config(raw, common, experts, raw.get("sliding_window"), theta=1e6)
 
 
 class MixtralExpert(nn.Module):
@@ -28,7 +36,7 @@ class MixtralExpert(nn.Module):
         self.activation = GATES[config.hidden_act]()
         self.down_proj = FusedLinear(size, {"w2": config.hidden_size})
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         (y,) = self.down_proj(self.activation(*self.gate_up_proj(x)))
         return y  # [n, hidden_size]
 
@@ -40,66 +48,24 @@ class MixtralBlock(nn.Module):
         self.gate = Router(config.hidden_size, config.num_experts)
         self.experts = Experts(MixtralExpert(config) for _ in range(config.num_experts))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         expert_ids, weights = route_by_softmax(self.gate(x), self.top_k, is_normalised=True)  # [num_tokens, top_k]
         return self.experts(x, expert_ids, weights)  # [num_tokens, hidden_size]
 
 
 class MixtralDecoderLayer(nn.Module):
-    def __init__(self, config: MoeConfig, backend: Backend, window: int | None) -> None:
+    def __init__(self, config: MoeConfig, backend: Backend, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LlamaAttention(config, backend, window)
+        self.self_attn = LlamaAttention(config, backend, config.window(layer))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.block_sparse_moe = MixtralBlock(config)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        layer_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, layer_cache, metadata)
         return x + self.block_sparse_moe(self.post_attention_layernorm(x))  # [num_tokens, hidden_size]
 
 
-class MixtralModel(nn.Module):
-    def __init__(self, config: MoeConfig, backend: Backend) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = Rotary(config.head_dim, config.rope, config.max_position_embeddings)
-        windows = (config.window(i) for i in range(config.num_hidden_layers))
-        self.layers = nn.ModuleList(MixtralDecoderLayer(config, backend, window) for window in windows)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
-        x = self.embed_tokens(input_ids)  # [num_tokens, hidden_size]
-        cos, sin = self.rotary(positions, x.dtype)  # [num_tokens, 1, head_dim / 2] each
-        for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, kv_cache[:, i], metadata)
-        return self.norm(x)  # [num_tokens, hidden_size]
-
-
-class MixtralForCausalLM(nn.Module):
-    """Called as `model(input_ids, positions, metadata, kv_cache)`, as `CausalLM` in `registry.py` says."""
-
+class MixtralForCausalLM(CausalLM):
     read_config = staticmethod(read_mixtral_config)
-
-    def __init__(self, config: MoeConfig, backend: Backend) -> None:
-        super().__init__()
-        self.model = MixtralModel(config, backend)
-        tied = config.tie_word_embeddings
-        self.lm_head = self.model.embed_tokens if tied else Embedding(config.vocab_size, config.hidden_size)
-
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
-        return self.model(input_ids, positions, metadata, kv_cache)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size]"""
-        return self.lm_head.logits(hidden)
+    layer_class = MixtralDecoderLayer

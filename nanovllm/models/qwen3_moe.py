@@ -6,17 +6,31 @@ Attention is Qwen3's (`qwen3.py`). In the place of one feed-forward network are 
 goes through `num_experts_per_tok`.
 """
 
-import torch
-from torch import nn
+from typing import Any
 
+from torch import Tensor, nn
+
+from nanovllm.checks import check_bool
 from nanovllm.layers.attention import AttentionMetadata, Backend
-from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import Experts, Router, route_by_softmax
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import Rotary
-from nanovllm.models.moe_config import MoeConfig, read_qwen3_moe_config
+from nanovllm.models.config import read_common
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.moe import Experts, MoeConfig, Router, make_config, read_experts, read_int, route_by_softmax
 from nanovllm.models.qwen3 import Qwen3Attention
+
+
+def read_qwen3_moe_config(raw: dict[str, Any]) -> MoeConfig:
+    common = read_common(raw, max_position_embeddings=32768, num_key_value_heads=4)
+    num_layers = common["num_hidden_layers"]
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
+    experts = read_experts(raw, raw.get("num_experts") or raw.get("num_local_experts") or 128, 8)
+    experts["moe_intermediate_size"] = read_int(raw, "moe_intermediate_size", 768)
+    experts["norm_topk_prob"] = raw.get("norm_topk_prob") or False
+    check_bool("config.json: norm_topk_prob", experts["norm_topk_prob"])
+    step, dense = read_int(raw, "decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or [])
+    experts["dense_layers"] = frozenset(i for i in range(num_layers) if i in dense or (i + 1) % step)
+    return make_config(raw, common, experts, window, theta=10000.0)
 
 
 class Qwen3MoeBlock(nn.Module):
@@ -27,7 +41,7 @@ class Qwen3MoeBlock(nn.Module):
         size = (config.hidden_size, config.moe_intermediate_size, config.hidden_act)
         self.experts = Experts(GatedMLP(*size) for _ in range(config.num_experts))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         expert_ids, weights = route_by_softmax(self.gate(x), self.top_k, self.is_normalised)  # [num_tokens, top_k]
         return self.experts(x, expert_ids, weights)  # [num_tokens, hidden_size]
 
@@ -42,53 +56,11 @@ class Qwen3MoeDecoderLayer(nn.Module):
         dense = (config.hidden_size, config.intermediate_size, config.hidden_act)
         self.mlp = GatedMLP(*dense) if is_dense else Qwen3MoeBlock(config)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        layer_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, layer_cache, metadata)
         return x + self.mlp(self.post_attention_layernorm(x))  # [num_tokens, hidden_size]
 
 
-class Qwen3MoeModel(nn.Module):
-    def __init__(self, config: MoeConfig, backend: Backend) -> None:
-        super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = Rotary(config.head_dim, config.rope, config.max_position_embeddings)
-        numbers = range(config.num_hidden_layers)
-        self.layers = nn.ModuleList(Qwen3MoeDecoderLayer(config, backend, i) for i in numbers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
-        x = self.embed_tokens(input_ids)  # [num_tokens, hidden_size]
-        cos, sin = self.rotary(positions, x.dtype)  # [num_tokens, 1, head_dim / 2] each
-        for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, kv_cache[:, i], metadata)
-        return self.norm(x)  # [num_tokens, hidden_size]
-
-
-class Qwen3MoeForCausalLM(nn.Module):
-    """Called as `model(input_ids, positions, metadata, kv_cache)`, as `CausalLM` in `registry.py` says."""
-
+class Qwen3MoeForCausalLM(CausalLM):
     read_config = staticmethod(read_qwen3_moe_config)
-
-    def __init__(self, config: MoeConfig, backend: Backend) -> None:
-        super().__init__()
-        self.model = Qwen3MoeModel(config, backend)
-        tied = config.tie_word_embeddings
-        self.lm_head = self.model.embed_tokens if tied else Embedding(config.vocab_size, config.hidden_size)
-
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
-        return self.model(input_ids, positions, metadata, kv_cache)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size]"""
-        return self.lm_head.logits(hidden)
+    layer_class = Qwen3MoeDecoderLayer

@@ -1,17 +1,15 @@
 """Which network does a config.json describe? The architectures that this engine computes, and how a config is refused.
 
-A network is a class that is called as `model(input_ids, positions, metadata, kv_cache)`, with a static method
-`read_config` from the dict of config.json to a `ModelConfig`. Its module is imported when a checkpoint asks for it.
-Called by `execution/loader.py`; docs/adding_a_model.md shows how an architecture is added.
+The module of an architecture is imported when a checkpoint asks for it: all but Qwen3's may be deleted.
+Called by `execution/checkpoint.py`; docs/adding_a_model.md shows how an architecture is added.
 """
 
 import importlib
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
-from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.checks import extra
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
 
 ARCHITECTURES = {  # by the name that config.json has in `architectures`: module and class in this folder
     "DeepseekV2ForCausalLM": "deepseek.DeepseekV2ForCausalLM",
@@ -27,25 +25,14 @@ ARCHITECTURES = {  # by the name that config.json has in `architectures`: module
 }
 
 
-class CausalLM(Protocol):
-    """What the engine asks of a network."""
-
-    def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata, kv_cache: torch.Tensor
-    ) -> torch.Tensor:
-        """[num_tokens] each -> hidden states [num_tokens, hidden_size]; writes the new tokens' K and V to the cache."""
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size]"""
-
-
-def find_architecture(raw: dict[str, Any]) -> tuple[Any, ModelConfig]:
-    """The class of the network, and its shape. ValueError if it is not one of ours, or asks for what ours cannot do."""
+def find_architecture(raw: dict[str, Any]) -> tuple[type[CausalLM], ModelConfig]:
+    """The class of the network, and its shape. ValueError for an architecture or a field that is not computed here."""
     refuse_quantised(raw)
     for name in raw.get("architectures") or ():
         if name in ARCHITECTURES:
             module, _, class_name = ARCHITECTURES[name].partition(".")
-            model_class = getattr(importlib.import_module(f"nanovllm.models.{module}"), class_name)
+            with extra(f"models/{module}.py", name):
+                model_class = getattr(importlib.import_module(f"nanovllm.models.{module}"), class_name)
             return model_class, model_class.read_config(raw)
     code = " (its code in auto_map is never run: trust_remote_code does not exist here)" if "auto_map" in raw else ""
     raise ValueError(

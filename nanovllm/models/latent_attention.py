@@ -21,11 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.layers import attention
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.backends import TorchAttention
-from nanovllm.layers.kv_dtype import write_slots
 from nanovllm.layers.masking import PLAIN, AttentionOptions
+from nanovllm.layers.torch_attention import TorchAttention
 
 
 class UpProjection(nn.Module):
@@ -74,7 +72,7 @@ class TorchLatentAttention(TorchAttention):
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """k: [num_tokens, 1, head_dim]; v is a view of it, and not stored"""
-        write_slots(layer_cache[0].flatten(0, 1), slot_mapping, k)
+        layer_cache[0].flatten(0, 1)[slot_mapping] = k
 
     def attend(
         self,
@@ -85,4 +83,4 @@ class TorchLatentAttention(TorchAttention):
     ) -> torch.Tensor:
         """q: [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads, rank]"""
         kv = layer_cache.expand(2, *layer_cache.shape[1:])  # no copy
-        return attention.attend(q, kv, metadata, options)[..., : self.rank]
+        return super().attend(q, kv, metadata, options)[..., : self.rank]

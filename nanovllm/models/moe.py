@@ -8,12 +8,29 @@ rules differ: `route_by_softmax` below, DeepSeek's in `group_routing.py`.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.checks import check_int
 from nanovllm.layers.linear import Linear
+from nanovllm.models.config import ModelConfig, read_rope, refuse_partial_rotary
+from nanovllm.models.windows import SLIDING, read_windows
+
+
+@dataclass(frozen=True)
+class MoeConfig(ModelConfig):
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 768
+    """Of each expert; layers without experts have `intermediate_size`."""
+    norm_topk_prob: bool = False
+    """Whether the weights of a token's experts are divided by their sum."""
+    dense_layers: frozenset[int] = frozenset()
+    """Layers that have one feed-forward network instead of experts."""
 
 
 class Router(Linear):
@@ -68,3 +85,34 @@ class Experts(nn.ModuleList):
                 tokens = chosen // top_k  # [n], no token twice
                 out.index_add_(0, tokens, expert(x[tokens]) * weights.flatten()[chosen, None])
         return out.to(x.dtype)
+
+
+# ---- reading config.json
+
+
+def read_experts(raw: dict[str, Any], num_experts: Any, top_k: int) -> dict[str, Any]:
+    """How many there are, and how many a token goes through; `top_k` is what the file may leave out."""
+    check_int("config.json: num_experts", num_experts, 1)
+    found = read_int(raw, "num_experts_per_tok", top_k)
+    if found > num_experts:
+        raise ValueError(f"num_experts_per_tok must be at most the {num_experts} experts, config.json has {found}")
+    return {"num_experts": num_experts, "num_experts_per_tok": found}
+
+
+def read_int(raw: dict[str, Any], name: str, default: int | None = None, minimum: int = 1) -> int:
+    """A number that the file may leave out if there is a `default`."""
+    value = default if raw.get(name) is None else raw[name]
+    if value is None:
+        raise ValueError(f"config.json lacks {name}")
+    check_int(f"config.json: {name}", value, minimum)
+    return value
+
+
+def make_config(
+    raw: dict[str, Any], common: dict[str, Any], experts: dict[str, Any], window: int | None, theta: float
+) -> MoeConfig:
+    """`window`, if there is one, is that of all layers."""
+    refuse_partial_rotary(raw)
+    windows = () if window is None else read_windows([SLIDING] * common["num_hidden_layers"], window)
+    rope = read_rope(raw, common["head_dim"], common["max_position_embeddings"], theta)
+    return MoeConfig(**common, **experts, rope=rope, windows=windows)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.layers.moe import Router
+from nanovllm.models.moe import Router
 
 
 class SigmoidRouter(Router):

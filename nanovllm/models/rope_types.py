@@ -1,0 +1,165 @@
+"""Rotary positions for contexts longer than those that a model was trained on: which pairs rotate more slowly.
+
+A model that was trained on short contexts is taught longer ones by slower rotations. The types differ in which pairs
+are slowed down, and by how much; some also sharpen attention by a factor on cosine and sine:
+
+    linear     all pairs slower by `factor` (Chen et al. 2023, https://arxiv.org/abs/2306.15595)
+    dynamic    as default up to max_position_embeddings; this engine computes no longer sequences
+    llama3     slow pairs by `factor`, fast ones not, the others in between (Llama 3.1)
+    yarn       the same with another ramp, and a factor on attention (Peng et al. 2023, https://arxiv.org/abs/2309.00071)
+    longrope   each pair by a factor of its own (Ding et al. 2024, https://arxiv.org/abs/2402.13753)
+
+A type that is not known here is refused by its name, because it would change every result. `models/config.py` imports
+this file for a config that names a type other than `default`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nanovllm.checks import check_number
+from nanovllm.layers.rotary import Rope
+
+REQUIRED = {  # numbers that each type needs
+    "dynamic": ("factor",),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "original_max_position_embeddings"),
+}
+YARN = {"beta_fast": 32, "beta_slow": 1, "attention_factor": None, "mscale": None, "mscale_all_dim": None}
+
+
+@dataclass(frozen=True)
+class ScaledRope(Rope):
+    """`parameters` are those of `rope_type`, by the names of config.json, without gaps."""
+
+    rope_type: str = "dynamic"
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+
+    def frequencies(self, rotary_dim: int, max_len: int) -> tuple[torch.Tensor, float]:
+        wavelengths, p = self.wavelengths(rotary_dim), self.parameters  # [rotary_dim / 2], in units of 2 pi positions
+        if self.rope_type == "dynamic":
+            return 1.0 / wavelengths, 1.0
+        if self.rope_type == "linear":
+            return 1.0 / wavelengths / p["factor"], 1.0
+        if self.rope_type == "llama3":
+            return llama3_frequencies(1.0 / wavelengths, p), 1.0
+        if self.rope_type == "yarn":
+            return yarn_frequencies(wavelengths, self, rotary_dim), yarn_attention_factor(p)
+        assert self.rope_type == "longrope", self.rope_type
+        return longrope_frequencies(wavelengths, p, max_len)
+
+
+# ---- reading config.json
+
+
+def find_parameters(raw: dict[str, Any], theta: float) -> dict[str, Any]:
+    """transformers 5 keeps all in `rope_parameters`; 4 keeps theta beside `rope_scaling`. `theta` is the default."""
+    parameters, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
+    is_merged = all(parameters.get(name) == value for name, value in scaling.items())  # one says what both say
+    found = parameters if is_merged else scaling
+    theta = found.get("rope_theta") or raw.get("rope_theta") or theta
+    if (lost := parameters.get("rope_theta", theta)) != theta:  # a file of transformers 5, edited as one of 4
+        raise ValueError(
+            f"rope_scaling takes the place of rope_parameters, and would lose its rope_theta {lost}: "
+            f"write one of them; config.json has {scaling} and {parameters}"
+        )
+    if original := raw.get("original_max_position_embeddings"):  # Phi-3 keeps it here, and means this one
+        found = {**found, "original_max_position_embeddings": original}
+    return found
+
+
+def make_scaled_rope(
+    rope_type: str, parameters: dict[str, Any], theta: float, rotary_dim: int, max_len: int
+) -> ScaledRope:
+    """ValueError if the type is unknown, or lacks a parameter."""
+    if rope_type not in REQUIRED:
+        types = ", ".join(["default", *REQUIRED])
+        raise ValueError(f"rope_type {rope_type!r} is not supported, only {types}; config.json has {parameters}")
+    known = dict(parameters)
+    if "original_max_position_embeddings" in REQUIRED[rope_type]:
+        known["original_max_position_embeddings"] = original = known.get("original_max_position_embeddings") or max_len
+        check_number("config.json: original_max_position_embeddings", original, 0, open_low=True)
+        if rope_type != "llama3":
+            known["factor"] = known.get("factor") or max_len / original
+    for name in REQUIRED[rope_type]:
+        if known.get(name) is None:
+            raise ValueError(f"rope_type {rope_type!r} needs {name}; config.json has {parameters}")
+        check_number(f"config.json: {name}", known[name], 0, open_low=True)
+    if rope_type == "llama3" and known["high_freq_factor"] <= known["low_freq_factor"]:
+        raise ValueError(f"high_freq_factor must be > low_freq_factor, config.json has {parameters}")
+    if rope_type == "yarn":
+        given = {name: value for name, value in known.items() if value is not None}
+        known = {**YARN, "truncate": True, **given}
+    if rope_type == "longrope":
+        known.setdefault("attention_factor", None)
+        check_factors(known, rotary_dim)
+    return ScaledRope(theta, rope_type, known)
+
+
+def check_factors(parameters: dict[str, Any], rotary_dim: int) -> None:
+    for name in ("short_factor", "long_factor"):
+        factors = parameters.get(name)
+        if not isinstance(factors, list) or len(factors) != rotary_dim // 2:
+            raise ValueError(f"{name} must be a list of {rotary_dim // 2} numbers, config.json has {factors!r}")
+        for factor in factors:
+            check_number(f"config.json: {name}", factor, 0, open_low=True)
+
+
+# ---- frequencies
+
+
+def llama3_frequencies(frequencies: torch.Tensor, p: Mapping[str, Any]) -> torch.Tensor:
+    """A pair that turns less than `low_freq_factor` times within the original context is slowed down by `factor`, one
+    that turns more than `high_freq_factor` times is not."""
+    turns = p["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # [rotary_dim / 2]
+    share = (turns - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
+    share = share.clamp(0, 1)  # of the original frequency
+    return (1 - share) * frequencies / p["factor"] + share * frequencies
+
+
+def yarn_frequencies(wavelengths: torch.Tensor, rope: ScaledRope, rotary_dim: int) -> torch.Tensor:
+    """As llama3, but the ramp between `beta_fast` and `beta_slow` turns is linear in the number of the pair."""
+    p = rope.parameters
+    first, last = (pair_that_turns(p[name], rope, rotary_dim) for name in ("beta_fast", "beta_slow"))
+    if p["truncate"]:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    pairs = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
+    is_slowed = ((pairs - first) / max(last - first, 0.001)).clamp(0, 1)  # [rotary_dim / 2], from 0 to 1
+    return is_slowed / (p["factor"] * wavelengths) + (1 - is_slowed) / wavelengths
+
+
+def pair_that_turns(num_turns: float, rope: ScaledRope, rotary_dim: int) -> float:
+    """The pair, a fraction of one included, that turns so many times within the original context."""
+    wavelength = rope.parameters["original_max_position_embeddings"] / (num_turns * 2 * math.pi)
+    return rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+
+def yarn_attention_factor(p: Mapping[str, Any]) -> float:
+    if p["attention_factor"] is not None:
+        return p["attention_factor"]
+    if p["mscale"] and p["mscale_all_dim"]:
+        return yarn_mscale(p["factor"], p["mscale"]) / yarn_mscale(p["factor"], p["mscale_all_dim"])
+    return yarn_mscale(p["factor"], 1.0)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def longrope_frequencies(wavelengths: torch.Tensor, p: Mapping[str, Any], max_len: int) -> tuple[torch.Tensor, float]:
+    """Long or short factors for all sequences of an engine, by the longest that the engine serves, as in vLLM.
+
+    K in the cache is rotated already, so a sequence cannot change from the short factors to the long ones on its way.
+    """
+    original = p["original_max_position_embeddings"]
+    factors = torch.tensor(p["long_factor" if max_len > original else "short_factor"], device="cpu")
+    attention_factor = p["attention_factor"]
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(p["factor"]) / math.log(original)) if p["factor"] > 1 else 1.0
+    return 1.0 / (factors.float() * wavelengths), attention_factor
