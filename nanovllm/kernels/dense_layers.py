@@ -1,20 +1,17 @@
 """Which decoder layers can one twin compute as a whole? Those of the form x + attention(norm(x)), x + mlp(norm(x)).
 
 `DENSE_LAYERS` are the classes whose `forward` is just that; `dense_parts` names what such a layer is made of, by what
-it does rather than by its class, so that the twins in `cpu/` and `cuda/` know no architecture.
+it does rather than by its class, so that the twins in `cpu/` and `cuda/` know no architecture. In their attention, each
+head of the queries and keys is normalised, if there are `q_norm` and `k_norm`, and then rotated.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
+from nanovllm.kernels.classes import is_one
 from nanovllm.layers.masking import AttentionOptions
-from nanovllm.models.llama import LlamaDecoderLayer
-from nanovllm.models.phi3 import Phi3DecoderLayer
-from nanovllm.models.qwen3 import Qwen3DecoderLayer
 
-DENSE_LAYERS = (LlamaDecoderLayer, Phi3DecoderLayer, Qwen3DecoderLayer)
+DENSE_LAYERS = ("models.llama.LlamaDecoderLayer", "models.phi3.Phi3DecoderLayer", "models.qwen3.Qwen3DecoderLayer")
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class DenseParts:
     input_norm: Any
     qkv_proj: Any
     q_norm: Any
-    """Normalises and rotates each head; None where heads are rotated alone. As `k_norm`."""
+    """Normalises each head, before it is rotated; None where heads are only rotated. As `k_norm`."""
     k_norm: Any
     is_partly_rotated: bool
     """Whether only the first part of each head is rotated."""
@@ -44,9 +41,9 @@ class DenseParts:
         return [self.input_norm, self.q_norm, self.k_norm, self.post_attention_norm]
 
 
-def dense_parts(layer: nn.Module) -> DenseParts | None:
+def dense_parts(layer: Any) -> DenseParts | None:
     """None for a layer of another form."""
-    if not isinstance(layer, DENSE_LAYERS):
+    if not is_one(layer, *DENSE_LAYERS):
         return None
     attention, mlp = layer.self_attn, layer.mlp
     return DenseParts(

@@ -1,9 +1,9 @@
 // Attention over the paged KV cache.
 //
-// Rows are query tokens times the query heads of one K and V head; some of them are computed together. What they
-// read is spans of tokens: one, if they are of one sequence; of several sequences that begin with the same blocks, the
-// shared span, read once for all rows, and a span of each sequence's own. A row's sums run over its spans in the order of
-// its tokens, so that it has the same bits as alone.
+// Rows are query tokens times the query heads of one K and V head; some of them are computed together. They read spans
+// of tokens. Rows of one sequence read one span. Rows of several sequences that begin with the same blocks read the shared
+// span, once for all, and then a span of their own. A row's sums run over its spans in the order of its tokens, so its
+// bits do not depend on the other rows.
 
 #pragma once
 #include "gates.h"
@@ -44,7 +44,7 @@ static void softmax(float *scores, element *weights, long first, long last, long
     for (long i = 0; i < num_slots; i += LANES) store(weights + i, *(const floats *)(scores + i) * one);
 }
 
-// K of a span of up to so many bytes is short: its V waits in the L2 cache while K is multiplied.
+// A span with at most this many bytes of K is short: its V is prefetched to the L2 cache while K is multiplied.
 #define SHORT (128 << 10)
 
 // Tokens that some rows see: all rows, or those of one sequence.

@@ -1,6 +1,6 @@
 """The attention backend `cpu`: paged attention in C, and C for all other layers.
 
-`execution/choices.py` chooses it; `execution/startup.py` calls `replace_layers` when the weights are loaded.
+`kernels/choices.py` chooses it; `execution/startup.py` calls `replace_layers` when the weights are loaded.
 """
 
 from typing import Any
@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.kernels.backend import KernelBackend
 from nanovllm.kernels.cpu.decoder_layer import fuse_layers
 from nanovllm.kernels.cpu.experts import fuse_experts
+from nanovllm.kernels.cpu.head_norms import fuse_head_norms
 from nanovllm.kernels.cpu.layers import replace_layers
 from nanovllm.kernels.cpu.library import LANES, NoLibraryError, load_library, masking
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.masking import PLAIN, AttentionOptions
 
 
-class CpuAttention(AttentionBackend):
+class CpuAttention(KernelBackend):
     """Walks the block tables in C. A block holds each head's K and V in the layout that the products like best."""
 
     default_block_size = 16
@@ -48,6 +49,7 @@ class CpuAttention(AttentionBackend):
         replace_layers(model, self.dtype)
         fuse_experts(model, self.dtype)
         fuse_layers(model, self)
+        fuse_head_norms(model)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         if logits.dtype != torch.float32 or not logits.is_contiguous() or not logits.shape[1]:

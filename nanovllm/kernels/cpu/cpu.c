@@ -13,8 +13,8 @@
 // A weight [out, in] is panels of 16 outputs. In the KV cache each block and head has K as panels of 16 tokens (summed
 // over head_dim) and V as panels of 16 channels (summed over tokens). No panel is ever unpacked, transposed or copied.
 //
-// Sums run in float32 in an order that does not depend on the batch: a token's result has the same bits whether it is
-// computed alone, beside others, or as part of a prompt.
+// Sums run in float32 in an order that does not depend on the batch: a token's result has the same bits in every batch and
+// every chunk.
 
 #include "attention.h"
 #include "linear.h"

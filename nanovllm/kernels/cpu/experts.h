@@ -1,4 +1,4 @@
-// A mixture of experts (layers/moe.py): each token goes through a few of many feed-forward networks.
+// A mixture of experts (models/moe.py): each token goes through a few of many feed-forward networks.
 //
 // Tokens are grouped by expert, so that an expert's weights are read once for all of its tokens. The products are those
 // of `linear`, and a token's sum runs in the order of the experts' numbers: its bits are the same in every batch.

@@ -1,4 +1,4 @@
-"""A mixture of experts on CPU in one call of C: twins of `layers/moe.py` and of DeepSeek's router.
+"""A mixture of experts on CPU in one call of C: the twin of `Experts` in `models/moe.py`.
 
 The weights stay where the experts' own twins have packed them; C gets their addresses. `replace_layers` in `layers.py`
 makes the routers; `CpuAttention.replace_layers` calls `fuse_experts` when all layers have their twins.
@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from nanovllm.kernels.classes import is_one
 from nanovllm.kernels.cpu.layers import CpuGate, CpuLinear
 from nanovllm.kernels.cpu.library import LANES, load_library
-from nanovllm.layers.moe import Experts
+
+EXPERTS = "models.moe.Experts"
 
 
 class ExpertsStruct(Structure):
@@ -27,7 +29,7 @@ class ExpertsStruct(Structure):
 class CpuExperts(nn.Module):
     """Does what `experts` does, one expert after another, in one call."""
 
-    def __init__(self, experts: Experts, dtype: torch.dtype) -> None:
+    def __init__(self, experts: nn.ModuleList, dtype: torch.dtype) -> None:
         super().__init__()
         self.experts = experts
         self.library = load_library(dtype)
@@ -50,9 +52,10 @@ class CpuExperts(nn.Module):
 
 
 def fuse_experts(model: nn.Module, dtype: torch.dtype) -> None:
+    child: Any
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, Experts) and all(is_fast(expert) for expert in child):
+            if is_one(child, EXPERTS) and all(is_fast(expert) for expert in child):
                 setattr(module, name, CpuExperts(child, dtype))
 
 

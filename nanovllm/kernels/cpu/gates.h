@@ -1,4 +1,4 @@
-// The gate of the feed-forward network, act(gate) * up, for the kinds of act in layers/activation.py.
+// The gate of the feed-forward network, act(gate) * up, for the kinds of act in layers/mlp.py.
 
 #pragma once
 #include "vectors.h"
@@ -23,7 +23,7 @@ static inline floats gelu_lanes(floats x) {
     return x * 0.5f * (1 + tanh_lanes(0.79788456f * (x + 0.044715f * x * x * x)));
 }
 
-// act(gate) * up. Every step is rounded, as layers/activation.py does; the caller's `store` rounds the last.
+// act(gate) * up. Every step is rounded, as layers/mlp.py does; the caller's `store` rounds the last.
 static inline floats gate_lanes(enum gate kind, floats gate, floats up) {
     gate = round_lanes(gate);
     return round_lanes(kind == SILU ? silu_lanes(gate) : gelu_lanes(gate)) * round_lanes(up);

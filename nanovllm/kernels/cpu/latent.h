@@ -1,4 +1,4 @@
-// Multi-head latent attention (layers/latent_attention.py): all heads read one latent for each token, and its first
+// Multi-head latent attention (models/latent_attention.py): all heads read one latent for each token, and its first
 // `rank` channels are the values too.
 //
 // A block of the cache is panels of 16 tokens, summed over the latent's channels, as K is in cpu.c. Values would be

@@ -1,6 +1,6 @@
 """The attention backend `cpu` for multi-head latent attention: `latent.h`, and C for all other layers.
 
-`execution/choices.py` chooses it for models whose cache holds latents (`layers/latent_attention.py`).
+`kernels/choices.py` chooses it for models whose cache holds latents (`models/latent_attention.py`).
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from nanovllm.kernels.cpu.attention import CpuAttention
 from nanovllm.kernels.cpu.layers import HugePages, pack
 from nanovllm.kernels.cpu.library import LANES, load_library, masking
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.latent_attention import UpProjection
 from nanovllm.layers.masking import PLAIN, AttentionOptions
+from nanovllm.models.latent_attention import UpProjection
 
 
 class CpuLatentAttention(CpuAttention):

@@ -6,20 +6,23 @@ A weight is packed once, when its layer is replaced: `F.linear` would reorder a 
 import contextlib
 import math
 import mmap
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels.classes import is_one
 from nanovllm.kernels.cpu.library import LANES, Library, keep_freed_memory, load_library
-from nanovllm.layers.activation import GeluAndMul, SiluAndMul
 from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.group_routing import SigmoidRouter
 from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.layers.moe import Router
-from nanovllm.layers.norm import RMSNorm, UnitOffsetRMSNorm
-from nanovllm.layers.rotary import ApplyRotary, RMSNormRotary, UnitOffsetRMSNormRotary, apply_rotary
+from nanovllm.layers.mlp import GeluAndMul, SiluAndMul
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import ApplyRotary, apply_rotary
+
+# layers of architectures that may be deleted
+ROUTER, SIGMOID_ROUTER = "models.moe.Router", "models.group_routing.SigmoidRouter"
+UNIT_OFFSET_NORM = "models.gemma3.UnitOffsetRMSNorm"
 
 
 class HugePages:
@@ -96,7 +99,7 @@ class CpuRouter(CpuLinear):
 
 
 class CpuSigmoidRouter(CpuRouter):
-    def __init__(self, router: SigmoidRouter, memory: HugePages) -> None:
+    def __init__(self, router: Any, memory: HugePages) -> None:
         super().__init__(router.weight, None, memory)
         self.register_buffer("e_score_correction_bias", router.e_score_correction_bias.data)
 
@@ -129,7 +132,7 @@ class CpuEmbedding(CpuLinear):
 
 
 class CpuRMSNorm(nn.Module):
-    """Also `RMSNormRotary`: with cosines and sines each head is turned as well. `is_offset` as Gemma's norms are."""
+    """With cosines and sines each head is also rotated (`head_norms.py`). `is_offset` as Gemma's norms are."""
 
     weight: torch.Tensor
 
@@ -213,8 +216,9 @@ def replace_layers(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def has_matrix(layer: nn.Module) -> TypeGuard[Linear | Embedding]:
-    """Whether its weight can be packed."""
-    return isinstance(layer, Linear | Embedding) and layer.weight.shape[1] % 2 == 0
+    """Whether its weight can be packed, by a twin of its own class."""
+    is_known = type(layer) in (Linear, FusedLinear, Embedding) or is_one(layer, ROUTER, SIGMOID_ROUTER)
+    return isinstance(layer, Linear | Embedding) and is_known and layer.weight.shape[1] % 2 == 0
 
 
 def make_twin(layer: nn.Module, dtype: torch.dtype, memory: HugePages) -> nn.Module | None:
@@ -222,16 +226,14 @@ def make_twin(layer: nn.Module, dtype: torch.dtype, memory: HugePages) -> nn.Mod
         return CpuGate(layer, dtype)
     if isinstance(layer, ApplyRotary):
         return CpuApplyRotary(dtype)
-    norms = (RMSNorm, RMSNormRotary, UnitOffsetRMSNorm, UnitOffsetRMSNormRotary)
-    if isinstance(layer, RMSNorm) and type(layer) in norms:  # others round elsewhere
-        unit = 2 * LANES if isinstance(layer, RMSNormRotary | UnitOffsetRMSNormRotary) else LANES
-        is_offset = isinstance(layer, UnitOffsetRMSNorm)
-        return None if len(layer.weight) % unit else CpuRMSNorm(layer.weight, layer.eps, is_offset)
+    is_offset = is_one(layer, UNIT_OFFSET_NORM)
+    if isinstance(layer, RMSNorm) and (type(layer) is RMSNorm or is_offset):  # others round elsewhere
+        return None if len(layer.weight) % LANES else CpuRMSNorm(layer.weight, layer.eps, is_offset)
     if not has_matrix(layer):
         return None
-    if isinstance(layer, SigmoidRouter):
+    if is_one(layer, SIGMOID_ROUTER):
         return CpuSigmoidRouter(layer, memory)
-    if isinstance(layer, Router):
+    if is_one(layer, ROUTER):
         return CpuRouter(layer.weight, None, memory)
     if isinstance(layer, FusedLinear):
         return CpuFusedLinear(layer.weight, layer.bias, memory, tuple(layer.parts.values()))

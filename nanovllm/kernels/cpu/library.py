@@ -105,12 +105,12 @@ def has_tiles() -> bool:
 
 
 def why_no_tiles_are_shown() -> str | None:
-    """Intel's servers have AVX-512 FP16 and AMX together: with the first alone, a hypervisor or a setting hides AMX."""
+    """Intel's servers have AVX-512 FP16 and AMX together: if only the first is shown, something hides AMX."""
     return "Linux shows no amx_tile and amx_bf16" if "avx512_fp16" in cpu_flags() else None
 
 
 def ask_for_tiles(feature: int = 18) -> str | None:
-    """Why this process may not use AMX. Linux wants to be asked, since tiles are much to save at a change of threads.
+    """Why this process may not use AMX. Linux requires permission: tile state is expensive to save on a context switch.
 
     `feature` is XFEATURE_XTILE_DATA of Linux's <asm/fpu/types.h>."""
     arch_prctl, arch_req_xcomp_perm = 158, 0x1023  # of <asm/unistd_64.h>, <asm/prctl.h>
@@ -145,7 +145,7 @@ def openmp_of_torch() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Only its owner may write into it: what lies there is run."""
+    """Only its owner may write into it: the engine runs the code that lies there."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(base) / "nanovllm"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -4,10 +4,10 @@
 #include "gates.h"
 #include "product.h"
 
-// So many rows of x stay in the L2 cache while all panels pass: 1 MiB of them, or 256 of wide ones.
+// This many rows of x stay in the L2 cache while all panels pass: 1 MiB of them, or 256 of wide ones.
 #define MOST_ROWS (512 / ROWS * ROWS)
 #define ROW_BLOCK(num_words) ((num_words) <= 512 ? MOST_ROWS : 256 / ROWS * ROWS)
-// So many words of a pair of panels stay in L1 while these rows pass, where products are faster than L2. Few rows wait for
+// This many words of a pair of panels stay in L1 while these rows pass, where products are faster than L2. Few rows wait for
 // memory, which is read best from one end of a panel to the other.
 #ifdef HAS_TILES
 #define WORD_BLOCK(num_rows) ((num_rows) <= 2 * ROWS ? LONG_MAX : 128)
@@ -78,7 +78,7 @@ static void multiply_rows(const uint32_t *x, const uint32_t *weight, const struc
     const int width = find_panels(weight, y, num_words, panel, count, panels);
     const long tile = rows_at_a_time(last - first), block = WORD_BLOCK(last - first);
     const long part = num_words < block ? num_words : block;
-    // each tile of rows asks for its share of the next words: one alone asked faster than memory answers
+    // each tile of rows prefetches a share of the next words: one tile that took all would ask faster than memory answers
     const long num_tiles = (last - first + tile - 1) / tile, share = SHARE(part, num_tiles);
     for (int start = 0; start < width; start += at_once)
         for (long word = 0; word < num_words; word += part)

@@ -10,8 +10,8 @@
 #include "tiles.h"
 #endif
 
-// The accumulators, a row times a panel each, have to fit the registers. A few rows are multiplied by many panels, since
-// they wait for memory, and memory likes to be asked for much.
+// ROWS * PANELS accumulators have to fit the registers. Products of few rows wait for memory: they take more panels at a
+// time, since more outstanding loads use more bandwidth.
 #ifdef HAS_TILES
 #define ROWS 32
 #define FEW_ROWS 16
@@ -25,8 +25,8 @@
 #define FEW_ROWS 3
 #define PANELS 2
 #endif
-// How far ahead of a panel's lanes memory is asked for the next (2048: a part of 128 words); whether every tile of rows asks
-// for all of them again; and if not, for how many of the words each tile asks: a share that is whole tiles of words.
+// Prefetching. AHEAD: the distance from a panel's lanes to those prefetched (2048: a part of 128 words). ASKS_AGAIN: every
+// tile of rows prefetches all words again; if not, each tile prefetches a SHARE of them, in whole tiles of words.
 #ifdef HAS_TILES
 #define AHEAD(num_rows) ((num_rows) <= ROWS ? 256 : 2048)
 #define ASKS_AGAIN false
@@ -44,16 +44,16 @@ struct product {
     long x_stride;   // words from one row to the next
     long num_words;  // to be summed
     const uint32_t *panels[PANELS];
-    const uint32_t *next[PANELS];  // what will be read after them: it is asked of memory meanwhile. On tiles, or NULL
-    long ask_from, ask_to;         // on tiles: only for these words. 0, 0 is all
+    const uint32_t *next[PANELS];  // what will be read after them, prefetched meanwhile. On tiles, or NULL
+    long ask_from, ask_to;         // on tiles: prefetch only these words. 0, 0 is all
     // Panels may be cut into blocks that lie anywhere: the b-th part is at panels[i] + blocks[b] * block_words, and holds
     // words_per_block words. NULL is one block. (V of a sequence has as many as its block table.)
     const int32_t *blocks;
     long block_words, words_per_block;
-    // Memory does not foresee where a block table leads, and is asked for the block that is so many ahead; at the last
-    // blocks for the first ones of `next`, which are in the same blocks.
+    // The processor's own prefetcher cannot follow a block table: the block `far` places ahead is prefetched. Beyond the
+    // last block, those are the first blocks of `next`.
     long far;
-    bool is_odd;  // the last word holds one bfloat16 only; what lies beside it may be no number, and 0 * NaN is NaN
+    bool is_odd;  // the last word holds one bfloat16 only; what lies beside it may be NaN, and 0 * NaN is NaN
     bool adds;    // to what `out` holds: a long sum in several parts
     float *out;   // rows `out_stride` apart, both for whole vectors
     long out_stride;

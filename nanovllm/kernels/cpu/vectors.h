@@ -140,7 +140,7 @@ static inline floats pick(ints is_first, floats first, floats second) {
     return (floats)(((ints)first & is_first) | ((ints)second & ~is_first));
 }
 
-// Of two numbers the larger, b where one of them is no number.
+// The larger of a and b; b if either is NaN.
 static inline floats max_of(floats a, floats b) {
 #ifdef __AVX512F__
     return (floats)_mm512_max_ps((__m512)a, (__m512)b);

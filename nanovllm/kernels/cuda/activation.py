@@ -1,4 +1,4 @@
-"""SwiGLU's gate in Triton: the twin of `layers/activation.py`, applied to the output of the fused projection."""
+"""SwiGLU's gate in Triton: the twin of `layers/mlp.py`, applied to the output of the fused projection."""
 
 import torch
 import triton

@@ -19,10 +19,10 @@ from nanovllm.kernels.cuda import few_tokens
 from nanovllm.kernels.cuda.activation import silu_and_mul
 from nanovllm.kernels.cuda.norm import norm_rotary_store, rms_norm
 from nanovllm.kernels.dense_layers import DenseParts, dense_parts
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.linear import Linear
+from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import Rotary
 
@@ -116,7 +116,8 @@ class TritonRMSNorm(nn.Module):
         self.eps = norm.eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)  # [num_tokens, hidden_size]
+        """x: [..., size] -> the same shape, contiguous"""
+        return rms_norm(x.flatten(0, -2), self.weight, self.eps).view(x.shape)
 
 
 class RotaryTable(nn.Module):

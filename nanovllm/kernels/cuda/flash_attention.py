@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.kernels.backend import KernelBackend
 from nanovllm.kernels.cuda.requirements import gpu_capability, is_installed, why_too_old
 from nanovllm.layers import attention
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.masking import PLAIN, AttentionOptions
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class FlashAttention3:
         )
 
 
-class FlashAttention(AttentionBackend):
+class FlashAttention(KernelBackend):
     """A mixed batch is two calls, not one: split contexts and the packing of grouped heads are at their best where
     every sequence has one query token.
     """
@@ -222,7 +222,7 @@ def why_not_version_3() -> str | None:
     if not is_installed("flash_attn_interface"):
         return "it is not installed"
     if gpu_capability() != (9, 0):
-        return "it is for Hopper alone"  # on what came later the package has other kernels
+        return "it is for Hopper only"  # for later GPUs the package has other kernels
     try:
         import flash_attn_interface  # noqa: F401
     except ImportError as error:

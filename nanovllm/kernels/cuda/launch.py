@@ -1,4 +1,4 @@
-"""How large the pieces are that the kernels work on, and how many: from shapes and the GPU alone, never by trial.
+"""The size and number of the pieces that kernels work on: computed from shapes and the GPU, never by trial.
 
 What is chosen here does not depend on the sequences' lengths, so a launch can be recorded in a CUDA graph, and the same
 request gives the same bits in every run. `python -m benchmarks.kernels --sweep` measures the alternatives on a GPU.

@@ -9,8 +9,8 @@ The softmax over all tiles is built up as they come (Milakov and Gimelshein 2018
     acc       the sum of exp(score - row_max) * v so far
 
 When a larger score turns up, row_sum and acc shrink by exp(old max - new max). In the end the output is acc / row_sum.
-With a window, the walk begins at the first tile that a row sees; WINDOW 0 is no window. A soft-cap bounds the scores by
-SOFTCAP * tanh(score / SOFTCAP); SOFTCAP 0 is no bound.
+With a window, the walk begins at the first tile that a row sees; WINDOW 0 means all tokens. A soft-cap bounds the
+scores by SOFTCAP * tanh(score / SOFTCAP); SOFTCAP 0 leaves them as they are.
 The hardware knows exp2 and not exp, so the softmax scale has log2(e) in it, and row_max is in these units.
 
 The look-up: position p of a sequence is in block `block_table[p // block_size]`, in slot `block * block_size +

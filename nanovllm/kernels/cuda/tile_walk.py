@@ -93,7 +93,7 @@ def attend_to_tokens(
         # the scale comes late, where it costs nothing: a product and a difference are one instruction
         new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)
         base = new_max
-        if IS_MASKED and HAS_WINDOW:  # -inf - -inf is no number
+        if IS_MASKED and HAS_WINDOW:  # -inf - -inf is NaN
             base = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(scores * score_scale - base[:, None])  # [ROWS, TILE]
         shrink = tl.exp2(row_max - base)

@@ -1,6 +1,6 @@
 """The attention backend `triton`: launches the kernels of this package on one step's batch.
 
-Chosen and made by `execution/choices.py`, like any backend. Decides nothing by the sequences' lengths, which are on the
+Chosen and made by `kernels/choices.py`, like any backend. Decides nothing by the sequences' lengths, which are on the
 GPU only: grids and workspaces follow from shapes.
 """
 
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.kernels.backend import KernelBackend
 from nanovllm.kernels.cuda.launch import Launch, choose_splits, decode_launch, describe_gpu, prefill_launch
 from nanovllm.kernels.cuda.requirements import is_installed, why_too_old
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.masking import PLAIN, AttentionOptions
 
 SPLITS_AT_A_TIME = 16  # parts that merge_kernel holds in registers
 
 
-class TritonAttention(AttentionBackend):
+class TritonAttention(KernelBackend):
     """Paged attention in Triton, over a cache in the model's dtype or in 8 bits (`kv_cache_dtype="fp8"`).
 
     An fp8 cache (e4m3: 4 bits of exponent, 3 of mantissa) holds K / k_scale and V / v_scale, in half the memory, so a

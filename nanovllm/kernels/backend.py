@@ -1,0 +1,36 @@
+"""What a fast attention backend says of itself, for `choices.py`: where it runs, and what it cannot do."""
+
+from abc import abstractmethod
+
+import torch
+
+from nanovllm.layers.backends import AttentionBackend
+from nanovllm.layers.masking import AttentionOptions
+
+
+class KernelBackend(AttentionBackend):
+    """An attention backend that does not run everywhere. Each method gives the reason, or None if there is none."""
+
+    supports_graphs = True  # for decodes, the host decides nothing by values that only the device knows
+
+    @classmethod
+    @abstractmethod
+    def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
+        """Why this backend cannot serve such a model on this machine; None if it can. `block_size` None is open."""
+
+    @classmethod
+    def why_no_fp8_kv_cache(cls) -> str | None:
+        """As `why_not`, for `kv_cache_dtype="fp8"`."""
+        return "it has no fp8 KV cache"
+
+    @classmethod
+    def why_not_options(
+        cls, options: AttentionOptions, device: torch.device, dtype: torch.dtype, head_dim: int
+    ) -> str | None:
+        """As `why_not`, for a layer that attends with `options`; asked if `why_not` has no reason."""
+        return None
+
+    @classmethod
+    def why_slow(cls, device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str | None:
+        """Why `auto` skips this backend although it could serve; None if `auto` may take it."""
+        return None

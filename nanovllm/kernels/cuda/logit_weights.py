@@ -1,0 +1,62 @@
+"""What a logit weighs: exp((logit - largest) / temperature), and the sums of these weights for each chunk of a row.
+
+`sample.py` launches `stats_kernel` first; `bisection.py` and `inverse_cdf.py` weigh logits with the same functions.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK = 2048  # logits of which stats_kernel and pick_kernel hold all in registers
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of the finite numbers of float32
+LARGEST = tl.constexpr(3.4028234663852886e38)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_logits(ptr, mask):
+    """Logits in float32: -inf for NaN, and where `mask` is off."""
+    logits = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)
+    return tl.where(logits == logits, logits, float("-inf"))
+
+
+@triton.jit
+def weigh(logits, limit, largest, scale):
+    """exp((logits - largest) / temperature), and 0 below the limit; `scale` is log2(e) / temperature."""
+    return tl.where(logits >= limit, tl.exp2((logits - largest) * scale), 0.0)
+
+
+@triton.jit
+def load_scale(temperatures_ptr, row):
+    """log2(e) / temperature, kept finite: its product with a difference of 0 has to be 0, not NaN."""
+    temperature = tl.load(temperatures_ptr + row)
+    return tl.minimum(1.0 / tl.where(temperature > 0, temperature, 1.0) * LOG2E, LARGEST)
+
+
+@triton.jit(do_not_specialize=["temperatures_ptr"])
+def stats_kernel(
+    maxima_ptr,  # [num_rows, num_chunks] float32
+    sums_ptr,  # as maxima; not written if ALL_GREEDY
+    logits_ptr,  # [num_rows, vocab_size], rows row_stride apart
+    temperatures_ptr,  # [num_rows] float32
+    vocab_size,
+    row_stride,
+    ALL_GREEDY: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid: (num_rows * num_chunks,). One chunk: its largest logit, and the sum of its weights relative to that."""
+    num_chunks = tl.cdiv(vocab_size, CHUNK)
+    row, chunk = tl.program_id(0) // num_chunks, tl.program_id(0) % num_chunks
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    logits = load_logits(logits_ptr + row.to(tl.int64) * row_stride + tokens, tokens < vocab_size)
+    largest = tl.max(logits, 0)
+    tl.store(maxima_ptr + tl.program_id(0), largest)
+    if not ALL_GREEDY:
+        scale = load_scale(temperatures_ptr, row)
+        tl.store(sums_ptr + tl.program_id(0), tl.sum(weigh(logits, LOWEST, largest, scale), 0))
+
+
+def row_stride(logits: torch.Tensor) -> int:
+    """A single row may have any stride; with its length, the same compiled kernels read it as rows of a batch."""
+    return logits.stride(0) if len(logits) > 1 else logits.shape[1]
