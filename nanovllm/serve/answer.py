@@ -1,4 +1,4 @@
-"""What the text of a chat's answer means, as it grows: thoughts, calls of tools, and content.
+"""Splits the text of a chat's answer into reasoning, calls of tools and content, as it grows.
 
 <think>\\n…\\n</think>      reasoning: `reasoning`, and `reasoning_content`, which is other servers' name
 <tool_call>…</tool_call>   tool_calls, if the request has tools
@@ -8,8 +8,7 @@ the rest                   content
 from typing import Any
 from uuid import uuid4
 
-from nanovllm.serve.demands import NamedTool
-from nanovllm.serve.protocol import ChatCompletionRequest
+from nanovllm.serve.protocol import ChatCompletionRequest, NamedTool
 from nanovllm.serve.reasoning_parser import OPEN, ReasoningParser
 from nanovllm.serve.tool_parser import CallArguments, CallStart, Content, Event, ToolParser
 
@@ -24,10 +23,7 @@ class Answer:
         self._max_calls = 1 if is_one else None
 
     def feed(self, text: str, is_last: bool) -> list[dict[str, Any]]:
-        """What `text`, the next piece of the answer, adds to the message: deltas of OpenAI's streams.
-
-        `is_last`: nothing comes after it, so nothing may be held back.
-        """
+        """Deltas of OpenAI's streams for `text`, the next piece of the answer. After the last, nothing is held back."""
         parts = [self._reasoning.feed(text)] + ([self._reasoning.finish()] if is_last else [])
         deltas: list[dict[str, Any]] = []
         for reasoning, content in parts:
@@ -66,7 +62,7 @@ def to_delta(event: Event) -> dict[str, Any]:
 
 
 def merge(deltas: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that these deltas add up to. Where there are calls and no text, `content` is None."""
+    """The message that these deltas add up to; `content` is None for calls without text."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     calls: dict[int, dict[str, Any]] = {}
     for delta in deltas:

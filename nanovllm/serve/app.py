@@ -1,6 +1,6 @@
-"""The application: which routes there are, and what stands before them.
+"""The application: its routes, and the middleware before them.
 
-socket ─uvicorn→ CORS → Guard → route ─Generation→ AsyncLLM
+socket ─uvicorn→ CORS → AccessControl → route ─Generation→ AsyncLLM
 """
 
 from typing import Any
@@ -9,13 +9,13 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from nanovllm.serve import chat, completions, embeddings, info, ui
+from nanovllm.serve.access import AccessControl
 from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.errors import install_error_handlers
-from nanovllm.serve.guard import Guard
-from nanovllm.serve.live_lines import LiveLines
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import ErrorBody
 from nanovllm.serve.state import Server, ServerOptions
+from nanovllm.serve.ui import LiveLines
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorBody, "description": "What is wrong with the request"},
@@ -33,7 +33,7 @@ def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLine
         app.include_router(ui.make_router(live))
     install_error_handlers(app)
     app.openapi_schema = without_422(app.openapi())
-    app.add_middleware(Guard, options=options)
+    app.add_middleware(AccessControl, options=options)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.allowed_origins), allow_methods=["*"], allow_headers=["*"]

@@ -9,8 +9,7 @@ for a consumer: outputs merge in inboxes (`inbox.py`) until they are read.
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -22,15 +21,15 @@ import torch
 from nanovllm.checks import check_int
 from nanovllm.config import Config
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.intake import Prompt
+from nanovllm.engine.input_processor import Prompt
+from nanovllm.extras.embedding.params import PoolingParams
 from nanovllm.outputs import EngineStats, RequestOutput
-from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.bell import Bell
-from nanovllm.serve.engine_thread import EngineDeadError, EngineThread, in_passing_thread
-from nanovllm.serve.inbox import Inbox, gives_deltas
-from nanovllm.serve.new_request import NewRequest, check_request
-from nanovllm.trace.start import start_engine
+from nanovllm.serve.engine_thread import EngineDeadError, EngineThread, NewRequest, in_passing_thread
+from nanovllm.serve.inbox import Inbox, Waker, gives_deltas
+from nanovllm.trace.recorder import start_engine
+
+LONG_TEXT = 4096  # characters; longer texts are encoded in a thread
 
 
 class QueueFullError(RuntimeError):
@@ -40,7 +39,7 @@ class QueueFullError(RuntimeError):
 class AsyncLLM:
     """`AsyncLLM(model, **options)`: the options are the fields of `Config`. Construction waits for the model.
 
-    max_queued_requests: refuse a request with `QueueFullError` when so many wait to be computed; None never does.
+    max_queued_requests: refuse a request with `QueueFullError` when this many wait to be computed; None refuses none.
     trace: a file in which the run is recorded, or a `Sink` (docs/trace.md).
 
     >>> async for output in llm.generate("What is a block table?", SamplingParams(max_tokens=20)):
@@ -56,13 +55,13 @@ class AsyncLLM:
         self._lock = threading.Lock()
         self._inboxes: dict[str, Inbox] = {}  # of all unfinished requests; changed under the lock
         self._on_shutdown = ExitStack()
-        self._bells: WeakValueDictionary[asyncio.AbstractEventLoop, Bell] = WeakValueDictionary()
+        self._wakers: WeakValueDictionary[asyncio.AbstractEventLoop, Waker] = WeakValueDictionary()
         engine = in_passing_thread(start_engine, Config.from_options(model, options), trace, self._on_shutdown)
         self._thread: EngineThread | None = EngineThread(engine, self._hand_over, self._fail)
 
     @classmethod
     def from_engine_args(cls, engine_args: Config, **others: Any) -> "AsyncLLM":
-        """The same, for options that are in a record already."""
+        """`AsyncLLM` with the options of a record."""
         options = {field.name: getattr(engine_args, field.name) for field in fields(Config)}
         return cls(**options, **others)
 
@@ -89,7 +88,7 @@ class AsyncLLM:
         """Yields the prompt's `EmbeddingRequestOutput`, as `generate` does outputs."""
         return self.generate_many([NewRequest(request_id or self.new_id(), prompt, pooling_params, priority)])
 
-    async def generate_many(self, requests: SequenceOf[NewRequest]) -> AsyncGenerator[RequestOutput, None]:
+    async def generate_many(self, requests: list[NewRequest]) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for several requests whose outputs are read together; if one is refused, all are."""
         inbox = await self.submit(requests)
         try:
@@ -99,15 +98,15 @@ class AsyncLLM:
         finally:
             self.close(inbox)
 
-    async def submit(self, requests: SequenceOf[NewRequest]) -> Inbox:
+    async def submit(self, requests: list[NewRequest]) -> Inbox:
         """Check all requests, queue them, and return the inbox of their outputs; `close` it in the end."""
         self.thread.check_health()
         checked = [await check_request(self.engine, request) for request in requests]
         ids = [request.request_id for request in checked]
         deltas = [request.request_id for request in checked if gives_deltas(request.sampling_params)]
         with self._lock:
-            bell = self._bells.setdefault(asyncio.get_running_loop(), Bell())
-            inbox = Inbox(ids, deltas, bell)
+            waker = self._wakers.setdefault(asyncio.get_running_loop(), Waker())
+            inbox = Inbox(ids, deltas, waker)
             num_queued, most = self.thread.num_queued, self.max_queued_requests
             if most is not None and num_queued + len(ids) > most:
                 raise QueueFullError(f"{num_queued} requests wait already, and at most {most} may; try again later")
@@ -122,12 +121,12 @@ class AsyncLLM:
         return inbox
 
     def close(self, inbox: Inbox) -> None:
-        """Abort those of the inbox's requests that are unfinished: before the next step their blocks are free."""
+        """Abort the inbox's unfinished requests: their blocks are free before the next step."""
         if inbox.unfinished and self._thread is not None:
             self._thread.abort(inbox.unfinished)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests; their consumers get what there is, with `finish_reason="abort"`. Unknown ids are ignored."""
+        """End requests; consumers get the output so far, with `finish_reason="abort"`. Unknown ids are ignored."""
         self.thread.abort([request_id] if isinstance(request_id, str) else request_id)
 
     async def abort_all(self) -> None:
@@ -150,7 +149,7 @@ class AsyncLLM:
         return self._thread
 
     @property
-    def engine(self) -> LLMEngine:  # what changes in it belongs to its thread
+    def engine(self) -> LLMEngine:  # only its thread may change it
         return self.thread.engine
 
     def get_stats(self) -> EngineStats:
@@ -191,8 +190,25 @@ class AsyncLLM:
         self._wake([inbox for inbox in inboxes if inbox.fail(error)])
 
     def _wake(self, inboxes: list[Inbox]) -> None:
-        for bell in {inbox.bell for inbox in inboxes}:
-            bell.ring([inbox for inbox in inboxes if inbox.bell is bell])
+        for waker in {inbox.waker for inbox in inboxes}:
+            waker.wake_soon([inbox for inbox in inboxes if inbox.waker is waker])
+
+
+async def check_request(engine: LLMEngine, request: NewRequest) -> NewRequest:
+    """The request with its prompt encoded and its parameters copied; ValueError or TypeError if it cannot be served.
+
+    Called in the consumer's event loop, so it reads nothing that the engine's steps change. What may take long is done
+    in a thread, and the loop goes on: long texts are encoded there, grammars compiled.
+    """
+    params, take_params = request.sampling_params, engine.input_processor.take_params
+    if params is not None:
+        has_grammar = getattr(params, "structured_outputs", None) is not None
+        params = await asyncio.to_thread(take_params, params) if has_grammar else take_params(params)
+    prompt, encode = request.prompt, engine.input_processor.encode
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    is_long = isinstance(text, str) and len(text) > LONG_TEXT
+    text, token_ids = await asyncio.to_thread(encode, prompt) if is_long else encode(prompt)
+    return request._replace(sampling_params=params, prompt={"prompt": text, "prompt_token_ids": token_ids})
 
 
 AsyncLLMEngine = AsyncLLM  # vLLM's older name

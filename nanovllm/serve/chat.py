@@ -12,7 +12,6 @@ from fastapi import APIRouter, Request, Response
 
 from nanovllm.outputs import CompletionOutput
 from nanovllm.serve.answer import Answer, merge
-from nanovllm.serve.forms import compile_form
 from nanovllm.serve.generation import Generation, usage_of
 from nanovllm.serve.logprobs import chat_logprobs
 from nanovllm.serve.prompts import chat_prompt
@@ -20,6 +19,7 @@ from nanovllm.serve.protocol import ChatCompletionRequest
 from nanovllm.serve.sampling import chat_params
 from nanovllm.serve.state import ReadyServer
 from nanovllm.serve.streaming import EventStream, answer_whole
+from nanovllm.serve.structured_outputs import compile_structured_outputs
 
 router = APIRouter()
 
@@ -30,7 +30,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     server.check_model(body.model)
     engine = server.check_ready().engine
     prompt: Any = await chat_prompt(engine.tokenizer, body)
-    params = chat_params(body, engine.default_sampling_params, await compile_form(engine, body))
+    params = chat_params(body, engine, await compile_structured_outputs(engine, body))
     generation = Generation(server, f"chatcmpl-{uuid4().hex}", [prompt], params)
     await generation.start(body, "messages")
     chat = Chat(body, generation, server.model_name, str(prompt["prompt"]))
@@ -80,7 +80,7 @@ class Chat:
 
 
 class Choice:
-    """One answer, and how much of it the client has got."""
+    """One answer, and how much of it the client has."""
 
     def __init__(self, body: ChatCompletionRequest, index: int, answer: Answer) -> None:
         self._index = index
@@ -100,7 +100,7 @@ class Choice:
         }
 
     def grow(self, completion: CompletionOutput) -> list[dict[str, Any]]:
-        """The choices of the chunks that say what is new: the first names the role, the last the reason of the end."""
+        """The choices of the next chunks: the first names the role, the last the reason of the end."""
         if self._is_finished:
             return []
         is_first, self._is_finished = self._num_tokens == 0, completion.finish_reason is not None
@@ -123,7 +123,7 @@ class Choice:
         return {"finish_reason": self._answer.finish_reason(reason), "stop_reason": completion.stop_reason}
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        """Those of the tokens that are new."""
+        """Of the new tokens."""
         if self._num_top is None or completion.logprobs is None or len(completion.token_ids) == self._num_tokens:
             return None
         new = slice(self._num_tokens, None)

@@ -11,7 +11,6 @@ from uuid import uuid4
 from fastapi import APIRouter, Request, Response
 
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.serve.forms import compile_form
 from nanovllm.serve.generation import Generation, usage_of
 from nanovllm.serve.logprobs import completion_logprobs
 from nanovllm.serve.prompts import encode_prompts
@@ -19,6 +18,7 @@ from nanovllm.serve.protocol import CompletionRequest
 from nanovllm.serve.sampling import completion_params
 from nanovllm.serve.state import ReadyServer
 from nanovllm.serve.streaming import EventStream, answer_whole
+from nanovllm.serve.structured_outputs import compile_structured_outputs
 
 router = APIRouter()
 
@@ -29,7 +29,7 @@ async def create_completion(body: CompletionRequest, request: Request, server: R
     server.check_model(body.model)
     engine = server.check_ready().engine
     prompts = await encode_prompts(engine.tokenizer, "prompt", body.prompt, body.add_special_tokens is not False)
-    params = completion_params(body, engine.default_sampling_params, await compile_form(engine, body))
+    params = completion_params(body, engine, await compile_structured_outputs(engine, body))
     generation = Generation(server, f"cmpl-{uuid4().hex}", prompts, params)
     await generation.start(body, "prompt")
     completions = Completions(body, generation, server.model_name, engine.tokenizer)
@@ -83,7 +83,7 @@ class Completions:
 
 
 class Choice:
-    """One completion, and how much of it the client has got. With `echo` it begins with the prompt."""
+    """One completion, and how much of it the client has. With `echo` it begins with the prompt."""
 
     def __init__(self, body: CompletionRequest, index: int, tokenizer: Any) -> None:
         self._body = body

@@ -15,12 +15,11 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from nanovllm.engine.intake import Prompt
-from nanovllm.outputs import EmbeddingRequestOutput
-from nanovllm.pooling_params import PoolingParams
-from nanovllm.serve.errors import APIError, refuse
-from nanovllm.serve.new_request import NewRequest
-from nanovllm.serve.prompts import encode_prompts
+from nanovllm.engine.input_processor import Prompt
+from nanovllm.extras.embedding.params import EmbeddingRequestOutput, PoolingParams
+from nanovllm.serve.engine_thread import NewRequest
+from nanovllm.serve.errors import APIError
+from nanovllm.serve.prompts import encode_prompts, refuse_prompts
 from nanovllm.serve.protocol import StrictModel, Text, Texts, TokenIds
 from nanovllm.serve.state import ReadyServer, Server
 from nanovllm.serve.streaming import JSON, ClientGone, unless_client_leaves
@@ -49,7 +48,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, server: Re
     """One vector for each input."""
     server.check_model(body.model)
     if body.dimensions is not None:
-        size = server.check_ready().engine.model_config.hidden_size
+        size = server.check_ready().engine.parts.model_config.hidden_size
         message = f"dimensions cannot be chosen: the model gives vectors of {size} numbers"
         raise APIError(400, message, "dimensions")
     tokenizer = server.check_ready().engine.tokenizer
@@ -60,7 +59,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, server: Re
     try:
         outputs = await unless_client_leaves(request.receive, embed(server, body, embedding_id, prompts))
     except ClientGone:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has gone
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)
     return JSON(
@@ -81,13 +80,13 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, server: Re
 async def embed(
     server: Server, body: EmbeddingRequest, embedding_id: str, prompts: list[Prompt]
 ) -> list[EmbeddingRequestOutput]:
-    """The embeddings of all prompts, in their order; what is unfinished is aborted if the caller is cancelled."""
+    """The embeddings of all prompts, in their order. Cancelling aborts the unfinished requests."""
     arrival_time, llm = time.monotonic(), server.check_ready()
     params = PoolingParams(body.pooling or "last", True if body.normalize is None else body.normalize)
     requests = [
         NewRequest(f"{embedding_id}-{i}", prompt, params, body.priority or 0, False) for i, prompt in enumerate(prompts)
     ]
-    with refuse(EmbeddingRequest.model_fields, "input"):
+    with refuse_prompts(prompts, "input", llm.engine.parts.max_model_len):
         inbox = await llm.submit(requests)
     server.num_in_progress += 1
     outputs: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""An engine that steps in a thread of its own, driven by commands: when does it run, and what if a step fails?
+"""`EngineThread`: an engine that steps in a thread of its own, driven by commands; what happens when a step fails.
 
     other threads ─add, abort, call→ commands ─between two steps→ LLMEngine.step() ─→ on_outputs, on_failure
 
@@ -11,13 +11,13 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from nanovllm.engine.engine import LLMEngine
+from nanovllm.engine.input_processor import Params, Prompt
 from nanovllm.outputs import RequestOutput
-from nanovllm.serve.new_request import NewRequest
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +26,24 @@ T = TypeVar("T")
 Command = Callable[[], None]
 
 
+class NewRequest(NamedTuple):
+    """The arguments of `LLMEngine.add_request`; without `stream`, the only output is the last one."""
+
+    request_id: str
+    prompt: Prompt
+    sampling_params: Params | None = None
+    priority: int = 0
+    stream: bool = True
+
+
 class EngineDeadError(RuntimeError):
-    """The engine has been shut down, or failed in a way that it cannot recover from."""
+    """The engine has been shut down, or has failed and cannot recover."""
 
 
 class EngineThread:
     """`on_outputs(outputs)` and `on_failure(request_ids, error)` are called in the thread, and must not block.
 
-    After every request that was added, either an output with `finished` or a failure comes.
+    Every request that was added ends with an output that is `finished`, or with a failure.
     """
 
     def __init__(
@@ -84,7 +94,7 @@ class EngineThread:
         return future
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Unknown ids are ignored. What a request has so far comes as its last output."""
+        """End requests; the last output of each holds what it has so far. Unknown ids are ignored."""
         ids = list(request_ids)
         self._commands.put(lambda: self._abort(ids))
 
@@ -94,10 +104,9 @@ class EngineThread:
 
     @property
     def num_queued(self) -> int:
-        """Requests that the next step will not compute, as far as can be known: a burst on an idle engine is no queue.
+        """Requests that wait, less those that the next step can start: these do not count as queued.
 
-        While the last step has left none waiting, those that have come since are queued if there are more of them than
-        sequences that can join the batch.
+        The next step starts as many as the batch has places free, or none if the last step has left some waiting.
         """
         scheduler = self.engine.scheduler
         num_waiting = self._num_posted - self._num_added + len(scheduler.waiting)
@@ -124,7 +133,7 @@ class EngineThread:
             self._die(dead)
 
     def _execute_commands(self, wait: bool) -> bool:
-        """Execute what was posted; with `wait` sleep until there is something. False: the thread shall end."""
+        """Execute the posted commands; with `wait` sleep until there is one. False if the thread must end."""
         while wait or not self._commands.empty():
             command = self._commands.get()
             if command is None:
@@ -144,7 +153,7 @@ class EngineThread:
         self._num_left = len(self.engine.scheduler.waiting)
 
     def _recover(self, error: Exception) -> None:
-        """The requests that were computed fail with `error`; the others are queued once more, in an engine as new."""
+        """Requests that were computed fail with `error`. Requests that only waited are queued in the empty engine."""
         failed, self._unfinished = self._unfinished, {}
         try:
             outputs = [self.engine.abort_request(request_id) for request_id in failed]
@@ -152,7 +161,7 @@ class EngineThread:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # raises if the device is lost: then the engine is dead
             waiting = [one.request_id for one in outputs if one is not None and one.metrics.scheduled_time is None]
-            if len(waiting) < len(failed):  # else the step has failed at one of those that wait
+            if len(waiting) < len(failed):  # else one of the waiting requests has made the step fail
                 self._queue([failed.pop(request_id) for request_id in waiting])
         finally:
             self._on_failure(failed, error)
@@ -185,7 +194,7 @@ class EngineThread:
     def _die(self, error: EngineDeadError) -> None:
         with self._lock:
             self.dead = error
-        while not self._commands.empty():  # what was posted before fails, so that nobody waits for it
+        while not self._commands.empty():  # commands posted before fail, so no caller waits for ever
             command = self._commands.get()
             if command is not None:
                 command()
@@ -193,10 +202,10 @@ class EngineThread:
 
 
 def in_passing_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """The function's result, from a thread that ends: what loads an engine leaves no OpenMP threads behind.
+    """The function's result, from a thread that ends: its OpenMP threads end with it.
 
-    Where libgomp has more threads than there are cores, those that wait for each other go to sleep at once. Beside a
-    second pool of threads, waking the engine's took a fifth of a decode step (Qwen3-0.6B, 32 sequences, two cores).
+    With more threads than cores, libgomp's threads sleep at each barrier. Beside a second pool of threads, waking the
+    engine's took a fifth of a decode step (Qwen3-0.6B, 32 sequences, two cores).
     """
     with ThreadPoolExecutor(1) as executor:
         return executor.submit(function, *arguments).result()

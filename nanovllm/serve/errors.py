@@ -1,4 +1,4 @@
-"""Every error that a client sees: OpenAI's JSON shape, the status that OpenAI's clients expect, and no traceback.
+"""Errors as a client sees them: OpenAI's JSON shape, the status that OpenAI's clients expect, and no traceback.
 
     {"error": {"message": "…", "type": "invalid_request_error", "param": "temperature", "code": null}}
 
@@ -16,13 +16,15 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from nanovllm.checks import MissingExtra
 from nanovllm.serve.async_llm import QueueFullError
 from nanovllm.serve.engine_thread import EngineDeadError
+from nanovllm.serve.protocol import CONFLICT
 
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE = 1000  # characters: a message quotes the bad value, which can be as long as the request
-TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable"}
+TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable"}
 
 
 class APIError(HTTPException):
@@ -40,7 +42,7 @@ class APIError(HTTPException):
         self.param, self.code = param, code
 
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status_code, "invalid_request_error")
+        kind = TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
         message = self.detail if len(self.detail) <= MAX_MESSAGE else self.detail[:MAX_MESSAGE] + "…"
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -61,11 +63,13 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, EngineDeadError):
         return APIError(503, "the engine has failed and must be started anew", code="engine_dead")
+    if isinstance(error, MissingExtra):
+        return APIError(501, str(error), code="missing_extra")
     return APIError(500, "the server has failed at this request; its log says why", code="internal_error")
 
 
 def from_validation(error: RequestValidationError) -> APIError:
-    """What `protocol.py` does not allow: of a value that fits none of several forms, where it comes closest."""
+    """What `protocol.py` does not allow: of a value that fits none of several types, the error nearest to one."""
     first = max(error.errors(), key=lambda one: len(one["loc"]))
     # where it stands, without the names of a union's branches
     path = [str(part) for part in first["loc"][1:] if not re.search(r"\[|^str$|^function", str(part))]
@@ -74,24 +78,18 @@ def from_validation(error: RequestValidationError) -> APIError:
     if not path and first["type"] in ("missing", "model_attributes_type", "dict_type"):
         return APIError(400, "the body must be a JSON object, sent with Content-Type: application/json")
     message = first["msg"].removeprefix("Value error, ")
-    if not path and first["type"] == "value_error":  # of fields that do not go together: the first word is one of them
-        return APIError(400, message, param=message.split()[0])
+    if first["type"] == CONFLICT:
+        return APIError(400, message, param=first["ctx"]["field"])
     return APIError(400, f"{'.'.join(path) or 'the body'}: {message}", param=path[0] if path else None)
 
 
 @contextmanager
-def refuse(fields: object, default: str | None = None) -> Iterator[None]:
-    """An engine's ValueError or TypeError about the request becomes a 400 that names the field at fault.
-
-    The engine's messages begin with the field's name; if that is none of `fields`, `default` is at fault.
-    """
+def refuse(field: str, code: str | None = None) -> Iterator[None]:
+    """Around checks of one field: the engine's ValueError or TypeError becomes a 400 that names the field."""
     try:
         yield
     except (ValueError, TypeError) as error:
-        word = re.match(r"\w*", str(error))
-        name = word[0] if word and word[0] in fields else default  # type: ignore[operator]
-        code = "context_length_exceeded" if re.match("the prompt has .* tokens; at most", str(error)) else None
-        raise APIError(400, str(error), name, code) from error
+        raise APIError(400, str(error), field, code) from error
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -103,5 +101,5 @@ def install_error_handlers(app: FastAPI) -> None:
             logger.info("%s %s %d %s", request.method, request.url.path, told.status_code, ascii(told.detail)[:200])
         return told.response()
 
-    for kind in (RequestValidationError, HTTPException, QueueFullError, EngineDeadError, Exception):
+    for kind in (RequestValidationError, HTTPException, QueueFullError, EngineDeadError, MissingExtra, Exception):
         app.add_exception_handler(kind, answer)

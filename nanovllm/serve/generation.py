@@ -1,6 +1,6 @@
-"""The engine's requests behind one HTTP request: started together, read together, and ended whatever happens.
+"""The engine's requests behind one HTTP request: started together, read together, and always ended.
 
-`chat.py` and `completions.py` make one, `streaming.py` closes it. At its end there is a line in the log:
+`chat.py` and `completions.py` make a `Generation`, `streaming.py` closes it. At its end it logs a line:
 
     chatcmpl-5f2… stop: 24 tokens in (16 cached), 38 out, first after 3.1 ms, then 1.2 ms each
 """
@@ -9,13 +9,14 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterable
 
-from nanovllm.engine.intake import Prompt
+from nanovllm.engine.input_processor import Prompt
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.async_llm import AsyncLLM
-from nanovllm.serve.errors import APIError, refuse
+from nanovllm.serve.engine_thread import NewRequest
+from nanovllm.serve.errors import APIError
 from nanovllm.serve.inbox import Inbox
-from nanovllm.serve.new_request import NewRequest
+from nanovllm.serve.prompts import refuse_prompts
 from nanovllm.serve.protocol import GenerationRequest
 from nanovllm.serve.sampling import check_length
 from nanovllm.serve.state import Server
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Generation:
-    """`outputs()` yields, `close()` ends. `indices` says which prompt a request of the engine answers."""
+    """`outputs()` yields, `close()` ends. `indices` has the prompt's index of each request."""
 
     def __init__(self, server: Server, request_id: str, prompts: list[Prompt], params: SamplingParams) -> None:
         self.request_id = request_id
@@ -44,17 +45,17 @@ class Generation:
         if num_choices > most:
             raise APIError(400, f"a request may have {most} completions (prompts times n), got {num_choices}", "n")
         self._llm = self._server.check_ready()
-        check_length(body, self._llm.engine.max_model_len)
+        check_length(body, self._llm.engine.parts.max_model_len)
         requests = [
             NewRequest(request_id, prompt, self._params, body.priority or 0, bool(body.stream))
             for request_id, prompt in zip(self.indices, self._prompts, strict=True)
         ]
-        with refuse(type(body).model_fields, prompt_field):
+        with refuse_prompts(self._prompts, prompt_field, self._llm.engine.parts.max_model_len):
             self._inbox = await self._llm.submit(requests)
         self._server.num_in_progress += 1
 
     async def outputs(self) -> AsyncIterator[list[RequestOutput]]:
-        """What has grown since it was read last: one output for each request, and no wait where there are several."""
+        """Yields the outputs that have grown, one for each of these requests."""
         assert self._inbox is not None
         while self._inbox.unfinished:
             outputs = await self._inbox.take()
@@ -66,7 +67,7 @@ class Generation:
 
     @property
     def is_read(self) -> bool:
-        """Whether `outputs()` has yielded the last."""
+        """Whether `outputs()` has yielded its last."""
         return self._inbox is not None and not self._inbox.unfinished
 
     async def finish(self) -> list[RequestOutput]:
@@ -112,7 +113,7 @@ class Generation:
 
 
 def usage_of(outputs: Iterable[RequestOutput], with_output: bool = True) -> dict[str, object]:
-    """OpenAI's usage: tokens of these requests. Without `with_output` none that was generated counts."""
+    """OpenAI's usage: tokens of these requests. Without `with_output` generated tokens do not count."""
     outputs = list(outputs)
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(len(completion.token_ids) for output in outputs for completion in output.outputs) * with_output

@@ -1,4 +1,4 @@
-"""What is served, is it well, and what does it count? The small routes, which generate nothing."""
+"""The routes that generate nothing: health, version, metrics, models, and the tokenizer."""
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -54,11 +54,13 @@ async def tokenize(body: TokenizeRequest, server: ReadyServer) -> Response:
         prompt: Any = await chat_prompt(engine.tokenizer, body)
     else:
         tokenizer = require_tokenizer(engine.tokenizer)
-        with refuse(["prompt"], "prompt"):
+        with refuse("prompt"):
             prompt = await encode_text(tokenizer, body.prompt or "", body.add_special_tokens is not False)
     tokens = prompt["prompt_token_ids"]
     strings = engine.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-    return JSON({"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": strings})
+    return JSON(
+        {"count": len(tokens), "max_model_len": engine.parts.max_model_len, "tokens": tokens, "token_strs": strings}
+    )
 
 
 @router.post("/detokenize")
@@ -67,8 +69,8 @@ async def detokenize(body: DetokenizeRequest, server: ReadyServer) -> Response:
     server.check_model(body.model)
     engine = server.check_ready().engine
     for token_id in body.tokens:
-        if token_id >= engine.limits.vocab_size:
-            most = engine.limits.vocab_size - 1
+        if token_id >= engine.input_processor.limits.vocab_size:
+            most = engine.input_processor.limits.vocab_size - 1
             raise APIError(400, f"tokens must hold token ids from 0 to {most}, got {token_id}", "tokens")
     return JSON({"prompt": require_tokenizer(engine.tokenizer).decode(body.tokens)})
 
@@ -82,7 +84,7 @@ def describe(server: Server, name: str) -> dict[str, Any]:
         "owned_by": "nanovllm",
         "root": str(engine.config.model),
         "parent": None,
-        "max_model_len": engine.max_model_len,
+        "max_model_len": engine.parts.max_model_len,
     }
 
 

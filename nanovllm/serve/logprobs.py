@@ -5,7 +5,7 @@ from typing import Any
 
 from nanovllm.outputs import Logprob
 
-LOWEST = -9999.0  # JSON has no infinity; what can never be drawn has a log-probability of minus infinity
+LOWEST = -9999.0  # in place of minus infinity (a token that cannot be drawn), which JSON lacks
 
 
 def finite(logprob: float) -> float:
@@ -13,7 +13,7 @@ def finite(logprob: float) -> float:
 
 
 def chat_logprobs(positions: Sequence[dict[int, Logprob]], token_ids: Sequence[int], num_top: int) -> dict[str, Any]:
-    """Of each token: itself, and the `num_top` likeliest."""
+    """For each token its own entry, and those of the `num_top` likeliest."""
     content = []
     for position, token_id in zip(positions, token_ids, strict=True):
         likeliest = sorted(position.values(), key=lambda one: one.rank)[:num_top]

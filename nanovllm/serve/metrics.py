@@ -1,7 +1,7 @@
-"""What Prometheus reads at `/metrics`: the table of `engine/metrics.py`, in Prometheus' text format.
+"""What Prometheus reads at `/metrics`: the table of `extras/vllm/metrics.py`, in Prometheus' text format.
 
-The engine's statistics are read when they are asked for, and cost the requests nothing. Of requests the server keeps
-observations of its own: they begin when a request has arrived here, and take in those whose client went away.
+The engine's statistics are read when they are asked for, and cost the requests nothing. The server observes requests
+itself: from their arrival here, and also those that a client has left.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from nanovllm.engine.metrics import (
+from nanovllm.engine.stats import Observations
+from nanovllm.extras.vllm.metrics import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
@@ -22,8 +23,8 @@ from nanovllm.engine.metrics import (
     Gauge,
     Histogram,
     Metric,
-    RequestObservations,
     make_metrics,
+    request_metrics,
 )
 from nanovllm.outputs import EngineStats, RequestMetrics
 
@@ -33,13 +34,13 @@ class Metrics(Collector):
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
-        self.observed = RequestObservations()
+        self.observed = Observations()
         self._get_stats: Callable[[], EngineStats] | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     def watch(self, get_stats: Callable[[], EngineStats]) -> None:
-        """Show the counts and gauges of an engine, too."""
+        """Show the counters and gauges of an engine, too."""
         self._get_stats = get_stats
 
     def note_end(
@@ -55,12 +56,12 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Family]:
         """Called by Prometheus' library."""
         observed = self.observed
-        metrics = observed.as_metrics() if self._get_stats is None else make_metrics(self._get_stats(), observed)
+        metrics = request_metrics(observed) if self._get_stats is None else make_metrics(self._get_stats(), observed)
         for name, same in groupby(metrics, key=lambda metric: metric.name):
             yield self._family(name, list(same))
 
     def _family(self, name: str, metrics: list[Metric]) -> Family:
-        """Metrics of one name, which differ by their labels alone."""
+        """Metrics of one name, which differ only by their labels."""
         short, labels = name.removeprefix("nanovllm:"), ["model_name", *metrics[0].labels]
         family: Any
         if isinstance(metrics[0], Gauge):
@@ -68,7 +69,7 @@ class Metrics(Collector):
         elif isinstance(metrics[0], Counter):
             family = CounterMetricFamily(name, COUNTERS[short], labels=labels)
         else:
-            family = HistogramMetricFamily(name, HISTOGRAMS[short][0], labels=labels)
+            family = HistogramMetricFamily(name, HISTOGRAMS[short][1], labels=labels)
         for metric in metrics:
             values = [self._model_name, *metric.labels.values()]
             if isinstance(metric, Histogram):

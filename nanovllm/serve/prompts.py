@@ -1,16 +1,19 @@
 """From a request's messages or prompt to the prompts of the engine: text and token ids.
 
-What takes long is done in a thread, so that the event loop need not wait for it.
+Long texts are encoded in a thread, so the event loop goes on meanwhile.
 """
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from nanovllm.engine.chat import ChatOptions, render_conversation
-from nanovllm.engine.intake import Prompt
+from nanovllm.engine.chat import render_conversation
+from nanovllm.engine.input_processor import Prompt
+from nanovllm.extras.chat_options import ChatOptions
+from nanovllm.serve.async_llm import LONG_TEXT
 from nanovllm.serve.errors import APIError, refuse
-from nanovllm.serve.new_request import LONG_TEXT
 from nanovllm.serve.protocol import ChatCompletionRequest, TokenizeRequest
 
 
@@ -23,7 +26,7 @@ async def chat_prompt(tokenizer: Any, body: ChatCompletionRequest | TokenizeRequ
     if isinstance(body, ChatCompletionRequest) and body.tools and body.tool_choice != "none":
         tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
     is_continued, add_prompt = bool(body.continue_final_message), body.add_generation_prompt
-    with refuse(type(body).model_fields, "messages"):
+    with refuse("messages"):
         options = ChatOptions(
             add_generation_prompt=not is_continued if add_prompt is None else add_prompt,
             continue_final_message=is_continued,
@@ -48,7 +51,7 @@ async def encode_prompts(tokenizer: Any, field: str, given: Any, add_special_tok
         return prompts
     if tokenizer is None:
         raise APIError(400, f"this model has no tokenizer, so {field} must be token ids, got text", field)
-    with refuse([field], field):
+    with refuse(field):
         return [await encode_text(tokenizer, text, add_special_tokens) for text in prompts]
 
 
@@ -56,3 +59,11 @@ async def encode_text(tokenizer: Any, text: str, add_special_tokens: bool) -> Pr
     """Text and token ids."""
     encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
     return {"prompt": text, "prompt_token_ids": await asyncio.to_thread(encode) if len(text) > LONG_TEXT else encode()}
+
+
+@contextmanager
+def refuse_prompts(prompts: list[Any], field: str, max_model_len: int) -> Iterator[None]:
+    """As `refuse`, for encoded prompts. One that is too long for the context has a code that clients know."""
+    lengths = [len(one["prompt_token_ids"] if isinstance(one, dict) else one) for one in prompts]
+    with refuse(field, "context_length_exceeded" if max(lengths) >= max_model_len else None):
+        yield

@@ -1,23 +1,30 @@
-"""What a request's JSON may hold: OpenAI's fields, and those that vLLM adds. Strict about types; unknown fields pass.
+"""The fields of a request's JSON: OpenAI's, and those that vLLM adds. Strict about types; unknown fields pass.
 
-Here stands what is wrong in any engine. `sampling.py` makes `SamplingParams` of these fields, which check the rest.
+Refused here is what is wrong in any engine. `sampling.py` makes `SamplingParams` of these fields, which check the rest.
 https://platform.openai.com/docs/api-reference
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-
-from nanovllm.serve.demands import NamedTool, ResponseFormat, StructuredOutputs, Tool
+from pydantic_core import PydanticCustomError
 
 MAX_STOP_STRINGS = 64
 MAX_TOP_LOGPROBS = 20  # of each token
+CONFLICT = "conflict"  # pydantic's type of an error of several fields
+BOTH_ENDS = "continue_final_message and add_generation_prompt exclude each other"
+FUNCTION_NAME = r"^[a-zA-Z0-9_.\-]{1,64}$"
 
 
 def check_text(text: str) -> str:
-    """JSON can hold half of a surrogate pair (`"\\ud800"`), which is no text: no encoding has it."""
+    """JSON can hold half of a surrogate pair (`"\\ud800"`), which no encoding can write."""
     text.encode()
     return text
+
+
+def conflict(field: str, message: str) -> PydanticCustomError:
+    """To raise for fields that do not go together; `field` is the one at fault."""
+    return PydanticCustomError(CONFLICT, "{message}", {"field": field, "message": message})
 
 
 Text = Annotated[str, AfterValidator(check_text)]
@@ -27,7 +34,7 @@ Texts = Annotated[list[Text], Field(fail_fast=True)]
 
 
 class StrictModel(BaseModel):
-    """`"5"` is no number and `1` no boolean; NaN and Infinity, which Python's JSON would take, are none either."""
+    """Refuses `"5"` for a number, `1` for a boolean, and NaN and Infinity, which Python's JSON reads."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -50,6 +57,62 @@ class StreamOptions(StrictModel):
     """Whether a last chunk brings the usage."""
     continuous_usage_stats: bool | None = None
     """Whether every chunk does."""
+
+
+class JsonSchema(StrictModel):
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, populate_by_name=True)
+
+    name: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(StrictModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema must be given with the type json_schema, and with no other")
+        return self
+
+
+class StructuredOutputs(StrictModel):
+    """The fields of `StructuredOutputsParams`, which checks them together."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+
+class Function(StrictModel):
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of the arguments; None is any object."""
+    strict: bool | None = None
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(StrictModel):
+    name: str
+
+
+class NamedTool(StrictModel):
+    """A choice of one tool."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class GenerationRequest(StrictModel):
@@ -80,16 +143,16 @@ class GenerationRequest(StrictModel):
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    # known, and only taken at the value that asks for nothing
+    # known, and allowed only with the value that changes nothing
     use_beam_search: Literal[False] | None = None
     best_of: int | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> "GenerationRequest":
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream to be true")
+            raise conflict("stream_options", "stream_options needs stream to be true")
         if self.best_of not in (None, self.n or 1):
-            raise ValueError("best_of must be n: completions are not ranked here")
+            raise conflict("best_of", "best_of must be n: completions are not ranked here")
         return self
 
 
@@ -104,12 +167,12 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens to a text; true by default."""
     suffix: Literal[""] | None = None
-    """Known, and only taken if it asks for nothing."""
+    """Known, and allowed only with the value that changes nothing."""
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens must be at least 1 without echo")
+            raise conflict("max_tokens", "max_tokens must be at least 1 without echo")
         return self
 
 
@@ -151,15 +214,16 @@ class ChatCompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatCompletionRequest":
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
+            raise conflict("top_logprobs", "top_logprobs needs logprobs to be true")
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+            raise conflict("continue_final_message", BOTH_ENDS)
         if self.tool_choice not in (None, "none") and not self.tools:
-            raise ValueError("tool_choice needs tools")
+            raise conflict("tool_choice", "tool_choice needs tools")
         if isinstance(self.tool_choice, NamedTool):
             name, known = self.tool_choice.function.name, [tool.function.name for tool in self.tools or []]
             if name not in known:
-                raise ValueError(f"tool_choice must name one of the tools {', '.join(known)}, got {name}")
+                message = f"tool_choice must name one of the tools {', '.join(known)}, got {name}"
+                raise conflict("tool_choice", message)
         return self
 
 
@@ -178,7 +242,9 @@ class TokenizeRequest(StrictModel):
     @model_validator(mode="after")
     def _check_source(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise conflict("prompt", "give either prompt or messages")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise conflict("continue_final_message", BOTH_ENDS)
         return self
 
 

@@ -1,8 +1,7 @@
-"""Which part of an answer is reasoning, and which is for the user?
+"""Splits an answer into reasoning and content, as it grows.
 
 A reasoning model begins with its thoughts: `<think>\\n…\\n</think>\\n\\nanswer`. Some chat templates write the first
-tag into the prompt already. The parser takes the text in pieces as it grows; its parts add up to the same whatever the
-pieces are.
+tag into the prompt already. The parser takes the text in pieces; its parts add up to the same for any cut into pieces.
 
     "<think>\\n2 + 2…\\n</think>\\n\\nFour."     reasoning "2 + 2…"     content "Four."
     "Four."                                    reasoning ""           content "Four."
@@ -44,7 +43,7 @@ class ReasoningParser:
         return self._take_reasoning() if self._is_inside else Parts(content=self._take_content())
 
     def finish(self) -> Parts:
-        """The answer has ended: what was held back."""
+        """The text that was held back, at the end of the answer."""
         rest, self._held = self._held, ""
         if self._is_inside:
             return Parts(reasoning=rest.strip() if self._is_trimming else rest.rstrip())

@@ -1,10 +1,11 @@
-"""The process: a socket, uvicorn, a model that loads while the socket listens, and an orderly end.
+"""The process: a socket, uvicorn, a model that loads while the socket listens, and a graceful shutdown.
 
 SIGTERM or SIGINT drains: new requests are refused with 503, those in progress finish, and the process exits with 0.
 After `drain_timeout_s`, or at a second signal, what is unfinished is aborted: its clients get what there is.
 """
 
 import asyncio
+import json
 import logging
 import socket
 import sys
@@ -13,21 +14,37 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanovllm.serve.app import set_engine
 from nanovllm.serve.async_llm import AsyncLLM
-from nanovllm.serve.http_protocol import HTTPProtocol
+from nanovllm.serve.errors import APIError
 from nanovllm.serve.state import Server
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 5  # after draining, open connections have so long to take their last bytes
-SILENCE_S = 30  # a client that has been silent for so long is asked by the kernel whether it is there
-PATIENCE_S = 60  # one that has confirmed nothing for so long has gone
+CLOSE_S = 5  # after draining, open connections have this long to take their last bytes
+SILENCE_S = 30  # after this silence the kernel asks a client whether it is there
+PATIENCE_S = 60  # a client that has confirmed nothing for this long has gone
+REFUSAL = "this is no valid HTTP/1.1 request, or its headers are too large"
+
+
+class HTTPProtocol(H11Protocol):
+    """One connection. uvicorn's parser refuses bytes that are not HTTP before the application sees them; here its
+    answer gets the form of all other errors.
+    """
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by the parser; its `msg` says only that the request is invalid."""
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            body = json.dumps(APIError(400, REFUSAL).body()).encode()
+            head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            self.transport.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        self.transport.close()  # in the middle of an answer there is no place for an error
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server, but for its start and its end."""
+    """uvicorn's server with a start and an end of its own."""
 
     def __init__(self, app: FastAPI) -> None:
         super().__init__(
@@ -70,7 +87,7 @@ class DrainingServer(uvicorn.Server):
             ending.cancel()
 
     async def _drain(self, llm: AsyncLLM) -> None:
-        """Refuse what is new, and wait for what is in progress; in the end abort the rest."""
+        """Refuse new requests, wait for those in progress, and abort the rest in the end."""
         self.state.is_draining = True
         logger.info("draining: %d requests in progress", self.state.num_in_progress)
         loop = asyncio.get_running_loop()
@@ -88,7 +105,7 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # accepted connections take these over: a client that has vanished without a word is noticed
+    # accepted connections inherit these: a client that has vanished silently is noticed
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S)

@@ -1,6 +1,6 @@
 """What all routes share: the engine, once it is loaded, the names it is served by, and what is in progress.
 
-There is no global: `make_app` puts one `Server` into the application's state, and routes take it from there.
+Nothing is global: `make_app` puts one `Server` into the application's state, and routes take it from there.
 """
 
 import time
@@ -18,12 +18,12 @@ RETRY_LATER = {"Retry-After": "5"}
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What the command line of `nanovllm serve` says, beside the engine's options."""
+    """The server's options of `nanovllm serve`, beside the engine's."""
 
     model_names: tuple[str, ...]
     """The first is the name in answers; requests may use any."""
     api_keys: tuple[str, ...] = ()
-    """None: every request is let in."""
+    """Without keys every request is let in."""
     max_request_bytes: int = 16 * 2**20
     max_requests_per_minute: int | None = None
     """Of each key, or of each address where there are no keys."""
@@ -32,7 +32,7 @@ class ServerOptions:
     allowed_origins: tuple[str, ...] = ()
     """Web pages of these origins may call the server (CORS)."""
     drain_timeout_s: float = 60.0
-    """After SIGTERM, requests in progress have so long to finish."""
+    """After SIGTERM, requests in progress have this long to finish."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Server:
             raise APIError(404, f"there is no model {name!r}; this server has {served}", "model", "model_not_found")
 
 
-# coroutines, because FastAPI would hand plain functions to another thread and wait for it, at each request
+# coroutines, because FastAPI runs plain functions in another thread, at each request
 
 
 async def get_server(request: Request) -> Server:

@@ -1,4 +1,4 @@
-"""Which part of an answer is text, and which is a call of a tool?
+"""Splits an answer into text and calls of tools, as it grows.
 
 Qwen, Hermes and others write a call as JSON between tags:
 
@@ -6,21 +6,26 @@ Qwen, Hermes and others write a call as JSON between tags:
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-The parser takes the text in pieces as it grows. As soon as the name of a call is known its arguments are handed on as
-they come, in the model's own spelling. The events add up to the same whatever the pieces are:
+The parser takes the text in pieces. When the name of a call is known, its arguments are handed on as they come, in the
+model's own spelling. The events add up to the same for any cut into pieces:
 
     Content("Let me see."), CallStart(0, "get_weather"), CallArguments(0, '{"city": '), CallArguments(0, '"Oslo"}')
 
-White space between text and tags belongs to neither. What is no call after all, such as `<tool_call>` before something
-other than an object, or an object without a name, is text.
+White space between text and tags belongs to neither. `<tool_call>` before anything but an object with a name is text.
+
+`ObjectScanner` finds the values of a JSON object that is still growing. It knows the members of the outermost object;
+inside their values it only counts brackets outside of strings.
 """
 
+import json
 from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
 
-from nanovllm.serve.json_scanner import ObjectScanner, State
 from nanovllm.serve.reasoning_parser import num_held_back
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+WHITE = " \t\n\r"
 ARGUMENTS = ("arguments", "parameters")  # names that models give them
 
 
@@ -62,7 +67,7 @@ class ToolParser:
         return events
 
     def finish(self) -> list[Event]:
-        """The answer has ended: what was held back. A call whose name is known stays, cut off as it is."""
+        """The text that was held back, at the end of the answer. A call whose name is known stays, cut off as it is."""
         rest, self._held = self._held, ""
         if self._call is not None:
             return [] if self._call.name is not None else [Content(self._call.text_before + OPEN + self._call.text)]
@@ -109,7 +114,7 @@ class ToolParser:
         if not call.has_ended:
             return False
         self._call, self._is_after_call = None, call.name is not None
-        if call.name is None:  # no call after all
+        if call.name is None:  # not a call after all
             events.append(Content(call.text_before + OPEN))
             self._held = call.text + self._held
         return True
@@ -139,9 +144,9 @@ class Call:
         return text[num_used:]
 
     def take_arguments(self) -> str:
-        """What has come of the arguments since the last call: as it is of an object, else once it is complete.
+        """The part of the arguments that has come since the last call; of anything but an object, when it is complete.
 
-        Arguments that are JSON within a string lose the string; where there are none, they are an empty object.
+        Arguments that are JSON within a string lose the string. Missing arguments are an empty object.
         """
         key = next((key for key in self._scanner.raw if key in ARGUMENTS), "")
         raw = self._scanner.raw.get(key, "")
@@ -153,3 +158,118 @@ class Call:
         text = raw[self._num_taken :]
         self._num_taken = len(raw)
         return text
+
+
+# ---- JSON that is still growing
+
+
+class State(Enum):
+    START = auto()  # before the object's brace
+    KEY = auto()  # before a key
+    IN_KEY = auto()
+    COLON = auto()
+    VALUE = auto()  # before a value
+    IN_VALUE = auto()
+    AFTER = auto()  # after a value
+    DONE = auto()  # after the object's brace
+    WRONG = auto()  # not an object after all
+
+
+class ObjectScanner:
+    """Reads one object. `raw` has the text of the values so far, each in the spelling of the source."""
+
+    def __init__(self) -> None:
+        self.state = State.START
+        self.raw: dict[str, str] = {}  # by key; the value that is being read is in it already
+        self.complete: set[str] = set()  # keys whose value has ended
+        self._key = ""  # the raw key that is being read, then the key
+        self._in_string = self._is_escaped = False
+        self._depth = 0  # brackets that are open in the value
+
+    def feed(self, text: str) -> int:
+        """Read on; returns how many characters belong to the object: not all where it ends or is wrong."""
+        start = 0  # of the part of `text` that belongs to the value being read
+        for i, char in enumerate(text):
+            before = self.state
+            if before is State.IN_VALUE:
+                if self._ends_before(char):  # a number, true, false, null
+                    self._end_value(text[start:i])
+                    self._read_between(char)
+                elif self._ends_with(char):
+                    self._end_value(text[start : i + 1])
+            elif before is State.IN_KEY:
+                self._read_key(char)
+            else:
+                self._read_between(char)
+                if self.state is State.IN_VALUE:
+                    start = i
+                    self._begin_value(char)
+            if self.state is State.DONE:
+                return i + 1
+            if self.state is State.WRONG:
+                return i
+        if self.state is State.IN_VALUE:
+            self._add(text[start:])
+        return len(text)
+
+    def value_of(self, key: str) -> Any:
+        """The value of a key; None while it is incomplete, or if it is not JSON."""
+        if key not in self.complete:
+            return None
+        try:
+            return json.loads(self.raw[key])
+        except (ValueError, RecursionError):
+            return None
+
+    def _read_between(self, char: str) -> None:
+        """A character outside of keys and values."""
+        if char in WHITE:
+            return
+        following = {
+            State.START: {"{": State.KEY},
+            State.KEY: {'"': State.IN_KEY, "}": State.DONE},
+            State.COLON: {":": State.VALUE},
+            State.AFTER: {",": State.KEY, "}": State.DONE},
+        }
+        if self.state is State.VALUE:
+            self.state = State.WRONG if char in ",:}]" else State.IN_VALUE
+        else:
+            self.state = following[self.state].get(char, State.WRONG)
+
+    def _read_key(self, char: str) -> None:
+        if char == '"' and not self._is_escaped:
+            try:
+                self._key = json.loads(f'"{self._key}"')
+                self.state = State.COLON
+            except ValueError:
+                self.state = State.WRONG
+            return
+        self._is_escaped = char == "\\" and not self._is_escaped
+        self._key += char
+
+    def _begin_value(self, char: str) -> None:
+        self._in_string, self._is_escaped = char == '"', False
+        self._depth = int(char in "{[")
+
+    def _ends_before(self, char: str) -> bool:
+        return not self._in_string and not self._depth and char in WHITE + ",}]"
+
+    def _ends_with(self, char: str) -> bool:
+        """Whether the value ends with this character, which belongs to it."""
+        if self._in_string:
+            self._in_string = self._is_escaped or char != '"'
+            self._is_escaped = char == "\\" and not self._is_escaped
+            return not self._in_string and not self._depth
+        self._in_string = char == '"'
+        self._depth += (char in "{[") - (char in "}]")
+        return char in "}]" and not self._depth
+
+    def _add(self, text: str) -> None:
+        """More of the value that is being read; of values with the same key the first counts."""
+        if self._key not in self.complete:
+            self.raw[self._key] = self.raw.get(self._key, "") + text
+
+    def _end_value(self, text: str) -> None:
+        self._add(text)
+        self.complete.add(self._key)
+        self._key, self.state = "", State.AFTER

@@ -1,7 +1,7 @@
-"""How does a conversation look? Editing by `prompt_toolkit`, rendering by `rich`.
+"""The conversation on the terminal: editing by `prompt_toolkit`, rendering by `rich`.
 
-An answer is Markdown that grows. Its finished blocks are printed once and for all, so that they scroll as other text
-does; only the last block is drawn anew while it grows.
+An answer is Markdown that grows. Its finished blocks are printed once, so they scroll like other text. Only the last
+block is drawn anew while it grows.
 """
 
 import os
@@ -82,7 +82,7 @@ class GrowingMarkdown:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """The rest of the text stays on the screen, also when the answer was interrupted."""
+        """Print the rest of the text for good, also of an answer that was interrupted."""
         self._live.stop()
         self._print(self._text[self._num_printed :])
 
@@ -104,9 +104,7 @@ class GrowingMarkdown:
 
 
 def finished_length(text: str) -> int:
-    """How many first characters are blocks that cannot change any more: up to the last blank line outside of a block of
-    code and of reasoning.
-    """
+    """Length of the blocks that are complete: up to the last blank line outside of code and reasoning."""
     if text.lstrip().startswith(THINK_START) and THINK_END not in text:
         return 0
     ends = [match.end() for match in BLOCK_END.finditer(text)]
@@ -114,7 +112,7 @@ def finished_length(text: str) -> int:
 
 
 def render(text: str) -> RenderableType:
-    """Markdown; reasoning, which models put between `<think>` tags before the answer, is dim and as it is."""
+    """The answer as Markdown, and the reasoning before it, between `<think>` tags, as dim plain text."""
     if not text.lstrip().startswith(THINK_START):
         return Padding(Markdown(text), (0, 0, 0, 2))
     reasoning, _, answer = text.lstrip().removeprefix(THINK_START).partition(THINK_END)
@@ -125,7 +123,7 @@ def render(text: str) -> RenderableType:
 
 
 class Tail:
-    """The last lines of something that may be taller than the terminal, which cannot take back what has scrolled."""
+    """The last lines of a renderable that may be taller than the terminal: lines that scrolled cannot be redrawn."""
 
     def __init__(self, renderable: RenderableType) -> None:
         self._renderable = renderable
@@ -149,7 +147,7 @@ def make_key_bindings() -> KeyBindings:
 
 
 def history_file() -> Path:
-    """Where typed lines are remembered; readable by the user alone."""
+    """Where typed lines are remembered. Only the user may read the file."""
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "nanovllm"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / "chat_history"

@@ -1,4 +1,4 @@
-"""What has been said so far, and what did it cost?"""
+"""The turns of a conversation, and what its answers cost."""
 
 from dataclasses import dataclass, field
 
@@ -57,7 +57,7 @@ class Conversation:
         return [*self.messages, {"role": "user", "content": question}]
 
     def keep(self, question: str, answer: str, cost: Cost | None) -> None:
-        """The turn is over. An answer that was interrupted before its first word leaves no trace."""
+        """Keep a turn that is over. Without a first word of the answer, only its cost is kept."""
         if cost is not None:
             self.costs.append(cost)
         if answer:

@@ -1,4 +1,4 @@
-"""Which load is offered, to whom, and what is reported? The options of `nanovllm bench serve`, under vLLM's names."""
+"""The options of `nanovllm bench serve`, under vLLM's names: the server, the load, the requests and the report."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nanovllm.serve.bench.report import METRICS
+from nanovllm.extras.bench.report import METRICS
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 

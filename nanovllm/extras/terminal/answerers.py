@@ -1,12 +1,13 @@
-"""Where do the answers come from? An engine in this process, or a server.
+"""Where answers come from: an engine in this process, or a server.
 
-Both answer with a growing text, and with what it has cost. Closing the iterator early, as Ctrl-C does, aborts the
-request: the engine frees its blocks at once, and the server does so when the connection closes.
+Both answer with a growing text and its cost. Closing the iterator early, as Ctrl-C does, aborts the request: the engine
+frees its blocks at once, a server when the connection closes.
 """
 
 import contextlib
 import dataclasses
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +15,13 @@ from typing import Any, NamedTuple, Protocol
 
 import httpx
 
-from nanovllm.engine.arg_utils import EngineArgs
+from nanovllm.extras.event_stream import DONE, EventReader
+from nanovllm.extras.terminal.conversation import Cost, Message
+from nanovllm.extras.vllm.engine_args import EngineArgs
 from nanovllm.llm import LLM
-from nanovllm.serve.event_stream import DONE, EventReader
-from nanovllm.serve.terminal.conversation import Cost, Message
-from nanovllm.serve.terminal.server_stats import read_server_stats
 
 FAILURES = (httpx.HTTPError, httpx.InvalidURL)
+SAMPLE = re.compile(r"^(?:\w+:)(\w+)(?:\{[^}]*\})? ([-+.\w]+)", re.MULTILINE)  # prefix:name{label="…"} value
 
 
 class Answer(NamedTuple):
@@ -173,3 +174,23 @@ def read_error(status: int, body: str) -> str:
         return f"{json.loads(body)['error']['message']} (HTTP {status})"
     except (ValueError, LookupError, TypeError):
         return f"HTTP {status}: {body[:300]}"
+
+
+def read_server_stats(text: str) -> dict[str, str]:
+    """How busy the server is, by its `/metrics`: vLLM's names, behind any prefix. Missing figures are left out."""
+    found: dict[str, float] = {}
+    for name, value in SAMPLE.findall(text):
+        found[name] = found.get(name, 0.0) + float(value)  # samples of several labels are added up
+    stats = {}
+    if "num_requests_running" in found:
+        stats["requests"] = (
+            f"{found['num_requests_running']:.0f} running, {found.get('num_requests_waiting', 0):.0f} waiting"
+        )
+    if "kv_cache_usage_perc" in found:
+        stats["KV cache"] = f"{found['kv_cache_usage_perc']:.1%} in use"
+    if queries := found.get("prefix_cache_queries_total"):
+        share = found.get("prefix_cache_hits_total", 0) / queries
+        stats["prefix cache"] = f"{share:.0%} of the prompt tokens were hits"
+    if "num_preemptions_total" in found:
+        stats["preemptions"] = f"{found['num_preemptions_total']:.0f}"
+    return stats

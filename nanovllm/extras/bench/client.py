@@ -1,9 +1,9 @@
-"""How does one request go over HTTP? Bytes out, bytes in, and the clock.
+"""One request over HTTP: bytes out, bytes in, and the clock.
 
 The client shares the machine with the server that it measures, so it does as little as it can while the load lasts:
-bodies are encoded before, and what arrives is kept as it is, with its time, to be read when all is over (`results.py`).
+bodies are encoded before it, and answers are kept as raw bytes with their times. `results.py` reads them afterwards.
 `aiohttp` parses in C. For 100 streams of 4,000 chunks a second together it used 26 µs of processor time a chunk, and 18
-with `uvloop`; `httpx` used 88, too much to keep up: half of its chunks came in bunches.
+with `uvloop`. `httpx` used 88 and could not keep up: half of its chunks came in bunches.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from nanovllm.serve.bench.load import Exchange
+from nanovllm.extras.bench.load import Exchange
 
 TIMEOUT_S = 6 * 60 * 60
 FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
@@ -36,7 +36,7 @@ class Client:
         await self._session.close()
 
     async def post(self, path: str, body: bytes, exchange: Exchange) -> None:
-        """Send the body; `exchange` gets the status and what arrives, or the error."""
+        """Send the body; `exchange` gets the status and the bytes of the answer, or the error."""
         reads = exchange.reads
         try:
             async with self._session.post(self._base_url + path, data=body) as response:
@@ -49,7 +49,7 @@ class Client:
     async def find_model(self, timeout_s: float) -> str:
         """The name of the first model that the server lists; asks until there is one. ConnectionError after a while.
 
-        A server that is there and answers 4xx will not change its mind, so its answer is an error at once.
+        An answer of 4xx is an error at once: asking again would not change it.
         """
         deadline = time.perf_counter() + timeout_s
         while True:

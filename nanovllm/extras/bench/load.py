@@ -1,8 +1,7 @@
-"""When does each request leave, and what does not wait for what?
+"""An open loop: requests leave at moments that were drawn in advance, and wait for no earlier answer.
 
-An open loop: requests leave at moments that were drawn in advance, whether or not earlier ones have been answered, as
-the users of a server do. A closed loop (a fixed number of users who each wait for their answer) slows down together
-with the server, and so hides the queue that it is to measure. `max_concurrency` is such a bound, for those who want it.
+The users of a server behave like this. A closed loop (a fixed number of users, each waiting for an answer) slows down
+together with the server, and so hides the queue that it is to measure. `max_concurrency` closes the loop.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ class Exchange:
     """When the request was to leave."""
     sent: float = 0.0
     reads: list[tuple[float, bytes]] = field(default_factory=list)
-    """What arrived of the body, and when."""
+    """When each piece of the body arrived, and its bytes."""
     ended: float = 0.0
     status: int | None = None
     """Of HTTP; None if there was no answer."""
@@ -31,7 +30,7 @@ class Exchange:
 
 
 Send = Callable[[bytes, Exchange], Awaitable[None]]
-"""Send this body, and note in the exchange what happens."""
+"""Sends the body, and notes in the exchange what happens."""
 
 
 def draw_departures(num_requests: int, request_rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
@@ -80,7 +79,7 @@ async def offer(
 
 @contextlib.contextmanager
 def cancelling(tasks: list[asyncio.Task]) -> Iterator[None]:
-    """If the body fails or is interrupted, no task goes on."""
+    """No task outlives the block, also when it fails or is interrupted."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""From what a request demands of its answer to one form, which the engine then forces upon it.
+"""From a request's fields to one `StructuredOutputsParams`, which the engine then forces upon the answer.
 
     response_format, structured_outputs     the form itself
     tool_choice "required", or a name       calls of these tools, as `tool_parser.py` reads them
@@ -13,32 +13,31 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.execution.grammar_compiler import JSON_OPTIONS
-from nanovllm.serve.demands import Function, NamedTool, ResponseFormat
-from nanovllm.serve.errors import APIError
-from nanovllm.serve.protocol import ChatCompletionRequest, GenerationRequest
+from nanovllm.extras.structured.compiler import JSON_OPTIONS
+from nanovllm.extras.structured.params import StructuredOutputsParams, schema_text
+from nanovllm.serve.errors import APIError, refuse
+from nanovllm.serve.protocol import ChatCompletionRequest, Function, GenerationRequest, NamedTool, ResponseFormat
 from nanovllm.serve.tool_parser import CLOSE, OPEN
-from nanovllm.structured_outputs import StructuredOutputsParams, schema_text
 
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
-"""How arguments are spelled: as Python's `json.dumps` does it, which is what models have learned."""
+"""How arguments are spelled: as by Python's `json.dumps`, because models have learned that."""
 
 
-async def compile_form(engine: LLMEngine, body: GenerationRequest) -> StructuredOutputsParams | None:
-    """The form that the answer must have, compiled in a thread; None if any text will do."""
-    field, form = form_of(body)
-    if form is not None:
+async def compile_structured_outputs(engine: LLMEngine, body: GenerationRequest) -> StructuredOutputsParams | None:
+    """The form of the answer, compiled in a thread; None if any text will do."""
+    field, params = params_of(body)
+    if params is not None:
         try:
-            await asyncio.to_thread(engine.intake.grammars.compile, form)
+            await asyncio.to_thread(engine.input_processor.grammars.compile, params)
         except ValueError as error:
             message = str(error).removeprefix("structured_outputs.").removeprefix("structured_outputs ")
             raise APIError(400, f"{field}: {message}", field) from error
-    return form
+    return params
 
 
-def form_of(body: GenerationRequest) -> tuple[str, StructuredOutputsParams | None]:
-    """The field that demands a form, and the form. Raises APIError 400 for demands that exclude each other."""
-    own = of_structured_outputs(body)
+def params_of(body: GenerationRequest) -> tuple[str, StructuredOutputsParams | None]:
+    """The field that asks for a form, and the form. Raises APIError 400 for fields that exclude each other."""
+    own = own_params(body)
     schema = None if body.response_format is None else schema_of(body.response_format)
     functions, is_call = callable_functions(body)
     if own is not None and (schema is not None or is_call):
@@ -52,13 +51,11 @@ def form_of(body: GenerationRequest) -> tuple[str, StructuredOutputsParams | Non
     return "response_format", None if schema is None else StructuredOutputsParams(json=schema)
 
 
-def of_structured_outputs(body: GenerationRequest) -> StructuredOutputsParams | None:
+def own_params(body: GenerationRequest) -> StructuredOutputsParams | None:
     if body.structured_outputs is None:
         return None
-    try:
+    with refuse("structured_outputs"):
         return StructuredOutputsParams(**body.structured_outputs.model_dump(by_alias=True))
-    except (TypeError, ValueError) as error:
-        raise APIError(400, str(error), "structured_outputs") from error
 
 
 def schema_of(response_format: ResponseFormat) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
-"""What became of one request? Read from the bytes of its answer and the times at which they arrived.
+"""The result of one request, read from the bytes of its answer and the times at which they arrived.
 
 TTFT = first token − sent. ITL = each gap between two chunks that carry tokens. TPOT = (last − first) ÷ (tokens − 1).
 E2E = last − sent. "First" and "last" are the arrivals of the first and the last chunk that carries tokens.
-A server that sends several tokens in a chunk has fewer and longer gaps: ITL is what a reader sees, TPOT the mean pace.
+A server that sends several tokens in a chunk has fewer and longer gaps: ITL is the pace on the screen, TPOT the mean.
 """
 
 import itertools
@@ -10,8 +10,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.serve.bench.load import Exchange
-from nanovllm.serve.event_stream import DONE, EventReader
+from nanovllm.extras.bench.load import Exchange
+from nanovllm.extras.event_stream import DONE, EventReader
 
 
 @dataclass
@@ -85,7 +85,7 @@ def read_stream(exchange: Exchange, result: Result) -> str | None:
                 finished = arrived if choice.get("finish_reason") is not None else finished
                 read_choice(choice, arrived, result)
     if result.output_tokens and finished and not result.chunk_times:
-        result.chunk_times.append(finished)  # tokens without any text, which some servers tell of at the end alone
+        result.chunk_times.append(finished)  # some servers report tokens without text only at the end
     if not result.chunk_times:
         return "the stream held no token"
     if not result.has_usage:
@@ -94,7 +94,7 @@ def read_stream(exchange: Exchange, result: Result) -> str | None:
 
 
 def read_choice(choice: dict[str, Any], arrived: float, result: Result) -> None:
-    """Note the time of a chunk that carries tokens: all but those that only tell the role, or only the end.
+    """Note the time of a chunk that carries tokens. Chunks with only the role, or only the end, do not.
 
     A chunk may carry a token and no text, because a character can consist of several tokens.
     """

@@ -1,4 +1,4 @@
-"""Which requests are let in? Decided from their headers and their size, before any route sees them.
+"""Decides from its headers and its size whether a request is let in, before any route sees it.
 
 Middleware wraps the application: `app(scope, receive, send)` with the same signature (https://asgi.readthedocs.io).
 """
@@ -15,12 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm.serve.errors import APIError
 from nanovllm.serve.state import ServerOptions
 
-OPEN_PATHS = ("/health", "/version", "/metrics", "/ui")  # need no key: for machines around the server; an empty page
+OPEN_PATHS = ("/health", "/version", "/metrics", "/ui")  # need no key: read by monitors; `/ui` holds no data
 MAX_ADDRESSES = 10_000
 MAX_HEADER_BYTES = 64 * 2**10
 
 
-class Guard:
+class AccessControl:
     """Answers 400, 401, 413, 429 or 431 itself, or passes a request on."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
@@ -85,12 +85,15 @@ def limited(receive: Receive, max_bytes: int) -> Receive:
 
 
 def too_large(max_bytes: int) -> APIError:
-    # the rest of the body is not read, so the connection is of no use any more
+    # the rest of the body is not read, so the connection cannot be used again
     return APIError(413, f"the request's body is larger than {max_bytes} bytes", headers={"Connection": "close"})
 
 
 class RateLimit:
-    """At most `max_per_minute` requests of each caller in any 60 seconds."""
+    """At most `max_per_minute` requests of each caller in any 60 seconds.
+
+    By hand, because the memory storage of `limits` 5.8 never forgets a caller, and starts a thread at a request.
+    """
 
     def __init__(self, max_per_minute: int) -> None:
         self._most = max_per_minute

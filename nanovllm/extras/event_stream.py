@@ -1,7 +1,9 @@
-"""Which events has a server sent so far? The client's side of server-sent events, for the chat and the load generator.
+"""The client's side of server-sent events, for `nanovllm chat` and `nanovllm bench serve`.
 
-An event is some lines and a blank line; its data are what follows `data:` on them. Follows the HTML Living Standard,
-section "Parsing an event stream"; the fields `event`, `id` and `retry` are skipped, because no OpenAI server uses them.
+An event is some lines and a blank line; its data follow `data:` on these lines. Follows the HTML Living Standard,
+section "Parsing an event stream". The fields `event`, `id` and `retry` are skipped: no OpenAI server uses them.
+
+By hand, because the load generator reads recorded bytes afterwards, and `httpx-sse` takes only a response of `httpx`.
 """
 
 import re
@@ -13,7 +15,7 @@ DONE = "[DONE]"
 
 
 class EventReader:
-    """Bytes in, as they arrive, cut anywhere; the data of the events that are complete out.
+    """Takes bytes as they arrive, cut anywhere; returns the data of the events that are complete.
 
     >>> reader = EventReader()
     >>> reader.feed(b"data: on"), reader.feed(b"e\\n\\ndata: two\\n\\n")

@@ -1,11 +1,11 @@
-"""What does each line do that is typed? A question is answered, a line that begins with a slash is a command."""
+"""What a typed line does: one that begins with a slash is a command, any other is a question."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
-from nanovllm.serve.terminal.answerers import Answer, Answerer, AnswerError
-from nanovllm.serve.terminal.conversation import Conversation
+from nanovllm.extras.terminal.answerers import Answer, Answerer, AnswerError
+from nanovllm.extras.terminal.conversation import Conversation
 
 COMMANDS = {
     "/reset": "forget the conversation (the system prompt stays)",
@@ -64,7 +64,7 @@ class Session:
             action(rest.strip())
 
     def answer(self, question: str) -> None:
-        """Show the answer as it grows. Ctrl-C ends it; what was said until then belongs to the conversation."""
+        """Show the answer as it grows. Ctrl-C ends it; the conversation keeps the part that was shown."""
         last = Answer("", None)
 
         def texts() -> Iterator[str]:

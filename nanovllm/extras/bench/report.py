@@ -1,6 +1,6 @@
-"""What do all requests say together? Rates, percentiles, and how many requests were good enough.
+"""The report of a load: rates, percentiles, and goodput (requests that kept all limits).
 
-Keys are those of vLLM's `bench serve`; times in milliseconds. Failed requests count nowhere but in `failed`.
+Keys are those of vLLM's `bench serve`; times are in milliseconds. Failed requests count only in `failed`.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanovllm.serve.bench.results import Result
+from nanovllm.extras.bench.results import Result
 
 METRICS = {
     "ttft": "Time to first token",
@@ -20,7 +20,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Options:
-    """What is reported: of which metrics, which percentiles; `goodput` has the most milliseconds of each metric."""
+    """The metrics and percentiles of the report; `goodput` limits metrics, in milliseconds."""
 
     metrics: tuple[str, ...] = tuple(METRICS)
     percentiles: tuple[float, ...] = (50, 90, 99)
@@ -66,7 +66,7 @@ def milliseconds(metric: str, results: list[Result]) -> list[float]:
 
 
 def describe(metric: str, values: list[float], percentiles: tuple[float, ...]) -> dict[str, object]:
-    """Of no values at all: zeros, as vLLM has it."""
+    """Mean, median, deviation and percentiles; zeros where there are no values, as in vLLM."""
     values = values or [0.0]
     named = {f"p{p:g}_{metric}_ms": float(np.percentile(values, p)) for p in percentiles}
     return {
@@ -78,8 +78,8 @@ def describe(metric: str, values: list[float], percentiles: tuple[float, ...]) -
 
 
 def is_good(result: Result, limits: Mapping[str, float]) -> bool:
-    """Whether the request kept all limits, in milliseconds; a single token has no TPOT, and keeps any. For `itl`, the
-    longest gap counts.
+    """Whether the request kept all limits, in milliseconds. Of `itl` the longest gap counts. A single token has no
+    TPOT, and keeps any limit of it.
     """
     found = {metric: max(milliseconds(metric, [result]), default=0.0) for metric in limits}
     return all(found[metric] <= limit for metric, limit in limits.items())

@@ -1,17 +1,17 @@
-"""How does latency grow with the rate? A picture of several loads of one server."""
+"""A picture of several loads of one server: latency against the rate."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanovllm.serve.bench.report import METRICS
+from nanovllm.extras.bench.report import METRICS
 
 
 def plot(runs: Sequence[Mapping[str, Any]], metrics: Sequence[str], percentiles: Sequence[float], path: Path) -> None:
     """A panel for each metric, a line for each percentile, a mark for each rate; and one for the throughput.
 
-    The horizontal axis is the rate at which requests were answered, so that a load without a rate (`inf`) has its place
-    too: it ends where the server can do no more.
+    The horizontal axis is the rate at which requests were answered. A load without a rate (`inf`) shows the server's
+    limit there.
     """
     import matplotlib
 

@@ -1,15 +1,15 @@
-"""`nanovllm chat`: options in; a session if a person sits there, one answer if not."""
+"""`nanovllm chat`: options in; a session in a terminal, one answer in a pipe."""
 
 import argparse
 import os
 import sys
 
 from nanovllm import TINY_QWEN3
-from nanovllm.engine.arg_utils import EngineArgs
-from nanovllm.serve.terminal.answerers import Answerer, AnswerError, LocalAnswerer, ServerAnswerer
-from nanovllm.serve.terminal.conversation import Conversation
-from nanovllm.serve.terminal.screen import Screen
-from nanovllm.serve.terminal.session import COMMANDS, Session
+from nanovllm.extras.terminal.answerers import Answerer, AnswerError, LocalAnswerer, ServerAnswerer
+from nanovllm.extras.terminal.conversation import Conversation
+from nanovllm.extras.terminal.screen import Screen
+from nanovllm.extras.terminal.session import COMMANDS, Session
+from nanovllm.extras.vllm.engine_args import EngineArgs
 
 SAMPLING = ("temperature", "top_p", "max_tokens")
 
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         screen = Screen(COMMANDS)
         screen.note(f"{answerer.name}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
         Session(answerer, screen, args.system).run()
-    except BrokenPipeError:  # who reads the pipe has seen enough
+    except BrokenPipeError:  # the reader of the pipe has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lest Python complains when it flushes
     except (AnswerError, ValueError, TypeError, OSError, RuntimeError) as error:
         print(f"nanovllm chat: {error}", file=sys.stderr)
@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
         usage="nanovllm chat [MODEL] [options]",
         description="Talk to a model in the terminal. In a pipe, all of the input is one question: "
         "echo 'What is a block table?' | nanovllm chat",
-        conflict_handler="resolve",  # an option of the chat goes before one of the engine with the same name
+        conflict_handler="resolve",  # the chat's option replaces one of the engine with the same name
     )
     parser.add_argument("chat_model", nargs="?", metavar="MODEL",
                         help="folder or hub id (default: the bundled one); with --url, a name there")  # fmt: skip
@@ -76,7 +76,7 @@ def make_answerer(args: argparse.Namespace, is_pipe: bool) -> Answerer:
 
 
 def answer_pipe(answerer: Answerer, system: str) -> int:
-    """The whole input is the question; the answer alone goes to the output, as it grows."""
+    """The whole input is the question. Only the answer goes to the output, as it grows."""
     question = sys.stdin.read().strip()
     if not question:
         raise ValueError("the input holds no question")

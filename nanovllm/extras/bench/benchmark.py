@@ -11,14 +11,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanovllm.serve.bench.client import Client
-from nanovllm.serve.bench.load import Exchange, draw_departures, offer
-from nanovllm.serve.bench.options import ENDPOINTS, base_url, make_headers, make_parser
-from nanovllm.serve.bench.plot import plot
-from nanovllm.serve.bench.report import Options, print_report, summarize
-from nanovllm.serve.bench.results import Result, read_result
-from nanovllm.serve.bench.workloads import Work, make_prefix_repetition, make_random
-from nanovllm.serve.event_loop import run
+from nanovllm.extras.bench.client import Client
+from nanovllm.extras.bench.load import Exchange, draw_departures, offer
+from nanovllm.extras.bench.options import ENDPOINTS, base_url, make_headers, make_parser
+from nanovllm.extras.bench.plot import plot
+from nanovllm.extras.bench.report import Options, print_report, summarize
+from nanovllm.extras.bench.results import Result, read_result
+from nanovllm.extras.bench.workloads import Work, make_prefix_repetition, make_random
+
+try:  # a streamed chunk costs a quarter less than in asyncio's own loop
+    from uvloop import run
+except ImportError:
+    from asyncio import run  # type: ignore[assignment]
 
 
 def main(argv: list[str] | None = None) -> int:

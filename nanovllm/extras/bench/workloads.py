@@ -1,8 +1,8 @@
-"""What do the requests ask? Prompts whose lengths are given and whose tokens are random.
+"""The prompts of a load: their lengths are given, their tokens are random.
 
 Names and meaning of the parameters are those of vLLM's `--dataset-name random` and `prefix_repetition`. Token ids are
-drawn below a small bound, so that every model knows them: what a request costs does not depend on which tokens it has.
-No tokenizer is needed; for a chat, each id stands for a common English word, which most tokenizers take as one token.
+drawn below a small bound, so every model has them: the cost of a request does not depend on which tokens it has. No
+tokenizer is needed. For a chat, each id stands for a common English word, which most tokenizers take as one token.
 """
 
 from dataclasses import dataclass
