@@ -1,10 +1,14 @@
-"""How do recordings become one HTML file? All is inside: the program, its libraries with their licences, the data.
+"""`make_page`: recordings as one HTML file. It holds the program, the libraries with their licences, and the data.
 
-The program is a dozen small modules in `viewer/`. They are put one below the other, in the order of their imports, and
-their import and export lines are left out: so it needs no build step, and works from `file://`, where a browser loads
-no modules. The libraries in `viewer/vendor/` are preact, htm and uPlot as they were published.
+The program is a dozen small modules in `viewer/`. `bundle` joins them in the order of their imports and drops their
+import and export lines: this needs no build step, and works from `file://`, where browsers refuse to load modules. The
+libraries in `viewer/vendor/` are preact, htm and uPlot as they were published.
+
+Beside each event the page shows the lines of the engine that decide it. `DECIDED_BY` names them, and `read_sources`
+finds them in the files' text: the page needs no engine, and no torch.
 """
 
+import ast
 import base64
 import gzip
 import html
@@ -12,15 +16,38 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from nanovllm.trace.symbols import read_sources
-
+PACKAGE = Path(__file__).parents[1]
 VIEWER = Path(__file__).parent / "viewer"
 LIBRARIES = ("preact.js", "hooks.js", "htm.js", "uplot.js")
 LICENCES = ("LICENSE-preact", "LICENSE-htm", "LICENSE-uplot")
 IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w]+\.js)";\n', re.MULTILINE)
 EXPORTED = re.compile(r"^export (?=async function|function|class|const|let)", re.MULTILINE)
 EXPORT_LIST = re.compile(r"^export \{[^}]*\};\n", re.MULTILINE)
+
+DECIDED_BY = {  # code of an event -> a file of the package, and the function or method in it
+    "start": "engine/engine.py LLMEngine.recover",
+    "add": "scheduling/scheduler.py Scheduler.add",
+    "fork": "scheduling/scheduler.py Scheduler.fork",
+    "tokens": "extras/beam_search/search.py BeamSearch._go_on",
+    "finish": "scheduling/scheduler.py Scheduler.finish",
+    "wait": "scheduling/scheduler.py Scheduler._admit_waiting",
+    "idle": "scheduling/scheduler.py Scheduler.schedule",
+    "admit": "scheduling/block_manager.py BlockManager.try_admit",
+    "preempt": "scheduling/scheduler.py Scheduler._make_room",
+    "schedule": "scheduling/scheduler.py Scheduler.schedule",
+    "update": "scheduling/scheduler.py Scheduler.update",
+    "roll_back": "scheduling/scheduler.py Scheduler.roll_back",
+    "take": "scheduling/block_manager.py BlockManager._take",
+    "share": "scheduling/block_manager.py BlockManager._share",
+    "copy": "scheduling/block_manager.py BlockManager._copy_tail",
+    "give_back": "extras/windows.py WindowBlockManager._give_back",
+    "free": "scheduling/block_manager.py BlockManager.free",
+    "register": "scheduling/prefix_cache.py PrefixCache.register",
+    "forget": "scheduling/prefix_cache.py PrefixCache.forget",
+    "reset": "scheduling/prefix_cache.py PrefixCache.reset",
+}
 
 
 def make_page(recordings: list[Path], is_live: bool = False) -> str:
@@ -67,3 +94,32 @@ def embed(path: Path) -> str:
     data = base64.b64encode(gzip.compress(path.read_bytes(), mtime=0)).decode()
     name = html.escape(path.name, quote=True)
     return f'<script type="application/x-nanovllm-trace" data-name="{name}">{data}</script>'
+
+
+# ---- the lines that decide an event
+
+
+def read_sources() -> dict[str, dict[str, Any]]:
+    """For each code of an event: the symbol, its file inside the package, its first line, and its text.
+
+    Events of an extra that has been deleted are left out. Raises LookupError if a file has no such symbol.
+    """
+    sources = {}
+    for code, place in DECIDED_BY.items():
+        path, symbol = place.split()
+        if (PACKAGE / path).exists():
+            first, text = find_symbol((PACKAGE / path).read_text(encoding="utf-8"), place)
+            sources[code] = {"symbol": symbol, "path": path, "line": first, "text": text}
+    return sources
+
+
+def find_symbol(source: str, place: str) -> tuple[int, str]:
+    """The first line of the symbol that `place` names, and its lines, with no indentation in front of the first."""
+    found: Any = ast.parse(source)
+    for name in place.split()[1].split("."):
+        found = next((node for node in found.body if getattr(node, "name", None) == name), None)
+        if found is None:
+            raise LookupError(f"DECIDED_BY names {place}, and {name} is not there")
+    first = min(node.lineno for node in (found, *found.decorator_list))
+    lines = source.splitlines(keepends=True)[first - 1 : found.end_lineno]
+    return first, "".join(line[found.col_offset :] if line.strip() else "\n" for line in lines)

@@ -75,7 +75,7 @@ class Exporter:
             self.events.append({"ph": "C", "pid": ENGINE, "tid": 0, "name": name, "ts": time, "args": args})
 
     def _turn(self, number: int, kind: str | None, time: int) -> None:
-        """A sequence does something else from `time` on; None: it has ended."""
+        """From `time` on the sequence does `kind`; None if it has ended."""
         seq = self.replay.seqs[number]
         name = f"{seq.request}.{seq.sample}" if seq.sample else seq.request
         if name not in self._threads:

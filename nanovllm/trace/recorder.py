@@ -1,43 +1,31 @@
-"""What is recorded of a run? Every decision that scheduler and block manager tell their observer, in order.
+"""`Recorder`: writes down each decision that scheduler and block manager tell their observer. `start_engine` adds one.
 
-A `Recorder` is the engine's `SchedulingStats`, and notes what it counts: an event is a short list that begins with a
-code, `["take", 3, 17, 0]` (sequence 3 owns block 17, which held nothing cached). All events up to the end of a step are
-one line of JSON. docs/trace.md lists the events; `replay.py` makes the state of each step of them again.
+An event is a short list that begins with a code: `["take", 3, 17, 0]` means that sequence 3 now owns block 17, which
+held nothing cached. All events up to the end of a step are one line of JSON. docs/trace.md lists the events;
+`replay.py` reads them back into the state of each step.
 
-Nothing is noted for a token or a block that does not change, and a decode step whose sequences are those of the step
-before names none of them: a step of 256 decodes costs some 0.1 ms (benchmarks/trace_overhead.py).
+A recording may begin in the middle of a run: its header then holds the state of that moment (`take_snapshot`).
+
+Tokens and blocks that do not change cause no event. A decode step with the sequences of the step before does not repeat
+their numbers. So a step of 256 decodes takes about 0.1 ms longer (benchmarks/trace_overhead.py).
 """
 
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from nanovllm.config import Config
+from nanovllm.engine.engine import LLMEngine
 from nanovllm.scheduling.observer import Blocks, SchedulingStats
 from nanovllm.scheduling.sequence import Sequence
 from nanovllm.scheduling.step import Chunk, SchedulerOutput
-from nanovllm.trace.snapshot import take_snapshot
-
-FORMAT = "nanovllm-trace"
-VERSION = 1
-
-
-@runtime_checkable
-class Sink(Protocol):
-    """Where lines go: a file, or the browsers that watch."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the lines before may be dropped: the recorder begins anew then, with the state of this moment."""
-
-    def begin(self, line: str) -> None:
-        """The header, with which a reader can begin."""
-
-    def write(self, line: str) -> None: ...
-
-    def close(self) -> None: ...
+from nanovllm.trace.recording import FORMAT, VERSION, Sink, to_sink
 
 
 class Recorder(SchedulingStats):
@@ -56,7 +44,8 @@ class Recorder(SchedulingStats):
         self._events: list[list] = []
         self._seqs: dict[Sequence, int] = {}  # the numbers of all that have not finished
         self._num_seqs = 0
-        self._beams: dict[Sequence, int] = {}  # how many tokens of each beam are noted: its search chooses them
+        self._drawn: list[tuple[Sequence, int, int]] = []  # place and token of the newest draws that may be replaced
+        self._host_block_ids: dict[Sequence, list[int]] = {}  # of sequences that are swapped out
         self._num_steps = 0
         self._flights: deque[tuple[int, list[Sequence]]] = deque()  # steps in flight, and the sequences they sample
         self._decodes: list[Sequence] = []  # of the step before
@@ -99,8 +88,7 @@ class Recorder(SchedulingStats):
         self._known_ids.clear()
         self._decodes = []
         flights = [[step, [self._seqs.get(seq, 0) for seq in samples]] for step, samples in self._flights]
-        self._beams = {seq: seq.num_known_tokens for seq in self._beams}
-        state = take_snapshot(self._blocks, self._seqs) if self._num_seqs else None
+        state = take_snapshot(self._blocks, self._seqs, self._host_block_ids) if self._num_seqs else None
         if state is not None:
             self._new_ids |= {i for seq in state["seqs"] for i in seq["tokens"]}
             self._new_ids |= {i for *_, token_ids in state["cached"] for i in token_ids}
@@ -126,21 +114,22 @@ class Recorder(SchedulingStats):
         self._seqs[seq] = self._num_seqs
         token_ids = seq.token_ids.view().tolist()
         self._new_ids.update(token_ids)
-        if seq.is_beam:
-            self._beams[seq] = len(token_ids)
         about = {"request": seq.request_id, "sample": seq.sample_index, "tokens": token_ids}
         about |= {"num_prompt_tokens": seq.num_prompt_tokens, "max_num_tokens": seq.max_num_tokens}
-        self._events.append(["add", self._num_seqs, self._now(), about | ({"beam": 1} if seq.is_beam else {})])
+        self._events.append(["add", self._num_seqs, self._now(), about])
         return self._num_seqs
 
-    def _note_chosen(self, seq: Sequence) -> None:
-        """The tokens that a search has appended to a beam since it was last looked at."""
-        first = self._beams[seq]
-        if seq.num_known_tokens > first:
-            token_ids = seq.token_ids.view(first).tolist()
-            self._new_ids.update(token_ids)
-            self._events.append(["tokens", self._number(seq), first, token_ids])
-            self._beams[seq] = seq.num_known_tokens
+    def _note_replaced(self) -> None:
+        """A beam search puts other tokens in the places of those that the newest step has drawn for its beams."""
+        for i, (seq, place, token_id) in enumerate(self._drawn):
+            chosen = int(seq.token_ids.data[place])
+            if chosen != token_id and seq in self._seqs:
+                self._note_tokens(seq, place, [chosen])
+                self._drawn[i] = seq, place, chosen
+
+    def _note_tokens(self, seq: Sequence, first: int, token_ids: list[int]) -> None:
+        self._new_ids.update(token_ids)
+        self._events.append(["tokens", self._number(seq), first, token_ids])
 
     def on_start(self, blocks: Blocks) -> None:
         super().on_start(blocks)
@@ -148,28 +137,32 @@ class Recorder(SchedulingStats):
             self._events.append(["start", blocks.num_blocks])
         self._blocks = blocks
         self._seqs.clear()
-        self._beams.clear()
+        self._drawn = []
+        self._host_block_ids.clear()
         self._flights.clear()
         self._decodes = []
 
     def on_add(self, seq: Sequence) -> None:
         self._number(seq)
 
-    def on_fork(self, parent: Sequence, child: Sequence) -> None:
-        if parent in self._beams:
-            self._note_chosen(parent)
+    def on_fork(self, parent: Sequence, child: Sequence, is_shared: bool) -> None:
+        self._note_replaced()
+        if parent not in self._seqs:  # it has finished
+            self._name(child)
+            return
         number = self._number(parent)
         self._num_seqs += 1
         self._seqs[child] = self._num_seqs
-        if child.is_beam:
-            self._beams[child] = child.num_known_tokens
-        place = [child.sample_index, child.num_known_tokens, parent.num_computed_tokens]
+        num_known = child.num_known_tokens
+        place = [child.sample_index, num_known, parent.num_computed_tokens if is_shared else 0]
         self._events.append(["fork", number, self._num_seqs, *place, self._now()])
+        newest = int(child.token_ids.data[num_known - 1])
+        if newest != parent.token_ids.data[num_known - 1]:
+            self._note_tokens(child, num_known - 1, [newest])
 
     def on_finish(self, seq: Sequence) -> None:
-        if seq in self._beams:
-            self._note_chosen(seq)
-            del self._beams[seq]
+        self._note_replaced()
+        self._host_block_ids.pop(seq, None)
         place = [seq.finish_reason, seq.stop_reason, seq.num_known_tokens, self._now()]
         self._events.append(["finish", self._number(seq), *place])
         del self._seqs[seq]
@@ -186,18 +179,19 @@ class Recorder(SchedulingStats):
 
     def on_admit(self, seq: Sequence) -> None:
         super().on_admit(seq)
+        self._host_block_ids.pop(seq, None)
         code = "new" if seq.num_cached_tokens is None else "again"
         self._events.append(["admit", self._number(seq), code, seq.num_computed_tokens])
 
-    def on_preempt(self, seq: Sequence, is_swapped: bool, needy: Sequence) -> None:
-        super().on_preempt(seq, is_swapped, needy)
-        place = [self._number(needy), seq.num_computed_tokens, seq.host_block_ids.copy()]
+    def on_preempt(self, seq: Sequence, host_block_ids: list[int], needy: Sequence) -> None:
+        super().on_preempt(seq, host_block_ids, needy)
+        self._host_block_ids[seq] = host_block_ids
+        place = [self._number(needy), seq.num_computed_tokens, host_block_ids]
         self._events.append(["preempt", self._number(seq), *place])
 
     def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: Blocks) -> None:
         super().on_schedule(step, running, blocks)
-        for seq in self._beams:
-            self._note_chosen(seq)
+        self._note_replaced()
         self._note_idle(step, running)
         self._num_steps += 1
         self._flights.append((self._num_steps, step.samples))
@@ -205,13 +199,13 @@ class Recorder(SchedulingStats):
         named = 0 if decodes == self._decodes else self._numbers(decodes)
         samples = 0 if step.samples == decodes else self._numbers(step.samples)
         chunks = [self._describe(chunk) for chunk in step.chunks[step.num_decodes :]]
-        moves = [step.moves.swap_outs, step.moves.swap_ins]
+        moves = [getattr(step.moves, "swap_outs", []), getattr(step.moves, "swap_ins", [])]
         num_stored = self._in_flight[-1][0]
         place = [named, chunks, samples, moves, blocks.num_free_blocks, num_stored]
         self._events.append(["schedule", self._num_steps, self._now(), *place])
         self._decodes = decodes
 
-    def _numbers(self, seqs: SequenceOf[Sequence]) -> list[int]:
+    def _numbers(self, seqs: Collection[Sequence]) -> list[int]:
         return [self._number(seq) for seq in seqs]
 
     def _describe(self, chunk: Chunk) -> list:
@@ -237,13 +231,19 @@ class Recorder(SchedulingStats):
                 code = "caught_up" if seq.num_computed_tokens == seq.num_tokens else "budget"
                 self._events.append(["idle", self._number(seq), code])
 
-    def on_update(self, step: SchedulerOutput, new_token_ids: SequenceOf[int]) -> None:
+    def on_update(self, step: SchedulerOutput, new_token_ids: list[int]) -> None:
         super().on_update(step, new_token_ids)
         number, _ = self._flights.popleft()
         self._new_ids.update(new_token_ids)
         self._events.append(["update", number, self._now(), list(new_token_ids)])
+        self._drawn = [
+            (seq, seq.num_known_tokens - 1, token_id)
+            for seq, token_id in zip(step.samples, new_token_ids, strict=True)
+            if seq.stages and seq in self._seqs
+        ]
 
     def on_step_end(self, step: SchedulerOutput, seconds: Mapping[str, float]) -> None:
+        self._note_replaced()
         self.flush(seconds)
 
     def on_roll_back(self) -> None:
@@ -267,6 +267,7 @@ class Recorder(SchedulingStats):
         self._events.append(["give_back", self._number(seq), list(block_ids)])
 
     def on_free(self, seq: Sequence) -> None:
+        self._host_block_ids.pop(seq, None)
         number = self._seqs.get(seq)
         if number is not None:  # else it has finished: a failed step ends it once more
             self._events.append(["free", number])
@@ -283,3 +284,93 @@ class Recorder(SchedulingStats):
 
 def to_json(line: Mapping[str, Any]) -> str:
     return json.dumps(line, separators=(",", ":"), ensure_ascii=False)
+
+
+# ---- the state in a header
+
+
+def take_snapshot(
+    blocks: Any, seqs: Mapping[Sequence, int], host_block_ids: Mapping[Sequence, list[int]]
+) -> dict[str, Any]:
+    """The state of a `BlockManager` and of `seqs`, each with its number.
+
+    free      the free blocks, in the order in which they will be handed out
+    cached    [block id, hash, serial number, token ids] of each block that the prefix cache can find
+    seqs      of each unfinished sequence: what `replay.py` keeps of it
+    """
+    cached = [
+        [one.block_id, f"{one.block_hash:016x}", one.serial, np.frombuffer(one.tokens, dtype=np.int32).tolist()]
+        for one in blocks.prefix_cache._by_id.values()
+    ]
+    return {
+        "free": list(blocks._free),
+        "cached": cached,
+        "seqs": [describe_sequence(seq, number, host_block_ids.get(seq, [])) for seq, number in seqs.items()],
+    }
+
+
+def describe_sequence(seq: Sequence, number: int, host_block_ids: list[int]) -> dict[str, Any]:
+    return {
+        "number": number,
+        "request": seq.request_id,
+        "sample": seq.sample_index,
+        "status": seq.status.name.lower(),
+        "tokens": seq.token_ids.view().tolist(),
+        "num_prompt_tokens": seq.num_prompt_tokens,
+        "max_num_tokens": seq.max_num_tokens,
+        "num_computed_tokens": seq.num_computed_tokens,
+        "block_table": seq.block_table.view().tolist(),
+        "host_block_ids": list(host_block_ids),
+    }
+
+
+# ---- engines that are recorded
+
+
+def start_engine(config: Config, trace: str | Path | Sink | None, on_exit: ExitStack) -> LLMEngine:
+    """An engine; its run is recorded in the file `trace`, or written to that sink, until `on_exit` closes it.
+
+    Raises ValueError or TypeError, before the model is loaded, if the file cannot be written.
+    """
+    if trace is None:
+        return LLMEngine(config)
+    return start_recorded_engine(config, to_sink(trace), on_exit)
+
+
+def start_recorded_engine(config: Config, sink: Sink, on_exit: ExitStack) -> LLMEngine:
+    """An engine whose run is written to `sink`, until `on_exit` closes it."""
+    recorder = Recorder(sink)
+    try:
+        engine = LLMEngine(config, recorder)
+    except BaseException:
+        sink.close()
+        raise
+    if engine.tokenizer is not None:
+        recorder.decode = lambda token_id: engine_text(engine.tokenizer, token_id)
+    recorder.begin(describe_engine(engine))
+    on_exit.callback(recorder.close)
+    return engine
+
+
+def engine_text(tokenizer: Any, token_id: int) -> str:
+    """The text of one token; part of a character is shown as �."""
+    return tokenizer.decode([token_id])
+
+
+def describe_engine(engine: LLMEngine) -> dict[str, Any]:
+    """The limits that the scheduler keeps, and what computes."""
+    config, policy = engine.config, engine.config.scheduling_policy
+    return {
+        "model": Path(config.model).name,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": engine.parts.max_num_batched_tokens,
+        "max_model_len": engine.parts.max_model_len,
+        "long_prefill_token_threshold": config.long_prefill_token_threshold,
+        "sliding_window": engine.parts.model_config.widest_window,  # None if a layer sees all tokens
+        "scheduling_policy": policy if isinstance(policy, str) else getattr(policy, "__name__", repr(policy)),
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "preemption_mode": config.preemption_mode,
+        "num_swap_blocks": getattr(engine.runner.kv_cache, "num_swap_blocks", 0),
+        "enable_overlap": engine.parts.enable_overlap,
+        "description": engine.description,
+    }

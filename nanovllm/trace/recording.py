@@ -1,18 +1,34 @@
-"""How does a recording lie on disk, and how is it read? A file of JSON lines that never grows above a limit.
+"""`TraceFile` writes a recording, a file of JSON lines; `read_recording` reads it.
 
-When the file has half of `max_bytes`, it is renamed to `run.jsonl.1`, in the place of an older one, and a new file
-begins with the state of that moment: so a long run keeps its newest steps, and either file can be read alone.
+A file larger than half of `max_bytes` is renamed to `run.jsonl.1` and replaces an older one. The new file begins with
+the state of that moment. So a long run keeps its newest steps, and each of the two files can be read without the other.
 """
 
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
-from nanovllm.trace.recorder import FORMAT, VERSION
-
+FORMAT = "nanovllm-trace"
+VERSION = 1
 MAX_BYTES = 128 * 2**20
+
+
+@runtime_checkable
+class Sink(Protocol):
+    """A destination of lines: a file, or the browsers that watch."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the lines before may be dropped: the recorder begins anew then, with the state of this moment."""
+
+    def begin(self, line: str) -> None:
+        """The header, with which a reader can begin."""
+
+    def write(self, line: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class TraceFile:
@@ -52,22 +68,50 @@ class TraceFile:
         self._file.close()
 
 
+class Sinks:
+    """A `Sink` that passes all to several."""
+
+    def __init__(self, sinks: list[Sink]) -> None:
+        self.sinks = sinks
+
+    @property
+    def is_full(self) -> bool:
+        return any(sink.is_full for sink in self.sinks)
+
+    def begin(self, line: str) -> None:
+        for sink in self.sinks:
+            sink.begin(line)
+
+    def write(self, line: str) -> None:
+        for sink in self.sinks:
+            sink.write(line)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+
+def to_sink(trace: str | Path | Sink) -> Sink:
+    """Opens a path; returns a sink as it is. Raises TypeError or ValueError if the path cannot be written."""
+    return trace if isinstance(trace, Sink) else TraceFile(trace)
+
+
 def read_recording(path: str | Path) -> list[dict[str, Any]]:
-    """The header, and the lines after it. Raises ValueError if the file is no recording."""
+    """The header, and the lines after it. Raises ValueError if the file holds something else."""
     try:
         lines = list(read_lines(Path(path)))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     header = lines[0] if lines else {}
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError(f"{path} is no recording: its first line must have the format {FORMAT!r}")
+        raise ValueError(f"{path} is not a recording: its first line must have the format {FORMAT!r}")
     if header.get("version") != VERSION:
         raise ValueError(f"{path} has version {header.get('version')!r} of the format; this is {VERSION}")
     return lines
 
 
 def read_lines(path: Path) -> Iterator[Any]:
-    """The parsed lines; a last line without an end is what a crash has left, and is passed over."""
+    """The parsed lines. A last line without a newline was cut by a crash, and is skipped."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:

@@ -1,8 +1,8 @@
-"""What was the state of the pool at each step? The events of a recording, applied one after the other.
+"""`Replay`: applies the events of a recording one by one, and so finds the state of the pool at each step.
 
-A second, independent keeper of blocks and sequences: it decides nothing, and says so when an event contradicts what the
-events before it have led to (a block that is taken was not the first of the free ones; a count differs from the
-engine's). The page has the same in JavaScript, `viewer/replay.js`; tests compare both with the block manager.
+It keeps blocks and sequences a second time, independently, and decides nothing. It raises an error when an event
+contradicts the state: a block is taken that is not the first free one, or a count differs from the engine's. The page
+does the same in JavaScript (`viewer/replay.js`); tests compare both with the block manager.
 """
 
 from collections import Counter, OrderedDict
@@ -44,7 +44,6 @@ class ReplayedSequence:
     tokens: list[int]
     num_prompt_tokens: int
     max_num_tokens: int
-    beam: int = 0
     status: str = "waiting"
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -108,15 +107,15 @@ class Replay:
     def _fork(self, parent: int, number: int, sample: int, num_known: int, num_computed: int, time: int) -> None:
         one = self.seqs[parent]
         child = ReplayedSequence(
-            number, one.request, sample, one.tokens[:num_known], one.num_prompt_tokens, one.max_num_tokens, one.beam
+            number, one.request, sample, one.tokens[:num_known], one.num_prompt_tokens, one.max_num_tokens
         )
         self.seqs[number] = child
-        if one.status == "running":
-            child.num_computed_tokens = num_computed
+        child.num_computed_tokens = num_computed
 
     def _tokens(self, number: int, first: int, token_ids: list[int]) -> None:
-        self._check(first == len(self.seqs[number].tokens), f"sequence {number} has a gap before token {first}")
-        self.seqs[number].tokens += token_ids
+        tokens = self.seqs[number].tokens
+        self._check(first <= len(tokens), f"sequence {number} has a gap before token {first}")
+        tokens[first:] = token_ids
 
     def _finish(self, number: int, reason: str, stop: int | str | None, num_tokens: int, time: int) -> None:
         seq = self.seqs[number]
@@ -166,7 +165,7 @@ class Replay:
             if not number:  # it had finished before the recording began
                 continue
             seq = self.seqs[number]
-            if not seq.beam and len(seq.tokens) != seq.num_final_tokens:
+            if len(seq.tokens) != seq.num_final_tokens:
                 seq.tokens.append(token_id)
 
     def _roll_back(self, time: int) -> None:
@@ -192,7 +191,7 @@ class Replay:
             seq.status = "running"
 
     def _count_owner(self, block_id: int) -> None:
-        """Nobody owns the null block, which stands for blocks behind a window."""
+        """The null block stands for blocks behind a window, and has no owners."""
         if block_id != NULL_BLOCK:
             self.ref_counts[block_id] += 1
 

@@ -10,7 +10,6 @@ import argparse
 import json
 import tempfile
 import webbrowser
-from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
 from nanovllm.trace.page import make_page
@@ -27,7 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(arguments: SequenceOf[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(arguments)
     paths = [path for path in (args.recording, args.second) if path is not None]

@@ -1,4 +1,4 @@
-// Whose block is it? Colours that differ for colour-blind readers too (after Okabe and Ito, in two lightnesses).
+// A colour for each owner of blocks. They differ for colour-blind readers too (after Okabe and Ito, in two lightnesses).
 // They repeat when there are more sequences, so a label always stands beside them.
 
 const OWNERS = {

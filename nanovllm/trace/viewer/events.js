@@ -1,4 +1,4 @@
-// What does an event say, in a sentence? And which lines of the engine decided it (SOURCES, written by page.py)?
+// Each event as a sentence, and what it is about. The lines of the engine that decided it are in SOURCES, by page.py.
 
 export function describeEvent(run, event, t, numFree) {
   const [code, number, ...rest] = event;
@@ -41,7 +41,7 @@ export function freeBefore(run, frame) {
   return found;
 }
 
-// Which choice does an event stand for? {seq, block}
+// The sequence and block that an event is about: {seq, block}
 export function subjectOf([code, number, ...rest]) {
   if (["take", "share", "register"].includes(code) && rest[0]) return { seq: number, block: rest[0] };
   if (code === "copy") return { seq: number, block: rest[1] };

@@ -1,4 +1,4 @@
-// Which tokens does each new token of the step attend to? A row a token, as far as that can be drawn.
+// The attention mask of the step: a row for each new token, as many as can be drawn, with the tokens it attends to.
 
 import { ownerColor } from "./colors.js";
 import { chunksOf, Seq } from "./step.js";

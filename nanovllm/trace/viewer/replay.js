@@ -1,8 +1,8 @@
-// What was the state of the pool after each event? As replay.py, in typed arrays, so that a state is quickly copied.
+// The state of the pool after each event, as in replay.py. Typed arrays make a state quick to copy.
 //
 // Block b has refs[b] owners, holds filled[b] tokens, and was written by sequence writer[b] as its place[b]-th block.
 // serial[b] is not 0 while the prefix cache can find it. Free blocks are a ring in the order in which they are handed
-// out: next[0] is the first, previous[0] the last. In a block table 0, the null block, which nobody owns, takes the place
+// out: next[0] is the first, previous[0] the last. In a block table 0, the null block, which has no owners, takes the place
 // of a block that lies behind the window of all layers. What contradicts the engine is kept in `broken`, and nothing throws.
 
 export class Replay {
@@ -79,7 +79,7 @@ export class Replay {
       this.hashes.set(serial, hash);
       if (this.refs[b]) return;
       const ghost = makeSequence(-1 - i, { request: "?", sample: 0, tokens, num_prompt_tokens: tokens.length });
-      this.seqs.set(ghost.number, { ...ghost, status: "finished" }); // its contents alone are known
+      this.seqs.set(ghost.number, { ...ghost, status: "finished" }); // only its contents are known
       [this.writer[b], this.place[b], this.filled[b]] = [ghost.number, 0, this.blockSize];
     });
   }
@@ -93,7 +93,7 @@ export class Replay {
   fork(parent, number, sample, numKnown, numComputed) {
     const one = this.seqs.get(parent);
     const child = { ...one, number, sample, tokens: one.tokens.slice(0, numKnown), table: [], host: [], known: numKnown };
-    child.computed = one.status === "running" ? numComputed : 0;
+    child.computed = numComputed;
     child.status = "waiting";
     child.parent = parent;
     this.seqs.set(number, child);
@@ -101,7 +101,7 @@ export class Replay {
 
   tokens(number, first, ids) {
     const seq = this.seqs.get(number);
-    this.check(first === seq.known, `sequence ${number} has a gap before token ${first}`);
+    this.check(first <= seq.known, `sequence ${number} has a gap before token ${first}`);
     ids.forEach((id, i) => (seq.tokens[first + i] = id));
     seq.known = first + ids.length;
   }
@@ -167,7 +167,7 @@ export class Replay {
     this.inFlight.delete(step);
     (samples ?? []).forEach((number, row) => {
       const seq = this.seqs.get(number);
-      if (!seq || seq.beam || seq.known === seq.final) return;
+      if (!seq || seq.known === seq.final) return;
       seq.tokens[seq.known] = ids[row];
       seq.known += 1;
     });
@@ -330,7 +330,6 @@ function makeSequence(number, about) {
     number,
     request: about.request,
     sample: about.sample,
-    beam: about.beam ?? 0,
     tokens: about.tokens.slice(),
     known: about.tokens.length,
     numPrompt: about.num_prompt_tokens,

@@ -208,10 +208,8 @@ export class Run {
     return (request.last - request.first) / 1e6 / (request.numTokens - 1);
   }
 
-  // A beam that its search drops ends with "abort" as well; nobody has aborted it.
   isAborted(number) {
-    const seq = this.replay.seqs.get(number);
-    return seq.reason === "abort" && !seq.beam;
+    return this.replay.seqs.get(number).reason === "abort";
   }
 
   label(number) {

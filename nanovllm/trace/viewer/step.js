@@ -1,4 +1,4 @@
-// The step: how its budget was split, who waits and why, and every event since the step before, each with its source.
+// The step: how its budget was split, which sequences wait and why, and every event since the step before, each with its source.
 
 import { ownerColor } from "./colors.js";
 import { describeEvent, freeBefore, subjectOf } from "./events.js";
@@ -74,7 +74,7 @@ export function reasonsOf(run, at, state) {
 }
 
 function reasonText(run, seq, event, t) {
-  if (!event) return seq.beam ? t("wait.search") : t("wait.next");
+  if (!event) return t("wait.next");
   if (event[0] === "behind") return t("wait.behind", { other: run.label(event[1]) });
   return t(`${event[0]}.${event[2]}`, { needed: event[3], free: event[4] });
 }
@@ -98,7 +98,7 @@ function Events({ run, frame, at }) {
     <ol class="events">
       ${shown.map((event) => html`<li class=${`is-${event[0]}`}>
         <button class="text" onClick=${() => choose(subjectOf(event))}>${describeEvent(run, event, t, before.get(event))}</button>
-        <button class="source" onClick=${() => showSource(event[0])} aria-label=${`${t("showSource")}: ${event[0]}`}>${event[0]}</button>
+        <button class="source" disabled=${!window.SOURCES[event[0]]} onClick=${() => showSource(event[0])} aria-label=${`${t("showSource")}: ${event[0]}`}>${event[0]}</button>
       </li>`)}
     </ol>
     ${at.events.length > shown.length && html`<button onClick=${() => setOpen(true)}>${t("more", { count: at.events.length - shown.length })}</button>`}`;
