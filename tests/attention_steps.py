@@ -103,7 +103,7 @@ class Step:
 
 
 class LatentStep(Step):
-    """Of a backend whose cache holds latents (layers/latent_attention.py): the first `rank` channels are the values."""
+    """Of a backend whose cache holds latents (models/latent_attention.py): the first `rank` channels are the values."""
 
     def __init__(self, backend, lens, seed=0, dtype=torch.float32):
         self.rank = backend.rank

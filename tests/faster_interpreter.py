@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 
@@ -14,6 +15,8 @@ def make_faster() -> None:
     prepare_each_module_once()
     skip_the_check_of_overflows()
     look_dtypes_up()
+    return_what_fits_already()
+    decide_each_computation_type_once()
     remember(tl.block_type, lambda element_ty, shape: (element_ty.name, *shape), {"element_ty": lambda ty, _: ty})
     of_tensor = {"handle": lambda handle, _: handle, "type": lambda _, ty: ty, "dtype": lambda _, ty: ty.scalar}
     remember(tl.tensor, lambda handle, ty: ty.name, of_tensor)
@@ -53,6 +56,33 @@ def look_dtypes_up() -> None:
     interpreter._get_np_dtype = look_up
 
 
+def return_what_fits_already() -> None:
+    """Tensors of one shape need no broadcast, and tensors of the wanted dtype no cast."""
+    broadcast, cast = TritonSemantic.broadcast_impl_value, TritonSemantic.cast
+
+    def broadcast_or_return(self, lhs, rhs):
+        shapes = [list(x.type.shape) if x.type.is_block() else None for x in (lhs, rhs)]
+        return (lhs, rhs) if shapes[0] == shapes[1] else broadcast(self, lhs, rhs)
+
+    def cast_or_return(self, x, dtype, *args, **kwargs):
+        return x if x.dtype is dtype else cast(self, x, dtype, *args, **kwargs)
+
+    TritonSemantic.broadcast_impl_value, TritonSemantic.cast = broadcast_or_return, cast_or_return
+
+
+def decide_each_computation_type_once() -> None:
+    """What two dtypes are promoted to, for each way to combine them."""
+    decide, known = TritonSemantic.computation_type_impl, {}
+
+    def look_up(self, a, a_is_scalar, b, b_is_scalar, div_or_mod):
+        key = (a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod)
+        if key not in known:
+            known[key] = decide(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+        return known[key]
+
+    TritonSemantic.computation_type_impl = look_up
+
+
 def remember(cls: type, key_of: Callable, own: dict[str, Callable]) -> None:
     """A new `cls(*args)` shares the attributes of the first one with the same key, all but its `own`."""
     init, known = cls.__init__, {}
@@ -62,6 +92,9 @@ def remember(cls: type, key_of: Callable, own: dict[str, Callable]) -> None:
         if key not in known:
             init(self, *args)
             known[key] = {name: value for name, value in vars(self).items() if name not in own}
-        vars(self).update(known[key], **{name: value_of(*args) for name, value_of in own.items()})
+        attributes = self.__dict__
+        attributes.update(known[key])
+        for name, value_of in own.items():
+            attributes[name] = value_of(*args)
 
     cls.__init__ = init_or_share

@@ -1,6 +1,6 @@
 """Runs the code that launches kernels, on CPU: what it would launch on a GPU is compiled for one, and that is all.
 
-    python -m tests.launched_kernels 90
+    python -m tests.launched_kernels 90 bfloat16 float32    # dtypes of logits
 
 The interpreter takes all arguments and options, but the compiler does not; what `benchmarks.kernel_resources` compiles
 is described there once more, while this is what the launches say themselves. Prints a dict for each compiled kernel.
@@ -10,6 +10,7 @@ Kernels leave everything as it is, so the outputs mean nothing.
 import json
 import os
 import sys
+from dataclasses import asdict
 
 os.environ["TRITON_INTERPRET"] = "0"  # read by Triton when it is imported
 
@@ -18,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks.kernel_resources import GPUS, read_cubin
+from benchmarks.kernel_resources import GPUS, Resources, read_cubin
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.kernels.cuda import decoder_layer, few_tokens, sample, triton_attention  # noqa: F401 (before the next line)
 
@@ -53,16 +54,17 @@ def compile_launches(arch):
         assert all(isinstance(size, int) and 0 < size < 1 << 31 for size in grid)
         kernel = compile_or_launch(self, *args, grid=grid, **{**options, "warmup": True})
         if kernel.hash not in lines:
-            _, spill_bytes = read_cubin(kernel.asm["cubin"])
-            line = {"kernel": self.fn.__name__, "spill_bytes": spill_bytes, "shared_bytes": kernel.metadata.shared}
-            lines[kernel.hash] = line
+            about = kernel.metadata
+            used = Resources(*read_cubin(kernel.asm["cubin"]), about.shared, about.num_warps, about.num_stages)
+            programs = used.programs_per_multiprocessor(GPUS[arch])
+            lines[kernel.hash] = {"kernel": self.fn.__name__, **asdict(used), "programs": programs}
         return kernel
 
     JITFunction.run = compile_only
     return lines
 
 
-def launch_all(kv_cache_dtypes):
+def launch_all(kv_cache_dtypes, logits_dtypes):
     empty = torch.empty
     torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).zero_()  # it is used as token ids
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -72,7 +74,7 @@ def launch_all(kv_cache_dtypes):
         for prompts in ([[1, 2, 3]], [[5] * 40, [7] * 9], [[8] * 300, [9]]):  # few tokens and many, decodes and mixed
             llm.generate(prompts, params, use_tqdm=False)
     temperatures, uniforms = torch.ones(2), torch.zeros(2, dtype=torch.float64)
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in logits_dtypes:
         logits = torch.zeros(2, VOCAB_SIZE, dtype=dtype)
         for limits in ({"uniforms": None}, {}, {"top_k": torch.ones(2, dtype=torch.int64)}, {"top_p": torch.ones(2)}):
             sample.draw_tokens(logits, temperatures, **{"uniforms": uniforms, **limits})
@@ -81,6 +83,6 @@ def launch_all(kv_cache_dtypes):
 if __name__ == "__main__":
     arch = int(sys.argv[1])
     lines = compile_launches(arch)
-    launch_all(["auto", "fp8"] if arch >= 89 else ["auto"])
+    launch_all(["auto", "fp8"] if arch >= 89 else ["auto"], [getattr(torch, name) for name in sys.argv[2:]])
     for line in lines.values():
         print(json.dumps(line))

@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from nanovllm.layers.backends import TorchAttention
 from nanovllm.layers.masking import PLAIN, is_visible
+from nanovllm.layers.torch_attention import TorchAttention
 
 
 class OperationLog(TorchDispatchMode):
@@ -86,7 +86,7 @@ def launches_are_operations(log):
 
 
 class OperationRecorder:
-    """Takes the place of `cuda_graph.Recorder`."""
+    """Takes the place of `graphs.Recorder`."""
 
     def __init__(self):
         self.num_recorded = self.num_replays = 0

@@ -5,14 +5,18 @@ import numpy as np
 from nanovllm.execution.batch import build_batch
 from nanovllm.execution.sampling_batch import build_sampling_batch, draw_uniforms
 from nanovllm.scheduling.block_tables import BlockTables
-from nanovllm.scheduling.step import SchedulerOutput
+from nanovllm.scheduling.step import BlockMoves, make_step
 
 
 def batch_of(chunks, block_size):
     """The batch of `chunks`, (sequence, start, num_new_tokens) each, which have the decodes in front."""
-    num_decodes = sum(num_new == 1 for _, _, num_new in chunks)
+    return build_step(step_of(chunks), block_size)
+
+
+def step_of(chunks):
+    """What the scheduler says of `chunks`."""
     num_tokens = sum(num_new for _, _, num_new in chunks)
-    return build_step(SchedulerOutput(chunks, num_decodes, num_tokens), block_size)
+    return make_step(chunks, num_tokens, [], [], BlockMoves())
 
 
 def build_step(scheduled, block_size):

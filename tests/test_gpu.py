@@ -20,11 +20,11 @@ import torch
 import transformers
 
 from nanovllm import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
-from nanovllm.execution.cuda_graph import CudaGraphs
+from nanovllm.extras.cuda.graphs import CudaGraphs
 from nanovllm.kernels.cuda.flash_attention import FlashAttention
 from tests.conftest import hf_greedy
 from tests.engine.test_parity import NUM_OUTPUT_TOKENS, Oracle, assert_at_rest, assert_parity
-from tests.engine.test_replay import make_requests, serve
+from tests.extras.test_all_configurations import make_requests, serve
 
 ON_A_CARD = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -448,7 +448,7 @@ def test_the_cache_is_sized_by_what_the_card_has_left(checkpoints, backend):
     options = make_options("cuda", backend, num_kv_blocks=None, gpu_memory_utilization=share, max_num_seqs=200)
     llm = LLM(folder, **options)
     runner = llm.engine.runner
-    num_bytes = llm.engine.num_kv_blocks * runner.kv_cache.bytes_per_block
+    num_bytes = llm.engine.parts.num_kv_blocks * runner.kv_cache.bytes_per_block
     assert 0.3 * wanted < num_bytes < 1.05 * wanted  # the rest is for weights, a step and graphs
     outputs = llm.generate(
         [[1, 2, 3]] * 200, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), use_tqdm=False

@@ -1,23 +1,36 @@
-"""The house: which folder may import which, and no circle between files."""
+"""The house: which room may import which, no circle between files, and where the core chooses its extras."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "nanovllm"
+from tests.core_alone import EXTRAS, PACKAGE
 
-# Each room may import those before it, and itself; what users touch is open to all, but for the entrances.
-ROOMS = ["scheduling", "layers", "models", "kernels", "execution", "engine", "trace", "serve"]
-USERS = ["checks", "vllm_options", "vllm_tables", "structured_outputs", "sampling_params", "pooling_params"]
-USERS += ["inputs", "outputs", "config"]
+# Each room may import those before it, and itself. What users touch is open to all, but for the entrances.
+ROOMS = ["scheduling", "layers", "models", "execution", "engine", "extras", "kernels", "trace", "serve"]
+USERS = ["checks", "sampling_params", "inputs", "outputs", "config"]
 ENTRANCES = ["llm", "__init__", "__main__"]
-WINGS = ["serve"]  # above the engine; they may use the package as its users do
-FORBIDDEN = {  # beyond the order: wings that know nothing of each other
-    "scheduling": [],
+AS_USERS_DO = ["extras", "serve"]  # clients and servers take the package as its users do
+FORBIDDEN = {  # beyond the order: a layer sees tensors, and no sequences
     "layers": ["scheduling"],
     "models": ["scheduling"],
-    "kernels": ["scheduling"],
+    "kernels": ["scheduling", "execution", "engine"],
+}
+# The files of the core that import an extra: each in the branch of the option that asks for it.
+COMPOSITION = {
+    "checks",  # options by vLLM's names
+    "sampling_params",  # fields that an extra reads are checked by it
+    "llm",  # `embed`, `beam_search`, `get_metrics`, `trace=`
+    "__main__",  # commands
+    "engine.assembly",  # overlap, swap, windows
+    "engine.chat",  # options of chat templates
+    "engine.detokenizer",  # spaces between special tokens
+    "engine.input_processor",  # stages, taps, grammars
+    "execution.checkpoint",  # the hub, overrides
+    "execution.weights",  # dummy weights
+    "execution.startup",  # kernels, CUDA, swap, overlap
+    "models.config",  # positions beyond the plain ones
+    "models.qwen3",  # windows; other architectures are imported by name, in `models.registry`
 }
 
 
@@ -27,12 +40,14 @@ def name_of(path):
 
 
 FILES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+OF_EXTRAS = {name for name, path in FILES.items() if any(path.is_relative_to(one) for one in EXTRAS)}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
 
-def imports_of(path):
-    """Modules of this package that the file imports, anywhere in it."""
+def imported_by(nodes):
+    """Modules of this package that these statements import."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -42,36 +57,67 @@ def imports_of(path):
     return {"nanovllm.__init__" if name == "nanovllm" else name for name in found} & set(FILES)
 
 
+def is_for_types(node):
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def statements(tree, in_functions):
+    """All statements of a module, without those that only a type checker sees; with or without those in functions."""
+    todo = list(tree.body)
+    while todo:
+        node = todo.pop()
+        yield node
+        if is_for_types(node):
+            todo += node.orelse
+        elif in_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            todo += ast.iter_child_nodes(node)
+
+
+def imports_of(name, in_functions=True):
+    return imported_by(statements(TREES[name], in_functions))
+
+
 def room(name):
-    parts = name.split(".")
-    return parts[1]
+    return name.split(".")[1]
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_imports_run_one_way(name):
     own = room(name)
-    for imported in imports_of(FILES[name]):
+    for imported in imports_of(name):
         other = room(imported)
-        if other in USERS:
+        if other in USERS or (name not in OF_EXTRAS and imported in OF_EXTRAS):  # the next test looks at the latter
             continue
         assert own not in USERS, f"{name}: what users touch imports nothing of {other}"
-        if own in ENTRANCES:
-            continue
-        if own in WINGS and other in ("llm", "__init__"):
+        if own in ENTRANCES or (own in AS_USERS_DO and other in ENTRANCES):
             continue
         assert other not in ENTRANCES, f"{name} imports an entrance"
         assert ROOMS.index(other) <= ROOMS.index(own), f"{own} is below {other}"
         assert other not in FORBIDDEN.get(own, []), f"{own} knows nothing of {other}"
 
 
+def test_the_core_imports_extras_only_where_it_chooses_them():
+    core = sorted(set(FILES) - OF_EXTRAS)
+    assert {name for name in core if imports_of(name, in_functions=False) & OF_EXTRAS} == set(), "at module level"
+    assert {name.removeprefix("nanovllm.") for name in core if imports_of(name) & OF_EXTRAS} == COMPOSITION
+
+
+def test_an_extra_that_is_missing_is_named():
+    """The first import of an extra in a file is in a `with extra(...)`, which names what has been deleted."""
+    for name in sorted(set(FILES) - OF_EXTRAS):
+        if imports_of(name) & OF_EXTRAS:
+            calls = [ast.unparse(node.func) for node in ast.walk(TREES[name]) if isinstance(node, ast.Call)]
+            assert {"extra", "import_extra"} & set(calls), name
+
+
 def test_nothing_below_knows_the_server():
-    """Not even what users touch: `import nanovllm` needs none of the extra's packages."""
-    for name, path in FILES.items():
-        assert room(name) == "serve" or not [one for one in imports_of(path) if room(one) == "serve"], name
+    """Not even what users touch: `import nanovllm` needs none of the packages of its commands."""
+    for name in FILES:
+        assert room(name) == "serve" or not [one for one in imports_of(name) if room(one) == "serve"], name
 
 
 def test_no_circles():
-    graph = {name: imports_of(path) - {name} for name, path in FILES.items()}
+    graph = {name: imports_of(name, in_functions=False) - {name} for name in FILES}
     done = set()
 
     def visit(name, trail):
@@ -89,16 +135,16 @@ def test_every_folder_says_what_lives_there():
     for folder in ROOMS:
         text = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text(encoding="utf-8")))
         assert text, folder
-        assert "first" in text, f"{folder}: which file to read first"
+        assert "first" in text or "begin with" in text, f"{folder}: which file to read first"
 
 
 def test_scheduling_is_integers_alone():
-    """No file of it imports torch. (`sampling_params` does, for the type of a logits processor.)"""
-    for name, path in FILES.items():
+    """No file of it imports torch."""
+    for name, tree in TREES.items():
         if room(name) == "scheduling":
             assert "torch" not in {
                 alias.name.split(".")[0]
-                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                for node in ast.walk(tree)
                 if isinstance(node, ast.Import | ast.ImportFrom)
                 for alias in (node.names if isinstance(node, ast.Import) else [ast.alias(node.module or "")])
             }, name

@@ -25,8 +25,7 @@ import transformers
 
 import nanovllm
 from nanovllm import LLM, CompletionOutput, Config, EngineStats, LLMEngine, RequestOutput, SamplingParams
-from nanovllm.execution.cuda_graph import CudaGraphs, ReplayedDecodes
-from tests.conftest import examples, hf_greedy
+from tests.conftest import examples, has_extra, hf_greedy
 
 VOCAB_SIZE = 300  # the model's
 MAX_MODEL_LEN = 512  # the model's max_position_embeddings
@@ -192,7 +191,7 @@ def test_one_sampling_params_for_all_or_one_for_each(llm):
 
 def test_without_sampling_params_16_tokens_come(checkpoint):
     llm = make_llm(checkpoint[0])
-    llm.engine.intake = dataclasses.replace(llm.engine.intake, eos_token_ids=frozenset())
+    llm.engine.input_processor = dataclasses.replace(llm.engine.input_processor, eos_token_ids=frozenset())
     outputs = llm.generate([ids(5)], use_tqdm=False)
     assert len(outputs[0].outputs[0].token_ids) == 16 == SamplingParams().max_tokens
 
@@ -1006,16 +1005,20 @@ def test_shutdown_is_idempotent_and_frees(checkpoint):
     llm.shutdown()
 
 
-@pytest.mark.parametrize("with_graphs", [False, True])
+@pytest.mark.parametrize("with_graphs", [False, True] if has_extra("cuda") else [False])
 def test_memory_is_freed_at_once_without_the_garbage_collector(checkpoint, with_graphs):
     """On a GPU it is most of the memory there is, and the collector does not know how large what it has not seen is."""
     llm = make_llm(checkpoint[0])
     generate(llm, [GOOD])
     if with_graphs:
+        from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes
+        from nanovllm.extras.overlap import NewestTokens
+
         runner = llm.engine.runner
         graphs = CudaGraphs(runner.model, runner.kv_cache.tensor, runner.draw, [1, 2], 4, recorder=object())
-        runner.compute = ReplayedDecodes(graphs)
-        del runner, graphs
+        newest = NewestTokens(runner)
+        ReplayedDecodes(graphs, runner, newest)
+        del runner, graphs, newest
     refs = references(llm)
     gc.collect()
     gc.disable()

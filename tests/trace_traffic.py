@@ -1,10 +1,10 @@
-"""Recorded runs of random traffic, and the engine's true state at each of their steps. See `test_scheduler.Run`."""
+"""Recorded runs of random traffic, and the engine's true state at each of their steps. See `scheduling_traffic.Run`."""
 
 import json
 import random
 
 from nanovllm.trace.recorder import Recorder
-from tests.scheduling.test_scheduler import RecordingStats, Run
+from tests.scheduling_traffic import RecordingStats, Run
 
 
 class Lines:
@@ -43,7 +43,7 @@ def state_of_replay(replay):
     }  # fmt: skip
 
 
-def state_of_engine(manager, seqs):
+def state_of_engine(manager, seqs, host_block_ids):
     cached = manager.prefix_cache._by_id.values()
     living = [seq for seq in seqs if seq.finish_reason is None]
     return {
@@ -53,7 +53,7 @@ def state_of_engine(manager, seqs):
         "seqs": {
             (seq.request_id, seq.sample_index): (
                 seq.status.name.lower(), seq.num_computed_tokens, seq.block_table.view().tolist(),
-                list(seq.host_block_ids), seq.token_ids.view().tolist(),
+                host_block_ids(seq), seq.token_ids.view().tolist(),
             )
             for seq in seqs if seq in living
         },
@@ -69,7 +69,7 @@ class RecordedStats(RecordingStats, Recorder):
 
     def on_schedule(self, step, running, blocks):
         super().on_schedule(step, running, blocks)
-        self.states[self._num_steps] = state_of_engine(blocks, list(self._seqs))
+        self.states[self._num_steps] = state_of_engine(blocks, list(self._seqs), self.host_block_ids)
 
 
 class RecordedRun(Run):
@@ -78,6 +78,7 @@ class RecordedRun(Run):
     def __init__(self, lines, **options):
         super().__init__(**options)
         self.stats = RecordedStats(lines)
+        self.stats.host_block_ids = self.host_block_ids
         self.manager.observer = self.manager.prefix_cache.observer = self.stats
         self.scheduler.observer = self.stats
         self.stats.on_start(self.manager)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import nanovllm
 from nanovllm import SamplingParams
-from nanovllm.engine.detokenizer import Detokenizer, TokenDecoder, is_context_free
+from nanovllm.engine.detokenizer import TokenDecoder, is_context_free, make_detokenizer
 from tests import tiny_tokenizers
 from tests.conftest import examples
 
@@ -37,7 +37,7 @@ def decode(tokenizer, token_ids, **fields):
 
 def stream(tokenizer, chunks, **fields):
     """What is shown after each chunk of tokens; the last chunk is the end. And the detokenizer."""
-    detokenizer = Detokenizer(tokenizer and TokenDecoder(tokenizer), SamplingParams(**fields))
+    detokenizer = make_detokenizer(tokenizer and TokenDecoder(tokenizer), SamplingParams(**fields))
     shown = []
     for i, chunk in enumerate(chunks):
         is_last = i == len(chunks) - 1
@@ -213,7 +213,7 @@ def test_bytes_that_never_become_characters_are_shown_and_not_decoded_for_ever()
     @given(st.lists(lone | cut, max_size=8), st.integers(1, 5))
     def check(pieces, num_at_a_time):
         ids = [BYTES["byte-level"][byte] for byte in b"".join(pieces)]
-        detokenizer = Detokenizer(decoder, SamplingParams())
+        detokenizer = make_detokenizer(decoder, SamplingParams())
         lengths.clear()
         shown = [""]
         for i in range(0, len(ids), num_at_a_time):
@@ -328,7 +328,7 @@ def naive_stop(tokenizer, ids, stops, min_tokens, include):
 
 def stream_until_stop(tokenizer, ids, **fields):
     """(what is shown after each token up to the one that stops, the stop string)"""
-    detokenizer = Detokenizer(tokenizer and TokenDecoder(tokenizer), SamplingParams(max_tokens=None, **fields))
+    detokenizer = make_detokenizer(tokenizer and TokenDecoder(tokenizer), SamplingParams(max_tokens=None, **fields))
     shown = []
     for i, token_id in enumerate(ids):
         is_last = i == len(ids) - 1
@@ -455,7 +455,7 @@ def test_ids_beyond_the_vocabulary_do_not_hide_a_stop_string():
 
 def test_after_a_stop_string_nothing_is_added():
     """Several tokens at once, as after a step that brought them: those behind the stop string are ignored."""
-    detokenizer = Detokenizer(TokenDecoder(BUNDLED), SamplingParams(stop="b"))
+    detokenizer = make_detokenizer(TokenDecoder(BUNDLED), SamplingParams(stop="b"))
     detokenizer.append([A, B, C, A], is_last=True)
     assert (detokenizer.text(True), detokenizer.stop_string) == ("a", "b")
 
@@ -508,7 +508,7 @@ def test_a_text_that_is_looked_up_costs_no_decoding(name):
     ids = tokenizer.encode("a b a b a b", add_special_tokens=False)
     for _ in range(2):
         decoded.clear()
-        detokenizer = Detokenizer(decoder, SamplingParams())
+        detokenizer = make_detokenizer(decoder, SamplingParams())
         for token_id in ids:
             detokenizer.append([token_id], False)
         assert detokenizer.text(False) == decode(tokenizer, ids)

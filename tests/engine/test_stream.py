@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.scheduling.swap import Swap
 from tests.tiny_tokenizers import byte_level, copy_checkpoint
 
 VOCAB_SIZE = 300
@@ -49,8 +48,8 @@ def assert_at_rest(engine):
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == stats.num_kv_blocks
     assert not engine.has_unfinished_requests()
-    if isinstance(engine.scheduler.preemption, Swap):
-        assert engine.scheduler.preemption.space.num_free_blocks == engine.num_swap_blocks
+    if hasattr(engine.scheduler.preemption, "space"):
+        assert engine.scheduler.preemption.space.num_free_blocks == engine.runner.kv_cache.num_swap_blocks
 
 
 def ids(length, seed=0):
@@ -452,7 +451,8 @@ def state_of(engine, request_id):
     seqs = sequences_of(engine, request_id)
     if not seqs:
         return None
-    if any(seq.host_block_ids for seq in seqs):
+    space = getattr(engine.scheduler.preemption, "space", ())
+    if any(seq in space for seq in seqs):
         return "swapped out"
     if any(seq.num_preemptions and not seq.block_table.length for seq in seqs):
         return "preempted"

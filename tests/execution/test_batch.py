@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.sequence import Sequence
-from nanovllm.scheduling.step import SchedulerOutput
-from tests.steps import build_step
+from tests.steps import build_step, step_of
 
 
 def make_seq(token_ids, num_computed_tokens, block_table, temperature=1.0):
@@ -21,10 +20,7 @@ def make_seq(token_ids, num_computed_tokens, block_table, temperature=1.0):
 
 def schedule(chunks):
     """What the scheduler says of `chunks`, which have the decodes in front."""
-    chunks = [(seq, seq.num_computed_tokens, num_new_tokens) for seq, num_new_tokens in chunks]
-    num_decodes = sum(num_new_tokens == 1 for _, _, num_new_tokens in chunks)
-    num_tokens = sum(num_new_tokens for _, _, num_new_tokens in chunks)
-    return SchedulerOutput(chunks, num_decodes, num_tokens)
+    return step_of([(seq, seq.num_computed_tokens, num_new_tokens) for seq, num_new_tokens in chunks])
 
 
 def expected_batch(chunks, block_size):

@@ -1,198 +1,93 @@
-"""Whole blocks are copied out, in, and on the device, each kind at once, in this order, and nothing else changes.
+"""Whole blocks are copied at once, and nothing else changes. Oracle: loops over single blocks, on a copy of the tensor.
 
-Oracle: loops over single blocks, on copies of both tensors.
+`tests/extras/swap/test_host_blocks.py` tests copies from and to host memory, and all kinds together.
 """
-
-import contextlib
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.execution.kv_cache import KVCache
-from nanovllm.layers.backends import TorchAttention
+from nanovllm.layers.torch_attention import TorchAttention
 from nanovllm.scheduling.step import BlockMoves
 
-NUM_LAYERS, NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 3, 8, 6, 4
-KINDS = ("swap_outs", "swap_ins", "copies")
+NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE = 3, 8, 4
 
 
-def make_cache(num_swap_blocks=NUM_HOST_BLOCKS, dtype=torch.float32, seed=0):
-    """Each number in both tensors is another one."""
+def make_cache(dtype=torch.float32, seed=0):
+    """Each number in the tensor is another one."""
     backend = TorchAttention(num_heads=4, num_kv_heads=2, head_dim=8, block_size=BLOCK_SIZE)
     cache = KVCache(backend, NUM_LAYERS, dtype, torch.device("cpu"))
-    cache.allocate(NUM_BLOCKS, num_swap_blocks)
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in (cache.tensor, cache.host_blocks.tensor):
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    cache.allocate(NUM_BLOCKS)
+    cache.tensor.copy_(torch.randn(cache.tensor.shape, generator=torch.Generator().manual_seed(seed)))
     return cache
 
 
-def expect(cache, moves):
-    """(device, host) after the moves, block by block; both in the order of the device's tensor."""
-    device, host = cache.tensor.clone(), cache.host_blocks.tensor.movedim(0, 2).clone()
-    for kind, source_tensor, target_tensor in zip(KINDS, (device, host, device), (host, device, device), strict=True):
-        read = {source: source_tensor[:, :, source].clone() for source, _ in getattr(moves, kind)}
-        for source, target in getattr(moves, kind):
-            target_tensor[:, :, target] = read[source]
-    return device, host
-
-
-def check(cache, moves):
-    device, host = expect(cache, moves)
-    cache.move_blocks(moves)
-    assert torch.equal(cache.tensor, device)
-    assert torch.equal(cache.host_blocks.tensor.movedim(0, 2), host)
+def check(cache, copies):
+    expected = cache.tensor.clone()
+    for source, target in copies:
+        expected[:, :, target] = cache.tensor[:, :, source]
+    cache.move_blocks(BlockMoves(copies))
+    assert torch.equal(cache.tensor, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("head_dim", [3, 4, 8])
-def test_every_dtype_is_moved_bit_by_bit(dtype, head_dim):
+def test_every_dtype_is_copied_bit_by_bit(dtype, head_dim):
     backend = TorchAttention(num_heads=2, num_kv_heads=1, head_dim=head_dim, block_size=2)
     cache = KVCache(backend, 1, dtype, torch.device("cpu"))
-    cache.allocate(4, 2)
+    cache.allocate(4)
+    assert cache.tensor.dtype == dtype
     bits = torch.randint(0, 256, (*cache.tensor.shape[:-1], head_dim * dtype.itemsize), dtype=torch.uint8)
     cache.tensor.view(torch.uint8).copy_(bits)
-    cache.move_blocks(BlockMoves([(1, 1)], [], [(3, 1)]))
-    cache.move_blocks(BlockMoves([], [(1, 4)], []))
+    cache.move_blocks(BlockMoves([(1, 4), (3, 1)]))
     expected = bits.clone()
     expected[:, :, 4], expected[:, :, 1] = bits[:, :, 1], bits[:, :, 3]
     assert torch.equal(cache.tensor.view(torch.uint8), expected)
 
 
-class Stream:
-    def __init__(self, events):
-        self.events = events
-
-    def wait_stream(self, other):
-        self.events.append("wait")
+PAIRS = st.tuples(
+    st.lists(st.integers(0, NUM_BLOCKS), max_size=NUM_BLOCKS + 1), st.permutations(range(NUM_BLOCKS + 1))
+).map(lambda two: list(zip(*two, strict=False)))  # any sources, any different targets
 
 
-class CopyCheck(TorchDispatchMode):
-    """What is copied between host and device is one piece of memory on both sides: else the host would wait for it."""
-
-    num_copies = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
-            self.num_copies += 1
-            assert args[2], "the host need not wait"
-            assert args[0].is_contiguous()
-            assert args[1].is_contiguous()
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_swaps_beside_the_other_work(monkeypatch, seed):
-    """As on CUDA, where a stream of their own makes them: the same blocks, one copy for each, and waits around them."""
-    events, cache = [], make_cache(seed=seed)
-    cache.host_blocks._stream, check_copies = Stream(events), CopyCheck()
-
-    @contextlib.contextmanager
-    def stream(which):
-        assert which is cache.host_blocks._stream
-        events.append("copies")
-        with check_copies:
-            yield
-
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(events))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: events.append("kept"))
-    check(cache, BlockMoves(swap_outs=[(3, 5), (1, 0), (8, 2)], swap_ins=[(5, 7), (4, 1)], copies=[(7, 2)]))
-    assert check_copies.num_copies == 5
-    assert events == ["wait", "copies", "kept", "wait", "copies", "wait"]
-
-
-def pairs(num_sources, num_targets):
-    """Any sources, any different targets."""
-    sources = st.lists(st.integers(0, num_sources - 1), max_size=num_targets)
-    return st.tuples(sources, st.permutations(range(num_targets))).map(lambda two: list(zip(*two, strict=False)))
-
-
-MOVES = st.builds(
-    BlockMoves,
-    swap_outs=pairs(NUM_BLOCKS + 1, NUM_HOST_BLOCKS),
-    swap_ins=pairs(NUM_HOST_BLOCKS, NUM_BLOCKS + 1),
-    copies=pairs(NUM_BLOCKS + 1, NUM_BLOCKS + 1),
-)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(MOVES)
-def test_all_kinds_together(moves):
-    check(make_cache(), moves)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(moves=MOVES)
-def test_each_kind_alone(kind, moves):
-    check(make_cache(), BlockMoves(**{kind: getattr(moves, kind)}))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_dtype_is_copied_bit_by_bit(dtype):
-    cache = make_cache(dtype=dtype)
-    assert cache.tensor.dtype == cache.host_blocks.tensor.dtype == dtype
-    check(cache, BlockMoves(swap_outs=[(1, 0), (5, 4)], swap_ins=[(4, 2), (3, 6)], copies=[(2, 7)]))
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(PAIRS)
+def test_copies_are_those_of_a_loop(pairs):
+    check(make_cache(), pairs)
 
 
 def test_no_moves_change_nothing():
     cache = make_cache()
-    before = cache.tensor.clone(), cache.host_blocks.tensor.clone()
+    before = cache.tensor.clone()
     cache.move_blocks(BlockMoves())
-    assert torch.equal(cache.tensor, before[0])
-    assert torch.equal(cache.host_blocks.tensor, before[1])
-
-
-def test_out_and_back_in_to_another_place():
-    cache = make_cache()
-    held = cache.tensor[:, :, [3, 1, 8]].clone()
-    cache.move_blocks(BlockMoves(swap_outs=[(3, 5), (1, 0), (8, 2)]))
-    cache.tensor.zero_()
-    cache.move_blocks(BlockMoves(swap_ins=[(5, 7), (0, 4), (2, 1)]))
-    assert torch.equal(cache.tensor[:, :, [7, 4, 1]], held)
-    assert not cache.tensor[:, :, [0, 2, 3, 5, 6, 8]].any()
-
-
-def test_a_block_is_copied_out_before_anything_is_written_to_it():
-    cache = make_cache()
-    held = cache.tensor[:, :, 3].clone()
-    cache.move_blocks(BlockMoves(swap_outs=[(3, 0)], copies=[(1, 3)]))
-    assert torch.equal(cache.host_blocks.tensor[0], held)
-    assert torch.equal(cache.tensor[:, :, 3], cache.tensor[:, :, 1])
-
-
-def test_a_block_that_comes_back_can_be_copied_on():
-    cache = make_cache()
-    cache.move_blocks(BlockMoves(swap_ins=[(2, 5)], copies=[(5, 6)]))
-    assert torch.equal(cache.tensor[:, :, 6], cache.host_blocks.tensor[2])
+    assert torch.equal(cache.tensor, before)
 
 
 def test_copies_read_what_was_there_before_any_of_them_was_made():
     """A block that is copied away may be the place of another copy in the same step."""
     cache = make_cache()
     one, two = cache.tensor[:, :, 1].clone(), cache.tensor[:, :, 2].clone()
-    cache.move_blocks(BlockMoves(copies=[(1, 2), (2, 3)]))
+    cache.move_blocks(BlockMoves([(1, 2), (2, 3)]))
     assert torch.equal(cache.tensor[:, :, 2], one)
     assert torch.equal(cache.tensor[:, :, 3], two)
 
 
 def test_one_block_can_be_copied_to_several():
     cache = make_cache()
-    check(cache, BlockMoves(copies=[(4, 1), (4, 2), (4, 7)]))
+    check(cache, [(4, 1), (4, 2), (4, 7)])
     assert torch.equal(cache.tensor[:, :, 1], cache.tensor[:, :, 7])
 
 
 def test_shapes_and_zeros():
     backend = TorchAttention(num_heads=4, num_kv_heads=2, head_dim=8, block_size=BLOCK_SIZE)
     cache = KVCache(backend, NUM_LAYERS, torch.float32, torch.device("cpu"))
+    assert cache.tensor.shape[2] == 1, "before `allocate` there is only the null block"
     cache.allocate(NUM_BLOCKS)
     assert cache.tensor.shape == (2, NUM_LAYERS, NUM_BLOCKS + 1, BLOCK_SIZE, 2, 8), "with the null block"
+    assert cache.tensor.nbytes == (NUM_BLOCKS + 1) * cache.bytes_per_block
     assert not cache.tensor.any(), "what was never written holds no NaN"
-    assert cache.host_blocks.tensor.numel() == 0, "no swap space costs nothing"
     cache.tensor[:, :, 1] = 1.0
-    cache.move_blocks(BlockMoves(copies=[(1, 2)]))
+    cache.move_blocks(BlockMoves([(1, 2)]))
     assert cache.tensor.sum() == 2 * cache.tensor[:, :, 1].sum()

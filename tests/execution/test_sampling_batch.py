@@ -1,37 +1,27 @@
 """`build_sampling_batch` and `draw_uniforms`: what the rows of a step ask for, and the numbers that decide their draws.
 
 Oracles: published values of SplitMix64, chi-square and Kolmogorov-Smirnov tests for the uniform distribution, and
-tables worked out by hand for masks and histories. Nothing here is random from run to run: the seeds are fixed.
+tables worked out by hand for masks. Nothing here is random from run to run: the seeds are fixed.
 
 Seen to fail when broken: seed, sample index or position left out of the hash, or added without mixing; a number drawn
 from a generator, so that it depends on the order; `min_tokens` that masks only end tokens, only `stop_token_ids`, or
-one position too long or too short; a bad word's first tokens looked for in the prompt too, or not at all; histories
-filled up with 0; rows counted among the special ones instead of all.
+one position too long or too short.
 """
-
-import dataclasses
-from math import inf
 
 import numpy as np
 import pytest
 import torch
 
-from nanovllm.execution.input_buffer import map_tensors
 from nanovllm.execution.sampling_batch import mix
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.sequence import Sequence
+from nanovllm.execution.stages import ForbiddenTokens
+from tests import sampling_rows
 from tests.steps import sampling_of, uniforms_of
 
 EOS = 90
 
 
-def sequence(prompt=(1, 2, 3), output=(), seed=0, sample_index=0, bad_word_ids=(), **fields):
-    """A sequence that has `output` so far and is about to get its next token."""
-    params = SamplingParams(**{"max_tokens": None, **fields})
-    seq = Sequence("r", list(prompt), params, frozenset([EOS]), 0, seed, sample_index, bad_word_ids)
-    for token_id in output:
-        seq.append_token(token_id)
-    return seq
+def sequence(*args, **fields):
+    return sampling_rows.sequence(*args, eos=EOS, **fields)
 
 
 def at(seed, sample_index, position):
@@ -125,13 +115,14 @@ def test_neighbours_are_independent(axis):
 
 # --- nothing asked, nothing made -------------------------------------------------------------------------------------
 
-SPECIAL = ("top_k", "top_p", "min_p", "penalties", "biases", "allowed", "num_logprobs")
+SPECIAL = ("top_k", "top_p", "min_p", "num_logprobs")
 
 
 def assert_nothing_special(batch):
     assert [name for name in SPECIAL if getattr(batch, name) is not None] == []
     assert batch.max_top_k == 0
-    assert batch.processors == ()
+    assert batch.stages == ()
+    assert batch.wants_only_draws
 
 
 def test_plain_rows_ask_for_nothing():
@@ -192,45 +183,17 @@ def test_num_logprobs_is_the_most_that_any_row_wants(wanted, expected):
     assert sampling_of([sequence(logprobs=k) for k in wanted]).num_logprobs == expected
 
 
-# --- histories -------------------------------------------------------------------------------------------------------
+# --- min_tokens ------------------------------------------------------------------------------------------------------
 
 
-def test_histories_are_filled_up_with_minus_one():
-    rows = [
-        sequence([4, 4, 5], [6], presence_penalty=0.5),
-        sequence(),
-        sequence([7], [8, 9, 8], repetition_penalty=1.5, frequency_penalty=-1),
-        sequence([1, 2], [], frequency_penalty=2),
-    ]
-    penalties = sampling_of(rows).penalties
-    assert penalties.rows.tolist() == [0, 2, 3]
-    assert penalties.prompt_ids.tolist() == [[4, 4, 5], [7, -1, -1], [1, 2, -1]]
-    assert penalties.output_ids.tolist() == [[6, -1, -1], [8, 9, 8], [-1, -1, -1]]
-    assert penalties.presence.tolist() == [[0.5], [0], [0]]
-    assert penalties.frequency.tolist() == [[0], [-1], [2]]
-    assert penalties.repetition.tolist() == [[1], [1.5], [1]]
-
-
-def test_histories_before_any_output():
-    penalties = sampling_of([sequence([1, 2], presence_penalty=1)]).penalties
-    assert penalties.output_ids.shape == (1, 0)
-
-
-# --- biases ----------------------------------------------------------------------------------------------------------
-
-
-def biases_of(rows):
-    """{(row, token): bias} of the batch, or None."""
-    biases = sampling_of(rows).biases
-    if biases is None:
-        return None
-    triples = list(zip(biases.rows.tolist(), biases.token_ids.tolist(), biases.values.tolist(), strict=True))
-    return {(row, token_id): value for row, token_id, value in triples}
-
-
-def test_logit_bias_names_its_row():
-    rows = [sequence(), sequence(logit_bias={5: 1.5, 7: -100}), sequence(), sequence(logit_bias={5: 2})]
-    assert biases_of(rows) == {(1, 5): 1.5, (1, 7): -100, (3, 5): 2}
+def forbidden_in(rows):
+    """{(row, token)} of the batch; nothing else is asked, and nothing to forbid makes no tensors."""
+    stages = sampling_of(rows).stages
+    if not stages:
+        return set()
+    (forbidden,) = stages
+    assert isinstance(forbidden, ForbiddenTokens)
+    return set(zip(forbidden.rows.tolist(), forbidden.token_ids.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
@@ -239,70 +202,9 @@ def test_min_tokens_masks_stop_tokens_of_both_kinds_until_it_is_reached(ignore_e
     stops = [4, 8] if ignore_eos else [4, 8, EOS]  # an end token that does not end anything is as good as others
     for num_output_tokens in range(6):
         rows = [sequence(), sequence(output=[9] * num_output_tokens, **fields)]
-        expected = {(1, token_id): -inf for token_id in stops} if num_output_tokens < 3 else None
-        assert biases_of(rows) == expected
+        expected = {(1, token_id) for token_id in stops} if num_output_tokens < 3 else set()
+        assert forbidden_in(rows) == expected
 
 
 def test_min_tokens_masks_the_end_token_alone_too():
-    assert biases_of([sequence(min_tokens=1)]) == {(0, EOS): -inf}
-
-
-BAD_WORDS = [
-    # (bad words as tokens, prompt, output, tokens that must not come now)
-    ([[5]], [1], [], [5]),
-    ([[5]], [1], [2, 3], [5]),
-    ([[5], [6]], [1], [], [5, 6]),
-    ([[2, 3, 5]], [1], [], []),
-    ([[2, 3, 5]], [1], [2], []),
-    ([[2, 3, 5]], [1], [2, 3], [5]),
-    ([[2, 3, 5]], [1], [9, 2, 3], [5]),
-    ([[2, 3, 5]], [1], [2, 3, 9], []),
-    ([[2, 3, 5]], [1], [2, 9, 3], []),
-    ([[2, 3, 5]], [2, 3], [], []),  # what the prompt says is no part of the word
-    ([[2, 3, 5]], [2], [3], []),
-    ([[2, 2, 5]], [1], [2, 2, 2], [5]),
-    ([[2, 5], [3, 2, 6], [7]], [1], [3, 2], [5, 6, 7]),
-    ([[2, 5], [2, 6], [3, 7]], [1], [2], [5, 6]),
-]
-
-
-@pytest.mark.parametrize(("words", "prompt", "output", "forbidden"), BAD_WORDS)
-def test_bad_words_forbid_their_last_token(words, prompt, output, forbidden):
-    row = sequence(prompt, output, bad_words=["x"], bad_word_ids=words)
-    assert biases_of([sequence(), row]) == ({(1, token_id): -inf for token_id in forbidden} or None)
-
-
-# --- the rest --------------------------------------------------------------------------------------------------------
-
-
-def test_allowed_tokens_are_pairs_of_entry_and_token():
-    rows = [sequence(allowed_token_ids=[3, 5]), sequence(), sequence(allowed_token_ids=[7])]
-    allowed = sampling_of(rows).allowed
-    assert allowed.rows.tolist() == [0, 2]
-    assert list(zip(allowed.entries.tolist(), allowed.token_ids.tolist(), strict=True)) == [(0, 3), (0, 5), (1, 7)]
-
-
-def test_processors_come_with_their_row_and_the_output_so_far():
-    first, second = (lambda output_token_ids, logits: logits), (lambda output_token_ids, logits: -logits)
-    rows = [sequence(), sequence([1, 2], [8, 9], logits_processors=[first, second]), sequence(logits_processors=[])]
-    assert sampling_of(rows).processors == ((1, [8, 9], (first, second)),)
-
-
-def test_all_tensors_move_to_the_device():
-    rows = [
-        sequence(top_k=3, top_p=0.5, min_p=0.1, presence_penalty=1, logit_bias={1: 1}, logprobs=2),
-        sequence(allowed_token_ids=[4]),
-    ]
-    batch = sampling_of(rows)
-
-    def tensors(record):
-        for field in dataclasses.fields(record):
-            value = getattr(record, field.name)
-            if isinstance(value, torch.Tensor):
-                yield value
-            elif dataclasses.is_dataclass(value):
-                yield from tensors(value)
-
-    moved = list(tensors(map_tensors(batch, lambda tensor: tensor.to("meta"))))
-    assert [tensor.device.type for tensor in moved] == ["meta"] * len(list(tensors(batch)))
-    assert len(moved) >= 15
+    assert forbidden_in([sequence(min_tokens=1)]) == {(0, EOS)}

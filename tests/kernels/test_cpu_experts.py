@@ -1,4 +1,4 @@
-"""The compiled mixture of experts against the definition in `layers/moe.py`, and against itself in other batches.
+"""The compiled mixture of experts against the definition in `models/moe.py`, and against itself in other batches.
 
 And what holds for whole models of experts and latents on CPU: a token has the same bits in every batch.
 """
@@ -9,9 +9,9 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cpu.experts import CpuExperts, fuse_experts
 from nanovllm.kernels.cpu.layers import replace_layers
-from nanovllm.layers.group_routing import SigmoidRouter
 from nanovllm.layers.mlp import GatedMLP
-from nanovllm.layers.moe import Experts, Router
+from nanovllm.models.group_routing import SigmoidRouter
+from nanovllm.models.moe import Experts, Router
 from tests.kernels.test_cpu_kernels import (
     filled,
     one_rounding,

@@ -14,24 +14,23 @@ import pytest
 import torch
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.execution.choices import select_backend
-from nanovllm.execution.greedy import draw_greedily_by
-from nanovllm.execution.sampler import draw_tokens
+from nanovllm.kernels.choices import select_backend
 from nanovllm.kernels.cpu import layers
 from nanovllm.kernels.cpu import library as cpu
 from nanovllm.kernels.cpu.attention import CpuAttention
 from nanovllm.kernels.cpu.decoder_layer import CpuDecoderLayer, fuse_layers
+from nanovllm.kernels.cpu.head_norms import CpuNormedAttention, fuse_head_norms
 from nanovllm.kernels.cpu.layers import CpuLinear, HugePages, pack, replace_layers
 from nanovllm.kernels.cpu.library import NoLibraryError, load_library
-from nanovllm.layers.activation import GeluAndMul, SiluAndMul
-from nanovllm.layers.backends import TorchAttention
 from nanovllm.layers.embedding import Embedding
 from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.layers.norm import RMSNorm, UnitOffsetRMSNorm
-from nanovllm.layers.rope_types import Rope
-from nanovllm.layers.rotary import ApplyRotary, RMSNormRotary, Rotary
+from nanovllm.layers.mlp import GeluAndMul, SiluAndMul
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import ApplyRotary, Rope, Rotary
+from nanovllm.layers.torch_attention import TorchAttention
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.qwen3 import Qwen3DecoderLayer
+from nanovllm.models.gemma3 import Gemma3Attention, Gemma3Config, UnitOffsetRMSNorm
+from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 from nanovllm.scheduling.sequence import Sequence
 from tests.attention_steps import HEADS, OPTIONS, Step, check_close, random_lens, shared_step
 from tests.steps import batch_of
@@ -141,7 +140,7 @@ def test_norm_equals_the_definition(processor, dtype, num_tokens):
 
 @pytest.mark.parametrize(("num_tokens", "num_heads", "head_dim"), [(1, 1, 32), (5, 3, 64), (200, 2, 96)])
 def test_norm_and_rotation_equal_float64(processor, dtype, num_tokens, num_heads, head_dim):
-    layer = filled(RMSNormRotary(head_dim, 1e-6), dtype)
+    layer = filled(RMSNorm(head_dim, 1e-6), dtype)
     qkv = randn(num_tokens, num_heads * head_dim + 40, dtype=dtype)
     x = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))  # a view, as of the fused projection
     cos, sin = Rotary(head_dim, Rope(1e4), 4096)(torch.arange(num_tokens) * 3, dtype)
@@ -375,6 +374,28 @@ def test_a_layer_in_one_call_gives_the_bits_of_its_parts(processor, dtype, lens,
     assert expected.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("attention_class", "config_class"), [(Qwen3Attention, ModelConfig), (Gemma3Attention, Gemma3Config)]
+)
+def test_heads_normalised_and_rotated_in_one_call_have_the_bits_of_two_calls(
+    processor, dtype, attention_class, config_class
+):
+    backend = CpuAttention(4, 2, 32, 16, dtype)
+    attention = filled(attention_class(config_class(64, 96, 176, 1, 4, 2, head_dim=32), backend, None), dtype)
+    model = torch.nn.ModuleDict({"self_attn": attention})
+    replace_layers(model, dtype)
+    fuse_head_norms(model)
+    assert isinstance(model["self_attn"], CpuNormedAttention)
+    step = Step(backend, [(40, 1), (0, 30)], dtype=dtype)
+    x = randn(len(step.q), 96, dtype=dtype)
+    cos, sin = Rotary(32, Rope(), 1024)(torch.arange(len(x)), dtype)
+    caches = step.cache.clone(), step.cache.clone()
+    expected = attention(x, cos, sin, caches[0][:, 1], step.batch.metadata)
+    assert torch.equal(model["self_attn"](x, cos, sin, caches[1][:, 1], step.batch.metadata), expected)
+    assert torch.equal(caches[0].nan_to_num(), caches[1].nan_to_num())
+    assert expected.isfinite().all()
+
+
 def test_a_layer_of_an_odd_shape_is_called_part_by_part():
     backend = CpuAttention(4, 2, 32, 16, torch.bfloat16)
     layer = filled(Qwen3DecoderLayer(ModelConfig(64, 96, 170, 1, 4, 2, head_dim=32), backend), torch.bfloat16)
@@ -547,20 +568,6 @@ def test_argmax_is_pytorchs(processor, num_rows, num_columns):
                 changed[-1, column:] = value
                 assert torch.equal(backend.argmax(changed), changed.argmax(dim=-1))
     assert torch.equal(backend.argmax(few.bfloat16().T.contiguous().T), few.argmax(dim=-1))
-
-
-def test_a_step_with_chance_draws_as_the_definition():
-    draw = draw_greedily_by(lambda logits: torch.full((len(logits),), 7))
-    logits, temperatures, uniforms = (
-        randn(3, 50, dtype=torch.float32),
-        torch.tensor([0.0, 1.0, 0.5]),
-        torch.tensor([0.1, 0.5, 0.9]),
-    )
-    others = (torch.tensor([0, 5, 0]), None, None, 5)
-    assert draw(logits, temperatures).tolist() == [7, 7, 7]
-    assert torch.equal(
-        draw(logits, temperatures, uniforms, *others), draw_tokens(logits, temperatures, uniforms, *others)
-    )
 
 
 @pytest.mark.parametrize("num_columns", [2080, 2112, 2100])  # 65 pairs of panels, 66, and lines that are not whole

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.cuda import few_tokens
-from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

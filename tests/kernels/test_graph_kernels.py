@@ -11,7 +11,9 @@ import random
 import pytest
 
 from nanovllm import Config, LLMEngine, SamplingParams
-from nanovllm.execution.cuda_graph import CudaGraphs, ReplayedDecodes, graph_sizes
+from nanovllm.execution.startup import Device
+from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, graph_sizes, replay_decodes
+from nanovllm.extras.overlap import NewestTokens
 from nanovllm.kernels.cuda.decoder_layer import TritonDecoderLayer
 from nanovllm.kernels.cuda.sample import draw_tokens
 from tests.conftest import hf_greedy
@@ -30,16 +32,31 @@ SHAPES = [
 OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 3, "block_size": 16}
 
 
-def make_engine(folder, **options):
+def make_engine(monkeypatch, folder, **options):
     """As on CUDA: twins of the layers, draws in Triton, graphs, overlap."""
-    engine = LLMEngine(Config(folder, attention_backend="triton", enable_overlap=True, **{**OPTIONS, **options}))
-    runner = engine.runner
-    assert type(runner.model.model.layers[0]) is TritonDecoderLayer
-    runner.draw = draw_tokens
     recorder = OperationRecorder()
-    graphs = CudaGraphs(runner.model, runner.kv_cache.tensor, draw_tokens, graph_sizes(3), 4, recorder)
-    graphs.record_all()
-    runner.compute = ReplayedDecodes(graphs)
+
+    def record(model, kv_cache, draw, max_batch_size, max_num_blocks):
+        assert draw is draw_tokens
+        graphs = CudaGraphs(model, kv_cache, draw, graph_sizes(max_batch_size), max_num_blocks, recorder)
+        graphs.record_all()
+        return graphs
+
+    class RecordingDevice(Device):
+        def __init__(self, sizes):
+            self.sizes = sizes
+
+        def prepare(self, runner):
+            runner.draw = draw_tokens
+
+        def wrap(self, runner, newest):
+            replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
+
+    monkeypatch.setattr("nanovllm.execution.startup.make_device", lambda *given: RecordingDevice(given[-1]))
+    monkeypatch.setattr("nanovllm.extras.cuda.graphs.record_graphs", record)
+    engine = LLMEngine(Config(folder, attention_backend="triton", enable_overlap=True, **{**OPTIONS, **options}))
+    assert type(engine.runner.model.model.layers[0]) is TritonDecoderLayer
+    assert isinstance(engine.runner.compute, ReplayedDecodes)
     return engine, recorder, LateRunner(engine)
 
 
@@ -52,9 +69,9 @@ def serve(engine, requests):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["one layer", "two layers"])
-def test_greedy_tokens_are_those_of_transformers(checkpoints, shape):
+def test_greedy_tokens_are_those_of_transformers(monkeypatch, checkpoints, shape):
     folder, model = checkpoints.make(**shape)
-    engine, recorder, late = make_engine(folder)
+    engine, recorder, late = make_engine(monkeypatch, folder)
     prompts = [ids(n, seed=n) for n in (3, 16, 33, 1)]
     outputs = serve(engine, [(p, SamplingParams(temperature=0, max_tokens=3 + i)) for i, p in enumerate(prompts)])
     for i, prompt in enumerate(prompts):
@@ -72,7 +89,7 @@ def test_greedy_tokens_are_those_of_transformers(checkpoints, shape):
     ],
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=["one layer", "two layers"])
-def test_mixtures_of_draws_are_those_of_eager_steps(checkpoints, options, lens, shape):
+def test_mixtures_of_draws_are_those_of_eager_steps(monkeypatch, checkpoints, options, lens, shape):
     folder, _ = checkpoints.make(**shape)
     rng = random.Random(0)
     kinds = [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8, "min_p": 0.01},
@@ -82,7 +99,7 @@ def test_mixtures_of_draws_are_those_of_eager_steps(checkpoints, options, lens, 
         for i, kind in enumerate(kinds)
     ]
     plain = LLMEngine(Config(folder, attention_backend="torch", enforce_eager=True, **OPTIONS))
-    engine, recorder, _ = make_engine(folder, **options)
+    engine, recorder, _ = make_engine(monkeypatch, folder, **options)
     assert serve(engine, requests) == serve(plain, requests)
     assert recorder.num_replays >= 6
     assert bool(engine.get_stats().num_preemptions) == bool(options)

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import kernel_layers
 from nanovllm import LLM, SamplingParams
-from nanovllm.execution.input_buffer import map_tensors
+from nanovllm.extras.cuda.input_buffer import map_tensors
 from nanovllm.kernels.cuda import decoder_layer, few_tokens
 from nanovllm.kernels.cuda.activation import silu_and_mul
 from nanovllm.kernels.cuda.decoder_layer import RotaryTable, TritonDecoderLayer, TritonRMSNorm, replace_layers
@@ -25,11 +25,10 @@ from nanovllm.kernels.cuda.flash_attention import FlashAttention
 from nanovllm.kernels.cuda.norm import norm_rotary_store, rms_norm
 from nanovllm.kernels.cuda.triton_attention import TritonAttention
 from nanovllm.kernels.dense_layers import dense_parts
-from nanovllm.layers.activation import SiluAndMul
-from nanovllm.layers.backends import TorchAttention
+from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rope_types import Rope
-from nanovllm.layers.rotary import RMSNormRotary, Rotary
+from nanovllm.layers.rotary import Rope, Rotary, apply_rotary
+from nanovllm.layers.torch_attention import TorchAttention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaDecoderLayer
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
@@ -111,6 +110,14 @@ def test_rms_norm_rounds_as_the_layer_does(dtype):
     check_bits(rms_norm(x, norm.weight, EPS), norm(x))
 
 
+@pytest.mark.parametrize("dtype", HALF)
+def test_rms_norm_of_heads_rounds_as_the_layer_does(dtype):
+    """Of queries as a view of the fused projection, in a decoder layer that has no twin as a whole."""
+    norm = filled(RMSNorm(48, EPS), dtype)
+    x = randn(8, 300, dtype=dtype, seed=3)[:, : 3 * 48].unflatten(1, (3, 48))
+    check_bits(TritonRMSNorm(norm)(x), norm(x))
+
+
 def test_rms_norm_of_zeros_of_large_numbers_and_of_nothing():
     weight = torch.ones(16, dtype=torch.float16, device=DEVICE)
     x = torch.zeros(2, 16, dtype=torch.float16, device=DEVICE)
@@ -158,7 +165,7 @@ def make_projections(num_heads, num_kv_heads, head_dim, num_tokens, dtype, slots
     cache = torch.full((2, 5, block_size, num_kv_heads, head_dim), math.nan, device=DEVICE, dtype=dtype)
     return SimpleNamespace(
         qkv=wide[:, :width],
-        norms=[filled(RMSNormRotary(head_dim, EPS), dtype, seed) for seed in (1, 2)],
+        norms=[filled(RMSNorm(head_dim, EPS), dtype, seed) for seed in (1, 2)],
         rotary=rotary,
         positions=positions,
         angles=RotaryTable(rotary, 100, dtype, DEVICE)(positions, dtype),
@@ -213,8 +220,8 @@ def test_norm_rotary_store_rounds_as_the_layers_do(dtype):
     step = make_projections(16, 8, 128, 12, dtype, range(20, 32))
     q = run(step)
     angles = step.rotary(step.positions, dtype)  # of other strides
-    check_bits(q, step.norms[0](step.heads[0], *angles))
-    check_bits(step.cache[0].flatten(0, 1)[20:32], step.norms[1](step.heads[1], *angles))
+    check_bits(q, apply_rotary(step.norms[0](step.heads[0]), *angles))
+    check_bits(step.cache[0].flatten(0, 1)[20:32], apply_rotary(step.norms[1](step.heads[1]), *angles))
     step.angles = angles
     assert torch.equal(run(step), q)
 
@@ -320,7 +327,6 @@ def run_layer(
     plain_backend=TorchAttention,
     lens=LENS,
     layer_class=Qwen3DecoderLayer,
-    window=None,
     **options,
 ):
     """(what the layer gives, what its twin gives, the cache behind each)"""
@@ -329,7 +335,7 @@ def run_layer(
     step = Step(TorchAttention(*heads, 16, dtype), lens, dtype=dtype)
     batch = map_tensors(step.batch, lambda t: t.to(DEVICE))
     with DEVICE:
-        layers = [filled(layer_class(config, backend, window), dtype) for backend in backends]
+        layers = [filled(layer_class(config, backend), dtype) for backend in backends]
     scales = [getattr(backends[1], name, 1.0) for name in ("k_scale", "v_scale")]
     layers[1] = TritonDecoderLayer(dense_parts(layers[1]), backends[1], *scales)
     cos_sin = Rotary(config.head_dim, config.rope, 128)(batch.positions, dtype)
@@ -369,8 +375,8 @@ def test_the_twin_equals_the_layer(monkeypatch, options, backend, max_few_tokens
 def test_the_twin_of_a_layer_that_normalises_no_heads_equals_it(monkeypatch, options, max_few_tokens):
     """Llama's, with all biases that it may have, and with a window."""
     monkeypatch.setattr(few_tokens, "MAX_TOKENS", max_few_tokens)
-    config = small_config(**options)
-    results = run_layer(config, torch.float32, TorchAttention, layer_class=LlamaDecoderLayer, window=6)
+    config = small_config(**options, windows=(6, 6))
+    results = run_layer(config, torch.float32, TorchAttention, layer_class=LlamaDecoderLayer)
     plain, twin, plain_cache, twin_cache = results
     torch.testing.assert_close(twin, plain, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(twin_cache, plain_cache, rtol=2e-5, atol=2e-5, equal_nan=True)

@@ -406,7 +406,7 @@ def test_sample_takes_it():
     logits = random_logits(4, 300)
     batch = replace(batch_of(KINDS[4:8], random_uniforms(4)), num_logprobs=2)
     token_ids, logprobs = sampler.sample(logits, batch, draw=sample.draw_tokens)
-    expected, _ = sampler.sample(logits, batch)
+    expected, _ = sampler.sample(logits, batch, sampler.draw_tokens)
     assert torch.equal(token_ids, expected)
     assert logprobs.chosen.shape == (4,)
 

@@ -15,28 +15,38 @@ import torch
 from packaging.version import Version
 
 from nanovllm import LLM
-from nanovllm.execution.choices import select_backend
-from nanovllm.layers.backends import TorchAttention
+from nanovllm.kernels.choices import select_backend
+from nanovllm.layers.torch_attention import TorchAttention
 from tests.conftest import KERNEL_TESTS
 
 pytest.importorskip("triton")
 
-from benchmarks.kernel_resources import GPUS
-from nanovllm.kernels.cuda import activation, few_tokens, norm, paged_attention, sample, store_kv
+from benchmarks.kernel_resources import BUILDS, GPUS, all_cases, one_of_each
+from nanovllm.kernels.cuda import (
+    activation,
+    few_tokens,
+    inverse_cdf,
+    logit_weights,
+    norm,
+    paged_attention,
+    store_kv,
+    truncate,
+)
 from nanovllm.kernels.cuda.flash_attention import FlashAttention
 from nanovllm.kernels.cuda.launch import GPU, choose_splits, decode_launch, prefill_launch
 from nanovllm.kernels.cuda.triton_attention import TritonAttention
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = (activation, few_tokens, norm, paged_attention, sample, store_kv)
+MODULES = (activation, few_tokens, inverse_cdf, logit_weights, norm, paged_attention, store_kv, truncate)
 KERNELS = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
 FEW_TOKENS = {"norm_linear", "norm_gate_up", "add_linear"}  # what one kernel, `few_tokens_kernel`, is compiled to
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-ARCHS = [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100, 120))]
-"""H100; then A100, B200, and an RTX 5090, which has least shared memory"""
+LAUNCHED = [(90, "bfloat16"), *(pytest.param(arch, "float32", marks=pytest.mark.slow) for arch in (80, 90, 100, 120))]
+"""H100; then A100, H100, B200, and an RTX 5090, which has least shared memory. With a dtype of logits."""
 SWEPT = [(80, "--once"), (90, "--quick"), (100, "--once"), (120, "--quick")]
+PARTS = [(KERNEL_TESTS, "not slow"), *((KERNEL_TESTS[part::2], "slow") for part in (0, 1))]
 SPILLS_NOTHING = Version(version("triton")).release[:2] in ((3, 6), (3, 9))  # on the first two; others up to 96 bytes
 
 
@@ -48,22 +58,39 @@ def run_job(*arguments, interpret="0"):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("sweep", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("part", [0, 1])  # a process for each core, not for each file: one takes seconds to begin
+@pytest.mark.parametrize(
+    ("names", "sweep"),  # one process for all files, since it takes seconds to begin; the sweep has one for each core
+    [pytest.param(*part, id=f"{part[1]} {i}", marks=[pytest.mark.slow] * (i > 0)) for i, part in enumerate(PARTS)],
+)
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU")
 @pytest.mark.skipif(
     Version(version("triton")) < Version("3.7") and Version(version("numpy")) >= Version("2.4"),
     reason="the interpreter of Triton 3.6 needs NumPy before 2.4",
 )
-def test_kernels_in_the_interpreter(part, sweep):
-    files = [f"tests/{file}" for file in KERNEL_TESTS[part::2]]
+def test_kernels_in_the_interpreter(names, sweep):
+    files = [f"tests/{name}" for name in names]
     done = run_job("pytest", "-x", "-p", "no:cacheprovider", "-m", sweep, *files, interpret="1")
     assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 
 
 # ---- what the kernels compile to
+
+
+def test_each_kernel_is_described_as_it_is():
+    """`benchmarks.kernel_resources` names arguments that the kernels have, and has a case for each kernel."""
+    named, pointers = set(), set()
+    for case in all_cases(90):
+        build = BUILDS[case.kernel](case)
+        named |= build.pointers.keys()
+        pointers |= {name.removesuffix("_ptr") for name in build.kernel.arg_names if name.endswith("_ptr")}
+        constants = {p.name for p in build.kernel.params if p.is_constexpr}
+        assert build.constants.keys() == constants, case
+    assert named <= pointers
+    built = {case.kernel for case in one_of_each(90)}
+    assert {f"{name}_kernel" for name in built - FEW_TOKENS} == KERNELS - {"few_tokens_kernel"}
+    assert built >= FEW_TOKENS
 
 
 def may_spill(arch):
@@ -73,11 +100,13 @@ def may_spill(arch):
 
 @pytest.fixture(
     scope="module",
-    params=[(90, "--once"), *(pytest.param(case, marks=pytest.mark.slow) for case in SWEPT)],
+    params=[pytest.param(case, marks=pytest.mark.slow) for case in SWEPT],
     ids=lambda param: f"{param[0]}{param[1]}",
 )
 def resources(request):
-    """One dict for each kernel, or for each specialisation but float16, which differs from bfloat16 in a type only."""
+    """What `benchmarks.kernel_resources` compiles: by default, `test_what_is_launched_compiles` makes the same claims.
+
+    One dict for each kernel, or for each specialisation but float16, which differs from bfloat16 in a type only."""
     arch, which = request.param
     done = run_job("benchmarks.kernel_resources", which, "--json", "--arch", str(arch))
     assert done.returncode == 0, done.stderr[-5000:]
@@ -109,16 +138,19 @@ def test_all_kernels_are_compiled(resources):
     assert compiled >= FEW_TOKENS
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_what_is_launched_compiles(arch):
-    """The interpreter takes all arguments and options, the compiler does not."""
-    done = run_job("tests.launched_kernels", str(arch))
+@pytest.mark.parametrize(("arch", "logits_dtype"), LAUNCHED)
+def test_what_is_launched_compiles(arch, logits_dtype):
+    """The interpreter takes all arguments and options, the compiler does not. Spills and programs: as below."""
+    done = run_job("tests.launched_kernels", str(arch), logits_dtype)
     assert done.returncode == 0, done.stderr[-5000:]
     launched = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     of_fused_layers = KERNELS - {"store_kv_kernel"}  # which is for layers of PyTorch
     assert {used["kernel"] for used in launched} == of_fused_layers
     assert [used for used in launched if used["spill_bytes"] > may_spill(arch)] == []
     assert max(used["shared_bytes"] for used in launched) <= GPUS[arch].shared_memory
+    if arch == 90:
+        full = {"prefill_kernel", "truncate_kernel"}  # with warps enough in one program
+        assert [used for used in launched if used["programs"] < 2 and used["kernel"] not in full] == []
 
 
 # ---- how the work is divided
@@ -245,7 +277,7 @@ def test_who_has_an_fp8_cache(tiny_checkpoint, monkeypatch):
         LLM(tiny_checkpoint[0], device="cpu", attention_backend="cpu", kv_cache_dtype="fp8")
     for name in ("auto", "torch"):
         engine = LLM(tiny_checkpoint[0], device="cpu", attention_backend=name, kv_cache_dtype="fp8").engine
-        assert type(engine.runner.backend) is TorchAttention
+        assert isinstance(engine.runner.backend, TorchAttention)
         assert engine.runner.kv_cache.tensor.dtype == torch.float8_e4m3fn
     assert (
         "not cpu: it has no fp8 KV cache"
@@ -273,8 +305,8 @@ def test_older_gpus_get_pytorchs_attention(monkeypatch):
 
 
 def test_the_dtype_of_an_fp8_cache():
+    assert TritonAttention.why_no_fp8_kv_cache() is None
     for backend_class in (TritonAttention, TorchAttention):
-        assert backend_class.why_no_fp8_kv_cache() is None
         assert backend_class(4, 2, 64, 16, kv_cache_dtype="fp8").kv_cache_dtype == torch.float8_e4m3fn
         assert backend_class(4, 2, 64, 16).kv_cache_dtype is None
     assert FlashAttention.why_no_fp8_kv_cache() == "it has no fp8 KV cache"

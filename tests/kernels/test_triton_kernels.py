@@ -16,13 +16,13 @@ import torch
 
 from benchmarks import kernels
 from nanovllm import LLM, SamplingParams
-from nanovllm.execution.input_buffer import map_tensors
+from nanovllm.extras.cuda.input_buffer import map_tensors
 from nanovllm.kernels.cuda import triton_attention
 from nanovllm.kernels.cuda.flash_attention import FlashAttention
 from nanovllm.kernels.cuda.launch import Launch
 from nanovllm.kernels.cuda.triton_attention import TritonAttention
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.backends import TorchAttention
+from nanovllm.layers.torch_attention import TorchAttention
 from nanovllm.scheduling.sequence import Sequence
 from tests.attention_steps import OPTIONS, check_close
 from tests.attention_steps import Step as StepOnCpu
@@ -317,7 +317,7 @@ def test_prefill_with_its_own_launch_equals_the_reference(dtype):
 @pytest.mark.sparse
 def test_windows_and_soft_caps_equal_the_reference(options, block_size):
     """Decodes, also in splits, and chunks; windows begin and end inside a tile, and blocks before are not read."""
-    backend = TritonAttention(4, 2, 32, block_size)
+    backend = TritonAttention(2, 1, 32, block_size)
     step = StepOnCpu(backend, [(100, 1), (5, 1), (33, 1), (0, 70), (90, 40), (60, 3)], options=options)
     out = step.run(backend)
     check_close(out, step)
@@ -423,8 +423,9 @@ def greedy(folder, prompts, **options):
     return [output.outputs[0].token_ids for output in outputs], llm
 
 
-def test_engine_gives_the_same_tokens_as_with_the_torch_backend(checkpoints):
-    folder, _ = checkpoints.make(num_hidden_layers=2, head_dim=16)
+@pytest.mark.parametrize("num_layers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_engine_gives_the_same_tokens_as_with_the_torch_backend(checkpoints, num_layers):
+    folder, _ = checkpoints.make(num_hidden_layers=num_layers, head_dim=16)
     rng = random.Random(0)
     shared = [rng.randrange(300) for _ in range(20)]
     prompts = [[rng.randrange(300) for _ in range(n)] for n in (3, 16, 37)]
@@ -439,7 +440,7 @@ def test_engine_gives_the_same_tokens_as_with_the_torch_backend(checkpoints):
 
 def test_engine_with_an_fp8_cache(checkpoints):
     """Half or a quarter of the memory; swapping and copying blocks included."""
-    folder, _ = checkpoints.make(num_hidden_layers=2, head_dim=16)
+    folder, _ = checkpoints.make(num_hidden_layers=1, head_dim=16)
     prompts = [[1, 2, 3] * 9, [4, 5] * 9]
     sizes = {}
     for kv_cache_dtype in ("auto", "fp8"):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nanovllm import LLM
-from nanovllm.layers.rope_types import Rope
 from nanovllm.models.registry import find_architecture
+from nanovllm.models.rope_types import ScaledRope
 from tests.models.architectures import ARCHITECTURES, IS_4, NO_FIELDS, Checkpoints
 from tests.models.test_architectures import logits_of
 
@@ -150,10 +150,10 @@ def read(raw):
     config = find_architecture(raw)[1]
     ropes = {}
     for name in ("rope", "local_rope"):
-        if (rope := getattr(config, name, None)) is not None:
+        if isinstance(rope := getattr(config, name, None), ScaledRope):
             places = ("rope_theta", "rope_type", "type", "partial_rotary_factor")
             parameters = {key: value for key, value in rope.parameters.items() if key not in places}
-            ropes[name] = Rope(rope.theta, rope.rope_type, parameters)
+            ropes[name] = ScaledRope(rope.theta, rope.rope_type, parameters)
     return dataclasses.replace(config, **ropes)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nanovllm import LLM, Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.policies import POLICIES, SJF_TOKENS_PER_ARRIVAL, fcfs, priority, sjf
+from nanovllm.scheduling.queues import POLICIES, SJF_TOKENS_PER_ARRIVAL, fcfs, priority, sjf
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.sequence import Sequence
 

@@ -1,10 +1,12 @@
 """A server without a socket: requests go to the application itself."""
 
 import asyncio
+import copy
 import json
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from nanovllm.serve.app import make_app
 from nanovllm.serve.async_llm import AsyncLLM
@@ -57,6 +59,22 @@ class Client:
         assert (end, nothing) == ("data: [DONE]", "")
         assert all(event.startswith("data: ") for event in events)
         return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _make_each_schema_once():
+    """FastAPI needs 75 ms to describe an application, and most tests make one."""
+    describe, known = FastAPI.openapi, {}
+
+    def look_up(app):
+        routes = tuple(getattr(route, "path", None) for route in app.routes)
+        if routes not in known:
+            known[routes] = describe(app)
+        return copy.deepcopy(known[routes])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FastAPI, "openapi", look_up)
+        yield
 
 
 @pytest.fixture(scope="module")

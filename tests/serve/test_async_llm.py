@@ -9,9 +9,10 @@ import time
 import pytest
 
 from nanovllm import AsyncEngineArgs, RequestOutputKind, SamplingParams
+from nanovllm.serve import async_llm
 from nanovllm.serve.async_llm import AsyncLLM, AsyncLLMEngine, EngineDeadError, QueueFullError
-from nanovllm.serve.bell import PAUSE_S, Bell
-from nanovllm.serve.new_request import NewRequest
+from nanovllm.serve.engine_thread import NewRequest
+from nanovllm.serve.inbox import PAUSE_S, Waker
 from tests.conftest import hf_greedy
 
 PROMPTS = [[1 + i, 40 + 3 * i, 7, 99 - i, 5] for i in range(8)]
@@ -168,16 +169,16 @@ def test_without_stream_the_only_output_is_the_last(llm, expected):
 
 
 def test_long_texts_are_encoded_in_a_thread(new_llm, with_tokenizer, monkeypatch):
-    monkeypatch.setattr("nanovllm.serve.new_request.LONG_TEXT", 20)
+    monkeypatch.setattr(async_llm, "LONG_TEXT", 20)
     llm = new_llm()
     encoded_in = []
-    encode = llm.engine.intake.encode
+    encode = llm.engine.input_processor.encode
 
     def noted(_, *arguments):
         encoded_in.append(threading.current_thread())
         return encode(*arguments)
 
-    monkeypatch.setattr(type(llm.engine.intake), "encode", noted)
+    monkeypatch.setattr(type(llm.engine.input_processor), "encode", noted)
     for length in (20, 21):
         assert asyncio.run(tokens_of(llm.generate("x" * length, greedy(1))))
     consumers = [thread for thread in encoded_in if thread.name != "nanovllm-engine"]
@@ -281,23 +282,23 @@ def test_deltas_merge_until_a_slow_consumer_reads_them(llm, num_read_before):
 
 def test_consumers_are_woken_together_and_not_too_often():
     async def main():
-        bell, woken = Bell(), []
+        waker, woken = Waker(), []
 
-        class Sleeper:
+        class Consumer:
             def wake(self):
                 woken.append(time.monotonic())
 
-        rings = 0
+        wakes = 0
         start = time.monotonic()
         while time.monotonic() < start + 0.2:
-            bell.ring([Sleeper() for _ in range(50)])  # each after a step of 1 ms
-            rings += 1
+            waker.wake_soon([Consumer() for _ in range(50)])  # each after a step of 1 ms
+            wakes += 1
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
-        return rings, woken, woken[0] - start
+        return wakes, woken, woken[0] - start
 
-    rings, woken, first_s = asyncio.run(main())
-    assert len(woken) == 50 * rings  # nobody is forgotten
+    wakes, woken, first_s = asyncio.run(main())
+    assert len(woken) == 50 * wakes  # nobody is forgotten
     groups = 1 + sum(b - a > 0.004 for a, b in zip(woken, woken[1:], strict=False))
     assert groups <= 0.2 / (50 * PAUSE_S) + 2
     assert first_s < 0.05  # the first at once
@@ -430,6 +431,30 @@ def test_who_has_waited_through_a_step_is_queued_though_sequences_could_join(new
         await until(lambda: gate.num_steps == 1 and llm.thread.num_queued == 1)
         with pytest.raises(QueueFullError, match="1 requests wait already, and at most 1 may"):
             await tokens_of(llm.generate(PROMPTS[0], greedy(4)))
+        gate.open()
+        await asyncio.gather(*consumers)
+
+    asyncio.run(main())
+
+
+def test_when_who_has_waited_goes_away_the_queue_is_empty_again(new_llm):
+    """Two prompts take 250 of 256 blocks, and the third is aborted: the next step can take those that come now."""
+    llm = new_llm(max_queued_requests=1)
+    gate = Gate(llm)
+
+    async def main():
+        prompts = [[i] * 500 for i in range(1, 4)]
+        consumers = [asyncio.create_task(tokens_of(llm.generate(prompt, greedy(4)))) for prompt in prompts]
+        await asyncio.sleep(0.01)
+        gate.allow()
+        await until(lambda: gate.num_steps == 1 and llm.thread.num_queued == 1)
+        consumers.pop().cancel()
+        await asyncio.sleep(0.01)
+        gate.allow()
+        await until(lambda: llm.get_stats().num_waiting == 0)
+        await asyncio.sleep(0.01)
+        consumers += [asyncio.create_task(tokens_of(llm.generate(prompt, greedy(4)))) for prompt in PROMPTS[:2]]
+        await asyncio.sleep(0.01)
         gate.open()
         await asyncio.gather(*consumers)
 

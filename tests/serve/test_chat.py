@@ -63,7 +63,7 @@ def test_without_a_generation_prompt(client, greedy_text):
 
 def test_without_max_tokens_the_context_is_the_limit(client, llm):
     usage = ask(client, max_tokens=None)["usage"]
-    assert usage["total_tokens"] == llm.engine.max_model_len
+    assert usage["total_tokens"] == llm.engine.parts.max_model_len
     assert ask(client, max_tokens=None, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
     assert ask(client, max_tokens=5, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
 

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from nanovllm import SamplingParams
+from nanovllm.checks import MissingExtra
 from nanovllm.serve.async_llm import QueueFullError
 from nanovllm.serve.engine_thread import EngineDeadError
 
@@ -136,6 +138,38 @@ def test_bad_chats(client, field, value):
     check_error(client.post(CHAT, {"messages": MESSAGES, field: value}), 400, param=field)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 2, "temperature": 0}, "n"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"logit_bias": {"300": 1}, "stop_token_ids": [5]}, "logit_bias"),
+        ({"stop": [""], "top_k": 5, "seed": 1}, "stop"),
+    ],
+)
+def test_of_fields_that_are_fine_by_themselves_one_is_named(client, monkeypatch, fields, param):
+    """What the engine refuses, also where its message does not begin with the field's name."""
+    make = SamplingParams.__init__
+
+    def init(*arguments, **values):
+        try:
+            make(*arguments, **values)
+        except ValueError as error:
+            raise ValueError(f"in other words, temperature is not what is wrong: {error}") from error
+
+    monkeypatch.setattr(SamplingParams, "__init__", init)
+    for path, body in ((COMPLETIONS, {"prompt": "ab"}), (CHAT, {"messages": MESSAGES})):
+        check_error(client.post(path, {"max_tokens": 16, **body, **fields}), 400, param=param)
+
+
+def test_requests_to_tokenize_name_the_field_at_fault(client):
+    both = {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True}
+    check_error(client.post("/tokenize", both), 400, "continue_final_message")
+    for body in ({}, {"prompt": "ab", "messages": MESSAGES}):
+        message = check_error(client.post("/tokenize", body), 400, "prompt")
+        assert message == "give either prompt or messages"
+
+
 def test_the_message_says_where_and_what(client):
     parts = [{"type": "text", "text": "a"}, {"type": "image_url"}]
     response = client.post(CHAT, {"messages": [*MESSAGES, {"role": "user", "content": parts}]})
@@ -148,7 +182,7 @@ def test_both_ways_to_end_the_prompt_exclude_each_other(client):
 
 
 def test_a_prompt_that_is_too_long(client, llm):
-    prompt = [1] * llm.engine.max_model_len
+    prompt = [1] * llm.engine.parts.max_model_len
     message = check_error(client.post(COMPLETIONS, {"prompt": prompt}), 400, "prompt", "context_length_exceeded")
     assert "512 tokens; at most 511" in message
     messages = [{"role": "user", "content": "x" * 600}]
@@ -158,7 +192,7 @@ def test_a_prompt_that_is_too_long(client, llm):
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_more_tokens_than_the_context_are_refused_and_more_than_there_is_room_for_are_not(client, llm, name):
     """As in vLLM 0.32."""
-    most = llm.engine.max_model_len
+    most = llm.engine.parts.max_model_len
     for path, body in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "ab"})):
         if path == COMPLETIONS and name != "max_tokens":
             continue
@@ -258,6 +292,15 @@ def test_a_full_queue_is_429(client, llm, monkeypatch):
     response = client.post(COMPLETIONS, {"prompt": "ab"})
     assert "8 requests wait already" in check_error(response, 429, code="queue_full")
     assert int(response.headers["retry-after"]) >= 1
+
+
+def test_a_feature_whose_extra_was_deleted_is_501_and_named(client, llm, monkeypatch):
+    async def refuse(requests):
+        raise MissingExtra("logit_bias is an extra, and nanovllm/extras/logits.py is not there")
+
+    monkeypatch.setattr(llm, "submit", refuse)
+    response = client.post(COMPLETIONS, {"prompt": "ab"})
+    assert "extras/logits.py" in check_error(response, 501, code="missing_extra")
 
 
 def test_a_server_that_loads_or_drains_is_503(client, llm):

@@ -5,7 +5,7 @@ import re
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanovllm.engine.metrics import Histogram, make_metrics
+from nanovllm.extras.vllm.metrics import Histogram, make_metrics
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -20,7 +20,7 @@ def test_models(client, llm):
     answer = client.get("/v1/models").json()
     assert answer["object"] == "list"
     assert [one["id"] for one in answer["data"]] == ["tiny", "alias"]
-    assert answer["data"][0]["max_model_len"] == llm.engine.max_model_len
+    assert answer["data"][0]["max_model_len"] == llm.engine.parts.max_model_len
     assert client.get("/v1/models/alias").json() == answer["data"][1]
     assert client.get("/v1/models/a/b").json()["error"]["code"] == "model_not_found"
 

@@ -20,10 +20,10 @@ import time
 import pytest
 
 from nanovllm import TINY_QWEN3, SamplingParams
+from nanovllm.extras.bench.client import Client
+from nanovllm.extras.bench.load import Exchange, offer
+from nanovllm.extras.bench.results import read_result
 from nanovllm.serve.async_llm import AsyncLLM
-from nanovllm.serve.bench.client import Client
-from nanovllm.serve.bench.load import Exchange, offer
-from nanovllm.serve.bench.results import read_result
 from tests.serve.real_server import QUESTIONS, Offline, in_process, in_thread
 
 PATH = "/v1/completions"

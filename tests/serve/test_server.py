@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from nanovllm import TINY_QWEN3
-from nanovllm.serve import cli
+from nanovllm.serve import launch
 from nanovllm.serve import server as server_module
 from nanovllm.serve.app import make_app
 from nanovllm.serve.async_llm import AsyncLLM
@@ -37,7 +37,7 @@ class RunningServer:
         self.may_load = threading.Event()
         self.socket = listen("127.0.0.1", 0)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections hold little that is not read
-        self.url = cli.url_of(self.socket)
+        self.url = launch.url_of(self.socket)
         self.llm = None
         self._make_llm = make_llm
         self._options = ServerOptions(model_names=("tiny",), **options)
@@ -209,7 +209,7 @@ def test_the_command(with_tokenizer, tmp_path):
     """From the command line to the exit status after SIGTERM; the printed curl's request is served, and recorded."""
     command = [sys.executable, "-m", "nanovllm", "serve", str(with_tokenizer), "--port", "0", "--api-key", "k1", "k2"]
     command += ["--trace", str(tmp_path / "run.jsonl")]
-    environment = {**os.environ, cli.API_KEY_VARIABLE: "k3 k4"}
+    environment = {**os.environ, launch.API_KEY_VARIABLE: "k3 k4"}
     with subprocess.Popen(
         [*command, "--num-kv-blocks", "64"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
@@ -247,17 +247,17 @@ def test_flags_reach_the_server_and_its_engine(monkeypatch):
         seen.append(app.state.server.options)
         load()
 
-    monkeypatch.setattr(cli.logging, "basicConfig", lambda **_: None)
-    monkeypatch.setattr(cli, "start", start)
-    monkeypatch.setattr(cli, "keep_from_collector", lambda: None)  # of what the other tests need
-    monkeypatch.setattr(cli.event_loop, "run", lambda main: None)
+    monkeypatch.setattr(launch.logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(launch, "keep_from_collector", lambda: None)  # of what the other tests need
+    monkeypatch.setattr(launch, "run", lambda main: None)
     monkeypatch.setattr(
-        cli.AsyncLLM, "from_engine_args", lambda engine_args, **others: seen.append((engine_args, others))
+        launch.AsyncLLM, "from_engine_args", lambda engine_args, **others: seen.append((engine_args, others))
     )
-    monkeypatch.setenv(cli.API_KEY_VARIABLE, "k2 k3")
+    monkeypatch.setenv(launch.API_KEY_VARIABLE, "k2 k3")
     flags = "--api-key k1 --served-model-name a b --max-choices 5 --max-request-bytes 6 --max-requests-per-minute 7 "
     flags += "--max-queued-requests 8 --drain-timeout 9 --allowed-origins http://x --max-num-seqs 10 --port 0"
-    assert cli.main(flags.split()) == 0
+    assert launch.main(flags.split()) == 0
     options, (engine_args, others) = seen
     assert options == ServerOptions(("a", "b"), ("k1", "k2", "k3"), 6, 7, 5, ("http://x",), 9.0)
     assert (engine_args.model, engine_args.max_num_seqs) == (TINY_QWEN3, 10)
@@ -277,12 +277,12 @@ def test_flags_reach_the_server_and_its_engine(monkeypatch):
     ],
 )
 def test_a_bad_command_line_is_one_line(arguments, status, message, capsys, monkeypatch):
-    monkeypatch.setattr(cli.logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(launch.logging, "basicConfig", lambda **_: None)
     if status == 2:
         with pytest.raises(SystemExit, match="2"):
-            cli.main(["--port", "0", *arguments])
+            launch.main(["--port", "0", *arguments])
     else:
-        assert cli.main(["--port", "0", *arguments]) == status
+        assert launch.main(["--port", "0", *arguments]) == status
     printed = capsys.readouterr().err.strip().splitlines()
     assert message in printed[-1]
     assert len(printed) <= 2
@@ -290,7 +290,7 @@ def test_a_bad_command_line_is_one_line(arguments, status, message, capsys, monk
 
 def test_a_port_that_is_taken(capsys):
     with listen("127.0.0.1", 0) as taken:
-        assert cli.main(["--port", str(taken.getsockname()[1])]) == 1
+        assert launch.main(["--port", str(taken.getsockname()[1])]) == 1
     assert "Address already in use" in capsys.readouterr().err
 
 

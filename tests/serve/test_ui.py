@@ -7,11 +7,10 @@ import pytest
 
 from nanovllm.serve.app import make_app
 from nanovllm.serve.async_llm import AsyncLLM
-from nanovllm.serve.live_lines import LiveLines
 from nanovllm.serve.state import ServerOptions
-from nanovllm.trace.recording import TraceFile, read_recording
+from nanovllm.serve.ui import LiveLines
+from nanovllm.trace.recording import Sinks, TraceFile, read_recording
 from nanovllm.trace.replay import Replay
-from nanovllm.trace.sinks import Sinks
 from tests.serve.conftest import CHAT_TEMPLATE, Client
 
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -8,11 +8,10 @@ import pytest
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
 from nanovllm.trace import view
-from nanovllm.trace.page import make_page
+from nanovllm.trace.page import DECIDED_BY, find_symbol, make_page, read_sources
 from nanovllm.trace.perfetto import to_perfetto
 from nanovllm.trace.recording import TraceFile, read_recording
 from nanovllm.trace.replay import EVENTS, Replay
-from nanovllm.trace.symbols import read_sources
 
 PACKAGE = Path(view.__file__).parents[1]
 OPTIONS = {"num_kv_blocks": 12, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}
@@ -129,9 +128,9 @@ def test_last_line_that_a_crash_has_cut_is_passed_over(recorded, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no recording"),
-        ("{}\n", "no recording"),
-        ("[1]\n", "no recording"),
+        ("", "not a recording"),
+        ("{}\n", "not a recording"),
+        ("[1]\n", "not a recording"),
         ("not json\n", "line 1 is not JSON"),
         ('{"format":"nanovllm-trace","version":99}\n', "version 99"),
     ],
@@ -179,6 +178,16 @@ def test_each_event_has_its_source():
         assert [line.strip() for line in source["text"].splitlines()] == [
             line.strip() for line in lines[: len(source["text"].splitlines())]
         ], "and they stand there"
+
+
+def test_names_of_sources_that_are_gone_are_noticed():
+    """`read_sources` leaves out files that are gone: they may be extras. In this repository none is."""
+    for place in DECIDED_BY.values():
+        assert (PACKAGE / place.split()[0]).exists(), f"{place}: follow the move in DECIDED_BY of trace/page.py"
+    text = "class A:\n    x = 1\n\n    @property\n    def b(self):\n        return 1\n\n    def c(self): ...\n"
+    assert find_symbol(text, "a.py A.b") == (4, "@property\ndef b(self):\n    return 1\n")
+    with pytest.raises(LookupError, match=r"a.py A.d, and d is not there"):
+        find_symbol(text, "a.py A.d")
 
 
 def test_perfetto_export_has_steps_requests_and_counters(recorded):

@@ -7,8 +7,9 @@ from hypothesis import settings
 
 from nanovllm.trace.replay import EVENTS, Replay, ReplayError
 from tests.conftest import examples
-from tests.scheduling.test_scheduler import SETTINGS, BeamMachine, OverlapBeamMachine
-from tests.scheduling.test_windows import OverlapWindowMachine, WindowMachine
+from tests.extras.test_scheduling import BeamMachine, OverlapBeamMachine
+from tests.extras.test_windows import OverlapWindowMachine, WindowMachine
+from tests.scheduling_traffic import SETTINGS
 from tests.trace_traffic import Lines, RecordedRun, random_run, state_of_replay
 
 

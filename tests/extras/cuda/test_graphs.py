@@ -1,0 +1,324 @@
+"""CUDA graphs as far as they go without a GPU: which sizes, what padding does, what is sent, and that outputs are those
+of eager steps.
+
+`recorded_operations.py` stands in for CUDA's recording: what it replays is fixed in the same way. On a GPU,
+`test_gpu.py` compares the real thing.
+
+Broken by hand, and seen here: padding that keeps the slots of an older batch; padding of one token; a table that is
+spread with the wrong width; the newest tokens of an eager step not handed over; a replay of the next smaller size; rows
+with children or without a sample replayed; penalties and log-probabilities of replayed rows left out.
+"""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from nanovllm import BeamSearchParams, Config, LLMEngine, SamplingParams
+from nanovllm.execution.sampler import draw_tokens
+from nanovllm.execution.sampling_batch import SamplingBatch
+from nanovllm.execution.stages import ForbiddenTokens
+from nanovllm.execution.startup import Device
+from nanovllm.extras.cuda.graphs import (
+    CudaGraphs,
+    DecodeInputs,
+    Recorder,
+    ReplayedDecodes,
+    choose_graphs,
+    graph_sizes,
+    measure_graph_bytes,
+    record_graphs,
+    replay_decodes,
+)
+from nanovllm.extras.overlap import NewestTokens
+from nanovllm.extras.prompt_logprobs import TargetRows
+from nanovllm.layers.torch_attention import TorchAttention
+from nanovllm.scheduling.sequence import Sequence
+from tests.engine.test_engine import assert_at_rest, greedy, ids, run, tokens_of
+from tests.extras.test_overlap import KINDS, visible
+from tests.late_runner import LateRunner
+from tests.recorded_operations import GatherAttention, OperationRecorder
+from tests.steps import batch_of
+
+CPU = torch.device("cpu")
+
+# ---- sizes
+
+
+@pytest.mark.parametrize("largest", [*range(1, 70), 100, 255, 256, 257, 500, 1024, 4096])
+def test_sizes_end_with_the_largest_and_waste_little(largest):
+    sizes = graph_sizes(largest)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == largest
+    for n in range(1, largest + 1):
+        padded = min(size for size in sizes if size >= n)
+        assert padded - n < max(8, n / 8)
+    assert len(sizes) <= 11 + 8 * max(0, largest.bit_length() - 6)
+
+
+def test_sizes_of_the_default():
+    sizes = graph_sizes(256)
+    assert sizes[:6] == [1, 2, 4, 8, 16, 24]
+    assert len(sizes) == 27
+
+
+# ---- what is sent
+
+
+def decode_batch(num_seqs, block_size, longest, seed=0, **params):
+    rng = random.Random(seed)
+    chunks, next_block = [], 1
+    for i in range(num_seqs):
+        prompt = [rng.randrange(100) for _ in range(rng.randint(1, longest))]
+        seq = Sequence(str(i), prompt, SamplingParams(**params), frozenset(), seed=i)
+        seq.num_computed_tokens = len(prompt) - 1
+        num_blocks = -(-len(prompt) // block_size)
+        for block in range(next_block, next_block + num_blocks):
+            seq.block_table.append(block)
+        next_block += num_blocks
+        chunks.append((seq, len(prompt) - 1, 1))
+    return batch_of(chunks, block_size)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"top_k": 3}, {"top_p": 0.5, "min_p": 0.1}, {}])
+def test_inputs_arrive_in_their_places_and_padding_is_harmless(params):
+    inputs = DecodeInputs(13, 9, CPU)
+    static = {size: inputs.batch(size) for size in (1, 5, 13)}  # as a graph keeps them
+    for seed, (num_seqs, size) in enumerate([(13, 13), (3, 5), (1, 1), (5, 5), (2, 13), (12, 13)]):
+        sent = decode_batch(num_seqs, 4, 36, seed, **params)
+        inputs.fill(sent, size)
+        batch = static[size]
+        assert batch.metadata.num_decodes == size
+        assert batch.metadata.block_tables.shape == (size, 9)
+        assert torch.equal(batch.metadata.cu_seqlens_q[: num_seqs + 1], sent.metadata.cu_seqlens_q)
+        for name in ("input_ids", "positions", "slot_mapping", "seq_lens", "logits_indices"):
+            is_of_batch = hasattr(batch, name)
+            column = getattr(batch if is_of_batch else batch.metadata, name)
+            expected = getattr(sent if is_of_batch else sent.metadata, name)
+            assert column.dtype == expected.dtype, name
+            assert torch.equal(column[:num_seqs], expected), name
+        assert torch.equal(
+            batch.metadata.block_tables[:num_seqs, : sent.metadata.block_tables.shape[1]], sent.metadata.block_tables
+        )
+        off = {"uniforms": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperatures": None}
+        for name, nothing in off.items():
+            column, expected = getattr(batch.sampling, name), getattr(sent.sampling, name)
+            expected = torch.full((num_seqs,), nothing, dtype=column.dtype) if expected is None else expected
+            assert column.dtype == expected.dtype, name
+            assert torch.equal(column[:num_seqs], expected), name
+        for column in (
+            batch.metadata.seq_lens,
+            batch.metadata.slot_mapping,
+            batch.sampling.temperatures,
+            batch.input_ids,
+        ):
+            assert not column[num_seqs:].any(), "padding reads nothing, writes to the null block, and is greedy"
+
+
+# ---- what is recorded
+
+
+def test_a_function_is_run_once_before_it_is_recorded(fake_cuda):
+    calls = []
+
+    def function():
+        calls.append((fake_cuda.stream, fake_cuda.is_recording))
+        return torch.ones(1)
+
+    replay, results = Recorder().record(function)
+    assert calls == [("side", False), ("main", True)]
+    assert results == torch.ones(1)
+    replay()
+    assert fake_cuda.events[-1] == "replay"
+
+
+def test_graphs_are_recorded_and_measured(fake_cuda, runner):
+    sizes = graph_sizes(20)
+    recorded = (runner.model, runner.kv_cache.tensor, runner.draw, 20, 32)
+    assert measure_graph_bytes(*recorded) == (107 << 20) + (len(sizes) - 1) * (7 << 20)
+    free = fake_cuda.free
+    num_streams = fake_cuda.num_streams
+    graphs = record_graphs(*recorded)
+    assert fake_cuda.num_streams == num_streams + 1, "of all graphs together, and of no others"
+    assert sorted(graphs._graphs) == sizes
+    assert free - fake_cuda.free == len(sizes) * (7 << 20)
+    assert all(recorded.hidden.shape == (size, 64) for size, recorded in graphs._graphs.items())
+
+
+# ---- what is computed
+
+
+WANTS_ONLY_DRAWS = SamplingBatch.wants_only_draws.fget
+
+
+def wants_no_truncation(sampling):
+    return WANTS_ONLY_DRAWS(sampling) and sampling.top_k is sampling.top_p is sampling.min_p is None
+
+
+def draw_plainly(logits, temperatures, uniforms, *_):
+    """The draw that is recorded: PyTorch's truncation cannot be, so the rows that ask for it are drawn again."""
+    return draw_tokens(logits, temperatures, uniforms)
+
+
+def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
+    """The same engine with and without graphs, both with the same attention."""
+    monkeypatch.setattr("nanovllm.execution.startup.TorchAttention", GatherAttention)
+    monkeypatch.setattr(SamplingBatch, "wants_only_draws", property(wants_no_truncation))
+    recorder = OperationRecorder()
+
+    def record(model, kv_cache, draw, max_batch_size, max_num_blocks):
+        graphs = CudaGraphs(model, kv_cache, draw_plainly, graph_sizes(max_batch_size), max_num_blocks, recorder)
+        graphs.record_all()
+        return graphs
+
+    class RecordingDevice(Device):
+        def __init__(self, sizes):
+            self.sizes = sizes
+
+        def wrap(self, runner, newest):
+            replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
+
+    monkeypatch.setattr("nanovllm.extras.cuda.graphs.record_graphs", record)
+    engines = []
+    for has_graphs in (False, True):
+        if has_graphs:
+            monkeypatch.setattr("nanovllm.execution.startup.make_device", lambda *given: RecordingDevice(given[-1]))
+        config = Config(folder, device="cpu", dtype="float32", attention_backend="torch", max_num_seqs=max_num_seqs,
+                        enforce_eager=True, **options)  # fmt: skip
+        engine = LLMEngine(config)
+        assert isinstance(engine.runner.backend, GatherAttention)
+        assert isinstance(engine.runner.compute, ReplayedDecodes) == has_graphs
+        engine.recorder = recorder if has_graphs else None
+        engine.runner.kv_cache.tensor[:, :, 1:] = 50.0  # garbage that would show
+        if late and engine.parts.enable_overlap:
+            LateRunner(engine)
+        engines.append(engine)
+    return engines
+
+
+def serve(engine, requests):
+    todo, outputs = list(enumerate(requests)), {}
+    while todo or engine.has_unfinished_requests():
+        for i, (prompt, params) in todo[:2]:
+            engine.add_request(str(i), prompt, params, stream=False)
+        del todo[:2]
+        outputs |= {output.request_id: visible(output) for output in engine.step().outputs}
+    assert_at_rest(engine)
+    return outputs
+
+
+FEW_BLOCKS = {"enable_overlap": True, "num_kv_blocks": 48, "block_size": 4}
+CONFIGURATIONS = {
+    "one at a time": {"enable_overlap": False},
+    "overlap": {"enable_overlap": True},
+    "overlap, chunked prefill": {"enable_overlap": True, "max_num_batched_tokens": 9, "block_size": 4},
+    "overlap, preemption": FEW_BLOCKS,
+    "overlap, swap": {**FEW_BLOCKS, "preemption_mode": "swap", "swap_space_bytes": 1 << 20},
+    "length that is no multiple of the block size": {"enable_overlap": True, "max_model_len": 61, "block_size": 8},
+}
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+@pytest.mark.parametrize("kind", ["greedy", "seeded", "samples", "logprobs", "penalties", "biases", "all kinds"])
+@pytest.mark.sparse
+def test_outputs_are_those_of_eager_steps(monkeypatch, with_tokenizer, kind, options):
+    rng, stem = random.Random(1), ids(20)
+    requests = []
+    for i in range(16):
+        prompt = stem[: rng.choice([0, 7, 16])] + ids(rng.randint(1, 16), seed=i)
+        fields = KINDS[rng.choice(list(KINDS)) if kind == "all kinds" else kind](i)
+        requests.append((prompt, SamplingParams(**{"max_tokens": rng.randint(2, 16), "ignore_eos": True, **fields})))
+    eager, graphs = make_engines(monkeypatch, with_tokenizer, **options)
+    assert serve(graphs, requests) == serve(eager, requests)
+    assert graphs.recorder.num_recorded == 4  # 1, 2, 4, 6
+    assert graphs.recorder.num_replays > 5
+    # padding has written to the null block, and nothing else has
+    assert eager.runner.kv_cache.tensor[:, :, 0].abs().sum() == 0
+
+
+def test_every_batch_size_and_beams(monkeypatch, tiny_checkpoint):
+    eager, graphs = make_engines(monkeypatch, tiny_checkpoint[0], max_num_seqs=11, enable_overlap=True)
+    outputs = []
+    for engine in (eager, graphs):
+        for i in range(11):  # they end one after the other
+            engine.add_request(str(i), ids(3 + i, seed=i), greedy(4 + 2 * i))
+        done = tokens_of(run(engine))
+        engine.add_request("beams", ids(5), BeamSearchParams(3, 6))
+        engine.add_request("beside", ids(9), greedy(14))
+        found = run(engine)
+        beams = [(one.tokens, pytest.approx(one.cum_logprob, abs=1e-4)) for one in found.pop("beams").sequences]
+        outputs.append((done, beams, tokens_of(found)))
+    assert outputs[0] == outputs[1]
+    assert graphs.recorder.num_replays > 20
+
+
+def test_what_is_no_plain_decode_is_not_replayed(monkeypatch, tiny_checkpoint):
+    _, engine = make_engines(monkeypatch, tiny_checkpoint[0], max_num_seqs=3)
+    graphs, none = engine.runner.compute.graphs, torch.empty(0, dtype=torch.int64)
+    batch = decode_batch(3, engine.parts.block_size, 8, temperature=0)
+    assert graphs.can_replay(batch, none)
+    assert not graphs.can_replay(decode_batch(4, engine.parts.block_size, 8, temperature=0), none), (
+        "more than were recorded"
+    )
+    assert not graphs.can_replay(
+        dataclasses.replace(batch, metadata=dataclasses.replace(batch.metadata, num_decodes=2)), none
+    ), "one is a prefill chunk"
+    judged = TargetRows(torch.tensor([0]), torch.tensor([5]), 1)
+    assert not graphs.can_replay(dataclasses.replace(batch, taps=(judged,)), none), "a prompt is judged"
+    for rows in ([0, 1], [0, 2, 2], [0, 0, 1]):
+        rows = torch.tensor(rows, dtype=torch.int32)
+        assert not graphs.can_replay(dataclasses.replace(batch, logits_indices=rows), none), "not each row one token"
+    assert not graphs.can_replay(batch, torch.zeros(4, dtype=torch.int64)), "tokens that have no place"
+
+
+# ---- who gets them
+
+
+def test_they_are_refused_where_they_cannot_be(tiny_checkpoint):
+    with pytest.raises(ValueError, match="enable_cuda_graphs=True cannot be had .*need a CUDA device, got cpu"):
+        LLMEngine(Config(tiny_checkpoint[0], device="cpu", enable_cuda_graphs=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "backend", "has_twin", "expected"),
+    [
+        ({}, GatherAttention, True, "; with CUDA graphs"),
+        ({"enable_cuda_graphs": True}, GatherAttention, True, "; with CUDA graphs"),
+        (
+            {"enable_cuda_graphs": False},
+            GatherAttention,
+            True,
+            "; no CUDA graphs (enable_cuda_graphs=False)",
+        ),
+        ({"enforce_eager": True}, GatherAttention, True, "; no CUDA graphs (enforce_eager=True)"),
+        (
+            {},
+            TorchAttention,
+            True,
+            "; no CUDA graphs (this attention backend reads lengths back to the host)",
+        ),
+        ({}, GatherAttention, False, "; no CUDA graphs (without triton, drawing tokens makes the host wait)"),
+    ],
+)
+def test_who_has_them_on_cuda(options, backend, has_twin, expected):
+    config = Config("model", **options)
+    chosen = choose_graphs(config, backend(4, 2, 16, 16), has_twin, torch.device("cuda", 0))
+    assert chosen == (expected == "; with CUDA graphs", expected)
+
+
+def test_experts_are_not_replayed():
+    """How many tokens each expert gets is read back to the host in every layer."""
+    choice = (GatherAttention(4, 2, 16, 16), True, torch.device("cuda", 0), 8)
+    reason = "tokens are grouped by expert on the host"
+    assert choose_graphs(Config("model"), *choice) == (False, f"; no CUDA graphs ({reason})")
+    with pytest.raises(ValueError, match=rf"enable_cuda_graphs=True cannot be had \({reason}\)"):
+        choose_graphs(Config("model", enable_cuda_graphs=True), *choice)
+
+
+def test_sampling_rows_that_are_drawn_in_a_graph():
+    plain = SamplingBatch(torch.ones(1), torch.zeros(1, dtype=torch.float64), top_k=torch.ones(1, dtype=torch.int64))
+    assert plain.wants_only_draws
+    assert not dataclasses.replace(plain, num_logprobs=0).wants_only_draws
+    one_row = ForbiddenTokens(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    assert not dataclasses.replace(plain, stages=(one_row,)).wants_only_draws

@@ -1,0 +1,215 @@
+"""On CUDA, the host waits for nothing between a step's launch and its tokens, and no tensor is on the wrong device.
+
+Shown without a GPU on PyTorch's `meta` device, whose tensors have shapes and no data: whoever asks for a number, or for
+a shape that depends on one, gets an error, and so does an operation over two devices. Where CUDA would be more lenient
+and copy what lies on the host, `DeviceCheck` is not. Kernels of libraries and Triton's are stand-ins that check their
+arguments. The batches are those of real traffic on CPU.
+"""
+
+import importlib.machinery
+import random
+import sys
+import types
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nanovllm import Config, LLMEngine, SamplingParams
+from nanovllm.execution.kv_cache import KVCache
+from nanovllm.execution.model_runner import ModelRunner
+from nanovllm.extras.cuda.graphs import CudaGraphs
+from nanovllm.extras.cuda.input_buffer import InputBuffer
+from nanovllm.extras.overlap import NewestTokens, has_placeholders
+from nanovllm.kernels.cuda.flash_attention import FlashAttention
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from tests.engine.test_engine import ids
+from tests.extras.test_overlap import KINDS
+from tests.late_runner import LateRunner
+
+META = torch.device("meta")
+SHAPE = ModelConfig(300, 64, 128, 2, 4, 2, 32, 512, tie_word_embeddings=True)
+
+
+class DeviceCheck(TorchDispatchMode):
+    """No operation on the device reads a tensor on the host, but for the one copy of a step's input."""
+
+    def __init__(self, inputs):
+        super().__init__()
+        self.inputs, self.num_copies = inputs, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, torch.Tensor) and x.dim()]
+        if len({tensor.device for tensor in tensors}) > 1:
+            assert func is torch.ops.aten.copy_.default, f"{func} mixes devices"
+            assert args[0].untyped_storage()._cdata == self.inputs.device_bytes.untyped_storage()._cdata
+            self.num_copies += 1
+        return func(*args, **(kwargs or {}))
+
+
+def assert_on_device(*values):
+    for tensor in tree_leaves(values):
+        assert not isinstance(tensor, torch.Tensor) or tensor.device == META
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    def with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, **masking):
+        assert_on_device(q, k_cache, v_cache, cache_seqlens, block_table)
+        return torch.empty_like(q)
+
+    def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, **masking):
+        assert_on_device(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
+        assert type(max_seqlen_q) is type(max_seqlen_k) is int
+        return torch.empty_like(q)
+
+    module = types.ModuleType("flash_attn")
+    module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+    module.flash_attn_with_kvcache, module.flash_attn_varlen_func = with_kvcache, varlen
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+
+
+class KernelStandIn:
+    """Launched as Triton's kernels are, with a grid of numbers that the host knows."""
+
+    def __init__(self):
+        self.num_launches = 0
+
+    def __getitem__(self, grid):
+        assert all(type(n) is int for n in grid)
+
+        def launch(*args, **constants):
+            assert_on_device(args)
+            self.num_launches += 1
+
+        return launch
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Stand-ins of all that are written in Triton, by name."""
+    pytest.importorskip("triton")
+    from nanovllm.kernels.cuda import activation, few_tokens, norm, paged_attention, sample, store_kv, truncate
+
+    kernels = {}
+    for module in (activation, few_tokens, norm, paged_attention, sample, store_kv, truncate):
+        for name in [name for name in vars(module) if name.endswith("_kernel")]:
+            kernels[name] = KernelStandIn()
+            monkeypatch.setattr(module, name, kernels[name])
+    assert len(kernels) == 11
+    return kernels
+
+
+@pytest.fixture(scope="module")
+def batches(with_tokenizer):
+    """What a busy engine has its runner compute: all kinds of requests, chunked prefill, preemption, overlap."""
+    options = {"max_num_batched_tokens": 40, "num_kv_blocks": 30, "block_size": 16, "enable_overlap": True}
+    engine = LLMEngine(Config(with_tokenizer, device="cpu", dtype="float32", max_num_seqs=7, **options))
+    LateRunner(engine)
+    run, seen = engine.runner.run, []
+    engine.runner.run = lambda batch: (seen.append(batch), run(batch))[1]
+    rng = random.Random(0)
+    kinds = [kind for name, kind in KINDS.items() if name != "logits processors"]  # these are the user's own
+    for i in range(40):
+        fields = {"max_tokens": rng.randint(1, 12), **rng.choice(kinds)(i)}
+        engine.add_request(str(i), ids(rng.randint(1, 60), seed=i), SamplingParams(**fields))
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert len(seen) > 50
+    assert any(has_placeholders(batch) for batch in seen)
+    assert any(batch.taps for batch in seen)
+    assert any(batch.moves.copies for batch in seen)
+    assert (
+        {batch.metadata.num_decodes > 0 for batch in seen}
+        == {batch.metadata.max_seqlen_q > 0 for batch in seen}
+        == {True, False}
+    )
+    return seen
+
+
+def make_runner(backend, has_twins):
+    with META:
+        model = Qwen3ForCausalLM(SHAPE, backend).to(torch.bfloat16)
+    model.model.rotary(torch.zeros(1, dtype=torch.int32, device=META), torch.bfloat16)  # the first call moves its table
+    if has_twins:
+        backend.replace_layers(model)
+    from nanovllm.kernels.cuda.sample import draw_tokens
+
+    kv_cache = KVCache(backend, SHAPE.num_hidden_layers, torch.bfloat16, META)
+    kv_cache.allocate(30)
+    runner = ModelRunner(model, backend, kv_cache, draw_tokens)
+    buffer = InputBuffer(META, 1 << 20)
+    runner.send = buffer.send_record
+    NewestTokens(runner).ids = torch.zeros(64, dtype=torch.int64, device=META)
+    return runner, buffer
+
+
+def make_backend(name):
+    if name == "flash_attn":
+        return FlashAttention(4, 2, 32, 16)
+    from nanovllm.kernels.cuda.triton_attention import TritonAttention
+
+    return TritonAttention(4, 2, 32, 16)
+
+
+@pytest.mark.parametrize("has_twins", [False, True])
+@pytest.mark.parametrize("backend", ["flash_attn", "triton"])
+@torch.inference_mode()
+def test_an_eager_step_is_one_copy_and_no_wait(flash_attn, kernels, batches, backend, has_twins):
+    runner, buffer = make_runner(make_backend(backend), has_twins)
+    for batch in batches:
+        with DeviceCheck(buffer) as check:
+            runner.compute(runner, batch)
+        assert check.num_copies == 1
+    # of two layers
+    num_few = sum(len(batch.input_ids) <= 16 for batch in batches)
+    num_more = len(batches) - num_few
+    assert num_few > 10 < num_more
+    expected = {
+        "rms_norm_kernel": (num_few + 5 * num_more) * has_twins,
+        "norm_rotary_store_kernel": 2 * len(batches) * has_twins,
+        "silu_and_mul_kernel": 2 * num_more * has_twins,
+        "few_tokens_kernel": 8 * num_few * has_twins,
+        "store_kv_kernel": 2 * len(batches) * (backend == "triton" and not has_twins),
+        "decode_kernel": 2 * sum(batch.metadata.num_decodes > 0 for batch in batches) * (backend == "triton"),
+        "prefill_kernel": 2 * sum(batch.metadata.max_seqlen_q > 0 for batch in batches) * (backend == "triton"),
+        "stats_kernel": sum(len(batch.logits_indices) > 0 for batch in batches),
+        "pick_kernel": sum(len(batch.logits_indices) > 0 for batch in batches),
+    }
+    assert {name: kernels[name].num_launches for name in expected} == expected
+    assert kernels["truncate_kernel"].num_launches > 0
+
+
+@pytest.mark.parametrize("backend", ["flash_attn", "triton"])
+@torch.inference_mode()
+def test_a_recorded_step_waits_for_nothing_and_reads_nothing_of_the_host(flash_attn, kernels, backend):
+    runner, _ = make_runner(make_backend(backend), True)
+    cache = runner.kv_cache.tensor
+    graphs = CudaGraphs(runner.model, cache, runner.draw, [1, 2, 16, 17, 40], 8, DeviceRecorder())
+    graphs.record_all()
+    num_few, num_more = 3, 2
+    expected = {
+        "rms_norm_kernel": num_few + 5 * num_more,
+        "norm_rotary_store_kernel": 2 * 5,
+        "silu_and_mul_kernel": 2 * num_more,
+        "few_tokens_kernel": 8 * num_few,
+        "decode_kernel": 2 * 5 * (backend == "triton"),
+        "prefill_kernel": 0,
+        "stats_kernel": 5,
+        "truncate_kernel": 5,
+        "pick_kernel": 5,
+    }
+    assert {name: kernels[name].num_launches for name in expected} == expected
+
+
+class DeviceRecorder:
+    """In the place of `graphs.Recorder`: nothing that is recorded touches the host's memory."""
+
+    def record(self, function):
+        with DeviceCheck(None) as check:
+            results = function()
+        assert check.num_copies == 0
+        return lambda: None, results

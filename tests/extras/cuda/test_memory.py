@@ -1,0 +1,61 @@
+"""The GPU's memory is divided up, and CUDA is asked in the right words; `fake_cuda` counts the bytes."""
+
+import pytest
+import torch
+
+from nanovllm import Config
+from nanovllm.execution.startup import StepSizes
+from nanovllm.extras.cuda.graphs import graph_sizes
+from nanovllm.extras.cuda.memory import advice_on_start_memory, advised, measure_free_bytes, widest_batch
+from tests.extras.cuda.conftest import GIB
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_free_bytes_are_what_weights_a_step_graphs_and_others_leave(fake_cuda, runner, has_graphs):
+    runner.kv_cache.allocate(0)
+    config = Config("model", gpu_memory_utilization=0.5)
+    sizes = StepSizes(max_num_batched_tokens=40, max_num_seqs=20, max_model_len=512)
+    free = measure_free_bytes(runner, config, sizes, has_graphs)
+    graphs = 107 + (len(graph_sizes(20)) - 1) * 7 if has_graphs else 0
+    used_by_others = 80 * GIB - fake_cuda.free - 3 * GIB
+    assert free == 40 * GIB - 2 * GIB - (graphs << 20) - used_by_others
+    # what an engine that is gone has left is not counted as this one's
+    assert fake_cuda.events[:2] == ["empty cache", "reset peak"]
+
+
+@pytest.mark.parametrize(("tokens", "seqs", "length"), [(40, 20, 512), (7, 20, 512), (100, 3, 16), (1, 1, 2)])
+def test_the_widest_batch_uses_up_every_limit(tokens, seqs, length):
+    sizes = StepSizes(tokens, seqs, length)
+    batch = widest_batch(sizes, 16)
+    assert len(batch.input_ids) == batch.metadata.seq_lens.sum() == tokens
+    assert len(batch.logits_indices) >= min(seqs, tokens) == sizes.max_decodes
+    assert batch.metadata.seq_lens.max() <= length
+    assert not batch.metadata.slot_mapping.any()
+    assert not batch.metadata.block_tables.any()
+
+
+def test_what_to_do_when_memory_is_short():
+    with (
+        pytest.raises(
+            ValueError, match="lower gpu_memory_utilization .*max_num_batched_tokens or max_num_seqs.*tried to"
+        ),
+        advice_on_start_memory(),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory: tried to allocate")
+    with pytest.raises(KeyError), advice_on_start_memory():
+        raise KeyError("x")
+
+
+def test_what_to_do_when_a_step_finds_no_memory():
+    def fail(runner, batch):
+        raise errors.pop(0)
+
+    errors = [torch.OutOfMemoryError("CUDA out of memory: tried to allocate"), KeyError("x")]
+    compute = advised(fail)
+    with pytest.raises(
+        torch.OutOfMemoryError, match="lower gpu_memory_utilization.*max_num_batched_tokens or max_num_seqs.*tried to"
+    ):
+        compute(None, None)
+    with pytest.raises(KeyError):
+        compute(None, None)
+    assert advised(lambda *given: given)(1, 2) == (1, 2)

@@ -1,0 +1,135 @@
+"""Beam search equals `transformers`' beam search (`early_stopping=False`), token for token in float32.
+
+One prompt at a time there, any number here; small caches force beams to be preempted, and to be swapped or recomputed.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from nanovllm import LLM, BeamSearchParams
+
+PROMPT_LENS = (3, 17, 40)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(300, (n,), generator=generator).tolist() for n in PROMPT_LENS]
+
+
+def make_llm(checkpoint, eos, **options):
+    llm = LLM(checkpoint[0], dtype="float32", **options)
+    llm.engine.input_processor = dataclasses.replace(llm.engine.input_processor, eos_token_ids=frozenset(eos))
+    return llm
+
+
+def cut(tokens, num_prompt_tokens, eos):
+    """`transformers` fills finished sequences up; what counts ends with the first end token."""
+    ends = [i for i, token in enumerate(tokens) if i >= num_prompt_tokens and token in eos]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
+def hf_beams(checkpoint, prompt, eos, width, length_penalty, max_tokens):
+    with torch.no_grad():
+        output = checkpoint[1].generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=max_tokens,
+            num_beams=width,
+            num_return_sequences=width,
+            length_penalty=length_penalty,
+            early_stopping=False,
+            do_sample=False,
+            eos_token_id=list(eos) or None,
+            pad_token_id=0,
+        )
+    return [cut(tokens, len(prompt), eos) for tokens in output.tolist()]
+
+
+@pytest.mark.parametrize("eos", [(), (7,), (7, 11, 19, 50, 231)], ids=["no end", "one end", "many ends"])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.sparse
+def test_equals_transformers(tiny_checkpoint, prompts, eos, length_penalty, width):
+    llm = make_llm(tiny_checkpoint, eos)
+    outputs = llm.beam_search(prompts, BeamSearchParams(width, 12, length_penalty=length_penalty))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected = hf_beams(tiny_checkpoint, prompt, eos, width, length_penalty, 12)
+        assert [sequence.tokens for sequence in output.sequences] == expected
+    assert llm.get_stats().num_free_blocks == llm.get_stats().num_kv_blocks
+
+
+SCARCE = {
+    "budget 1": {"max_num_batched_tokens": 1},
+    "budget 7": {"max_num_batched_tokens": 7, "block_size": 8},
+    "few blocks": {"num_kv_blocks": 15, "block_size": 4},
+    "few blocks, swapping": {
+        "num_kv_blocks": 15,
+        "block_size": 4,
+        "preemption_mode": "swap",
+        "swap_space_bytes": 1 << 20,
+    },
+    "few blocks, no prefix caching": {"num_kv_blocks": 15, "block_size": 4, "enable_prefix_caching": False},
+}
+
+
+@pytest.mark.parametrize("options", SCARCE.values(), ids=SCARCE)
+def test_the_engine_around_it_changes_nothing(tiny_checkpoint, prompts, options):
+    expected = make_llm(tiny_checkpoint, (7,)).beam_search(prompts, BeamSearchParams(4, 12))
+    llm = make_llm(tiny_checkpoint, (7,), **options)
+    outputs = llm.beam_search(prompts, BeamSearchParams(4, 12))
+    assert [[s.tokens for s in o.sequences] for o in outputs] == [[s.tokens for s in o.sequences] for o in expected]
+    assert llm.get_stats().num_free_blocks == llm.get_stats().num_kv_blocks
+    if "num_kv_blocks" in options:
+        assert llm.get_stats().num_preemptions > 0
+
+
+def test_cum_logprob_is_that_of_a_forward_pass(tiny_checkpoint, prompts):
+    (output,) = make_llm(tiny_checkpoint, ()).beam_search(prompts[1], BeamSearchParams(3, 8))
+    for sequence in output.sequences:
+        with torch.no_grad():
+            logprobs = tiny_checkpoint[1](torch.tensor([sequence.tokens])).logits[0].log_softmax(-1)
+        n = len(prompts[1])
+        expected = sum(logprobs[i - 1, sequence.tokens[i]].item() for i in range(n, len(sequence.tokens)))
+        assert sequence.cum_logprob == pytest.approx(expected, abs=1e-4)
+
+
+def test_beams_share_what_they_have_in_common(tiny_checkpoint):
+    """Four beams of a prompt of 96 tokens: its 6 blocks once, and at most two blocks of their own for each."""
+    llm = make_llm(tiny_checkpoint, (), enable_prefix_caching=False)
+    llm.beam_search([list(range(96))], BeamSearchParams(4, 16))
+    assert llm.get_stats().peak_used_blocks <= 6 + 4 * 2 < 4 * 7
+
+
+def test_ignore_eos(tiny_checkpoint, prompts):
+    params = BeamSearchParams(3, 10, ignore_eos=True)
+    with_end = make_llm(tiny_checkpoint, (7, 231)).beam_search(prompts, params)
+    without = make_llm(tiny_checkpoint, ()).beam_search(prompts, params)
+    assert [[s.tokens for s in o.sequences] for o in with_end] == [[s.tokens for s in o.sequences] for o in without]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"beam_width": 0}, ValueError),
+        ({"beam_width": 2.0}, TypeError),
+        ({"max_tokens": 0}, ValueError),
+        ({"length_penalty": float("nan")}, ValueError),
+        ({"ignore_eos": 1}, TypeError),
+    ],
+)
+def test_bad_parameters_are_named(fields, error):
+    (name,) = fields
+    with pytest.raises(error, match=name):
+        BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, **fields})
+
+
+def test_a_width_that_the_engine_cannot_serve_is_refused(tiny_checkpoint):
+    llm = make_llm(tiny_checkpoint, (), max_num_seqs=3)
+    with pytest.raises(ValueError, match=r"beam_width must be at most 3 .* got 4"):
+        llm.beam_search([[1, 2]], BeamSearchParams(4, 4))
+    with pytest.raises(TypeError, match="BeamSearchParams"):
+        llm.beam_search([[1, 2]], {"beam_width": 2})
+    assert not llm.engine.has_unfinished_requests()

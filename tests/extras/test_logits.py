@@ -1,0 +1,336 @@
+"""What requests change of the logits: each stage alone, all together in vLLM's order, and the tensors they become.
+
+Oracles: `transformers`' logits processor for repetition penalty, mask for mask and row by row; for the other stages and
+the order of all, the loop in float64 of `sampling_rows.py`; tables worked out by hand for masks and histories.
+
+Seen to fail when broken: any two stages swapped; a stage left out; a penalty with the wrong sign, over the prompt
+instead of the output or the other way round; a bad word's first tokens looked for in the prompt too, or not at all;
+histories filled up with 0; rows counted among the special ones instead of all; log-probabilities taken after them.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import transformers
+
+from nanovllm.execution.stages import ForbiddenTokens, MinTokens, apply_stages
+from nanovllm.extras.cuda.input_buffer import map_tensors
+from nanovllm.extras.logits import BadWords, BiasRows
+from tests.sampling_rows import (
+    EOS,
+    HISTORY,
+    VOCAB_SIZE,
+    assert_drawn_from,
+    assert_frequencies_follow_the_distribution,
+    random_ids,
+    random_logits,
+    sample,
+    sequence,
+)
+from tests.steps import sampling_of
+
+# ---- penalties, alone
+
+
+def test_repetition_penalty_is_that_of_transformers():
+    penalties = [1.0, 1.3, 0.5, 2.0, 1.05, 5.0, 1.0]
+    histories = [(random_ids(3 + 4 * i, i), random_ids(2 * i, 50 + i)) for i in range(len(penalties))]
+    raw = random_logits(len(penalties), vocab_size=200)
+    raw[:, :20] = 0
+    rows = [sequence(*h, repetition_penalty=p) for p, h in zip(penalties, histories, strict=True)]
+    expected = [
+        transformers.RepetitionPenaltyLogitsProcessor(p)(torch.tensor([prompt + output]), raw[i : i + 1])
+        for i, (p, (prompt, output)) in enumerate(zip(penalties, histories, strict=True))
+    ]
+    assert torch.equal(apply_stages(raw, sampling_of(rows).stages), torch.cat(expected))
+
+
+# ---- all stages, and their order
+
+
+def double(output_token_ids, logits):
+    return logits * 2
+
+
+def forbid_last(output_token_ids, logits):
+    logits = logits.clone()
+    logits[output_token_ids[-1:]] = -math.inf
+    return logits
+
+
+ALONE = [
+    {"presence_penalty": 2.0},
+    {"presence_penalty": -1.5},
+    {"frequency_penalty": 0.7},
+    {"frequency_penalty": -0.7},
+    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 0.4},
+    {"temperature": 0.3},
+    {"temperature": 4.0},
+    {"top_k": 4},
+    {"top_p": 0.6},
+    {"min_p": 0.2},
+    {"logit_bias": {5: 4.0, 1: -100, 17: -2.5}},
+    {"allowed_token_ids": [2, 3, 5, 7, 11, 13, 30]},
+    {"bad_words": ["x"]},
+    {"min_tokens": 7, "stop_token_ids": [4, 8]},
+    {"min_tokens": 6, "stop_token_ids": [4, 8]},
+    {"logits_processors": [double]},
+    {"logits_processors": [forbid_last, double]},
+    {},
+]
+
+
+def test_each_field_alone_in_one_batch():
+    rows = [sequence(*HISTORY, **fields) for fields in ALONE]
+    assert_drawn_from(random_logits(len(rows), scale=1.5), rows)
+
+
+# each of these comes out differently if its stages change places
+PAIRS = [
+    {"allowed_token_ids": [5, 6, 7, 11], "bad_words": ["x"]},
+    {"allowed_token_ids": [5, 6, 30], "logit_bias": {5: 1.0, 12: 100.0}},
+    {"bad_words": ["x"], "logit_bias": {7: 100.0, 11: 100.0}},
+    {"min_tokens": 9, "stop_token_ids": [8], "logit_bias": {8: 100.0, EOS: 50.0}},
+    {"logit_bias": {5: 2.0, 6: -3.0}, "logits_processors": [double]},
+    {
+        "allowed_token_ids": [5, 6, 7, 30],
+        "logits_processors": [lambda output_token_ids, logits: logits.nan_to_num(neginf=-1)],
+    },
+    {"logits_processors": [double], "repetition_penalty": 1.5, "presence_penalty": 1.0},
+    {"logit_bias": {5: 3.0, 2: -3.0, 30: 1.5}, "repetition_penalty": 2.0},
+    {
+        "logits_processors": [double, forbid_last, lambda output_token_ids, logits: logits + 1],
+        "repetition_penalty": 1.5,
+    },
+    {"repetition_penalty": 1.7, "presence_penalty": 1.9, "frequency_penalty": 1.1},
+    {"repetition_penalty": 0.6, "presence_penalty": -1.9, "frequency_penalty": -0.4},
+    {"presence_penalty": 2.0, "temperature": 0.4},
+    {"frequency_penalty": 1.0, "temperature": 3.0},
+    {"temperature": 2.5, "min_p": 0.3},
+    {"temperature": 0.5, "min_p": 0.05},
+    {"temperature": 2.5, "top_p": 0.5},
+    {"min_p": 0.15, "top_p": 0.7},
+    {"min_p": 0.3, "top_p": 0.9},
+    {"top_k": 6, "top_p": 0.7},
+    {"top_k": 3, "top_p": 0.5},
+    {"top_k": 5, "min_p": 0.1},
+    {"presence_penalty": 2.0, "top_k": 3},
+    {"frequency_penalty": -2.0, "top_p": 0.5},
+    {"repetition_penalty": 0.3, "min_p": 0.3},
+    {"logit_bias": {12: 9.0}, "top_k": 1},
+]
+
+
+def test_pairs_of_fields_come_in_vllms_order():
+    rows = [sequence(*HISTORY, **fields) for fields in PAIRS]
+    raw = random_logits(1, scale=1.5).expand(len(rows), -1).contiguous()
+    assert_drawn_from(raw, rows)
+
+
+def random_fields(seed):
+    """Some of the fields, with random values, in any combination."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(*values):
+        return values[int(torch.randint(len(values), (), generator=generator))]
+
+    return {
+        "presence_penalty": pick(0, 0, 1.3, -0.8),
+        "frequency_penalty": pick(0, 0, 0.6, -0.3),
+        "repetition_penalty": pick(1, 1, 1.4, 0.7),
+        "temperature": pick(0, 1.0, 0.4, 1.7, 3.0),
+        "top_k": pick(0, -1, 0, 3, 12, 1),
+        "top_p": pick(1, 1, 0.9, 0.4),
+        "min_p": pick(0, 0, 0.02, 0.3),
+        "logit_bias": pick(None, None, {3: 2.5, 30: -1.0}),
+        "allowed_token_ids": pick(None, None, list(range(3, 33))),
+        "bad_words": pick(None, ["x"]),
+        "logits_processors": pick(None, None, [double], [forbid_last]),
+        "min_tokens": pick(0, 20),
+        "stop_token_ids": pick(None, [6, 10]),
+        "logprobs": pick(None, 0, 3),
+    }
+
+
+def test_random_combinations_in_one_batch():
+    rows = [sequence(random_ids(1 + i % 9, i), random_ids(i % 13, 99 + i), **random_fields(i)) for i in range(100)]
+    assert_drawn_from(random_logits(len(rows), scale=2.0), rows)
+
+
+def test_a_row_is_drawn_the_same_whatever_its_neighbours_want():
+    rows = [sequence(*HISTORY, seed=i, **random_fields(i)) for i in range(30)]
+    raw = random_logits(len(rows))
+    together, _ = sample(raw, sampling_of(rows))
+    alone = [int(sample(raw[i : i + 1], sampling_of([seq]))[0]) for i, seq in enumerate(rows)]
+    assert together.tolist() == alone
+
+
+def test_processors_see_their_own_row_and_output():
+    seen = []
+
+    def note(output_token_ids, logits):
+        seen.append((output_token_ids, logits.clone()))
+        return logits
+
+    raw = random_logits(3)
+    rows = [sequence(), sequence([1], [5, 6], logits_processors=[note], logit_bias={4: 1.0}), sequence()]
+    sample(raw, sampling_of(rows))
+    ((output_token_ids, logits),) = seen
+    assert output_token_ids == [5, 6]
+    assert torch.equal(logits, raw[1] + torch.eye(VOCAB_SIZE)[4])
+
+
+def test_frequencies_follow_the_distribution():
+    assert_frequencies_follow_the_distribution(4, {"min_p": 0.05, "presence_penalty": 1.0})
+
+
+@pytest.mark.parametrize("wanted", [[0, 0], [3, None, 0], [2, -1], [VOCAB_SIZE]])
+def test_logprobs_are_those_of_the_model_itself(wanted):
+    """Before temperature, penalties, biases and masks, for rows that have all of these."""
+    fields = {"temperature": 0.3, "presence_penalty": 2, "logit_bias": {1: 50.0}, "top_k": 9, "bad_words": ["x"]}
+    rows = [sequence(*HISTORY, logprobs=k, **fields) for k in wanted]
+    raw = random_logits(len(rows))
+    token_ids, logprobs = sample(raw, sampling_of(rows))
+    expected = raw.double().log_softmax(dim=-1)
+    k = VOCAB_SIZE if -1 in wanted else max(one or 0 for one in wanted)
+    best, best_ids = expected.sort(dim=-1, descending=True)
+    assert logprobs.top.shape == (len(rows), k)
+    assert torch.equal(logprobs.top_ids, best_ids[:, :k])
+    torch.testing.assert_close(logprobs.top.double(), best[:, :k], rtol=0, atol=1e-5)
+    for i, token_id in enumerate(token_ids.tolist()):
+        assert float(logprobs.chosen[i]) == pytest.approx(float(expected[i, token_id]), abs=1e-5)
+        assert int(logprobs.ranks[i]) == best_ids[i].tolist().index(token_id) + 1
+
+
+# ---- the tensors that stages become
+
+
+def rows_of(rows):
+    """The only stage of the batch of `rows`."""
+    (found,) = sampling_of(rows).stages
+    return found
+
+
+def test_histories_are_filled_up_with_minus_one():
+    rows = [
+        sequence([4, 4, 5], [6], presence_penalty=0.5),
+        sequence(),
+        sequence([7], [8, 9, 8], repetition_penalty=1.5, frequency_penalty=-1),
+        sequence([1, 2], [], frequency_penalty=2),
+    ]
+    penalties = rows_of(rows)
+    assert penalties.rows.tolist() == [0, 2, 3]
+    assert penalties.prompt_ids.tolist() == [[4, 4, 5], [7, -1, -1], [1, 2, -1]]
+    assert penalties.output_ids.tolist() == [[6, -1, -1], [8, 9, 8], [-1, -1, -1]]
+    assert penalties.presence.tolist() == [[0.5], [0], [0]]
+    assert penalties.frequency.tolist() == [[0], [-1], [2]]
+    assert penalties.repetition.tolist() == [[1], [1.5], [1]]
+
+
+def test_histories_before_any_output():
+    penalties = rows_of([sequence([1, 2], presence_penalty=1)])
+    assert penalties.output_ids.shape == (1, 0)
+
+
+def changes_of(rows):
+    """{(row, token): bias} of the batch; -inf for a token that must not come."""
+    changes = {}
+    for stage in sampling_of(rows).stages:
+        assert isinstance(stage, BiasRows | ForbiddenTokens)
+        pairs = list(zip(stage.rows.tolist(), stage.token_ids.tolist(), strict=True))
+        values = stage.values.tolist() if isinstance(stage, BiasRows) else [-math.inf] * len(pairs)
+        changes |= dict(zip(pairs, values, strict=True))
+    return changes
+
+
+def test_logit_bias_names_its_row():
+    rows = [sequence(), sequence(logit_bias={5: 1.5, 7: -100}), sequence(), sequence(logit_bias={5: 2})]
+    assert changes_of(rows) == {(1, 5): 1.5, (1, 7): -100, (3, 5): 2}
+
+
+CASES = [
+    # (bad words as tokens, prompt, output, tokens that must not come now)
+    ([[5]], [1], [], [5]),
+    ([[5]], [1], [2, 3], [5]),
+    ([[5], [6]], [1], [], [5, 6]),
+    ([[2, 3, 5]], [1], [], []),
+    ([[2, 3, 5]], [1], [2], []),
+    ([[2, 3, 5]], [1], [2, 3], [5]),
+    ([[2, 3, 5]], [1], [9, 2, 3], [5]),
+    ([[2, 3, 5]], [1], [2, 3, 9], []),
+    ([[2, 3, 5]], [1], [2, 9, 3], []),
+    ([[2, 3, 5]], [2, 3], [], []),  # what the prompt says is no part of the word
+    ([[2, 3, 5]], [2], [3], []),
+    ([[2, 2, 5]], [1], [2, 2, 2], [5]),
+    ([[2, 5], [3, 2, 6], [7]], [1], [3, 2], [5, 6, 7]),
+    ([[2, 5], [2, 6], [3, 7]], [1], [2], [5, 6]),
+]
+
+
+@pytest.mark.parametrize(("words", "prompt", "output", "forbidden"), CASES)
+def test_bad_words_forbid_their_last_token(words, prompt, output, forbidden):
+    row = sequence(prompt, output, stages=(BadWords(words),))
+    batch = sampling_of([sequence(), row])
+    assert changes_of([sequence(), row]) == {(1, token_id): -math.inf for token_id in forbidden}
+    assert bool(batch.stages) == bool(forbidden), "nothing to forbid costs nothing"
+
+
+def test_a_bad_word_is_forbidden_as_it_begins_a_text_and_as_it_follows_a_space():
+    rows = [sequence(output=[2, 3], bad_words=["x"]), sequence(output=[2], bad_words=[" x"])]
+    assert changes_of(rows) == {(0, 7): -math.inf, (0, 11): -math.inf, (1, 7): -math.inf}
+
+
+def test_allowed_tokens_are_pairs_of_entry_and_token():
+    rows = [sequence(allowed_token_ids=[3, 5]), sequence(), sequence(allowed_token_ids=[7])]
+    allowed = rows_of(rows)
+    assert allowed.rows.tolist() == [0, 2]
+    assert list(zip(allowed.entries.tolist(), allowed.token_ids.tolist(), strict=True)) == [(0, 3), (0, 5), (1, 7)]
+
+
+def test_processors_come_with_their_row_and_the_output_so_far():
+    first, second = (lambda output_token_ids, logits: logits), (lambda output_token_ids, logits: -logits)
+    rows = [sequence(), sequence([1, 2], [8, 9], logits_processors=[first, second]), sequence(logits_processors=[])]
+    assert rows_of(rows).rows == [(1, [8, 9], (first, second))]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reads_output"),
+    [
+        ({"allowed_token_ids": [1]}, [False]),
+        ({"logit_bias": {1: 1.0}}, [False]),
+        ({"min_tokens": 1}, [False]),
+        ({"bad_words": ["x"]}, [True]),  # one of its forms has two tokens
+        ({"logits_processors": [double]}, [True]),
+        ({"frequency_penalty": 0.1}, [True]),
+    ],
+)
+def test_stages_say_whether_they_read_the_output(fields, reads_output):
+    """Those that do not can be prepared before the newest token is known."""
+    assert [stage.reads_output for stage in sequence(**fields).stages] == reads_output
+    assert not BadWords([[5], [6]]).reads_output
+    assert not MinTokens.reads_output
+
+
+def test_all_tensors_move_to_the_device():
+    rows = [
+        sequence(top_k=3, top_p=0.5, min_p=0.1, presence_penalty=1, logit_bias={1: 1}, logprobs=2, min_tokens=1),
+        sequence(allowed_token_ids=[4]),
+    ]
+    batch = sampling_of(rows)
+
+    def tensors(value):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            for part in value:
+                yield from tensors(part)
+        elif dataclasses.is_dataclass(value):
+            for field in dataclasses.fields(value):
+                yield from tensors(getattr(value, field.name))
+
+    moved = list(tensors(map_tensors(batch, lambda tensor: tensor.to("meta"))))
+    assert [tensor.device.type for tensor in moved] == ["meta"] * len(list(tensors(batch)))
+    assert len(moved) == 19

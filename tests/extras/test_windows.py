@@ -1,0 +1,151 @@
+"""Blocks behind the window of all layers are given back, and nobody reads one that was.
+
+The harness, and what holds in every step, are those of `test_scheduler.py`: a sequence must find its own K and V at
+each position that its next token sees.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from nanovllm.engine.assembly import make_block_manager
+from nanovllm.extras.windows import WindowBlockManager, max_held_blocks
+from nanovllm.scheduling.block_manager import BlockManager
+from nanovllm.scheduling.observer import Observer
+from tests.conftest import examples
+from tests.extras.test_scheduling import BeamMachine, OverlapMachine
+from tests.fake_kv_cache import table_of, tokens_of
+from tests.scheduling_traffic import SETTINGS, Run
+
+WINDOWS = st.sampled_from([1, 2, 3, 5, 9, 30])
+
+
+class WindowMachine(BeamMachine):
+    windows = WINDOWS
+
+
+class OverlapWindowMachine(OverlapMachine):
+    windows = WINDOWS
+
+
+TestTraffic = pytest.mark.examples(WindowMachine.TestCase)
+TestTraffic.settings = settings(SETTINGS, max_examples=examples(60))
+TestTrafficWithOverlap = pytest.mark.examples(OverlapWindowMachine.TestCase)
+TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(60))
+
+
+def test_a_model_with_a_layer_that_sees_all_keeps_all_blocks():
+    for window, block_manager_class in ((None, BlockManager), (5, WindowBlockManager)):
+        parts = SimpleNamespace(
+            config=SimpleNamespace(enable_prefix_caching=True, long_prefill_token_threshold=0),
+            model_config=SimpleNamespace(widest_window=window),
+            max_num_batched_tokens=16,
+            num_kv_blocks=8,
+            block_size=4,
+        )
+        assert type(make_block_manager(parts, Observer())) is block_manager_class
+
+
+def test_blocks_wholly_behind_the_window_are_given_back():
+    """The window of position 10 begins at 6, in the second block; that of position 12 at 8, where a block begins."""
+    run = Run(num_blocks=10, block_size=4, budget=16, window=5)
+    seq = run.add(list(range(10)), max_tokens=6)
+    run.step()
+    assert run.stats.num_window_blocks == 0
+    null_blocks = []
+    while seq.finish_reason is None:
+        table, position = table_of(seq), seq.num_computed_tokens
+        run.step()
+        if seq.finish_reason is None:
+            null_blocks.append((position, table_of(seq).count(0)))
+            assert table_of(seq)[2:3] == table[2:3]
+    assert null_blocks == [(10, 1), (11, 1), (12, 2), (13, 2)]
+    assert run.stats.num_window_blocks == 2
+
+
+def test_a_sequence_longer_than_the_cache_is_served():
+    """4 blocks of 4 hold a window of 5 and a chunk of 4, wherever they begin."""
+    assert max_held_blocks(5, 4, 4) == 3
+    run = Run(num_blocks=3, block_size=4, budget=4, max_model_len=200, window=5)
+    seq = run.add(list(range(40)), max_tokens=100)
+    run.finish()
+    assert seq.num_output_tokens == 100
+    assert run.stats.num_preemptions == 0
+    assert run.stats.peak_used_blocks <= 3
+
+
+@pytest.mark.parametrize(("window", "num_blocks", "expected"), [(None, 3, 12), (5, 2, 8)])
+def test_other_sequences_end_where_the_cache_ends(window, num_blocks, expected):
+    options = {} if window is None else {"window": window, "max_chunk_len": 4}
+    manager = (BlockManager if window is None else WindowBlockManager)(num_blocks, 4, **options)
+    assert manager.capacity == expected
+
+
+@pytest.mark.parametrize("num_blocks", range(3, 9))
+def test_max_held_blocks_is_what_is_held_at_most(num_blocks):
+    """Counted over all ways in which a chunk can lie: a block less would not do for some."""
+    for window in range(1, 12):
+        for chunk in range(1, 9):
+            most = 0
+            for start in range(40):
+                first = max(0, start - window + 1) // num_blocks
+                most = max(most, -(-(start + chunk) // num_blocks) - first)
+            assert most <= max_held_blocks(window, chunk, num_blocks) <= most + 1
+
+
+def test_a_prefix_whose_blocks_were_given_back_is_hit_while_they_are_not_handed_out():
+    run = Run(num_blocks=20, block_size=4, budget=16, window=5)
+    prompt = list(range(24))
+    run.add([*prompt, 1], max_tokens=8)
+    run.finish()
+    again = run.add([*prompt, 2], max_tokens=8)
+    run.step()
+    assert again.num_cached_tokens == 24
+    assert table_of(again)[:5] == [0] * 5  # found, and not owned
+    run.finish()
+
+
+def test_blocks_that_are_given_back_as_soon_as_their_tokens_are_known_are_hit():
+    """A window of 1 leaves a block when it is full; with overlap, its last token was not known until then."""
+    run = Run(num_blocks=20, block_size=4, budget=16, window=1, overlap=True)
+    first = run.add([1] * 5, max_tokens=16)
+    run.finish()
+    again = run.add([*tokens_of(first), 2], max_tokens=2)
+    run.finish()
+    assert again.num_cached_tokens == 20
+
+
+def test_a_prefix_whose_first_block_was_handed_out_is_not_hit():
+    run = Run(num_blocks=8, block_size=4, budget=4, window=5)
+    prompt = list(range(24))
+    seq = run.add([*prompt, 1], max_tokens=2)
+    run.finish()
+    taken = run.add([49 - i for i in range(16)], max_tokens=1)  # takes free blocks, those given back first among them
+    run.finish()
+    again = run.add([*prompt, 2], max_tokens=2)
+    run.finish()
+    assert seq.finish_reason == taken.finish_reason == "length"
+    assert again.num_cached_tokens < 24
+
+
+def test_forks_share_what_is_left():
+    run = Run(num_blocks=20, block_size=4, budget=8, window=5)
+    seqs = run.add(list(range(18)), n=3, max_tokens=9)
+    for _ in range(3):
+        run.step()
+    tables = [table_of(seq) for seq in seqs]
+    assert all(table[:3] == [0] * 3 for table in tables)
+    assert run.manager.num_used_blocks <= 2 + 3
+    run.finish()
+
+
+@pytest.mark.parametrize("num_swap_blocks", [None, 12])
+def test_a_preempted_sequence_comes_back_without_the_blocks_behind_its_window(num_swap_blocks):
+    run = Run(num_blocks=7, block_size=4, budget=40, window=7, num_swap_blocks=num_swap_blocks)
+    seqs = [run.add([i] * 8, max_tokens=18) for i in range(3)]
+    run.finish()
+    assert all(seq.num_output_tokens == 18 for seq in seqs)
+    assert run.stats.num_preemptions > 0
+    assert (run.stats.num_swaps > 0) == (num_swap_blocks is not None)

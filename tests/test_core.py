@@ -1,0 +1,123 @@
+"""The core stands alone: with every extra deleted, the engine gives the same answers, and it stays small.
+
+A feature that is asked for, and whose extra is gone, is refused by the extra's name.
+"""
+
+import json
+
+import pytest
+
+from tests.core_alone import PACKAGE, ROOT, copy_core, core_files, run_in
+
+MAX_LINES = 5600  # of all Python files that are left when the extras are deleted; the aim is 5,200
+MAX_LOADED_LINES = 5570  # of those that a plain greedy run loads; the aim is 4,500
+MAX_LOADED_FILES = 51  # the aim is 48
+
+LOADED = """
+import json, sys
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
+llm = LLM(TINY_QWEN3, attention_backend="torch", enforce_eager=True)
+llm.generate("What is a block table?", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "nanovllm"]
+print(json.dumps(sorted(module.__file__ for module in modules)))
+"""
+
+ANSWERS = """
+import json
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
+llm = LLM(TINY_QWEN3, attention_backend="torch", enforce_eager=True, dtype="float32", block_size=4, num_kv_blocks=40,
+          max_num_batched_tokens=12)
+questions = ["What is a block table?", "What is paged attention?", "Who are you?"]
+prompts = llm.render_chat([[{"role": "user", "content": question}] for question in questions])
+greedy = SamplingParams(temperature=0, max_tokens=40)
+found = {"greedy": [one.outputs[0].text for one in llm.generate(prompts, greedy, use_tqdm=False)]}
+sampled = SamplingParams(n=3, temperature=0.8, top_p=0.9, top_k=40, seed=7, max_tokens=20, logprobs=2, min_tokens=5)
+found["sampled"] = [
+    [(sample.text, [sorted(position) for position in sample.logprobs]) for sample in output.outputs]
+    for output in llm.generate(prompts, sampled, use_tqdm=False)
+]
+found["streamed"] = [
+    (output.request_id, output.outputs[0].text)
+    for output in llm.stream(prompts, SamplingParams(temperature=0, max_tokens=30, stop=["."]))
+]
+stats = llm.get_stats()
+found["preemptions"], found["hits"] = stats.num_preemptions, stats.prefix_cache_hit_tokens
+print(json.dumps(found))
+"""
+
+REFUSED = {  # what is asked for -> the extra that the error names
+    "Config.from_options(TINY_QWEN3, {'tensor_parallel_size': 1})": "extras/vllm",
+    "LLM(TINY_QWEN3, enable_overlap=True)": "extras/overlap.py",
+    "LLM(TINY_QWEN3, preemption_mode='swap', swap_space_bytes=1 << 20)": "extras/swap",
+    "LLM(TINY_QWEN3, attention_backend='cpu')": "kernels",
+    "LLM(TINY_QWEN3, kv_cache_dtype='fp8', attention_backend='torch')": "kernels",
+    "LLM(TINY_QWEN3, enable_cuda_graphs=True)": "extras/cuda",
+    "LLM(TINY_QWEN3, trace='run.jsonl')": "trace",
+    "LLM(TINY_QWEN3, load_format='dummy')": "extras/",
+    "LLM(TINY_QWEN3, hf_overrides={'architectures': ['LlamaForCausalLM']})": "",
+    "llm.embed('a')": "extras/embedding",
+    "llm.beam_search('a', None)": "extras/beam_search",
+    "llm.get_metrics()": "extras/vllm",
+    "llm.generate('a', SamplingParams(repetition_penalty=1.2))": "extras/logits.py",
+    "llm.generate('a', SamplingParams(prompt_logprobs=1))": "extras/prompt_logprobs.py",
+    "SamplingParams(structured_outputs={'regex': 'a+'})": "extras/structured",
+    "nanovllm.EngineArgs": "extras/vllm",
+}
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory):
+    return copy_core(tmp_path_factory.mktemp("core"))
+
+
+def num_lines(files):
+    return sum(len((PACKAGE / file).read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def test_the_core_stays_small():
+    lines = {str(file): num_lines([file]) for file in core_files()}
+    print(json.dumps(lines, indent=1))
+    assert sum(lines.values()) <= MAX_LINES
+
+
+def test_a_plain_run_loads_little():
+    loaded = [PACKAGE / file for file in json.loads(run_in(ROOT, "-c", LOADED).splitlines()[-1])]
+    files = [file.relative_to(PACKAGE) for file in loaded]
+    print("\n".join(f"{num_lines([file]):5d} {file}" for file in files))
+    assert set(files) <= set(core_files()), "an extra that nobody asked for"
+    assert len(files) <= MAX_LOADED_FILES
+    assert num_lines(files) <= MAX_LOADED_LINES
+
+
+def test_answers_are_the_same_without_any_extra(core):
+    whole, alone = (json.loads(run_in(folder, "-c", ANSWERS).splitlines()[-1]) for folder in (ROOT, core))
+    assert alone == whole
+    assert whole["preemptions"] > 0, "the pool is too large to show anything"
+    assert len(whole["streamed"]) > 30
+
+
+def test_the_example_answers_without_any_extra(core):
+    """Word for word what README shows, in bfloat16."""
+    printed = run_in(core, "example.py")
+    answers, table = printed.split("computed by")
+    assert "Paged attention stores the KV cache in small blocks of fixed size" in answers
+    assert "27 + 58 = 85." in answers
+    assert "nanovllm/kernels is not there" in table, "it says why PyTorch computes"
+
+
+@pytest.mark.parametrize("asked", REFUSED)
+def test_what_an_extra_does_is_refused_by_its_name(core, asked):
+    program = f"""
+import nanovllm
+from nanovllm import LLM, TINY_QWEN3, Config, SamplingParams
+llm = LLM(TINY_QWEN3, num_kv_blocks=8) if "llm." in {asked!r} else None
+try:
+    {asked}
+except (ImportError, TypeError, ValueError) as error:
+    print(type(error).__name__, error)
+else:
+    print("taken")
+"""
+    printed = run_in(core, "-c", program).splitlines()[-1]
+    assert printed.startswith(("MissingExtra", "TypeError"))
+    assert f"nanovllm/{REFUSED[asked]}" in printed
