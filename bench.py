@@ -1,14 +1,14 @@
-"""Offline throughput: a number of requests, all there at once, and how fast they are served.
+"""Offline throughput: all requests arrive at once; how fast are they served?
 
     python bench.py                              # this engine; 256 requests on CUDA, 32 shorter ones on CPU
     python bench.py --engine hf                  # the same work through transformers' generate, static padded batches
-    path/to/its/python bench.py --engine vllm    # others, from environments of their own: benchmarks/cpu_peers.md
+    path/to/its/python bench.py --engine vllm    # another engine, in its own environment: benchmarks/cpu_peers.md
     python bench.py --workload W3 --json out.json
     python bench.py --model Qwen/Qwen3-1.7B      # another shape; with its weights: --load-format safetensors
     python bench.py --num-requests 64 --input-len 100 500 --output-len 16 64
 
-The default model has the exact shape of Qwen3-0.6B, and dummy weights, so nothing is downloaded: speed does not depend
-on what the weights are. Every request generates exactly the tokens that the workload says. The report tells which
+The default model has the exact shape of Qwen3-0.6B and dummy weights: speed does not depend on their values, and
+nothing is downloaded. Every request generates exactly as many tokens as the workload says. The report tells which
 fraction of the machine's roofline was reached (benchmarks/roofline.py).
 """
 
@@ -54,9 +54,7 @@ def main() -> None:
         rates.append(measure_rates_apart(dtype, device))
     measurement = {"nanovllm": run_nanovllm, **PEERS}[args.engine](workload, args, device)
     report = {"workload": workload.name, "model": args.model_name, "dtype": dtype, **measurement.report()}
-    if (
-        measures_rates and device == "cpu"
-    ):  # once more: if others use the machine for a while, its best is still likely to be seen
+    if measures_rates and device == "cpu":  # again: the machine's best shows, even if others used it for a while
         rates.append(measure_rates_apart(dtype))
     if rates:
         report |= report_roofline(shape, workload, dtype, best_rates(rates), measurement.elapsed_s, args.kv_cache_dtype)
@@ -75,8 +73,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", help="auto (the model's), bfloat16, float16, float32")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--workload", choices=["offline", "W", "W2", "W3"], help="default: offline on CUDA, W on CPU")
-    parser.add_argument("--num-requests", type=int, help="a random workload of so many requests instead")
-    parser.add_argument("--first", type=int, metavar="N", help="the workload's first N requests alone")
+    parser.add_argument("--num-requests", type=int, help="a random workload of this many requests instead")
+    parser.add_argument("--first", type=int, metavar="N", help="only the first N requests of the workload")
     parser.add_argument("--input-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
     parser.add_argument("--output-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
     parser.add_argument("--seed", type=int, default=0)
@@ -175,7 +173,7 @@ def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> M
         details={
             "engine_description": llm.engine.description,
             "startup_s": round(startup_s, 2),
-            "startup_parts_s": llm.engine.startup.seconds,
+            "startup_parts_s": llm.engine.parts.startup.seconds,
             "steps": stats.steps - before.steps,
             "preemptions": stats.num_preemptions - before.num_preemptions,
             "kv_blocks": stats.num_kv_blocks,

@@ -1,4 +1,4 @@
-"""Offline generation, and what it cost.
+"""A few questions, answered all at once, and what that cost.
 
     python example.py                                    # the bundled model answers a few questions
     python example.py --prompt "What is a block table?"  # ask it yourself; may be given several times
@@ -7,20 +7,21 @@
     python example.py --view                             # replay every step of this run in a browser
     python example.py --trace run.jsonl                  # record the run; `nanovllm view run.jsonl` replays it
 
-All prompts are answered at once, in one continuously batched engine. The table shows what a serving engine is judged
+All questions are answered in one batch, which changes at every step. The table shows what a serving engine is judged
 by: how soon the first token came (TTFT), the pace after it (TPOT), and how little of the KV cache was wasted.
 """
 
 import argparse
+import sys
 import tempfile
 import textwrap
 from pathlib import Path
 from statistics import median
 
-from nanovllm import LLM, TINY_QWEN3, EngineStats, RequestOutput, SamplingParams
-from nanovllm.trace.view import open_page
+from nanovllm import LLM, TINY_QWEN3, CompletionOutput, RequestOutput, SamplingParams
+from nanovllm.checks import MissingExtra
 
-PROMPTS = [
+QUESTIONS = [
     "What is paged attention?",
     "Why does an LLM server use continuous batching?",
     "What is the KV cache?",
@@ -30,7 +31,21 @@ PROMPTS = [
 ]
 
 
+def ask() -> None:
+    llm = LLM(TINY_QWEN3)
+    conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    outputs = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=320))
+    for question, output in zip(QUESTIONS, outputs, strict=True):
+        print_answer(question, output.outputs[0])
+    print_costs(llm, outputs)
+
+
+# ---- the same with options
+
+
 def main() -> None:
+    if len(sys.argv) == 1:
+        return ask()
     parser = argparse.ArgumentParser(description="Ask a model a few questions at once.")
     parser.add_argument("--model", default=TINY_QWEN3, help="folder or hub id (default: the bundled model)")
     parser.add_argument("--prompt", action="append", help="a question; may be given several times")
@@ -41,52 +56,55 @@ def main() -> None:
     parser.add_argument("--view", action="store_true", help="replay the run in a browser when it is over")
     args = parser.parse_args()
     try:
-        run(args)
-    except (TypeError, ValueError) as error:  # a bad argument: what the engine says of it is enough
+        ask_with_options(args)
+    except (TypeError, ValueError, MissingExtra) as error:  # a bad argument: what the engine says of it is enough
         parser.error(str(error))
 
 
-def run(args: argparse.Namespace) -> None:
+def ask_with_options(args: argparse.Namespace) -> None:
     trace = args.trace
     if args.view and trace is None:
         trace = Path(tempfile.mkdtemp(prefix="nanovllm-")) / "example.jsonl"
-    prompts = args.prompt or PROMPTS
+    questions = args.prompt or QUESTIONS
     sampling_params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    with LLM(model=args.model, trace=trace) as llm:
-        asked = as_questions(llm, prompts)
+    with LLM(args.model, trace=trace) as llm:
+        prompts = make_prompts(llm, questions)
         if args.stream:
-            outputs = stream_answers(llm, prompts, asked, sampling_params)
+            outputs = stream_answers(llm, questions, prompts, sampling_params)
         else:
-            outputs = llm.generate(asked, sampling_params)
-            print_answers(prompts, outputs)
-        stats = llm.get_stats()
-        computed_by = llm.engine.description.split("; ")[-1]
-    print_costs(outputs, stats, computed_by)
-    if args.view:
+            outputs = llm.generate(prompts, sampling_params)
+            for question, output in zip(questions, outputs, strict=True):
+                print_answer(question, output.outputs[0])
+        print_costs(llm, outputs)
+    if args.view:  # `LLM(…, trace=…)` has shown that `nanovllm/trace` is there
+        from nanovllm.trace.view import open_page
+
         open_page([trace])
 
 
-def as_questions(llm: LLM, prompts: list[str]) -> list:
-    """What the model is given: a question of a user, or the text alone, where a model was taught no conversations."""
+def make_prompts(llm: LLM, questions: list[str]) -> list:
+    """The questions of a user; the texts as they are, if the model was taught no conversations."""
     tokenizer = llm.get_tokenizer()
     if tokenizer is None:
         raise ValueError("there is no tokenizer in the model's folder, and this example asks in words")
     if tokenizer.chat_template is None:
         print("This model has no chat template: it continues the texts.")
-        return list(prompts)
-    return llm.render_chat([[{"role": "user", "content": prompt}] for prompt in prompts])
+        return list(questions)
+    return llm.render_chat([[{"role": "user", "content": question}] for question in questions])
 
 
-def stream_answers(llm: LLM, prompts: list[str], asked: list, sampling_params: SamplingParams) -> list[RequestOutput]:
+def stream_answers(
+    llm: LLM, questions: list[str], prompts: list, sampling_params: SamplingParams
+) -> list[RequestOutput]:
     """Print what each step adds to the answer that is being shown; the others grow unseen until it is their turn."""
     latest: dict[str, RequestOutput] = {}
     shown: dict[str, int] = {}
-    for output in llm.stream(asked, sampling_params):
+    for output in llm.stream(prompts, sampling_params):
         latest[output.request_id] = output
-        for request_id in sorted(latest, key=int):  # in the order of the prompts
+        for request_id in sorted(latest, key=int):  # in the order of the questions
             one = latest[request_id]
             if request_id not in shown:
-                print(f"\n> {prompts[len(shown)]}\n  ", end="")
+                print(f"\n> {questions[len(shown)]}\n  ", end="")
             text = one.outputs[0].text
             print(text[shown.get(request_id, 0) :], end="", flush=True)
             shown[request_id] = len(text)
@@ -96,19 +114,23 @@ def stream_answers(llm: LLM, prompts: list[str], asked: list, sampling_params: S
     return [latest[request_id] for request_id in sorted(latest, key=int)]
 
 
-def print_answers(prompts: list[str], outputs: list[RequestOutput]) -> None:
-    for prompt, output in zip(prompts, outputs, strict=True):
-        completion = output.outputs[0]
-        answer = textwrap.fill(completion.text.strip(), width=100, initial_indent="  ", subsequent_indent="  ")
-        cut = " [cut at --max-tokens]" if completion.finish_reason == "length" else ""
-        print(f"\n> {prompt}\n{answer}{cut}")
+# ---- what is printed
 
 
-def print_costs(outputs: list[RequestOutput], stats: EngineStats, computed_by: str) -> None:
+def print_answer(question: str, completion: CompletionOutput) -> None:
+    answer = textwrap.fill(completion.text.strip(), width=100, initial_indent="  ", subsequent_indent="  ")
+    cut = " [cut at --max-tokens]" if completion.finish_reason == "length" else ""
+    print(f"\n> {question}\n{answer}{cut}")
+
+
+def print_costs(llm: LLM, outputs: list[RequestOutput]) -> None:
+    stats = llm.get_stats()
     ttfts = [output.metrics.ttft for output in outputs if output.metrics.ttft is not None]
     tpots = [output.metrics.tpot for output in outputs if output.metrics.tpot is not None]
+    *reasons, computed_by = llm.engine.description.split("; ")
+    missing = [reason for reason in reasons if reason.endswith("is not there")]  # an extra that has been deleted
     rows = [
-        ("computed by", computed_by),
+        ("computed by", "; ".join([computed_by, *missing])),
         ("requests", f"{len(outputs)}"),
         ("tokens", f"{stats.prompt_tokens} in, {stats.generation_tokens} out, {stats.steps} steps"),
         ("time to first token", f"{1000 * median(ttfts):.1f} ms (median)"),

@@ -130,7 +130,7 @@ def bound(
     def least_ms(num_values: int, flops: int) -> float:
         return 1e3 * max(num_values * bytes_per_value / rates.read_bytes_per_s, flops / rates.gemm_flops_per_s)
 
-    config = llm.engine.model_config
+    config = llm.engine.parts.model_config
     q_size, kv_size = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
     weights = {
         "qkv_proj": config.hidden_size * (q_size + 2 * kv_size),

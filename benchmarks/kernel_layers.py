@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rope_types import Rope
-from nanovllm.layers.rotary import RMSNormRotary, Rotary
+from nanovllm.layers.rotary import Rope, Rotary, apply_rotary
 
 KERNEL_TOKENS, PRODUCT_TOKENS = (1, 32, 256, 8192), (1, 2, 4, 8, 16, 64, 256)
 EPS = 1e-6
@@ -87,8 +86,8 @@ def normal(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     return torch.randn(*shape, dtype=dtype, device=device)
 
 
-def make_norm(norm_class: type[RMSNorm], size: int, dtype: torch.dtype, device: torch.device) -> Any:
-    norm = norm_class(size, EPS).to(device, dtype).requires_grad_(False)
+def make_norm(size: int, dtype: torch.dtype, device: torch.device) -> RMSNorm:
+    norm = RMSNorm(size, EPS).to(device, dtype).requires_grad_(False)
     norm.weight.normal_()
     return norm
 
@@ -96,7 +95,7 @@ def make_norm(norm_class: type[RMSNorm], size: int, dtype: torch.dtype, device: 
 def rms_norm(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch.device) -> Contest:
     from nanovllm.kernels.cuda.norm import rms_norm as kernel
 
-    norm = make_norm(RMSNorm, shape.hidden_size, dtype, device)
+    norm = make_norm(shape.hidden_size, dtype, device)
     x = normal(num_tokens, shape.hidden_size, dtype=dtype, device=device)
     num_bytes = (2 * x.numel() + norm.weight.numel()) * dtype.itemsize
     return Contest(lambda: kernel(x, norm.weight, norm.eps), norm, (x,), num_bytes)
@@ -115,7 +114,7 @@ def norm_rotary_store(shape: Shape, num_tokens: int, dtype: torch.dtype, device:
     from nanovllm.kernels.cuda.norm import norm_rotary_store as kernel
 
     h, kv, d, block_size = shape.num_heads, shape.num_kv_heads, shape.head_dim, 16
-    q_norm, k_norm = (make_norm(RMSNormRotary, d, dtype, device) for _ in range(2))
+    q_norm, k_norm = (make_norm(d, dtype, device) for _ in range(2))
     qkv = normal(num_tokens, (h + 2 * kv) * d, dtype=dtype, device=device)
     num_blocks = -(-num_tokens // block_size) + 1
     cache = torch.zeros(2, num_blocks, block_size, kv, d, dtype=dtype, device=device)
@@ -125,9 +124,9 @@ def norm_rotary_store(shape: Shape, num_tokens: int, dtype: torch.dtype, device:
     def pytorch(qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (-1, d)) for t in qkv.split((h * d, kv * d, kv * d), dim=-1))
         k_slots, v_slots = cache.view(2, -1, kv, d)
-        k_slots[slots] = k_norm(k, cos, sin)
+        k_slots[slots] = apply_rotary(k_norm(k), cos, sin)
         v_slots[slots] = v
-        return q_norm(q, cos, sin)
+        return apply_rotary(q_norm(q), cos, sin)
 
     def fused() -> torch.Tensor:
         return kernel(qkv, q_norm.weight, k_norm.weight, q_norm.eps, cos, sin, cache, slots)

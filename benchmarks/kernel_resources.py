@@ -22,7 +22,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanovllm.kernels.cuda import activation, few_tokens, norm, paged_attention, sample, store_kv
+from nanovllm.kernels.cuda import (
+    activation,
+    few_tokens,
+    inverse_cdf,
+    logit_weights,
+    norm,
+    paged_attention,
+    store_kv,
+    truncate,
+)
+from nanovllm.kernels.cuda.bisection import ZERO_BITS
 from nanovllm.kernels.cuda.launch import GPU, Launch, decode_launch, prefill_launch
 
 # by compute capability: multiprocessors, bytes of shared memory that one program can have
@@ -172,23 +182,26 @@ def build_few_tokens(case: Case, **flags: bool) -> Build:
 
 
 def build_stats(case: Case) -> Build:
-    return build_sampling(case, sample.stats_kernel)
+    return build_sampling(case, logit_weights.stats_kernel)
 
 
 def build_truncate(case: Case) -> Build:
-    return build_sampling(case, sample.truncate_kernel, sample.num_truncate_warps(sample.CHUNK, sample.GROUP))
+    return build_sampling(
+        case, truncate.truncate_kernel, truncate.num_truncate_warps(logit_weights.CHUNK, truncate.GROUP)
+    )
 
 
 def build_pick(case: Case) -> Build:
-    return build_sampling(case, sample.pick_kernel)
+    return build_sampling(case, inverse_cdf.pick_kernel)
 
 
 def build_sampling(case: Case, kernel: Any, num_warps: int = 4) -> Build:
     """For rows of all kinds: some greedy, some with limits."""
     floats = ("maxima", "sums", "limits", "spare", "temperatures", "min_p", "top_p")
     pointers = {**dict.fromkeys(floats, "*fp32"), "uniforms": "*fp64", "top_k": "*i64", "token_ids": "*i64"}
-    constants = {"CHUNK": sample.CHUNK, "CHUNKS": CHUNKS, "GROUP": sample.GROUP, "CAPACITY": sample.CAPACITY}
-    constants |= {"ALL_GREEDY": False, "HAS_LIMITS": True, "ZERO_BITS": sample.ZERO_BITS[case.dtype]}
+    constants = {"CHUNK": logit_weights.CHUNK, "CHUNKS": CHUNKS}
+    constants |= {"GROUP": truncate.GROUP, "CAPACITY": truncate.CAPACITY}
+    constants |= {"ALL_GREEDY": False, "HAS_LIMITS": True, "ZERO_BITS": ZERO_BITS[case.dtype]}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     return Build(kernel, {**pointers, "logits": case.pointer}, constants, num_warps)
 

@@ -16,8 +16,7 @@ import torch
 from benchmarks.common import describe_machine
 from nanovllm import TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm.execution.batch import build_batch
-from nanovllm.scheduling.rollback import roll_back
-from nanovllm.scheduling.step import BlockMoves
+from nanovllm.extras.swap.space import SwapMoves
 
 
 def main() -> None:
@@ -47,14 +46,14 @@ def main() -> None:
 
 def measure(engine: LLMEngine, context_len: int, rounds: int) -> tuple[float, float]:
     """Median seconds: (both copies, the forward pass)."""
-    blocks = range(1, -(-context_len // engine.block_size) + 1)
+    blocks = range(1, -(-context_len // engine.parts.block_size) + 1)
     pairs = [(block, block - 1) for block in blocks]  # host blocks count from 0
     back = [(host, device) for device, host in pairs]
     swaps, recomputes = [], []
     for round_ in range(rounds + 1):
         start = time.perf_counter()
-        engine.runner.kv_cache.move_blocks(BlockMoves(swap_outs=pairs))
-        engine.runner.kv_cache.move_blocks(BlockMoves(swap_ins=back))
+        engine.runner.kv_cache.move_blocks(SwapMoves(swap_outs=pairs))
+        engine.runner.kv_cache.move_blocks(SwapMoves(swap_ins=back))
         synchronize(engine)
         swapped = time.perf_counter()
         engine.add_request("r", [1] * context_len, SamplingParams(max_tokens=1))
@@ -65,7 +64,7 @@ def measure(engine: LLMEngine, context_len: int, rounds: int) -> tuple[float, fl
         if round_:  # the first warms up
             swaps.append(swapped - start)
             recomputes.append(time.perf_counter() - computing)
-        roll_back(engine.scheduler)
+        engine.scheduler.roll_back()
         engine.abort_request("r")
     return median(swaps), median(recomputes)
 

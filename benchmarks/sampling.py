@@ -23,9 +23,11 @@ import torch
 from benchmarks.common import describe_machine
 from nanovllm import SamplingParams
 from nanovllm.config import resolve_device
-from nanovllm.execution.input_buffer import map_tensors
+from nanovllm.execution.sampler import draw_tokens as draw_in_torch
 from nanovllm.execution.sampler import sample
 from nanovllm.execution.sampling_batch import SamplingBatch, build_sampling_batch
+from nanovllm.extras.cuda.input_buffer import map_tensors
+from nanovllm.extras.logits import stages_of
 from nanovllm.scheduling.sequence import Sequence
 
 CASES = {
@@ -87,7 +89,8 @@ def measure_calls(logits: torch.Tensor, rows: dict[str, list[SamplingParams]], r
 
 
 def make_batch(logits: torch.Tensor, params: list[SamplingParams]) -> SamplingBatch:
-    seqs = [Sequence(str(i), list(range(100)), one, seed=i) for i, one in enumerate(params)]
+    prompt = list(range(100))
+    seqs = [Sequence(str(i), prompt, one, seed=i, stages=stages_of(one, None)) for i, one in enumerate(params)]
     return map_tensors(
         build_sampling_batch(seqs, np.array([seq.num_known_tokens for seq in seqs])),
         lambda tensor: tensor.to(logits.device),
@@ -96,7 +99,7 @@ def make_batch(logits: torch.Tensor, params: list[SamplingParams]) -> SamplingBa
 
 def make_call(logits: torch.Tensor, params: list[SamplingParams]) -> Callable[[], object]:
     """Building the step's sampling tensors, and sampling: what a step pays."""
-    return lambda: sample(logits, make_batch(logits, params))
+    return lambda: sample(logits, make_batch(logits, params), draw_in_torch)
 
 
 def measure_kernels(
@@ -104,13 +107,12 @@ def measure_kernels(
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """The same with the Triton kernels, without building the tensors, and how far it is from one read of the logits."""
     from benchmarks.kernels import copy_bandwidth, seconds
-    from nanovllm.execution.sampler import draw_tokens as draw_in_torch
     from nanovllm.kernels.cuda.sample import draw_tokens
 
     read_s = logits.numel() * logits.element_size() / copy_bandwidth()
     for name, params in rows.items():
         batch = make_batch(logits, params)
-        if batch.penalties is not None or batch.num_logprobs is not None:
+        if not batch.wants_only_draws:
             continue  # these stay in PyTorch
         arguments = (logits, *batch.draw_arguments)
         is_equal = draw_tokens(*arguments) == draw_in_torch(*arguments)

@@ -19,7 +19,7 @@ from nanovllm import TINY_QWEN3, SamplingParams
 from nanovllm.engine.detokenizer import TokenDecoder
 from nanovllm.engine.request import Request
 from nanovllm.execution.batch import build_batch
-from nanovllm.execution.loader import load_tokenizer
+from nanovllm.execution.checkpoint import load_tokenizer
 from nanovllm.execution.model_runner import StepTokens
 from nanovllm.scheduling.block_manager import BlockManager
 from nanovllm.scheduling.scheduler import Scheduler
@@ -52,7 +52,7 @@ def measure(num_seqs: int, context_len: int, block_size: int, num_steps: int) ->
     scheduler = Scheduler(blocks, num_seqs, max_num_batched_tokens=num_seqs * context_len, max_model_len=max_len)
     requests = add_requests(scheduler, num_seqs, context_len)
     tokens = [400 + i % 600 for i in range(num_seqs)]  # words and parts of words, in the bundled tokenizer
-    step_tokens = StepTokens(tokens, None, None)
+    step_tokens = StepTokens(tokens, None, ())
     scheduler.update(scheduler.schedule(), tokens)  # all prompts at once
     times: dict[str, list[float]] = {"schedule": [], "build_batch": [], "update": [], "sum": [], "outputs": []}
     for _ in range(num_steps):
