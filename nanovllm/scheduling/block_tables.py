@@ -35,9 +35,6 @@ class IntArray:
         """Twice the room; elements that are in use keep their places."""
         self.data = np.concatenate([self.data, np.zeros_like(self.data)])
 
-    def clear(self) -> None:
-        self.length = 0
-
     def view(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Elements [start, stop) as an array that shares memory; valid until the next append."""
         return self.data[start : self.length if stop is None else stop]
@@ -63,7 +60,7 @@ class BlockTable(IntArray):
         """Own nothing, and give the row back."""
         if self.pool is not None:
             self.pool.release(self)
-        super().clear()
+        self.length = 0
 
 
 class BlockTables:

@@ -6,29 +6,19 @@ None of the methods is called for every token, so watching costs a step little.
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from nanovllm.scheduling.sequence import Sequence
 from nanovllm.scheduling.step import SchedulerOutput
 
-
-class Blocks(Protocol):
-    """The part of the `BlockManager` that observers may look at."""
-
-    block_size: int
-    num_blocks: int
-
-    @property
-    def num_free_blocks(self) -> int: ...
-
-    @property
-    def num_used_blocks(self) -> int: ...
+if TYPE_CHECKING:  # it imports this file
+    from nanovllm.scheduling.block_manager import BlockManager
 
 
 class Observer:
     """Arguments are valid during the call; an observer must not change them."""
 
-    def on_start(self, blocks: Blocks) -> None:
+    def on_start(self, blocks: "BlockManager") -> None:
         """A scheduler begins with `blocks`, all of them free; what the scheduler before it knew is gone."""
 
     def on_add(self, seq: Sequence) -> None:
@@ -51,7 +41,7 @@ class Observer:
     def on_fork(self, parent: Sequence, child: Sequence, is_shared: bool) -> None:
         """`child` is a new sequence with the computed tokens of `parent`: it shares their blocks, or waits."""
 
-    def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: Blocks) -> None:
+    def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: "BlockManager") -> None:
         """`step` is decided; `running` and `blocks` are the state after this decision."""
 
     def on_update(self, step: SchedulerOutput, new_token_ids: list[int]) -> None:
@@ -114,7 +104,7 @@ class SchedulingStats(Observer):
             self.prefix_cache_query_tokens += seq.num_prompt_tokens
             self.prefix_cache_hit_tokens += seq.num_computed_tokens
 
-    def on_start(self, blocks: Blocks) -> None:
+    def on_start(self, blocks: "BlockManager") -> None:
         self._in_flight.clear()
 
     def on_preempt(self, seq: Sequence, host_block_ids: list[int], needy: Sequence) -> None:
@@ -124,7 +114,7 @@ class SchedulingStats(Observer):
     def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
         self.num_window_blocks += len(block_ids)
 
-    def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: Blocks) -> None:
+    def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: "BlockManager") -> None:
         num_used_blocks, size = blocks.num_used_blocks, blocks.block_size
         num_stored = num_used_blocks * size - count_empty_slots(running, size)
         self._in_flight.append((num_stored, num_used_blocks * size, num_used_blocks))

@@ -83,8 +83,8 @@ class Scheduler:
         num_tokens = self.max_num_batched_tokens - budget
         step = make_step(chunks, num_tokens, admitted, preempted, self.preemption.take_moves())
         for seq in step.samples:
-            if seq.children:
-                self._start_children(seq)
+            while seq.children:  # the last chunk of the prompt is scheduled: they share its blocks, and run from now on
+                self.fork(seq, seq.children.pop(0))
         if step.chunks:
             self.observer.on_schedule(step, self.running, self.block_manager)
         return step
@@ -186,7 +186,8 @@ class Scheduler:
             self.running.add(self.waiting.pop())
             admitted.append(seq)
             self.observer.on_admit(seq)
-            seq.note_cached_tokens()
+            if seq.num_cached_tokens is None:  # it never ran before: what counts as computed is in the prefix cache
+                seq.num_cached_tokens = seq.num_computed_tokens
             num_new_tokens = min(seq.num_tokens - seq.num_computed_tokens, budget, self.max_chunk_len)
             has_room = blocks.try_allocate(seq, seq.num_computed_tokens + num_new_tokens)
             assert has_room, "an admitted sequence fits"
@@ -194,8 +195,3 @@ class Scheduler:
             budget -= num_new_tokens
             num_reserved += blocks.num_missing_blocks(seq)
         return budget
-
-    def _start_children(self, parent: Sequence) -> None:
-        """The last chunk of the prompt is scheduled: the other samples share its blocks, and run from now on."""
-        while parent.children:
-            self.fork(parent, parent.children.pop(0))

@@ -107,11 +107,6 @@ class Sequence:
         if self.num_tokens < ids.length:  # with overlap, `num_tokens` has counted the token before
             self.num_tokens = ids.length
 
-    def note_cached_tokens(self) -> None:
-        """At its first admission, the tokens that count as computed were found in the prefix cache."""
-        if self.num_cached_tokens is None:
-            self.num_cached_tokens = self.num_computed_tokens
-
     def limit_growth(self, max_model_len: int, capacity: int) -> None:
         """End at `max_tokens`, at `max_model_len`, or with one token more than a cache of `capacity` tokens holds."""
         max_tokens = self.sampling_params.max_tokens

@@ -22,7 +22,8 @@ import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.scheduling.observer import Blocks, SchedulingStats
+from nanovllm.scheduling.block_manager import BlockManager
+from nanovllm.scheduling.observer import SchedulingStats
 from nanovllm.scheduling.sequence import Sequence
 from nanovllm.scheduling.step import Chunk, SchedulerOutput
 from nanovllm.trace.recording import FORMAT, VERSION, Sink, to_sink
@@ -39,7 +40,7 @@ class Recorder(SchedulingStats):
         self.decode = decode
         self._sink = sink
         self._start = time.monotonic()
-        self._blocks: Blocks | None = None
+        self._blocks: BlockManager | None = None
         self._config: dict[str, Any] = {}
         self._events: list[list] = []
         self._seqs: dict[Sequence, int] = {}  # the numbers of all that have not finished
@@ -131,7 +132,7 @@ class Recorder(SchedulingStats):
         self._new_ids.update(token_ids)
         self._events.append(["tokens", self._number(seq), first, token_ids])
 
-    def on_start(self, blocks: Blocks) -> None:
+    def on_start(self, blocks: BlockManager) -> None:
         super().on_start(blocks)
         if self._blocks is not None:
             self._events.append(["start", blocks.num_blocks])
@@ -189,7 +190,7 @@ class Recorder(SchedulingStats):
         place = [self._number(needy), seq.num_computed_tokens, host_block_ids]
         self._events.append(["preempt", self._number(seq), *place])
 
-    def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: Blocks) -> None:
+    def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: BlockManager) -> None:
         super().on_schedule(step, running, blocks)
         self._note_replaced()
         self._note_idle(step, running)
