@@ -28,8 +28,8 @@ from nanovllm.extras.cuda.memory import widest_batch
 from nanovllm.kernels.cpu.attention import CpuAttention
 from nanovllm.kernels.cpu.layers import CpuLinear, HugePages
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.masking import PLAIN
-from nanovllm.layers.torch_attention import TorchAttention, attend_decodes
+from nanovllm.layers.backends import TorchAttention, attend_decodes
+from nanovllm.models.masking import PLAIN
 
 LAYER_SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]  # outputs, inputs
 HEAD_SHAPE = (151_936, 1024)

@@ -89,11 +89,10 @@ def shape_of_config(folder: Path) -> CacheShape:
     """Of any config.json whose architecture this engine serves. ValueError for others."""
     raw = read_config(folder)
     _, shape = find_architecture(raw)
-    windows = [shape.window(i) for i in range(shape.num_hidden_layers)]
-    window = None if None in windows else max(w for w in windows if w is not None)
+    window, num_layers = shape.widest_window, shape.num_hidden_layers
     name, heads = folder.resolve().name, shape.num_attention_heads
     if shape.latent_rank is None:
-        return CacheShape(name, len(windows), heads, shape.num_key_value_heads, 2 * shape.head_dim, window=window)
+        return CacheShape(name, num_layers, heads, shape.num_key_value_heads, 2 * shape.head_dim, window=window)
     return latent_shape(name, shape, window)
 
 

@@ -10,7 +10,6 @@ import random
 import torch
 
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.masking import PLAIN, AttentionOptions, first_visible
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.sequence import Sequence
 from tests.steps import batch_of
@@ -21,16 +20,7 @@ from tests.steps import batch_of
 HEADS = [(4, 4), (4, 2), (8, 2), (8, 1)]  # num_heads, num_kv_heads: ratios of 1, 2, 4 and 8
 
 
-OPTIONS = {
-    "window of one": AttentionOptions(window=1),
-    "window": AttentionOptions(window=7),
-    "wide window": AttentionOptions(window=40),
-    "soft-cap": AttentionOptions(softcap=0.7),
-    "all": AttentionOptions(scale=0.4, window=18, softcap=1.5),
-}
-
-
-def attend_with_loops(q, k, v, options=PLAIN):
+def attend_with_loops(q, k, v, window=None, softcap=None, scale=None):
     """The last len(q) tokens of one sequence. q: [n, num_heads, head_dim]; k, v: [seq_len, num_kv_heads, head_dim]"""
     n, num_heads, head_dim = q.shape
     seq_len, num_kv_heads, _ = k.shape
@@ -38,12 +28,12 @@ def attend_with_loops(q, k, v, options=PLAIN):
     out = q.new_empty(n, num_heads, v.shape[-1])
     for i in range(n):
         num_seen = seq_len - n + i + 1
-        first = max(0, num_seen - (options.window or seq_len))
+        first = max(0, num_seen - (window or seq_len))
         for head in range(num_heads):
             kv_head = head // (num_heads // num_kv_heads)
-            scores = k[first:num_seen, kv_head] @ q[i, head] * (options.scale or 1 / math.sqrt(head_dim))  # [num_seen]
-            if options.softcap:
-                scores = options.softcap * (scores / options.softcap).tanh()
+            scores = k[first:num_seen, kv_head] @ q[i, head] * (scale or 1 / math.sqrt(head_dim))  # [num_seen]
+            if softcap:
+                scores = softcap * (scores / softcap).tanh()
             weights = (scores - scores.max()).exp()
             out[i, head] = weights @ v[first:num_seen, kv_head] / weights.sum()
     return out
@@ -56,8 +46,9 @@ class Step:
     block takes their places, which holds NaN. `expected` is the reference's answer: [num_tokens, num_heads, head_dim].
     """
 
-    def __init__(self, backend, lens, seed=0, dtype=torch.float32, options=PLAIN):
-        self.options = options
+    def __init__(self, backend, lens, seed=0, dtype=torch.float32, options=None):
+        self.options, asked = (options,) if options else (), vars(options) if options else {}
+        window = asked.get("window")
         generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
         size, num_kv_heads, head_dim = backend.block_size, backend.num_kv_heads, backend.head_dim
 
@@ -83,14 +74,14 @@ class Step:
                 )
             seq = Sequence("seq", [0] * (num_computed + num_new), SamplingParams())
             seq.num_computed_tokens = num_computed
-            num_behind = first_visible(num_computed, options.window) // size
+            num_behind = max(0, num_computed - window + 1) // size if window else 0
             for block_id in [0] * num_behind + table[num_behind:]:
                 seq.block_table.append(block_id)
             chunks.append((seq, num_computed, num_new))
             qs.append(q)
             ks.append(k[num_computed:])
             vs.append(v[num_computed:])
-            expected.append(attend_with_loops(q, k, v, options))
+            expected.append(attend_with_loops(q, k, v, **asked))
         self.batch = batch_of(chunks, size)
         self.q, self.k, self.v = torch.cat(qs), torch.cat(ks), torch.cat(vs)
         self.expected = torch.cat(expected)
@@ -99,7 +90,7 @@ class Step:
         return normal(*k.shape[:2])
 
     def run(self, backend):
-        return Attention(backend, self.options)(self.q, self.k, self.v, self.layer_cache, self.batch.metadata)
+        return Attention(backend, *self.options)(self.q, self.k, self.v, self.layer_cache, self.batch.metadata)
 
 
 class LatentStep(Step):

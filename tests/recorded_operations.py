@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from nanovllm.layers.masking import PLAIN, is_visible
-from nanovllm.layers.torch_attention import TorchAttention
+from nanovllm.layers.backends import TorchAttention
+from nanovllm.models.masking import PLAIN
 
 
 class OperationLog(TorchDispatchMode):
@@ -118,10 +118,11 @@ class GatherAttention(TorchAttention):
             return super().attend(q, layer_cache, metadata, options)
         n = len(q)
         k, v = layer_cache[:, metadata.block_tables].flatten(2, 3)  # [n, max_len, num_kv_heads, head_dim] each
-        is_token = is_visible(metadata.seq_lens[:, None] - 1, torch.arange(k.shape[1]), options.window)  # [n, max_len]
+        positions, ends = torch.arange(k.shape[1]), metadata.seq_lens[:, None]
+        is_token = (positions < ends) & (positions >= ends - (options.window or k.shape[1]))  # [n, max_len]
         group = self.num_heads // self.num_kv_heads
         q = q.view(n, self.num_kv_heads, group, self.head_dim)
-        scores = torch.einsum("nhgd,nlhd->nhgl", q, k) * (options.scale or self.scale)
+        scores = torch.einsum("nhgd,nlhd->nhgl", q, k) * (options.scale or self.head_dim**-0.5)
         scores = scores.masked_fill(~is_token[:, None, None], -math.inf)
         weights = scores.softmax(-1).nan_to_num()  # padding has no tokens
         v = v.masked_fill(~is_token[:, :, None, None], 0)

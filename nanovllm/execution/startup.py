@@ -23,8 +23,7 @@ from nanovllm.execution.kv_cache import KVCache
 from nanovllm.execution.model_runner import ModelRunner
 from nanovllm.execution.sampler import draw_tokens
 from nanovllm.execution.weights import load_model
-from nanovllm.layers.backends import AttentionBackend, pytorch_layers
-from nanovllm.layers.torch_attention import TorchAttention
+from nanovllm.layers.backends import AttentionBackend, TorchAttention, pytorch_layers
 from nanovllm.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)

@@ -5,12 +5,12 @@ kernels for CUDA have an fp8 cache of their own, and are tested against this one
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.masking import PLAIN, AttentionOptions
-from nanovllm.layers.torch_attention import TorchAttention
+from nanovllm.layers.backends import TorchAttention
 
 
 def with_fp8_cache(backend_class: type[TorchAttention]) -> type[TorchAttention]:
@@ -24,15 +24,11 @@ def with_fp8_cache(backend_class: type[TorchAttention]) -> type[TorchAttention]:
             super().store_kv(k_bytes, v_bytes, layer_cache.view(torch.uint8), slot_mapping)
 
         def attend(
-            self,
-            q: torch.Tensor,
-            layer_cache: torch.Tensor,
-            metadata: AttentionMetadata,
-            options: AttentionOptions = PLAIN,
+            self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, *options: Any
         ) -> torch.Tensor:
             used, tables = metadata.block_tables.unique(return_inverse=True)  # [num_used], [num_seqs, max_num_blocks]
             read = layer_cache.view(torch.uint8)[:, used].view(torch.float8_e4m3fn).to(q.dtype)
-            return super().attend(q, read, replace(metadata, block_tables=tables.int()), options)
+            return super().attend(q, read, replace(metadata, block_tables=tables.int()), *options)
 
     return Fp8Attention
 

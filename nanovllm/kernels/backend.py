@@ -1,17 +1,23 @@
 """What a fast attention backend says of itself, for `choices.py`: where it runs, and what it cannot do."""
 
+import math
 from abc import abstractmethod
+from typing import Any
 
 import torch
 
 from nanovllm.layers.backends import AttentionBackend
-from nanovllm.layers.masking import AttentionOptions
+from nanovllm.models.masking import AttentionOptions
 
 
 class KernelBackend(AttentionBackend):
     """An attention backend that does not run everywhere. Each method gives the reason, or None if there is none."""
 
     supports_graphs = True  # for decodes, the host decides nothing by values that only the device knows
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = 1 / math.sqrt(self.head_dim)  # on the scores, for a layer that has none of its own
 
     @classmethod
     @abstractmethod

@@ -13,16 +13,15 @@ from nanovllm.checks import extra
 from nanovllm.config import Config
 from nanovllm.kernels.backend import KernelBackend
 from nanovllm.kernels.cpu.threads import limit_threads
-from nanovllm.layers.backends import AttentionBackend
-from nanovllm.layers.masking import AttentionOptions
-from nanovllm.layers.torch_attention import TorchAttention
+from nanovllm.layers.backends import AttentionBackend, TorchAttention
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.masking import PLAIN, AttentionOptions
 
 BACKENDS = {  # best first; a module is imported only when `select_backend` tries it
     "flash_attn": "nanovllm.kernels.cuda.flash_attention.FlashAttention",
     "cpu": "nanovllm.kernels.cpu.attention.CpuAttention",
     "triton": "nanovllm.kernels.cuda.triton_attention.TritonAttention",
-    "torch": "nanovllm.layers.torch_attention.TorchAttention",
+    "torch": "nanovllm.layers.backends.TorchAttention",
 }
 LATENT_BACKENDS = {  # the same for models whose cache holds latents; None has no such attention
     "flash_attn": None,
@@ -41,7 +40,8 @@ def choose(
     choice = (config.attention_backend, device, dtype, shape.head_dim, config.block_size, config.kv_cache_dtype)
     is_latent = shape.latent_rank is not None
     paths = LATENT_BACKENDS if is_latent else BACKENDS
-    backend_class, reasons = select_backend(*choice, shape.attention_options(), paths)
+    options = tuple(dict.fromkeys(shape.attention_options)) or (PLAIN,)
+    backend_class, reasons = select_backend(*choice, options, paths)
     if config.kv_cache_dtype == "fp8" and issubclass(backend_class, TorchAttention):
         with extra("extras/fp8.py", "kv_cache_dtype='fp8' with attention_backend='torch'"):
             from nanovllm.extras.fp8 import with_fp8_cache

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.kernels.classes import is_one
-from nanovllm.layers.masking import AttentionOptions
 
 DENSE_LAYERS = ("models.llama.LlamaDecoderLayer", "models.phi3.Phi3DecoderLayer", "models.qwen3.Qwen3DecoderLayer")
 
@@ -25,7 +24,8 @@ class DenseParts:
     k_norm: Any
     is_partly_rotated: bool
     """Whether only the first part of each head is rotated."""
-    options: AttentionOptions
+    options: tuple[Any, ...]
+    """As `Attention` has them: none, or one."""
     o_proj: Any
     post_attention_norm: Any
     gate_up_proj: Any

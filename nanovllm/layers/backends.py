@@ -1,18 +1,19 @@
 """What an attention backend is: how it stores K and V and attends, and which other layers it replaces.
 
-`torch_attention.py` has the one that runs anywhere. The fast backends are in `kernels/`: `flash_attn` and `triton` on
-CUDA, `cpu`. `kernels/choices.py` chooses among them.
+`TorchAttention` is the one that runs anywhere. The fast backends are in `kernels/`: `flash_attn` and `triton` on CUDA,
+`cpu`. `kernels/choices.py` chooses among them.
 """
 
-import math
 from abc import ABC, abstractmethod
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from nanovllm.layers import attention
-from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.masking import PLAIN, AttentionOptions
+from nanovllm.layers.attention import AttentionMetadata, Weigh
+
+GATHERED_ELEMENTS = 1 << 20  # of K and V that are gathered at a time on CPU: as many as fit its L2 cache
 
 
 class AttentionBackend(ABC):
@@ -36,7 +37,6 @@ class AttentionBackend(ABC):
         self.block_size = block_size
         self.dtype = dtype
         self.kv_cache_dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else None  # None: the model's
-        self.scale = 1 / math.sqrt(head_dim)
 
     def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
         """[parts, num_layers, num_blocks, …]: two parts, K and V, or one of latents (`latent_attention.py`).
@@ -47,27 +47,65 @@ class AttentionBackend(ABC):
     def replace_layers(self, model: nn.Module) -> None:  # noqa: B027 (most have none)
         """Replace other layers of the model by fast twins, if this backend has any."""
 
-    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+    def argmax(self, logits: Tensor) -> Tensor:
         """logits: [num_samples, vocab_size] -> the likeliest tokens' ids: [num_samples] int64; of equals the first"""
         return logits.argmax(dim=-1)
 
-    def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    def store_kv(self, k: Tensor, v: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
         """k, v: [num_tokens, num_kv_heads, head_dim], written to the slots slot_mapping: [num_tokens]"""
         attention.store_kv(k, v, layer_cache, slot_mapping)
 
     @abstractmethod
-    def attend(
-        self,
-        q: torch.Tensor,
-        layer_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        options: AttentionOptions = PLAIN,
-    ) -> torch.Tensor:
+    def attend(self, q: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """q: [num_tokens, num_heads, head_dim] over layer_cache: kv_cache[:, layer] -> as q
 
-        Each new token attends to its sequence's tokens up to itself, or to those in its window, whose K and V
-        `store_kv` has written. Slots that no token sees may hold anything.
+        Each new token attends to its sequence's tokens up to itself, whose K and V `store_kv` has written. Slots that
+        no token sees may hold anything. A backend that can do more takes the layer's `options` too.
         """
+
+
+class TorchAttention(AttentionBackend):
+    """PyTorch's, for any device, dtype and block size: the definition, with decodes as padded batches.
+
+    A step of 256 decodes would call the definition 256 times in each layer. Here their K and V are gathered together,
+    as many at a time as fit the processor's caches. Prefill chunks are computed by the definition, one by one.
+    """
+
+    default_block_size = 16
+
+    def attend(
+        self, q: Tensor, layer_cache: Tensor, metadata: AttentionMetadata, weigh: Weigh = F.scaled_dot_product_attention
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        nd, tables = metadata.num_decodes, metadata.block_tables
+        cu_seqlens, seq_lens = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
+        for rows in slices_that_fit(nd, max(seq_lens), layer_cache):
+            width = -(-max(seq_lens[rows]) // layer_cache.shape[2])
+            out[rows] = attend_decodes(q[rows], layer_cache, tables[rows, :width], metadata.seq_lens[rows], weigh)
+        for i in range(nd, len(seq_lens)):
+            rows = slice(cu_seqlens[i], cu_seqlens[i + 1])
+            out[rows] = attention.attend_chunk(q[rows], layer_cache, tables[i], seq_lens[i], weigh)
+        return out
+
+
+def attend_decodes(q: Tensor, layer_cache: Tensor, tables: Tensor, seq_lens: Tensor, weigh: Weigh) -> Tensor:
+    """One new token each of several sequences, as one padded batch. q: [num_decodes, num_heads, head_dim] -> as q"""
+    kv = layer_cache[:, tables].flatten(2, 3)  # [2, n, len, num_kv_heads, head_dim], a copy
+    n, num_slots, num_kv_heads, head_dim = kv.shape[1:]
+    is_seen = torch.arange(num_slots, device=q.device) < seq_lens[:, None]  # [n, len]
+    kv.masked_fill_(~is_seen[None, :, :, None, None], 0)  # a NaN behind a sequence's end must reach no output
+    k, v = kv.transpose(2, 3)  # [n, num_kv_heads, len, head_dim] each
+    # the heads of a group are rows of one K and V head; no mask among them: they see the same
+    rows = q.view(n, num_kv_heads, -1, head_dim)  # [n, num_kv_heads, group, head_dim]
+    return weigh(rows, k, v, is_seen[:, None, None]).reshape(q.shape)
+
+
+def slices_that_fit(num_decodes: int, max_len: int, layer_cache: Tensor) -> list[slice]:
+    """Decodes that are padded and gathered together: all of them on a GPU, as many as its caches hold on a CPU."""
+    num_elements = 2 * max_len * layer_cache[0, 0, 0].numel()  # of one sequence's K and V
+    num_at_once = num_decodes if layer_cache.is_cuda else GATHERED_ELEMENTS // num_elements
+    step = max(1, num_at_once)
+    return [slice(i, min(i + step, num_decodes)) for i in range(0, num_decodes, step)]
 
 
 def pytorch_layers(module: nn.Module) -> set[str]:

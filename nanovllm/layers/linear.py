@@ -1,11 +1,11 @@
-"""Matrix products with weights, alone or several in one.
+"""Layers that hold one matrix: products with it, several in one, and a table of token vectors.
 
 The weights are made empty; the loader fills them. Called by the models.
 """
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 
 class Linear(nn.Module):
@@ -16,7 +16,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features))  # [out_features, in_features]
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None  # [out_features]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
 
@@ -35,5 +35,21 @@ class FusedLinear(Linear):
         self.parts = parts
         self.is_stored_fused = is_stored_fused
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         return super().forward(x).split(tuple(self.parts.values()), dim=-1)
+
+
+class Embedding(nn.Module):
+    """The table of token vectors; with tied embeddings it is the output layer too, a score for each token."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))  # [vocab_size, hidden_size]
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[num_tokens] int -> [num_tokens, hidden_size]"""
+        return F.embedding(token_ids, self.weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[num_samples, hidden_size] -> [num_samples, vocab_size]"""
+        return F.linear(hidden, self.weight)

@@ -1,8 +1,7 @@
 """The gated feed-forward network of a decoder layer (GLU variants, Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
-import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.layers.linear import FusedLinear, Linear
 
@@ -10,7 +9,7 @@ from nanovllm.layers.linear import FusedLinear, Linear
 class SiluAndMul(nn.Module):
     """SwiGLU's gate."""
 
-    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         """gate, up: [num_tokens, intermediate_size] -> silu(gate) * up, the same shape"""
         return F.silu(gate) * up
 
@@ -18,7 +17,7 @@ class SiluAndMul(nn.Module):
 class GeluAndMul(nn.Module):
     """GeGLU's gate, with the approximation of gelu by tanh."""
 
-    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         """gate, up: [num_tokens, intermediate_size] -> gelu(gate) * up, the same shape"""
         return F.gelu(gate, approximate="tanh") * up
 
@@ -46,7 +45,7 @@ class GatedMLP(nn.Module):
         self.activation = GATES[activation]()
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> the same shape"""
         gate, up = self.gate_up_proj(x)  # [num_tokens, intermediate_size] each
         return self.down_proj(self.activation(gate, up))

@@ -1,7 +1,7 @@
 """Root-mean-square layer normalisation (Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
@@ -14,11 +14,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))  # [size]
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.weight * normalise(x, self.eps).to(x.dtype)  # rounded before the product, as transformers does
 
 
-def normalise(x: torch.Tensor, eps: float) -> torch.Tensor:
+def normalise(x: Tensor, eps: float) -> Tensor:
     """x: [..., size] -> x / sqrt(mean(x²) + eps) in float32"""
     x32 = x.float()
     return x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.checks import check_bool, check_int, check_number, extra
-from nanovllm.layers.masking import AttentionOptions
 from nanovllm.layers.mlp import GATES
 from nanovllm.layers.rotary import Rope
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """By the names of config.json, but for `rope`, `windows` and the biases."""
+    """By the names of config.json, but for `rope`, the biases, and what attention does."""
 
     vocab_size: int
     hidden_size: int
@@ -36,8 +35,10 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
-    windows: tuple[int | None, ...] = ()
-    """Of each layer: how many tokens a token sees, itself included; None, or no entry, is all of them."""
+    attention_options: tuple[Any, ...] = ()
+    """How each layer attends (`masking.py`); without entries, each token attends to all tokens up to itself."""
+    widest_window: int | None = None
+    """Tokens that the layers see at most; None if one of them sees all."""
     latent_rank: int | None = None
     """Channels of a token's latent that are values, where the cache holds latents; None where it holds K and V."""
     num_experts: int = 0
@@ -45,19 +46,9 @@ class ModelConfig:
     initializer_range: float = 0.02
     dtype: str = "float32"
 
-    def window(self, layer: int) -> int | None:
-        return self.windows[layer] if self.windows else None
-
-    @property
-    def widest_window(self) -> int | None:
-        """Tokens that the layers see at most; None if one of them sees all."""
-        windows = [window for window in self.windows if window is not None]
-        return max(windows) if 0 < self.num_hidden_layers == len(windows) else None
-
-    def attention_options(self) -> list[AttentionOptions]:
-        """Each way in which layers attend, once."""
-        windows = dict.fromkeys(self.window(i) for i in range(self.num_hidden_layers))
-        return [AttentionOptions(window=window) for window in windows]
+    def options(self, layer: int) -> tuple[Any, ...]:
+        """The options of `Attention` in this layer: one, or none."""
+        return self.attention_options[layer : layer + 1]
 
 
 def read_common(
@@ -68,9 +59,10 @@ def read_common(
     head_dim: int | None = None,
     tie_word_embeddings: bool = False,
 ) -> dict[str, Any]:
-    """The fields of `ModelConfig` but `rope` and `windows`, checked; the arguments are what the file may leave out.
+    """The fields of `ModelConfig` but `rope`, `attention_options` and `widest_window`, checked.
 
-    A `num_key_value_heads` of None gives every query head its own K and V, a `head_dim` of None shares out the width.
+    The arguments are what the file may leave out. A `num_key_value_heads` of None gives every query head its own K and
+    V, a `head_dim` of None shares out the width.
     """
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     if missing := [name for name in required if raw.get(name) is None]:
@@ -112,26 +104,22 @@ def refuse(name: str, value: Any, allowed: Collection[Any]) -> None:
 def read_rope(raw: dict[str, Any], rotary_dim: int, max_len: int, theta: float = 10000.0) -> Rope:
     """For all layers of a network. `theta` is the architecture's default, `max_len` the model's limit."""
     parameters = raw.get("rope_parameters") or {}
-    if raw.get("rope_scaling") or rope_type_of(parameters) != "default":
-        with extra("models/rope_types.py", "rope_scaling (a rope_type other than 'default')"):
-            from nanovllm.models.rope_types import find_parameters
-        parameters = find_parameters(raw, theta)
-    return make_rope(parameters, parameters.get("rope_theta") or raw.get("rope_theta") or theta, rotary_dim, max_len)
+    if not raw.get("rope_scaling") and rope_type_of(parameters) == "default":
+        return plain_rope(parameters.get("rope_theta") or raw.get("rope_theta") or theta, rotary_dim)
+    with extra("models/rope_types.py", "rope_scaling (a rope_type other than 'default')"):
+        from nanovllm.models.rope_types import read_scaled_rope
+    return read_scaled_rope(raw, rotary_dim, max_len, theta)
 
 
 def rope_type_of(parameters: dict[str, Any]) -> str:
     return parameters.get("rope_type") or parameters.get("type") or "default"
 
 
-def make_rope(parameters: dict[str, Any], theta: float, rotary_dim: int, max_len: int) -> Rope:
+def plain_rope(theta: float, rotary_dim: int) -> Rope:
     if rotary_dim % 2:
         raise ValueError(f"pairs of a head's dimensions are rotated, so their number must be even, it is {rotary_dim}")
     check_number("config.json: rope_theta", theta, 0, open_low=True)
-    if rope_type_of(parameters) == "default":
-        return Rope(float(theta))
-    with extra("models/rope_types.py", f"rope_type {rope_type_of(parameters)!r}"):
-        from nanovllm.models.rope_types import make_scaled_rope
-    return make_scaled_rope(rope_type_of(parameters), parameters, float(theta), rotary_dim, max_len)
+    return Rope(float(theta))
 
 
 def refuse_partial_rotary(raw: dict[str, Any]) -> None:

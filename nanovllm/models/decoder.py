@@ -8,8 +8,9 @@ loader fills in the weights; `ModelRunner` calls the model.
 
 from torch import Tensor, nn
 
-from nanovllm.layers.attention import AttentionMetadata, Backend
-from nanovllm.layers.embedding import Embedding
+from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.layers.backends import AttentionBackend
+from nanovllm.layers.linear import Embedding
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import Rotary
 from nanovllm.models.config import ModelConfig
@@ -18,7 +19,7 @@ from nanovllm.models.config import ModelConfig
 class DecoderModel(nn.Module):
     """`layer_class` is called as `layer_class(config, backend, number of the layer)`."""
 
-    def __init__(self, config: ModelConfig, backend: Backend, layer_class: type[nn.Module]) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, layer_class: type[nn.Module]) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.rotary = Rotary(config.rotary_dim or config.head_dim, config.rope, config.max_position_embeddings)
@@ -42,7 +43,7 @@ class CausalLM(nn.Module):
     layer_class: type[nn.Module]
     model_class: type[DecoderModel] = DecoderModel
 
-    def __init__(self, config: ModelConfig, backend: Backend) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend) -> None:
         super().__init__()
         self.model = self.model_class(config, backend, self.layer_class)
         # with tied embeddings both names stand for one module, and so for one tensor

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.checks import check_bool, check_number
-from nanovllm.layers.attention import Attention, AttentionMetadata, Backend
+from nanovllm.layers.attention import Attention, AttentionMetadata
+from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.linear import Linear
-from nanovllm.layers.masking import AttentionOptions
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary
@@ -24,6 +24,7 @@ from nanovllm.models.config import ModelConfig, read_common, read_rope, refuse, 
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.group_routing import SigmoidRouter, route_by_sigmoid_in_groups, route_by_softmax_in_groups
 from nanovllm.models.latent_attention import UpProjection, deinterleave
+from nanovllm.models.masking import AttentionOptions
 from nanovllm.models.moe import Experts, Router, read_experts, read_int
 from nanovllm.models.rope_types import ScaledRope, yarn_mscale
 
@@ -139,7 +140,7 @@ class DeepseekAttention(nn.Module):
     all heads, the other comes from the latent.
     """
 
-    def __init__(self, config: DeepseekConfig, backend: Backend) -> None:
+    def __init__(self, config: DeepseekConfig, backend: AttentionBackend) -> None:
         super().__init__()
         self.config, size, heads = config, config.hidden_size, config.num_attention_heads
         self.split = (config.qk_nope_head_dim, config.qk_rope_head_dim)
@@ -200,7 +201,7 @@ class DeepseekBlock(nn.Module):
 
 
 class DeepseekDecoderLayer(nn.Module):
-    def __init__(self, config: DeepseekConfig, backend: Backend, layer: int) -> None:
+    def __init__(self, config: DeepseekConfig, backend: AttentionBackend, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = DeepseekAttention(config, backend)

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.checks import check_int, check_number
-from nanovllm.layers.attention import Attention, AttentionMetadata, Backend
+from nanovllm.layers.attention import Attention, AttentionMetadata
+from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.layers.masking import AttentionOptions
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm, normalise
 from nanovllm.layers.rotary import ApplyRotary, Rope, Rotary
-from nanovllm.models.config import ModelConfig, make_rope, read_common, refuse, refuse_partial_rotary
+from nanovllm.models.config import ModelConfig, read_common, refuse, refuse_partial_rotary
 from nanovllm.models.decoder import CausalLM, DecoderModel
+from nanovllm.models.rope_types import make_rope
 from nanovllm.models.windows import FULL, SLIDING, layer_types_of, read_windows
 
 
@@ -31,7 +32,6 @@ class Gemma3Config(ModelConfig):
     """`rope` is that of the layers that see all tokens, `local_rope` that of the layers with a window."""
 
     local_rope: Rope = Rope()
-    query_pre_attn_scalar: float = 256.0
     final_logit_softcapping: float | None = None
 
 
@@ -50,13 +50,13 @@ def read_gemma3_config(raw: dict[str, Any]) -> Gemma3Config:
     cap = raw.get("final_logit_softcapping")
     if cap is not None:
         check_number("config.json: final_logit_softcapping", cap, 0, open_low=True)
+    types, window = layer_types_of(raw, default_types), raw.get("sliding_window", 4096)
     rope, local_rope = read_ropes(raw, common["head_dim"], common["max_position_embeddings"])
     return Gemma3Config(
         **common,
+        **read_windows(types, window, scalar**-0.5),
         rope=rope,
         local_rope=local_rope,
-        windows=read_windows(layer_types_of(raw, default_types), raw.get("sliding_window", 4096)),
-        query_pre_attn_scalar=scalar,
         final_logit_softcapping=cap,
     )
 
@@ -86,7 +86,7 @@ class UnitOffsetRMSNorm(RMSNorm):
 
 
 class Gemma3Attention(nn.Module):
-    def __init__(self, config: Gemma3Config, backend: Backend, window: int | None) -> None:
+    def __init__(self, config: Gemma3Config, backend: AttentionBackend, layer: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         q_size = config.num_attention_heads * config.head_dim
@@ -96,8 +96,7 @@ class Gemma3Attention(nn.Module):
         self.q_norm = UnitOffsetRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = UnitOffsetRMSNorm(config.head_dim, config.rms_norm_eps)
         self.rotate = ApplyRotary()
-        scale = config.query_pre_attn_scalar**-0.5
-        self.attention = Attention(backend, AttentionOptions(scale, window))
+        self.attention = Attention(backend, *config.options(layer))
         self.o_proj = Linear(q_size, config.hidden_size, bias=config.o_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -108,10 +107,10 @@ class Gemma3Attention(nn.Module):
 
 
 class Gemma3DecoderLayer(nn.Module):
-    def __init__(self, config: Gemma3Config, backend: Backend, layer: int) -> None:
+    def __init__(self, config: Gemma3Config, backend: AttentionBackend, layer: int) -> None:
         super().__init__()
         self.input_layernorm = UnitOffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Gemma3Attention(config, backend, config.window(layer))
+        self.self_attn = Gemma3Attention(config, backend, layer)
         self.post_attention_layernorm = UnitOffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.pre_feedforward_layernorm = UnitOffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
@@ -124,11 +123,11 @@ class Gemma3DecoderLayer(nn.Module):
 
 
 class Gemma3Model(DecoderModel):
-    def __init__(self, config: Gemma3Config, backend: Backend, layer_class: type[nn.Module]) -> None:
+    def __init__(self, config: Gemma3Config, backend: AttentionBackend, layer_class: type[nn.Module]) -> None:
         super().__init__(config, backend, layer_class)
         self.embed_scale = math.sqrt(config.hidden_size)
         self.local_rotary = Rotary(config.head_dim, config.local_rope, config.max_position_embeddings)
-        self.windows = [config.window(i) for i in range(config.num_hidden_layers)]
+        self.windows = [options.window for options in config.attention_options]
         self.norm = UnitOffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
@@ -146,7 +145,7 @@ class Gemma3ForCausalLM(CausalLM):
     layer_class = Gemma3DecoderLayer
     model_class = Gemma3Model
 
-    def __init__(self, config: Gemma3Config, backend: Backend) -> None:
+    def __init__(self, config: Gemma3Config, backend: AttentionBackend) -> None:
         super().__init__(config, backend)
         self.softcap = config.final_logit_softcapping
 

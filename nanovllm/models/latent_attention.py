@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.masking import PLAIN, AttentionOptions
-from nanovllm.layers.torch_attention import TorchAttention
+from nanovllm.layers.backends import TorchAttention
 
 
 class UpProjection(nn.Module):
@@ -75,12 +74,8 @@ class TorchLatentAttention(TorchAttention):
         layer_cache[0].flatten(0, 1)[slot_mapping] = k
 
     def attend(
-        self,
-        q: torch.Tensor,
-        layer_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        options: AttentionOptions = PLAIN,
+        self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, *options: Any
     ) -> torch.Tensor:
         """q: [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads, rank]"""
         kv = layer_cache.expand(2, *layer_cache.shape[1:])  # no copy
-        return super().attend(q, kv, metadata, options)[..., : self.rank]
+        return super().attend(q, kv, metadata, *options)[..., : self.rank]

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from nanovllm.checks import check_bool
-from nanovllm.layers.attention import Attention, AttentionMetadata, Backend
+from nanovllm.layers.attention import Attention, AttentionMetadata
+from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.layers.masking import AttentionOptions
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary
@@ -36,13 +36,13 @@ def read_mistral_config(raw: dict[str, Any]) -> ModelConfig:
     common["qkv_bias"] = common["o_bias"] = False  # Mistral has none, whatever the file says
     refuse_partial_rotary(raw)
     window = raw.get("sliding_window", 4096)
-    windows = () if window is None else read_windows([SLIDING] * common["num_hidden_layers"], window)
+    windows = {} if window is None else read_windows([SLIDING] * common["num_hidden_layers"], window)
     rope = read_rope(raw, common["head_dim"], common["max_position_embeddings"])
-    return ModelConfig(**common, rope=rope, windows=windows)
+    return ModelConfig(**common, rope=rope, **windows)
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, config: ModelConfig, backend: Backend, window: int | None) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         q_size = config.num_attention_heads * config.head_dim
@@ -50,7 +50,7 @@ class LlamaAttention(nn.Module):
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=config.qkv_bias)
         self.rotate = ApplyRotary()
-        self.attention = Attention(backend, AttentionOptions(window=window))
+        self.attention = Attention(backend, *config.options(layer))
         self.o_proj = Linear(q_size, config.hidden_size, bias=config.o_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -60,10 +60,10 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, backend: Backend, layer: int = 0) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int = 0) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LlamaAttention(config, backend, config.window(layer))
+        self.self_attn = LlamaAttention(config, backend, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act, config.mlp_bias)
 

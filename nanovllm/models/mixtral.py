@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nanovllm.layers.attention import AttentionMetadata, Backend
+from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.linear import FusedLinear
 from nanovllm.layers.mlp import GATES
 from nanovllm.layers.norm import RMSNorm
@@ -54,10 +55,10 @@ class MixtralBlock(nn.Module):
 
 
 class MixtralDecoderLayer(nn.Module):
-    def __init__(self, config: MoeConfig, backend: Backend, layer: int) -> None:
+    def __init__(self, config: MoeConfig, backend: AttentionBackend, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LlamaAttention(config, backend, config.window(layer))
+        self.self_attn = LlamaAttention(config, backend, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.block_sparse_moe = MixtralBlock(config)
 

@@ -113,6 +113,6 @@ def make_config(
 ) -> MoeConfig:
     """`window`, if there is one, is that of all layers."""
     refuse_partial_rotary(raw)
-    windows = () if window is None else read_windows([SLIDING] * common["num_hidden_layers"], window)
+    windows = {} if window is None else read_windows([SLIDING] * common["num_hidden_layers"], window)
     rope = read_rope(raw, common["head_dim"], common["max_position_embeddings"], theta)
-    return MoeConfig(**common, **experts, rope=rope, windows=windows)
+    return MoeConfig(**common, **experts, rope=rope, **windows)

@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from nanovllm.checks import check_number
-from nanovllm.layers.attention import Attention, AttentionMetadata, Backend
+from nanovllm.layers.attention import Attention, AttentionMetadata
+from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.layers.masking import AttentionOptions
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary
@@ -26,7 +26,7 @@ def read_phi3_config(raw: dict[str, Any]) -> ModelConfig:
     common = read_common(raw, max_position_embeddings=4096, rms_norm_eps=1e-5)
     common["qkv_bias"] = common["o_bias"] = False  # Phi-3 has none, whatever the file says
     window = raw.get("sliding_window")
-    windows = () if window is None else read_windows([SLIDING] * common["num_hidden_layers"], window)
+    windows = {} if window is None else read_windows([SLIDING] * common["num_hidden_layers"], window)
     parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     share = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     check_number("config.json: partial_rotary_factor", share, 0, 1, open_low=True)
@@ -35,11 +35,11 @@ def read_phi3_config(raw: dict[str, Any]) -> ModelConfig:
         raw = {**raw, "rope_scaling": {**parameters, "rope_type": "longrope"}}
     raw = {"original_max_position_embeddings": 4096, **raw}
     rope = read_rope(raw, rotary_dim, common["max_position_embeddings"])
-    return ModelConfig(**common, rope=rope, windows=windows, rotary_dim=rotary_dim)
+    return ModelConfig(**common, rope=rope, rotary_dim=rotary_dim, **windows)
 
 
 class Phi3Attention(nn.Module):
-    def __init__(self, config: ModelConfig, backend: Backend, window: int | None) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int) -> None:
         super().__init__()
         self.head_dim, self.rotary_dim = config.head_dim, config.rotary_dim or config.head_dim
         q_size = config.num_attention_heads * config.head_dim
@@ -47,7 +47,7 @@ class Phi3Attention(nn.Module):
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = FusedLinear(config.hidden_size, parts, is_stored_fused=True)
         self.rotate = ApplyRotary()
-        self.attention = Attention(backend, AttentionOptions(window=window))
+        self.attention = Attention(backend, *config.options(layer))
         self.o_proj = Linear(q_size, config.hidden_size)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -57,10 +57,10 @@ class Phi3Attention(nn.Module):
 
 
 class Phi3DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, backend: Backend, layer: int = 0) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int = 0) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Phi3Attention(config, backend, config.window(layer))
+        self.self_attn = Phi3Attention(config, backend, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act, is_stored_fused=True)
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from nanovllm.checks import extra
-from nanovllm.layers.attention import Attention, AttentionMetadata, Backend
+from nanovllm.layers.attention import Attention, AttentionMetadata
+from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.layers.masking import AttentionOptions
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary
@@ -34,11 +34,11 @@ def read_qwen3_config(raw: dict[str, Any], head_dim: int | None = 128) -> ModelC
         return ModelConfig(**common, rope=rope)
     with extra("models/windows.py", "a layer that sees only a window of tokens"):
         from nanovllm.models.windows import read_qwen_windows
-    return ModelConfig(**common, rope=rope, windows=read_qwen_windows(raw))
+    return ModelConfig(**common, rope=rope, **read_qwen_windows(raw))
 
 
 class Qwen3Attention(nn.Module):
-    def __init__(self, config: ModelConfig, backend: Backend, window: int | None) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         q_size = config.num_attention_heads * config.head_dim
@@ -48,7 +48,7 @@ class Qwen3Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.rotate = ApplyRotary()
-        self.attention = Attention(backend, AttentionOptions(window=window))
+        self.attention = Attention(backend, *config.options(layer))
         self.o_proj = Linear(q_size, config.hidden_size, bias=config.o_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -59,10 +59,10 @@ class Qwen3Attention(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, backend: Backend, layer: int = 0) -> None:
+    def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int = 0) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Qwen3Attention(config, backend, config.window(layer))
+        self.self_attn = Qwen3Attention(config, backend, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
 

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from nanovllm.checks import check_bool
-from nanovllm.layers.attention import AttentionMetadata, Backend
+from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.config import read_common
@@ -47,10 +48,10 @@ class Qwen3MoeBlock(nn.Module):
 
 
 class Qwen3MoeDecoderLayer(nn.Module):
-    def __init__(self, config: MoeConfig, backend: Backend, layer: int) -> None:
+    def __init__(self, config: MoeConfig, backend: AttentionBackend, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Qwen3Attention(config, backend, config.window(layer))
+        self.self_attn = Qwen3Attention(config, backend, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         is_dense = layer in config.dense_layers
         dense = (config.hidden_size, config.intermediate_size, config.hidden_act)

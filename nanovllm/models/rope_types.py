@@ -22,6 +22,7 @@ import torch
 
 from nanovllm.checks import check_number
 from nanovllm.layers.rotary import Rope
+from nanovllm.models.config import plain_rope, rope_type_of
 
 REQUIRED = {  # numbers that each type needs
     "dynamic": ("factor",),
@@ -55,6 +56,20 @@ class ScaledRope(Rope):
 
 
 # ---- reading config.json
+
+
+def read_scaled_rope(raw: dict[str, Any], rotary_dim: int, max_len: int, theta: float) -> Rope:
+    """As `read_rope` in `config.py`."""
+    parameters = find_parameters(raw, theta)
+    return make_rope(parameters, parameters.get("rope_theta") or raw.get("rope_theta") or theta, rotary_dim, max_len)
+
+
+def make_rope(parameters: dict[str, Any], theta: float, rotary_dim: int, max_len: int) -> Rope:
+    """Of the type that `parameters` name."""
+    rope, rope_type = plain_rope(theta, rotary_dim), rope_type_of(parameters)
+    if rope_type == "default":
+        return rope
+    return make_scaled_rope(rope_type, parameters, rope.theta, rotary_dim, max_len)
 
 
 def find_parameters(raw: dict[str, Any], theta: float) -> dict[str, Any]:

@@ -3,25 +3,24 @@
 Mistral and Gemma 3 have such layers; `qwen3.py` imports this file for a config that asks for them.
 """
 
-from collections.abc import Collection
 from typing import Any
 
 from nanovllm.checks import check_int
 from nanovllm.models.config import refuse
+from nanovllm.models.masking import AttentionOptions
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read_windows(
-    layer_types: list[str], sliding_window: int | None, known: Collection[str] = (FULL, SLIDING)
-) -> tuple[int | None, ...]:
-    """The window of each layer; () if no layer has one."""
+def read_windows(layer_types: list[str], sliding_window: int | None, scale: float | None = None) -> dict[str, Any]:
+    """The fields of `ModelConfig` that say how each layer attends; `scale` is that of all layers."""
     for layer_type in layer_types:
-        refuse("layer_types", layer_type, known)
-    if SLIDING not in layer_types:
-        return ()
-    check_int("config.json: sliding_window", sliding_window, 1)
-    return tuple(sliding_window if layer_type == SLIDING else None for layer_type in layer_types)
+        refuse("layer_types", layer_type, (FULL, SLIDING))
+    if SLIDING in layer_types:
+        check_int("config.json: sliding_window", sliding_window, 1)
+    windows = [sliding_window if layer_type == SLIDING else None for layer_type in layer_types]
+    options = tuple(AttentionOptions(scale, window) for window in windows)
+    return {"attention_options": options, "widest_window": None if None in windows else sliding_window}
 
 
 def layer_types_of(raw: dict[str, Any], default: list[str]) -> list[str]:
@@ -35,7 +34,7 @@ def layer_types_of(raw: dict[str, Any], default: list[str]) -> list[str]:
     return types[: raw["num_hidden_layers"]]
 
 
-def read_qwen_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
+def read_qwen_windows(raw: dict[str, Any]) -> dict[str, Any]:
     """Without `layer_types`, the layers from `max_window_layers` on have a window."""
     num_layers = raw["num_hidden_layers"]
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.execution.kv_cache import KVCache
-from nanovllm.layers.torch_attention import TorchAttention
+from nanovllm.layers.backends import TorchAttention
 from nanovllm.scheduling.step import BlockMoves
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE = 3, 8, 4

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm.execution import weights
 from nanovllm.execution.checkpoint import read_model_config
 from nanovllm.execution.weights import INDEX_FILE, checkpoint_places, load_model
-from nanovllm.layers.torch_attention import TorchAttention
+from nanovllm.layers.backends import TorchAttention
 
 CPU = torch.device("cpu")
 

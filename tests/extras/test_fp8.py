@@ -6,7 +6,7 @@ import torch
 from nanovllm import LLM
 from nanovllm.extras.fp8 import with_fp8_cache
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.torch_attention import TorchAttention
+from nanovllm.layers.backends import TorchAttention
 from nanovllm.sampling_params import SamplingParams
 from tests.attention_steps import Step, random_lens
 

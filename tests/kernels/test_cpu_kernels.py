@@ -22,17 +22,17 @@ from nanovllm.kernels.cpu.decoder_layer import CpuDecoderLayer, fuse_layers
 from nanovllm.kernels.cpu.head_norms import CpuNormedAttention, fuse_head_norms
 from nanovllm.kernels.cpu.layers import CpuLinear, HugePages, pack, replace_layers
 from nanovllm.kernels.cpu.library import NoLibraryError, load_library
-from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import FusedLinear, Linear
+from nanovllm.layers.backends import TorchAttention
+from nanovllm.layers.linear import Embedding, FusedLinear, Linear
 from nanovllm.layers.mlp import GeluAndMul, SiluAndMul
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary, Rope, Rotary
-from nanovllm.layers.torch_attention import TorchAttention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.gemma3 import Gemma3Attention, Gemma3Config, UnitOffsetRMSNorm
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
 from nanovllm.scheduling.sequence import Sequence
-from tests.attention_steps import HEADS, OPTIONS, Step, check_close, random_lens, shared_step
+from tests.attention_options import OPTIONS
+from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
 from tests.steps import batch_of
 
 TINY = TINY_QWEN3
@@ -381,7 +381,7 @@ def test_heads_normalised_and_rotated_in_one_call_have_the_bits_of_two_calls(
     processor, dtype, attention_class, config_class
 ):
     backend = CpuAttention(4, 2, 32, 16, dtype)
-    attention = filled(attention_class(config_class(64, 96, 176, 1, 4, 2, head_dim=32), backend, None), dtype)
+    attention = filled(attention_class(config_class(64, 96, 176, 1, 4, 2, head_dim=32), backend, 0), dtype)
     model = torch.nn.ModuleDict({"self_attn": attention})
     replace_layers(model, dtype)
     fuse_head_norms(model)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nanovllm.kernels.cpu.latent_attention import CpuLatentAttention, CpuUpProjection, replace_up_projections
-from nanovllm.layers.masking import AttentionOptions
 from nanovllm.models.latent_attention import UpProjection
+from nanovllm.models.masking import AttentionOptions
 from tests.attention_steps import LatentStep, random_lens
 from tests.kernels.test_cpu_kernels import filled, randn
 

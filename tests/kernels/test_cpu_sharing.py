@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from nanovllm.kernels.cpu.attention import CpuAttention
-from nanovllm.layers.masking import PLAIN
-from tests.attention_steps import OPTIONS, Step
+from nanovllm.models.masking import PLAIN
+from tests.attention_options import OPTIONS
+from tests.attention_steps import Step
 from tests.kernels.processors import DTYPES
 
 pytestmark = pytest.mark.usefixtures("needs_a_compiler")

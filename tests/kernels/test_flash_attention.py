@@ -16,9 +16,10 @@ import torch
 
 from nanovllm.kernels.choices import select_backend
 from nanovllm.kernels.cuda.flash_attention import FlashAttention
-from nanovllm.layers.masking import PLAIN
-from nanovllm.layers.torch_attention import TorchAttention
-from tests.attention_steps import OPTIONS, Step, check_close, shared_step
+from nanovllm.layers.backends import TorchAttention
+from nanovllm.models.masking import PLAIN
+from tests.attention_options import OPTIONS
+from tests.attention_steps import Step, check_close, shared_step
 
 # ---- the stand-ins
 

@@ -25,12 +25,13 @@ from nanovllm.kernels.cuda.flash_attention import FlashAttention
 from nanovllm.kernels.cuda.norm import norm_rotary_store, rms_norm
 from nanovllm.kernels.cuda.triton_attention import TritonAttention
 from nanovllm.kernels.dense_layers import dense_parts
+from nanovllm.layers.backends import TorchAttention
 from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import Rope, Rotary, apply_rotary
-from nanovllm.layers.torch_attention import TorchAttention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaDecoderLayer
+from nanovllm.models.masking import AttentionOptions
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from tests.attention_steps import Step
 
@@ -375,7 +376,7 @@ def test_the_twin_equals_the_layer(monkeypatch, options, backend, max_few_tokens
 def test_the_twin_of_a_layer_that_normalises_no_heads_equals_it(monkeypatch, options, max_few_tokens):
     """Llama's, with all biases that it may have, and with a window."""
     monkeypatch.setattr(few_tokens, "MAX_TOKENS", max_few_tokens)
-    config = small_config(**options, windows=(6, 6))
+    config = small_config(**options, attention_options=(AttentionOptions(window=6),) * 2)
     results = run_layer(config, torch.float32, TorchAttention, layer_class=LlamaDecoderLayer)
     plain, twin, plain_cache, twin_cache = results
     torch.testing.assert_close(twin, plain, rtol=2e-5, atol=2e-5)

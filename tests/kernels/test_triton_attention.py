@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from nanovllm import LLM
 from nanovllm.kernels.choices import select_backend
-from nanovllm.layers.torch_attention import TorchAttention
+from nanovllm.layers.backends import TorchAttention
 from tests.conftest import KERNEL_TESTS
 
 pytest.importorskip("triton")

@@ -22,10 +22,11 @@ from nanovllm.kernels.cuda.flash_attention import FlashAttention
 from nanovllm.kernels.cuda.launch import Launch
 from nanovllm.kernels.cuda.triton_attention import TritonAttention
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.torch_attention import TorchAttention
+from nanovllm.layers.backends import TorchAttention
 from nanovllm.scheduling.sequence import Sequence
-from tests.attention_steps import OPTIONS, check_close
+from tests.attention_options import OPTIONS
 from tests.attention_steps import Step as StepOnCpu
+from tests.attention_steps import check_close
 from tests.steps import batch_of
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -21,18 +21,18 @@ CORE = {"config", "decoder", "qwen3", "registry"}
 
 
 @pytest.mark.parametrize(
-    "code",
+    ("code", "files"),
     [
-        f"from nanovllm.models.registry import find_architecture; find_architecture({SHAPE})",
-        "import nanovllm.kernels.cpu.attention, nanovllm.models.registry, nanovllm.models.qwen3",
+        (f"from nanovllm.models.registry import find_architecture; find_architecture({SHAPE})", CORE),
+        ("import nanovllm.kernels.cpu.attention, nanovllm.models.registry, nanovllm.models.qwen3", {*CORE, "masking"}),
     ],
     ids=["config", "kernels"],
 )
-def test_the_core_imports_no_other_architecture(code):
+def test_neither_the_core_nor_a_kernel_imports_another_architecture(code, files):
     listed = "print(*(name for name in sys.modules if name.startswith('nanovllm.models.')))"
     run = subprocess.run([sys.executable, "-c", f"import sys; {code}; {listed}"], capture_output=True, text=True)
     assert not run.stderr
-    assert {name.removeprefix("nanovllm.models.") for name in run.stdout.split()} == CORE
+    assert {name.removeprefix("nanovllm.models.") for name in run.stdout.split()} == files
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,6 @@ def test_a_file_that_is_not_there_is_named(monkeypatch, tmp_path, changed, file)
     ids=str,
 )
 def test_a_plain_config_needs_no_extra(monkeypatch, changed):
-    for file in ("rope_types", "windows"):
+    for file in ("rope_types", "windows", "masking"):
         monkeypatch.setitem(sys.modules, f"nanovllm.models.{file}", None)
-    assert find_architecture({**SHAPE, **changed})[1].windows == ()
+    assert find_architecture({**SHAPE, **changed})[1].attention_options == ()

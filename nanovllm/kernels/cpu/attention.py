@@ -15,7 +15,7 @@ from nanovllm.kernels.cpu.head_norms import fuse_head_norms
 from nanovllm.kernels.cpu.layers import replace_layers
 from nanovllm.kernels.cpu.library import LANES, NoLibraryError, load_library, masking
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.masking import PLAIN, AttentionOptions
+from nanovllm.models.masking import PLAIN, AttentionOptions
 
 
 class CpuAttention(KernelBackend):

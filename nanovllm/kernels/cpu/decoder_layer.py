@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from nanovllm.kernels.backend import KernelBackend
 from nanovllm.kernels.cpu.layers import CpuGate, CpuLinear, CpuRMSNorm
 from nanovllm.kernels.cpu.library import LANES, load_library, masking
 from nanovllm.kernels.dense_layers import DenseParts, dense_parts
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.backends import AttentionBackend
+from nanovllm.models.masking import PLAIN
 
 
 class Layer(Structure):
@@ -43,13 +44,13 @@ class Step(Structure):
 class CpuDecoderLayer(nn.Module):
     """Does what `layer` does, part by part, in one call."""
 
-    def __init__(self, layer: nn.Module, parts: DenseParts, backend: AttentionBackend) -> None:
+    def __init__(self, layer: nn.Module, parts: DenseParts, backend: KernelBackend) -> None:
         super().__init__()
         self.layer = layer
         self.library = load_library(backend.dtype)
         products, norms = parts.products, parts.norms
         down_proj = products[-1]
-        window, scale, softcap = masking(parts.options, backend.scale)
+        window, scale, softcap = masking((*parts.options, PLAIN)[0], backend.scale)
         self.struct = Layer(
             *(product.packed.data_ptr() for product in products),
             *(None if product.bias is None else product.bias.data_ptr() for product in products),
@@ -80,7 +81,7 @@ class CpuDecoderLayer(nn.Module):
         return x
 
 
-def fuse_layers(model: nn.Module, backend: AttentionBackend) -> None:
+def fuse_layers(model: nn.Module, backend: KernelBackend) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if (parts := dense_parts(child)) is not None and is_fast(parts):

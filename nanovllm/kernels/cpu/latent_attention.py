@@ -13,8 +13,8 @@ from nanovllm.kernels.cpu.attention import CpuAttention
 from nanovllm.kernels.cpu.layers import HugePages, pack
 from nanovllm.kernels.cpu.library import LANES, load_library, masking
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.masking import PLAIN, AttentionOptions
 from nanovllm.models.latent_attention import UpProjection
+from nanovllm.models.masking import PLAIN, AttentionOptions
 
 
 class CpuLatentAttention(CpuAttention):

@@ -14,8 +14,7 @@ from torch import nn
 
 from nanovllm.kernels.classes import is_one
 from nanovllm.kernels.cpu.library import LANES, Library, keep_freed_memory, load_library
-from nanovllm.layers.embedding import Embedding
-from nanovllm.layers.linear import FusedLinear, Linear
+from nanovllm.layers.linear import Embedding, FusedLinear, Linear
 from nanovllm.layers.mlp import GeluAndMul, SiluAndMul
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary, apply_rotary

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.layers.masking import AttentionOptions
+from nanovllm.models.masking import AttentionOptions
 
 SOURCE = Path(__file__).with_name("cpu.c")
 SOURCES = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]

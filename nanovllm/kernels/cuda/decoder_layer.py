@@ -74,7 +74,7 @@ class TritonDecoderLayer(nn.Module):
             self.k_scale,
             self.v_scale,
         )
-        out = self.backend.attend(q, layer_cache, metadata, self.options)  # [num_tokens, num_heads, head_dim]
+        out = self.backend.attend(q, layer_cache, metadata, *self.options)  # [num_tokens, num_heads, head_dim]
         add_linear(x, out.flatten(1), self.o_proj)
         z = norm_gate_up(x, self.post_attention_norm, self.gate_up_proj)  # [num_tokens, intermediate_size]
         add_linear(x, z, self.down_proj)

@@ -16,7 +16,7 @@ from nanovllm.kernels.backend import KernelBackend
 from nanovllm.kernels.cuda.requirements import gpu_capability, is_installed, why_too_old
 from nanovllm.layers import attention
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.masking import PLAIN, AttentionOptions
+from nanovllm.models.masking import PLAIN, AttentionOptions
 
 logger = logging.getLogger(__name__)
 

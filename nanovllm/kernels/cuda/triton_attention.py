@@ -15,7 +15,7 @@ from nanovllm.kernels.backend import KernelBackend
 from nanovllm.kernels.cuda.launch import Launch, choose_splits, decode_launch, describe_gpu, prefill_launch
 from nanovllm.kernels.cuda.requirements import is_installed, why_too_old
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.masking import PLAIN, AttentionOptions
+from nanovllm.models.masking import PLAIN, AttentionOptions
 
 SPLITS_AT_A_TIME = 16  # parts that merge_kernel holds in registers
 
