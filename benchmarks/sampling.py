@@ -112,7 +112,7 @@ def measure_kernels(
     read_s = logits.numel() * logits.element_size() / copy_bandwidth()
     for name, params in rows.items():
         batch = make_batch(logits, params)
-        if not batch.wants_only_draws:
+        if batch.stages or batch.num_logprobs is not None:
             continue  # these stay in PyTorch
         arguments = (logits, *batch.draw_arguments)
         is_equal = draw_tokens(*arguments) == draw_in_torch(*arguments)

@@ -7,8 +7,8 @@ kinds of request (`extras/beam_search`, `extras/embedding`) and of output (`extr
 from typing import Any
 
 from nanovllm.engine.detokenizer import TokenDecoder, make_detokenizer
-from nanovllm.execution.logprobs import LogprobRows
 from nanovllm.execution.model_runner import StepTokens
+from nanovllm.execution.sampler import LogprobRows
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler

@@ -12,8 +12,7 @@ import torch
 
 from nanovllm.execution.batch import Batch
 from nanovllm.execution.kv_cache import KVCache
-from nanovllm.execution.logprobs import LogprobRows, Logprobs
-from nanovllm.execution.sampler import Draw, sample
+from nanovllm.execution.sampler import Draw, LogprobRows, Logprobs, sample
 from nanovllm.execution.sampling_batch import SamplingBatch
 from nanovllm.execution.stages import TapResult
 from nanovllm.layers.backends import AttentionBackend

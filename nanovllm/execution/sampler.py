@@ -1,8 +1,8 @@
 """Logits → token ids and log-probabilities, for all rows of a step in one pass.
 
     stages        what sequences ask to be changed: `min_tokens`, penalties, biases, …      (`stages.py`)
-    draw_tokens   temperature, min-p, top-k, top-p, inverse-CDF sampling                    (this file)
-    logprobs      of the model itself, before all of that                                   (`logprobs.py`)
+    draw_tokens   temperature, min-p, top-k and top-p (`truncation.py`), inverse-CDF sampling
+    logprobs      of the model itself, before all of that
 
 The order is vLLM's, and each stage is skipped unless a row asks for it. The sampler knows no stop rules (the
 `Scheduler` applies those) and no sequences: a row is a row of tensors. Called by `ModelRunner`.
@@ -15,18 +15,20 @@ Two rows of a vocabulary of four, with the uniform numbers 0.5 and 0.95:
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 
-from nanovllm.execution.logprobs import Logprobs, compute_logprobs
 from nanovllm.execution.sampling_batch import SamplingBatch
 from nanovllm.execution.stages import apply_stages
+from nanovllm.execution.truncation import truncate
 
 Draw = Callable[..., torch.Tensor]
 """`draw_tokens`, or a twin with the same signature."""
 
 
-def sample(logits: torch.Tensor, sampling: SamplingBatch, draw: Draw) -> tuple[torch.Tensor, Logprobs | None]:
+def sample(logits: torch.Tensor, sampling: SamplingBatch, draw: Draw) -> "tuple[torch.Tensor, Logprobs | None]":
     """logits: [num_samples, vocab_size] -> token ids [num_samples] int64, and log-probabilities if a row wants them
 
     The logits stay as they are. `draw` is `draw_tokens`, or a faster twin.
@@ -44,7 +46,6 @@ def draw_tokens(
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
-    max_top_k: int = 0,
     argmax: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """logits: [num_samples, vocab_size], as `apply_stages` returns them -> token ids [num_samples] int64
@@ -59,7 +60,7 @@ def draw_tokens(
     is_greedy = temperatures[:, None] == 0  # [num_samples, 1]
     # the maximum is subtracted first: divided by a tiny temperature, logits go to -inf and never to +inf
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures[:, None].masked_fill(is_greedy, 1)
-    logits = truncate(logits, top_k, top_p, min_p, max_top_k)
+    logits = truncate(logits, top_k, top_p, min_p)
     return torch.where(is_greedy[:, 0], greedy, invert_distribution(logits, uniforms))
 
 
@@ -75,61 +76,38 @@ def invert_distribution(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.T
     return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
 
 
-# ---- truncation: -inf for the tokens that are left out
+# ---- log-probabilities, before temperature and stages
 
 
-def truncate(
-    logits: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
-    min_p: torch.Tensor | None,
-    max_top_k: int = 0,
-) -> torch.Tensor:
-    """min-p, top-k and top-p in this order: [num_samples, vocab_size] -> the same shape"""
-    if min_p is not None:
-        logits = apply_min_p(logits, min_p)
-    if top_k is not None:
-        logits = apply_top_k(logits, top_k, max_top_k)
-    if top_p is not None:
-        logits = apply_top_p(logits, top_p, max_top_k)
-    return logits
+@dataclass(frozen=True)
+class Logprobs:
+    """One row for each position."""
+
+    chosen: torch.Tensor  # [num_rows] float32, of the token that was chosen
+    ranks: torch.Tensor  # [num_rows] int64, 1 for the likeliest
+    top: torch.Tensor  # [num_rows, k] float32, likeliest first
+    top_ids: torch.Tensor  # [num_rows, k] int64
+
+    def to_host(self) -> "Logprobs":
+        return Logprobs(*[getattr(self, f.name).to("cpu", non_blocking=True) for f in fields(self)])
+
+    def to_rows(self) -> "LogprobRows":
+        return LogprobRows(self.chosen.tolist(), self.ranks.tolist(), self.top.tolist(), self.top_ids.tolist())
 
 
-def apply_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Keep tokens at least min_p: [num_samples] times as likely as the likeliest."""
-    probs = logits.softmax(dim=-1)
-    return logits.masked_fill(probs < min_p[:, None] * probs.amax(dim=-1, keepdim=True), -torch.inf)
+class LogprobRows(NamedTuple):
+    """`Logprobs` as plain numbers on the host."""
+
+    chosen: list[float]
+    ranks: list[int]
+    top: list[list[float]]
+    top_ids: list[list[int]]
 
 
-def apply_top_k(logits: torch.Tensor, top_k: torch.Tensor, max_top_k: int) -> torch.Tensor:
-    """Keep the top_k: [num_samples] likeliest tokens, and tokens as likely as the k-th.
-
-    With `max_top_k` > 0, no row keeps more tokens by rank, so a partial sort is enough.
-    """
-    vocab_size = logits.shape[1]
-    num_sorted = min(max_top_k or vocab_size, vocab_size)
-    largest = logits.topk(num_sorted, dim=-1).values  # [num_samples, num_sorted]
-    kth = largest.gather(1, (top_k[:, None] - 1).clamp(0, num_sorted - 1))  # [num_samples, 1]
-    return logits.masked_fill((logits < kth) & (top_k[:, None] > 0), -torch.inf)  # top_k 0 keeps every token
-
-
-def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor, max_top_k: int) -> torch.Tensor:
-    """Keep the fewest likeliest tokens whose probabilities add up to top_p: [num_samples]. The likeliest always stays.
-
-    Tokens as likely as the least likely of these stay too, whatever order they were sorted in.
-    """
-    rows = (top_p < 1).nonzero()[:, 0]  # rows with top_p 1 keep every token, and are not sorted
-    logits = logits.clone()
-    part = logits[rows]  # [num_rows, vocab_size]
-    num_sorted = most_tokens_left(part) if max_top_k else part.shape[1]
-    ascending = part.topk(num_sorted, dim=-1).values.flip(-1)  # [num_rows, num_sorted]
-    is_left_out = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p[rows, None]
-    is_left_out[:, -1] = False
-    least = ascending.masked_fill(is_left_out, torch.inf).amin(dim=-1, keepdim=True)  # [num_rows, 1], of those kept
-    logits[rows] = part.masked_fill_(part < least, -torch.inf)
-    return logits
-
-
-def most_tokens_left(logits: torch.Tensor) -> int:
-    """Of any row, after top-k. To sort only these takes a third of the time that a sort of the vocabulary takes."""
-    return max(1, int(logits.isfinite().sum(dim=-1).max()))
+def compute_logprobs(raw: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> Logprobs:
+    """raw: [num_rows, vocab_size]; token_ids: [num_rows]; num_logprobs: k, or -1 for the whole vocabulary"""
+    logprobs = raw.log_softmax(dim=-1, dtype=torch.float32)
+    chosen = logprobs.gather(1, token_ids[:, None])  # [num_rows, 1]
+    k = raw.shape[1] if num_logprobs < 0 else min(num_logprobs, raw.shape[1])
+    top, top_ids = logprobs.topk(k, dim=-1)
+    return Logprobs(chosen[:, 0], (logprobs > chosen).sum(dim=-1) + 1, top, top_ids)

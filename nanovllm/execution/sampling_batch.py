@@ -16,6 +16,8 @@ import torch
 from nanovllm.execution.stages import StageRows, build_stages
 from nanovllm.scheduling.sequence import Sequence
 
+MAX_TOP_K = torch.iinfo(torch.int64).max  # a larger one would fit no tensor, and means the same: all tokens
+
 
 @dataclass(frozen=True)
 class SamplingBatch:
@@ -26,19 +28,13 @@ class SamplingBatch:
     top_k: torch.Tensor | None = None  # [num_samples] int64, 0 for all
     top_p: torch.Tensor | None = None  # [num_samples] float32
     min_p: torch.Tensor | None = None  # [num_samples] float32
-    max_top_k: int = 0  # the largest top_k if every row with top-k or top-p has one: a partial sort is enough; else 0
     stages: tuple[StageRows, ...] = ()  # what changes the logits before the draw, in this order
     num_logprobs: int | None = None  # how many likeliest tokens' log-probabilities are wanted at most; None for none
 
     @property
     def draw_arguments(self) -> tuple[Any, ...]:
         """The arguments of `draw_tokens` after the logits."""
-        return self.temperatures, self.uniforms, self.top_k, self.top_p, self.min_p, self.max_top_k
-
-    @property
-    def wants_only_draws(self) -> bool:
-        """Whether no row asks for more than a draw from the model's own logits."""
-        return not self.stages and self.num_logprobs is None
+        return self.temperatures, self.uniforms, self.top_k, self.top_p, self.min_p
 
 
 def build_sampling_batch(samples: list[Sequence], positions: np.ndarray) -> SamplingBatch:
@@ -60,14 +56,14 @@ def build_sampling_batch(samples: list[Sequence], positions: np.ndarray) -> Samp
 def add_special(plain: SamplingBatch, samples: list[Sequence], positions: list[int]) -> SamplingBatch:
     """`plain`, and all that rows ask for beyond a temperature."""
     params = [seq.sampling_params for seq in samples]
-    ordered = [p for p in params if not p.is_greedy and (p.top_k > 0 or p.top_p < 1)]
+    drawn = [p for p in params if not p.is_greedy]  # truncation never takes the likeliest token away
+    top_k = [min(max(p.top_k, 0), MAX_TOP_K) for p in params]
     num_logprobs = [p.logprobs for p in params if p.logprobs is not None]
     return replace(
         plain,
-        top_k=column(params, "top_k", torch.int64).clamp_(min=0) if any(p.top_k > 0 for p in ordered) else None,
-        top_p=column(params, "top_p", torch.float32) if any(p.top_p < 1 for p in ordered) else None,
-        min_p=column(params, "min_p", torch.float32) if any(p.min_p > 0 for p in params) else None,
-        max_top_k=0 if any(p.top_k <= 0 for p in ordered) else max((p.top_k for p in ordered), default=0),
+        top_k=torch.tensor(top_k) if any(p.top_k > 0 for p in drawn) else None,
+        top_p=column(params, "top_p", torch.float32) if any(p.top_p < 1 for p in drawn) else None,
+        min_p=column(params, "min_p", torch.float32) if any(p.min_p > 0 for p in drawn) else None,
         stages=build_stages(samples, positions),
         num_logprobs=(-1 if -1 in num_logprobs else max(num_logprobs)) if num_logprobs else None,
     )

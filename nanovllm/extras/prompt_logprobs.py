@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.request import PositionLogprobs, position_logprobs
-from nanovllm.execution.logprobs import Logprobs, compute_logprobs
+from nanovllm.execution.sampler import Logprobs, compute_logprobs
 from nanovllm.execution.stages import ComputeLogits
 from nanovllm.outputs import RequestOutput
 from nanovllm.scheduling.sequence import Sequence

@@ -16,9 +16,8 @@ import pytest
 import torch
 import transformers
 
-from nanovllm.execution import sampler
-from nanovllm.execution.logprobs import compute_logprobs
-from nanovllm.execution.sampler import draw_tokens
+from nanovllm.execution import sampler, truncation
+from nanovllm.execution.sampler import compute_logprobs, draw_tokens
 from nanovllm.execution.stages import apply_stages
 from tests.sampling_rows import (
     HISTORY,
@@ -26,6 +25,7 @@ from tests.sampling_rows import (
     assert_drawn_from,
     assert_frequencies_follow_the_distribution,
     drawn_shares,
+    expected_probs,
     random_ids,
     random_logits,
     sample,
@@ -52,7 +52,7 @@ TRUNCATIONS = {
 
 
 def truncate(raw, batch):
-    return sampler.truncate(raw, batch.top_k, batch.top_p, batch.min_p, batch.max_top_k)
+    return truncation.truncate(raw, batch.top_k, batch.top_p, batch.min_p)
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
@@ -70,14 +70,13 @@ def test_truncation_is_that_of_transformers(name, scale):
     assert_equal_rows(ours, expected)
 
 
-@pytest.mark.parametrize("max_top_k", ["few", "one has no top-k"])
-def test_top_k_and_top_p_together_are_those_of_transformers_in_turn(max_top_k):
+@pytest.mark.parametrize("has_others", [False, True], ids=["few", "one has no top-k"])
+def test_top_k_and_top_p_together_are_those_of_transformers_in_turn(has_others):
     """Where all rows have a small top-k, top-p sorts the few tokens that are left: the same, but cheaper."""
     fields = [{"top_k": k, "top_p": p} for k in (1, 3, 20, 60) for p in (1.0, 0.9, 0.5, 0.05)]
-    fields += [{"top_p": 0.6}] if max_top_k == "one has no top-k" else []
+    fields += [{"top_p": 0.6}] if has_others else []
     raw = random_logits(len(fields), vocab_size=500, scale=1.0)
     batch = sampling_of([sequence(**f) for f in fields])
-    assert batch.max_top_k == (60 if max_top_k == "few" else 0)
     expected = []
     for f, row in zip(fields, raw, strict=True):
         kept = transformers.TopKLogitsWarper(f["top_k"])(None, row[None]) if "top_k" in f else row[None]
@@ -187,6 +186,36 @@ def test_a_row_is_drawn_the_same_whatever_its_neighbours_want():
     assert together.tolist() == alone
 
 
+# float32 rounds these to 0, to 1 or to infinity, or no tensor holds them; all are legal
+BORDERS = [
+    {"top_p": 0.99999999, "top_k": 20},
+    {"top_p": 1 - 1e-12},
+    {"top_p": 1e-60, "top_k": VOCAB_SIZE},
+    {"top_k": 2**70},
+    {"top_k": 2**70, "top_p": 0.99999999},
+    {"min_p": 1.0},
+    {"min_p": 0.99999999, "top_p": 0.99999999},
+    {"min_p": 1e-60, "top_p": 0.9},
+    {"temperature": 1e-60, "top_k": 3, "top_p": 0.5, "min_p": 0.1},
+    {"temperature": 1e-45, "top_k": 3, "top_p": 0.5, "min_p": 0.1},
+    {"temperature": 1e300, "top_p": 0.99999999, "top_k": 20},
+    {"temperature": 1e300, "min_p": 0.5},
+]
+
+
+@pytest.mark.parametrize("seen", [VOCAB_SIZE, 1], ids=["all tokens", "all but one are impossible"])
+@pytest.mark.parametrize("fields", BORDERS, ids=str)
+def test_a_value_that_float32_rounds_away_harms_neither_its_row_nor_a_neighbour(fields, seen):
+    raw = random_logits(4)
+    raw[:, seen:] = -math.inf
+    rows = [sequence(*HISTORY, seed=i, **one) for i, one in enumerate([{}, fields, fields, {"top_k": 2}])]
+    together, _ = sample(raw, sampling_of(rows))
+    alone = [int(sample(raw[i : i + 1], sampling_of([seq]))[0]) for i, seq in enumerate(rows)]
+    assert together.tolist() == alone
+    # what float64 draws from; float32's temperatures end at 3.4e38, where all that may be drawn is as likely
+    assert all(expected_probs(raw[i], seq)[token] > 0 for i, (seq, token) in enumerate(zip(rows, alone, strict=True)))
+
+
 # ---- greedy
 
 
@@ -219,7 +248,7 @@ def test_the_lower_the_temperature_the_greedier(temperature):
 
 def test_greedy_rows_are_those_of_the_backends_argmax():
     """Others are drawn as without it."""
-    logits, others = random_logits(3, 50), (torch.tensor([0, 5, 0]), None, None, 5)
+    logits, others = random_logits(3, 50), (torch.tensor([0, 5, 0]), None, None)
     temperatures, uniforms = torch.tensor([0.0, 1.0, 0.5]), torch.tensor([0.1, 0.5, 0.9])
 
     def argmax(logits):
@@ -268,10 +297,11 @@ def test_plain_rows_touch_no_slow_path(temperatures, monkeypatch):
     def fail(*_):
         pytest.fail("a stage that no row asks for was run")
 
-    truncations = ["apply_min_p", "apply_top_k", "apply_top_p"]
-    assert {name for name in dir(sampler) if name.startswith("apply_")} == {*truncations, "apply_stages"}
-    for name in [*truncations, "compute_logprobs"]:
-        monkeypatch.setattr(sampler, name, fail)
+    truncations = {"apply_min_p", "apply_top_k", "apply_top_p"}
+    assert {name for name in dir(truncation) if name.startswith("apply_")} == truncations
+    for name in truncations:
+        monkeypatch.setattr(truncation, name, fail)
+    monkeypatch.setattr(sampler, "compute_logprobs", fail)
     raw = random_logits(3)
     batch = sampling_of([sequence(temperature=t) for t in temperatures])
     assert batch.stages == ()

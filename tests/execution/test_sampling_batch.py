@@ -120,9 +120,7 @@ SPECIAL = ("top_k", "top_p", "min_p", "num_logprobs")
 
 def assert_nothing_special(batch):
     assert [name for name in SPECIAL if getattr(batch, name) is not None] == []
-    assert batch.max_top_k == 0
     assert batch.stages == ()
-    assert batch.wants_only_draws
 
 
 def test_plain_rows_ask_for_nothing():
@@ -148,7 +146,7 @@ def test_greedy_rows_need_no_truncation():
     """Top-k, top-p and min-p never take away the likeliest token."""
     batch = sampling_of([sequence(temperature=0, top_k=3, top_p=0.5, min_p=0.2)] * 2)
     assert batch.uniforms is None
-    assert (batch.top_k, batch.top_p, batch.max_top_k) == (None, None, 0)
+    assert (batch.top_k, batch.top_p, batch.min_p) == (None, None, None)
 
 
 # --- columns ---------------------------------------------------------------------------------------------------------
@@ -161,19 +159,9 @@ def test_columns_have_neutral_values_for_rows_that_ask_for_nothing():
     assert batch.min_p.tolist() == [0, 0, 0, 0.25]
 
 
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        ([{"top_k": 5}, {"top_k": 9}], 9),
-        ([{"top_k": 5}, {"top_k": 9, "top_p": 0.5}, {}], 9),  # plain rows need no order
-        ([{"top_k": 5}, {"top_p": 0.5}], 0),  # the second row needs all of its logits in order
-        ([{"top_k": 5}, {"top_k": 50, "temperature": 0}], 5),
-        ([{"top_p": 0.5}], 0),
-        ([{"min_p": 0.5}], 0),
-    ],
-)
-def test_max_top_k(rows, expected):
-    assert sampling_of([sequence(**fields) for fields in rows]).max_top_k == expected
+def test_a_top_k_that_no_tensor_holds_is_all():
+    batch = sampling_of([sequence(top_k=5), sequence(top_k=2**70), sequence(top_k=2**63 - 1)])
+    assert batch.top_k.tolist() == [5, 2**63 - 1, 2**63 - 1]
 
 
 @pytest.mark.parametrize(

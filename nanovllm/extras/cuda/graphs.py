@@ -181,10 +181,15 @@ class ReplayedDecodes:
             return self._compute(runner, batch)
         token_ids, hidden = self.graphs.replay(batch, self._newest.ids)
         logprobs = None
-        if not batch.sampling.wants_only_draws:
+        if not wants_only_draws(batch.sampling):
             token_ids, logprobs = runner.choose_tokens(hidden, runner.send(batch.sampling))
         self._newest.ids = token_ids
         return SampledTokens(token_ids, logprobs)
+
+
+def wants_only_draws(sampling: SamplingBatch) -> bool:
+    """Whether no row asks for more than a draw from the model's own logits."""
+    return not sampling.stages and sampling.num_logprobs is None
 
 
 class DecodeInputs:

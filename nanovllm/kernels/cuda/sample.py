@@ -26,7 +26,6 @@ def draw_tokens(
     top_k: torch.Tensor | None = None,
     top_p: torch.Tensor | None = None,
     min_p: torch.Tensor | None = None,
-    max_top_k: int = 0,
     chunk: int = CHUNK,
     group: int = GROUP,
     capacity: int = CAPACITY,
@@ -34,8 +33,8 @@ def draw_tokens(
     """logits: [num_samples, vocab_size] -> token ids [num_samples] int64; the other tensors have an entry for each row
 
     The tokens are those of `draw_tokens` in `execution/sampler.py`, except where a border is missed by no more than
-    rounding. A token whose logit is NaN counts as impossible. `max_top_k` is not needed here. `chunk`, `group` (2 or
-    more) and `capacity` are powers of two, for tests and measurements.
+    rounding. A token whose logit is NaN counts as impossible. `chunk`, `group` (2 or more) and `capacity` are
+    powers of two, for tests and measurements.
     """
     if logits.dtype not in ZERO_BITS or logits.stride(1) != 1:
         logits = logits.to(torch.float32).contiguous()

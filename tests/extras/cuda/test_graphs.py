@@ -30,10 +30,11 @@ from nanovllm.extras.cuda.graphs import (
     measure_graph_bytes,
     record_graphs,
     replay_decodes,
+    wants_only_draws,
 )
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.extras.prompt_logprobs import TargetRows
-from nanovllm.layers.torch_attention import TorchAttention
+from nanovllm.layers.backends import TorchAttention
 from nanovllm.scheduling.sequence import Sequence
 from tests.engine.test_engine import assert_at_rest, greedy, ids, run, tokens_of
 from tests.extras.test_overlap import KINDS, visible
@@ -149,11 +150,8 @@ def test_graphs_are_recorded_and_measured(fake_cuda, runner):
 # ---- what is computed
 
 
-WANTS_ONLY_DRAWS = SamplingBatch.wants_only_draws.fget
-
-
 def wants_no_truncation(sampling):
-    return WANTS_ONLY_DRAWS(sampling) and sampling.top_k is sampling.top_p is sampling.min_p is None
+    return wants_only_draws(sampling) and sampling.top_k is sampling.top_p is sampling.min_p is None
 
 
 def draw_plainly(logits, temperatures, uniforms, *_):
@@ -164,7 +162,7 @@ def draw_plainly(logits, temperatures, uniforms, *_):
 def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
     """The same engine with and without graphs, both with the same attention."""
     monkeypatch.setattr("nanovllm.execution.startup.TorchAttention", GatherAttention)
-    monkeypatch.setattr(SamplingBatch, "wants_only_draws", property(wants_no_truncation))
+    monkeypatch.setattr("nanovllm.extras.cuda.graphs.wants_only_draws", wants_no_truncation)
     recorder = OperationRecorder()
 
     def record(model, kv_cache, draw, max_batch_size, max_num_blocks):
@@ -318,7 +316,7 @@ def test_experts_are_not_replayed():
 
 def test_sampling_rows_that_are_drawn_in_a_graph():
     plain = SamplingBatch(torch.ones(1), torch.zeros(1, dtype=torch.float64), top_k=torch.ones(1, dtype=torch.int64))
-    assert plain.wants_only_draws
-    assert not dataclasses.replace(plain, num_logprobs=0).wants_only_draws
+    assert wants_only_draws(plain)
+    assert not wants_only_draws(dataclasses.replace(plain, num_logprobs=0))
     one_row = ForbiddenTokens(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    assert not dataclasses.replace(plain, stages=(one_row,)).wants_only_draws
+    assert not wants_only_draws(dataclasses.replace(plain, stages=(one_row,)))
