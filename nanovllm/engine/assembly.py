@@ -1,10 +1,11 @@
-"""From a configuration to the parts of an engine: a model folder, a runner that is ready, a scheduler, limits.
+"""From a configuration to the parts of an engine: a tokenizer, limits, a runner that is ready, a scheduler.
 
 `LLMEngine` calls `assemble` once, when it is made, and `make_scheduler` then and after an interrupt.
 `execution/startup.py` does the part that takes time. Overlap, swap and windows are extras: each is imported in the
 branch that chooses it.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +13,7 @@ from typing import Any
 
 from nanovllm.checks import extra
 from nanovllm.config import Config, resolve_device
-from nanovllm.engine.detokenizer import TokenDecoder
-from nanovllm.engine.input_processor import InputProcessor, Limits
+from nanovllm.engine.stats import LapClock
 from nanovllm.execution.checkpoint import (
     load_tokenizer,
     read_default_sampling_params,
@@ -22,7 +22,7 @@ from nanovllm.execution.checkpoint import (
     resolve_model,
 )
 from nanovllm.execution.model_runner import ModelRunner
-from nanovllm.execution.startup import Startup, StepSizes, start_runner
+from nanovllm.execution.startup import start_runner
 from nanovllm.models.config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.block_manager import BlockManager
@@ -30,6 +30,8 @@ from nanovllm.scheduling.observer import Observer
 from nanovllm.scheduling.preemption import Recompute
 from nanovllm.scheduling.queues import POLICIES
 from nanovllm.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,17 @@ class Parts:
     max_model_len: int
     max_num_batched_tokens: int
     enable_overlap: bool
-    startup: Startup
-
-    @property
-    def runner(self) -> ModelRunner:
-        return self.startup.runner
+    runner: ModelRunner
+    description: str  # what computes, and why that was chosen
+    startup_seconds: dict[str, float]  # how long each part of the start took, in order
 
     @property
     def num_kv_blocks(self) -> int:
-        return self.startup.num_kv_blocks
+        return self.runner.kv_cache.tensor.shape[2] - 1  # one is the null block
 
     @property
     def block_size(self) -> int:
-        return self.startup.runner.backend.block_size
+        return self.runner.backend.block_size
 
 
 def assemble(config: Config) -> Parts:
@@ -68,14 +68,19 @@ def assemble(config: Config) -> Parts:
         with extra("extras/chat_options.py", "chat_template"):
             from nanovllm.extras.chat_options import set_chat_template
         set_chat_template(tokenizer, config.chat_template)
-    eos_token_ids = read_eos_token_ids(folder) | tokenizer_eos(tokenizer)
+    eos = getattr(tokenizer, "eos_token_id", None)
+    eos_token_ids = read_eos_token_ids(folder) | (set() if eos is None else {eos})
     default_sampling_params = read_default_sampling_params(config, folder)  # bad ones show before weights are loaded
     max_model_len = limit_model_len(config.max_model_len, shape.max_position_embeddings)
     shape = replace(shape, max_position_embeddings=max_model_len)  # the model need not know longer positions
     is_cuda = resolve_device(config.device).type == "cuda"
     max_num_batched_tokens = config.max_num_batched_tokens or (8192 if is_cuda else 2048)
     enable_overlap = is_cuda if config.enable_overlap is None else config.enable_overlap
-    sizes = StepSizes(max_num_batched_tokens, config.max_num_seqs, max_model_len)
+    clock = LapClock()
+    runner, description = start_runner(
+        config, folder, model_class, shape, max_num_batched_tokens, enable_overlap, clock.lap
+    )
+    logger.info("started in " + ", ".join(f"{part} {seconds:.2f} s" for part, seconds in clock.seconds.items()))
     return Parts(
         config=config,
         model_config=shape,
@@ -85,25 +90,9 @@ def assemble(config: Config) -> Parts:
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         enable_overlap=enable_overlap,
-        startup=start_runner(config, folder, model_class, shape, sizes, enable_overlap),
-    )
-
-
-def make_input_processor(parts: Parts, capacity: int) -> InputProcessor:
-    """`capacity`: tokens that one sequence can have in the cache when no other has any."""
-    limits = Limits(
-        vocab_size=parts.model_config.vocab_size,
-        max_model_len=parts.max_model_len,
-        max_num_seqs=parts.config.max_num_seqs,
-        num_kv_blocks=parts.num_kv_blocks,
-        block_size=parts.block_size,
-        capacity=capacity,
-        num_eos_tokens=len(parts.eos_token_ids),
-        has_tokenizer=parts.tokenizer is not None,
-    )
-    decoder = None if parts.tokenizer is None else TokenDecoder(parts.tokenizer)
-    return InputProcessor(
-        limits, parts.tokenizer, decoder, parts.eos_token_ids, parts.default_sampling_params, parts.config.seed
+        runner=runner,
+        description=description,
+        startup_seconds=clock.seconds,
     )
 
 
@@ -123,11 +112,6 @@ def limit_model_len(wanted: int | None, model_limit: int) -> int:
             f"max_model_len must be at most the model's max_position_embeddings {model_limit}, got {wanted}"
         )
     return wanted
-
-
-def tokenizer_eos(tokenizer: Any) -> frozenset[int]:
-    eos = getattr(tokenizer, "eos_token_id", None)
-    return frozenset() if eos is None else frozenset([eos])
 
 
 # ---- scheduling: where extras are chosen

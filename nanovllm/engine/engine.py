@@ -12,10 +12,10 @@ import time
 from typing import Any, NamedTuple
 
 from nanovllm.config import Config
-from nanovllm.engine.assembly import assemble, make_input_processor, make_scheduler
-from nanovllm.engine.input_processor import Params, Prompt
+from nanovllm.engine.assembly import assemble, make_scheduler
+from nanovllm.engine.input_processor import InputProcessor, Params, Prompt
 from nanovllm.engine.request import Request, note_admitted, read_tokens
-from nanovllm.engine.stats import Counters, StepClock, make_stats
+from nanovllm.engine.stats import Counters, LapClock, make_stats
 from nanovllm.execution.batch import build_batch
 from nanovllm.execution.model_runner import ArrivingTokens, StepTokens
 from nanovllm.outputs import EngineStats, RequestOutput, StepOutput
@@ -29,7 +29,7 @@ class LaunchedStep(NamedTuple):
 
     scheduled: SchedulerOutput
     tokens: ArrivingTokens
-    clock: StepClock
+    clock: LapClock
 
 
 class LLMEngine:
@@ -45,7 +45,7 @@ class LLMEngine:
         self.observer = observer or SchedulingStats()
         self.counters = Counters()
         self._make_scheduler()
-        self.input_processor = make_input_processor(self.parts, self.scheduler.block_manager.capacity)
+        self.input_processor = InputProcessor(self.parts, self.scheduler.block_manager.capacity)
         self._requests: dict[str, Request] = {}
         self._is_stepping = False
         self._aborted_meanwhile: list[Request] = []  # by a logits processor, during a step
@@ -59,7 +59,7 @@ class LLMEngine:
     @property
     def description(self) -> str:
         """What computes, and why that was chosen."""
-        return self.parts.startup.description
+        return self.parts.description
 
     @property
     def tokenizer(self) -> Any:
@@ -88,28 +88,29 @@ class LLMEngine:
 
     def _launch(self) -> LaunchedStep | None:
         """The first half of a step, up to the forward pass; None if there is nothing to do."""
-        clock = StepClock()
-        with clock.part("schedule_time_s"):
-            scheduled = self.scheduler.schedule()
+        clock = LapClock()
+        scheduled = self.scheduler.schedule()
+        clock.lap("schedule_time_s")
         if not scheduled.chunks:
             return None
         note_admitted(self._requests, scheduled, clock.now)
-        with clock.part("build_time_s"):
-            batch = build_batch(scheduled, self.scheduler.block_manager.block_tables)
-        with clock.part("run_time_s"):
-            tokens = self.runner.run(batch)
+        batch = build_batch(scheduled, self.scheduler.block_manager.block_tables)
+        clock.lap("build_time_s")
+        tokens = self.runner.run(batch)
+        clock.lap("run_time_s")
         return LaunchedStep(scheduled, tokens, clock)
 
     def _complete(self, step: LaunchedStep) -> StepOutput:
         """The second half: wait for the tokens, append them to their sequences, and give them to their requests."""
         scheduled, arriving, clock = step
-        with clock.part("run_time_s"):
-            tokens = arriving.wait()
-        with clock.part("update_time_s"):
-            advanced = self.scheduler.update(scheduled, tokens.token_ids)
+        clock.resume()  # with overlap, another step has been launched since
+        tokens = arriving.wait()
+        clock.lap("run_time_s")
+        advanced = self.scheduler.update(scheduled, tokens.token_ids)
+        clock.lap("update_time_s")
         self.counters.count_step(scheduled, len(advanced), sum(clock.seconds.values()))
-        with clock.part("output_time_s"):
-            outputs = self._make_outputs(scheduled, advanced, tokens, clock.now)
+        outputs = self._make_outputs(scheduled, advanced, tokens, clock.now)
+        clock.lap("output_time_s")
         self.observer.on_step_end(scheduled, clock.seconds)
         return StepOutput(
             outputs=outputs,

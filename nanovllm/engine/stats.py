@@ -62,8 +62,8 @@ class Observations:
             self.sums[name] += value
 
 
-class StepClock:
-    """Seconds of each part of a step: `with clock.part("schedule_time_s"): …`; parts of one name add up.
+class LapClock:
+    """Seconds of each part of a step, or of the start: `lap(name)` ends a part. Parts of one name add up.
 
     `now` is the last reading, in seconds of `time.monotonic()`.
     """
@@ -71,19 +71,14 @@ class StepClock:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.now = time.monotonic()
-        self._name = ""
-        self._start = 0.0
 
-    def part(self, name: str) -> "StepClock":
-        self._name = name
-        return self
+    def lap(self, name: str) -> None:
+        before, self.now = self.now, time.monotonic()
+        self.seconds[name] = self.seconds.get(name, 0.0) + self.now - before
 
-    def __enter__(self) -> None:
-        self._start = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
+    def resume(self) -> None:
+        """What has passed since the last reading is of no part."""
         self.now = time.monotonic()
-        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + self.now - self._start
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""From a configuration to a model that is ready to run: what happens once, and how long each part of it takes.
+"""From a configuration to a model that is ready to run: what happens once, before the first step.
 
     choose a backend → load the weights → put fast layers in place → size and allocate the KV cache → record CUDA graphs
 
@@ -7,10 +7,8 @@ CUDA, swap and overlap are extras: each is imported in the branch that chooses i
 """
 
 import logging
-import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,29 +29,6 @@ logger = logging.getLogger(__name__)
 
 
 CPU_KV_CACHE_BYTES = 1 << 30  # the default on CPU
-
-
-@dataclass(frozen=True)
-class StepSizes:
-    """How large a step can get."""
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-
-    @property
-    def max_decodes(self) -> int:
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
-
-
-@dataclass(frozen=True)
-class Startup:
-    """A runner that is ready, and how it was made."""
-
-    runner: ModelRunner
-    num_kv_blocks: int
-    description: str  # what was chosen, and why
-    seconds: dict[str, float]  # how long each part took, in order
 
 
 class Device:
@@ -80,38 +55,46 @@ class Device:
 
 
 def start_runner(
-    config: Config, folder: Path, model_class: Any, shape: ModelConfig, sizes: StepSizes, has_overlap: bool
-) -> Startup:
-    """Raises ValueError if the model, the config and this machine do not go together, or memory does not suffice."""
+    config: Config,
+    folder: Path,
+    model_class: Any,
+    shape: ModelConfig,
+    max_num_batched_tokens: int,
+    has_overlap: bool,
+    lap: Callable[[str], None],
+) -> tuple[ModelRunner, str]:
+    """A runner that is ready, and what was chosen, and why. `lap` is told the name of each part that is done.
+
+    Raises ValueError if the model, the config and this machine do not go together, or memory does not suffice.
+    """
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
-    clock = PartsClock()
-    with clock.part("backend"):
-        backend, reasons = choose_backend(config, device, dtype, shape)
-        kind = make_device(config, device, backend, shape, sizes)
-    with clock.part("weights"):
-        seed = config.seed if config.load_format == "dummy" else None
-        model = load_model(model_class, shape, backend, dtype, device, folder, seed)
-    with clock.part("layers"):
-        if not config.enforce_eager:
-            backend.replace_layers(model)
-        threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
-        what = f"{backend.instructions} on {device}{threads}, {dtype}, blocks of {backend.block_size}"
-        in_pytorch = ", ".join(sorted(pytorch_layers(model))) or "nothing"
-        description = f"{reasons}; {what}, in PyTorch: {in_pytorch}{kind.note}"
-        logger.info(description)
-        kv_cache = make_kv_cache(config, backend, shape.num_hidden_layers, dtype, device)
-        runner = ModelRunner(model, backend, kv_cache, partial(draw_tokens, argmax=backend.argmax))
-        kind.prepare(runner)
-    with clock.part("memory"), kind.advice():
-        num_kv_blocks = num_blocks_that_fit(runner, config, sizes, kind)
-        runner.kv_cache.allocate(num_kv_blocks)
-    with clock.part("graphs"), kind.advice():
+    backend, reasons = choose_backend(config, device, dtype, shape)
+    kind = make_device(config, device, backend, shape, max_num_batched_tokens)
+    lap("backend")
+    seed = config.seed if config.load_format == "dummy" else None
+    model = load_model(model_class, shape, backend, dtype, device, folder, seed)
+    lap("weights")
+    if not config.enforce_eager:
+        backend.replace_layers(model)
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    what = f"{backend.instructions} on {device}{threads}, {dtype}, blocks of {backend.block_size}"
+    in_pytorch = ", ".join(sorted(pytorch_layers(model))) or "nothing"
+    description = f"{reasons}; {what}, in PyTorch: {in_pytorch}{kind.note}"
+    logger.info(description)
+    kv_cache = make_kv_cache(config, backend, shape.num_hidden_layers, dtype, device)
+    runner = ModelRunner(model, backend, kv_cache, partial(draw_tokens, argmax=backend.argmax))
+    kind.prepare(runner)
+    lap("layers")
+    with kind.advice():
+        kv_cache.allocate(num_blocks_that_fit(runner, config, shape.max_position_embeddings, kind))
+    lap("memory")
+    with kind.advice():
         kind.wrap(runner, read_newest_tokens(runner) if has_overlap else None)
-    logger.info("started in " + ", ".join(f"{part} {seconds:.2f} s" for part, seconds in clock.seconds.items()))
-    return Startup(runner, num_kv_blocks, description, clock.seconds)
+    lap("graphs")
+    return runner, description
 
 
-def num_blocks_that_fit(runner: ModelRunner, config: Config, sizes: StepSizes, kind: Device) -> int:
+def num_blocks_that_fit(runner: ModelRunner, config: Config, max_model_len: int, kind: Device) -> int:
     """Blocks for sequences: as configured, or as many as memory allows, but no more than sequences can ever fill."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
@@ -124,7 +107,7 @@ def num_blocks_that_fit(runner: ModelRunner, config: Config, sizes: StepSizes, k
             f"{max(num_bytes, 0)} bytes are left for the KV cache, but its least size, two blocks, takes "
             f"{2 * runner.kv_cache.bytes_per_block}: raise {knob}, or lower block_size or max_num_batched_tokens"
         )
-    return min(num_blocks, sizes.max_num_seqs * -(-sizes.max_model_len // runner.backend.block_size))
+    return min(num_blocks, config.max_num_seqs * -(-max_model_len // runner.backend.block_size))
 
 
 # ---- where extras are chosen
@@ -160,14 +143,18 @@ def make_kv_cache(
 
 
 def make_device(
-    config: Config, device: torch.device, backend: AttentionBackend, shape: ModelConfig, sizes: StepSizes
+    config: Config,
+    device: torch.device,
+    backend: AttentionBackend,
+    shape: ModelConfig,
+    max_num_batched_tokens: int,
 ) -> Device:
     """CUDA brings more along. Elsewhere it refuses `enable_cuda_graphs=True`."""
     if device.type != "cuda" and not config.enable_cuda_graphs:
         return Device()
     with extra("extras/cuda", "CUDA"):
         from nanovllm.extras.cuda.startup import CudaDevice
-    return CudaDevice(config, device, backend, shape, sizes)
+    return CudaDevice(config, device, backend, shape, max_num_batched_tokens)
 
 
 def read_newest_tokens(runner: ModelRunner) -> Any:
@@ -175,16 +162,3 @@ def read_newest_tokens(runner: ModelRunner) -> Any:
     with extra("extras/overlap.py", "enable_overlap"):
         from nanovllm.extras.overlap import NewestTokens
     return NewestTokens(runner)
-
-
-class PartsClock:
-    """Seconds that each part takes, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        start = time.monotonic()
-        yield
-        self.seconds[name] = round(time.monotonic() - start, 3)

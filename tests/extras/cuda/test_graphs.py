@@ -25,6 +25,7 @@ from nanovllm.extras.cuda.graphs import (
     DecodeInputs,
     Recorder,
     ReplayedDecodes,
+    StepSizes,
     choose_graphs,
     graph_sizes,
     measure_graph_bytes,
@@ -173,8 +174,8 @@ def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
         return graphs
 
     class RecordingDevice(Device):
-        def __init__(self, sizes):
-            self.sizes = sizes
+        def __init__(self, config, device, backend, shape, max_num_batched_tokens):
+            self.sizes = StepSizes(max_num_batched_tokens, config.max_num_seqs, shape.max_position_embeddings)
 
         def wrap(self, runner, newest):
             replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
@@ -183,7 +184,7 @@ def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
     engines = []
     for has_graphs in (False, True):
         if has_graphs:
-            monkeypatch.setattr("nanovllm.execution.startup.make_device", lambda *given: RecordingDevice(given[-1]))
+            monkeypatch.setattr("nanovllm.execution.startup.make_device", RecordingDevice)
         config = Config(folder, device="cpu", dtype="float32", attention_backend="torch", max_num_seqs=max_num_seqs,
                         enforce_eager=True, **options)  # fmt: skip
         engine = LLMEngine(config)
