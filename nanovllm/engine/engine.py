@@ -44,12 +44,18 @@ class LLMEngine:
         self.runner = self.parts.runner
         self.observer = observer or SchedulingStats()
         self.counters = Counters()
-        self._make_scheduler()
+        self._begin()
         self.input_processor = InputProcessor(self.parts, self.scheduler.block_manager.capacity)
+
+    def _begin(self) -> None:
+        """With no request and an empty scheduler."""
+        # `_next_step` is a function of the engine: `_launch` itself, or overlap's `Ahead`, which calls it. (A bound
+        # method would be a circle of references, and keep the model's memory until Python looks for circles.)
+        self.scheduler, self._next_step = make_scheduler(self.parts, self.observer, LLMEngine._launch)
         self._requests: dict[str, Request] = {}
         self._is_stepping = False
         self._aborted_meanwhile: list[Request] = []  # by a logits processor, during a step
-        self._undelivered: list[Request] = []  # ended by a step that failed afterwards
+        self._has_failed = False  # the last step
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> "LLMEngine":
@@ -73,15 +79,15 @@ class LLMEngine:
         If a step fails, its requests keep their tokens, wait, and are computed anew. Requests that had ended before the
         failure are returned by the next step.
         """
-        if self._undelivered:
-            return self._deliver_late()
         self._is_stepping = True
         try:
+            if late := self._take_late():
+                return StepOutput(self._deliver(late, time.monotonic()))
             step = self._next_step(self)
             return StepOutput() if step is None else self._complete(step)
         except BaseException:
             self.scheduler.roll_back()
-            self._undelivered = [request for request in self._requests.values() if request.is_finished]
+            self._has_failed = True
             raise
         finally:
             self._end_step()
@@ -170,7 +176,6 @@ class LLMEngine:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        self._undelivered = [other for other in self._undelivered if other is not request]
         if self._is_stepping:
             self._aborted_meanwhile.append(request)
         else:
@@ -180,10 +185,7 @@ class LLMEngine:
     def recover(self) -> None:
         """After an interrupt, which can come between any two lines: if no request is left, make a new scheduler."""
         if not self._requests:
-            self._make_scheduler()
-            self._is_stepping = False
-            self._aborted_meanwhile.clear()
-            self._undelivered.clear()
+            self._begin()
 
     def get_stats(self) -> EngineStats:
         return make_stats(self.counters, self.observer, self.scheduler)
@@ -193,11 +195,6 @@ class LLMEngine:
         self.scheduler.block_manager.prefix_cache.reset()
 
     # ---- inside
-
-    def _make_scheduler(self) -> None:
-        # `_next_step` is a function of the engine: `_launch` itself, or overlap's `Ahead`, which calls it. (A bound
-        # method would be a circle of references, and keep the model's memory until Python looks for circles.)
-        self.scheduler, self._next_step = make_scheduler(self.parts, self.observer, LLMEngine._launch)
 
     def _check_request_id(self, request_id: str) -> None:
         if not isinstance(request_id, str):
@@ -217,13 +214,10 @@ class LLMEngine:
                 outputs.append(request.make_output())
         return outputs
 
-    def _deliver_late(self) -> StepOutput:
-        """Outputs of requests that ended in a step which failed afterwards."""
-        for request in self._undelivered:
-            request.read_rest()
-        outputs = self._deliver(self._undelivered, time.monotonic())
-        self._undelivered = []
-        return StepOutput(outputs=outputs)
+    def _take_late(self) -> list[Request]:
+        """Requests that ended in a step which failed afterwards."""
+        has_failed, self._has_failed = self._has_failed, False
+        return [request for request in self._requests.values() if request.is_finished] if has_failed else []
 
     def _end_step(self) -> None:
         """Requests that were aborted during the step end now."""
