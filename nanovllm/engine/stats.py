@@ -40,10 +40,6 @@ class Observations:
             for seconds in times.inter_token_latencies:
                 self._add("inter_token_latencies", seconds)
 
-    def note_abort(self) -> None:
-        """A request has gone before anything was known of it."""
-        self.num_ended["abort"] += 1
-
     def _add(self, name: str, value: float | None) -> None:
         if value is not None:
             self.counts[name][bisect_left(LADDER, value)] += 1

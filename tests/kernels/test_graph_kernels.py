@@ -11,7 +11,7 @@ import random
 import pytest
 
 from nanovllm import Config, LLMEngine, SamplingParams
-from nanovllm.execution.startup import Device
+from nanovllm.engine.assembly import Device
 from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.kernels.cuda.decoder_layer import TritonDecoderLayer
@@ -52,7 +52,7 @@ def make_engine(monkeypatch, folder, **options):
         def wrap(self, runner, newest):
             replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
 
-    monkeypatch.setattr("nanovllm.execution.startup.make_device", RecordingDevice)
+    monkeypatch.setattr("nanovllm.engine.assembly.make_device", RecordingDevice)
     monkeypatch.setattr("nanovllm.extras.cuda.graphs.record_graphs", record)
     engine = LLMEngine(Config(folder, attention_backend="triton", enable_overlap=True, **{**OPTIONS, **options}))
     assert type(engine.runner.model.model.layers[0]) is TritonDecoderLayer

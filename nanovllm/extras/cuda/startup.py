@@ -1,6 +1,6 @@
 """What an engine on CUDA adds at its start: a kernel that draws, pinned buffers, CUDA graphs, and all free memory.
 
-Made by `execution/startup.py` in its branch for CUDA, which calls the methods in their order here.
+Made by `engine/assembly.py` in its branch for CUDA, which calls the methods in their order here.
 """
 
 import importlib
@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, suppress
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.assembly import Device
 from nanovllm.execution.model_runner import ModelRunner
 from nanovllm.execution.sampler import Draw
-from nanovllm.execution.startup import Device
 from nanovllm.extras.cuda.graphs import StepSizes, choose_graphs, replay_decodes
 from nanovllm.extras.cuda.input_buffer import InputBuffer
 from nanovllm.extras.cuda.memory import advice_on_start_memory, advised, measure_free_bytes

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from nanovllm import BeamSearchParams, Config, LLMEngine, SamplingParams
+from nanovllm.engine.assembly import Device
 from nanovllm.execution.sampler import draw_tokens
 from nanovllm.execution.sampling_batch import SamplingBatch
 from nanovllm.execution.stages import ForbiddenTokens
-from nanovllm.execution.startup import Device
 from nanovllm.extras.cuda.graphs import (
     CudaGraphs,
     DecodeInputs,
@@ -164,7 +164,7 @@ def draw_plainly(logits, temperatures, uniforms, *_):
 
 def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
     """The same engine with and without graphs, both with the same attention."""
-    monkeypatch.setattr("nanovllm.execution.startup.TorchAttention", GatherAttention)
+    monkeypatch.setattr("nanovllm.engine.assembly.TorchAttention", GatherAttention)
     monkeypatch.setattr(SamplingBatch, "wants_only_draws", property(wants_no_truncation))
     recorder = OperationRecorder()
 
@@ -184,7 +184,7 @@ def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
     engines = []
     for has_graphs in (False, True):
         if has_graphs:
-            monkeypatch.setattr("nanovllm.execution.startup.make_device", RecordingDevice)
+            monkeypatch.setattr("nanovllm.engine.assembly.make_device", RecordingDevice)
         config = Config(folder, device="cpu", dtype="float32", attention_backend="torch", max_num_seqs=max_num_seqs,
                         enforce_eager=True, **options)  # fmt: skip
         engine = LLMEngine(config)
