@@ -80,7 +80,12 @@ def assemble(config: Config) -> Parts:
     eos = getattr(tokenizer, "eos_token_id", None)
     eos_token_ids = read_eos_token_ids(folder) | (set() if eos is None else {eos})
     default_sampling_params = read_default_sampling_params(config, folder)  # bad ones show before weights are loaded
-    max_model_len = limit_model_len(config.max_model_len, shape.max_position_embeddings)
+    longest = shape.max_position_embeddings
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len must be at most {longest}, the model's max_position_embeddings, got {max_model_len}"
+        )
     shape = replace(shape, max_position_embeddings=max_model_len)  # the model need not know longer positions
     is_cuda = resolve_device(config.device).type == "cuda"
     max_num_batched_tokens = config.max_num_batched_tokens or (8192 if is_cuda else 2048)
@@ -111,16 +116,6 @@ def tokenizer_folder(config: Config, model_folder: Path) -> Path:
     with extra("extras/checkpoint_options.py", "tokenizer"):
         from nanovllm.extras.checkpoint_options import find_tokenizer
     return find_tokenizer(config, config.tokenizer)
-
-
-def limit_model_len(wanted: int | None, model_limit: int) -> int:
-    if wanted is None:
-        return model_limit
-    if wanted > model_limit:
-        raise ValueError(
-            f"max_model_len must be at most the model's max_position_embeddings {model_limit}, got {wanted}"
-        )
-    return wanted
 
 
 # ---- the runner: what happens once, before the first step
