@@ -173,7 +173,7 @@ def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> M
         details={
             "engine_description": llm.engine.description,
             "startup_s": round(startup_s, 2),
-            "startup_parts_s": llm.engine.parts.startup.seconds,
+            "startup_parts_s": {part: round(seconds, 3) for part, seconds in llm.engine.parts.startup_seconds.items()},
             "steps": stats.steps - before.steps,
             "preemptions": stats.num_preemptions - before.num_preemptions,
             "kv_blocks": stats.num_kv_blocks,

@@ -151,7 +151,7 @@ def start(model: str, load_format: str, started_at: float) -> dict[str, float]:
     assembly.load_tokenizer = timed("import transformers, tokenizer", assembly.load_tokenizer)
     llm = LLM(model, load_format=load_format)
     read("rest of the engine")
-    inner |= {f"engine: {part}": seconds for part, seconds in llm.engine.parts.startup.seconds.items()}
+    inner |= {f"engine: {part}": seconds for part, seconds in llm.engine.parts.startup_seconds.items()}
     parts["rest of the engine"] -= sum(inner.values())
     parts |= inner
     prompt = [1, 2, 3] if llm.engine.tokenizer is None else "What is paged attention?"

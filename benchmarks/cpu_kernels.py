@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.common import describe_machine
-from nanovllm.execution.startup import StepSizes
+from nanovllm.extras.cuda.graphs import StepSizes
 from nanovllm.extras.cuda.memory import widest_batch
 from nanovllm.kernels.cpu.attention import CpuAttention
 from nanovllm.kernels.cpu.layers import CpuLinear, HugePages

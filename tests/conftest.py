@@ -15,7 +15,7 @@ import transformers
 
 import nanovllm
 from nanovllm.checks import MissingExtra
-from nanovllm.execution import startup
+from nanovllm.engine import assembly
 from tests.core_alone import CORE_MODELS
 from tests.hub_cache import hub_cache  # noqa: F401 (a fixture)
 
@@ -23,7 +23,7 @@ from tests.hub_cache import hub_cache  # noqa: F401 (a fixture)
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # nor do processes that tests start want to wait for each other
 transformers.utils.logging.disable_progress_bar()
-startup.CPU_KV_CACHE_BYTES = 64 << 20  # to fill a gigabyte with zeros takes longer than most tests
+assembly.CPU_KV_CACHE_BYTES = 64 << 20  # to fill a gigabyte with zeros takes longer than most tests
 
 # These need a GPU or Triton's interpreter; test_triton_attention.py runs them in the latter, every second one together.
 KERNEL_TESTS = [

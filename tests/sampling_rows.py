@@ -6,6 +6,7 @@ each token gets, and by chi-square with draws from the engine's own uniform numb
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import torch
 
@@ -29,7 +30,7 @@ class Tokenizer:
 
 def stages_of(params):
     """As a request gets them; extras are imported if `params` ask for one."""
-    return InputProcessor(None, Tokenizer(), None, frozenset([EOS]), SamplingParams(), 0)._stages(params)
+    return InputProcessor._stages(SimpleNamespace(tokenizer=Tokenizer()), params)
 
 
 def sequence(prompt=(1, 2, 3), output=(), seed=0, sample_index=0, stages=None, eos=EOS, **fields):

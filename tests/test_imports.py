@@ -22,13 +22,12 @@ COMPOSITION = {
     "sampling_params",  # fields that an extra reads are checked by it
     "llm",  # `embed`, `beam_search`, `get_metrics`, `trace=`
     "__main__",  # commands
-    "engine.assembly",  # overlap, swap, windows
+    "engine.assembly",  # kernels, CUDA, overlap, swap, windows
     "engine.chat",  # options of chat templates
     "engine.detokenizer",  # spaces between special tokens
     "engine.input_processor",  # stages, taps, grammars
     "execution.checkpoint",  # the hub, overrides
     "execution.weights",  # dummy weights
-    "execution.startup",  # kernels, CUDA, swap, overlap
     "models.config",  # positions beyond the plain ones
     "models.qwen3",  # windows; other architectures are imported by name, in `models.registry`
 }

@@ -5,7 +5,6 @@ the statistics, and an undisturbed engine for a disturbed one. The model is rand
 fewer tokens than the model's vocabulary has.
 """
 
-import dataclasses
 import gc
 import json
 import math
@@ -191,7 +190,7 @@ def test_one_sampling_params_for_all_or_one_for_each(llm):
 
 def test_without_sampling_params_16_tokens_come(checkpoint):
     llm = make_llm(checkpoint[0])
-    llm.engine.input_processor = dataclasses.replace(llm.engine.input_processor, eos_token_ids=frozenset())
+    llm.engine.input_processor.eos_token_ids = frozenset()
     outputs = llm.generate([ids(5)], use_tqdm=False)
     assert len(outputs[0].outputs[0].token_ids) == 16 == SamplingParams().max_tokens
 

@@ -1,19 +1,22 @@
-"""From a configuration to the parts of an engine: a model folder, a runner that is ready, a scheduler, limits.
+"""From a configuration to the parts of an engine: a tokenizer, a runner that is ready, a scheduler.
 
-`LLMEngine` calls `assemble` once, when it is made, and `make_scheduler` then and after an interrupt.
-`execution/startup.py` does the part that takes time. Overlap, swap and windows are extras: each is imported in the
-branch that chooses it.
+`LLMEngine` calls `assemble` once, when it is made, and `make_scheduler` then and after an interrupt. Kernels, CUDA,
+overlap, swap and windows are extras: each is imported in the branch that chooses it.
 """
 
+import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checks import extra
-from nanovllm.config import Config, resolve_device
-from nanovllm.engine.detokenizer import TokenDecoder
-from nanovllm.engine.input_processor import InputProcessor, Limits
+import torch
+
+from nanovllm.checks import MissingExtra, extra
+from nanovllm.config import Config, resolve_device, resolve_dtype
+from nanovllm.engine.stats import LapClock
 from nanovllm.execution.checkpoint import (
     load_tokenizer,
     read_default_sampling_params,
@@ -21,8 +24,11 @@ from nanovllm.execution.checkpoint import (
     read_model_config,
     resolve_model,
 )
+from nanovllm.execution.kv_cache import KVCache
 from nanovllm.execution.model_runner import ModelRunner
-from nanovllm.execution.startup import Startup, StepSizes, start_runner
+from nanovllm.execution.sampler import draw_tokens
+from nanovllm.execution.weights import load_model
+from nanovllm.layers.backends import AttentionBackend, TorchAttention, pytorch_layers
 from nanovllm.models.config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.block_manager import BlockManager
@@ -30,6 +36,10 @@ from nanovllm.scheduling.observer import Observer
 from nanovllm.scheduling.preemption import Recompute
 from nanovllm.scheduling.queues import POLICIES
 from nanovllm.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+CPU_KV_CACHE_BYTES = 1 << 30  # the default on CPU
 
 
 @dataclass(frozen=True)
@@ -44,19 +54,17 @@ class Parts:
     max_model_len: int
     max_num_batched_tokens: int
     enable_overlap: bool
-    startup: Startup
-
-    @property
-    def runner(self) -> ModelRunner:
-        return self.startup.runner
+    runner: ModelRunner
+    description: str  # what computes, and why that was chosen
+    startup_seconds: dict[str, float]  # how long each part of the start took, in order
 
     @property
     def num_kv_blocks(self) -> int:
-        return self.startup.num_kv_blocks
+        return self.runner.kv_cache.tensor.shape[2] - 1  # one is the null block
 
     @property
     def block_size(self) -> int:
-        return self.startup.runner.backend.block_size
+        return self.runner.backend.block_size
 
 
 def assemble(config: Config) -> Parts:
@@ -68,14 +76,24 @@ def assemble(config: Config) -> Parts:
         with extra("extras/chat_options.py", "chat_template"):
             from nanovllm.extras.chat_options import set_chat_template
         set_chat_template(tokenizer, config.chat_template)
-    eos_token_ids = read_eos_token_ids(folder) | tokenizer_eos(tokenizer)
+    eos = getattr(tokenizer, "eos_token_id", None)
+    eos_token_ids = read_eos_token_ids(folder) | (set() if eos is None else {eos})
     default_sampling_params = read_default_sampling_params(config, folder)  # bad ones show before weights are loaded
-    max_model_len = limit_model_len(config.max_model_len, shape.max_position_embeddings)
+    longest = shape.max_position_embeddings
+    max_model_len = config.max_model_len or longest
+    if max_model_len > longest:
+        raise ValueError(
+            f"max_model_len must be at most {longest}, the model's max_position_embeddings, got {max_model_len}"
+        )
     shape = replace(shape, max_position_embeddings=max_model_len)  # the model need not know longer positions
     is_cuda = resolve_device(config.device).type == "cuda"
     max_num_batched_tokens = config.max_num_batched_tokens or (8192 if is_cuda else 2048)
     enable_overlap = is_cuda if config.enable_overlap is None else config.enable_overlap
-    sizes = StepSizes(max_num_batched_tokens, config.max_num_seqs, max_model_len)
+    clock = LapClock()
+    runner, description = start_runner(
+        config, folder, model_class, shape, max_num_batched_tokens, enable_overlap, clock
+    )
+    logger.info("started in " + ", ".join(f"{part} {seconds:.2f} s" for part, seconds in clock.seconds.items()))
     return Parts(
         config=config,
         model_config=shape,
@@ -85,25 +103,9 @@ def assemble(config: Config) -> Parts:
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         enable_overlap=enable_overlap,
-        startup=start_runner(config, folder, model_class, shape, sizes, enable_overlap),
-    )
-
-
-def make_input_processor(parts: Parts, capacity: int) -> InputProcessor:
-    """`capacity`: tokens that one sequence can have in the cache when no other has any."""
-    limits = Limits(
-        vocab_size=parts.model_config.vocab_size,
-        max_model_len=parts.max_model_len,
-        max_num_seqs=parts.config.max_num_seqs,
-        num_kv_blocks=parts.num_kv_blocks,
-        block_size=parts.block_size,
-        capacity=capacity,
-        num_eos_tokens=len(parts.eos_token_ids),
-        has_tokenizer=parts.tokenizer is not None,
-    )
-    decoder = None if parts.tokenizer is None else TokenDecoder(parts.tokenizer)
-    return InputProcessor(
-        limits, parts.tokenizer, decoder, parts.eos_token_ids, parts.default_sampling_params, parts.config.seed
+        runner=runner,
+        description=description,
+        startup_seconds=clock.seconds,
     )
 
 
@@ -115,22 +117,142 @@ def tokenizer_folder(config: Config, model_folder: Path) -> Path:
     return find_tokenizer(config, config.tokenizer)
 
 
-def limit_model_len(wanted: int | None, model_limit: int) -> int:
-    if wanted is None:
-        return model_limit
-    if wanted > model_limit:
+# ---- the runner: what happens once, before the first step
+
+
+class Device:
+    """What a kind of device adds to the start, by default nothing; `extras/cuda/startup.py` has a subclass."""
+
+    note = ""
+    """For the log."""
+    memory_knob = "kv_cache_memory_bytes"
+    """What to raise if memory does not suffice."""
+
+    def prepare(self, runner: ModelRunner) -> None:
+        """Before the first forward pass."""
+
+    def advice(self) -> AbstractContextManager[None]:
+        """Around what takes memory."""
+        return nullcontext()
+
+    def free_bytes(self, runner: ModelRunner) -> int:
+        """Left for the KV cache, if the config does not say how much it takes."""
+        return CPU_KV_CACHE_BYTES
+
+    def wrap(self, runner: ModelRunner, newest: Any) -> None:
+        """Take the place of the runner's `compute`, once the KV cache is there."""
+
+
+def start_runner(
+    config: Config,
+    folder: Path,
+    model_class: Any,
+    shape: ModelConfig,
+    max_num_batched_tokens: int,
+    has_overlap: bool,
+    clock: LapClock,
+) -> tuple[ModelRunner, str]:
+    """A runner that is ready, and what was chosen, and why.
+
+        choose a backend → load the weights → put fast layers in place → allocate the KV cache → record CUDA graphs
+
+    Raises ValueError if the model, the config and this machine do not go together, or memory does not suffice.
+    """
+    device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
+    backend, reasons = choose_backend(config, device, dtype, shape)
+    kind = make_device(config, device, backend, shape, max_num_batched_tokens)
+    clock.lap("backend")
+    seed = config.seed if config.load_format == "dummy" else None
+    model = load_model(model_class, shape, backend, dtype, device, folder, seed)
+    clock.lap("weights")
+    if not config.enforce_eager:
+        backend.replace_layers(model)
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    what = f"{backend.instructions} on {device}{threads}, {dtype}, blocks of {backend.block_size}"
+    in_pytorch = ", ".join(sorted(pytorch_layers(model))) or "nothing"
+    description = f"{reasons}; {what}, in PyTorch: {in_pytorch}{kind.note}"
+    logger.info(description)
+    kv_cache = make_kv_cache(config, backend, shape.num_hidden_layers, dtype, device)
+    runner = ModelRunner(model, backend, kv_cache, partial(draw_tokens, argmax=backend.argmax))
+    kind.prepare(runner)
+    clock.lap("layers")
+    with kind.advice():
+        kv_cache.allocate(num_blocks_that_fit(runner, config, shape.max_position_embeddings, kind))
+    clock.lap("memory")
+    with kind.advice():
+        kind.wrap(runner, read_newest_tokens(runner) if has_overlap else None)
+    clock.lap("graphs")
+    return runner, description
+
+
+def num_blocks_that_fit(runner: ModelRunner, config: Config, max_model_len: int, kind: Device) -> int:
+    """Blocks for sequences: as configured, or as many as memory allows, but no more than sequences can ever fill."""
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    num_bytes, knob = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    if num_bytes is None:
+        num_bytes, knob = kind.free_bytes(runner), kind.memory_knob
+    num_blocks = num_bytes // runner.kv_cache.bytes_per_block - 1  # one is the null block
+    if num_blocks < 1:
         raise ValueError(
-            f"max_model_len must be at most the model's max_position_embeddings {model_limit}, got {wanted}"
+            f"{max(num_bytes, 0)} bytes are left for the KV cache, but its least size, two blocks, takes "
+            f"{2 * runner.kv_cache.bytes_per_block}: raise {knob}, or lower block_size or max_num_batched_tokens"
         )
-    return wanted
+    return min(num_blocks, config.max_num_seqs * -(-max_model_len // runner.backend.block_size))
 
 
-def tokenizer_eos(tokenizer: Any) -> frozenset[int]:
-    eos = getattr(tokenizer, "eos_token_id", None)
-    return frozenset() if eos is None else frozenset([eos])
+def choose_backend(
+    config: Config, device: torch.device, dtype: torch.dtype, shape: ModelConfig
+) -> tuple[AttentionBackend, str]:
+    """The backend, and why. `torch` and eager is PyTorch's attention."""
+    is_plain = config.kv_cache_dtype == "auto" and shape.latent_rank is None
+    reason = "attention_backend=torch"
+    if not (config.attention_backend == "torch" and config.enforce_eager and is_plain):
+        try:
+            with extra("kernels", f"attention_backend={config.attention_backend!r} for this model"):
+                from nanovllm.kernels.choices import choose
+            return choose(config, device, dtype, shape)
+        except MissingExtra as missing:
+            if config.attention_backend not in ("auto", "torch") or not is_plain:
+                raise
+            reason += f"; {missing}"
+    heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+    return TorchAttention(*heads, config.block_size or TorchAttention.default_block_size, dtype), reason
 
 
-# ---- scheduling: where extras are chosen
+def make_kv_cache(
+    config: Config, backend: AttentionBackend, num_layers: int, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    if not config.swap_space_bytes:
+        return KVCache(backend, num_layers, dtype, device)
+    with extra("extras/swap", "preemption_mode='swap'"):
+        from nanovllm.extras.swap.host_blocks import SwappingKVCache
+    return SwappingKVCache(backend, num_layers, dtype, device, config.swap_space_bytes)
+
+
+def make_device(
+    config: Config,
+    device: torch.device,
+    backend: AttentionBackend,
+    shape: ModelConfig,
+    max_num_batched_tokens: int,
+) -> Device:
+    """CUDA brings more along. Elsewhere it refuses `enable_cuda_graphs=True`."""
+    if device.type != "cuda" and not config.enable_cuda_graphs:
+        return Device()
+    with extra("extras/cuda", "CUDA"):
+        from nanovllm.extras.cuda.startup import CudaDevice
+    return CudaDevice(config, device, backend, shape, max_num_batched_tokens)
+
+
+def read_newest_tokens(runner: ModelRunner) -> Any:
+    """Let the runner take tokens that the host does not know yet from the step before."""
+    with extra("extras/overlap.py", "enable_overlap"):
+        from nanovllm.extras.overlap import NewestTokens
+    return NewestTokens(runner)
+
+
+# ---- scheduling
 
 
 def make_scheduler(

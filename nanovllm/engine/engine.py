@@ -12,10 +12,10 @@ import time
 from typing import Any, NamedTuple
 
 from nanovllm.config import Config
-from nanovllm.engine.assembly import assemble, make_input_processor, make_scheduler
-from nanovllm.engine.input_processor import Params, Prompt
+from nanovllm.engine.assembly import assemble, make_scheduler
+from nanovllm.engine.input_processor import InputProcessor, Params, Prompt
 from nanovllm.engine.request import Request, note_admitted, read_tokens
-from nanovllm.engine.stats import Counters, StepClock, make_stats
+from nanovllm.engine.stats import Counters, LapClock, make_stats
 from nanovllm.execution.batch import build_batch
 from nanovllm.execution.model_runner import ArrivingTokens, StepTokens
 from nanovllm.outputs import EngineStats, RequestOutput, StepOutput
@@ -29,7 +29,7 @@ class LaunchedStep(NamedTuple):
 
     scheduled: SchedulerOutput
     tokens: ArrivingTokens
-    clock: StepClock
+    clock: LapClock
 
 
 class LLMEngine:
@@ -44,12 +44,18 @@ class LLMEngine:
         self.runner = self.parts.runner
         self.observer = observer or SchedulingStats()
         self.counters = Counters()
-        self._make_scheduler()
-        self.input_processor = make_input_processor(self.parts, self.scheduler.block_manager.capacity)
+        self._begin()
+        self.input_processor = InputProcessor(self.parts, self.scheduler.block_manager.capacity)
+
+    def _begin(self) -> None:
+        """With no request and an empty scheduler."""
+        # `_next_step` is a function of the engine: `_launch` itself, or overlap's `Ahead`, which calls it. (A bound
+        # method would be a circle of references, and keep the model's memory until Python looks for circles.)
+        self.scheduler, self._next_step = make_scheduler(self.parts, self.observer, LLMEngine._launch)
         self._requests: dict[str, Request] = {}
         self._is_stepping = False
         self._aborted_meanwhile: list[Request] = []  # by a logits processor, during a step
-        self._undelivered: list[Request] = []  # ended by a step that failed afterwards
+        self._has_failed = False  # the last step
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> "LLMEngine":
@@ -59,7 +65,7 @@ class LLMEngine:
     @property
     def description(self) -> str:
         """What computes, and why that was chosen."""
-        return self.parts.startup.description
+        return self.parts.description
 
     @property
     def tokenizer(self) -> Any:
@@ -73,43 +79,44 @@ class LLMEngine:
         If a step fails, its requests keep their tokens, wait, and are computed anew. Requests that had ended before the
         failure are returned by the next step.
         """
-        if self._undelivered:
-            return self._deliver_late()
         self._is_stepping = True
         try:
+            if late := self._take_late():
+                return StepOutput(self._deliver(late, time.monotonic()))
             step = self._next_step(self)
             return StepOutput() if step is None else self._complete(step)
         except BaseException:
             self.scheduler.roll_back()
-            self._undelivered = [request for request in self._requests.values() if request.is_finished]
+            self._has_failed = True
             raise
         finally:
             self._end_step()
 
     def _launch(self) -> LaunchedStep | None:
         """The first half of a step, up to the forward pass; None if there is nothing to do."""
-        clock = StepClock()
-        with clock.part("schedule_time_s"):
-            scheduled = self.scheduler.schedule()
+        clock = LapClock()
+        scheduled = self.scheduler.schedule()
+        clock.lap("schedule_time_s")
         if not scheduled.chunks:
             return None
         note_admitted(self._requests, scheduled, clock.now)
-        with clock.part("build_time_s"):
-            batch = build_batch(scheduled, self.scheduler.block_manager.block_tables)
-        with clock.part("run_time_s"):
-            tokens = self.runner.run(batch)
+        batch = build_batch(scheduled, self.scheduler.block_manager.block_tables)
+        clock.lap("build_time_s")
+        tokens = self.runner.run(batch)
+        clock.lap("run_time_s")
         return LaunchedStep(scheduled, tokens, clock)
 
     def _complete(self, step: LaunchedStep) -> StepOutput:
         """The second half: wait for the tokens, append them to their sequences, and give them to their requests."""
         scheduled, arriving, clock = step
-        with clock.part("run_time_s"):
-            tokens = arriving.wait()
-        with clock.part("update_time_s"):
-            advanced = self.scheduler.update(scheduled, tokens.token_ids)
+        clock.resume()  # with overlap, another step has been launched since
+        tokens = arriving.wait()
+        clock.lap("run_time_s")
+        advanced = self.scheduler.update(scheduled, tokens.token_ids)
+        clock.lap("update_time_s")
         self.counters.count_step(scheduled, len(advanced), sum(clock.seconds.values()))
-        with clock.part("output_time_s"):
-            outputs = self._make_outputs(scheduled, advanced, tokens, clock.now)
+        outputs = self._make_outputs(scheduled, advanced, tokens, clock.now)
+        clock.lap("output_time_s")
         self.observer.on_step_end(scheduled, clock.seconds)
         return StepOutput(
             outputs=outputs,
@@ -169,7 +176,6 @@ class LLMEngine:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
-        self._undelivered = [other for other in self._undelivered if other is not request]
         if self._is_stepping:
             self._aborted_meanwhile.append(request)
         else:
@@ -179,10 +185,7 @@ class LLMEngine:
     def recover(self) -> None:
         """After an interrupt, which can come between any two lines: if no request is left, make a new scheduler."""
         if not self._requests:
-            self._make_scheduler()
-            self._is_stepping = False
-            self._aborted_meanwhile.clear()
-            self._undelivered.clear()
+            self._begin()
 
     def get_stats(self) -> EngineStats:
         return make_stats(self.counters, self.observer, self.scheduler)
@@ -192,11 +195,6 @@ class LLMEngine:
         self.scheduler.block_manager.prefix_cache.reset()
 
     # ---- inside
-
-    def _make_scheduler(self) -> None:
-        # `_next_step` is a function of the engine: `_launch` itself, or overlap's `Ahead`, which calls it. (A bound
-        # method would be a circle of references, and keep the model's memory until Python looks for circles.)
-        self.scheduler, self._next_step = make_scheduler(self.parts, self.observer, LLMEngine._launch)
 
     def _check_request_id(self, request_id: str) -> None:
         if not isinstance(request_id, str):
@@ -216,13 +214,10 @@ class LLMEngine:
                 outputs.append(request.make_output())
         return outputs
 
-    def _deliver_late(self) -> StepOutput:
-        """Outputs of requests that ended in a step which failed afterwards."""
-        for request in self._undelivered:
-            request.read_rest()
-        outputs = self._deliver(self._undelivered, time.monotonic())
-        self._undelivered = []
-        return StepOutput(outputs=outputs)
+    def _take_late(self) -> list[Request]:
+        """Requests that ended in a step which failed afterwards."""
+        has_failed, self._has_failed = self._has_failed, False
+        return [request for request in self._requests.values() if request.is_finished] if has_failed else []
 
     def _end_step(self) -> None:
         """Requests that were aborted during the step end now."""

@@ -1,12 +1,11 @@
 """How does a prompt with its parameters become a request? Checked first, so that a bad one changes nothing.
 
-A prompt is text, token ids, or a dict of one of the two. `Limits` says what this engine can serve: what it never could
-is refused before anything changes. Called by `LLM`, and by `LLMEngine` when requests are added.
+A prompt is text, token ids, or a dict of one of the two. What this engine could never serve is refused before anything
+changes. Called by `LLM`, and by `LLMEngine` when requests are added.
 """
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
 from typing import Any, Protocol
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from nanovllm.checks import extra
+from nanovllm.engine.assembly import Parts
 from nanovllm.engine.detokenizer import TokenDecoder
 from nanovllm.engine.request import Completion, Request
 from nanovllm.execution.stages import MinTokens
@@ -25,7 +25,7 @@ from nanovllm.scheduling.sequence import Sequence
 class OtherParams(Protocol):
     """What other kinds of request ask for, such as an embedding. They bring their own class of request."""
 
-    def checked(self, limits: "Limits") -> "OtherParams":
+    def checked(self, parts: Parts) -> "OtherParams":
         """A copy, checked anew; ValueError for what this engine can never serve."""
 
     def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> Request: ...
@@ -34,80 +34,58 @@ class OtherParams(Protocol):
 Params = SamplingParams | OtherParams
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Each check raises a TypeError or ValueError that names the field, the value and what is allowed."""
-
-    vocab_size: int
-    max_model_len: int
-    max_num_seqs: int
-    num_kv_blocks: int
-    block_size: int
-    capacity: int
-    """Tokens that one sequence can have when it is alone."""
-    num_eos_tokens: int
-    has_tokenizer: bool
-
-    def check_prompt_len(self, num_tokens: int) -> None:
-        if num_tokens == 0:
-            raise ValueError("the prompt is empty; it must have at least 1 token")
-        if num_tokens > self.max_model_len - 1:
-            raise ValueError(
-                f"the prompt has {num_tokens} tokens; at most {self.max_model_len - 1} are allowed "
-                f"(max_model_len {self.max_model_len}, less one for the output)"
-            )
-        if num_tokens > self.capacity:
-            raise ValueError(
-                f"the prompt has {num_tokens} tokens; the whole KV cache holds {self.capacity} "
-                f"({self.num_kv_blocks} blocks of {self.block_size}): give more num_kv_blocks or kv_cache_memory_bytes"
-            )
-
-    def take_params(self, params: Any) -> SamplingParams:
-        """A copy of the parameters, checked: what the user changes later, this request does not see."""
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be a SamplingParams or None, got {params!r}")
-        params = params.clone()
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token_id in getattr(params, name) or ():
-                if token_id >= self.vocab_size:
-                    raise ValueError(f"{name} must hold token ids from 0 to {self.vocab_size - 1}, got {token_id}")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(params, name)
-            if value is not None and value > self.vocab_size:
-                raise ValueError(f"{name} must be at most the vocabulary's size {self.vocab_size}, got {value}")
-        if params.n > self.max_num_seqs:
-            raise ValueError(f"n must be at most max_num_seqs {self.max_num_seqs}, got {params.n}")
-        if not self.has_tokenizer and (params.stop_strings or params.bad_words or params.structured_outputs):
-            raise ValueError("stop, bad_words and structured_outputs need a tokenizer, but this model has none")
-        return params
-
-
-@dataclass(frozen=True)
 class InputProcessor:
-    """Makes requests for one engine. Each method raises a ValueError or TypeError for what cannot be served."""
+    """Makes requests for one engine. Raises a TypeError or ValueError that names the field, the value and what is
+    allowed.
 
-    limits: Limits
-    tokenizer: Any
-    decoder: TokenDecoder | None
-    eos_token_ids: frozenset[int]
-    default_sampling_params: SamplingParams
-    seed: int
+    `capacity`: tokens that one sequence can have in the cache when no other has any.
+    """
+
+    def __init__(self, parts: Parts, capacity: int) -> None:
+        self.parts = parts
+        self.capacity = capacity
+        self.vocab_size = parts.model_config.vocab_size
+        self.tokenizer = parts.tokenizer
+        self.decoder = None if parts.tokenizer is None else TokenDecoder(parts.tokenizer)
+        self.eos_token_ids = parts.eos_token_ids
+        self.default_sampling_params = parts.default_sampling_params
 
     def encode(self, prompt: Prompt, params: Params | None = None) -> tuple[str | None, list[int]]:
         """Text (None if there was none) and token ids of a prompt, or of the end of it that `params` keep."""
-        text, token_ids = encode_prompt(prompt, self.tokenizer, self.limits.vocab_size)
+        text, token_ids = encode_prompt(prompt, self.tokenizer, self.vocab_size)
         if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
             with extra("extras/truncation.py", "truncate_prompt_tokens"):
                 from nanovllm.extras.truncation import truncate
-            token_ids = truncate(token_ids, params, self.limits.max_model_len)
-        self.limits.check_prompt_len(len(token_ids))
+            token_ids = truncate(token_ids, params, self.parts.max_model_len)
+        self._check_prompt_len(len(token_ids))
         return text, token_ids
 
     def take_params(self, params: Any) -> Any:
-        """A checked copy of the parameters. A grammar in them is compiled, and kept until the request is made."""
-        params = self._copy_params(params)
+        """As `check_params`. A grammar in the parameters is compiled, and kept until the request is made."""
+        params = self.check_params(params)
         if isinstance(params, SamplingParams) and params.structured_outputs is not None:
             self.grammars.compile(params.structured_outputs)
+        return params
+
+    def check_params(self, params: Any) -> Any:
+        """A copy of the parameters, checked: what the user changes later, this request does not see."""
+        if hasattr(params, "make_request"):
+            return params.checked(self.parts)
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be a SamplingParams or None, got {params!r}")
+        params, vocab_size, max_num_seqs = params.clone(), self.vocab_size, self.parts.config.max_num_seqs
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if token_id >= vocab_size:
+                    raise ValueError(f"{name} must hold token ids from 0 to {vocab_size - 1}, got {token_id}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > vocab_size:
+                raise ValueError(f"{name} must be at most the vocabulary's size {vocab_size}, got {value}")
+        if params.n > max_num_seqs:
+            raise ValueError(f"n must be at most max_num_seqs {max_num_seqs}, got {params.n}")
+        if self.tokenizer is None and (params.stop_strings or params.bad_words or params.structured_outputs):
+            raise ValueError("stop, bad_words and structured_outputs need a tokenizer, but this model has none")
         return params
 
     def make_request(
@@ -122,15 +100,17 @@ class InputProcessor:
         """Requests without a seed get one from `num_requests_before`: it depends only on the order of arrival."""
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be an int, got {priority!r}")
-        params = self._copy_params(self.default_sampling_params if params is None else params)
+        params = self.check_params(self.default_sampling_params if params is None else params)
         if not isinstance(params, SamplingParams):
             return params.make_request(self, request_id, prompt, priority)
         text, token_ids = self.encode(prompt, params)
-        own_seed = 1 << 63 | (self.seed * 1_000_003 + num_requests_before) % 2**63
+        own_seed = 1 << 63 | (self.parts.config.seed * 1_000_003 + num_requests_before) % 2**63
         seed = own_seed if params.seed is None else params.seed
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         gives_deltas = stream and params.output_kind is RequestOutputKind.DELTA
-        stages, taps, grammar = self._stages(params), self._taps(params, gives_deltas), self._grammar(params)
+        stages, taps, grammar = self._stages(params), self._taps(params, gives_deltas), None
+        if params.structured_outputs is not None:
+            grammar = self.grammars.compile(params.structured_outputs)
         # one sequence for each sample; the first computes the prompt, the others are its children
         seqs = []
         for i in range(params.n):
@@ -148,10 +128,22 @@ class InputProcessor:
         """The compiler of structured outputs, made for the first request that needs it."""
         with extra("extras/structured", "structured_outputs"):
             from nanovllm.extras.structured.compiler import GrammarCompiler
-        return GrammarCompiler(self.tokenizer, self.limits.vocab_size, self.eos_token_ids)
+        return GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
 
-    def _copy_params(self, params: Any) -> Any:
-        return params.checked(self.limits) if hasattr(params, "make_request") else self.limits.take_params(params)
+    def _check_prompt_len(self, num_tokens: int) -> None:
+        parts, most = self.parts, self.parts.max_model_len - 1
+        if num_tokens == 0:
+            raise ValueError("the prompt is empty; it must have at least 1 token")
+        if num_tokens > most:
+            raise ValueError(
+                f"the prompt has {num_tokens} tokens; at most {most} are allowed "
+                f"(max_model_len {parts.max_model_len}, less one for the output)"
+            )
+        if num_tokens > self.capacity:
+            raise ValueError(
+                f"the prompt has {num_tokens} tokens; the whole KV cache holds {self.capacity} ({parts.num_kv_blocks} "
+                f"blocks of {parts.block_size}): give more num_kv_blocks or kv_cache_memory_bytes"
+            )
 
     def _stages(self, params: SamplingParams) -> tuple[Any, ...]:
         """What changes the logits of the request's rows."""
@@ -177,10 +169,6 @@ class InputProcessor:
         with extra("extras/deltas.py", "output_kind=RequestOutputKind.DELTA"):
             from nanovllm.extras.deltas import DeltaCompletion
         return DeltaCompletion
-
-    def _grammar(self, params: SamplingParams) -> Any:
-        """What the output must fit, at its start; None if anything fits."""
-        return None if params.structured_outputs is None else self.grammars.compile(params.structured_outputs)
 
 
 # ---- the forms of a prompt

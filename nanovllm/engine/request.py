@@ -151,7 +151,8 @@ class Request:
 
     def make_output(self) -> RequestOutput:
         """All that is known so far, as a snapshot."""
-        if not self.reads_each_step:
+        is_finished = self.finished_time is not None
+        if is_finished or not self.reads_each_step:  # a step that failed may have read nothing of the last token
             self.read_rest()
         output = RequestOutput.__new__(RequestOutput)  # `__init__` would want the metrics now
         output.request_id = self.request_id
@@ -159,7 +160,7 @@ class Request:
         output.prompt_token_ids = self.prompt_token_ids
         output.prompt_logprobs = None
         output.outputs = [one.make_output() for one in self.completions if one.has_news]
-        output.finished = is_finished = self.finished_time is not None
+        output.finished = is_finished
         output.num_cached_tokens = self.seqs[0].num_cached_tokens or 0
         for tap in self.seqs[0].taps:
             tap.add_to(output)

@@ -1,6 +1,6 @@
 """The model and its KV cache on one device: Batch → token ids. Never sees a `Sequence`.
 
-`run` returns a handle, because on CUDA the tokens have not arrived on the host when it returns. Made by `startup.py`,
+`run` returns a handle, because on CUDA the tokens have not arrived on the host when it returns. Made by `assembly.py`,
 called by `LLMEngine`. Two callables may be wrapped at start-up: `send`, which brings a step's tensors to the device,
 and `compute`, which turns a batch into tokens. `extras/cuda` and `extras/overlap.py` do so.
 """

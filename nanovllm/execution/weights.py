@@ -1,7 +1,7 @@
 """The weights of a checkpoint: from safetensors files to their places in a model, strictly.
 
 Each tensor is copied straight into its place on the device, so the weights are never in memory twice. A tensor that is
-missing, unexpected or of another shape is an error that names it. Nothing is ever unpickled. Called by `startup.py`.
+missing, unexpected or of another shape is an error that names it. Nothing is ever unpickled. Called by `assembly.py`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Which kernels run on this machine? The attention backend, with the reason.
 
-Called once, by `execution/startup.py`, unless the user asks for PyTorch's layers.
+Called once, by `engine/assembly.py`, unless the user asks for PyTorch's layers.
 """
 
 import importlib

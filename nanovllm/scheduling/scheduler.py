@@ -48,7 +48,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence; its children wait with it. `Limits` has checked that it can be served."""
+        """Queue a new sequence; its children wait with it. `InputProcessor` has checked that it can be served."""
         assert seq.num_tokens <= min(self.max_model_len - 1, self.block_manager.capacity)
         for one in (seq, *seq.children):
             one.limit_growth(self.max_model_len, self.block_manager.capacity)

@@ -99,7 +99,7 @@ async def embed(
         llm.close(inbox)
         server.num_in_progress -= 1
         for request_id in sorted(inbox.unfinished):
-            server.metrics.observed.note_abort()
+            server.metrics.note_abort()
             logger.info("%s abort: before it was embedded", request_id)
     return [outputs[request.request_id] for request in requests]
 

@@ -85,7 +85,7 @@ class Generation:
                 if request_id in self.latest:
                     self._note_end(self.latest[request_id], "abort")
                 else:
-                    self._server.metrics.observed.note_abort()
+                    self._server.metrics.note_abort()
                     logger.info("%s abort: before its first token", request_id)
             self._inbox = None
 

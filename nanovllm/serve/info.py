@@ -69,8 +69,8 @@ async def detokenize(body: DetokenizeRequest, server: ReadyServer) -> Response:
     server.check_model(body.model)
     engine = server.check_ready().engine
     for token_id in body.tokens:
-        if token_id >= engine.input_processor.limits.vocab_size:
-            most = engine.input_processor.limits.vocab_size - 1
+        if token_id >= engine.input_processor.vocab_size:
+            most = engine.input_processor.vocab_size - 1
             raise APIError(400, f"tokens must hold token ids from 0 to {most}, got {token_id}", "tokens")
     return JSON({"prompt": require_tokenizer(engine.tokenizer).decode(body.tokens)})
 

@@ -49,6 +49,10 @@ class Metrics(Collector):
         """A request has ended, or its client has gone. `arrival_time` is of `time.monotonic()`."""
         self.observed.observe(replace(times, arrival_time=arrival_time), num_prompt_tokens, num_output_tokens, reason)
 
+    def note_abort(self) -> None:
+        """A client has gone before anything was known of its request."""
+        self.observed.num_ended["abort"] += 1
+
     def as_text(self) -> bytes:
         """In Prometheus' text format."""
         return generate_latest(self._registry)

@@ -70,7 +70,7 @@ def with_fields(engine: LLMEngine, body: GenerationRequest, fields: dict[str, An
     values = {name: getattr(default, name) for name in type(default).__slots__}
 
     def make(values: Mapping[str, Any]) -> SamplingParams:
-        return engine.input_processor.limits.take_params(SamplingParams(**values))
+        return engine.input_processor.check_params(SamplingParams(**values))
 
     try:
         return make({**values, **fields})

@@ -3,8 +3,6 @@
 One prompt at a time there, any number here; small caches force beams to be preempted, and to be swapped or recomputed.
 """
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ def prompts():
 
 def make_llm(checkpoint, eos, **options):
     llm = LLM(checkpoint[0], dtype="float32", **options)
-    llm.engine.input_processor = dataclasses.replace(llm.engine.input_processor, eos_token_ids=frozenset(eos))
+    llm.engine.input_processor.eos_token_ids = frozenset(eos)
     return llm
 
 

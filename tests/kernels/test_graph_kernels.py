@@ -11,8 +11,8 @@ import random
 import pytest
 
 from nanovllm import Config, LLMEngine, SamplingParams
-from nanovllm.execution.startup import Device
-from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, graph_sizes, replay_decodes
+from nanovllm.engine.assembly import Device
+from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.kernels.cuda.decoder_layer import TritonDecoderLayer
 from nanovllm.kernels.cuda.sample import draw_tokens
@@ -43,8 +43,8 @@ def make_engine(monkeypatch, folder, **options):
         return graphs
 
     class RecordingDevice(Device):
-        def __init__(self, sizes):
-            self.sizes = sizes
+        def __init__(self, config, device, backend, shape, max_num_batched_tokens):
+            self.sizes = StepSizes(max_num_batched_tokens, config.max_num_seqs, shape.max_position_embeddings)
 
         def prepare(self, runner):
             runner.draw = draw_tokens
@@ -52,7 +52,7 @@ def make_engine(monkeypatch, folder, **options):
         def wrap(self, runner, newest):
             replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
 
-    monkeypatch.setattr("nanovllm.execution.startup.make_device", lambda *given: RecordingDevice(given[-1]))
+    monkeypatch.setattr("nanovllm.engine.assembly.make_device", RecordingDevice)
     monkeypatch.setattr("nanovllm.extras.cuda.graphs.record_graphs", record)
     engine = LLMEngine(Config(folder, attention_backend="triton", enable_overlap=True, **{**OPTIONS, **options}))
     assert type(engine.runner.model.model.layers[0]) is TritonDecoderLayer

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from nanovllm.checks import check_bool, check_int, check_number, takes_vllm_options
 
 if TYPE_CHECKING:
-    from nanovllm.engine.input_processor import InputProcessor, Limits
+    from nanovllm.engine.assembly import Parts
+    from nanovllm.engine.input_processor import InputProcessor
     from nanovllm.engine.request import Request
     from nanovllm.inputs import Prompt
 
@@ -31,11 +32,11 @@ class BeamSearchParams:
         check_bool("ignore_eos", self.ignore_eos)
         check_number("length_penalty", self.length_penalty, -100, 100)
 
-    def checked(self, limits: "Limits") -> "BeamSearchParams":
+    def checked(self, parts: "Parts") -> "BeamSearchParams":
         """ValueError if this engine cannot serve so many beams."""
         # each step ranks this many continuations of a beam, so the vocabulary must have as many tokens
-        candidates_per_beam = max(2, 1 + limits.num_eos_tokens)
-        most = min(limits.max_num_seqs, limits.vocab_size // candidates_per_beam)
+        candidates_per_beam = max(2, 1 + len(parts.eos_token_ids))
+        most = min(parts.config.max_num_seqs, parts.model_config.vocab_size // candidates_per_beam)
         if self.beam_width > most:
             raise ValueError(
                 f"beam_width must be at most {most} (max_num_seqs; vocab_size / {candidates_per_beam}), "

@@ -20,6 +20,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -30,7 +31,6 @@ from nanovllm.execution.batch import Batch
 from nanovllm.execution.model_runner import ModelRunner, SampledTokens
 from nanovllm.execution.sampler import Draw, sample
 from nanovllm.execution.sampling_batch import SamplingBatch
-from nanovllm.execution.startup import StepSizes
 from nanovllm.extras.cuda.input_buffer import InputBuffer
 from nanovllm.extras.overlap import NewestTokens, fill_in, has_placeholders
 from nanovllm.layers.attention import AttentionMetadata
@@ -60,6 +60,19 @@ OF_SAMPLING = ("uniforms", "top_k", "temperatures", "top_p", "min_p")
 # the part of `Batch` that a column comes from; the others are fields of `Batch` itself
 OWNERS = {**dict.fromkeys(OF_ATTENTION, "metadata"), **dict.fromkeys(OF_SAMPLING, "sampling")}
 OFF = {"uniforms": 0, "top_k": 0, "top_p": 1, "min_p": 0}  # for batches in which no row asks for it
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """How large a step can get."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+    @property
+    def max_decodes(self) -> int:
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
 def graph_sizes(max_batch_size: int) -> list[int]:

@@ -10,8 +10,7 @@ from nanovllm.config import Config
 from nanovllm.execution.batch import Batch
 from nanovllm.execution.model_runner import ModelRunner, SampledTokens
 from nanovllm.execution.sampling_batch import SamplingBatch
-from nanovllm.execution.startup import StepSizes
-from nanovllm.extras.cuda.graphs import measure_graph_bytes
+from nanovllm.extras.cuda.graphs import StepSizes, measure_graph_bytes
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.scheduling.step import BlockMoves
 

@@ -1,6 +1,6 @@
 """What an engine on CUDA adds at its start: a kernel that draws, pinned buffers, CUDA graphs, and all free memory.
 
-Made by `execution/startup.py` in its branch for CUDA, which calls the methods in their order here.
+Made by `engine/assembly.py` in its branch for CUDA, which calls the methods in their order here.
 """
 
 import importlib
@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, suppress
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.assembly import Device
 from nanovllm.execution.model_runner import ModelRunner
 from nanovllm.execution.sampler import Draw
-from nanovllm.execution.startup import Device, StepSizes
-from nanovllm.extras.cuda.graphs import choose_graphs, replay_decodes
+from nanovllm.extras.cuda.graphs import StepSizes, choose_graphs, replay_decodes
 from nanovllm.extras.cuda.input_buffer import InputBuffer
 from nanovllm.extras.cuda.memory import advice_on_start_memory, advised, measure_free_bytes
 from nanovllm.extras.overlap import NewestTokens
@@ -31,9 +31,10 @@ class CudaDevice(Device):
         device: torch.device,
         backend: AttentionBackend,
         shape: ModelConfig,
-        sizes: StepSizes,
+        max_num_batched_tokens: int,
     ) -> None:
-        self.config, self.device, self.sizes = config, device, sizes
+        self.config, self.device = config, device
+        self.sizes = StepSizes(max_num_batched_tokens, config.max_num_seqs, shape.max_position_embeddings)
         self.draw = choose_draw(config, device)
         has_kernel = self.draw is not None
         self.has_graphs, self.note = choose_graphs(config, backend, has_kernel, device, shape.num_experts)

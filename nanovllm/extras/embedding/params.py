@@ -7,7 +7,8 @@ from nanovllm.checks import check_bool, check_choice
 from nanovllm.outputs import RequestMetrics
 
 if TYPE_CHECKING:
-    from nanovllm.engine.input_processor import InputProcessor, Limits
+    from nanovllm.engine.assembly import Parts
+    from nanovllm.engine.input_processor import InputProcessor
     from nanovllm.engine.request import Request
     from nanovllm.inputs import Prompt
 
@@ -27,7 +28,7 @@ class PoolingParams:
         check_choice("pooling", self.pooling, POOLINGS)
         check_bool("normalize", self.normalize)
 
-    def checked(self, limits: "Limits") -> "PoolingParams":
+    def checked(self, parts: "Parts") -> "PoolingParams":
         """An equal object, checked anew: fields may have been assigned."""
         return replace(self)
 

@@ -5,13 +5,31 @@ for, by `llm.get_metrics()` or a server's `/metrics`.
 https://prometheus.io/docs/concepts/metric_types/, https://docs.vllm.ai/en/latest/design/metrics.html
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from nanovllm.engine.stats import BOUNDS, Observations
+from nanovllm.engine.stats import LADDER, Observations
 from nanovllm.outputs import EngineStats
 
+# upper bounds of the buckets: seconds, or tokens. Their numbers have two digits: they are steps of the `LADDER`
+TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
+TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+
+BOUNDS: Mapping[str, tuple[float, ...]] = {
+    "ttft": TTFT,
+    "inter_token_latencies": ITL,
+    "tpot": ITL,
+    "e2e_latency": LATENCY,
+    "queue_time": LATENCY,
+    "prefill_time": LATENCY,
+    "decode_time": LATENCY,
+    "num_prompt_tokens": TOKENS,
+    "num_output_tokens": TOKENS,
+}
 HISTOGRAMS: Mapping[str, tuple[str, str]] = {
     "time_to_first_token_seconds": ("ttft", "From a request's arrival to its first token."),
     "inter_token_latency_seconds": ("inter_token_latencies", "Between two tokens of a request."),
@@ -81,9 +99,9 @@ def request_metrics(observed: Observations) -> list[Metric]:
 
 def make_histogram(name: str, observed: Observations, source: str) -> Histogram:
     """The observations of `source`; each bucket also counts the values of all buckets below it."""
-    bounds = [*(str(float(bound)) for bound in BOUNDS[source]), "+Inf"]
-    buckets = dict(zip(bounds, accumulate(observed.counts[source]), strict=True))
-    return Histogram(f"nanovllm:{name}", {}, buckets["+Inf"], observed.sums[source], buckets)
+    up_to = list(accumulate(observed.counts[source]))  # [len(LADDER) + 1]
+    buckets = {str(float(bound)): up_to[bisect_left(LADDER, bound)] for bound in BOUNDS[source]} | {"+Inf": up_to[-1]}
+    return Histogram(f"nanovllm:{name}", {}, up_to[-1], observed.sums[source], buckets)
 
 
 def make_metrics(stats: EngineStats, observed: Observations) -> list[Metric]:

@@ -1,6 +1,6 @@
 """The attention backend `cpu`: paged attention in C, and C for all other layers.
 
-`kernels/choices.py` chooses it; `execution/startup.py` calls `replace_layers` when the weights are loaded.
+`kernels/choices.py` chooses it; `engine/assembly.py` calls `replace_layers` when the weights are loaded.
 """
 
 from typing import Any

@@ -16,15 +16,16 @@ import pytest
 import torch
 
 from nanovllm import BeamSearchParams, Config, LLMEngine, SamplingParams
+from nanovllm.engine.assembly import Device
 from nanovllm.execution.sampler import draw_tokens
 from nanovllm.execution.sampling_batch import SamplingBatch
 from nanovllm.execution.stages import ForbiddenTokens
-from nanovllm.execution.startup import Device
 from nanovllm.extras.cuda.graphs import (
     CudaGraphs,
     DecodeInputs,
     Recorder,
     ReplayedDecodes,
+    StepSizes,
     choose_graphs,
     graph_sizes,
     measure_graph_bytes,
@@ -161,7 +162,7 @@ def draw_plainly(logits, temperatures, uniforms, *_):
 
 def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
     """The same engine with and without graphs, both with the same attention."""
-    monkeypatch.setattr("nanovllm.execution.startup.TorchAttention", GatherAttention)
+    monkeypatch.setattr("nanovllm.engine.assembly.TorchAttention", GatherAttention)
     monkeypatch.setattr("nanovllm.extras.cuda.graphs.wants_only_draws", wants_no_truncation)
     recorder = OperationRecorder()
 
@@ -171,8 +172,8 @@ def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
         return graphs
 
     class RecordingDevice(Device):
-        def __init__(self, sizes):
-            self.sizes = sizes
+        def __init__(self, config, device, backend, shape, max_num_batched_tokens):
+            self.sizes = StepSizes(max_num_batched_tokens, config.max_num_seqs, shape.max_position_embeddings)
 
         def wrap(self, runner, newest):
             replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
@@ -181,7 +182,7 @@ def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
     engines = []
     for has_graphs in (False, True):
         if has_graphs:
-            monkeypatch.setattr("nanovllm.execution.startup.make_device", lambda *given: RecordingDevice(given[-1]))
+            monkeypatch.setattr("nanovllm.engine.assembly.make_device", RecordingDevice)
         config = Config(folder, device="cpu", dtype="float32", attention_backend="torch", max_num_seqs=max_num_seqs,
                         enforce_eager=True, **options)  # fmt: skip
         engine = LLMEngine(config)

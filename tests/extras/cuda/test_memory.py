@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from nanovllm import Config
-from nanovllm.execution.startup import StepSizes
-from nanovllm.extras.cuda.graphs import graph_sizes
+from nanovllm.extras.cuda.graphs import StepSizes, graph_sizes
 from nanovllm.extras.cuda.memory import advice_on_start_memory, advised, measure_free_bytes, widest_batch
 from tests.extras.cuda.conftest import GIB
 

@@ -5,6 +5,7 @@ Oracles: the same request in this engine's plainest form. What each pattern comp
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from dataclasses import asdict
@@ -15,7 +16,8 @@ import transformers
 from tqdm import tqdm
 
 from nanovllm import LLM, TINY_QWEN3, EngineArgs, LLMEngine, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
-from nanovllm.extras.vllm.metrics import Counter, Gauge, Histogram
+from nanovllm.engine.stats import Observations
+from nanovllm.extras.vllm.metrics import BOUNDS, Counter, Gauge, Histogram, make_histogram
 
 PROMPTS = ["What is a block table?", "Paged attention", "The KV cache"]
 
@@ -316,6 +318,21 @@ def test_metrics():
     assert metrics["nanovllm:inter_token_latency_seconds"].count == 12
     lengths = metrics["nanovllm:request_generation_tokens"]
     assert (lengths.buckets["2.0"], lengths.buckets["5.0"], lengths.sum) == (0, 3, 15)
+
+
+@pytest.mark.parametrize("source", BOUNDS)
+def test_buckets_count_the_values_up_to_their_bounds(source):
+    """Values on the bounds, next to them, between them, below and beyond them all."""
+    near = [math.nextafter(bound, to) for bound in BOUNDS[source] for to in (0, bound, math.inf)]
+    values = [0.0, *near, *(1.37 * value for value in near), 1e9]
+    observed = Observations()
+    for value in values:
+        observed._add(source, value)
+    histogram = make_histogram("any", observed, source)
+    for bound in BOUNDS[source]:
+        assert histogram.buckets[str(float(bound))] == sum(value <= bound for value in values)
+    assert histogram.count == histogram.buckets["+Inf"] == len(values)
+    assert histogram.sum == pytest.approx(sum(values))
 
 
 # --- the example -----------------------------------------------------------------------------------------------------

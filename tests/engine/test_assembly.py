@@ -7,7 +7,7 @@ from nanovllm.execution.sampler import draw_tokens
 
 def test_parts_are_timed_in_order(tiny_checkpoint):
     parts = LLMEngine(Config(tiny_checkpoint[0], device="cpu")).parts
-    seconds = parts.startup.seconds
+    seconds = parts.startup_seconds
     assert list(seconds) == ["backend", "weights", "layers", "memory", "graphs"]
     assert all(one >= 0 for one in seconds.values())
     assert sum(seconds.values()) > 0
