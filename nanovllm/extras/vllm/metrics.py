@@ -8,9 +8,13 @@ https://prometheus.io/docs/concepts/metric_types/, https://docs.vllm.ai/en/lates
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.stats import BOUNDS, Observations
 from nanovllm.outputs import EngineStats
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
 
 HISTOGRAMS: Mapping[str, tuple[str, str]] = {
     "time_to_first_token_seconds": ("ttft", "From a request's arrival to its first token."),
@@ -103,3 +107,8 @@ def make_metrics(stats: EngineStats, observed: Observations) -> list[Metric]:
         for name, value in values.items()
     ]
     return metrics + request_metrics(observed)
+
+
+def get_metrics(self: "LLM") -> list[Metric]:
+    """Counters, gauges and histograms, by vLLM's names with the prefix `nanovllm:`. A method of `LLM`."""
+    return make_metrics(self.engine.get_stats(), self.engine.counters.observed)
