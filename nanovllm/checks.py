@@ -124,9 +124,6 @@ def takes_vllm_options(kind: str) -> Callable[[type[Record]], type[Record]]:
 
 # ---- fields and their checks
 
-Check = Callable[[str, Any], None]
-"""(name, value): TypeError or ValueError if the value is not allowed."""
-
 
 def checked(default: Any, check: Callable[..., None], **limits: Any) -> Any:
     """A field of a dataclass whose values pass `check(name, value, **limits)`.
@@ -136,8 +133,8 @@ def checked(default: Any, check: Callable[..., None], **limits: Any) -> Any:
     return field(default=default, metadata={"check": partial(check, **limits)})
 
 
-def checks_of(record: Any) -> Mapping[str, Check]:
-    """The check of each `checked` field of a dataclass."""
+def checks_of(record: Any) -> Mapping[str, Callable[[str, Any], None]]:
+    """The check of each `checked` field of a dataclass: a function of name and value."""
     return {one.name: one.metadata["check"] for one in fields(record) if "check" in one.metadata}
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from nanovllm.sampling_params import SamplingParams
 
 
-def make_params(cls: type[SamplingParams], **values: Any) -> SamplingParams:
-    """As a server makes them of a request's body: None is a field's default, and bias keys may be strings.
+@classmethod  # type: ignore[misc]
+def from_optional(cls: type[SamplingParams], **values: Any) -> SamplingParams:
+    """As a server makes `SamplingParams` of a request's body: None is a field's default, and bias keys may be strings.
 
     A bias outside [-100, 100] is cut to it, as in vLLM.
     """
@@ -17,10 +18,6 @@ def make_params(cls: type[SamplingParams], **values: Any) -> SamplingParams:
         values["logit_bias"] = {as_token_id(key): as_bias(value) for key, value in bias.items()}
     needed = {field.name for field in fields(cls) if field.default is not None} - {"max_tokens"}
     return cls(**{name: value for name, value in values.items() if not (value is None and name in needed)})
-
-
-from_optional = classmethod(make_params)
-"""A method of `SamplingParams`."""
 
 
 def as_token_id(key: Any) -> Any:
