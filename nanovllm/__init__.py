@@ -28,17 +28,12 @@ TINY_QWEN3 = Path(__file__).parent / "assets" / "tiny-qwen3"
 """The bundled model: a Qwen3 of 3.5 million parameters that explains how this engine works."""
 
 EXTRAS = {
-    "AsyncEngineArgs": "vllm/engine_args",
-    "BeamSearchOutput": "beam_search/params",
-    "BeamSearchParams": "beam_search/params",
-    "BeamSearchSequence": "beam_search/params",
-    "EmbeddingOutput": "embedding/params",
-    "EmbeddingRequestOutput": "embedding/params",
-    "EngineArgs": "vllm/engine_args",
-    "PoolingParams": "embedding/params",
-    "StructuredOutputsParams": "structured/params",
+    "beam_search/params": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
+    "embedding/params": ("EmbeddingOutput", "EmbeddingRequestOutput", "PoolingParams"),
+    "structured/params": ("StructuredOutputsParams",),
+    "vllm/engine_args": ("AsyncEngineArgs", "EngineArgs"),
 }
-"""Names that are imported when they are used -> their files in `extras/`."""
+"""File in `extras/` -> its names here, which are imported when they are used."""
 
 __all__ = [
     "LLM",

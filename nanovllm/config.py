@@ -13,13 +13,30 @@ from typing import Any
 
 import torch
 
-from nanovllm.checks import check_bool, check_choice, check_dict, check_int, check_number, check_str, translate_options
+from nanovllm.checks import (
+    check_bool,
+    check_choice,
+    check_dict,
+    check_int,
+    check_number,
+    check_str,
+    checked,
+    checks_of,
+    translate_options,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ATTENTION_BACKENDS = ("auto", "torch", "flash_attn", "triton", "cpu")
-KV_CACHE_DTYPES = ("auto", "fp8")
-SCHEDULING_POLICIES = ("fcfs", "priority", "sjf")
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+def check_device(name: str, value: Any) -> None:
+    """Whether this machine has it, `resolve_device` finds out."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str such as auto, cpu, cuda or cuda:1, got {value!r}")
+
+
+def check_policy(name: str, value: Any) -> None:
+    if not callable(value):
+        check_choice(name, value, ("fcfs", "priority", "sjf"))
 
 
 @dataclass(frozen=True)
@@ -31,109 +48,76 @@ class Config:
 
     model: str | Path
     """A local folder in Hugging Face's layout, or a hub id such as `Qwen/Qwen3-0.6B`."""
-    dtype: str | torch.dtype = "auto"
+    dtype: str | torch.dtype = checked("auto", check_choice, allowed=("auto", *DTYPES, *DTYPES.values()))
     """Of weights, activations and KV cache: float32, bfloat16, float16; `auto` is the checkpoint's own."""
-    device: str = "auto"
+    device: str = checked("auto", check_device)
     """`cpu`, `cuda` or `cuda:1`; `auto` is CUDA where there is one."""
-    max_model_len: int | None = None
+    max_model_len: int | None = checked(None, check_int, minimum=2, optional=True)
     """Prompt and output of one request together, in tokens; None is the model's own limit."""
-    max_num_seqs: int = 256
+    max_num_seqs: int = checked(256, check_int, minimum=1)
     """Sequences that run at the same time."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: int | None = checked(None, check_int, minimum=1, optional=True)
     """Token budget of one step: longer prompts are prefilled in chunks. None is 8192 on CUDA and 2048 on CPU, where
     larger steps fall out of its caches."""
-    block_size: int | None = None
+    block_size: int | None = checked(None, check_int, minimum=1, optional=True)
     """Tokens in a block of the KV cache; None is the attention backend's default."""
-    num_kv_blocks: int | None = None
+    num_kv_blocks: int | None = checked(None, check_int, minimum=1, optional=True)
     """Blocks that sequences can own; None sizes the cache by memory."""
-    kv_cache_memory_bytes: int | None = None
+    kv_cache_memory_bytes: int | None = checked(None, check_int, minimum=1, optional=True)
     """Size of the KV cache; None is 1 GiB on CPU, and on CUDA what `gpu_memory_utilization` leaves."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = checked(0.9, check_number, low=0, high=1, open_low=True)
     """Share of the GPU's memory for weights, activations, CUDA graphs and KV cache together."""
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool = checked(True, check_bool)
     """Whether prompts that begin alike share their KV blocks."""
-    attention_backend: str = "auto"
+    attention_backend: str = checked("auto", check_choice, allowed=("auto", "torch", "flash_attn", "triton", "cpu"))
     """`torch`, `flash_attn`, `triton` or `cpu`; `auto` is the fastest that this machine has."""
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: str = checked("auto", check_choice, allowed=("auto", "fp8"))
     """`fp8` stores K and V in 8 bits, for twice the tokens (with `triton` or `torch`); `auto` is the model's dtype."""
-    scheduling_policy: str | Callable[[Any], float] = "fcfs"
+    scheduling_policy: str | Callable[[Any], float] = checked("fcfs", check_policy)
     """`fcfs`, `priority` or `sjf`, or a function of your own: see `scheduling/queues.py`."""
-    long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold: int = checked(0, check_int, minimum=0)
     """Most tokens of one sequence in a step, so that short prompts get past a long one; 0 sets no limit."""
-    preemption_mode: str = "recompute"
+    preemption_mode: str = checked("recompute", check_choice, allowed=("recompute", "swap"))
     """What becomes of a preempted sequence's K and V: `recompute`, or `swap` to host memory while there is room."""
-    swap_space_bytes: int = 0
+    swap_space_bytes: int = checked(0, check_int, minimum=0)
     """Host memory for `preemption_mode="swap"`."""
-    enforce_eager: bool = False
+    enforce_eager: bool = checked(False, check_bool)
     """Run all layers but attention by their definition in PyTorch, without fast twins and without CUDA graphs."""
-    enable_cuda_graphs: bool | None = None
+    enable_cuda_graphs: bool | None = checked(None, check_bool, optional=True)
     """Whether decode steps are replayed from CUDA graphs; None replays them wherever possible."""
-    enable_overlap: bool | None = None
+    enable_overlap: bool | None = checked(None, check_bool, optional=True)
     """Whether the next step is launched while one is in flight; None means only on CUDA. Outputs are the same."""
-    load_format: str = "auto"
+    load_format: str = checked("auto", check_choice, allowed=("auto", "safetensors", "dummy"))
     """`safetensors` (the same as `auto`), or `dummy` for seeded random weights, which need only config.json."""
-    seed: int = 0
+    seed: int = checked(0, check_int, minimum=0, maximum=2**64 - 1)
     """Seed of sampling and of dummy weights."""
-    revision: str | None = None
+    revision: str | None = checked(None, check_str, optional=True)
     """Branch, tag or commit of `model` on the hub; a folder is taken as it is."""
-    hf_overrides: Mapping[str, Any] | None = None
+    hf_overrides: Mapping[str, Any] | None = checked(None, check_dict)
     """Fields of config.json that are to have other values."""
-    tokenizer: str | Path | None = None
+    tokenizer: str | Path | None = checked(None, check_str, optional=True, or_path=True)
     """Folder or hub id of another tokenizer than the model's own."""
-    tokenizer_revision: str | None = None
+    tokenizer_revision: str | None = checked(None, check_str, optional=True)
     """Branch, tag or commit of `tokenizer` on the hub; None is `revision`."""
-    skip_tokenizer_init: bool = False
+    skip_tokenizer_init: bool = checked(False, check_bool)
     """Whether to go without a tokenizer: prompts and outputs are token ids, without text."""
-    chat_template: str | Path | None = None
+    chat_template: str | Path | None = checked(None, check_str, optional=True, or_path=True)
     """Another chat template than the tokenizer's own: a file, or the template itself."""
-    generation_config: str | Path = "auto"
+    generation_config: str | Path = checked("auto", check_str, or_path=True)
     """Where the default sampling parameters come from: `auto` is the model's generation_config.json, `vllm` are those
     of `SamplingParams`, else a folder that holds a generation_config.json."""
-    override_generation_config: Mapping[str, Any] | None = None
+    override_generation_config: Mapping[str, Any] | None = checked(None, check_dict)
     """Fields of generation_config.json that are to have other values."""
 
     def __post_init__(self) -> None:
         check_str("model", self.model, or_path=True)
-        if not isinstance(self.dtype, torch.dtype):
-            check_choice("dtype", self.dtype, ("auto", *DTYPES))
-        elif self.dtype not in DTYPES.values():
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
-        if not isinstance(self.device, str):
-            raise TypeError(f"device must be a str such as auto, cpu, cuda or cuda:1, got {self.device!r}")
-        check_int("max_model_len", self.max_model_len, 2, optional=True)  # one token in, one out
-        check_int("max_num_seqs", self.max_num_seqs, 1)
-        for name in ("max_num_batched_tokens", "block_size", "num_kv_blocks", "kv_cache_memory_bytes"):
-            check_int(name, getattr(self, name), 1, optional=True)
-        check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, open_low=True)
-        check_bool("enable_prefix_caching", self.enable_prefix_caching)
-        check_choice("attention_backend", self.attention_backend, ATTENTION_BACKENDS)
-        check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        if not callable(self.scheduling_policy):
-            check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
-        check_int("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        check_choice("preemption_mode", self.preemption_mode, ("recompute", "swap"))
-        check_int("swap_space_bytes", self.swap_space_bytes, 0)
+        for name, check in checks_of(Config).items():
+            check(name, getattr(self, name))
         if (self.preemption_mode == "swap") != (self.swap_space_bytes > 0):
             raise ValueError(
                 f"preemption_mode='swap' and swap_space_bytes > 0 go together, "
                 f"got {self.preemption_mode!r} and {self.swap_space_bytes}"
             )
-        check_bool("enforce_eager", self.enforce_eager)
-        for name in ("enable_cuda_graphs", "enable_overlap"):
-            if getattr(self, name) is not None:
-                check_bool(name, getattr(self, name))
-        check_choice("load_format", self.load_format, LOAD_FORMATS)
-        check_int("seed", self.seed, 0, maximum=2**64 - 1)
-        self._check_files()
-
-    def _check_files(self) -> None:
-        check_bool("skip_tokenizer_init", self.skip_tokenizer_init)
-        for name in ("revision", "tokenizer_revision"):
-            check_str(name, getattr(self, name), optional=True)
-        for name in ("tokenizer", "chat_template", "generation_config"):
-            check_str(name, getattr(self, name), optional=name != "generation_config", or_path=True)
-        for name in ("hf_overrides", "override_generation_config"):
-            check_dict(name, getattr(self, name))
 
     @classmethod
     def from_options(cls, model: str | Path, options: dict[str, Any]) -> "Config":

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any, TypedDict
 
-from nanovllm.checks import own_options
+from nanovllm.checks import translate_options
 
 
 class TextPrompt(TypedDict):
@@ -32,8 +32,9 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 def check_keys(prompt: Mapping[str, Any]) -> None:
     """Of a prompt dict; vLLM's other keys may be there at their neutral values."""
+    others = {key: value for key, value in prompt.items() if key not in PROMPT_KEYS}
     try:
-        own_options(prompt, PROMPT_KEYS, "request")
+        translate_options(others, PROMPT_KEYS, "request")
     except TypeError as error:
         raise ValueError(f"a prompt dict has the keys prompt or prompt_token_ids: {error}") from None
 

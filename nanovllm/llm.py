@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from nanovllm.checks import check_bool, extra, own_options
+from nanovllm.checks import OfExtra, check_bool, extra, translate_options
 from nanovllm.config import Config
 from nanovllm.engine.chat import Message, render_conversation
 from nanovllm.engine.engine import LLMEngine
@@ -23,10 +23,10 @@ from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.extras.beam_search.params import BeamSearchOutput, BeamSearchParams
-    from nanovllm.extras.embedding.params import EmbeddingRequestOutput, PoolingParams
+    from nanovllm.extras.beam_search import params as beam_search
+    from nanovllm.extras.embedding import params as embedding
+    from nanovllm.extras.vllm import metrics
     from nanovllm.extras.vllm.engine_args import EngineArgs
-    from nanovllm.extras.vllm.metrics import Metric
 
 Requests = dict[str, tuple[Prompt, Any, int]]
 """Request id -> encoded prompt, parameters, priority."""
@@ -59,14 +59,19 @@ class LLM:
             raise RuntimeError("this LLM has been shut down; make a new one")
         return self._engine
 
-    @property
-    def llm_engine(self) -> LLMEngine:
-        """`engine`, by vLLM's name."""
-        return self.engine
+    llm_engine = engine
+    """vLLM's name for it."""
 
     @classmethod
     def from_engine_args(cls, engine_args: "EngineArgs") -> "LLM":
         return cls(**vars(engine_args))
+
+    if TYPE_CHECKING:
+        beam_search, embed, get_metrics = beam_search.beam_search, embedding.embed, metrics.get_metrics
+    else:
+        beam_search = OfExtra("beam_search/params")
+        embed = OfExtra("embedding/params")
+        get_metrics = OfExtra("vllm/metrics")
 
     def generate(
         self,
@@ -86,26 +91,8 @@ class LLM:
         vllm_options: others of vLLM, only at their neutral values (`lora_request=None`).
         Raises TypeError or ValueError before anything is queued if any of them is bad.
         """
-        own_options(vllm_options, ("prompts", "sampling_params", "use_tqdm", "priority"), "request")
+        translate_options(vllm_options, ("prompts", "sampling_params", "use_tqdm", "priority"), "request")
         return self._complete(self._check(prompts, sampling_params, priority), use_tqdm)
-
-    def embed(
-        self,
-        prompts: Prompt | Collection[Prompt],
-        pooling_params: "PoolingParams | Collection[PoolingParams] | None" = None,
-        use_tqdm: bool | Callable[..., Any] = True,
-        **vllm_options: Any,
-    ) -> "list[EmbeddingRequestOutput]":
-        """The embedding of each prompt, `outputs[i].outputs.embedding`: by default the normalised last hidden state.
-
-        Raises TypeError or ValueError before anything is queued if a prompt or a parameter is bad.
-        """
-        with extra("extras/embedding", "LLM.embed"):
-            from nanovllm.extras.embedding.params import PoolingParams
-        own_options(vllm_options, ("prompts", "pooling_params", "use_tqdm"), "request")
-        return self._complete(
-            self._check(prompts, pooling_params, None, "pooling_params", PoolingParams, PoolingParams()), use_tqdm
-        )
 
     def stream(
         self,
@@ -118,16 +105,6 @@ class LLM:
         Each `outputs[i].text` is a prefix of the next one. Closing the iterator early aborts the unfinished requests.
         """
         return self._stream(self._check(prompts, sampling_params, priority))
-
-    def beam_search(
-        self, prompts: Prompt | Collection[Prompt], params: "BeamSearchParams", use_tqdm: bool = False
-    ) -> "list[BeamSearchOutput]":
-        """The likeliest completions of each prompt that a search of `params.beam_width` beams finds, best first."""
-        with extra("extras/beam_search", "LLM.beam_search"):
-            from nanovllm.extras.beam_search.params import BeamSearchParams
-        if params is None:
-            raise TypeError("params must be a BeamSearchParams, got None")
-        return self._complete(self._check(prompts, params, None, "params", BeamSearchParams), use_tqdm)
 
     def chat(
         self,
@@ -172,12 +149,6 @@ class LLM:
     def get_stats(self) -> EngineStats:
         return self.engine.get_stats()
 
-    def get_metrics(self) -> "list[Metric]":
-        """Counters, gauges and histograms, by vLLM's names with the prefix `nanovllm:`."""
-        with extra("extras/vllm", "LLM.get_metrics"):
-            from nanovllm.extras.vllm.metrics import make_metrics
-        return make_metrics(self.engine.get_stats(), self.engine.counters.observed)
-
     def reset_prefix_cache(self) -> None:
         self.engine.reset_prefix_cache()
 
@@ -209,17 +180,11 @@ class LLM:
         return [finished[request_id] for request_id in requests]
 
     def _check(
-        self,
-        prompts: Any,
-        params: Any,
-        priority: Any,
-        name: str = "sampling_params",
-        kind: type = SamplingParams,
-        default: Any = None,
+        self, prompts: Any, params: Any, priority: Any, name: str = "sampling_params", kind: type = SamplingParams
     ) -> Requests:
-        """Requests that can be served; raises if one cannot. Parameters are of `kind`, or None for `default`."""
+        """Requests that can be served; raises if one cannot. Parameters are of `kind`; None is the default."""
         processor, prompt_list = self.engine.input_processor, as_list(prompts)
-        wanted = spread(name, params, kind, default or processor.default_sampling_params, len(prompt_list))
+        wanted = spread(name, params, kind, processor.default_sampling_params, len(prompt_list))
         priorities = spread("priority", priority, int, 0, len(prompt_list))
         # now: a stream is queued when it is first read
         taken = {id(one): processor.take_params(one) for one in wanted}
@@ -231,54 +196,44 @@ class LLM:
         return requests
 
     def _stream(self, requests: Requests, stream: bool = True) -> Generator[Any, None, None]:
-        """Queues its requests when the first output is asked for: a stream that is never read has queued nothing.
+        """Queue the requests when the first output is asked for, step until all are finished, yield their outputs.
 
-        However it ends, none of its requests stays in the engine.
+        However it ends, none of its requests stays in the engine. Requests of other calls, such as a stream that
+        pauses, advance along with them: each call finds the latest output of its requests in its inbox.
         """
-        queued: list[str] = []
+        unfinished: set[str] = set()
+        inbox: dict[str, Any] = {}
         try:
             for request_id, request in requests.items():
-                queued.append(request_id)  # before it is: an interrupt can come between any two lines
+                unfinished.add(request_id)  # before it is queued: an interrupt can come between any two lines
+                self._inboxes[request_id] = inbox
                 self.engine.add_request(request_id, *request, stream)
-            yield from self._outputs(queued)
-        except GeneratorExit:  # the caller has closed the iterator
-            self._abort(queued)
-            self.engine.settle()
-            raise
-        except BaseException:
-            self._abort(queued)
-            self.engine.recover()
-            raise
-
-    def _outputs(self, request_ids: list[str]) -> Iterator[Any]:
-        """Step until all requests are finished, and yield their outputs.
-
-        Requests of other calls, such as a stream that pauses, advance along with them: each call finds the latest
-        output of its requests in its inbox.
-        """
-        unfinished = set(request_ids)
-        inbox: dict[str, Any] = {}
-        self._inboxes.update(dict.fromkeys(request_ids, inbox))
-        try:
             while unfinished:
                 while not inbox:
-                    if not self.engine.has_unfinished_requests():
-                        raise RuntimeError(
-                            f"requests {sorted(unfinished)} were aborted, or another caller took their outputs"
-                        )
-                    for output in self.engine.step().outputs:
-                        if output.request_id in self._inboxes:
-                            self._inboxes[output.request_id][output.request_id] = output
+                    self._step(unfinished)
                 while inbox:
                     request_id = next(iter(inbox))
                     output = inbox.pop(request_id)
                     unfinished -= {request_id} if output.finished else set()
                     yield output
+            self.engine.settle()
+        except BaseException as error:
+            for request_id in requests:
+                if request_id in unfinished:
+                    self.engine.abort_request(request_id)
+            if isinstance(error, GeneratorExit):  # the caller has closed the iterator
+                self.engine.settle()
+            else:
+                self.engine.recover()
+            raise
         finally:
-            for request_id in request_ids:
+            for request_id in requests:
                 self._inboxes.pop(request_id, None)
-        self.engine.settle()
 
-    def _abort(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            self.engine.abort_request(request_id)
+    def _step(self, unfinished: set[str]) -> None:
+        """One step for all calls; `unfinished` are the requests of the call that waits."""
+        if not self.engine.has_unfinished_requests():
+            raise RuntimeError(f"requests {sorted(unfinished)} were aborted, or another caller took their outputs")
+        for output in self.engine.step().outputs:
+            if output.request_id in self._inboxes:
+                self._inboxes[output.request_id][output.request_id] = output

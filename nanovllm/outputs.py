@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from nanovllm.extras.embedding.params import EmbeddingOutput as EmbeddingOutput
     from nanovllm.extras.embedding.params import EmbeddingRequestOutput as EmbeddingRequestOutput
 else:  # vLLM has these two names here, too
-    FILES = dict.fromkeys(("EmbeddingOutput", "EmbeddingRequestOutput"), "embedding/params")
-    __getattr__ = names_of_extras(__name__, FILES)
+    __getattr__ = names_of_extras(__name__, {"embedding/params": ("EmbeddingOutput", "EmbeddingRequestOutput")})
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nanovllm.checks import checks_of
 from nanovllm.config import Config, resolve_device, resolve_dtype
 
 DEFAULTS = {
@@ -114,6 +115,10 @@ def each(table):
 
 def make(name, value):
     return Config(**{"model": "a-model", name: value})
+
+
+def test_each_field_has_a_check():
+    assert set(checks_of(Config)) == set(DEFAULTS)
 
 
 def test_defaults():

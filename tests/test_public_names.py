@@ -39,16 +39,18 @@ errors["a call of a tool"] = error_of(lambda: render_conversation(tokenizer, [ca
 errors["a neutral option"] = error_of(lambda: Config.from_options("a-model", {"tensor_parallel_size": 1}))
 errors["a wrong value"] = error_of(lambda: Config.from_options("a-model", {"max_num_seqs": 0}))
 errors["a request's neutral option"] = error_of(lambda: SamplingParams(best_of=1))
+errors["embed"] = error_of(lambda: nanovllm.LLM.embed)
 errors["from_optional"] = error_of(lambda: SamplingParams.from_optional(top_k=None))
 print(json.dumps({"errors": errors, "missing": sorted(set(nanovllm.__all__) - set(dir(nanovllm)))}))
 """
 
 
 def test_every_name_resolves():
-    assert set(nanovllm.EXTRAS) <= set(nanovllm.__all__) <= set(dir(nanovllm))
+    of_extras = {name for names in nanovllm.EXTRAS.values() for name in names}
+    assert of_extras <= set(nanovllm.__all__) <= set(dir(nanovllm))
     for name in nanovllm.__all__:
         assert getattr(nanovllm, name) is not None
-    for name in nanovllm.EXTRAS:
+    for name in of_extras:
         assert getattr(nanovllm, name).__name__ == name
 
 
@@ -87,6 +89,19 @@ def test_names_of_extras_are_imported_when_they_are_used():
     assert loaded == []
 
 
+def test_methods_of_extras_are_the_functions_that_lie_with_them():
+    from nanovllm.extras.beam_search import params as beam_search
+    from nanovllm.extras.embedding import params as embedding
+    from nanovllm.extras.vllm import metrics
+
+    functions = [beam_search.beam_search, embedding.embed, metrics.get_metrics]
+    for function in functions:
+        assert getattr(nanovllm.LLM, function.__name__) is function, "for help() and editors"
+    llm = object.__new__(nanovllm.LLM)
+    assert llm.embed.__self__ is llm
+    assert nanovllm.SamplingParams.from_optional.__self__ is nanovllm.SamplingParams
+
+
 def test_without_extras_each_of_their_names_says_which_file_is_missing(tmp_path):
     ignored = shutil.ignore_patterns("extras", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "nanovllm", ignore=ignored)
@@ -95,8 +110,9 @@ def test_without_extras_each_of_their_names_says_which_file_is_missing(tmp_path)
     found = json.loads(run.stdout)
     assert found["missing"] == []
     errors = found["errors"]
+    files = {name: file for file, names in nanovllm.EXTRAS.items() for name in names}
     for name in nanovllm.__all__:
-        file = nanovllm.EXTRAS.get(name)
+        file = files.get(name)
         missing = ["MissingExtra", f"{name} is an extra, and nanovllm/extras/{file}.py is not there"]
         assert errors.pop(name) == (missing if file else None)
     assert errors.pop("an unknown name")[0] == "AttributeError"
@@ -107,7 +123,9 @@ def test_without_extras_each_of_their_names_says_which_file_is_missing(tmp_path)
     missing = "content in parts or calls of tools is an extra, and nanovllm/extras/chat_options.py is not there"
     assert errors.pop("a call of a tool") == ["MissingExtra", missing]
     assert errors.pop("a wrong value") == ["ValueError", "max_num_seqs must be an integer >= 1, got 0"]
-    assert errors.pop("from_optional")[0] == "MissingExtra"
+    for method, file in (("LLM.embed", "embedding/params"), ("SamplingParams.from_optional", "vllm/request_fields")):
+        missing = f"{method} is an extra, and nanovllm/extras/{file}.py is not there"
+        assert errors.pop(method.split(".")[1]) == ["MissingExtra", missing]
     for name in ("a neutral option", "a request's neutral option"):
         kind, says = errors.pop(name)
         assert kind == "TypeError"

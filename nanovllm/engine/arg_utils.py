@@ -8,4 +8,4 @@ if TYPE_CHECKING:
     from nanovllm.extras.vllm.engine_args import AsyncEngineArgs as AsyncEngineArgs
     from nanovllm.extras.vllm.engine_args import EngineArgs as EngineArgs
 else:
-    __getattr__ = names_of_extras(__name__, dict.fromkeys(("AsyncEngineArgs", "EngineArgs"), "vllm/engine_args"))
+    __getattr__ = names_of_extras(__name__, {"vllm/engine_args": ("AsyncEngineArgs", "EngineArgs")})

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.checks import check_int, check_number
+from nanovllm.checks import check_int, check_list, check_number, check_strings, check_token_ids
 from nanovllm.execution.sampling_batch import column
 from nanovllm.execution.stages import ForbiddenTokens, Stage, StageRow, forbid
-from nanovllm.sampling_params import LogitsProcessor, SamplingParams, check_list, check_strings, check_token_ids
+from nanovllm.sampling_params import LogitsProcessor, SamplingParams
 
 
 def stages_of(params: SamplingParams, tokenizer: Any) -> tuple[Stage, ...]:

@@ -1,15 +1,17 @@
-"""What `LLM.beam_search` takes and returns; names are vLLM's."""
+"""`LLM.beam_search`, what it takes and returns; names are vLLM's."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm.checks import check_bool, check_int, check_number, takes_vllm_options
+from nanovllm.inputs import Prompt
 
 if TYPE_CHECKING:
     from nanovllm.engine.assembly import Parts
     from nanovllm.engine.input_processor import InputProcessor
     from nanovllm.engine.request import Request
-    from nanovllm.inputs import Prompt
+    from nanovllm.llm import LLM
 
 
 @takes_vllm_options("beam search")
@@ -44,7 +46,7 @@ class BeamSearchParams:
             )
         return self
 
-    def make_request(self, processor: "InputProcessor", request_id: str, prompt: "Prompt", priority: int) -> "Request":
+    def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> "Request":
         from nanovllm.extras.beam_search.search import make_beam_search
 
         return make_beam_search(processor, request_id, prompt, self, priority)
@@ -69,3 +71,15 @@ class BeamSearchOutput:
     request_id: str
     sequences: list[BeamSearchSequence]
     finished: bool
+
+
+def beam_search(
+    self: "LLM", prompts: Prompt | Collection[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+) -> list[BeamSearchOutput]:
+    """The likeliest completions of each prompt that a search of `params.beam_width` beams finds, best first.
+
+    A method of `LLM`.
+    """
+    if params is None:
+        raise TypeError("params must be a BeamSearchParams, got None")
+    return self._complete(self._check(prompts, params, None, "params", BeamSearchParams), use_tqdm)

@@ -1,16 +1,18 @@
-"""What `LLM.embed` takes, in place of `SamplingParams`, and what it returns; names are vLLM's."""
+"""`LLM.embed`, what it takes in place of `SamplingParams`, and what it returns; names are vLLM's."""
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.checks import check_bool, check_choice
+from nanovllm.checks import check_bool, check_choice, translate_options
+from nanovllm.inputs import Prompt
 from nanovllm.outputs import RequestMetrics
 
 if TYPE_CHECKING:
     from nanovllm.engine.assembly import Parts
     from nanovllm.engine.input_processor import InputProcessor
     from nanovllm.engine.request import Request
-    from nanovllm.inputs import Prompt
+    from nanovllm.llm import LLM
 
 POOLINGS = ("last", "mean")
 
@@ -32,7 +34,7 @@ class PoolingParams:
         """An equal object, checked anew: fields may have been assigned."""
         return replace(self)
 
-    def make_request(self, processor: "InputProcessor", request_id: str, prompt: "Prompt", priority: int) -> "Request":
+    def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> "Request":
         from nanovllm.extras.embedding.request import EmbeddingRequest
 
         text, token_ids = processor.encode(prompt)
@@ -63,3 +65,20 @@ class EmbeddingRequestOutput:
     """Prompt tokens whose K and V were found in the prefix cache: none with pooling "mean"."""
     metrics: RequestMetrics
     """`first_token_time` is when the embedding was computed."""
+
+
+def embed(
+    self: "LLM",
+    prompts: Prompt | Collection[Prompt],
+    pooling_params: PoolingParams | Collection[PoolingParams] | None = None,
+    use_tqdm: bool | Callable[..., Any] = True,
+    **vllm_options: Any,
+) -> list[EmbeddingRequestOutput]:
+    """The embedding of each prompt, `outputs[i].outputs.embedding`: by default the normalised last hidden state.
+
+    A method of `LLM`. Raises TypeError or ValueError before anything is queued if a prompt or a parameter is bad.
+    """
+    translate_options(vllm_options, ("prompts", "pooling_params", "use_tqdm"), "request")
+    params = PoolingParams() if pooling_params is None else pooling_params
+    requests = self._check(prompts, params, None, "pooling_params", PoolingParams)
+    return self._complete(requests, use_tqdm)

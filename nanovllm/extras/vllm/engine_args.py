@@ -14,8 +14,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
+from nanovllm.checks import translate_options
 from nanovllm.config import Config
-from nanovllm.extras.vllm.options import names_of_vllm, translate
+from nanovllm.extras.vllm.options import names_of_vllm
 from nanovllm.extras.vllm.tables import RENAMED
 
 GROUPS: Mapping[str, str] = {
@@ -39,10 +40,10 @@ class EngineArgs(Config):
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
-        super().__init__(model, **translate(options, option_names()))
+        super().__init__(model, **translate_options(options, option_names(), "engine"))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        for own_name, own_value in translate({name: value}, option_names()).items():
+        for own_name, own_value in translate_options({name: value}, option_names(), "engine").items():
             object.__setattr__(self, own_name, own_value)
 
     def create_engine_config(self) -> Config:

@@ -9,9 +9,13 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.stats import LADDER, Observations
 from nanovllm.outputs import EngineStats
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
 
 # upper bounds of the buckets: seconds, or tokens. Their numbers have two digits: they are steps of the `LADDER`
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -121,3 +125,8 @@ def make_metrics(stats: EngineStats, observed: Observations) -> list[Metric]:
         for name, value in values.items()
     ]
     return metrics + request_metrics(observed)
+
+
+def get_metrics(self: "LLM") -> list[Metric]:
+    """Counters, gauges and histograms, by vLLM's names with the prefix `nanovllm:`. A method of `LLM`."""
+    return make_metrics(self.engine.get_stats(), self.engine.counters.observed)

@@ -1,23 +1,21 @@
 """What becomes of an option that vLLM has? It is taken, renamed, dropped at its neutral value, or refused by name.
 
-The options are in `tables.py`. The core asks for a translation (`translate_options` in `checks.py`) when it meets a
+The options are in `tables.py`. `translate_options` of `checks.py` asks for a translation when the core meets a
 name or a value that it does not know.
 """
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from nanovllm.checks import unknown_names
 from nanovllm.extras.vllm.tables import ENGINE_OPTIONS, OPTIONS, RENAMED, VALUES, WITHOUT_EFFECT
 
 
-def translate(options: Mapping[str, Any], known: Collection[str], kind: str = "engine") -> dict[str, Any]:
+def translate(options: Mapping[str, Any], known: Collection[str], kind: str) -> dict[str, Any]:
     """Options as vLLM writes them -> options of the names `known`; `kind` says which others may be neutral.
 
-    ValueError for a vLLM option that is not neutral, TypeError for a name that neither knows.
+    ValueError for a vLLM option that is not neutral. A name that neither knows is kept.
     """
     translated: dict[str, Any] = {}
-    unknown: dict[str, Any] = {}
     for vllm_name, value in options.items():
         name = RENAMED.get(vllm_name, vllm_name)
         if name in translated:
@@ -25,9 +23,7 @@ def translate(options: Mapping[str, Any], known: Collection[str], kind: str = "e
         if name in known:
             translated[name] = here(name, value) if kind == "engine" else value
         elif not is_neutral(vllm_name, value, kind):
-            unknown[vllm_name] = value
-    if unknown:
-        raise TypeError(unknown_names(unknown, known))
+            translated[vllm_name] = value
     return translated
 
 

@@ -1,21 +1,23 @@
-"""The fields of a request's body, as JSON has them -> those of `SamplingParams`; rules are vLLM's.
-
-Called by `SamplingParams.from_optional`.
-"""
+"""The fields of a request's body, as JSON has them -> `SamplingParams`; rules are vLLM's."""
 
 from collections.abc import Mapping
-from dataclasses import Field
+from dataclasses import fields
 from typing import Any
 
+from nanovllm.sampling_params import SamplingParams
 
-def given_fields(values: Mapping[str, Any], fields: tuple[Field, ...]) -> dict[str, Any]:
-    """`values` without each None that stands for a default; keys of `logit_bias` are numbers, its values in range."""
-    values = dict(values)
+
+@classmethod  # type: ignore[misc]
+def from_optional(cls: type[SamplingParams], **values: Any) -> SamplingParams:
+    """As a server makes `SamplingParams` of a request's body: None is a field's default, and bias keys may be strings.
+
+    A bias outside [-100, 100] is cut to it, as in vLLM.
+    """
     bias = values.get("logit_bias")
     if isinstance(bias, Mapping):
         values["logit_bias"] = {as_token_id(key): as_bias(value) for key, value in bias.items()}
-    needed = {field.name for field in fields if field.default is not None} - {"max_tokens"}
-    return {name: value for name, value in values.items() if not (value is None and name in needed)}
+    needed = {field.name for field in fields(cls) if field.default is not None} - {"max_tokens"}
+    return cls(**{name: value for name, value in values.items() if not (value is None and name in needed)})
 
 
 def as_token_id(key: Any) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import Config, EngineArgs
-from nanovllm.extras.vllm.options import translate
+from nanovllm.checks import translate_options
 from nanovllm.extras.vllm.tables import WITHOUT_EFFECT
 
 VLLM = json.loads((Path(__file__).parent / "vllm_engine_options.json").read_text())
@@ -19,7 +19,7 @@ OWN = [field.name for field in fields(Config)]
 
 
 def options(**given):
-    return translate(given, OWN)
+    return translate_options(given, OWN, "engine")
 
 
 @pytest.mark.parametrize("name", VLLM)
@@ -105,8 +105,8 @@ def test_unknown_names_are_all_named():
 
 
 def test_options_of_requests_are_none_of_the_engine():
-    assert translate({"lora_request": None, "cache_salt": None}, [], "request") == {}
-    assert translate({"seed": None, "best_of": 1}, ["seed"], "request") == {"seed": None}
+    assert translate_options({"lora_request": None, "cache_salt": None}, [], "request") == {}
+    assert translate_options({"seed": None, "best_of": 1}, ["seed"], "request") == {"seed": None}
     for name in ("lora_request", "temperature", "best_of", "cache_salt"):
         with pytest.raises(TypeError, match=f"unknown argument {name}"):
             options(**{name: None})
