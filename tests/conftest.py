@@ -93,6 +93,16 @@ def pytest_cmdline_main(config):
             options.numprocesses, options.dist = min(num_cores, 8), "worksteal"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Imports make a million objects that stay: Python's collector need not look for garbage among them meanwhile."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Of a test with the mark `sparse`, all cases are slow but so many that each value of each parameter is met; with

@@ -39,8 +39,8 @@ both_ways = pytest.mark.parametrize("overlap", WAYS.values(), ids=WAYS)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint):
-    return tiny_checkpoint
+def checkpoint(checkpoints):
+    return checkpoints.make(num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,9 @@ PROMPTS = {"a": [5, 6, 7, 8], "b": [9, 10, 11], "c": [12] * 9}
 
 @pytest.fixture(scope="module")
 def folder(checkpoints, tmp_path_factory):
-    return copy_checkpoint(checkpoints.make()[0], tmp_path_factory.mktemp("lazy") / "model", TOKENIZER)
+    return copy_checkpoint(
+        checkpoints.make(num_hidden_layers=1)[0], tmp_path_factory.mktemp("lazy") / "model", TOKENIZER
+    )
 
 
 def make_engine(folder, num_kv_blocks=64):

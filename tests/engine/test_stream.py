@@ -27,7 +27,9 @@ EOS = TOKENIZER.eos_token_id
 
 @pytest.fixture(scope="module")
 def folder(checkpoints, tmp_path_factory):
-    return copy_checkpoint(checkpoints.make()[0], tmp_path_factory.mktemp("stream") / "model", TOKENIZER)
+    return copy_checkpoint(
+        checkpoints.make(num_hidden_layers=1)[0], tmp_path_factory.mktemp("stream") / "model", TOKENIZER
+    )
 
 
 def make_llm(folder, **options):

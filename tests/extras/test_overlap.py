@@ -118,7 +118,7 @@ def test_outputs_are_the_same(with_tokenizer, kind, options):
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 24, "block_size": 2}, {"max_num_batched_tokens": 7}])
 def test_beams_among_other_requests(checkpoints, options):
-    folder, _ = checkpoints.make()
+    folder, _ = checkpoints.make(num_hidden_layers=1)
     outputs = {}
     for overlap in (False, True):
         engine = LLMEngine(Config(folder, device="cpu", dtype="float32", enable_overlap=overlap, **options))
