@@ -131,9 +131,12 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
-    """What has been imported stays, so Python's collector need not look at its million objects again and again."""
+    """What has been imported stays, so Python's collector need not look at its million objects again and again.
+
+    After `freeze` few old objects are left, so Python would look through them all at every tenth occasion."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)
 
 
 def pytest_unconfigure():
