@@ -105,9 +105,9 @@ def pytest_collection():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test with the mark `sparse`, all cases are slow but so many that each value of each parameter is met; with
-    `sparse(2)`, each pair of values of two parameters. One with the mark `examples` is run by the sweep as well. Those
-    with the mark `long` begin first: no process is left alone with one at the end.
+    """The default run takes a few cases of a test with the mark `sparse`: these meet each value of each parameter; with
+    `sparse(2)`, each pair of values of two parameters. A test with the mark `examples` is in the sweep as well. Those
+    with the mark `long` begin first: no process still runs one at the end while others are idle.
     """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     grids = {}

@@ -76,7 +76,7 @@ def without_clock(output):
     ("num_kv_blocks", "fails_at", "fields"),
     [
         (64, None, {}),
-        (8, None, {}),  # so few that requests are preempted
+        (8, None, {}),  # too few for all requests: some are preempted
         (64, 5, {}),
         (64, None, {"n": 3, "stop_token_ids": LETTERS[:1]}),
         (64, None, {"stop": ["ab", "hag"], "logprobs": 1}),

@@ -1,6 +1,6 @@
 """`sampler.sample`: from the logits of a step to tokens and log-probabilities, rows of all kinds in one batch.
 
-Oracles: `transformers`' logits processors for top-k, top-p and min-p, each alone, mask for mask and row by row; a loop
+Oracles: `transformers`' logits processors for top-k, top-p and min-p one by one, mask for mask and row by row; a loop
 in float64 over single rows (`sampling_rows.py`) for the order of all, compared with the shares of an even grid of
 uniform numbers that each token gets; the exact distribution, by chi-square, for draws with the engine's own uniform
 numbers; `log_softmax` in float64 for log-probabilities. `tests/extras/test_logits.py` has penalties, biases, and so on.
@@ -35,7 +35,7 @@ from tests.sampling_rows import (
 )
 from tests.steps import sampling_of
 
-# ---- each truncation, alone
+# ---- each truncation by itself
 
 
 def assert_equal_rows(ours, theirs):

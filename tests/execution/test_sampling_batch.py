@@ -82,7 +82,7 @@ def test_independent_of_the_order_in_the_batch():
 
 
 def test_position_counts_output_tokens_only():
-    """Two prompts of different lengths draw the same: the seed alone decides."""
+    """Two prompts of different lengths draw the same: only the seed decides."""
     short, long = sequence([1], [5, 6], seed=7), sequence(range(40), [8, 9], seed=7)
     assert uniforms_of([short]).tolist() == uniforms_of([long]).tolist() == uniforms_of([at(7, 0, 2)]).tolist()
 

@@ -1,4 +1,4 @@
-"""What requests change of the logits: each stage alone, all together in vLLM's order, and the tensors they become.
+"""What requests change of the logits: each stage by itself, all together in vLLM's order, and the tensors they become.
 
 Oracles: `transformers`' logits processor for repetition penalty, mask for mask and row by row; for the other stages and
 the order of all, the loop in float64 of `sampling_rows.py`; tables worked out by hand for masks and histories.
@@ -34,7 +34,7 @@ from tests.sampling_rows import (
 )
 from tests.steps import sampling_of
 
-# ---- penalties, alone
+# ---- penalties by themselves
 
 
 def test_repetition_penalty_is_that_of_transformers():
@@ -220,7 +220,7 @@ CASES = [
     ([[2, 3, 5]], [1], [9, 2, 3], [5]),
     ([[2, 3, 5]], [1], [2, 3, 9], []),
     ([[2, 3, 5]], [1], [2, 9, 3], []),
-    ([[2, 3, 5]], [2, 3], [], []),  # what the prompt says is no part of the word
+    ([[2, 3, 5]], [2, 3], [], []),  # what the prompt says is not part of the word
     ([[2, 3, 5]], [2], [3], []),
     ([[2, 2, 5]], [1], [2, 2, 2], [5]),
     ([[2, 5], [3, 2, 6], [7]], [1], [3, 2], [5, 6, 7]),

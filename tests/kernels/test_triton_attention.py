@@ -1,5 +1,5 @@
 """The Triton backend as far as it goes without a GPU: all kernels' tests in the interpreter, what they compile to for
-real GPUs, how the work is divided, and who may choose it.
+real GPUs, how the work is divided, and where it may be chosen.
 """
 
 import functools
@@ -207,7 +207,7 @@ def test_many_tiles_of_few_tokens_are_on_their_way():
     assert [(launch.tile, launch.num_stages) for launch in wanted] == [(256, 6), (256, 3)]
 
 
-# ---- who may choose it
+# ---- where it may be chosen
 
 
 def choose(name, device, dtype=torch.bfloat16, head_dim=128, block_size=None, kv_cache_dtype="auto"):
