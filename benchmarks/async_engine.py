@@ -1,4 +1,4 @@
-"""What does it cost to share an engine with an event loop? Does the loop still answer in time, how fast are streams?
+"""The cost of sharing an engine with an event loop: how late the loop answers, and how fast streams are.
 
     python -m benchmarks.async_engine                  # 200 streams of the bundled model
     python -m benchmarks.async_engine --json out.json

@@ -24,7 +24,7 @@ import torch
 from benchmarks.layer_shapes import ExpertShape, LatentShape
 
 FOLDER = Path(__file__).parent
-QWEN3_06B = FOLDER / "configs" / "qwen3-0.6b"  # config.json alone: its shape, to be filled with dummy weights
+QWEN3_06B = FOLDER / "configs" / "qwen3-0.6b"  # only config.json: the shape, to be filled with dummy weights
 MAX_TOKEN_ID = 10_000
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -149,7 +149,7 @@ class Workload:
         return sum(self.output_lens)
 
     def first(self, num_requests: int) -> "Workload":
-        """The first requests alone, under a name that says so."""
+        """Only the first requests, under a name that says so."""
         name = f"{self.name}, the first {num_requests}"
         return Workload(name, self.prompts[:num_requests], self.output_lens[:num_requests])
 
@@ -228,7 +228,7 @@ def peak_memory_bytes(device: str) -> int:
 
 
 def children_peak_bytes() -> int:
-    """Of this process's living descendants, as Linux counts them; some engines compute in a process of their own."""
+    """Peak memory of this process's living descendants, by Linux; some engines compute in a process of their own."""
     parents: dict[int, int] = {}
     peaks: dict[int, int] = {}
     for file in Path("/proc").glob("[0-9]*/status"):

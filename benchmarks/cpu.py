@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 WORKLOADS = ("W", "W2", "W3")
 SPEED = "output_tokens_per_second"
-QUIET_CORES = 0.15  # up to so much use of the machine by others, in cores, a run counts as undisturbed
+QUIET_CORES = 0.15  # in cores: a run counts as undisturbed while other processes use less
 
 
 @dataclass
@@ -80,7 +80,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--quiet-timeout", type=float, default=60.0, metavar="S",
                         help="wait so long at most for other work on the machine to end (default: 60)")  # fmt: skip
     parser.add_argument("--retries", type=int, default=2, metavar="N",
-                        help="repeat a run that others disturbed up to so many times (default: 2)")  # fmt: skip
+                        help="how often to repeat a run that others disturbed (default: 2)")  # fmt: skip
     pair = parser.add_argument_group("per engine; may be repeated")
     pair.add_argument("--python", type=parse_python, action="append", default=[], metavar="ENGINE=PATH",
                       help="its interpreter (default: this one)")  # fmt: skip
@@ -114,7 +114,7 @@ def split(text: str, separator: str, form: str) -> tuple[str, str]:
 
 
 def run_undisturbed(plan: Plan, engine: str, workload: str, repeat: int) -> dict[str, Any]:
-    """The first run that others left alone; after some tries in vain, the one they disturbed least."""
+    """The first undisturbed run; after too many tries, the least disturbed one."""
     tries: list[dict[str, Any]] = []
     while len(tries) <= plan.retries and (not tries or tries[-1]["cores_used_by_others"] > QUIET_CORES):
         tries.append(run_once(plan, engine, workload, repeat))

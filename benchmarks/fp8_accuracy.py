@@ -1,4 +1,4 @@
-"""What does an fp8 KV cache cost in accuracy? On the bundled model, which knows its answers by heart.
+"""The accuracy that an fp8 KV cache costs, on the bundled model, which knows its answers by heart.
 
     python -m benchmarks.fp8_accuracy [--backend triton] [--dtype bfloat16] [--json out.json]
 
@@ -79,7 +79,7 @@ def judge(llm: LLM, texts: list[list[int]], num_prompt_tokens: list[int], num_li
 
 
 def differences(exact: list[dict[int, float]], other: list[dict[int, float]]) -> list[float]:
-    """Of the tokens in `exact`; `other` has more of them at each position, so that hardly one is missing."""
+    """Log-probabilities in `other` less those in `exact`; `other` has more tokens, so that hardly one is missing."""
     return [
         other_position[token_id] - logprob
         for position, other_position in zip(exact, other, strict=True)

@@ -1,4 +1,4 @@
-"""All there is to know about this engine on a GPU, in one command: tests, then benchmarks, then profiles.
+"""Tests, benchmarks and profiles of this engine on a GPU, in one command.
 
     python -m benchmarks.gpu_suite
     python -m benchmarks.gpu_suite --only offline profile   # stages or single jobs, such as offline/graphs
@@ -133,7 +133,7 @@ def read_commit() -> str:
 
 
 def digest_of_engine() -> str:
-    """Of the engine's source files, because a commit does not tell what was changed after it."""
+    """A hash of the engine's source files: a commit does not tell what was changed after it."""
     files = sorted(path for path in (ROOT / "nanovllm").rglob("*") if path.suffix in (".py", ".c"))
     contents = b"".join(path.read_bytes() for path in files)
     return hashlib.sha256(contents).hexdigest()[:12]

@@ -25,7 +25,7 @@ Timer = Callable[[Callable[[], object]], float]  # seconds of one call
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a layer; Qwen3-0.6B's."""
+    """The shape of a layer: by default, of Qwen3-0.6B's."""
 
     hidden_size: int = 1024
     intermediate_size: int = 3072
@@ -141,7 +141,7 @@ def norm_rotary_store(shape: Shape, num_tokens: int, dtype: torch.dtype, device:
 
 @dataclass(frozen=True)
 class Ways:
-    """Of computing a product: alone, with its neighbours in launches of their own, and with them in one launch."""
+    """Ways to compute a product: by itself, its neighbours in launches of their own, and all in one launch."""
 
     alone: Callable[[], torch.Tensor]
     separate: Callable[[], torch.Tensor]

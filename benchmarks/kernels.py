@@ -1,4 +1,4 @@
-"""How fast is a layer on this GPU? Decode in bytes, prefill in operations, the rest in bytes per second.
+"""The speed of a layer's parts on this GPU: prefill in operations per second, all others in bytes per second.
 
     python -m benchmarks.kernels [--parts attention layers] [--output results.json] [--fp8] [--sweep]
 
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--intermediate-size", type=int, default=3072)
     parser.add_argument("--parts", nargs="+", choices=("attention", "layers"), default=["attention", "layers"])
-    parser.add_argument("--block-size", type=int, nargs="+", default=[16, 256], help="flash-attn 2 takes 256 alone")
+    parser.add_argument("--block-size", type=int, nargs="+", default=[16, 256], help="flash-attn 2 takes only 256")
     parser.add_argument("--batch", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--context", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""How many bytes of KV cache does a token take: with K and V of every head (MHA), shared (GQA, MQA), or a latent (MLA)?
+"""Bytes of KV cache for each token: K and V of every head (MHA), shared (GQA, MQA), or a latent (MLA).
 
     python -m benchmarks.kv_bytes                                        # the shapes of some published models
     python -m benchmarks.kv_bytes --model ../Qwen3-30B-A3B benchmarks/configs/qwen3-0.6b
@@ -86,7 +86,7 @@ PUBLISHED = [
 
 
 def shape_of_config(folder: Path) -> CacheShape:
-    """Of any config.json whose architecture this engine serves. ValueError for others."""
+    """The cache's shape for a config.json. ValueError for an architecture that this engine does not serve."""
     raw = read_config(folder)
     _, shape = find_architecture(raw)
     window, num_layers = shape.widest_window, shape.num_hidden_layers
@@ -97,7 +97,7 @@ def shape_of_config(folder: Path) -> CacheShape:
 
 
 def latent_shape(name: str, shape: Any, window: int | None) -> CacheShape:
-    """Of a `DeepseekConfig`, whose heads would have keys and values of different lengths."""
+    """The cache's shape for a `DeepseekConfig`: its heads would have keys and values of different lengths."""
     return CacheShape(
         name,
         shape.num_hidden_layers,

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Of mixtures of experts, as Qwen3-MoE, Mixtral and DeepSeek have them."""
+    """The shape of mixtures of experts, as Qwen3-MoE, Mixtral and DeepSeek have them."""
 
     num_layers: int
     """Layers that have experts; the others have one feed-forward network."""
@@ -38,7 +38,7 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Of DeepSeek's attention."""
+    """The shape of DeepSeek's attention."""
 
     rank: int
     rope_dim: int

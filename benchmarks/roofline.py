@@ -1,4 +1,4 @@
-"""How fast a machine could serve a workload at most: what the fraction in bench.py's report is a fraction of.
+"""The roofline: the highest speed at which a machine could serve a workload. bench.py reports the fraction reached.
 
     python -m benchmarks.roofline                # this machine's rates, and the rooflines of W, W2 and W3
     python -m benchmarks.roofline --dtype float32

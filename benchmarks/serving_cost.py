@@ -1,4 +1,4 @@
-"""What does the server cost? The same streams through HTTP and offline, and the processor time of a streamed token.
+"""The server's cost: the same streams through HTTP and offline, and the processor time of a streamed token.
 
     python -m benchmarks.serving_cost                      # 200 streams of the bundled model
     python -m benchmarks.serving_cost --streams 50 --output-len 100 --json out.json

@@ -1,4 +1,4 @@
-"""What does it cost to record a run? Steps of decodes with and without a recording, in turns.
+"""The cost of a recording: steps of decodes with and without one, in turns.
 
     python -m benchmarks.trace_overhead
     python -m benchmarks.trace_overhead --num-seqs 256 --rounds 40

@@ -1,4 +1,4 @@
-"""How long does the page take for a frame while a long recording is scrubbed? In headless Chromium.
+"""The page's time for a frame while a long recording is scrubbed, in headless Chromium.
 
     python -m benchmarks.trace_page
     python -m benchmarks.trace_page --steps 2000 --blocks 5000 --html long.html

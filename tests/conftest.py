@@ -93,11 +93,21 @@ def pytest_cmdline_main(config):
             options.numprocesses, options.dist = min(num_cores, 8), "worksteal"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Imports make a million objects that stay: Python's collector need not look for garbage among them meanwhile."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test with the mark `sparse`, all cases are slow but so many that each value of each parameter is met; with
-    `sparse(2)`, each pair of values of two parameters. One with the mark `examples` is run by the sweep as well. Those
-    with the mark `long` begin first: no process is left alone with one at the end.
+    """The default run takes a few cases of a test with the mark `sparse`: these meet each value of each parameter; with
+    `sparse(2)`, each pair of values of two parameters. A test with the mark `examples` is in the sweep as well. Those
+    with the mark `long` begin first: no process still runs one at the end while others are idle.
     """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
     grids = {}
@@ -121,9 +131,12 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
-    """What has been imported stays, so Python's collector need not look at its million objects again and again."""
+    """What has been imported stays, so Python's collector need not look at its million objects again and again.
+
+    After `freeze` few old objects are left, so Python would look through them all at every tenth occasion."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)
 
 
 def pytest_unconfigure():

@@ -103,7 +103,7 @@ class WriterCheck:
         self._tables = {seq: set(table_of(seq)) for seq in seqs}
 
     def check(self, writes, block_size):
-        """Who comes to a block in this very step may read what another writes there, but not write too."""
+        """A sequence that joins a block in this very step may read what another writes there, and may not write."""
         writer = {}
         for seq, start, stop in writes:
             for block_id in table_of(seq)[start // block_size : -(-stop // block_size)]:

@@ -17,6 +17,7 @@ def make_faster() -> None:
     look_dtypes_up()
     return_what_fits_already()
     decide_each_computation_type_once()
+    pair_what_fits_already()
     remember(tl.block_type, lambda element_ty, shape: (element_ty.name, *shape), {"element_ty": lambda ty, _: ty})
     of_tensor = {"handle": lambda handle, _: handle, "type": lambda _, ty: ty, "dtype": lambda _, ty: ty.scalar}
     remember(tl.tensor, lambda handle, ty: ty.name, of_tensor)
@@ -81,6 +82,27 @@ def decide_each_computation_type_once() -> None:
         return known[key]
 
     TritonSemantic.computation_type_impl = look_up
+
+
+def pair_what_fits_already() -> None:
+    """Numbers of one type need no promotion. Nor does a number beside a small constant, which is made once."""
+    check, constants = TritonSemantic.binary_op_type_checking_impl, {}
+    plain = {tl.int32.name, tl.int64.name, tl.float32.name}
+    integers = {tl.int32.name, tl.int64.name}
+
+    def pair(self, lhs, rhs, *args, **kwargs):
+        if isinstance(lhs, tl.tensor):
+            name = lhs.type.name
+            if isinstance(rhs, tl.tensor):
+                if name == rhs.type.name and lhs.dtype.name in plain:
+                    return lhs, rhs
+            elif type(rhs) is int and name in integers and -(1 << 31) <= rhs < 1 << 31:
+                if (rhs, name) not in constants:
+                    constants[rhs, name] = self.scalar_constant(rhs, lhs.dtype)
+                return lhs, constants[rhs, name]
+        return check(self, lhs, rhs, *args, **kwargs)
+
+    TritonSemantic.binary_op_type_checking_impl = pair
 
 
 def remember(cls: type, key_of: Callable, own: dict[str, Callable]) -> None:

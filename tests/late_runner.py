@@ -7,7 +7,7 @@ class LateRunner:
     """Takes the place of `engine.runner.run`: a step is computed when its tokens are awaited, and not before.
 
     So nobody can know a token earlier, and what a launched step was given must not change meanwhile. As on a device,
-    steps are computed in the order in which they were launched, also those whose tokens nobody will ever ask for.
+    steps are computed in the order in which they were launched, also those whose tokens are never read.
     """
 
     def __init__(self, engine):

@@ -104,6 +104,22 @@ def softmax(x):
     return [power / math.fsum(powers) for power in powers]
 
 
+def random_fields(seed, **more):
+    """Some of the fields, with random values, in any combination. `more`: fields with the values to choose among."""
+    generator = torch.Generator().manual_seed(seed)
+    fields = {
+        "temperature": [0, 1.0, 0.4, 1.7, 3.0],
+        "top_k": [0, -1, 0, 3, 12, 1],
+        "top_p": [1, 1, 0.9, 0.4],
+        "min_p": [0, 0, 0.02, 0.3],
+        "min_tokens": [0, 20],
+        "stop_token_ids": [None, [6, 10]],
+        "logprobs": [None, 0, 3],
+        **more,
+    }
+    return {name: values[int(torch.randint(len(values), (), generator=generator))] for name, values in fields.items()}
+
+
 # ---- checks
 
 
@@ -131,19 +147,51 @@ def assert_drawn_from(raw, rows, num_points=400):
         assert not shares[i][expected == 0].any(), seq.sampling_params
 
 
+def assert_a_row_is_drawn_the_same_whatever_its_neighbours_want(**more):
+    rows = [sequence(*HISTORY, seed=i, **random_fields(i, **more)) for i in range(30)]
+    raw = random_logits(len(rows))
+    together, _ = sample(raw, sampling_of(rows))
+    assert together.tolist() == [int(sample(raw[i : i + 1], sampling_of([seq]))[0]) for i, seq in enumerate(rows)]
+
+
+def assert_random_combinations(**more):
+    """100 rows in one batch, with histories of different lengths."""
+    rows = [
+        sequence(random_ids(1 + i % 9, i), random_ids(i % 13, 99 + i), **random_fields(i, **more)) for i in range(100)
+    ]
+    assert_drawn_from(random_logits(len(rows), scale=2.0), rows)
+
+
+def assert_logprobs_are_those_of_the_model(wanted, fields):
+    """Before all that `fields` change. `wanted`: the number of log-probabilities that each row asks for."""
+    rows = [sequence(*HISTORY, logprobs=k, **fields) for k in wanted]
+    raw = random_logits(len(rows))
+    token_ids, logprobs = sample(raw, sampling_of(rows))
+    expected = raw.double().log_softmax(dim=-1)
+    k = VOCAB_SIZE if -1 in wanted else max(one or 0 for one in wanted)
+    best, best_ids = expected.sort(dim=-1, descending=True)
+    assert logprobs.top.shape == (len(rows), k)
+    assert torch.equal(logprobs.top_ids, best_ids[:, :k])
+    torch.testing.assert_close(logprobs.top.double(), best[:, :k], rtol=0, atol=1e-5)
+    for i, token_id in enumerate(token_ids.tolist()):
+        assert abs(float(logprobs.chosen[i]) - float(expected[i, token_id])) < 1e-5
+        assert int(logprobs.ranks[i]) == best_ids[i].tolist().index(token_id) + 1
+
+
 def assert_frequencies_follow_the_distribution(kind, fields):
     """Chi-square with the engine's own uniform numbers, over 100 seeds and 100 positions; p below 0.001 fails."""
     raw = random_logits(1, seed=kind, scale=1.0)
     seq = sequence(*HISTORY, **fields)
-    draws = []
-    for seed in range(100):
-        for position in range(100):
-            draws.append(sequence(seed=1000 * kind + seed))
-            draws[-1].token_ids.length += position
-    batch = replace(sampling_of([seq] * len(draws)), uniforms=sampling_of(draws).uniforms)
-    token_ids, _ = sample(raw.expand(len(draws), -1), batch)
+    draws = [sequence(seed=1000 * kind + i) for i in range(100)]
+    uniforms = []
+    for _ in range(100):
+        uniforms.append(sampling_of(draws).uniforms)
+        for drawn in draws:
+            drawn.token_ids.length += 1
+    batch = replace(sampling_of([seq] * 10_000), uniforms=torch.cat(uniforms))
+    token_ids, _ = sample(raw.expand(10_000, -1), batch)
     counts = torch.bincount(token_ids, minlength=VOCAB_SIZE).double()
-    expected = torch.tensor(expected_probs(raw[0], seq), dtype=torch.float64) * len(draws)
+    expected = torch.tensor(expected_probs(raw[0], seq), dtype=torch.float64) * 10_000
     assert not counts[expected == 0].any()
     is_rare = expected < 10  # together they are one cell
     cells = [torch.cat([part[~is_rare], part[is_rare].sum()[None]]) for part in (counts, expected)]

@@ -1,7 +1,7 @@
 """Runs of a scheduler without a model, in which every step is checked: for tests of scheduling and of its extras.
 
 No model runs. Each sequence's next token is made up from all of its tokens, so what a request must produce follows from
-its prompt alone (`expected_output`), however it was chunked, shared, preempted, swapped or rolled back. `fake_kv_cache`
+only its prompt (`expected_output`), however it was chunked, shared, preempted, swapped or rolled back. `fake_kv_cache`
 plays the KV cache and the swap space, and counts are checked against naive ones over its slots. `Run.step` checks what
 holds in every step.
 """
@@ -40,7 +40,7 @@ def next_token(tokens, sample_index=0):
 
 
 def expected_output(seq, eos_token_ids, max_model_len, capacity):
-    """(tokens, finish_reason, stop_reason) of one sample, by generating it alone, one token at a time."""
+    """(tokens, finish_reason, stop_reason) of one sample, by generating it by itself, one token at a time."""
     params, tokens = seq.sampling_params, tokens_of(seq)[: seq.num_prompt_tokens]
     while True:
         token = next_token(tokens, seq.sample_index)
@@ -58,7 +58,7 @@ def expected_output(seq, eos_token_ids, max_model_len, capacity):
 
 
 def choose(beams, width):
-    """Who goes on, made up from the beams' tokens: for each of them, the tokens that follow it (maybe none)."""
+    """Which beams go on, made up from their tokens: for each of them, the tokens that follow it (maybe none)."""
     rng = random.Random(repr(beams))
     going_on = [[] for _ in beams]
     for token in rng.sample(range(VOCAB_SIZE), width):

@@ -107,7 +107,7 @@ def test_named_commands_exist_and_know_the_named_options(name, options, run_main
 
 
 def waste(contexts, block_size):
-    """Of sequences that hold so many tokens each, in one step or another."""
+    """Of sequences that hold these numbers of tokens, in one step or another."""
     reserved = sum(-(-context // block_size) * block_size for context in contexts)
     return 1 - sum(contexts) / reserved
 

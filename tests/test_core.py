@@ -16,7 +16,7 @@ MAX_LOADED_FILES = 48
 LOADED = """
 import json, sys
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-llm = LLM(TINY_QWEN3, attention_backend="torch", enforce_eager=True)
+llm = LLM(TINY_QWEN3, attention_backend="torch", enforce_eager=True, num_kv_blocks=8)
 llm.generate("What is a block table?", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
 modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "nanovllm"]
 print(json.dumps(sorted(module.__file__ for module in modules)))
@@ -64,10 +64,30 @@ REFUSED = {  # what is asked for -> the extra that the error names
     "nanovllm.EngineArgs": "extras/vllm",
 }
 
+REPLIES = """
+import json, sys
+import nanovllm
+from nanovllm import LLM, TINY_QWEN3, Config, SamplingParams
+llm = LLM(TINY_QWEN3, num_kv_blocks=8)
+replies = dict.fromkeys(sys.argv[1:], "taken")
+for asked in replies:
+    try:
+        eval(asked)
+    except (ImportError, TypeError, ValueError) as error:
+        replies[asked] = f"{type(error).__name__} {error}"
+print(json.dumps(replies))
+"""
+
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory):
     return copy_core(tmp_path_factory.mktemp("core"))
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """(files that a plain run loads, answers after that) of the whole package, in one process."""
+    return [json.loads(line) for line in run_in(ROOT, "-c", LOADED + ANSWERS).splitlines()[-2:]]
 
 
 def num_lines(files):
@@ -80,8 +100,8 @@ def test_the_core_stays_small():
     assert sum(lines.values()) <= MAX_LINES
 
 
-def test_a_plain_run_loads_little():
-    loaded = [PACKAGE / file for file in json.loads(run_in(ROOT, "-c", LOADED).splitlines()[-1])]
+def test_a_plain_run_loads_little(whole):
+    loaded = [PACKAGE / file for file in whole[0]]
     files = [file.relative_to(PACKAGE) for file in loaded]
     print("\n".join(f"{num_lines([file]):5d} {file}" for file in files))
     assert set(files) <= set(core_files()), "an extra that nobody asked for"
@@ -89,11 +109,11 @@ def test_a_plain_run_loads_little():
     assert num_lines(files) <= MAX_LOADED_LINES
 
 
-def test_answers_are_the_same_without_any_extra(core):
-    whole, alone = (json.loads(run_in(folder, "-c", ANSWERS).splitlines()[-1]) for folder in (ROOT, core))
-    assert alone == whole
-    assert whole["preemptions"] > 0, "the pool is too large to show anything"
-    assert len(whole["streamed"]) > 30
+def test_answers_are_the_same_without_any_extra(core, whole):
+    expected = whole[1]
+    assert json.loads(run_in(core, "-c", ANSWERS).splitlines()[-1]) == expected
+    assert expected["preemptions"] > 0, "the pool is too large to show anything"
+    assert len(expected["streamed"]) > 30
 
 
 def test_the_example_answers_without_any_extra(core):
@@ -105,19 +125,13 @@ def test_the_example_answers_without_any_extra(core):
     assert "nanovllm/kernels is not there" in table, "it says why PyTorch computes"
 
 
+@pytest.fixture(scope="module")
+def replies(core):
+    """{what is asked for: the error, or "taken"}, one after the other in one process."""
+    return json.loads(run_in(core, "-c", REPLIES, *REFUSED).splitlines()[-1])
+
+
 @pytest.mark.parametrize("asked", REFUSED)
-def test_what_an_extra_does_is_refused_by_its_name(core, asked):
-    program = f"""
-import nanovllm
-from nanovllm import LLM, TINY_QWEN3, Config, SamplingParams
-llm = LLM(TINY_QWEN3, num_kv_blocks=8) if "llm." in {asked!r} else None
-try:
-    {asked}
-except (ImportError, TypeError, ValueError) as error:
-    print(type(error).__name__, error)
-else:
-    print("taken")
-"""
-    printed = run_in(core, "-c", program).splitlines()[-1]
-    assert printed.startswith(("MissingExtra", "TypeError"))
-    assert f"nanovllm/{REFUSED[asked]}" in printed
+def test_what_an_extra_does_is_refused_by_its_name(replies, asked):
+    assert replies[asked].startswith(("MissingExtra", "TypeError"))
+    assert f"nanovllm/{REFUSED[asked]}" in replies[asked]

@@ -89,7 +89,7 @@ def test_no_events_at_all():
 
 
 def test_idle_is_what_a_step_takes_without_a_profiler_less_its_kernels():
-    """Two steps of 30 µs of kernels each; the profiler stretched a step to 80 µs, alone it takes 40."""
+    """Two steps of 30 µs of kernels each; the profiler stretched a step to 80 µs, without it a step takes 40."""
     events = [Event("decode_kernel", 0, 10), Event("nvjet_tst_64x8", 20, 20)]
     events += [Event(e.name, e.start + 80, e.duration) for e in events]
     row = describe(events, 2, 40.0)

@@ -26,7 +26,7 @@ KINDS = {  # architecture, variant, what kv_bytes calls its attention
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """config.json alone, of each kind"""
+    """A config.json of each kind, without weights"""
     root, made = tmp_path_factory.mktemp("shapes"), {}
     for kind, (name, variant, _) in KINDS.items():
         one = ARCHITECTURES[name]
@@ -74,7 +74,7 @@ def test_windows_bound_a_sequence_only_where_all_layers_have_one(folders):
 
 @pytest.mark.parametrize("shape", kv_bytes.PUBLISHED, ids=lambda shape: shape.name)
 def test_variants_are_counted_from_the_parts_of_a_layer(shape):
-    """MHA, GQA, MQA: K and V of so many heads; MLA: a latent and one rotated key. In bfloat16."""
+    """MHA, GQA, MQA: K and V of the K and V heads; MLA: a latent and one rotated key. In bfloat16."""
     rows = {row["attention"].partition(",")[0]: row for row in kv_bytes.rows_of(shape, 2)}
     mha = shape.num_layers * shape.num_heads * shape.head_values * 2
     assert rows["MHA"]["bytes_per_token"] == mha

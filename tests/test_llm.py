@@ -58,7 +58,7 @@ def save_tokenizer(folder):
 @pytest.fixture(scope="module")
 def checkpoint(checkpoints, tmp_path_factory):
     """(folder with a tokenizer, transformers model); no end-of-sequence token but the tokenizer's."""
-    folder, model = checkpoints.make()
+    folder, model = checkpoints.make(num_hidden_layers=1)
     copied = tmp_path_factory.mktemp("with-tokenizer") / "model"
     shutil.copytree(folder, copied)
     save_tokenizer(copied)
@@ -757,10 +757,10 @@ def test_bad_options(checkpoint, options, exception, says):
 # --- sizes of the cache --------------------------------------------------------------------------------------------
 
 
-def test_the_cache_is_sized_by_bytes(checkpoint):
+def test_the_cache_is_sized_by_bytes(tiny_checkpoint):
     """A block of 16 tokens: K and V of 2 layers, 2 kv heads of 32, float32."""
     bytes_per_block = 2 * 2 * 16 * 2 * 32 * 4
-    stats = make_llm(checkpoint[0], num_kv_blocks=None, kv_cache_memory_bytes=20 * bytes_per_block).get_stats()
+    stats = make_llm(tiny_checkpoint[0], num_kv_blocks=None, kv_cache_memory_bytes=20 * bytes_per_block).get_stats()
     assert stats.num_kv_blocks in (19, 20)  # the null block may be paid from the same purse
 
 

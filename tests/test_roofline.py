@@ -50,7 +50,7 @@ def brute_token_flops(shape, position):
 
 
 def brute_roofline(shape, prompts, output_lens, bytes_per_value, rates):
-    """(prefill seconds, decode seconds) by simulating which (position, token) keys exist and who needs them."""
+    """(prefill seconds, decode seconds) by simulating which (position, token) keys exist and where they are needed."""
     head_flops = 2 * shape.hidden_size * shape.vocab_size
     weights = shape.num_layers * sum(rows * columns for rows, columns in matrices(shape))
     weights += shape.hidden_size * shape.vocab_size
@@ -136,7 +136,7 @@ SPARSE = [("qwen3_moe", "every second layer"), ("qwen3_moe", "a dense layer"), (
 
 @pytest.mark.parametrize(("name", "variant"), [*SPARSE, ("llama", "MQA"), ("phi3", "plain"), ("gemma3", "plain")])
 def test_parameters_of_other_architectures_equal_the_models(tmp_path, name, variant):
-    """The matrices of transformers' model; of experts so many as a token goes through."""
+    """The matrices of transformers' model; of experts only as many as a token goes through."""
     one = ARCHITECTURES[name]
     fields = {**one.shape, **one.variants[variant]}
     config = one.config_class(**{key: value for key, value in fields.items() if key != "head_dim" or value})

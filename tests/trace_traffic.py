@@ -8,7 +8,7 @@ from tests.scheduling_traffic import RecordingStats, Run
 
 
 class Lines:
-    """A sink that keeps all; with `limit` it is full after so many lines, and begins anew."""
+    """A sink that keeps all; with `limit` it is full after that number of lines, and begins anew."""
 
     def __init__(self, limit=10**9):
         self.limit = limit

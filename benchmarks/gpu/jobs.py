@@ -35,7 +35,7 @@ class Job:
     command: list[str]
     """Arguments of Python."""
     limit_s: float
-    """It is stopped after so many seconds."""
+    """Its time limit, in seconds."""
     skip: str | None = None
     """Why it cannot run here."""
 
@@ -71,7 +71,7 @@ def test_jobs() -> list[Job]:
     record = ["-m", "benchmarks.gpu.tests", "--output", "{out}", "--"]
     # they wait for compilers more than for the card
     workers = ["-n", str(max(2, min(12, (os.cpu_count() or 1) * 3 // 4)))] if importlib.util.find_spec("xdist") else []
-    # these files run kernels in Triton's interpreter where there is no GPU, and so have tests that need none
+    # without a GPU, the tests of these files run kernels in Triton's interpreter, so they lack the mark `gpu`
     files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "IS_INTERPRETED" in file.read_text()]
     kernels = [*files, "-m", "not gpu"]
     return [

@@ -1,4 +1,4 @@
-"""What one user alone waits for: each token of a stream, and the first token behind a very long prompt.
+"""What a single user waits for: each token of a stream, and the first token behind a very long prompt.
 
     python -m benchmarks.gpu.latency --attention-backend triton
 
@@ -66,7 +66,7 @@ def measure(llm: LLM, args: argparse.Namespace, shape: ModelShape, num_bytes: in
 
 
 def serve(llm: LLM, input_len: int, output_len: int) -> Any:
-    """The metrics of one request alone, whose tokens are awaited one by one."""
+    """The metrics of a single request. Its tokens are awaited one by one."""
     prompt = [i % 1000 for i in range(input_len)]
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     *_, last = llm.stream([prompt], params)

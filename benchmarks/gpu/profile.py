@@ -92,7 +92,7 @@ def measure(llm: LLM, num_seqs: int, context_len: int) -> tuple[dict[str, Any], 
 
 
 def fill(llm: LLM, num_seqs: int, context_len: int, num_steps: int) -> None:
-    """Sequences that all decode from here on, for so many steps at least."""
+    """Sequences that all decode from here on, for at least `num_steps` steps."""
     num_prefill_steps = -(-num_seqs * (context_len + 1) // llm.engine.parts.max_num_batched_tokens)
     # those that are prefilled first decode beside the others' prefill; with overlap one step more is under way
     params = SamplingParams(temperature=0, max_tokens=num_steps + 2 * num_prefill_steps + 4, ignore_eos=True)

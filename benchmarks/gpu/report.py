@@ -1,4 +1,4 @@
-"""From the suite's JSON alone: the figures at fixed places, the Markdown table, and the pictures.
+"""Made from the suite's JSON only: the figures at fixed places, the Markdown table, and the pictures.
 
     python -m benchmarks.gpu.report benchmarks/results/nvidia-h200-2026-11-21.json --images docs/images
 

@@ -1,4 +1,4 @@
-"""Runs pytest and writes how it went as JSON, after every test: what a crash or a time limit leaves is told too.
+"""Runs pytest and writes the outcomes as JSON after every test, so that a crash or a time limit loses none.
 
     python -m benchmarks.gpu.tests --output tests.json -- -m gpu
 

@@ -1,4 +1,4 @@
-"""`load_format="dummy"`: random weights from a seed, for a model of which only config.json is there.
+"""`load_format="dummy"`: random weights from a seed, for a folder that holds only config.json.
 
 Speed does not depend on the values of weights, so benchmarks need no checkpoint. Called by `execution/weights.py`.
 """

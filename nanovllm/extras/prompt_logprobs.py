@@ -22,7 +22,7 @@ LOGITS_SLICE = 256  # rows of logits at a time: those of a long prompt would fil
 
 
 class PromptLogprobs:
-    """Of one prompt. `num_logprobs` likeliest tokens at each position, or -1 for the whole vocabulary.
+    """The tap of one prompt. `num_logprobs` likeliest tokens at each position, or -1 for the whole vocabulary.
 
     `gives_once`: only the first output has them, as deltas do; else each of them.
     """

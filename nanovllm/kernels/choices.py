@@ -1,4 +1,4 @@
-"""Which kernels run on this machine? The attention backend, with the reason.
+"""The choice of an attention backend for this machine, with the reason.
 
 Called once, by `engine/assembly.py`, unless the user asks for PyTorch's layers.
 """

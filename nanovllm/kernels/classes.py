@@ -1,4 +1,4 @@
-"""Which class is a layer of? Asked by name: the file of an architecture may be deleted, so no kernel imports one.
+"""The class of a layer, asked by name: an architecture's file may be deleted, so no kernel imports one.
 
 A twin takes the place of exactly the classes that it names: a class derived from one of them may compute otherwise.
 """

@@ -1,4 +1,4 @@
-"""Which decoder layers can one twin compute as a whole? Those of the form x + attention(norm(x)), x + mlp(norm(x)).
+"""Decoder layers that one twin can compute as a whole: those of the form x + attention(norm(x)), x + mlp(norm(x)).
 
 `DENSE_LAYERS` are the classes whose `forward` is just that; `dense_parts` names what such a layer is made of, by what
 it does rather than by its class, so that the twins in `cpu/` and `cuda/` know no architecture. In their attention, each

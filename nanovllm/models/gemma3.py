@@ -64,7 +64,7 @@ def read_gemma3_config(raw: dict[str, Any]) -> Gemma3Config:
 def read_ropes(raw: dict[str, Any], head_dim: int, max_len: int) -> tuple[Rope, Rope]:
     """Of layers that see all tokens, and of those with a window, which older files give by `rope_local_base_freq`.
 
-    A `rope_scaling` stretches the former alone.
+    A `rope_scaling` stretches only the former.
     """
     parameters = raw.get("rope_parameters") or {}
     if unknown := set(parameters) - {FULL, SLIDING}:

@@ -1,4 +1,4 @@
-"""DeepSeek's routing rules: experts come in groups, and a token chooses among those of its best groups alone.
+"""DeepSeek's routing rules: experts come in groups, and a token chooses only among those of its best groups.
 
 Groups lie on different machines when the model is trained, so few groups mean little traffic (DeepSeek-V2,
 https://arxiv.org/abs/2405.04434, and DeepSeek-V3, https://arxiv.org/abs/2412.19437). The two rules differ:

@@ -1,4 +1,4 @@
-"""Which network does a config.json describe? The architectures that this engine computes, and how a config is refused.
+"""The network that a config.json describes: the architectures that this engine computes, and how a config is refused.
 
 The module of an architecture is imported when a checkpoint asks for it: all but Qwen3's may be deleted.
 Called by `execution/checkpoint.py`; docs/adding_a_model.md shows how an architecture is added.

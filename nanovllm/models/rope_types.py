@@ -150,7 +150,7 @@ def yarn_frequencies(wavelengths: torch.Tensor, rope: ScaledRope, rotary_dim: in
 
 
 def pair_that_turns(num_turns: float, rope: ScaledRope, rotary_dim: int) -> float:
-    """The pair, a fraction of one included, that turns so many times within the original context."""
+    """The (fractional) index of the pair that turns `num_turns` times within the original context."""
     wavelength = rope.parameters["original_max_position_embeddings"] / (num_turns * 2 * math.pi)
     return rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 

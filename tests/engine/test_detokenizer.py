@@ -4,8 +4,8 @@ Oracles: the tokenizer's own decode of all tokens at once, over random token seq
 a naive search that decodes everything anew after each token. The tokenizers: the byte-level BPE of the bundled model, a
 SentencePiece-style one that spells in bytes what it has no piece for, and one with the metaspace decoder.
 
-Seen to fail when broken: the newest token decoded alone; a context of one token; half a character shown; what was held
-back forgotten at the end; a stop string searched in the newest text only; nothing held back, or too little; the cut one
+Seen to fail when broken: the newest token decoded by itself; a context of one token; half a character shown; what was
+held back forgotten; a stop string searched in the newest text only; nothing held back, or too little; the cut one
 character off; the stop string that begins first taken instead of the one that is complete first; `min_tokens` ignored.
 """
 
@@ -512,7 +512,7 @@ def test_a_text_that_is_looked_up_costs_no_decoding(name):
         for token_id in ids:
             detokenizer.append([token_id], False)
         assert detokenizer.text(False) == decode(tokenizer, ids)
-    assert len(decoded) <= 3, "the first text alone, whose space the decoder may drop"
+    assert len(decoded) <= 3, "only the first text, whose space the decoder may drop"
 
 
 # --- spaces between special tokens -----------------------------------------------------------------------------------

@@ -39,8 +39,8 @@ both_ways = pytest.mark.parametrize("overlap", WAYS.values(), ids=WAYS)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tiny_checkpoint):
-    return tiny_checkpoint
+def checkpoint(checkpoints):
+    return checkpoints.make(num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -879,7 +879,7 @@ def test_counts_of_a_run(tmp_path, checkpoint):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_in_use_are_what_the_sequences_need(tmp_path, checkpoint, seed):
-    """After each step, whatever arrives and is aborted: the blocks of its batch, less those of who has finished."""
+    """After each step, whatever arrives and is aborted: the blocks of its batch, without those of finished requests."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 4, 16])
     engine = engine_without_model(

@@ -21,7 +21,9 @@ PROMPTS = {"a": [5, 6, 7, 8], "b": [9, 10, 11], "c": [12] * 9}
 
 @pytest.fixture(scope="module")
 def folder(checkpoints, tmp_path_factory):
-    return copy_checkpoint(checkpoints.make()[0], tmp_path_factory.mktemp("lazy") / "model", TOKENIZER)
+    return copy_checkpoint(
+        checkpoints.make(num_hidden_layers=1)[0], tmp_path_factory.mktemp("lazy") / "model", TOKENIZER
+    )
 
 
 def make_engine(folder, num_kv_blocks=64):
@@ -74,7 +76,7 @@ def without_clock(output):
     ("num_kv_blocks", "fails_at", "fields"),
     [
         (64, None, {}),
-        (8, None, {}),  # so few that requests are preempted
+        (8, None, {}),  # too few for all requests: some are preempted
         (64, 5, {}),
         (64, None, {"n": 3, "stop_token_ids": LETTERS[:1]}),
         (64, None, {"stop": ["ab", "hag"], "logprobs": 1}),

@@ -14,7 +14,9 @@ LETTERS = TOKENIZER.convert_tokens_to_ids(list("abcdefgh"))
 
 @pytest.fixture(scope="module")
 def llm(checkpoints, tmp_path_factory):
-    folder = copy_checkpoint(checkpoints.make()[0], tmp_path_factory.mktemp("kinds") / "model", TOKENIZER)
+    folder = copy_checkpoint(
+        checkpoints.make(num_hidden_layers=1)[0], tmp_path_factory.mktemp("kinds") / "model", TOKENIZER
+    )
     return LLM(folder, dtype="float32", device="cpu", attention_backend="torch", num_kv_blocks=64, block_size=4)
 
 

@@ -89,7 +89,7 @@ class Oracle:
             return self.model(torch.tensor([token_ids])).logits[0]
 
     def _draw(self, generator, num_tokens, prefix=()):
-        """`prefix` and so many random tokens."""
+        """`prefix`, then `num_tokens` random tokens."""
         for _ in range(20):
             prompt = [*prefix, *torch.randint(300, (num_tokens,), generator=generator).tolist()]
             if self.learn(prompt):
@@ -206,7 +206,7 @@ def test_a_cache_full_of_garbage_changes_nothing(gqa):
 def test_preempted_sequences_lose_nothing(oracles, name, block_size, enable_prefix_caching):
     oracle = oracles(name)
     prompts = [prompt for prompt in oracle.pool if len(prompt) <= 33]
-    num_kv_blocks = -(-(33 + NUM_OUTPUT_TOKENS) // block_size) + 1  # little more than what the longest needs alone
+    num_kv_blocks = -(-(33 + NUM_OUTPUT_TOKENS) // block_size) + 1  # little more than the longest prompt needs
     llm = make_llm(
         oracle, block_size=block_size, num_kv_blocks=num_kv_blocks, enable_prefix_caching=enable_prefix_caching
     )

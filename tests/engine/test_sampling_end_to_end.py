@@ -25,7 +25,7 @@ BLOCK_SIZE = 4
 
 @pytest.fixture(scope="module")
 def model(checkpoints):
-    return checkpoints.make()[1]
+    return checkpoints.make(num_hidden_layers=1)[1]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,9 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def folder(checkpoints, tokenizer, tmp_path_factory):
-    return copy_checkpoint(checkpoints.make()[0], tmp_path_factory.mktemp("end-to-end") / "model", tokenizer)
+    return copy_checkpoint(
+        checkpoints.make(num_hidden_layers=1)[0], tmp_path_factory.mktemp("end-to-end") / "model", tokenizer
+    )
 
 
 def make_llm(folder, **options):

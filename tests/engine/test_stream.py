@@ -4,7 +4,7 @@ Oracles: `llm.generate` for what a stream adds up to; the same requests in an un
 leaves alone; counts of blocks. The model is random and draws from letters where text is wanted; its tokenizer is
 byte-level, so that a stream without such a mask is full of halves of characters.
 
-Seen to fail when broken: `finished` never, always or too early true; text or tokens of the newest step alone; an output
+Seen to fail when broken: `finished` never, always or too early true; only text or tokens of the newest step; an output
 that changes after it was given; a closed stream that goes on; blocks of an aborted request that are not freed, while it
 waits, in its prefill, or of one sample only; an abort that takes a neighbour along; text of a stop token that is shown,
 a stop string that is not cut, a reason that is mixed up.
@@ -27,7 +27,9 @@ EOS = TOKENIZER.eos_token_id
 
 @pytest.fixture(scope="module")
 def folder(checkpoints, tmp_path_factory):
-    return copy_checkpoint(checkpoints.make()[0], tmp_path_factory.mktemp("stream") / "model", TOKENIZER)
+    return copy_checkpoint(
+        checkpoints.make(num_hidden_layers=1)[0], tmp_path_factory.mktemp("stream") / "model", TOKENIZER
+    )
 
 
 def make_llm(folder, **options):
@@ -76,7 +78,7 @@ def tokens_of(logprobs):
 
 
 def assert_grows(outputs):
-    """One request's outputs are cumulative: each holds the one before, and the last one alone is finished."""
+    """One request's outputs are cumulative: each holds the one before, and only the last one is finished."""
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     assert len({output.request_id for output in outputs}) == 1
     for output in outputs:
@@ -462,7 +464,7 @@ def state_of(engine, request_id):
 
 
 def run(engine, requests, num_steps=None):
-    """Add the requests, step until all is done or so many times; {request id: its last output if it is finished}"""
+    """Add the requests, step until all is done or `num_steps` times; {request id: its last output if it is finished}"""
     for request_id, (prompt, one) in requests.items():
         engine.add_request(request_id, prompt, one)
     done = {}
@@ -483,7 +485,7 @@ def undisturbed(folder):
 
 
 def abort_after(engine, requests, num_steps):
-    """Abort "target" after so many steps, and let the others go on: (where it was, its output, theirs)."""
+    """Abort "target" after `num_steps` steps, and let the others go on: (where it was, its output, theirs)."""
     engine.reset_prefix_cache()
     done = run(engine, requests, num_steps)
     state = state_of(engine, "target")

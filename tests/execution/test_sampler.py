@@ -1,6 +1,6 @@
 """`sampler.sample`: from the logits of a step to tokens and log-probabilities, rows of all kinds in one batch.
 
-Oracles: `transformers`' logits processors for top-k, top-p and min-p, each alone, mask for mask and row by row; a loop
+Oracles: `transformers`' logits processors for top-k, top-p and min-p one by one, mask for mask and row by row; a loop
 in float64 over single rows (`sampling_rows.py`) for the order of all, compared with the shares of an even grid of
 uniform numbers that each token gets; the exact distribution, by chi-square, for draws with the engine's own uniform
 numbers; `log_softmax` in float64 for log-probabilities. `tests/extras/test_logits.py` has penalties, biases, and so on.
@@ -22,18 +22,20 @@ from nanovllm.execution.stages import apply_stages
 from tests.sampling_rows import (
     HISTORY,
     VOCAB_SIZE,
+    assert_a_row_is_drawn_the_same_whatever_its_neighbours_want,
     assert_drawn_from,
     assert_frequencies_follow_the_distribution,
+    assert_logprobs_are_those_of_the_model,
+    assert_random_combinations,
     drawn_shares,
     expected_probs,
-    random_ids,
     random_logits,
     sample,
     sequence,
 )
 from tests.steps import sampling_of
 
-# ---- each truncation, alone
+# ---- each truncation by itself
 
 
 def assert_equal_rows(ours, theirs):
@@ -155,35 +157,12 @@ def test_pairs_of_fields_come_in_vllms_order():
     assert_drawn_from(raw, rows)
 
 
-def random_fields(seed):
-    """Some of the fields, with random values, in any combination."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def pick(*values):
-        return values[int(torch.randint(len(values), (), generator=generator))]
-
-    return {
-        "temperature": pick(0, 1.0, 0.4, 1.7, 3.0),
-        "top_k": pick(0, -1, 0, 3, 12, 1),
-        "top_p": pick(1, 1, 0.9, 0.4),
-        "min_p": pick(0, 0, 0.02, 0.3),
-        "min_tokens": pick(0, 20),
-        "stop_token_ids": pick(None, [6, 10]),
-        "logprobs": pick(None, 0, 3),
-    }
-
-
 def test_random_combinations_in_one_batch():
-    rows = [sequence(random_ids(1 + i % 9, i), random_ids(i % 13, 99 + i), **random_fields(i)) for i in range(100)]
-    assert_drawn_from(random_logits(len(rows), scale=2.0), rows)
+    assert_random_combinations()
 
 
 def test_a_row_is_drawn_the_same_whatever_its_neighbours_want():
-    rows = [sequence(*HISTORY, seed=i, **random_fields(i)) for i in range(30)]
-    raw = random_logits(len(rows))
-    together, _ = sample(raw, sampling_of(rows))
-    alone = [int(sample(raw[i : i + 1], sampling_of([seq]))[0]) for i, seq in enumerate(rows)]
-    assert together.tolist() == alone
+    assert_a_row_is_drawn_the_same_whatever_its_neighbours_want()
 
 
 # float32 rounds these to 0, to 1 or to infinity, or no tensor holds them; all are legal
@@ -324,19 +303,7 @@ def test_a_greedy_batch_is_an_argmax_alone(monkeypatch):
 @pytest.mark.parametrize("wanted", [[0, 0], [3, None, 0], [2, -1], [VOCAB_SIZE]])
 def test_logprobs_are_those_of_the_model_itself(wanted):
     """Before temperature and masks, for rows that have both."""
-    fields = {"temperature": 0.3, "top_k": 9, "min_tokens": 20}
-    rows = [sequence(*HISTORY, logprobs=k, **fields) for k in wanted]
-    raw = random_logits(len(rows))
-    token_ids, logprobs = sample(raw, sampling_of(rows))
-    expected = raw.double().log_softmax(dim=-1)
-    k = VOCAB_SIZE if -1 in wanted else max(one or 0 for one in wanted)
-    best, best_ids = expected.sort(dim=-1, descending=True)
-    assert logprobs.top.shape == (len(rows), k)
-    assert torch.equal(logprobs.top_ids, best_ids[:, :k])
-    torch.testing.assert_close(logprobs.top.double(), best[:, :k], rtol=0, atol=1e-5)
-    for i, token_id in enumerate(token_ids.tolist()):
-        assert float(logprobs.chosen[i]) == pytest.approx(float(expected[i, token_id]), abs=1e-5)
-        assert int(logprobs.ranks[i]) == best_ids[i].tolist().index(token_id) + 1
+    assert_logprobs_are_those_of_the_model(wanted, {"temperature": 0.3, "top_k": 9, "min_tokens": 20})
 
 
 def test_ranks_count_from_one_over_the_whole_vocabulary():

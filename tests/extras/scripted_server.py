@@ -36,9 +36,9 @@ class ScriptedServer:
     has_usage: bool = True
     line_end: str = "\n"
     break_after: int | None = None
-    """Close the connection after so many chunks."""
+    """Close the connection after this number of chunks."""
     error_after: int | None = None
-    """Send an error after so many chunks."""
+    """Send an error after this number of chunks."""
     metrics: str = ""
     served: list = field(default_factory=list)
     peak: int = 0

@@ -1,4 +1,4 @@
-"""What requests change of the logits: each stage alone, all together in vLLM's order, and the tensors they become.
+"""What requests change of the logits: each stage by itself, all together in vLLM's order, and the tensors they become.
 
 Oracles: `transformers`' logits processor for repetition penalty, mask for mask and row by row; for the other stages and
 the order of all, the loop in float64 of `sampling_rows.py`; tables worked out by hand for masks and histories.
@@ -22,8 +22,11 @@ from tests.sampling_rows import (
     EOS,
     HISTORY,
     VOCAB_SIZE,
+    assert_a_row_is_drawn_the_same_whatever_its_neighbours_want,
     assert_drawn_from,
     assert_frequencies_follow_the_distribution,
+    assert_logprobs_are_those_of_the_model,
+    assert_random_combinations,
     random_ids,
     random_logits,
     sample,
@@ -31,7 +34,7 @@ from tests.sampling_rows import (
 )
 from tests.steps import sampling_of
 
-# ---- penalties, alone
+# ---- penalties by themselves
 
 
 def test_repetition_penalty_is_that_of_transformers():
@@ -67,16 +70,9 @@ ALONE = [
     {"frequency_penalty": -0.7},
     {"repetition_penalty": 1.8},
     {"repetition_penalty": 0.4},
-    {"temperature": 0.3},
-    {"temperature": 4.0},
-    {"top_k": 4},
-    {"top_p": 0.6},
-    {"min_p": 0.2},
     {"logit_bias": {5: 4.0, 1: -100, 17: -2.5}},
     {"allowed_token_ids": [2, 3, 5, 7, 11, 13, 30]},
     {"bad_words": ["x"]},
-    {"min_tokens": 7, "stop_token_ids": [4, 8]},
-    {"min_tokens": 6, "stop_token_ids": [4, 8]},
     {"logits_processors": [double]},
     {"logits_processors": [forbid_last, double]},
     {},
@@ -109,14 +105,6 @@ PAIRS = [
     {"repetition_penalty": 0.6, "presence_penalty": -1.9, "frequency_penalty": -0.4},
     {"presence_penalty": 2.0, "temperature": 0.4},
     {"frequency_penalty": 1.0, "temperature": 3.0},
-    {"temperature": 2.5, "min_p": 0.3},
-    {"temperature": 0.5, "min_p": 0.05},
-    {"temperature": 2.5, "top_p": 0.5},
-    {"min_p": 0.15, "top_p": 0.7},
-    {"min_p": 0.3, "top_p": 0.9},
-    {"top_k": 6, "top_p": 0.7},
-    {"top_k": 3, "top_p": 0.5},
-    {"top_k": 5, "min_p": 0.1},
     {"presence_penalty": 2.0, "top_k": 3},
     {"frequency_penalty": -2.0, "top_p": 0.5},
     {"repetition_penalty": 0.3, "min_p": 0.3},
@@ -130,42 +118,23 @@ def test_pairs_of_fields_come_in_vllms_order():
     assert_drawn_from(raw, rows)
 
 
-def random_fields(seed):
-    """Some of the fields, with random values, in any combination."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def pick(*values):
-        return values[int(torch.randint(len(values), (), generator=generator))]
-
-    return {
-        "presence_penalty": pick(0, 0, 1.3, -0.8),
-        "frequency_penalty": pick(0, 0, 0.6, -0.3),
-        "repetition_penalty": pick(1, 1, 1.4, 0.7),
-        "temperature": pick(0, 1.0, 0.4, 1.7, 3.0),
-        "top_k": pick(0, -1, 0, 3, 12, 1),
-        "top_p": pick(1, 1, 0.9, 0.4),
-        "min_p": pick(0, 0, 0.02, 0.3),
-        "logit_bias": pick(None, None, {3: 2.5, 30: -1.0}),
-        "allowed_token_ids": pick(None, None, list(range(3, 33))),
-        "bad_words": pick(None, ["x"]),
-        "logits_processors": pick(None, None, [double], [forbid_last]),
-        "min_tokens": pick(0, 20),
-        "stop_token_ids": pick(None, [6, 10]),
-        "logprobs": pick(None, 0, 3),
-    }
+FIELDS = {  # with the values to choose among, beside those of `random_fields`
+    "presence_penalty": [0, 0, 1.3, -0.8],
+    "frequency_penalty": [0, 0, 0.6, -0.3],
+    "repetition_penalty": [1, 1, 1.4, 0.7],
+    "logit_bias": [None, None, {3: 2.5, 30: -1.0}],
+    "allowed_token_ids": [None, None, list(range(3, 33))],
+    "bad_words": [None, ["x"]],
+    "logits_processors": [None, None, [double], [forbid_last]],
+}
 
 
 def test_random_combinations_in_one_batch():
-    rows = [sequence(random_ids(1 + i % 9, i), random_ids(i % 13, 99 + i), **random_fields(i)) for i in range(100)]
-    assert_drawn_from(random_logits(len(rows), scale=2.0), rows)
+    assert_random_combinations(**FIELDS)
 
 
 def test_a_row_is_drawn_the_same_whatever_its_neighbours_want():
-    rows = [sequence(*HISTORY, seed=i, **random_fields(i)) for i in range(30)]
-    raw = random_logits(len(rows))
-    together, _ = sample(raw, sampling_of(rows))
-    alone = [int(sample(raw[i : i + 1], sampling_of([seq]))[0]) for i, seq in enumerate(rows)]
-    assert together.tolist() == alone
+    assert_a_row_is_drawn_the_same_whatever_its_neighbours_want(**FIELDS)
 
 
 def test_processors_see_their_own_row_and_output():
@@ -191,18 +160,7 @@ def test_frequencies_follow_the_distribution():
 def test_logprobs_are_those_of_the_model_itself(wanted):
     """Before temperature, penalties, biases and masks, for rows that have all of these."""
     fields = {"temperature": 0.3, "presence_penalty": 2, "logit_bias": {1: 50.0}, "top_k": 9, "bad_words": ["x"]}
-    rows = [sequence(*HISTORY, logprobs=k, **fields) for k in wanted]
-    raw = random_logits(len(rows))
-    token_ids, logprobs = sample(raw, sampling_of(rows))
-    expected = raw.double().log_softmax(dim=-1)
-    k = VOCAB_SIZE if -1 in wanted else max(one or 0 for one in wanted)
-    best, best_ids = expected.sort(dim=-1, descending=True)
-    assert logprobs.top.shape == (len(rows), k)
-    assert torch.equal(logprobs.top_ids, best_ids[:, :k])
-    torch.testing.assert_close(logprobs.top.double(), best[:, :k], rtol=0, atol=1e-5)
-    for i, token_id in enumerate(token_ids.tolist()):
-        assert float(logprobs.chosen[i]) == pytest.approx(float(expected[i, token_id]), abs=1e-5)
-        assert int(logprobs.ranks[i]) == best_ids[i].tolist().index(token_id) + 1
+    assert_logprobs_are_those_of_the_model(wanted, fields)
 
 
 # ---- the tensors that stages become
@@ -262,7 +220,7 @@ CASES = [
     ([[2, 3, 5]], [1], [9, 2, 3], [5]),
     ([[2, 3, 5]], [1], [2, 3, 9], []),
     ([[2, 3, 5]], [1], [2, 9, 3], []),
-    ([[2, 3, 5]], [2, 3], [], []),  # what the prompt says is no part of the word
+    ([[2, 3, 5]], [2, 3], [], []),  # what the prompt says is not part of the word
     ([[2, 3, 5]], [2], [3], []),
     ([[2, 2, 5]], [1], [2, 2, 2], [5]),
     ([[2, 5], [3, 2, 6], [7]], [1], [3, 2], [5, 6, 7]),

@@ -118,7 +118,7 @@ def test_outputs_are_the_same(with_tokenizer, kind, options):
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 24, "block_size": 2}, {"max_num_batched_tokens": 7}])
 def test_beams_among_other_requests(checkpoints, options):
-    folder, _ = checkpoints.make()
+    folder, _ = checkpoints.make(num_hidden_layers=1)
     outputs = {}
     for overlap in (False, True):
         engine = LLMEngine(Config(folder, device="cpu", dtype="float32", enable_overlap=overlap, **options))
@@ -275,7 +275,7 @@ def test_the_id_of_a_request_that_is_aborted_is_free_again_after_the_step(tiny_c
 
 
 def test_waiting_is_decided_anew_for_each_step(tiny_checkpoint):
-    """As long as a request runs whose penalties need its newest token, each step is awaited; before and after, none."""
+    """While a request runs whose penalties need its newest token, each step is awaited; before and after, none."""
     engine = make_engine(tiny_checkpoint[0], True)
     late = engine.late
     engine.add_request("a", ids(5), greedy(12))

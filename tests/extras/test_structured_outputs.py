@@ -109,7 +109,7 @@ def test_outputs_fit_their_schemas(llm, schemas, seed, temperature):
     outputs = llm.generate([PROMPT] * len(schemas), params, use_tqdm=False)
     for i, (schema, output) in enumerate(zip(schemas, outputs, strict=True)):
         completion = output.outputs[0]
-        if i % 2 == 0:  # without white space all of these schemas have short texts alone
+        if i % 2 == 0:  # without white space, these schemas have only short texts
             assert completion.finish_reason == "stop", (schema, completion)
         if completion.finish_reason == "stop":
             jsonschema.validate(json.loads(completion.text), schema)

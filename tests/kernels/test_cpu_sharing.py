@@ -1,4 +1,4 @@
-"""Attention on CPU of sequences that begin with the same blocks: read once for all, and the same bits as alone."""
+"""Attention on CPU of sequences that begin with the same blocks: read once for all, with the same bits."""
 
 import dataclasses
 

@@ -1,7 +1,7 @@
 """AMX's tiles in `cpu.c`: the emulation against Intel's definition, the processor against the emulation, all sizes.
 
 Products reach the tiles through `linear` and `attend`, as in the engine. Where the processor has no AMX, or Linux does
-not allow it, the emulation alone is tested.
+not allow it, only the emulation is tested.
 """
 
 import math

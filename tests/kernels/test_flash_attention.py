@@ -53,7 +53,7 @@ def stand_in_attend(q, k, v, softmax_scale, causal, window_size, softcap):
     """q: [n, num_heads, head_dim]; the causal mask is aligned to the bottom right corner."""
     n, num_heads, head_dim = q.shape
     group = num_heads // k.shape[1]
-    before = window_size[0]  # a token sees so many before itself; what no row sees is not read
+    before = window_size[0]  # this many tokens before itself; what no row sees is not read
     first = max(0, len(k) - n - before) if before >= 0 else 0
     k, v = (t[first:] for t in (k, v))
     k, v = (t.double().repeat_interleave(group, dim=1) for t in (k, v))  # [seq_len, num_heads, head_dim]
@@ -241,14 +241,14 @@ DECODES, CHUNKS = "flash_attn_with_kvcache", "flash_attn_varlen_func"
 
 @pytest.fixture
 def flash_attn(monkeypatch):
-    """Version 2 alone."""
+    """Only version 2."""
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     return install(monkeypatch, "flash_attn", {DECODES: flash_attn_with_kvcache, CHUNKS: flash_attn_varlen_func})
 
 
 @pytest.fixture
 def flash_attn_3(monkeypatch):
-    """Version 3 alone, on Hopper."""
+    """Only version 3, on Hopper."""
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     set_capability(monkeypatch, (9, 0))
     return install(monkeypatch, "flash_attn_interface", {DECODES: flash_attn_3_with_kvcache})

@@ -545,7 +545,7 @@ def test_benchmark_checks_and_measures(monkeypatch):
     products = list(kernel_layers.measure_products(*args, bandwidth=1e9, num_tokens=[2, 17]))
     assert [row["product"] for row in products[::2]] == ["qkv", "o + residual", "gate_up", "down + residual"]
     assert products[0]["TFLOP/s"] == round(2 * 2 * 64 * 128 / 1e-6 / 1e12, 1)
-    # 17 tokens are too many for the fused products, and 96 inputs are no whole tiles
+    # 17 tokens are too many for the fused products, and 96 inputs are not a multiple of a tile
     assert [row["fused us"] for row in products] == [1.0, "-", 1.0, "-", 1.0, "-", "-", "-"]
     assert [row["separate us"] for row in products] == [1.0, "-", 1.0, "-", 1.0, "-", "-", "-"]
 

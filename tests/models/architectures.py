@@ -35,7 +35,7 @@ def rope(rope_type, theta=10000.0, **parameters):
     if not IS_4:
         return {"rope_parameters": {"rope_theta": theta, "rope_type": rope_type, **parameters}}
     share = {key: parameters.pop(key) for key in ("partial_rotary_factor",) if key in parameters}
-    type_key = "type" if rope_type == "longrope" else "rope_type"  # Phi-3's config knows the older name alone
+    type_key = "type" if rope_type == "longrope" else "rope_type"  # Phi-3's config knows only the older name
     scaling = None if rope_type == "default" else {type_key: rope_type, **parameters}
     return {"rope_theta": theta, "rope_scaling": scaling, **share}
 
@@ -77,7 +77,7 @@ NO_FIELDS = ("seed", "lens", "max_model_len")
 class Architecture:
     """`variants`: overrides of `shape` by name; the first ones are run by default, as many as `num_default`.
 
-    Three of their keys are no fields of the config: `seed` of the weights, `lens` of the prompts, `max_model_len`.
+    Three of their keys are not fields of the config: `seed` of the weights, `lens` of the prompts, `max_model_len`.
     """
 
     config_class: type

@@ -44,7 +44,7 @@ DEFAULT_ENGINES = ["small budget, small blocks", "cpu"]
 
 
 def cases():
-    """(architecture, variant, engine), of which the sweep alone takes most."""
+    """(architecture, variant, engine), most of which only the sweep takes."""
     for name, architecture in ARCHITECTURES.items():
         for (i, variant), engine in itertools.product(enumerate(architecture.variants), ENGINES):
             is_default = i < architecture.num_default and engine in DEFAULT_ENGINES
@@ -112,7 +112,7 @@ def test_logits_are_those_of_transformers(checkpoints, name, variant, backend):
 
 @pytest.mark.parametrize(("name", "variant"), list(variants()))
 def test_bfloat16_on_cpu_is_close_to_float32(checkpoints, name, variant):
-    """Also not much farther away than `transformers` is in bfloat16: that is what rounding alone does."""
+    """Also not much farther away than `transformers` is in bfloat16: that is the effect of rounding."""
     options = {"dtype": "bfloat16", "attention_backend": "cpu", "max_num_batched_tokens": 25, "block_size": 16}
     logits = logits_of(make_llm(checkpoints, name, variant, **options), checkpoints.prompts(name, variant)[-1])
     exact = checkpoints.logits(name, variant)

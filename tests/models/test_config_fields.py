@@ -1,6 +1,6 @@
 """Each field of config.json, set to another value, gives what `transformers` makes of it, or is refused.
 
-So no field is overlooked that changes the result: a list of fields to read would have the gaps of who wrote it.
+So no field is overlooked that changes the result: a list of fields to read would have its author's gaps.
 """
 
 import dataclasses

@@ -114,7 +114,7 @@ def test_fp8_cache_is_close():
     assert 0 < error < 0.1
 
 
-# ---- who serves it
+# ---- which backends serve it
 
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Who gets how many tokens: budgets, policies, preemption, forks, ends, failed steps, and a step's statistics.
+"""How many tokens a sequence gets: budgets, policies, preemption, forks, ends, failed steps, and a step's statistics.
 
 `tests/scheduling_traffic.py` has the runs, and what is checked in every step; `tests/extras/test_scheduling.py` tests
 the same with overlap, swap and beams.
@@ -173,7 +173,7 @@ def test_sjf_starves_nobody():
         run.step()
         num_overtaking += short.finish_reason is not None and not long.num_computed_tokens
         assert run.num_steps < 100
-    # it stops being overtaken when arrivals alone outweigh its length
+    # it stops being overtaken when only arrivals outweigh its length
     assert num_overtaking <= num_tokens / SJF_TOKENS_PER_ARRIVAL + 1
 
 
@@ -183,7 +183,7 @@ def test_budget_and_admission_follow_the_policy():
     run.add([2] * 8, priority=1)
     assert chunk_lens(run.step()) == {"seq-1": 8, "seq-0": 2}
     run.add([3] * 8, priority=0)
-    assert chunk_lens(run.step()) == {"seq-1": 1, "seq-0": 6, "seq-2": 3}, "who runs goes on before others come"
+    assert chunk_lens(run.step()) == {"seq-1": 1, "seq-0": 6, "seq-2": 3}, "running sequences come before waiting ones"
     assert chunk_lens(run.step()) == {"seq-2": 5, "seq-1": 1, "seq-0": 1}, "in order from then on"
 
 

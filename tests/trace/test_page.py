@@ -1,4 +1,4 @@
-"""The page in Chromium: its replay is the engine's state, blocks are where and whose they are, keys and links work, and
+"""The page in Chromium: its replay is the engine's state, each block has its place and owner, keys and links work, and
 nothing is loaded or complained about.
 """
 

@@ -14,7 +14,7 @@ from tests.trace_traffic import Lines, RecordedRun, random_run, state_of_replay
 
 
 def check_segments(segments, states):
-    """Each segment alone gives the states of all of its steps."""
+    """Each segment by itself gives the states of all of its steps."""
     num_compared = 0
     for segment in segments:
         replay = Replay(segment[0])

@@ -35,7 +35,7 @@ class BeamSearchParams:
         check_number("length_penalty", self.length_penalty, -100, 100)
 
     def checked(self, parts: "Parts") -> "BeamSearchParams":
-        """ValueError if this engine cannot serve so many beams."""
+        """ValueError if this engine cannot serve `beam_width` beams."""
         # each step ranks this many continuations of a beam, so the vocabulary must have as many tokens
         candidates_per_beam = max(2, 1 + len(parts.eos_token_ids))
         most = min(parts.config.max_num_seqs, parts.model_config.vocab_size // candidates_per_beam)

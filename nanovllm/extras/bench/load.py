@@ -25,7 +25,7 @@ class Exchange:
     """When each piece of the body arrived, and its bytes."""
     ended: float = 0.0
     status: int | None = None
-    """Of HTTP; None if there was no answer."""
+    """HTTP's status; None without an answer."""
     error: str | None = None
 
 

@@ -16,7 +16,7 @@ from nanovllm.extras.event_stream import DONE, EventReader
 
 @dataclass
 class Result:
-    """Of one request; times in seconds."""
+    """What came of one request; times in seconds."""
 
     sent: float
     lag: float = 0.0

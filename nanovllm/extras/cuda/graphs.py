@@ -156,7 +156,7 @@ class CudaGraphs:
         self._graphs[size] = Recorded(*self._recorder.record(decode))
 
     def can_replay(self, batch: Batch, newest_ids: torch.Tensor) -> bool:
-        """Whether the batch is decodes alone, all of which get a token, and no more than the largest graph takes."""
+        """Whether the batch holds only decodes, all get a token, and the largest graph is large enough."""
         num_seqs = len(batch.metadata.seq_lens)
         return (
             batch.metadata.num_decodes == num_seqs <= self._sizes[-1]
@@ -329,7 +329,7 @@ def measure_graph_bytes(
 ) -> int:
     """Device memory that all graphs will take: that of the largest, and for each of the others that of the smallest.
 
-    A cache without blocks is enough for this: padding needs the null block alone.
+    A cache without blocks is enough for this: padding needs only the null block.
     """
     sizes = graph_sizes(max_batch_size)
     with torch.cuda.device_of(kv_cache):

@@ -1,4 +1,4 @@
-"""How does a step's input reach the device? In one copy, which the host does not wait for.
+"""A step's input reaches the device in one copy, which the host does not wait for.
 
 A copy from pageable memory makes the host wait for the device, and each copy is a launch of its own. So the tensors of
 a step are packed end to end into pinned host memory, which the device reads by itself; on the device they are views of

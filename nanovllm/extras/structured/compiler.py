@@ -1,4 +1,4 @@
-"""How does a schema, expression or grammar become a `Grammar`? By llguidance (https://github.com/guidance-ai/llguidance).
+"""A schema, expression or grammar becomes a `Grammar`, by llguidance (https://github.com/guidance-ai/llguidance).
 
 llguidance is a parser over bytes and a trie of the tokenizer's tokens: it finds the tokens that may come next without
 a table for each state of the grammar, so a compilation takes about a millisecond (`docs/structured_outputs.md` has

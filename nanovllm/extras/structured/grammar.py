@@ -1,4 +1,4 @@
-"""Structured output: which tokens may come next, so that the output fits what its request demands?
+"""Structured output: which tokens may come next, so that the output fits what its request demands.
 
 Each sequence has a `Grammar`, which reads the output so far. Its mask has one bit for each token of the vocabulary: set
 where the output with this token can still become a text of the grammar. End tokens are allowed exactly where the text

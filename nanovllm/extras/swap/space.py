@@ -1,4 +1,4 @@
-"""The swap space: K and V of preempted sequences in host memory. Which host block is used, and which copies are due?
+"""The swap space: which host blocks hold the K and V of preempted sequences, and which copies are due.
 
 To copy K and V out and back can be cheaper than to compute them anew. The `Scheduler` decides which sequence is
 preempted; `SwappingKVCache` does the copies before the step's forward pass.

@@ -7,12 +7,12 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one answer; times in seconds, seen from the terminal."""
+    """The cost of one answer; times in seconds, seen from the terminal."""
 
     prompt_tokens: int
-    """Of the whole conversation, as the model reads it."""
+    """Tokens of the whole conversation, as the model reads it."""
     cached_tokens: int
-    """Of these, how many were found in the prefix cache."""
+    """Those of `prompt_tokens` that were found in the prefix cache."""
     output_tokens: int
     ttft_s: float
     """From the question to the first token."""

@@ -95,7 +95,7 @@ class Histogram(Metric):
 
 
 def request_metrics(observed: Observations) -> list[Metric]:
-    """Of the requests that have ended."""
+    """Metrics of the requests that have ended."""
     ended = observed.num_ended.items()
     counters = [Counter("nanovllm:request_success", {"finished_reason": reason}, count) for reason, count in ended]
     return [*counters, *(make_histogram(name, observed, source) for name, (source, _) in HISTOGRAMS.items())]

@@ -1,4 +1,4 @@
-"""What becomes of an option that vLLM has? It is taken, renamed, dropped at its neutral value, or refused by name.
+"""vLLM's options: each is taken, renamed, dropped at its neutral value, or refused by name.
 
 The options are in `tables.py`. `translate_options` of `checks.py` asks for a translation when the core meets a
 name or a value that it does not know.

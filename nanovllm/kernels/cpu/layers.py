@@ -46,7 +46,7 @@ class HugePages:
 
 
 def packed_shape(weight: torch.Tensor) -> tuple[int, ...]:
-    """Of a weight [out, in]: panels of 16 outputs, [ceil(out / 16), in / per_word, 16, per_word]"""
+    """weight: [out, in] -> its shape as panels of 16 outputs, [ceil(out / 16), in / per_word, 16, per_word]"""
     per_word = 4 // weight.itemsize  # elements in 32 bits
     return (-(-weight.shape[0] // LANES), weight.shape[1] // per_word, LANES, per_word)
 

@@ -9,7 +9,7 @@ time again: to start, to fetch a few kilobytes, and to wait until the last progr
     add_linear       out += x @ weight.T
 
 Each program takes a few outputs, reads their rows of the weight once, from end to end, several tiles ahead, and
-multiplies with all tokens at a time. The tokens are so few that every program normalises all of them for itself. The
+multiplies with all tokens at a time. There are few tokens, so every program normalises all of them for itself. The
 tensor cores take 16 rows: fewer tokens are padded with zeros. Called by `decoder_layer.py`.
 """
 
@@ -97,7 +97,7 @@ def few_tokens_kernel(
 
 
 def takes(num_inputs: int) -> bool:
-    """Whether there is a tile for products of so many inputs."""
+    """Whether there is a tile for products of `num_inputs` inputs."""
     return num_inputs % TILES[-1] == 0
 
 

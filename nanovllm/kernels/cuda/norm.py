@@ -225,5 +225,5 @@ def norm_rotary_store(
 
 
 def warps_for(num_bytes: int) -> int:
-    """As many as load so many bytes at once, 16 in each of a warp's 32 threads; 16 warps at most."""
+    """As many warps as load `num_bytes` at once, 16 in each of a warp's 32 threads; 16 warps at most."""
     return max(1, min(16, num_bytes // 512))

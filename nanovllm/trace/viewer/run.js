@@ -14,7 +14,7 @@ export class Run {
     this.texts = {};
     this.frames = []; // {step, events, time, sizes…}; frames[i].step is frames[0].step + i
     this.requests = new Map(); // request -> what it did
-    this.highlights = []; // {frame, event}: what a reader may want to jump to; evictions, that are no event, take all of a step together
+    this.highlights = []; // {frame, event}: where a reader may jump to; a step's evictions are one entry
     this.times = new Map(); // step -> microseconds of each of its parts
     this.replay = new Replay(header);
     this.keyframes = [{ frame: -1, state: this.replay.clone() }];

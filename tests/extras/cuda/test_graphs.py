@@ -271,7 +271,7 @@ def test_what_is_no_plain_decode_is_not_replayed(monkeypatch, tiny_checkpoint):
     assert not graphs.can_replay(batch, torch.zeros(4, dtype=torch.int64)), "tokens that have no place"
 
 
-# ---- who gets them
+# ---- which batches are replayed
 
 
 def test_they_are_refused_where_they_cannot_be(tiny_checkpoint):

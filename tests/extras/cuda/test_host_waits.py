@@ -1,7 +1,7 @@
 """On CUDA, the host waits for nothing between a step's launch and its tokens, and no tensor is on the wrong device.
 
-Shown without a GPU on PyTorch's `meta` device, whose tensors have shapes and no data: whoever asks for a number, or for
-a shape that depends on one, gets an error, and so does an operation over two devices. Where CUDA would be more lenient
+Shown without a GPU on PyTorch's `meta` device, whose tensors have shapes and no data: code that reads a number, or a
+shape that depends on one, gets an error, and so does an operation over two devices. Where CUDA would be more lenient
 and copy what lies on the host, `DeviceCheck` is not. Kernels of libraries and Triton's are stand-ins that check their
 arguments. The batches are those of real traffic on CPU.
 """
