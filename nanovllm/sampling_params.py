@@ -221,7 +221,7 @@ FIELD_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
     "repetition_penalty": partial(check_number, low=0, open_low=True),
     "temperature": partial(check_number, low=0),
     "top_p": partial(check_number, low=0, high=1, open_low=True),
-    "top_k": partial(check_int, minimum=-1),
+    "top_k": partial(check_int, minimum=-1, maximum=2**31 - 1),
     "min_p": partial(check_number, low=0, high=1),
     "seed": partial(check_int, minimum=0, optional=True, maximum=2**64 - 1),
     "stop": check_stop,

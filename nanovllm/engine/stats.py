@@ -139,6 +139,7 @@ def make_stats(counters: Counters, decided: SchedulingStats, scheduler: Schedule
         num_window_blocks=decided.num_window_blocks,
         kv_tokens_stored=decided.kv_tokens_stored,
         kv_slots_reserved=decided.kv_slots_reserved,
+        num_failed_observers=decided.num_failed_observers,
         budget_used=counters.scheduled_tokens / max(1, counters.steps * scheduler.max_num_batched_tokens),
         **{one.name: getattr(counters, one.name) for one in fields(counters)},
     )

@@ -119,6 +119,8 @@ def apply_top_p(logits: torch.Tensor, top_p: torch.Tensor, max_top_k: int) -> to
     Tokens as likely as the least likely of these stay too, whatever order they were sorted in.
     """
     rows = (top_p < 1).nonzero()[:, 0]  # rows with top_p 1 keep every token, and are not sorted
+    if not len(rows):
+        return logits
     logits = logits.clone()
     part = logits[rows]  # [num_rows, vocab_size]
     num_sorted = most_tokens_left(part) if max_top_k else part.shape[1]
