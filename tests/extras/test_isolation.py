@@ -180,14 +180,15 @@ def test_all_samples_of_a_request_end_with_it(tiny_checkpoint, answer, overlap):
     assert [one.token_ids for one in outputs["good"].outputs] == [one.token_ids for one in expected.outputs]
 
 
+@pytest.mark.parametrize("failing", [(4,), (4, 5)], ids=["once", "again"])
 @both_ways
-def test_if_the_forward_pass_fails_nobody_is_at_fault(tiny_checkpoint, answer, overlap):
-    """Then the step raises, its requests wait, and go on."""
+def test_if_the_forward_pass_fails_nobody_is_at_fault(tiny_checkpoint, answer, overlap, failing):
+    """Then the step raises, its requests wait, and go on; it may fail again when the engine looks for who it was."""
     engine = make_engine(tiny_checkpoint[0], overlap)
     model, calls = engine.runner.model, iter(range(1000))
 
     def broken(*inputs):
-        if next(calls) in (4, 5):  # in the step, and when the engine looks for who is at fault
+        if next(calls) in failing:
             raise Failing
         return model(*inputs)
 
