@@ -1,11 +1,11 @@
 """`IsolatingEngine`: a request that makes its step fail ends by itself, and its neighbours do not notice.
 
-What a request asks for is done in the steps of all: its logits processors, biases, penalties, grammar, log-probabilities,
-the text of its tokens. If one of these raises, the plain engine rolls the step back and raises. A server cannot do so:
-one client could fail everybody's requests, again and again. This engine looks for the request that is at fault:
+What a request asks for is done in the steps of all: its logits processors, biases, penalties, grammar, text. If one of
+these raises, the plain engine rolls the step back and raises. A server cannot do so: one client could fail everybody's
+requests, again and again. This engine looks for the request that is at fault:
 
     step of A, B, C      raises
-    forward pass         without anything that requests ask for. If it raises, no request is at fault, and the step fails.
+    forward pass         without anything that requests ask for. If it raises, no request is at fault: the step fails.
                          Else the hidden states of A, B and C are known, and their K and V are in the cache
     a draw for each      A and C draw, B raises: B is at fault
     step of A, B, C      once more, and B asks for nothing. A and C get their tokens, B ends with its error

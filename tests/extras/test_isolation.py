@@ -1,7 +1,7 @@
 """`IsolatingEngine`: whatever one request raises in a step, the others get the tokens that they would get without it.
 
-Oracles: `transformers` greedy `generate` for tokens; for K and V that are kept, the number of tokens that the engine has
-computed, which counts what is computed twice.
+Oracles: `transformers` greedy `generate` for tokens; for K and V that are kept, the number of tokens that the engine
+has computed, which counts what is computed twice.
 """
 
 import dataclasses
@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from nanovllm import Config, SamplingParams
+from nanovllm.engine.request import Request
 from nanovllm.extras.embedding.params import PoolingParams
 from nanovllm.extras.embedding.pooling import Pooling
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.extras.logits import LogitBias
 from nanovllm.extras.prompt_logprobs import PromptLogprobs
-from nanovllm.engine.request import Request
 from tests.conftest import hf_greedy
 
 both_ways = pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlap"])

@@ -47,9 +47,8 @@ def expected(tiny_checkpoint):
 
 
 async def tokens_of(stream):
-    async for output in stream:
-        pass
-    return output.outputs[0].token_ids
+    outputs = [output async for output in stream]
+    return outputs[-1].outputs[0].token_ids
 
 
 def post(url, body, timeout=60):
