@@ -150,9 +150,9 @@ class EngineThread:
             self._recover(error)
         else:
             self._hand_over(outputs)
-            for request_id, error in self.engine.take_failures().items():
+            for request_id, failure in self.engine.take_failures().items():
                 self._unfinished.pop(request_id, None)
-                self._on_failure([request_id], error)
+                self._on_failure([request_id], failure)
         self._num_left = len(self.engine.scheduler.waiting)
 
     def _recover(self, error: Exception) -> None:
