@@ -2,7 +2,7 @@
 
 Decides what a user may set and which values are legal. What is found out later (the number of KV blocks that fit, the
 end-of-sequence ids) is a constructor argument of the class that needs it. Made by `LLM`, or by a user of `LLMEngine`;
-read by `assembly.py` and `startup.py`.
+read by `assembly.py`.
 """
 
 from collections.abc import Callable, Mapping

@@ -48,7 +48,7 @@ class LLM:
         else:
             with extra("trace", "LLM(…, trace=…)"):
                 from nanovllm.trace.recorder import start_engine
-            self._engine = start_engine(config, trace, self._on_shutdown)
+            self._engine = start_engine(config, trace, self._on_shutdown, LLMEngine)
         self._request_ids = count()
         # by request: the outputs that its call has not taken yet; all requests of a call share one inbox
         self._inboxes: dict[str, dict[str, Any]] = {}

@@ -215,6 +215,8 @@ class EngineStats:
     decode_step_tokens: int
     """Tokens computed in steps without a prefill chunk; `decode_step_time_s` is how long these steps took."""
     decode_step_time_s: float
+    num_failed_observers: int
+    """Observers that have failed, and see nothing any more: a recording whose disk is full."""
 
     @property
     def waste(self) -> float:

@@ -32,7 +32,7 @@ from nanovllm.layers.backends import AttentionBackend, TorchAttention, pytorch_l
 from nanovllm.models.config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.observer import Observer
+from nanovllm.scheduling.observer import Observer, SchedulingStats
 from nanovllm.scheduling.preemption import Recompute
 from nanovllm.scheduling.queues import POLICIES
 from nanovllm.scheduling.scheduler import Scheduler
@@ -280,6 +280,13 @@ def make_scheduler(
         from nanovllm.extras.overlap import Ahead, OverlappedScheduler
     scheduler = OverlappedScheduler(*arguments)
     return scheduler, Ahead(launch, scheduler)
+
+
+def watched_by(observer: Observer) -> SchedulingStats:
+    """The engine's statistics, which tell `observer` what they see."""
+    with extra("extras/watching.py", "an observer"):
+        from nanovllm.extras.watching import Watching
+    return Watching(observer)
 
 
 def make_block_manager(parts: Parts, observer: Observer) -> BlockManager:

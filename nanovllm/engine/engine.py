@@ -12,14 +12,14 @@ import time
 from typing import Any, NamedTuple
 
 from nanovllm.config import Config
-from nanovllm.engine.assembly import assemble, make_scheduler
+from nanovllm.engine.assembly import assemble, make_scheduler, watched_by
 from nanovllm.engine.input_processor import InputProcessor, Params, Prompt
 from nanovllm.engine.request import Request, note_admitted, read_tokens
 from nanovllm.engine.stats import Counters, LapClock, make_stats
 from nanovllm.execution.batch import build_batch
 from nanovllm.execution.model_runner import ArrivingTokens, StepTokens
 from nanovllm.outputs import EngineStats, RequestOutput, StepOutput
-from nanovllm.scheduling.observer import SchedulingStats
+from nanovllm.scheduling.observer import Observer, SchedulingStats
 from nanovllm.scheduling.sequence import Sequence
 from nanovllm.scheduling.step import SchedulerOutput
 
@@ -38,11 +38,11 @@ class LLMEngine:
     `parts` holds what the engine is made of, and what was found out when it started.
     """
 
-    def __init__(self, config: Config, observer: SchedulingStats | None = None) -> None:
+    def __init__(self, config: Config, observer: Observer | None = None) -> None:
         self.config = config
         self.parts = assemble(config)
         self.runner = self.parts.runner
-        self.observer = observer or SchedulingStats()
+        self.observer = SchedulingStats() if observer is None else watched_by(observer)
         self.counters = Counters()
         self._begin()
         self.input_processor = InputProcessor(self.parts, self.scheduler.block_manager.capacity)
@@ -100,6 +100,9 @@ class LLMEngine:
         if not scheduled.chunks:
             return None
         note_admitted(self._requests, scheduled, clock.now)
+        return self._run(scheduled, clock)
+
+    def _run(self, scheduled: SchedulerOutput, clock: LapClock) -> LaunchedStep:
         batch = build_batch(scheduled, self.scheduler.block_manager.block_tables)
         clock.lap("build_time_s")
         tokens = self.runner.run(batch)

@@ -41,7 +41,7 @@ class ArrivingTokens:
     def __init__(self, sampled: SampledTokens) -> None:
         self._token_ids = sampled.token_ids.to("cpu", non_blocking=True)  # [num_samples]
         self._logprobs = None if sampled.logprobs is None else sampled.logprobs.to_host()
-        self._tapped = tuple(one.to_host() for one in sampled.tapped)
+        self.tapped = tuple(one.to_host() for one in sampled.tapped)
         self._arrived = torch.cuda.Event() if sampled.token_ids.is_cuda else None
         if self._arrived is not None:
             self._arrived.record()
@@ -50,7 +50,7 @@ class ArrivingTokens:
         if self._arrived is not None:
             self._arrived.synchronize()
         logprobs = None if self._logprobs is None else self._logprobs.to_rows()
-        return StepTokens(self._token_ids.tolist(), logprobs, self._tapped)
+        return StepTokens(self._token_ids.tolist(), logprobs, self.tapped)
 
 
 class ModelRunner:

@@ -166,7 +166,8 @@ class Penalties:
             rows=torch.tensor([row for row, _, _, _ in rows]),
             presence=column(params, "presence_penalty", torch.float32)[:, None],
             frequency=column(params, "frequency_penalty", torch.float32)[:, None],
-            repetition=column(params, "repetition_penalty", torch.float32)[:, None],
+            # beyond these, float32 would give 0 and infinity, and then NaN
+            repetition=column(params, "repetition_penalty", torch.float64).clamp(1e-30, 1e30).float()[:, None],
             prompt_ids=pad([seq.token_ids.view(0, seq.num_prompt_tokens) for seq in seqs]),
             output_ids=pad([seq.token_ids.view(seq.num_prompt_tokens) for seq in seqs]),
         )

@@ -97,6 +97,7 @@ class SchedulingStats(Observer):
         self.kv_slots_reserved = 0
         self.peak_used_blocks = 0
         self.num_window_blocks = 0
+        self.num_failed_observers = 0
         self._in_flight: deque[tuple[int, int, int]] = deque()  # of each step: tokens stored, slots, used blocks
 
     def on_admit(self, seq: Sequence) -> None:

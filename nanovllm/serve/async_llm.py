@@ -23,6 +23,7 @@ from nanovllm.config import Config
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.input_processor import Prompt
 from nanovllm.extras.embedding.params import PoolingParams
+from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.engine_thread import EngineDeadError, EngineThread, NewRequest, in_passing_thread
@@ -56,7 +57,8 @@ class AsyncLLM:
         self._inboxes: dict[str, Inbox] = {}  # of all unfinished requests; changed under the lock
         self._on_shutdown = ExitStack()
         self._wakers: WeakValueDictionary[asyncio.AbstractEventLoop, Waker] = WeakValueDictionary()
-        engine = in_passing_thread(start_engine, Config.from_options(model, options), trace, self._on_shutdown)
+        config = Config.from_options(model, options)
+        engine = in_passing_thread(start_engine, config, trace, self._on_shutdown, IsolatingEngine)
         self._thread: EngineThread | None = EngineThread(engine, self._hand_over, self._fail)
 
     @classmethod

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.input_processor import Params, Prompt
+from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class EngineThread:
 
     def __init__(
         self,
-        engine: LLMEngine,
+        engine: IsolatingEngine,
         on_outputs: Callable[[list[RequestOutput]], None],
         on_failure: Callable[[Iterable[str], Exception], None],
     ) -> None:
@@ -150,6 +150,9 @@ class EngineThread:
             self._recover(error)
         else:
             self._hand_over(outputs)
+            for request_id, failure in self.engine.take_failures().items():
+                self._unfinished.pop(request_id, None)
+                self._on_failure([request_id], failure)
         self._num_left = len(self.engine.scheduler.waiting)
 
     def _recover(self, error: Exception) -> None:

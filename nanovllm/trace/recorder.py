@@ -11,22 +11,26 @@ their numbers. So a step of 256 decodes takes about 0.1 ms longer (benchmarks/tr
 """
 
 import json
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.engine import LLMEngine
+from nanovllm.extras.watching import Watching
 from nanovllm.scheduling.block_manager import BlockManager
 from nanovllm.scheduling.observer import SchedulingStats
 from nanovllm.scheduling.sequence import Sequence
 from nanovllm.scheduling.step import Chunk, SchedulerOutput
-from nanovllm.trace.recording import FORMAT, VERSION, Sink, to_sink
+from nanovllm.trace.recording import FORMAT, VERSION, Sink, Sinks, to_sink
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder(SchedulingStats):
@@ -328,29 +332,44 @@ def describe_sequence(seq: Sequence, number: int, host_block_ids: list[int]) -> 
 # ---- engines that are recorded
 
 
-def start_engine(config: Config, trace: str | Path | Sink | None, on_exit: ExitStack) -> LLMEngine:
+Engine = TypeVar("Engine", bound=LLMEngine)
+
+
+def start_engine(
+    config: Config, trace: str | Path | Sink | None, on_exit: ExitStack, engine_class: type[Engine]
+) -> Engine:
     """An engine; its run is recorded in the file `trace`, or written to that sink, until `on_exit` closes it.
 
     Raises ValueError or TypeError, before the model is loaded, if the file cannot be written.
     """
     if trace is None:
-        return LLMEngine(config)
-    return start_recorded_engine(config, to_sink(trace), on_exit)
+        return engine_class(config)
+    return start_recorded_engine(config, to_sink(trace), on_exit, engine_class)
 
 
-def start_recorded_engine(config: Config, sink: Sink, on_exit: ExitStack) -> LLMEngine:
+def start_recorded_engine(config: Config, sink: Sink, on_exit: ExitStack, engine_class: type[Engine]) -> Engine:
     """An engine whose run is written to `sink`, until `on_exit` closes it."""
     recorder = Recorder(sink)
     try:
-        engine = LLMEngine(config, recorder)
+        engine = engine_class(config, recorder)
     except BaseException:
         sink.close()
         raise
     if engine.tokenizer is not None:
         recorder.decode = lambda token_id: engine_text(engine.tokenizer, token_id)
+    if isinstance(sink, Sinks) and isinstance(engine.observer, Watching):
+        sink.on_failure = engine.observer.count_failure
     recorder.begin(describe_engine(engine))
-    on_exit.callback(recorder.close)
+    on_exit.callback(close_recording, recorder)
     return engine
+
+
+def close_recording(recorder: Recorder) -> None:
+    """What cannot be written is lost: the engine ends all the same."""
+    try:
+        recorder.close()
+    except OSError as error:
+        logger.error("the recording is not complete: %s", error)
 
 
 def engine_text(tokenizer: Any, token_id: int) -> str:

@@ -5,14 +5,17 @@ the state of that moment. So a long run keeps its newest steps, and each of the 
 """
 
 import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
 FORMAT = "nanovllm-trace"
 VERSION = 1
 MAX_BYTES = 128 * 2**20
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -69,26 +72,35 @@ class TraceFile:
 
 
 class Sinks:
-    """A `Sink` that passes all to several."""
+    """A `Sink` that passes all to several. One that fails gets no more, and the others go on; the last one raises."""
 
     def __init__(self, sinks: list[Sink]) -> None:
         self.sinks = sinks
+        self.on_failure: Callable[[], None] = lambda: None  # called for each that fails, but for the last
 
     @property
     def is_full(self) -> bool:
         return any(sink.is_full for sink in self.sinks)
 
     def begin(self, line: str) -> None:
-        for sink in self.sinks:
-            sink.begin(line)
+        self._call("begin", line)
 
     def write(self, line: str) -> None:
-        for sink in self.sinks:
-            sink.write(line)
+        self._call("write", line)
 
     def close(self) -> None:
-        for sink in self.sinks:
-            sink.close()
+        self._call("close")
+
+    def _call(self, method: str, *arguments: str) -> None:
+        for sink in self.sinks.copy():
+            try:
+                getattr(sink, method)(*arguments)
+            except Exception:
+                if len(self.sinks) == 1:
+                    raise
+                logger.exception("%s has failed, and gets no more of the recording", type(sink).__name__)
+                self.sinks.remove(sink)
+                self.on_failure()
 
 
 def to_sink(trace: str | Path | Sink) -> Sink:

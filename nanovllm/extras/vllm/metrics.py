@@ -58,6 +58,7 @@ COUNTERS: Mapping[str, str] = {
     "prompt_tokens": "Tokens of all prompts.",
     "generation_tokens": "Tokens generated.",
     "num_preemptions": "Preemptions.",
+    "recording_failures": "Recordings and other observers that have failed, and see nothing any more.",
     "prefix_cache_queries": "Prompt tokens that were looked up.",
     "prefix_cache_hits": "Prompt tokens that were found.",
     "request_success": "Requests that have ended, by the reason.",
@@ -117,6 +118,7 @@ def make_metrics(stats: EngineStats, observed: Observations) -> list[Metric]:
         "prompt_tokens": stats.prompt_tokens,
         "generation_tokens": stats.generation_tokens,
         "num_preemptions": stats.num_preemptions,
+        "recording_failures": stats.num_failed_observers,
         "prefix_cache_queries": stats.prefix_cache_query_tokens,
         "prefix_cache_hits": stats.prefix_cache_hit_tokens,
     }

@@ -1,0 +1,210 @@
+"""`IsolatingEngine`: a request that makes its step fail ends by itself, and its neighbours do not notice.
+
+What a request asks for is done in the steps of all: its logits processors, biases, penalties, grammar, text. If one of
+these raises, the plain engine rolls the step back and raises. A server cannot do so: one client could fail everybody's
+requests, again and again. This engine looks for the request that is at fault:
+
+    step of A, B, C      raises
+    forward pass         without anything that requests ask for. If it raises, no request is at fault: the step fails.
+                         Else the hidden states of A, B and C are known, and their K and V are in the cache
+    a draw for each      A and C draw, B raises: B is at fault
+    step of A, B, C      once more, and B asks for nothing. A and C get their tokens, B ends with its error
+
+Tokens do not depend on other rows of the batch, and random numbers do not depend on earlier draws. So A and C get the
+tokens that they get without B, and nothing is computed anew but this step. `serve/engine_thread.py` drives this engine,
+and gives each error to its request.
+"""
+
+import logging
+from collections.abc import Collection
+from copy import copy
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.engine import LaunchedStep, LLMEngine
+from nanovllm.engine.request import Request
+from nanovllm.engine.stats import LapClock
+from nanovllm.execution.batch import Batch, build_batch, offsets
+from nanovllm.execution.model_runner import ArrivingTokens, ModelRunner, SampledTokens, StepTokens
+from nanovllm.execution.sampling_batch import build_sampling_batch
+from nanovllm.execution.stages import TapResult, build_taps
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.observer import Observer
+from nanovllm.scheduling.sequence import Sequence
+from nanovllm.scheduling.step import SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+class Begun:
+    """Wraps the runner's `compute`, and notes that it was called: the blocks of the step had been copied by then."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.compute, self.has_begun = runner.compute, False
+        runner.compute = self
+
+    def __call__(self, runner: ModelRunner, batch: Batch) -> SampledTokens:
+        self.has_begun = True
+        return self.compute(runner, batch)
+
+
+class IsolatingEngine(LLMEngine):
+    """`take_failures()` after a step gives the errors of requests that have ended by themselves."""
+
+    def __init__(self, config: Config, observer: Observer | None = None) -> None:
+        super().__init__(config, observer)
+        self._begun = Begun(self.runner)
+        self._failures: dict[str, Exception] = {}
+
+    def take_failures(self) -> dict[str, Exception]:
+        """Request id -> error; each is given once."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    # ---- while a step is built and computed
+
+    def _run(self, scheduled: SchedulerOutput, clock: LapClock) -> LaunchedStep:
+        self._begun.has_begun = False
+        try:
+            return super()._run(scheduled, clock)
+        except Exception as error:
+            # moved twice, a block could overwrite what the step has stored
+            errors = self._find_guilty(without_moves(scheduled) if self._begun.has_begun else scheduled)
+            if not errors:
+                raise
+            logger.warning("%d requests end, since their step has failed by them: %r", len(errors), error)
+            tokens = self._run_without(errors.keys(), without_moves(scheduled), clock)
+            for request_id, own_error in errors.items():
+                self._end_failed(request_id, own_error)
+            return LaunchedStep(scheduled, tokens, clock)
+
+    @torch.inference_mode()
+    def _find_guilty(self, scheduled: SchedulerOutput) -> dict[str, Exception]:
+        """The requests whose own part of the step raises. Raises what the forward pass raises."""
+        runner = self.runner
+        everybody = {seq.request_id for seq, _, _ in scheduled.chunks}
+        batch = build_batch(neutralise(scheduled, everybody), self.scheduler.block_manager.block_tables)
+        runner.kv_cache.move_blocks(batch.moves)
+        batch = runner.send(batch)
+        hidden = runner.model(batch.input_ids, batch.positions, batch.metadata, runner.kv_cache.tensor)
+        starts = offsets(np.array([num_new_tokens for _, _, num_new_tokens in scheduled.chunks], dtype=np.int32))
+        errors: dict[str, Exception] = {}
+        for i, (seq, start, num_new_tokens) in enumerate(scheduled.chunks):
+            rows = hidden[int(starts[i]) : int(starts[i + 1])]  # [num_new_tokens, hidden_size]
+            try:
+                read_alone(runner, replace(scheduled, chunks=[scheduled.chunks[i]]), rows)
+            except Exception as error:
+                errors.setdefault(seq.request_id, error)
+            for sample, place in zip(scheduled.samples, scheduled.sampled_chunks, strict=True):
+                if place == i:
+                    try:
+                        draw_alone(runner, sample, start + num_new_tokens, rows[-1:])
+                    except Exception as error:
+                        errors.setdefault(sample.request_id, error)
+        return errors
+
+    def _run_without(self, guilty: Collection[str], scheduled: SchedulerOutput, clock: LapClock) -> ArrivingTokens:
+        """The step, in which the guilty requests ask for nothing."""
+        neutral = neutralise(scheduled, guilty)
+        tokens = super()._run(neutral, clock).tokens
+        tokens.tapped = tuple(TappedOf(neutral, result) for result in tokens.tapped)
+        return tokens
+
+    # ---- while its tokens are read
+
+    def _make_outputs(
+        self, scheduled: SchedulerOutput, advanced: list[tuple[int, Sequence]], tokens: StepTokens, now: float
+    ) -> list[RequestOutput]:
+        """As the parent does, one request after the other."""
+        for result in tokens.tapped:
+            try:
+                result.deliver(scheduled)
+            except Exception as error:  # the texts of tokens cannot be made
+                for request_id in {seq.request_id for seq, _, _ in scheduled.chunks if seq.taps}:
+                    self._end_failed(request_id, error)
+        advanced_requests: dict[str, Request] = {}
+        for row, seq in advanced:
+            request = self._requests.get(seq.request_id)
+            if request is not None:
+                try:
+                    request.read_token(seq, tokens, row)
+                    advanced_requests[seq.request_id] = request
+                except Exception as error:
+                    self._end_failed(seq.request_id, error)
+        outputs = []
+        for request in advanced_requests.values():
+            try:
+                request.end_step(self.scheduler, now)
+                outputs += self._deliver([request], now)
+            except Exception as error:
+                self._end(request, error)
+        return outputs
+
+    def _end_failed(self, request_id: str, error: Exception) -> None:
+        request = self._requests.get(request_id)
+        if request is not None:  # else it was aborted during the step, or has failed already
+            self._end(request, error)
+
+    def _end(self, request: Request, error: Exception) -> None:
+        self._requests.pop(request.request_id, None)
+        self._failures[request.request_id] = error
+        for seq in request.seqs:
+            if seq.finish_reason is None:
+                self.scheduler.finish(seq, "abort")
+
+
+def without_moves(scheduled: SchedulerOutput) -> SchedulerOutput:
+    return replace(scheduled, moves=type(scheduled.moves)())
+
+
+def neutralise(scheduled: SchedulerOutput, request_ids: Collection[str]) -> SchedulerOutput:
+    """The same step, in which these requests want greedy tokens, and nothing else.
+
+    Stand-ins take the places of their sequences: these stay as they are for other steps in flight.
+    """
+    seqs = dict.fromkeys([*(seq for seq, _, _ in scheduled.chunks), *scheduled.samples])
+    places = {seq: stand_in(seq) if seq.request_id in request_ids else seq for seq in seqs}
+    return replace(
+        scheduled,
+        chunks=[(places[seq], start, num_new_tokens) for seq, start, num_new_tokens in scheduled.chunks],
+        samples=[places[seq] for seq in scheduled.samples],
+    )
+
+
+def stand_in(seq: Sequence) -> Sequence:
+    """It shares token ids and block table with `seq`."""
+    stand = copy(seq)
+    stand.sampling_params, stand.stages, stand.taps = SamplingParams(temperature=0), (), ()
+    stand.is_plain_sampling = True
+    return stand
+
+
+def draw_alone(runner: ModelRunner, seq: Sequence, position: int, row: torch.Tensor) -> None:
+    """Draw the token of one sequence. row: [1, hidden_size], the hidden state that it is drawn from."""
+    sampling = runner.send(build_sampling_batch([seq], np.array([position])))
+    token_ids, logprobs = runner.choose_tokens(row, sampling)
+    ArrivingTokens(SampledTokens(token_ids, logprobs)).wait()
+
+
+def read_alone(runner: ModelRunner, step: SchedulerOutput, rows: torch.Tensor) -> None:
+    """Read the hidden states of the step's only chunk, `rows`: [num_new_tokens, hidden_size], by its taps."""
+    for tap in build_taps(step, np.array([0, len(rows)], dtype=np.int32)):
+        runner.send(tap).compute(rows, runner.model.compute_logits).to_host()
+
+
+class TappedOf(NamedTuple):
+    """What the taps of a step have read, which is given to the sequences of this step, whichever step asks for it."""
+
+    scheduled: SchedulerOutput
+    result: TapResult
+
+    def to_host(self) -> "TappedOf":
+        return TappedOf(self.scheduled, self.result.to_host())
+
+    def deliver(self, _: SchedulerOutput) -> None:
+        self.result.deliver(self.scheduled)
