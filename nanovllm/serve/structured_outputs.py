@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nanovllm.engine.engine import LLMEngine
+from nanovllm.extras.structured.closed_objects import closed_text
 from nanovllm.extras.structured.compiler import JSON_OPTIONS
-from nanovllm.extras.structured.params import StructuredOutputsParams, schema_text
+from nanovllm.extras.structured.params import StructuredOutputsParams
 from nanovllm.serve.errors import APIError, refuse
 from nanovllm.serve.protocol import ChatCompletionRequest, Function, GenerationRequest, NamedTool, ResponseFormat
 from nanovllm.serve.tool_parser import CLOSE, OPEN
@@ -100,9 +101,9 @@ def spell_call(function: Function) -> str:
 
 
 def spell(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
-    """A schema within a grammar."""
+    """A schema within a grammar, with closed objects."""
     try:
-        checked = json.loads(schema_text(schema))
+        checked = json.loads(closed_text(schema))
     except ValueError as error:
         raise APIError(400, f"tools: {str(error).removeprefix('structured_outputs.json ')}", "tools") from error
     return "%json " + json.dumps(checked | {"x-guidance": options}, ensure_ascii=False)

@@ -83,6 +83,18 @@ def test_a_json_schema(client):
     jsonschema.validate(json.loads(choice["text"]), SCHEMA)
 
 
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_objects_are_closed_strict_or_not(client, strict):
+    schema = {key: value for key, value in SCHEMA.items() if key != "additionalProperties"}
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": strict}}
+    for choice in ask(client, response_format=form, n=4, seed=1):
+        assert choice["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
+    for choice in ask(client, tools=[tool], tool_choice=named("f"), n=4, seed=1):
+        jsonschema.validate(json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]), SCHEMA)
+
+
 def test_a_json_object_and_plain_text(client):
     for choice in ask(client, response_format={"type": "json_object"}, n=6, seed=2):
         assert choice["finish_reason"] in ("stop", "length")
