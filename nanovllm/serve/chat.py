@@ -20,6 +20,7 @@ from nanovllm.serve.sampling import chat_params
 from nanovllm.serve.state import ReadyServer
 from nanovllm.serve.streaming import EventStream, answer_whole
 from nanovllm.serve.structured_outputs import compile_structured_outputs
+from nanovllm.serve.token_bytes import TokenBytes
 
 router = APIRouter()
 
@@ -33,7 +34,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     params = chat_params(body, engine, await compile_structured_outputs(engine, body))
     generation = Generation(server, f"chatcmpl-{uuid4().hex}", [prompt], params)
     await generation.start(body, "messages")
-    chat = Chat(body, generation, server.model_name, str(prompt["prompt"]))
+    chat = Chat(body, generation, server.model_name, str(prompt["prompt"]), TokenBytes(engine.tokenizer))
     if body.stream:
         return EventStream(generation, chat.chunks())
     return await answer_whole(request, generation, chat.whole)
@@ -42,11 +43,18 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
 class Chat:
     """One conversation's answers: `body.n` choices."""
 
-    def __init__(self, body: ChatCompletionRequest, generation: Generation, model_name: str, prompt: str) -> None:
+    def __init__(
+        self,
+        body: ChatCompletionRequest,
+        generation: Generation,
+        model_name: str,
+        prompt: str,
+        token_bytes: TokenBytes,
+    ) -> None:
         self._body = body
         self._generation = generation
         self._model_name = model_name
-        self._choices = [Choice(body, i, Answer(body, prompt)) for i in range(body.n or 1)]
+        self._choices = [Choice(body, i, Answer(body, prompt), token_bytes) for i in range(body.n or 1)]
 
     def whole(self) -> dict[str, Any]:
         (output,) = self._generation.latest.values()
@@ -82,9 +90,10 @@ class Chat:
 class Choice:
     """One answer, and how much of it the client has."""
 
-    def __init__(self, body: ChatCompletionRequest, index: int, answer: Answer) -> None:
+    def __init__(self, body: ChatCompletionRequest, index: int, answer: Answer, token_bytes: TokenBytes) -> None:
         self._index = index
         self._answer = answer
+        self._token_bytes = token_bytes
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         self._num_chars = 0
         self._num_tokens = 0
@@ -127,4 +136,4 @@ class Choice:
         if self._num_top is None or completion.logprobs is None or len(completion.token_ids) == self._num_tokens:
             return None
         new = slice(self._num_tokens, None)
-        return chat_logprobs(completion.logprobs[new], completion.token_ids[new], self._num_top)
+        return chat_logprobs(completion.logprobs[new], completion.token_ids[new], self._num_top, self._token_bytes)
