@@ -8,7 +8,7 @@ the rest                   content
 from typing import Any
 from uuid import uuid4
 
-from nanovllm.serve.protocol import ChatCompletionRequest, NamedTool
+from nanovllm.serve.protocol import ChatCompletionRequest
 from nanovllm.serve.reasoning_parser import OPEN, ReasoningParser
 from nanovllm.serve.tool_parser import CallArguments, CallStart, Content, Event, ToolParser
 
@@ -18,9 +18,8 @@ class Answer:
 
     def __init__(self, body: ChatCompletionRequest, prompt: str) -> None:
         self._reasoning = ReasoningParser(starts_inside=prompt.rstrip().endswith(OPEN))
-        self._tools = ToolParser() if body.tools and body.tool_choice != "none" else None
-        is_one = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
-        self._max_calls = 1 if is_one else None
+        self._tools = ToolParser() if body.told_tools else None
+        self._max_calls = 1 if body.has_one_call else None
 
     def feed(self, text: str, is_last: bool) -> list[dict[str, Any]]:
         """Deltas of OpenAI's streams for `text`, the next piece of the answer. After the last, nothing is held back."""

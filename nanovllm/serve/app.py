@@ -14,6 +14,7 @@ from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.errors import install_error_handlers
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import ErrorBody
+from nanovllm.serve.responses import route as responses
 from nanovllm.serve.state import Server, ServerOptions
 from nanovllm.serve.ui import LiveLines
 
@@ -27,7 +28,7 @@ def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLine
     """An application over `llm`; without one it answers 503 until `set_engine` is called. With `live` it has `/ui`."""
     app = FastAPI(title="nanovllm", docs_url=None, redoc_url=None, responses=ERRORS)
     app.state.server = Server(options, Metrics(options.model_names[0]))
-    for routes in (chat, completions, embeddings, info):
+    for routes in (chat, completions, responses, embeddings, info):
         app.include_router(routes.router)
     if live is not None:
         app.include_router(ui.make_router(live))

@@ -34,20 +34,20 @@ class Generation:
         self.latest: dict[str, RequestOutput] = {}
         self._server = server
         self._prompts = prompts
-        self._params = params
+        self.params = params
         self._arrival_time = time.monotonic()
         self._llm: AsyncLLM | None = None
         self._inbox: Inbox | None = None
 
     async def start(self, body: GenerationRequest, prompt_field: str) -> None:
         """Queue all prompts. Raises APIError 400 for what the engine cannot serve, QueueFullError, EngineDeadError."""
-        most, num_choices = self._server.options.max_choices, len(self._prompts) * self._params.n
+        most, num_choices = self._server.options.max_choices, len(self._prompts) * self.params.n
         if num_choices > most:
             raise APIError(400, f"a request may have {most} completions (prompts times n), got {num_choices}", "n")
         self._llm = self._server.check_ready()
         check_length(body, self._llm.engine.parts.max_model_len)
         requests = [
-            NewRequest(request_id, prompt, self._params, body.priority or 0, bool(body.stream))
+            NewRequest(request_id, prompt, self.params, body.priority or 0, bool(body.stream))
             for request_id, prompt in zip(self.indices, self._prompts, strict=True)
         ]
         with refuse_prompts(self._prompts, prompt_field, self._llm.engine.parts.max_model_len):

@@ -17,7 +17,7 @@ from nanovllm.extras.structured.closed_objects import closed_text
 from nanovllm.extras.structured.compiler import JSON_OPTIONS
 from nanovllm.extras.structured.params import StructuredOutputsParams
 from nanovllm.serve.errors import APIError, refuse
-from nanovllm.serve.protocol import ChatCompletionRequest, Function, GenerationRequest, NamedTool, ResponseFormat
+from nanovllm.serve.protocol import ChatCompletionRequest, Function, GenerationRequest, ResponseFormat
 from nanovllm.serve.tool_parser import CLOSE, OPEN
 
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
@@ -68,12 +68,9 @@ def schema_of(response_format: ResponseFormat) -> dict[str, Any] | None:
 
 def callable_functions(body: GenerationRequest) -> tuple[list[Function], bool]:
     """The functions that the answer may call, and whether it must call one."""
-    if not isinstance(body, ChatCompletionRequest) or body.tools is None or body.tool_choice == "none":
+    if not isinstance(body, ChatCompletionRequest):
         return [], False
-    functions = [tool.function for tool in body.tools]
-    if isinstance(body.tool_choice, NamedTool):
-        return [one for one in functions if one.name == body.tool_choice.function.name], True
-    return functions, body.tool_choice == "required"
+    return [tool.function for tool in body.callable_tools], body.must_call
 
 
 def call_grammar(functions: Iterable[Function], body: GenerationRequest, schema: dict[str, Any] | None) -> str:
@@ -81,9 +78,7 @@ def call_grammar(functions: Iterable[Function], body: GenerationRequest, schema:
 
     The schema of each function's arguments is a document of its own, so its references find their definitions.
     """
-    is_one = isinstance(body, ChatCompletionRequest) and (
-        body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
-    )
+    is_one = isinstance(body, ChatCompletionRequest) and body.has_one_call
     calls = [spell_call(one) for one in functions]
     lines = ["start: calls" + (" | answer" if schema is not None else "")]
     lines += ["calls: call" if is_one else r'calls: call ("\n" call)*']

@@ -1,7 +1,7 @@
 """The bytes of a single token, which may be half a character: a client puts texts together by them.
 
-    é in two tokens      "Ã" "©" in a byte-level vocabulary        [195] [169]
-                         "<0xC3>" "<0xA9>" in SentencePiece's      [195] [169]
+é in two tokens      "Ã" "©" in a byte-level vocabulary        [195] [169]
+                     "<0xC3>" "<0xA9>" in SentencePiece's      [195] [169]
 """
 
 import re

@@ -192,6 +192,22 @@ def test_a_named_tool_is_called_once(client):
         assert choice["finish_reason"] == "tool_calls"
 
 
+def allowed(mode, *names):
+    tools = [named(name) for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_allowed_tools(client, llm, monkeypatch):
+    for choice in ask(client, tools=[WEATHER, ADD], tool_choice=allowed("required", "add"), n=4, seed=1):
+        check_calls(choice["message"], {"add"}) if choice["finish_reason"] != "length" else None
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", TEMPLATE)
+    body = {"messages": MESSAGES, "tools": [WEATHER, ADD], "max_tokens": 1}
+    told = client.ask(CHAT, **body, tool_choice=allowed("auto", "add"))["usage"]["prompt_tokens"]
+    assert told == client.ask(CHAT, **body | {"tools": [ADD]})["usage"]["prompt_tokens"]
+    refused = client.post(CHAT, {**body, "tool_choice": allowed("auto", "f")})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+
+
 def test_streamed_calls_are_those_of_the_whole(client):
     body = {"tools": [WEATHER, ADD], "tool_choice": "required", "n": 4, "seed": 1, "max_tokens": 300}
     messages, reasons = add_up(client.events(CHAT, messages=MESSAGES, **body))
