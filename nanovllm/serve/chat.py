@@ -31,30 +31,32 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     server.check_model(body.model)
     engine = server.check_ready().engine
     prompt: Any = await chat_prompt(engine.tokenizer, body)
-    params = chat_params(body, engine, await compile_structured_outputs(engine, body))
+    parsers = server.options.parsers
+    params = chat_params(body, engine, parsers, await compile_structured_outputs(engine, body, parsers))
     generation = Generation(server, f"chatcmpl-{uuid4().hex}", [prompt], params)
     await generation.start(body, "messages")
-    chat = Chat(body, generation, server.model_name, str(prompt["prompt"]), TokenBytes(engine.tokenizer))
+    answers = [Answer(body, str(prompt["prompt"]), parsers) for _ in range(body.n or 1)]
+    chat = Chat(body, generation, server.model_name, answers, TokenBytes(engine.tokenizer))
     if body.stream:
         return EventStream(generation, chat.chunks())
     return await answer_whole(request, generation, chat.whole)
 
 
 class Chat:
-    """One conversation's answers: `body.n` choices."""
+    """One conversation's answers: `body.n` choices, each with its `Answer`."""
 
     def __init__(
         self,
         body: ChatCompletionRequest,
         generation: Generation,
         model_name: str,
-        prompt: str,
+        answers: list[Answer],
         token_bytes: TokenBytes,
     ) -> None:
         self._body = body
         self._generation = generation
         self._model_name = model_name
-        self._choices = [Choice(body, i, Answer(body, prompt), token_bytes) for i in range(body.n or 1)]
+        self._choices = [Choice(body, i, answer, token_bytes) for i, answer in enumerate(answers)]
 
     def whole(self) -> dict[str, Any]:
         (output,) = self._generation.latest.values()

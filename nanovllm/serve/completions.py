@@ -29,7 +29,7 @@ async def create_completion(body: CompletionRequest, request: Request, server: R
     server.check_model(body.model)
     engine = server.check_ready().engine
     prompts = await encode_prompts(engine.tokenizer, "prompt", body.prompt, body.add_special_tokens is not False)
-    params = completion_params(body, engine, await compile_structured_outputs(engine, body))
+    params = completion_params(body, engine, await compile_structured_outputs(engine, body, server.options.parsers))
     generation = Generation(server, f"cmpl-{uuid4().hex}", prompts, params)
     await generation.start(body, "prompt")
     completions = Completions(body, generation, server.model_name, engine.tokenizer)

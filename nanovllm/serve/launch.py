@@ -15,6 +15,7 @@ from nanovllm import TINY_QWEN3
 from nanovllm.extras.vllm.engine_args import EngineArgs
 from nanovllm.serve.app import make_app
 from nanovllm.serve.async_llm import AsyncLLM
+from nanovllm.serve.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, parsers_named
 from nanovllm.serve.server import DrainingServer, listen
 from nanovllm.serve.state import ServerOptions
 from nanovllm.serve.ui import LiveLines
@@ -112,7 +113,11 @@ def add_server_options(group: Any) -> None:
     add(group, "served-model-name", str, "names of the model in requests; the first is in answers", nargs="+")
     add(group, "log-level", str, "what is logged", "info", choices=["debug", "info", "warning", "error"])
     add(group, "trace", str, "record each step in this file; nanovllm view replays it")
-    group.add_argument("--ui", dest="server_ui", action="store_true", help="a page that shows each step, at /ui")
+    flag(group, "ui", "a page that shows each step, at /ui")
+    tool_parsers, reasoning_parsers = sorted(TOOL_PARSERS), sorted(REASONING_PARSERS)
+    add(group, "tool-call-parser", str, "how the model writes calls of tools", "hermes", choices=tool_parsers)
+    add(group, "reasoning-parser", str, "how the model writes thoughts", "qwen3", choices=reasoning_parsers)
+    flag(group, "enable-auto-tool-choice", "as always: calls are read where a request has tools")
     add(group, "drain-timeout", seconds, "time for requests to finish after SIGTERM", ServerOptions.drain_timeout_s)
 
 
@@ -137,6 +142,10 @@ def add(group: Any, name: str, kind: Any, text: str, default: Any = None, **othe
     )
 
 
+def flag(group: Any, name: str, text: str) -> None:
+    group.add_argument(f"--{name}", dest=f"server_{name.replace('-', '_')}", action="store_true", help=text)
+
+
 def positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
@@ -158,6 +167,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         max_requests_per_minute=args.server_max_requests_per_minute,
         max_choices=args.server_max_choices,
         allowed_origins=tuple(args.server_allowed_origins),
+        parsers=parsers_named(args.server_tool_call_parser, args.server_reasoning_parser),
         drain_timeout_s=args.server_drain_timeout,
     )
 

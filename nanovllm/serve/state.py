@@ -12,6 +12,7 @@ from fastapi import Depends, Request
 from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.errors import APIError
 from nanovllm.serve.metrics import Metrics
+from nanovllm.serve.parsers.registry import Parsers
 
 RETRY_LATER = {"Retry-After": "5"}
 
@@ -31,6 +32,8 @@ class ServerOptions:
     """Completions of one request: its prompts times `n`."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages of these origins may call the server (CORS)."""
+    parsers: Parsers = Parsers()
+    """How the model writes thoughts and calls."""
     drain_timeout_s: float = 60.0
     """After SIGTERM, requests in progress have this long to finish."""
 

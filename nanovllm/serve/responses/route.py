@@ -16,7 +16,6 @@ from nanovllm.serve.errors import as_api_error
 from nanovllm.serve.generation import Generation
 from nanovllm.serve.logprobs import chat_logprobs
 from nanovllm.serve.prompts import chat_prompt
-from nanovllm.serve.protocol import ChatCompletionRequest
 from nanovllm.serve.responses.conversation import as_response, to_chat
 from nanovllm.serve.responses.items import OutputItems
 from nanovllm.serve.responses.protocol import ResponsesRequest
@@ -41,10 +40,12 @@ async def create_response(body: ResponsesRequest, request: Request, server: Read
     with as_response():
         chat = to_chat(body, engine.parts.max_model_len)
         prompt: Any = await chat_prompt(engine.tokenizer, chat)
-        params = chat_params(chat, engine, await compile_structured_outputs(engine, chat))
+        parsers = server.options.parsers
+        params = chat_params(chat, engine, parsers, await compile_structured_outputs(engine, chat, parsers))
         generation = Generation(server, f"resp_{uuid4().hex}", [prompt], params)
         await generation.start(chat, "messages")
-    growing = GrowingResponse(body, chat, generation, server.model_name, str(prompt["prompt"]), engine.tokenizer)
+    answer = Answer(chat, str(prompt["prompt"]), parsers)
+    growing = GrowingResponse(body, answer, generation, server.model_name, engine.tokenizer)
     if body.stream:
         return ResponseStream(generation, growing)
     return await answer_whole(request, generation, growing.whole)
@@ -56,10 +57,9 @@ class GrowingResponse:
     def __init__(
         self,
         body: ResponsesRequest,
-        chat: ChatCompletionRequest,
+        answer: Answer,
         generation: Generation,
         model_name: str,
-        prompt: str,
         tokenizer: Any,
     ) -> None:
         self._body = body
@@ -67,7 +67,7 @@ class GrowingResponse:
         self._params = generation.params
         self._model_name = model_name
         self._tokenizer = tokenizer
-        self._answer = Answer(chat, prompt)
+        self._answer = answer
         self._num_top = (body.top_logprobs or 0) if body.wants_logprobs else None
         self._token_bytes = TokenBytes(tokenizer)
         self._items = OutputItems()
