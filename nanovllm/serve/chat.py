@@ -6,7 +6,6 @@ https://platform.openai.com/docs/api-reference/chat
 
 from collections.abc import AsyncIterator
 from typing import Any
-from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
 
@@ -16,6 +15,7 @@ from nanovllm.serve.generation import Generation, usage_of
 from nanovllm.serve.logprobs import chat_logprobs
 from nanovllm.serve.prompts import chat_prompt
 from nanovllm.serve.protocol import ChatCompletionRequest
+from nanovllm.serve.request_ids import new_id
 from nanovllm.serve.sampling import chat_params
 from nanovllm.serve.state import ReadyServer
 from nanovllm.serve.streaming import EventStream, answer_whole
@@ -33,7 +33,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     prompt: Any = await chat_prompt(engine.tokenizer, body)
     parsers = server.options.parsers
     params = chat_params(body, engine, parsers, await compile_structured_outputs(engine, body, parsers))
-    generation = Generation(server, f"chatcmpl-{uuid4().hex}", [prompt], params)
+    generation = Generation(server, new_id("chatcmpl", request), [prompt], params)
     await generation.start(body, "messages")
     answers = [Answer(body, str(prompt["prompt"]), parsers) for _ in range(body.n or 1)]
     chat = Chat(body, generation, server.model_name, answers, TokenBytes(engine.tokenizer))

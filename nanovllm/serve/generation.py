@@ -2,12 +2,13 @@
 
 `chat.py` and `completions.py` make a `Generation`, `streaming.py` closes it. At its end it logs a line:
 
-    chatcmpl-5f2… stop: 24 tokens in (16 cached), 38 out, first after 3.1 ms, then 1.2 ms each
+    chatcmpl-5f2…-9be10c44-0 stop: 24 tokens in (16 cached), 38 out, first after 3.1 ms, then 1.2 ms each
 """
 
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable
+from uuid import uuid4
 
 from nanovllm.engine.input_processor import Prompt
 from nanovllm.outputs import RequestOutput
@@ -30,7 +31,7 @@ class Generation:
     def __init__(self, server: Server, request_id: str, prompts: list[Prompt], params: SamplingParams) -> None:
         self.request_id = request_id
         self.created = int(time.time())
-        self.indices = {f"{request_id}-{i}": i for i in range(len(prompts))}
+        self.indices = {name: i for i, name in enumerate(engine_ids(request_id, len(prompts)))}
         self.latest: dict[str, RequestOutput] = {}
         self._server = server
         self._prompts = prompts
@@ -86,7 +87,8 @@ class Generation:
                     self._note_end(self.latest[request_id], "abort")
                 else:
                     self._server.metrics.observed.note_abort()
-                    logger.info("%s abort: before its first token", request_id)
+                    if self._server.options.log_requests:
+                        logger.info("%s abort: before its first token", request_id)
             self._inbox = None
 
     def _reason(self, output: RequestOutput) -> str:
@@ -99,6 +101,8 @@ class Generation:
         self._server.metrics.note_end(
             times, self._arrival_time, len(output.prompt_token_ids), num_output_tokens, reason
         )
+        if not self._server.options.log_requests:
+            return
         ttft = None if times.first_token_time is None else times.first_token_time - self._arrival_time
         logger.info(
             "%s %s: %d tokens in (%d cached), %d out%s%s",
@@ -110,6 +114,12 @@ class Generation:
             "" if ttft is None else f", first after {1000 * ttft:.1f} ms",
             "" if times.tpot is None else f", then {1000 * times.tpot:.2f} ms each",
         )
+
+
+def engine_ids(request_id: str, num_prompts: int) -> list[str]:
+    """The engine's name of each prompt, unique although clients may give two requests the same name."""
+    unique = uuid4().hex[:8]
+    return [f"{request_id}-{unique}-{i}" for i in range(num_prompts)]
 
 
 def usage_of(outputs: Iterable[RequestOutput], with_output: bool = True) -> dict[str, object]:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import ssl
 import sys
 from typing import Any
 
@@ -40,21 +41,21 @@ def main(arguments: list[str]) -> int:
     try:
         engine_args = EngineArgs.from_cli_args(args)
         engine_args.create_engine_config()
-        options = server_options(args)
+        options, tls = server_options(args), tls_options(args)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
     try:
-        return serve(engine_args, options, args)
+        return serve(engine_args, options, args, tls)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         print(f"nanovllm serve: {error}", file=sys.stderr)
         return 1
 
 
-def serve(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namespace) -> int:
+def serve(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namespace, tls: dict[str, Any]) -> int:
     live = LiveLines() if args.server_ui else None
     trace = Sinks([sink for sink in (live, args.server_trace and TraceFile(args.server_trace)) if sink])
     listening = listen(args.server_host, args.server_port)
-    url = url_of(listening)
+    url = url_of(listening, "https" if tls else "http")
     print(f"loading {options.model_names[0]} for {url} …", flush=True)
 
     def load() -> AsyncLLM:
@@ -68,7 +69,7 @@ def serve(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namesp
         if live is not None:
             print(f"watch it         {url}/ui", flush=True)
 
-    run(start(make_app(options, live=live), listening, load, announce))
+    run(start(make_app(options, live=live), tls, listening, load, announce))
     return 0
 
 
@@ -81,8 +82,8 @@ def keep_from_collector() -> None:
     gc.freeze()
 
 
-async def start(app: FastAPI, *others: Any) -> None:
-    await DrainingServer(app).run_until_signal(*others)
+async def start(app: FastAPI, tls: dict[str, Any], *others: Any) -> None:
+    await DrainingServer(app, **tls).run_until_signal(*others)
 
 
 # ---- options
@@ -100,9 +101,11 @@ def make_parser() -> argparse.ArgumentParser:
         "server_model", metavar="MODEL", nargs="?", help="a folder, or a hub id such as Qwen/Qwen3-0.6B"
     )
     server = parser.add_argument_group("server")
+    tls = parser.add_argument_group("https")
     limits = parser.add_argument_group("limits")
     EngineArgs.add_cli_args(parser)
     add_server_options(server)
+    add_tls(tls)
     add_limits(limits)
     return parser
 
@@ -111,6 +114,8 @@ def add_server_options(group: Any) -> None:
     add(group, "host", str, "address to listen on; 0.0.0.0 is all", "127.0.0.1")
     add(group, "port", int, "0 takes any free port", 8000)
     add(group, "served-model-name", str, "names of the model in requests; the first is in answers", nargs="+")
+    add(group, "root-path", str, "path under which a proxy serves all of this", "")
+    flag(group, "disable-log-requests", "no line of the log for each request")
     add(group, "log-level", str, "what is logged", "info", choices=["debug", "info", "warning", "error"])
     add(group, "trace", str, "record each step in this file; nanovllm view replays it")
     flag(group, "ui", "a page that shows each step, at /ui")
@@ -119,6 +124,15 @@ def add_server_options(group: Any) -> None:
     add(group, "reasoning-parser", str, "how the model writes thoughts", "qwen3", choices=reasoning_parsers)
     flag(group, "enable-auto-tool-choice", "as always: calls are read where a request has tools")
     add(group, "drain-timeout", seconds, "time for requests to finish after SIGTERM", ServerOptions.drain_timeout_s)
+
+
+def add_tls(group: Any) -> None:
+    add(group, "ssl-keyfile", str, "the server's private key; with --ssl-certfile it speaks https")
+    add(group, "ssl-certfile", str, "the server's certificate")
+    add(group, "ssl-ca-certs", str, "certificates that vouch for clients")
+    add(
+        group, "ssl-cert-reqs", int, "of clients: 0 none, 1 may, 2 must have one", int(ssl.CERT_NONE), choices=[0, 1, 2]
+    )
 
 
 def add_limits(group: Any) -> None:
@@ -168,17 +182,39 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         max_choices=args.server_max_choices,
         allowed_origins=tuple(args.server_allowed_origins),
         parsers=parsers_named(args.server_tool_call_parser, args.server_reasoning_parser),
+        root_path=root_path(args.server_root_path),
+        log_requests=not args.server_disable_log_requests,
         drain_timeout_s=args.server_drain_timeout,
     )
+
+
+def root_path(text: str) -> str:
+    if text and (not text.startswith("/") or text.endswith("/")):
+        raise ValueError(f"--root-path must begin with / and not end with it, got {text!r}")
+    return text
+
+
+def tls_options(args: argparse.Namespace) -> dict[str, Any]:
+    """uvicorn's; none without a certificate."""
+    names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
+    given = {name: value for name in names if (value := getattr(args, f"server_{name}"))}
+    if given and "ssl_certfile" not in given:
+        raise ValueError(f"--{next(iter(given)).replace('_', '-')} needs --ssl-certfile")
+    for name, path in given.items():
+        if not os.path.isfile(path):
+            raise ValueError(f"--{name.replace('_', '-')} must be a file, got {path!r}")
+    if args.server_ssl_cert_reqs and "ssl_ca_certs" not in given:
+        raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs")
+    return given | {"ssl_cert_reqs": args.server_ssl_cert_reqs} if given else {}
 
 
 # ---- what it prints
 
 
-def url_of(listening: socket.socket) -> str:
+def url_of(listening: socket.socket, scheme: str) -> str:
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{host}:{port}"
+    return f"{scheme}://{host}:{port}"
 
 
 def announcement(llm: AsyncLLM, options: ServerOptions, url: str) -> str:

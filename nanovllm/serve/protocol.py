@@ -154,6 +154,8 @@ class GenerationRequest(StrictModel):
     allowed_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    """Only the end of a prompt is computed; -1 leaves room for the output."""
     structured_outputs: StructuredOutputs | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     # known, and allowed only with the value that changes nothing
@@ -179,13 +181,15 @@ class CompletionRequest(GenerationRequest):
     """Whether the prompt is part of the text."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens to a text; true by default."""
-    suffix: Literal[""] | None = None
+    suffix: Text | None = None
     """Known, and allowed only with the value that changes nothing."""
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise conflict("max_tokens", "max_tokens must be at least 1 without echo")
+        if self.suffix:
+            raise conflict("suffix", "suffix cannot be used: these models continue a text, and do not fill a gap in it")
         return self
 
 

@@ -30,6 +30,7 @@ SAME = (
     "ignore_eos",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "truncate_prompt_tokens",
 )
 
 

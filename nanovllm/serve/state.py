@@ -30,6 +30,10 @@ class ServerOptions:
     """Of each key, or of each address where there are no keys."""
     max_choices: int = 1024
     """Completions of one request: its prompts times `n`."""
+    root_path: str = ""
+    """The path under which a proxy serves all of this."""
+    log_requests: bool = True
+    """Whether the log has a line for each request."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages of these origins may call the server (CORS)."""
     parsers: Parsers = Parsers()

@@ -6,7 +6,6 @@ https://platform.openai.com/docs/api-reference/responses
 
 from collections.abc import AsyncIterator
 from typing import Any
-from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
 
@@ -16,6 +15,7 @@ from nanovllm.serve.errors import as_api_error
 from nanovllm.serve.generation import Generation
 from nanovllm.serve.logprobs import chat_logprobs
 from nanovllm.serve.prompts import chat_prompt
+from nanovllm.serve.request_ids import new_id
 from nanovllm.serve.responses.conversation import as_response, to_chat
 from nanovllm.serve.responses.items import OutputItems
 from nanovllm.serve.responses.protocol import ResponsesRequest
@@ -42,7 +42,7 @@ async def create_response(body: ResponsesRequest, request: Request, server: Read
         prompt: Any = await chat_prompt(engine.tokenizer, chat)
         parsers = server.options.parsers
         params = chat_params(chat, engine, parsers, await compile_structured_outputs(engine, chat, parsers))
-        generation = Generation(server, f"resp_{uuid4().hex}", [prompt], params)
+        generation = Generation(server, new_id("resp", request).replace("-", "_", 1), [prompt], params)
         await generation.start(chat, "messages")
     answer = Answer(chat, str(prompt["prompt"]), parsers)
     growing = GrowingResponse(body, answer, generation, server.model_name, engine.tokenizer)
