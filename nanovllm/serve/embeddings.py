@@ -22,7 +22,7 @@ from nanovllm.extras.checkpoint_options import overridden
 from nanovllm.extras.embedding.params import EmbeddingRequestOutput, PoolingParams
 from nanovllm.serve.engine_thread import NewRequest
 from nanovllm.serve.errors import APIError, refuse
-from nanovllm.serve.generation import engine_ids
+from nanovllm.serve.generation import engine_ids, told_name
 from nanovllm.serve.prompts import encode_prompts, refuse_prompts
 from nanovllm.serve.protocol import StrictModel, Text, Texts, TokenIds
 from nanovllm.serve.request_ids import new_id
@@ -107,7 +107,7 @@ async def embed(
         for request_id in sorted(inbox.unfinished):
             server.metrics.observed.note_abort()
             if server.options.log_requests:
-                logger.info("%s abort: before it was embedded", request_id)
+                logger.info("%s abort: before it was embedded", told_name(request_id))
     return [outputs[request.request_id] for request in requests]
 
 
@@ -144,7 +144,7 @@ def note_end(server: Server, output: Any, arrival_time: float) -> None:
     if not server.options.log_requests:
         return
     message = "%s %s: %d tokens in (%d cached), embedded after %.1f ms"
-    logger.info(message, output.request_id, reason, num_tokens, output.num_cached_tokens, after)
+    logger.info(message, told_name(output.request_id), reason, num_tokens, output.num_cached_tokens, after)
 
 
 def describe(index: int, output: EmbeddingRequestOutput, body: EmbeddingRequest) -> dict[str, Any]:

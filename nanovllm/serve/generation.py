@@ -2,7 +2,7 @@
 
 `chat.py` and `completions.py` make a `Generation`, `streaming.py` closes it. At its end it logs a line:
 
-    chatcmpl-5f2…-9be10c44-0 stop: 24 tokens in (16 cached), 38 out, first after 3.1 ms, then 1.2 ms each
+    chatcmpl-5f2…-0 stop: 24 tokens in (16 cached), 38 out, first after 3.1 ms, then 1.2 ms each
 """
 
 import logging
@@ -88,7 +88,7 @@ class Generation:
                 else:
                     self._server.metrics.observed.note_abort()
                     if self._server.options.log_requests:
-                        logger.info("%s abort: before its first token", request_id)
+                        logger.info("%s abort: before its first token", told_name(request_id))
             self._inbox = None
 
     def _reason(self, output: RequestOutput) -> str:
@@ -106,7 +106,7 @@ class Generation:
         ttft = None if times.first_token_time is None else times.first_token_time - self._arrival_time
         logger.info(
             "%s %s: %d tokens in (%d cached), %d out%s%s",
-            output.request_id,
+            told_name(output.request_id),
             reason,
             len(output.prompt_token_ids),
             output.num_cached_tokens,
@@ -119,7 +119,12 @@ class Generation:
 def engine_ids(request_id: str, num_prompts: int) -> list[str]:
     """The engine's name of each prompt, unique although clients may give two requests the same name."""
     unique = uuid4().hex[:8]
-    return [f"{request_id}-{unique}-{i}" for i in range(num_prompts)]
+    return [f"{request_id}-{i}#{unique}" for i in range(num_prompts)]
+
+
+def told_name(engine_id: str) -> str:
+    """The name of a prompt in the log."""
+    return engine_id.rpartition("#")[0]
 
 
 def usage_of(outputs: Iterable[RequestOutput], with_output: bool = True) -> dict[str, object]:

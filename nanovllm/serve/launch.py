@@ -41,21 +41,21 @@ def main(arguments: list[str]) -> int:
     try:
         engine_args = EngineArgs.from_cli_args(args)
         engine_args.create_engine_config()
-        options, tls = server_options(args), tls_options(args)
+        options = server_options(args)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
     try:
-        return serve(engine_args, options, args, tls)
+        return serve(engine_args, options, args)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         print(f"nanovllm serve: {error}", file=sys.stderr)
         return 1
 
 
-def serve(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namespace, tls: dict[str, Any]) -> int:
+def serve(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namespace) -> int:
     live = LiveLines() if args.server_ui else None
     trace = Sinks([sink for sink in (live, args.server_trace and TraceFile(args.server_trace)) if sink])
     listening = listen(args.server_host, args.server_port)
-    url = url_of(listening, "https" if tls else "http")
+    url = url_of(listening, "https" if options.tls else "http")
     print(f"loading {options.model_names[0]} for {url} …", flush=True)
 
     def load() -> AsyncLLM:
@@ -69,7 +69,7 @@ def serve(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namesp
         if live is not None:
             print(f"watch it         {url}/ui", flush=True)
 
-    run(start(make_app(options, live=live), tls, listening, load, announce))
+    run(start(make_app(options, live=live), listening, load, announce))
     return 0
 
 
@@ -82,8 +82,8 @@ def keep_from_collector() -> None:
     gc.freeze()
 
 
-async def start(app: FastAPI, tls: dict[str, Any], *others: Any) -> None:
-    await DrainingServer(app, **tls).run_until_signal(*others)
+async def start(app: FastAPI, *others: Any) -> None:
+    await DrainingServer(app).run_until_signal(*others)
 
 
 # ---- options
@@ -185,6 +185,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         root_path=root_path(args.server_root_path),
         log_requests=not args.server_disable_log_requests,
         drain_timeout_s=args.server_drain_timeout,
+        tls=tls_options(args),
     )
 
 

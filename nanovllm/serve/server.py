@@ -11,7 +11,6 @@ import socket
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -47,8 +46,7 @@ class HTTPProtocol(H11Protocol):
 class DrainingServer(uvicorn.Server):
     """uvicorn's server with a start and an end of its own."""
 
-    def __init__(self, app: FastAPI, **tls: Any) -> None:
-        """tls: uvicorn's `ssl_keyfile`, `ssl_certfile`, `ssl_ca_certs`, `ssl_cert_reqs`."""
+    def __init__(self, app: FastAPI) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -57,7 +55,7 @@ class DrainingServer(uvicorn.Server):
                 server_header=False,
                 http=HTTPProtocol,
                 timeout_graceful_shutdown=CLOSE_S,
-                **tls,
+                **app.state.server.options.tls,
             )
         )
         self.state: Server = app.state.server

@@ -4,8 +4,9 @@ Nothing is global: `make_app` puts one `Server` into the application's state, an
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
@@ -30,16 +31,18 @@ class ServerOptions:
     """Of each key, or of each address where there are no keys."""
     max_choices: int = 1024
     """Completions of one request: its prompts times `n`."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages of these origins may call the server (CORS)."""
+    drain_timeout_s: float = 60.0
+    """After SIGTERM, requests in progress have this long to finish."""
     root_path: str = ""
     """The path under which a proxy serves all of this."""
     log_requests: bool = True
     """Whether the log has a line for each request."""
-    allowed_origins: tuple[str, ...] = ()
-    """Web pages of these origins may call the server (CORS)."""
     parsers: Parsers = Parsers()
     """How the model writes thoughts and calls."""
-    drain_timeout_s: float = 60.0
-    """After SIGTERM, requests in progress have this long to finish."""
+    tls: Mapping[str, Any] = field(default_factory=dict)
+    """uvicorn's `ssl_keyfile`, `ssl_certfile`, `ssl_ca_certs`, `ssl_cert_reqs`; empty for plain HTTP."""
 
 
 @dataclass
