@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm.serve.errors import APIError
 from nanovllm.serve.state import ServerOptions
 
-OPEN_PATHS = ("/health", "/version", "/metrics", "/ui")  # need no key: read by monitors; `/ui` holds no data
+OPEN_PATHS = ("/health", "/ping", "/version", "/metrics", "/ui")  # need no key: read by monitors; `/ui` holds no data
 MAX_ADDRESSES = 10_000
 MAX_HEADER_BYTES = 64 * 2**10
 
@@ -26,6 +26,7 @@ class AccessControl:
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app = app
         self._max_bytes = options.max_request_bytes
+        self._root_path = options.root_path
         self._keys = [key.encode() for key in options.api_keys]
         self._rate = RateLimit(options.max_requests_per_minute) if options.max_requests_per_minute else None
 
@@ -36,7 +37,7 @@ class AccessControl:
         try:
             headers = Headers(scope=scope)
             self._check_size(headers)
-            if scope["path"] not in OPEN_PATHS:
+            if scope["path"].removeprefix(self._root_path) not in OPEN_PATHS:
                 caller = self._authenticate(headers) or str((scope.get("client") or ("", 0))[0])
                 if self._rate is not None and scope["method"] == "POST":
                     self._rate.check(caller)

@@ -1,26 +1,27 @@
 """Splits the text of a chat's answer into reasoning, calls of tools and content, as it grows.
 
 <think>\\n…\\n</think>      reasoning: `reasoning`, and `reasoning_content`, which is other servers' name
-<tool_call>…</tool_call>   tool_calls, if the request has tools
+<tool_call>…</tool_call>   tool_calls, if the request has tools; models of other families write them otherwise
 the rest                   content
 """
 
 from typing import Any
 from uuid import uuid4
 
-from nanovllm.serve.protocol import ChatCompletionRequest, NamedTool
-from nanovllm.serve.reasoning_parser import OPEN, ReasoningParser
-from nanovllm.serve.tool_parser import CallArguments, CallStart, Content, Event, ToolParser
+from nanovllm.serve.parsers.reasoning import OPEN
+from nanovllm.serve.parsers.registry import Parsers
+from nanovllm.serve.parsers.tool_parser import CallArguments, CallStart, Content, Event
+from nanovllm.serve.protocol import ChatCompletionRequest
 
 
 class Answer:
     """Reads one answer. Made for each choice of a request."""
 
-    def __init__(self, body: ChatCompletionRequest, prompt: str) -> None:
-        self._reasoning = ReasoningParser(starts_inside=prompt.rstrip().endswith(OPEN))
-        self._tools = ToolParser() if body.tools and body.tool_choice != "none" else None
-        is_one = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
-        self._max_calls = 1 if is_one else None
+    def __init__(self, body: ChatCompletionRequest, prompt: str, parsers: Parsers) -> None:
+        self._reasoning = parsers.reasoning_of(body, starts_inside=prompt.rstrip().endswith(OPEN))
+        functions = [tool.function for tool in body.told_tools]
+        self._tools = parsers.for_request(body)(functions) if functions else None
+        self._max_calls = 1 if body.has_one_call else None
 
     def feed(self, text: str, is_last: bool) -> list[dict[str, Any]]:
         """Deltas of OpenAI's streams for `text`, the next piece of the answer. After the last, nothing is held back."""

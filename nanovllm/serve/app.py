@@ -1,6 +1,6 @@
 """The application: its routes, and the middleware before them.
 
-socket ─uvicorn→ CORS → AccessControl → route ─Generation→ AsyncLLM
+socket ─uvicorn→ RequestIds → CORS → AccessControl → route ─Generation→ AsyncLLM
 """
 
 from typing import Any
@@ -14,6 +14,8 @@ from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.errors import install_error_handlers
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import ErrorBody
+from nanovllm.serve.request_ids import RequestIds
+from nanovllm.serve.responses import route as responses
 from nanovllm.serve.state import Server, ServerOptions
 from nanovllm.serve.ui import LiveLines
 
@@ -26,8 +28,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLines | None = None) -> FastAPI:
     """An application over `llm`; without one it answers 503 until `set_engine` is called. With `live` it has `/ui`."""
     app = FastAPI(title="nanovllm", docs_url=None, redoc_url=None, responses=ERRORS)
+    app.root_path = options.root_path
     app.state.server = Server(options, Metrics(options.model_names[0]))
-    for routes in (chat, completions, embeddings, info):
+    for routes in (chat, completions, responses, embeddings, info):
         app.include_router(routes.router)
     if live is not None:
         app.include_router(ui.make_router(live))
@@ -38,6 +41,7 @@ def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLine
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.allowed_origins), allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(RequestIds)
     if llm is not None:
         set_engine(app, llm)
     return app

@@ -209,7 +209,7 @@ async def check_request(engine: LLMEngine, request: NewRequest) -> NewRequest:
     prompt, encode = request.prompt, engine.input_processor.encode
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     is_long = isinstance(text, str) and len(text) > LONG_TEXT
-    text, token_ids = await asyncio.to_thread(encode, prompt) if is_long else encode(prompt)
+    text, token_ids = await asyncio.to_thread(encode, prompt, params) if is_long else encode(prompt, params)
     return request._replace(sampling_params=params, prompt={"prompt": text, "prompt_token_ids": token_ids})
 
 

@@ -6,7 +6,6 @@ https://platform.openai.com/docs/api-reference/chat
 
 from collections.abc import AsyncIterator
 from typing import Any
-from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
 
@@ -16,10 +15,12 @@ from nanovllm.serve.generation import Generation, usage_of
 from nanovllm.serve.logprobs import chat_logprobs
 from nanovllm.serve.prompts import chat_prompt
 from nanovllm.serve.protocol import ChatCompletionRequest
+from nanovllm.serve.request_ids import new_id
 from nanovllm.serve.sampling import chat_params
 from nanovllm.serve.state import ReadyServer
 from nanovllm.serve.streaming import EventStream, answer_whole
 from nanovllm.serve.structured_outputs import compile_structured_outputs
+from nanovllm.serve.token_bytes import TokenBytes
 
 router = APIRouter()
 
@@ -30,23 +31,32 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     server.check_model(body.model)
     engine = server.check_ready().engine
     prompt: Any = await chat_prompt(engine.tokenizer, body)
-    params = chat_params(body, engine, await compile_structured_outputs(engine, body))
-    generation = Generation(server, f"chatcmpl-{uuid4().hex}", [prompt], params)
+    parsers = server.options.parsers
+    params = chat_params(body, engine, parsers, await compile_structured_outputs(engine, body, parsers))
+    generation = Generation(server, new_id("chatcmpl", request), [prompt], params)
     await generation.start(body, "messages")
-    chat = Chat(body, generation, server.model_name, str(prompt["prompt"]))
+    answers = [Answer(body, str(prompt["prompt"]), parsers) for _ in range(body.n or 1)]
+    chat = Chat(body, generation, server.model_name, answers, TokenBytes(engine.tokenizer))
     if body.stream:
         return EventStream(generation, chat.chunks())
     return await answer_whole(request, generation, chat.whole)
 
 
 class Chat:
-    """One conversation's answers: `body.n` choices."""
+    """One conversation's answers: `body.n` choices, each with its `Answer`."""
 
-    def __init__(self, body: ChatCompletionRequest, generation: Generation, model_name: str, prompt: str) -> None:
+    def __init__(
+        self,
+        body: ChatCompletionRequest,
+        generation: Generation,
+        model_name: str,
+        answers: list[Answer],
+        token_bytes: TokenBytes,
+    ) -> None:
         self._body = body
         self._generation = generation
         self._model_name = model_name
-        self._choices = [Choice(body, i, Answer(body, prompt)) for i in range(body.n or 1)]
+        self._choices = [Choice(body, i, answer, token_bytes) for i, answer in enumerate(answers)]
 
     def whole(self) -> dict[str, Any]:
         (output,) = self._generation.latest.values()
@@ -82,9 +92,10 @@ class Chat:
 class Choice:
     """One answer, and how much of it the client has."""
 
-    def __init__(self, body: ChatCompletionRequest, index: int, answer: Answer) -> None:
+    def __init__(self, body: ChatCompletionRequest, index: int, answer: Answer, token_bytes: TokenBytes) -> None:
         self._index = index
         self._answer = answer
+        self._token_bytes = token_bytes
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         self._num_chars = 0
         self._num_tokens = 0
@@ -127,4 +138,4 @@ class Choice:
         if self._num_top is None or completion.logprobs is None or len(completion.token_ids) == self._num_tokens:
             return None
         new = slice(self._num_tokens, None)
-        return chat_logprobs(completion.logprobs[new], completion.token_ids[new], self._num_top)
+        return chat_logprobs(completion.logprobs[new], completion.token_ids[new], self._num_top, self._token_bytes)

@@ -6,7 +6,6 @@ https://platform.openai.com/docs/api-reference/completions
 
 from collections.abc import AsyncIterator
 from typing import Any
-from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
 
@@ -15,6 +14,7 @@ from nanovllm.serve.generation import Generation, usage_of
 from nanovllm.serve.logprobs import completion_logprobs
 from nanovllm.serve.prompts import encode_prompts
 from nanovllm.serve.protocol import CompletionRequest
+from nanovllm.serve.request_ids import new_id
 from nanovllm.serve.sampling import completion_params
 from nanovllm.serve.state import ReadyServer
 from nanovllm.serve.streaming import EventStream, answer_whole
@@ -29,8 +29,8 @@ async def create_completion(body: CompletionRequest, request: Request, server: R
     server.check_model(body.model)
     engine = server.check_ready().engine
     prompts = await encode_prompts(engine.tokenizer, "prompt", body.prompt, body.add_special_tokens is not False)
-    params = completion_params(body, engine, await compile_structured_outputs(engine, body))
-    generation = Generation(server, f"cmpl-{uuid4().hex}", prompts, params)
+    params = completion_params(body, engine, await compile_structured_outputs(engine, body, server.options.parsers))
+    generation = Generation(server, new_id("cmpl", request), prompts, params)
     await generation.start(body, "prompt")
     completions = Completions(body, generation, server.model_name, engine.tokenizer)
     if body.stream:

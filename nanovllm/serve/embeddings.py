@@ -5,22 +5,27 @@ https://platform.openai.com/docs/api-reference/embeddings. Each prompt has a lin
     embd-5f2…-0 stop: 24 tokens in (16 cached), embedded after 3.1 ms
 """
 
+import asyncio
 import base64
 import logging
 import time
 from typing import Annotated, Any, Literal
-from uuid import uuid4
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from nanovllm.engine.engine import LLMEngine
 from nanovllm.engine.input_processor import Prompt
+from nanovllm.execution.checkpoint import read_json, resolve_model
+from nanovllm.extras.checkpoint_options import overridden
 from nanovllm.extras.embedding.params import EmbeddingRequestOutput, PoolingParams
 from nanovllm.serve.engine_thread import NewRequest
-from nanovllm.serve.errors import APIError
+from nanovllm.serve.errors import APIError, refuse
+from nanovllm.serve.generation import engine_ids, told_name
 from nanovllm.serve.prompts import encode_prompts, refuse_prompts
 from nanovllm.serve.protocol import StrictModel, Text, Texts, TokenIds
+from nanovllm.serve.request_ids import new_id
 from nanovllm.serve.state import ReadyServer, Server
 from nanovllm.serve.streaming import JSON, ClientGone, unless_client_leaves
 
@@ -34,8 +39,8 @@ class EmbeddingRequest(StrictModel):
     """One text, several, the token ids of one prompt, or of several."""
     encoding_format: Literal["float", "base64"] | None = None
     """`base64` holds float32 numbers, the lowest byte first."""
-    dimensions: int | None = None
-    """Refused: the vectors of these models cannot be cut."""
+    dimensions: int | None = Field(None, ge=1)
+    """Only the first numbers of a vector, for a model that was trained to have the most in them."""
     # nanovllm's additions
     pooling: Literal["last", "mean"] | None = None
     normalize: bool | None = None
@@ -47,15 +52,15 @@ class EmbeddingRequest(StrictModel):
 async def create_embeddings(body: EmbeddingRequest, request: Request, server: ReadyServer) -> Response:
     """One vector for each input."""
     server.check_model(body.model)
+    engine = server.check_ready().engine
     if body.dimensions is not None:
-        size = server.check_ready().engine.parts.model_config.hidden_size
-        message = f"dimensions cannot be chosen: the model gives vectors of {size} numbers"
-        raise APIError(400, message, "dimensions")
-    tokenizer = server.check_ready().engine.tokenizer
+        with refuse("dimensions"):
+            check_dimensions(body.dimensions, engine.parts.model_config.hidden_size, await read_raw_config(engine))
+    tokenizer = engine.tokenizer
     prompts = await encode_prompts(tokenizer, "input", body.input, body.add_special_tokens is not False)
     if len(prompts) > server.options.max_choices:
         raise APIError(400, f"input may hold {server.options.max_choices} prompts, got {len(prompts)}", "input")
-    embedding_id = f"embd-{uuid4().hex}"
+    embedding_id = new_id("embd", request)
     try:
         outputs = await unless_client_leaves(request.receive, embed(server, body, embedding_id, prompts))
     except ClientGone:
@@ -66,7 +71,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, server: Re
         {
             "id": embedding_id,
             "object": "list",
-            "data": [describe(i, output, body.encoding_format) for i, output in enumerate(outputs)],
+            "data": [describe(i, output, body) for i, output in enumerate(outputs)],
             "model": server.model_name,
             "usage": {
                 "prompt_tokens": num_tokens,
@@ -84,7 +89,8 @@ async def embed(
     arrival_time, llm = time.monotonic(), server.check_ready()
     params = PoolingParams(body.pooling or "last", True if body.normalize is None else body.normalize)
     requests = [
-        NewRequest(f"{embedding_id}-{i}", prompt, params, body.priority or 0, False) for i, prompt in enumerate(prompts)
+        NewRequest(name, prompt, params, body.priority or 0, False)
+        for name, prompt in zip(engine_ids(embedding_id, len(prompts)), prompts, strict=True)
     ]
     with refuse_prompts(prompts, "input", llm.engine.parts.max_model_len):
         inbox = await llm.submit(requests)
@@ -100,20 +106,53 @@ async def embed(
         server.num_in_progress -= 1
         for request_id in sorted(inbox.unfinished):
             server.metrics.note_abort()
-            logger.info("%s abort: before it was embedded", request_id)
+            if server.options.log_requests:
+                logger.info("%s abort: before it was embedded", told_name(request_id))
     return [outputs[request.request_id] for request in requests]
+
+
+async def read_raw_config(engine: LLMEngine) -> dict[str, Any]:
+    """config.json, with the engine's overrides."""
+
+    def read() -> dict[str, Any]:
+        config = engine.config
+        folder = resolve_model(config.model, with_weights=False, revision=config.revision)
+        return overridden(read_json(folder / "config.json"), config.hf_overrides or {})
+
+    return await asyncio.to_thread(read)
+
+
+def check_dimensions(dimensions: int, size: int, raw: dict[str, Any]) -> None:
+    """Raise ValueError unless config.json allows shorter vectors, by the fields that vLLM reads."""
+    sizes = raw.get("matryoshka_dimensions")
+    if isinstance(sizes, list):
+        if dimensions not in sizes:
+            raise ValueError(f"dimensions must be one of {sizes}, got {dimensions}")
+    elif not raw.get("is_matryoshka"):
+        raise ValueError(
+            f"dimensions cannot be chosen: the model gives vectors of {size} numbers (hf_overrides with is_matryoshka "
+            "says of a model that its vectors may be cut)"
+        )
+    elif dimensions > size:
+        raise ValueError(f"dimensions must be at most {size}, got {dimensions}")
 
 
 def note_end(server: Server, output: Any, arrival_time: float) -> None:
     num_tokens, reason = len(output.prompt_token_ids), "stop" if output.outputs.embedding else "abort"
     server.metrics.note_end(output.metrics, arrival_time, num_tokens, 0, reason)
     after = 1000 * (output.metrics.finished_time - arrival_time)
+    if not server.options.log_requests:
+        return
     message = "%s %s: %d tokens in (%d cached), embedded after %.1f ms"
-    logger.info(message, output.request_id, reason, num_tokens, output.num_cached_tokens, after)
+    logger.info(message, told_name(output.request_id), reason, num_tokens, output.num_cached_tokens, after)
 
 
-def describe(index: int, output: EmbeddingRequestOutput, encoding_format: str | None) -> dict[str, Any]:
+def describe(index: int, output: EmbeddingRequestOutput, body: EmbeddingRequest) -> dict[str, Any]:
     embedding: Any = output.outputs.embedding
-    if encoding_format == "base64":
+    if body.dimensions is not None:
+        embedding = embedding[: body.dimensions]
+        length = float(np.linalg.norm(embedding)) if body.normalize is not False else 1.0
+        embedding = [value / max(length, 1e-12) for value in embedding]
+    if body.encoding_format == "base64":
         embedding = base64.b64encode(np.array(embedding, dtype="<f4").tobytes()).decode("ascii")
     return {"object": "embedding", "index": index, "embedding": embedding}

@@ -2,12 +2,13 @@
 
 `chat.py` and `completions.py` make a `Generation`, `streaming.py` closes it. At its end it logs a line:
 
-    chatcmpl-5f2… stop: 24 tokens in (16 cached), 38 out, first after 3.1 ms, then 1.2 ms each
+    chatcmpl-5f2…-0 stop: 24 tokens in (16 cached), 38 out, first after 3.1 ms, then 1.2 ms each
 """
 
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable
+from uuid import uuid4
 
 from nanovllm.engine.input_processor import Prompt
 from nanovllm.outputs import RequestOutput
@@ -30,24 +31,24 @@ class Generation:
     def __init__(self, server: Server, request_id: str, prompts: list[Prompt], params: SamplingParams) -> None:
         self.request_id = request_id
         self.created = int(time.time())
-        self.indices = {f"{request_id}-{i}": i for i in range(len(prompts))}
+        self.indices = {name: i for i, name in enumerate(engine_ids(request_id, len(prompts)))}
         self.latest: dict[str, RequestOutput] = {}
         self._server = server
         self._prompts = prompts
-        self._params = params
+        self.params = params
         self._arrival_time = time.monotonic()
         self._llm: AsyncLLM | None = None
         self._inbox: Inbox | None = None
 
     async def start(self, body: GenerationRequest, prompt_field: str) -> None:
         """Queue all prompts. Raises APIError 400 for what the engine cannot serve, QueueFullError, EngineDeadError."""
-        most, num_choices = self._server.options.max_choices, len(self._prompts) * self._params.n
+        most, num_choices = self._server.options.max_choices, len(self._prompts) * self.params.n
         if num_choices > most:
             raise APIError(400, f"a request may have {most} completions (prompts times n), got {num_choices}", "n")
         self._llm = self._server.check_ready()
         check_length(body, self._llm.engine.parts.max_model_len)
         requests = [
-            NewRequest(request_id, prompt, self._params, body.priority or 0, bool(body.stream))
+            NewRequest(request_id, prompt, self.params, body.priority or 0, bool(body.stream))
             for request_id, prompt in zip(self.indices, self._prompts, strict=True)
         ]
         with refuse_prompts(self._prompts, prompt_field, self._llm.engine.parts.max_model_len):
@@ -86,7 +87,8 @@ class Generation:
                     self._note_end(self.latest[request_id], "abort")
                 else:
                     self._server.metrics.note_abort()
-                    logger.info("%s abort: before its first token", request_id)
+                    if self._server.options.log_requests:
+                        logger.info("%s abort: before its first token", told_name(request_id))
             self._inbox = None
 
     def _reason(self, output: RequestOutput) -> str:
@@ -99,10 +101,12 @@ class Generation:
         self._server.metrics.note_end(
             times, self._arrival_time, len(output.prompt_token_ids), num_output_tokens, reason
         )
+        if not self._server.options.log_requests:
+            return
         ttft = None if times.first_token_time is None else times.first_token_time - self._arrival_time
         logger.info(
             "%s %s: %d tokens in (%d cached), %d out%s%s",
-            output.request_id,
+            told_name(output.request_id),
             reason,
             len(output.prompt_token_ids),
             output.num_cached_tokens,
@@ -110,6 +114,17 @@ class Generation:
             "" if ttft is None else f", first after {1000 * ttft:.1f} ms",
             "" if times.tpot is None else f", then {1000 * times.tpot:.2f} ms each",
         )
+
+
+def engine_ids(request_id: str, num_prompts: int) -> list[str]:
+    """The engine's name of each prompt, unique although clients may give two requests the same name."""
+    unique = uuid4().hex[:8]
+    return [f"{request_id}-{i}#{unique}" for i in range(num_prompts)]
+
+
+def told_name(engine_id: str) -> str:
+    """The name of a prompt in the log."""
+    return engine_id.rpartition("#")[0]
 
 
 def usage_of(outputs: Iterable[RequestOutput], with_output: bool = True) -> dict[str, object]:

@@ -15,6 +15,8 @@ router = APIRouter()
 
 
 @router.get("/health")
+@router.get("/ping")
+@router.post("/ping", include_in_schema=False)
 async def health(server: ReadyServer) -> Response:
     """200 if requests are served, 503 while the model is loaded, while the server shuts down, or if the engine died."""
     return Response()

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import ssl
 import sys
 from typing import Any
 
@@ -15,6 +16,7 @@ from nanovllm import TINY_QWEN3
 from nanovllm.extras.vllm.engine_args import EngineArgs
 from nanovllm.serve.app import make_app
 from nanovllm.serve.async_llm import AsyncLLM
+from nanovllm.serve.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, parsers_named
 from nanovllm.serve.server import DrainingServer, listen
 from nanovllm.serve.state import ServerOptions
 from nanovllm.serve.ui import LiveLines
@@ -53,7 +55,7 @@ def serve(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namesp
     live = LiveLines() if args.server_ui else None
     trace = Sinks([sink for sink in (live, args.server_trace and TraceFile(args.server_trace)) if sink])
     listening = listen(args.server_host, args.server_port)
-    url = url_of(listening)
+    url = url_of(listening, "https" if options.tls else "http")
     print(f"loading {options.model_names[0]} for {url} …", flush=True)
 
     def load() -> AsyncLLM:
@@ -99,9 +101,11 @@ def make_parser() -> argparse.ArgumentParser:
         "server_model", metavar="MODEL", nargs="?", help="a folder, or a hub id such as Qwen/Qwen3-0.6B"
     )
     server = parser.add_argument_group("server")
+    tls = parser.add_argument_group("https")
     limits = parser.add_argument_group("limits")
     EngineArgs.add_cli_args(parser)
     add_server_options(server)
+    add_tls(tls)
     add_limits(limits)
     return parser
 
@@ -110,10 +114,25 @@ def add_server_options(group: Any) -> None:
     add(group, "host", str, "address to listen on; 0.0.0.0 is all", "127.0.0.1")
     add(group, "port", int, "0 takes any free port", 8000)
     add(group, "served-model-name", str, "names of the model in requests; the first is in answers", nargs="+")
+    add(group, "root-path", str, "path under which a proxy serves all of this", "")
+    flag(group, "disable-log-requests", "no line of the log for each request")
     add(group, "log-level", str, "what is logged", "info", choices=["debug", "info", "warning", "error"])
     add(group, "trace", str, "record each step in this file; nanovllm view replays it")
-    group.add_argument("--ui", dest="server_ui", action="store_true", help="a page that shows each step, at /ui")
+    flag(group, "ui", "a page that shows each step, at /ui")
+    tool_parsers, reasoning_parsers = sorted(TOOL_PARSERS), sorted(REASONING_PARSERS)
+    add(group, "tool-call-parser", str, "how the model writes calls of tools", "hermes", choices=tool_parsers)
+    add(group, "reasoning-parser", str, "how the model writes thoughts", "qwen3", choices=reasoning_parsers)
+    flag(group, "enable-auto-tool-choice", "as always: calls are read where a request has tools")
     add(group, "drain-timeout", seconds, "time for requests to finish after SIGTERM", ServerOptions.drain_timeout_s)
+
+
+def add_tls(group: Any) -> None:
+    add(group, "ssl-keyfile", str, "the server's private key; with --ssl-certfile it speaks https")
+    add(group, "ssl-certfile", str, "the server's certificate")
+    add(group, "ssl-ca-certs", str, "certificates that vouch for clients")
+    add(
+        group, "ssl-cert-reqs", int, "of clients: 0 none, 1 may, 2 must have one", int(ssl.CERT_NONE), choices=[0, 1, 2]
+    )
 
 
 def add_limits(group: Any) -> None:
@@ -137,6 +156,10 @@ def add(group: Any, name: str, kind: Any, text: str, default: Any = None, **othe
     )
 
 
+def flag(group: Any, name: str, text: str) -> None:
+    group.add_argument(f"--{name}", dest=f"server_{name.replace('-', '_')}", action="store_true", help=text)
+
+
 def positive(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
@@ -158,17 +181,41 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         max_requests_per_minute=args.server_max_requests_per_minute,
         max_choices=args.server_max_choices,
         allowed_origins=tuple(args.server_allowed_origins),
+        parsers=parsers_named(args.server_tool_call_parser, args.server_reasoning_parser),
+        root_path=root_path(args.server_root_path),
+        log_requests=not args.server_disable_log_requests,
         drain_timeout_s=args.server_drain_timeout,
+        tls=tls_options(args),
     )
+
+
+def root_path(text: str) -> str:
+    if text and (not text.startswith("/") or text.endswith("/")):
+        raise ValueError(f"--root-path must begin with / and not end with it, got {text!r}")
+    return text
+
+
+def tls_options(args: argparse.Namespace) -> dict[str, Any]:
+    """uvicorn's; none without a certificate."""
+    names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
+    given = {name: value for name in names if (value := getattr(args, f"server_{name}"))}
+    if given and "ssl_certfile" not in given:
+        raise ValueError(f"--{next(iter(given)).replace('_', '-')} needs --ssl-certfile")
+    for name, path in given.items():
+        if not os.path.isfile(path):
+            raise ValueError(f"--{name.replace('_', '-')} must be a file, got {path!r}")
+    if args.server_ssl_cert_reqs and "ssl_ca_certs" not in given:
+        raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs")
+    return given | {"ssl_cert_reqs": args.server_ssl_cert_reqs} if given else {}
 
 
 # ---- what it prints
 
 
-def url_of(listening: socket.socket) -> str:
+def url_of(listening: socket.socket, scheme: str) -> str:
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{host}:{port}"
+    return f"{scheme}://{host}:{port}"
 
 
 def announcement(llm: AsyncLLM, options: ServerOptions, url: str) -> str:

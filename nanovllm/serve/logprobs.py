@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanovllm.outputs import Logprob
+from nanovllm.serve.token_bytes import TokenBytes
 
 LOWEST = -9999.0  # in place of minus infinity (a token that cannot be drawn), which JSON lacks
 
@@ -12,18 +13,21 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST)
 
 
-def chat_logprobs(positions: Sequence[dict[int, Logprob]], token_ids: Sequence[int], num_top: int) -> dict[str, Any]:
+def chat_logprobs(
+    positions: Sequence[dict[int, Logprob]], token_ids: Sequence[int], num_top: int, token_bytes: TokenBytes
+) -> dict[str, Any]:
     """For each token its own entry, and those of the `num_top` likeliest."""
     content = []
     for position, token_id in zip(positions, token_ids, strict=True):
-        likeliest = sorted(position.values(), key=lambda one: one.rank)[:num_top]
-        content.append(chat_entry(position[token_id]) | {"top_logprobs": [chat_entry(one) for one in likeliest]})
+        likeliest = sorted(position, key=lambda i: position[i].rank)[:num_top]
+        top = [chat_entry(i, position[i], token_bytes) for i in likeliest]
+        content.append(chat_entry(token_id, position[token_id], token_bytes) | {"top_logprobs": top})
     return {"content": content}
 
 
-def chat_entry(one: Logprob) -> dict[str, Any]:
+def chat_entry(token_id: int, one: Logprob, token_bytes: TokenBytes) -> dict[str, Any]:
     token = one.decoded_token or ""
-    return {"token": token, "logprob": finite(one.logprob), "bytes": list(token.encode("utf-8", "replace"))}
+    return {"token": token, "logprob": finite(one.logprob), "bytes": list(token_bytes.of(token_id, token))}
 
 
 def completion_logprobs(

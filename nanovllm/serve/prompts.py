@@ -22,9 +22,8 @@ async def chat_prompt(tokenizer: Any, body: ChatCompletionRequest | TokenizeRequ
     messages = [message.model_dump(exclude_unset=True) for message in body.messages or []]
     for message in messages:
         message["content"] = message.get("content") or ""  # None beside calls of tools; templates add it to a text
-    tools = None
-    if isinstance(body, ChatCompletionRequest) and body.tools and body.tool_choice != "none":
-        tools = [tool.model_dump(exclude_unset=True) for tool in body.tools]
+    told = body.told_tools if isinstance(body, ChatCompletionRequest) else []
+    tools = [tool.model_dump(exclude_unset=True) for tool in told] or None
     is_continued, add_prompt = bool(body.continue_final_message), body.add_generation_prompt
     with refuse("messages"):
         options = ChatOptions(

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 MAX_STOP_STRINGS = 64
 MAX_TOP_LOGPROBS = 20  # of each token
+MAX_TOOLS = 128
 CONFLICT = "conflict"  # pydantic's type of an error of several fields
 BOTH_ENDS = "continue_final_message and add_generation_prompt exclude each other"
 FUNCTION_NAME = r"^[a-zA-Z0-9_.\-]{1,64}$"
@@ -115,6 +116,18 @@ class NamedTool(StrictModel):
     function: FunctionName
 
 
+class AllowedTools(StrictModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class ToolsChoice(StrictModel):
+    """A choice of some tools: the model is told of no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class GenerationRequest(StrictModel):
     """What requests for completions and for chat completions have in common. None is the default."""
 
@@ -141,6 +154,8 @@ class GenerationRequest(StrictModel):
     allowed_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    """Only the end of a prompt is computed; -1 leaves room for the output."""
     structured_outputs: StructuredOutputs | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     # known, and allowed only with the value that changes nothing
@@ -166,13 +181,15 @@ class CompletionRequest(GenerationRequest):
     """Whether the prompt is part of the text."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens to a text; true by default."""
-    suffix: Literal[""] | None = None
+    suffix: Text | None = None
     """Known, and allowed only with the value that changes nothing."""
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise conflict("max_tokens", "max_tokens must be at least 1 without echo")
+        if self.suffix:
+            raise conflict("suffix", "suffix cannot be used: these models continue a text, and do not fill a gap in it")
         return self
 
 
@@ -198,8 +215,8 @@ class ChatCompletionRequest(GenerationRequest):
     """None goes on until the model ends, or its context does."""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | ToolsChoice | None = None
     """None is `auto` where there are tools."""
     parallel_tool_calls: bool | None = None
     """False: one call at most."""
@@ -219,12 +236,45 @@ class ChatCompletionRequest(GenerationRequest):
             raise conflict("continue_final_message", BOTH_ENDS)
         if self.tool_choice not in (None, "none") and not self.tools:
             raise conflict("tool_choice", "tool_choice needs tools")
-        if isinstance(self.tool_choice, NamedTool):
-            name, known = self.tool_choice.function.name, [tool.function.name for tool in self.tools or []]
+        known = [tool.function.name for tool in self.tools or []]
+        for name in self._chosen_names():
             if name not in known:
                 message = f"tool_choice must name one of the tools {', '.join(known)}, got {name}"
                 raise conflict("tool_choice", message)
         return self
+
+    def _chosen_names(self) -> list[str]:
+        if isinstance(self.tool_choice, NamedTool):
+            return [self.tool_choice.function.name]
+        if isinstance(self.tool_choice, ToolsChoice):
+            return [one.function.name for one in self.tool_choice.allowed_tools.tools]
+        return []
+
+    @property
+    def told_tools(self) -> list[Tool]:
+        """Those that the chat template is told of. For a named tool, these are all."""
+        if self.tool_choice == "none":
+            return []
+        names = self._chosen_names() if isinstance(self.tool_choice, ToolsChoice) else None
+        return [tool for tool in self.tools or [] if names is None or tool.function.name in names]
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """Those that an answer may call."""
+        names = self._chosen_names()
+        return [tool for tool in self.told_tools if not names or tool.function.name in names]
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a call."""
+        if isinstance(self.tool_choice, ToolsChoice):
+            return self.tool_choice.allowed_tools.mode == "required"
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def has_one_call(self) -> bool:
+        """Whether the answer may have one call at most."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
 
 
 class TokenizeRequest(StrictModel):

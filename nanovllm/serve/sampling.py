@@ -7,6 +7,7 @@ from nanovllm.engine.engine import LLMEngine
 from nanovllm.extras.structured.params import StructuredOutputsParams
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.errors import APIError
+from nanovllm.serve.parsers.registry import Parsers
 from nanovllm.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 
 Form = StructuredOutputsParams | None
@@ -29,6 +30,7 @@ SAME = (
     "ignore_eos",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "truncate_prompt_tokens",
 )
 
 
@@ -42,13 +44,17 @@ def completion_params(body: CompletionRequest, engine: LLMEngine, form: Form = N
     return with_fields(engine, body, fields)
 
 
-def chat_params(body: ChatCompletionRequest, engine: LLMEngine, form: Form = None) -> SamplingParams:
-    """The length is open, unless the request or the model's generation_config.json limits it."""
+def chat_params(body: ChatCompletionRequest, engine: LLMEngine, parsers: Parsers, form: Form = None) -> SamplingParams:
+    """The length is open, unless the request or the model's generation_config.json limits it. Special tokens that may
+    be tags of calls stay in the text, unless the request says otherwise.
+    """
     default, max_tokens = engine.parts.default_sampling_params, body.max_completion_tokens or body.max_tokens
     if max_tokens is None and default.max_tokens != SamplingParams().max_tokens:
         max_tokens = default.max_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     fields = {"max_tokens": max_tokens, "logprobs": logprobs, "structured_outputs": form}
+    if body.told_tools and parsers.tools.has_special_tokens:
+        fields["skip_special_tokens"] = False
     return with_fields(engine, body, fields)
 
 

@@ -55,6 +55,7 @@ class DrainingServer(uvicorn.Server):
                 server_header=False,
                 http=HTTPProtocol,
                 timeout_graceful_shutdown=CLOSE_S,
+                **app.state.server.options.tls,
             )
         )
         self.state: Server = app.state.server

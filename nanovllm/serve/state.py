@@ -4,14 +4,16 @@ Nothing is global: `make_app` puts one `Server` into the application's state, an
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
 from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.errors import APIError
 from nanovllm.serve.metrics import Metrics
+from nanovllm.serve.parsers.registry import Parsers
 
 RETRY_LATER = {"Retry-After": "5"}
 
@@ -33,6 +35,14 @@ class ServerOptions:
     """Web pages of these origins may call the server (CORS)."""
     drain_timeout_s: float = 60.0
     """After SIGTERM, requests in progress have this long to finish."""
+    root_path: str = ""
+    """The path under which a proxy serves all of this."""
+    log_requests: bool = True
+    """Whether the log has a line for each request."""
+    parsers: Parsers = Parsers()
+    """How the model writes thoughts and calls."""
+    tls: Mapping[str, Any] = field(default_factory=dict)
+    """uvicorn's `ssl_keyfile`, `ssl_certfile`, `ssl_ca_certs`, `ssl_cert_reqs`; empty for plain HTTP."""
 
 
 @dataclass

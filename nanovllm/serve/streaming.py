@@ -90,18 +90,25 @@ class EventStream(StreamingResponse):
         finally:
             self._generation.close()
 
+    def encode(self, value: dict[str, Any]) -> bytes:
+        return to_event(value)
+
+    def encode_end(self, error: Exception | None) -> bytes:
+        """The end of the stream; an error after its status has been sent is an event."""
+        return (b"" if error is None else to_event(as_api_error(error).body())) + DONE
+
     async def _events(self, chunks: AsyncIterator[list[dict[str, Any]]]) -> AsyncIterator[bytes]:
-        body = b""
+        body, failure = b"", None
         try:
             async for values in chunks:
-                body += b"".join([to_event(value) for value in values])
+                body += b"".join([self.encode(value) for value in values])
                 if body and not self._generation.is_read:  # the last events leave with the end: a write costs the most
                     yield body
                     body = b""
-        except Exception as error:  # the status has been sent, so an event reports the error
+        except Exception as error:
             logger.exception("%s failed", self._generation.request_id)
-            body += to_event(as_api_error(error).body())
-        yield body + DONE
+            failure = error
+        yield body + self.encode_end(failure)
 
 
 def to_event(value: Any) -> bytes:

@@ -1,7 +1,7 @@
 """From a request's fields to one `StructuredOutputsParams`, which the engine then forces upon the answer.
 
     response_format, structured_outputs     the form itself
-    tool_choice "required", or a name       calls of these tools, as `tool_parser.py` reads them
+    tool_choice "required", or a name       calls of these tools, as `parsers/` read them
     tools, and a response_format            either such calls, or the format
 
 A form that cannot be compiled is a 400 that names the field and gives the reason.
@@ -13,19 +13,24 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nanovllm.engine.engine import LLMEngine
+from nanovllm.extras.structured.closed_objects import closed_text
 from nanovllm.extras.structured.compiler import JSON_OPTIONS
-from nanovllm.extras.structured.params import StructuredOutputsParams, schema_text
+from nanovllm.extras.structured.params import StructuredOutputsParams
 from nanovllm.serve.errors import APIError, refuse
-from nanovllm.serve.protocol import ChatCompletionRequest, Function, GenerationRequest, NamedTool, ResponseFormat
-from nanovllm.serve.tool_parser import CLOSE, OPEN
+from nanovllm.serve.parsers.hermes import Hermes
+from nanovllm.serve.parsers.registry import Parsers
+from nanovllm.serve.parsers.tool_parser import Spelling
+from nanovllm.serve.protocol import ChatCompletionRequest, Function, GenerationRequest, ResponseFormat
 
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
 """How arguments are spelled: as by Python's `json.dumps`, because models have learned that."""
 
 
-async def compile_structured_outputs(engine: LLMEngine, body: GenerationRequest) -> StructuredOutputsParams | None:
+async def compile_structured_outputs(
+    engine: LLMEngine, body: GenerationRequest, parsers: Parsers
+) -> StructuredOutputsParams | None:
     """The form of the answer, compiled in a thread; None if any text will do."""
-    field, params = params_of(body)
+    field, params = params_of(body, parsers)
     if params is not None:
         try:
             await asyncio.to_thread(engine.input_processor.grammars.compile, params)
@@ -35,7 +40,7 @@ async def compile_structured_outputs(engine: LLMEngine, body: GenerationRequest)
     return params
 
 
-def params_of(body: GenerationRequest) -> tuple[str, StructuredOutputsParams | None]:
+def params_of(body: GenerationRequest, parsers: Parsers) -> tuple[str, StructuredOutputsParams | None]:
     """The field that asks for a form, and the form. Raises APIError 400 for fields that exclude each other."""
     own = own_params(body)
     schema = None if body.response_format is None else schema_of(body.response_format)
@@ -47,7 +52,10 @@ def params_of(body: GenerationRequest) -> tuple[str, StructuredOutputsParams | N
     if own is not None:
         return "structured_outputs", own
     if is_call or (functions and schema is not None):
-        return "tools", StructuredOutputsParams(grammar=call_grammar(functions, body, None if is_call else schema))
+        assert isinstance(body, ChatCompletionRequest)
+        spelling = parsers.for_request(body).spelling or Hermes.spelling
+        grammar = call_grammar(functions, spelling, body.has_one_call, None if is_call else schema)
+        return "tools", StructuredOutputsParams(grammar=grammar)
     return "response_format", None if schema is None else StructuredOutputsParams(json=schema)
 
 
@@ -67,42 +75,39 @@ def schema_of(response_format: ResponseFormat) -> dict[str, Any] | None:
 
 def callable_functions(body: GenerationRequest) -> tuple[list[Function], bool]:
     """The functions that the answer may call, and whether it must call one."""
-    if not isinstance(body, ChatCompletionRequest) or body.tools is None or body.tool_choice == "none":
+    if not isinstance(body, ChatCompletionRequest):
         return [], False
-    functions = [tool.function for tool in body.tools]
-    if isinstance(body.tool_choice, NamedTool):
-        return [one for one in functions if one.name == body.tool_choice.function.name], True
-    return functions, body.tool_choice == "required"
+    return [tool.function for tool in body.callable_tools], body.must_call
 
 
-def call_grammar(functions: Iterable[Function], body: GenerationRequest, schema: dict[str, Any] | None) -> str:
+def call_grammar(functions: Iterable[Function], spelling: Spelling, is_one: bool, schema: dict[str, Any] | None) -> str:
     """One call of the functions or several, in Lark's syntax; or, with a schema, JSON that fits it.
 
     The schema of each function's arguments is a document of its own, so its references find their definitions.
     """
-    is_one = isinstance(body, ChatCompletionRequest) and (
-        body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
+    calls = [spell_call(one, spelling) for one in functions]
+    begin, between, end = (
+        json.dumps(text, ensure_ascii=False) for text in (spelling.begin, spelling.between, spelling.end)
     )
-    calls = [spell_call(one) for one in functions]
     lines = ["start: calls" + (" | answer" if schema is not None else "")]
-    lines += ["calls: call" if is_one else r'calls: call ("\n" call)*']
+    lines += [f"calls: {begin} call {end}" if is_one else f"calls: {begin} call ({between} call)* {end}"]
     lines += ["call: " + " | ".join(f"call{i}" for i in range(len(calls)))]
     lines += [f"call{i}: {call}" for i, call in enumerate(calls)]
     lines += [f"answer: {spell(schema, JSON_OPTIONS)}"] if schema is not None else []
     return "\n".join(lines)
 
 
-def spell_call(function: Function) -> str:
+def spell_call(function: Function, spelling: Spelling) -> str:
     """What a call of the function looks like."""
-    head = OPEN + '\n{"name": ' + json.dumps(function.name) + ', "arguments": '
-    tail = "}\n" + CLOSE
-    return f"{json.dumps(head)} {spell(function.parameters or {'type': 'object'}, SPACED)} {json.dumps(tail)}"
+    head = json.dumps(spelling.head.replace("NAME", function.name), ensure_ascii=False)
+    arguments = spell(function.parameters or {"type": "object"}, SPACED)
+    return f"{head} {arguments} {json.dumps(spelling.tail, ensure_ascii=False)}"
 
 
 def spell(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
-    """A schema within a grammar."""
+    """A schema within a grammar, with closed objects."""
     try:
-        checked = json.loads(schema_text(schema))
+        checked = json.loads(closed_text(schema))
     except ValueError as error:
         raise APIError(400, f"tools: {str(error).removeprefix('structured_outputs.json ')}", "tools") from error
     return "%json " + json.dumps(checked | {"x-guidance": options}, ensure_ascii=False)

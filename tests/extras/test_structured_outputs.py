@@ -133,6 +133,15 @@ def test_a_schema_as_text_and_without_white_space(llm):
     assert re.fullmatch(r'\{_?"a"_?:_?\d_?\}', run(llm, form, temperature=0)[0].text)
 
 
+def test_a_described_object_comes_to_an_end(llm):
+    """Without `additionalProperties`, which would let random weights invent keys until `max_tokens`."""
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"enum": [1, 2]}}, "required": ["a"]}
+    for completion in run(llm, {"json": schema, "disable_any_whitespace": True}, temperature=1, n=8, max_tokens=40):
+        assert completion.finish_reason == "stop", completion
+        value = json.loads(completion.text)
+        jsonschema.validate(value, schema | {"additionalProperties": False})
+
+
 # ---- the other forms
 
 

@@ -37,10 +37,11 @@ class RealServer:
     llm: AsyncLLM | None = None
     """Of a server in this process."""
     process: subprocess.Popen | None = None
+    scheme: str = "http"
 
     @property
     def url(self):
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self.scheme}://127.0.0.1:{self.port}"
 
     def metric(self, name):
         """The sum of a metric's samples."""
@@ -99,24 +100,25 @@ def in_thread(llm, **options):
 
 
 @contextlib.contextmanager
-def in_process(*arguments, timeout_s=120.0):
-    """`python -m nanovllm serve …` on a free port, until it answers."""
+def in_process(*arguments, timeout_s=120.0, tls=None):
+    """`python -m nanovllm serve …` on a free port, until it answers. tls: the client's, for a server of https."""
     command = [sys.executable, "-m", "nanovllm", "serve", *map(str, arguments), "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
-            yield RealServer(wait_for_port(process, log, timeout_s), process=process)
+            port, scheme = wait_for_port(process, log, timeout_s, tls), "https" if tls else "http"
+            yield RealServer(port, process=process, scheme=scheme)
         finally:
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0, read(log)
 
 
-def wait_for_port(process, log, timeout_s):
+def wait_for_port(process, log, timeout_s, tls=None):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and process.poll() is None:
-        if found := re.search(r"http://127\.0\.0\.1:([1-9]\d*)", read(log)):
-            with contextlib.suppress(OSError), urllib.request.urlopen(found[0] + "/health", timeout=5):
+        if found := re.search(r"https?://127\.0\.0\.1:([1-9]\d*)", read(log)):
+            with contextlib.suppress(OSError), urllib.request.urlopen(found[0] + "/health", timeout=5, context=tls):
                 return int(found[1])
         time.sleep(0.02)
     raise AssertionError(f"the server does not answer; it has said: {read(log)}")

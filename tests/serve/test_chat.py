@@ -100,10 +100,25 @@ def test_logprobs_are_log_softmax(client, tiny_checkpoint, llm):
             expected = tiny_checkpoint[1](torch.tensor([token_ids])).logits[0, -1].log_softmax(-1)
         token_ids.append(int(expected.argmax()))
         assert entry["token"] == tokenizer.decode(token_ids[-1:])
-        assert entry["bytes"] == list(entry["token"].encode())
+        if "\ufffd" not in entry["token"]:  # a whole character
+            assert entry["bytes"] == list(entry["token"].encode())
         assert entry["logprob"] == pytest.approx(float(expected.max()), abs=1e-4)
         shown = [one["logprob"] for one in entry["top_logprobs"]]
         assert shown == pytest.approx(expected.topk(3).values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_of_logprobs_add_up_to_the_text(client, stream):
+    """The tokenizer has a token for each byte, so each of these characters is cut."""
+    body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1, "max_tokens": 9}
+    body["structured_outputs"] = {"choice": ["é☃!"]}
+    if stream:
+        choices = [choice for event in client.events(PATH, **body) for choice in event["choices"]]
+        entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    else:
+        entries = client.ask(PATH, **body)["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in entries[:6]] == [[byte] for byte in "é☃!".encode()]
+    assert all(one["bytes"] for entry in entries for one in entry["top_logprobs"])
 
 
 def test_logprobs_without_top_show_the_token_alone(client):
@@ -115,9 +130,10 @@ def test_what_can_never_be_drawn_is_finite_in_json(client):
     """The mask of `min_tokens` makes log-probabilities of minus infinity impossible to hide; JSON has no infinity."""
     from nanovllm import Logprob
     from nanovllm.serve.logprobs import chat_logprobs, completion_logprobs
+    from nanovllm.serve.token_bytes import TokenBytes
 
     positions = [{5: Logprob(float("-inf"), 1, "x")}]
-    assert chat_logprobs(positions, [5], 1)["content"][0]["logprob"] == -9999.0
+    assert chat_logprobs(positions, [5], 1, TokenBytes(None))["content"][0]["logprob"] == -9999.0
     assert completion_logprobs(positions, [5], 0, None)["token_logprobs"] == [-9999.0]
 
 

@@ -1,6 +1,7 @@
 """`/v1/embeddings`: the vectors are the engine's, which are those of `transformers` (`test_embedding.py`)."""
 
 import base64
+import dataclasses
 import json
 
 import numpy as np
@@ -28,6 +29,23 @@ def vectors(client, **body):
         ("embedding", i) for i in range(len(answer["data"]))
     ]
     return [one["embedding"] for one in answer["data"]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes", "refused"),
+    [({"is_matryoshka": True}, [1, 16, 64], [0, 65]), ({"matryoshka_dimensions": [8, 16]}, [8, 16], [9, 64])],
+)
+def test_shorter_vectors(client, llm, expected, monkeypatch, overrides, sizes, refused):
+    config = dataclasses.replace(llm.engine.config, hf_overrides=overrides)
+    monkeypatch.setattr(llm.engine, "config", config)
+    whole = np.array(expected["last"])  # [num_texts, hidden_size]
+    for size in sizes:
+        cut = whole[:, :size]
+        wanted = cut / np.linalg.norm(cut, axis=1, keepdims=True)
+        np.testing.assert_allclose(vectors(client, input=TEXTS, dimensions=size), wanted, atol=1e-5)
+    for size in refused:
+        error = client.post(PATH, {"input": "a", "dimensions": size})
+        assert (error.status_code, error.json()["error"]["param"]) == (400, "dimensions")
 
 
 def test_vectors_of_texts_and_of_token_ids(client, llm, expected):

@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.serve.reasoning_parser import ReasoningParser
-from nanovllm.serve.tool_parser import CallArguments, CallStart, Content, ToolParser
+from nanovllm.serve.parsers.hermes import Hermes
+from nanovllm.serve.parsers.reasoning import ReasoningParser
+from nanovllm.serve.parsers.tool_parser import CallArguments, CallStart, Content
 from tests.conftest import examples
 
 
-def read_tools(pieces):
+def read_tools(pieces, parser=None):
     """(content, [(name, arguments)], in which order they came)"""
-    parser = ToolParser()
+    parser = parser or Hermes()
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
     content, names, arguments, order = "", [], {}, []
     for event in events:
@@ -138,7 +139,7 @@ def test_calls_and_contents_come_out_as_they_went_in(parts, places, gap):
 
 
 def test_arguments_come_as_they_are_written():
-    parser = ToolParser()
+    parser = Hermes()
     assert parser.feed('See: <tool_call>{"name": "f", "argu') == [Content("See:"), CallStart(0, "f")]
     assert parser.feed('ments": {"city": "Os') == [CallArguments(0, '{"city": "Os')]
     assert parser.feed('lo"}') == [CallArguments(0, 'lo"}')]

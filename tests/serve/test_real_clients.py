@@ -244,6 +244,58 @@ def test_a_tool_is_called(client, model, tool_choice):
     assert streamed == {"name": call.function.name, "arguments": call.function.arguments}
 
 
+# ---- openai: responses
+
+
+def response_options(model, question, **options):
+    return {"model": model, "input": question, "temperature": 0, "max_output_tokens": 60, **options}
+
+
+def test_a_response_is_the_offline_answer(client, model, offline):
+    response = client.responses.create(**response_options(model, QUESTIONS[0]))
+    expected = offline.chat(QUESTIONS[0], max_tokens=60)
+    assert response.output_text == expected.outputs[0].text
+    assert response.status == {"stop": "completed", "length": "incomplete"}[expected.outputs[0].finish_reason]
+    assert response.usage.output_tokens == len(expected.outputs[0].token_ids)
+
+
+def test_a_streamed_response_adds_up(client, model, offline):
+    expected = offline.chat(QUESTIONS[1], max_tokens=200).outputs[0]
+    text = ""
+    with client.responses.stream(**response_options(model, QUESTIONS[1], max_output_tokens=200)) as stream:
+        for event in stream:
+            text += event.delta if event.type == "response.output_text.delta" else ""
+        assert expected.finish_reason == "stop"
+        assert stream.get_final_response().output_text == text == expected.text
+
+
+def test_responses_go_on_with_what_was_said(client, model):
+    first = client.responses.create(**response_options(model, QUESTIONS[3], max_output_tokens=200))
+    turns = [{"role": "user", "content": QUESTIONS[3]}, *(item.model_dump() for item in first.output)]
+    second = client.responses.create(**response_options(model, [*turns, {"role": "user", "content": "What for?"}]))
+    whole = first.usage.input_tokens + first.usage.output_tokens
+    assert whole - 32 <= second.usage.input_tokens_details.cached_tokens <= whole
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.responses.create(**response_options(model, "What for?", previous_response_id=first.id))
+    assert raised.value.param == "previous_response_id"
+
+
+def test_responses_parse_and_call(client, model):
+    loose = {"temperature": 1, "max_output_tokens": 500, "extra_body": {"seed": 1}}
+    parsed = client.responses.parse(**response_options(model, "Who?", **loose), text_format=Person)
+    assert isinstance(parsed.output_parsed, Person)
+    tool = {"type": "function", "strict": True, **WEATHER["function"]}
+    options = response_options(model, "How is the weather?", tools=[tool], tool_choice="required")
+    called = client.responses.create(**options, parallel_tool_calls=False)
+    (call,) = called.output
+    assert (call.type, call.name) == ("function_call", "get_weather")
+    assert json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    with client.responses.stream(**options, parallel_tool_calls=False) as stream:
+        events = list(stream)
+    arguments = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(arguments) == call.arguments
+
+
 # ---- langchain
 
 

@@ -37,7 +37,7 @@ class RunningServer:
         self.may_load = threading.Event()
         self.socket = listen("127.0.0.1", 0)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # connections hold little that is not read
-        self.url = launch.url_of(self.socket)
+        self.url = launch.url_of(self.socket, "http")
         self.llm = None
         self._make_llm = make_llm
         self._options = ServerOptions(model_names=("tiny",), **options)

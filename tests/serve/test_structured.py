@@ -83,6 +83,18 @@ def test_a_json_schema(client):
     jsonschema.validate(json.loads(choice["text"]), SCHEMA)
 
 
+@pytest.mark.parametrize("strict", [True, False, None])
+def test_objects_are_closed_strict_or_not(client, strict):
+    schema = {key: value for key, value in SCHEMA.items() if key != "additionalProperties"}
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": strict}}
+    for choice in ask(client, response_format=form, n=4, seed=1):
+        assert choice["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}
+    for choice in ask(client, tools=[tool], tool_choice=named("f"), n=4, seed=1):
+        jsonschema.validate(json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]), SCHEMA)
+
+
 def test_a_json_object_and_plain_text(client):
     for choice in ask(client, response_format={"type": "json_object"}, n=6, seed=2):
         assert choice["finish_reason"] in ("stop", "length")
@@ -178,6 +190,22 @@ def test_a_named_tool_is_called_once(client):
     for choice in ask(client, tools=[WEATHER, ADD], tool_choice=named("add"), n=4, seed=1):
         assert len(check_calls(choice["message"], {"add"})) == 1
         assert choice["finish_reason"] == "tool_calls"
+
+
+def allowed(mode, *names):
+    tools = [named(name) for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_allowed_tools(client, llm, monkeypatch):
+    for choice in ask(client, tools=[WEATHER, ADD], tool_choice=allowed("required", "add"), n=4, seed=1):
+        check_calls(choice["message"], {"add"}) if choice["finish_reason"] != "length" else None
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", TEMPLATE)
+    body = {"messages": MESSAGES, "tools": [WEATHER, ADD], "max_tokens": 1}
+    told = client.ask(CHAT, **body, tool_choice=allowed("auto", "add"))["usage"]["prompt_tokens"]
+    assert told == client.ask(CHAT, **body | {"tools": [ADD]})["usage"]["prompt_tokens"]
+    refused = client.post(CHAT, {**body, "tool_choice": allowed("auto", "f")})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
 
 
 def test_streamed_calls_are_those_of_the_whole(client):

@@ -42,18 +42,21 @@ def main(argv: list[str] | None = None) -> int:
 
 async def run_loads(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One load for each rate, one after the other, all of the same requests."""
+    tokenizer = load_tokenizer(args.tokenizer)
     works = make_works(args, args.num_prompts, args.seed)
     warm_up = make_works(args, args.num_warmups, args.seed + 1)  # others, lest the prefix cache holds the load's own
     runs = []
     async with Client(base_url(args), make_headers(args)) as client:
         args.model = args.model or await client.find_model(args.ready_check_timeout_sec)
-        bodies = [make_body(work, args) for work in works]
+        bodies = [make_body(work, args, tokenizer) for work in works]
         endpoint = args.endpoint or ENDPOINTS[args.backend]
 
         async def send(body: bytes, exchange: Exchange) -> None:
             await client.post(endpoint, body, exchange)
 
-        await offer([make_body(work, args) for work in warm_up], [0.0] * len(warm_up), send, max_concurrency=1)
+        await offer(
+            [make_body(work, args, tokenizer) for work in warm_up], [0.0] * len(warm_up), send, max_concurrency=1
+        )
         for rate in args.request_rate:
             runs.append(await run_load(works, bodies, rate, send, args))
     return runs
@@ -102,12 +105,23 @@ def make_works(args: argparse.Namespace, num_prompts: int, seed: int) -> list[Wo
     return make_prefix_repetition(num_prompts, prefix_len, suffix_len, num_prefixes, output_len, **options)
 
 
-def make_body(work: Work, args: argparse.Namespace) -> bytes:
+def load_tokenizer(name: str | None) -> Any:
+    if name is None:
+        return None
+    from transformers import AutoTokenizer  # takes a second, and most loads need none
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"nanovllm bench serve: --tokenizer {name}: {error}") from None
+
+
+def make_body(work: Work, args: argparse.Namespace, tokenizer: Any = None) -> bytes:
     """The request as JSON. A field that was not asked for is left out: some servers refuse fields that they lack."""
     is_chat = ENDPOINTS[args.backend].endswith("chat/completions")
     prompt: dict[str, Any] = {"prompt": work.prompt_token_ids}
     if is_chat:
-        prompt = {"messages": [{"role": "user", "content": work.text}]}
+        prompt = {"messages": [{"role": "user", "content": work.text_for(tokenizer)}]}
     length = "max_completion_tokens" if is_chat else "max_tokens"
     optional = {name: getattr(args, name) for name in ("top_p", "top_k", "min_p")}
     body = {

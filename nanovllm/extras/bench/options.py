@@ -57,6 +57,7 @@ def add_work_options(group: Any) -> None:
     group.add_argument(
         "--random-prefix-len", type=count, default=0, help="tokens before these, the same in all prompts"
     )
+    group.add_argument("--tokenizer", help="folder or hub id: chats have texts of exactly so many of its tokens")
     group.add_argument("--random-vocab-size", type=positive_int, default=1000, help="token ids are below this")
     group.add_argument("--prefix-repetition-prefix-len", type=positive_int, default=256, help="tokens of a prefix")
     group.add_argument("--prefix-repetition-suffix-len", type=positive_int, default=256, help="tokens after it")

@@ -2,10 +2,12 @@
 
 Names and meaning of the parameters are those of vLLM's `--dataset-name random` and `prefix_repetition`. Token ids are
 drawn below a small bound, so every model has them: the cost of a request does not depend on which tokens it has. No
-tokenizer is needed. For a chat, each id stands for a common English word, which most tokenizers take as one token.
+tokenizer is needed. For a chat, each id stands for a common English word, which most tokenizers take as one token; with
+`--tokenizer` the text has exactly as many tokens as there are ids.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,9 @@ WORDS = (
     "area money story fact month lot right study book eye job word business issue side kind head house service friend "
     "father power hour game line end member law car city community name president team minute idea body"
 )
+
+
+MAX_ROUNDS = 8  # a text that is cut is not always encoded as it was
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,19 @@ class Work:
         """A word for each token id; prompts that begin with the same ids begin with the same words."""
         words = WORDS.split()
         return " ".join(words[token_id % len(words)] for token_id in self.prompt_token_ids)
+
+    def text_for(self, tokenizer: Any) -> str:
+        """`text`, with as many of the tokenizer's tokens as there are token ids; without a tokenizer, as it is."""
+        text, num_tokens = self.text, len(self.prompt_token_ids)
+        for _ in range(MAX_ROUNDS if tokenizer is not None else 0):
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            if len(token_ids) == num_tokens:
+                break
+            if len(token_ids) > num_tokens:
+                text = tokenizer.decode(token_ids[:num_tokens])
+            else:
+                text += " a" * (num_tokens - len(token_ids))
+        return text
 
 
 def make_random(

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.extras.structured.closed_objects import closed_text
 from nanovllm.extras.structured.grammar import Grammar, MaskWorker, fill_masks
 from nanovllm.extras.structured.params import StructuredOutputsParams, schema_text
 from nanovllm.extras.structured.request import StructuredRequest
@@ -118,8 +119,8 @@ class GrammarCompiler:
 def source_of(params: StructuredOutputsParams) -> tuple[str, str, str]:
     """(form, text, options): equal for equal demands, and all that is compiled."""
     if params.json is not None or params.json_object:
-        text = schema_text({"type": "object"} if params.json is None else params.json)
-        check_count("json", "references", text.count('"$ref"'))
+        text = check_references(schema_text({"type": "object"} if params.json is None else params.json))
+        text = check_references(closed_text(text))  # which may have copied some
         return "json", check_size("json", text), json.dumps(whitespace_options(params))
     if params.regex is not None:
         return "regex", check_size("regex", params.regex), ""
@@ -140,6 +141,12 @@ def whitespace_options(params: StructuredOutputsParams) -> dict[str, Any]:
 def check_size(form: str, text: str) -> str:
     if len(text) > MAX_CHARS:
         raise ValueError(f"structured_outputs.{form} must have at most {MAX_CHARS} characters, got {len(text)}")
+    return text
+
+
+def check_references(text: str) -> str:
+    """text: a schema"""
+    check_count("json", "references", text.count('"$ref"'))
     return text
 
 

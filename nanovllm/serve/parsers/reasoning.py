@@ -9,7 +9,7 @@ tag into the prompt already. The parser takes the text in pieces; its parts add 
 White space next to the tags belongs to neither part.
 """
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -24,7 +24,10 @@ class Parts(NamedTuple):
 class ReasoningParser:
     """One answer. `starts_inside`: the prompt ends with `<think>`, so the answer begins with thoughts."""
 
+    always_starts_inside: ClassVar[bool] = False
+
     def __init__(self, starts_inside: bool = False) -> None:
+        starts_inside = starts_inside or self.always_starts_inside
         self._is_inside = self._is_trimming = starts_inside  # trimming: white space that comes next is in no part
         self._may_open = True  # no text but white space yet, so `<think>` may come
         self._held = ""  # read, but it is not known yet to which part it belongs, if to any
@@ -70,6 +73,12 @@ class ReasoningParser:
         if self._is_trimming:
             self._held = self._held.lstrip()
             self._is_trimming = not self._held
+
+
+class DeepSeekR1(ReasoningParser):
+    """DeepSeek-R1 thinks before each answer, and may leave the first tag out."""
+
+    always_starts_inside = True
 
 
 def num_held_back(text: str, tag: str) -> int:

@@ -1,0 +1,39 @@
+"""The bytes of a single token, which may be half a character: a client puts texts together by them.
+
+é in two tokens      "Ã" "©" in a byte-level vocabulary        [195] [169]
+                     "<0xC3>" "<0xA9>" in SentencePiece's      [195] [169]
+"""
+
+import re
+from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+SPACE = "▁"  # SentencePiece's spelling of a space
+
+
+class TokenBytes:
+    """How a tokenizer spells bytes in its vocabulary, told by its decoder."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._added = getattr(tokenizer, "added_tokens_decoder", {})  # id -> AddedToken, which is spelled as it is
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        state = b"" if decoder is None else decoder.__getstate__()  # JSON
+        self._is_byte_level = b'"ByteLevel"' in state
+        self._has_spaces = SPACE.encode() in state
+        self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()} if self._is_byte_level else {}
+
+    def of(self, token_id: int, text: str) -> bytes:
+        """text: of the token by itself, for vocabularies of another kind."""
+        if self._tokenizer is None or token_id in self._added:
+            return text.encode("utf-8", "replace")
+        piece = self._tokenizer.convert_ids_to_tokens(token_id)
+        if piece is not None and self._is_byte_level and all(char in self._byte_of for char in piece):
+            return bytes(self._byte_of[char] for char in piece)
+        if piece is not None and (byte := BYTE_TOKEN.fullmatch(piece)):
+            return bytes.fromhex(byte[1])
+        if piece is not None and self._has_spaces:
+            return bytes(piece.replace(SPACE, " ").encode("utf-8", "replace"))
+        return text.encode("utf-8", "replace")

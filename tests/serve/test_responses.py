@@ -1,0 +1,227 @@
+"""`/v1/responses`: the chat's answer in items, whole or as events that add up to the whole.
+
+The oracles: the chat of the same conversation, and how a scripted answer was made.
+"""
+
+import json
+import re
+
+import pytest
+from test_structured import ADD, CALL, FORMAT, MESSAGES, NUMBER, SCHEMA, TEMPLATE, WEATHER
+
+PATH, CHAT = "/v1/responses", "/v1/chat/completions"
+FLAT_ADD = {"type": "function", **ADD["function"]}
+FLAT_WEATHER = {"type": "function", **WEATHER["function"]}
+TEXT_FORMAT = {"format": {"type": "json_schema", "name": "thing", "schema": SCHEMA}}
+MANY = 10**5
+
+
+def ask(client, **body):
+    return client.ask(PATH, **{"input": "What?", "max_output_tokens": 400, **body})
+
+
+def stream(client, **body):
+    """The events, whose names and numbers are checked."""
+    response = client.post(PATH, {"input": "What?", "max_output_tokens": 400, **body, "stream": True})
+    assert response.status_code == 200, response.text
+    *blocks, nothing = response.text.split("\n\n")
+    assert nothing == ""
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+def add_up(events):
+    """The items that a client has put together from deltas alone."""
+    items = []
+    for event in events:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert event["output_index"] == len(items)
+            items.append(event["item"])
+        elif kind == "content_part.added":
+            items[-1]["content"].append(event["part"])
+        elif kind in ("output_text.delta", "reasoning_text.delta"):
+            items[-1]["content"][0]["text"] += event["delta"]
+            items[-1]["content"][0].get("logprobs", []).extend(event.get("logprobs", []))
+        elif kind == "function_call_arguments.delta":
+            items[-1]["arguments"] += event["delta"]
+        elif kind in ("output_text.done", "reasoning_text.done"):
+            assert event["text"] == items[-1]["content"][0]["text"]
+        elif kind == "content_part.done":
+            assert event["part"] == items[-1]["content"][0]
+        elif kind == "function_call_arguments.done":
+            assert (event["arguments"], event["name"]) == (items[-1]["arguments"], items[-1]["name"])
+        elif kind == "output_item.done":
+            items[-1]["status"] = event["item"]["status"]
+            assert event["item"] == items[-1]
+        if "item_id" in event:
+            assert (event["item_id"], event["output_index"]) == (items[-1]["id"], len(items) - 1)
+    return items
+
+
+def without_ids(items):
+    return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in items]
+
+
+def scripted(client, text, stream_it=False, **body):
+    body = {"structured_outputs": {"grammar": f"start: {json.dumps(text)}"}, **body}
+    if not stream_it:
+        return ask(client, **body)
+    events = stream(client, **body)
+    response = events[-1]["response"]
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1]["type"] == "response." + response["status"]
+    assert add_up(events) == response["output"]
+    return response
+
+
+def test_the_answer_is_the_chats(client):
+    fields = {"temperature": 0, "ignore_eos": True}
+    answer = ask(client, max_output_tokens=12, **fields)
+    chat = client.ask(CHAT, messages=MESSAGES, max_tokens=12, **fields)
+    (item,) = answer["output"]
+    assert item["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert answer["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    assert answer["usage"]["output_tokens"] == 12
+    assert answer["usage"]["total_tokens"] == chat["usage"]["total_tokens"]
+    assert (answer["object"], answer["model"], answer["store"]) == ("response", "tiny", False)
+    assert answer["id"].startswith("resp_")
+
+
+@pytest.mark.parametrize("stream_it", [False, True])
+def test_thoughts_text_and_calls_are_items(client, stream_it):
+    text = "<think>\nI must add.\n</think>\n\nLet me see.\n" + CALL + "\n" + CALL
+    response = scripted(client, text, stream_it, tools=[FLAT_ADD])
+    thought, message, *calls = response["output"]
+    assert (thought["type"], thought["content"]) == ("reasoning", [{"type": "reasoning_text", "text": "I must add."}])
+    assert (message["type"], message["content"][0]["text"]) == ("message", "Let me see.")
+    assert [(call["type"], call["name"], json.loads(call["arguments"])) for call in calls] == [
+        ("function_call", "add", {"a": 1})
+    ] * 2
+    assert len({item["id"] for item in response["output"]} | {call["call_id"] for call in calls}) == 6
+    assert {item["status"] for item in response["output"]} == {response["status"]} == {"completed"}
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": len("I must add.")}, "a token is a byte"
+
+
+@pytest.mark.parametrize("stream_it", [False, True])
+def test_a_call_that_is_cut_off_is_incomplete(client, stream_it):
+    response = scripted(client, CALL, stream_it, tools=[FLAT_ADD], max_output_tokens=50)
+    assert response["status"] == response["output"][0]["status"] == "incomplete"
+    assert response["output"][0]["name"] == "add"
+
+
+def test_a_stream_is_the_whole(client):
+    body = {"text": TEXT_FORMAT, "seed": 3, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = ask(client, **body)
+    events = stream(client, **body)
+    assert without_ids(add_up(events)) == without_ids(whole["output"])
+    assert events[-1]["response"]["usage"] | {"input_tokens_details": 0} == whole["usage"] | {"input_tokens_details": 0}
+    (part,) = whole["output"][0]["content"]
+    told = [byte for entry in part["logprobs"] for byte in entry["bytes"]]
+    assert bytes(told).startswith(part["text"].encode())
+    assert {len(entry["top_logprobs"]) for entry in part["logprobs"]} == {2}
+
+
+def test_formats_and_forced_calls(client):
+    for text in (TEXT_FORMAT, {"format": {"type": "json_object"}}):
+        response = ask(client, text=text, seed=3)
+        if response["status"] == "completed":
+            value = json.loads(response["output"][0]["content"][0]["text"])
+            assert text is not TEXT_FORMAT or value.keys() == {"kind", "size"}
+    tools = [FLAT_WEATHER, FLAT_ADD]
+    only_add = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}
+    for choice in ({"type": "function", "name": "add"}, only_add):
+        response = ask(client, tools=tools, tool_choice=choice, seed=1, parallel_tool_calls=False)
+        assert [item["name"] for item in response["output"]] == ["add"]
+        assert (response["tools"][1]["name"], response["tools"][1]["parameters"]) == ("add", NUMBER)
+    assert response["tool_choice"] == only_add
+
+
+def test_the_conversation_is_the_chats(client, llm, monkeypatch):
+    """All kinds of items; the template writes what it is told, and each character is a token."""
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", TEMPLATE)
+    items = [
+        {"role": "developer", "content": "Dev."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "W"},
+                                                        {"type": "input_text", "text": "hat?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+         "content": [{"type": "output_text", "text": "See:", "annotations": []}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "add", "arguments": '{"a": 1}'},
+        {"type": "function_call", "call_id": "d", "name": "add", "arguments": '{"a": 2}'},
+        {"type": "function_call_output", "call_id": "c", "output": "2"},
+        {"role": "user", "content": "And?"},
+    ]  # fmt: skip
+    text = 'system:Sys.|system:Dev.|user:What?|assistant:See:add{"a": 1}add{"a": 2}|tool:2|user:And?|'
+    wanted = client.ask("/v1/completions", prompt=text, max_tokens=5, temperature=0)
+    answer = ask(client, input=items, instructions="Sys.", max_output_tokens=5, temperature=0)
+    assert answer["usage"]["input_tokens"] == wanted["usage"]["prompt_tokens"]
+    assert answer["output"][0]["content"][0]["text"] == wanted["choices"][0]["text"]
+    thinking = client.ask(PATH, input="What?", max_output_tokens=1, chat_template_kwargs={"open": True})
+    plain = client.ask(PATH, input="What?", max_output_tokens=1)
+    assert thinking["usage"]["input_tokens"] == plain["usage"]["input_tokens"] + len("<think>")
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "word"),
+    [
+        ({"input": []}, "input", ""),
+        ({"input": 5}, "input", ""),
+        ({"input": [{"type": "message", "role": "user"}] * MANY}, "input", str(MANY)),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "item_reference"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input", "input.0"),
+        ({"input": [{"role": "user", "content": "a"}, {"type": "function_call"}]}, "input", "input.1"),
+        ({"input": [{"type": ["a"]}]}, "input", "input.0.type"),
+        ({"input": "\ud800"}, "input", ""),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "whole conversation"),
+        ({"conversation": "c"}, "conversation", "whole conversation"),
+        ({"prompt": {"id": "p"}}, "prompt", "instructions"),
+        ({"background": True}, "background", ""),
+        ({"truncation": "auto"}, "truncation", ""),
+        ({"n": 2}, "n", ""),
+        ({"response_format": FORMAT}, "response_format", "text.format"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text", "schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text", "text"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "function"),
+        ({"tools": [FLAT_ADD], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "add"),
+        ({"tool_choice": "required"}, "tool_choice", "tools"),
+        ({"max_output_tokens": 10**7}, "max_output_tokens", "max_output_tokens"),
+        ({"input": "a" * 10**5}, "input", ""),
+        ({"temperature": -1}, "temperature", ""),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata", ""),
+        ({"include": ["file_search_call.results"]}, "include", ""),
+        ({"model": "another"}, "model", ""),
+    ],
+)
+def test_what_is_refused_names_the_field_of_a_response(client, body, param, word):
+    content = json.dumps({"input": "What?", **body})
+    response = client.post(PATH, content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == (404 if param == "model" else 400), response.text
+    error = response.json()["error"]
+    assert error["param"] == param, error
+    assert word in error["message"]
+    assert not re.search("max_completion_tokens|response_format:|messages", error["message"])
+
+
+def test_a_step_that_fails_ends_the_stream_with_a_failure(client, llm, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(llm.engine.runner, "run", fail)
+    events = stream(client)
+    assert events[-1]["type"] == "response.failed"
+    assert events[-1]["response"]["status"] == "failed"
+    assert "on purpose" not in json.dumps(events)
+    assert client.post(PATH, {"input": "What?"}).status_code == 500
+
+
+def test_nothing_is_kept(client):
+    response = client.get(PATH + "/resp_1")
+    assert (response.status_code, response.json()["error"]["type"]) == (404, "invalid_request_error")
