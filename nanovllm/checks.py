@@ -143,14 +143,14 @@ def checks_of(record: Any) -> Mapping[str, Callable[[str, Any], None]]:
 
 def check_int(name: str, value: Any, minimum: int, optional: bool = False, maximum: int | None = None) -> None:
     """`value` is a whole number (no bool) in [minimum, maximum], or None where that is allowed."""
-    if value is None and optional:
+    is_integer = type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
+    if is_integer and minimum <= value and (maximum is None or value <= maximum) or (value is None and optional):
         return
     most = "" if maximum is None else f" and <= {maximum}"
     allowed = f"an integer >= {minimum}{most}" + (" or None" if optional else "")
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    if not is_integer:
         raise TypeError(f"{name} must be {allowed}, got {value!r}")
-    if int(value) < minimum or (maximum is not None and int(value) > maximum):
-        raise ValueError(f"{name} must be {allowed}, got {value}")
+    raise ValueError(f"{name} must be {allowed}, got {value}")
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, open_low: bool = False) -> None:

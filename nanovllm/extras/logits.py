@@ -23,7 +23,7 @@ def stages_of(params: SamplingParams, tokenizer: Any) -> tuple[Stage, ...]:
     """What `params` ask for; bad words need the tokenizer."""
     stages: list[Any] = []
     if params.allowed_token_ids:
-        stages.append(AllowedTokens())
+        stages.append(AllowedTokens(params.allowed_token_ids))
     if params.logit_bias:
         stages.append(LogitBias())
     if params.bad_words:
@@ -43,13 +43,16 @@ class AllowedTokens:
 
     place, reads_output = 1, False
 
+    def __init__(self, token_ids: Collection[int]) -> None:
+        self.token_ids = torch.tensor(list(token_ids))  # once: there may be as many as the vocabulary has
+
     @classmethod
     def build(cls, rows: list[StageRow]) -> "AllowedRows":
-        lists = [list(seq.sampling_params.allowed_token_ids or ()) for _, seq, _, _ in rows]
+        lists = [row.stage.token_ids for row in rows]
         return AllowedRows(
             rows=torch.tensor([row for row, _, _, _ in rows]),
             entries=torch.arange(len(lists)).repeat_interleave(torch.tensor([len(ids) for ids in lists])),
-            token_ids=torch.tensor([token_id for ids in lists for token_id in ids]),
+            token_ids=torch.cat(lists),
         )
 
 
