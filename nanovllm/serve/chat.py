@@ -5,6 +5,7 @@ https://platform.openai.com/docs/api-reference/chat
 """
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -12,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 
 from nanovllm.outputs import CompletionOutput
 from nanovllm.serve.answer import Answer, merge
+from nanovllm.serve.body import JSONRoute
 from nanovllm.serve.generation import Generation, usage_of
 from nanovllm.serve.logprobs import chat_logprobs
 from nanovllm.serve.prompts import chat_prompt
@@ -21,7 +23,7 @@ from nanovllm.serve.state import ReadyServer
 from nanovllm.serve.streaming import EventStream, answer_whole
 from nanovllm.serve.structured_outputs import compile_structured_outputs
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 
 
 @router.post("/v1/chat/completions")
@@ -29,8 +31,10 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     """Answer a conversation."""
     server.check_model(body.model)
     engine = server.check_ready().engine
-    prompt: Any = await chat_prompt(engine.tokenizer, body)
-    params = chat_params(body, engine, await compile_structured_outputs(engine, body))
+    bounds, run = server.bounds, partial(server.workers.run, request)
+    prompt: Any = await run(lambda check: chat_prompt(bounds.tokenizer(engine.tokenizer, check), bounds, body))
+    form = await compile_structured_outputs(run, engine, body)
+    params = await run(lambda check: chat_params(body, engine, form))
     generation = Generation(server, f"chatcmpl-{uuid4().hex}", [prompt], params)
     await generation.start(body, "messages")
     chat = Chat(body, generation, server.model_name, str(prompt["prompt"]))

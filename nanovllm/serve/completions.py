@@ -5,12 +5,14 @@ https://platform.openai.com/docs/api-reference/completions
 """
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter, Request, Response
 
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.serve.body import JSONRoute
 from nanovllm.serve.generation import Generation, usage_of
 from nanovllm.serve.logprobs import completion_logprobs
 from nanovllm.serve.prompts import encode_prompts
@@ -20,7 +22,7 @@ from nanovllm.serve.state import ReadyServer
 from nanovllm.serve.streaming import EventStream, answer_whole
 from nanovllm.serve.structured_outputs import compile_structured_outputs
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 
 
 @router.post("/v1/completions")
@@ -28,8 +30,12 @@ async def create_completion(body: CompletionRequest, request: Request, server: R
     """Continue one prompt, or several."""
     server.check_model(body.model)
     engine = server.check_ready().engine
-    prompts = await encode_prompts(engine.tokenizer, "prompt", body.prompt, body.add_special_tokens is not False)
-    params = completion_params(body, engine, await compile_structured_outputs(engine, body))
+    bounds, adds, run = server.bounds, body.add_special_tokens is not False, partial(server.workers.run, request)
+    prompts = await run(
+        lambda check: encode_prompts(bounds.tokenizer(engine.tokenizer, check), bounds, "prompt", body.prompt, adds)
+    )
+    form = await compile_structured_outputs(run, engine, body)
+    params = await run(lambda check: completion_params(body, engine, form))
     generation = Generation(server, f"cmpl-{uuid4().hex}", prompts, params)
     await generation.start(body, "prompt")
     completions = Completions(body, generation, server.model_name, engine.tokenizer)

@@ -17,19 +17,21 @@ from pydantic import Field
 
 from nanovllm.engine.input_processor import Prompt
 from nanovllm.extras.embedding.params import EmbeddingRequestOutput, PoolingParams
+from nanovllm.serve.body import JSONRoute
 from nanovllm.serve.engine_thread import NewRequest
 from nanovllm.serve.errors import APIError
 from nanovllm.serve.prompts import encode_prompts, refuse_prompts
-from nanovllm.serve.protocol import StrictModel, Text, Texts, TokenIds
+from nanovllm.serve.protocol import Name, StrictModel, Text, Texts, TokenIds
 from nanovllm.serve.state import ReadyServer, Server
-from nanovllm.serve.streaming import JSON, ClientGone, unless_client_leaves
+from nanovllm.serve.streaming import JSON
+from nanovllm.serve.workers import unless_client_leaves
 
 logger = logging.getLogger(__name__)
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 
 
 class EmbeddingRequest(StrictModel):
-    model: Text | None = None
+    model: Name | None = None
     input: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     """One text, several, the token ids of one prompt, or of several."""
     encoding_format: Literal["float", "base64"] | None = None
@@ -51,15 +53,12 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, server: Re
         size = server.check_ready().engine.parts.model_config.hidden_size
         message = f"dimensions cannot be chosen: the model gives vectors of {size} numbers"
         raise APIError(400, message, "dimensions")
-    tokenizer = server.check_ready().engine.tokenizer
-    prompts = await encode_prompts(tokenizer, "input", body.input, body.add_special_tokens is not False)
-    if len(prompts) > server.options.max_choices:
-        raise APIError(400, f"input may hold {server.options.max_choices} prompts, got {len(prompts)}", "input")
+    bounds, adds, tokenizer = server.bounds, body.add_special_tokens is not False, server.check_ready().engine.tokenizer
+    prompts = await server.workers.run(
+        request, lambda check: encode_prompts(bounds.tokenizer(tokenizer, check), bounds, "input", body.input, adds)
+    )
     embedding_id = f"embd-{uuid4().hex}"
-    try:
-        outputs = await unless_client_leaves(request.receive, embed(server, body, embedding_id, prompts))
-    except ClientGone:
-        return Response(status_code=499)  # the client has gone
+    outputs = await unless_client_leaves(request.receive, embed(server, body, embedding_id, prompts))
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)
     return JSON(

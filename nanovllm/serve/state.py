@@ -10,8 +10,10 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from nanovllm.serve.async_llm import AsyncLLM
+from nanovllm.serve.bounds import Bounds
 from nanovllm.serve.errors import APIError
 from nanovllm.serve.metrics import Metrics
+from nanovllm.serve.workers import Workers
 
 RETRY_LATER = {"Retry-After": "5"}
 
@@ -33,6 +35,10 @@ class ServerOptions:
     """Web pages of these origins may call the server (CORS)."""
     drain_timeout_s: float = 60.0
     """After SIGTERM, requests in progress have this long to finish."""
+    max_request_values: int = 2**17
+    """Numbers, texts, lists and objects of a body, and tokens of its prompts."""
+    forwarded_allow_ips: tuple[str, ...] = ()
+    """Addresses or networks of proxies: what they say of a client's address is believed."""
 
 
 @dataclass
@@ -41,9 +47,14 @@ class Server:
     metrics: Metrics
     llm: AsyncLLM | None = None
     """None until the model is loaded."""
+    bounds: Bounds = field(init=False)
+    """Of requests to this model; there are none until it is loaded."""
+    workers: Workers = field(default_factory=Workers)
     is_draining: bool = False
     num_in_progress: int = 0
     """Requests that the engine has not finished."""
+    num_body_bytes: int = 0
+    """Of the requests that have not been answered."""
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -7,9 +7,8 @@
 A form that cannot be compiled is a 400 that names the field and gives the reason.
 """
 
-import asyncio
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from nanovllm.engine.engine import LLMEngine
@@ -23,12 +22,22 @@ SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 """How arguments are spelled: as by Python's `json.dumps`, because models have learned that."""
 
 
-async def compile_structured_outputs(engine: LLMEngine, body: GenerationRequest) -> StructuredOutputsParams | None:
-    """The form of the answer, compiled in a thread; None if any text will do."""
+async def compile_structured_outputs(
+    run: Callable[..., Awaitable[Any]], engine: LLMEngine, body: GenerationRequest
+) -> StructuredOutputsParams | None:
+    """The form of the answer, compiled in a thread by `Workers.run`; None if any text will do."""
+    tools = isinstance(body, ChatCompletionRequest) and body.tools
+    if body.structured_outputs is None and body.response_format is None and not tools:
+        return None
+    form: StructuredOutputsParams | None = await run(lambda check: compile_form(engine, body), is_long=True)
+    return form
+
+
+def compile_form(engine: LLMEngine, body: GenerationRequest) -> StructuredOutputsParams | None:
     field, params = params_of(body)
     if params is not None:
         try:
-            await asyncio.to_thread(engine.input_processor.grammars.compile, params)
+            engine.input_processor.grammars.compile(params)
         except ValueError as error:
             message = str(error).removeprefix("structured_outputs.").removeprefix("structured_outputs ")
             raise APIError(400, f"{field}: {message}", field) from error
