@@ -23,8 +23,10 @@ from nanovllm.serve.workers import Busy, ClientGone
 
 MAX_BODIES = 8  # so many of the largest size are read at the same time; others are refused
 BLOCK = 1 << 18  # bytes that are looked at together
+OBJECT_COSTS = 8  # times as long as a number to be parsed and checked: it may become a pydantic model
+TRIMMED = 1 << 20  # bytes of a body after which free memory goes back to the system
 
-QUOTE, BACKSLASH, COMMA, LIST, OBJECT = (ord(one) for one in '"\\,[{')
+QUOTE, BACKSLASH = b'"', b"\\"
 
 
 class JSONRoute(APIRoute):
@@ -78,6 +80,8 @@ class JSONRequest(Request):
     def forget(self) -> None:
         """The request has been answered, or its answer has begun."""
         self._server.num_body_bytes -= self.state.num_bytes
+        if self.state.num_bytes >= TRIMMED:
+            self._server.workers.trim_soon()
 
 
 @contextmanager
@@ -107,36 +111,27 @@ def parse_long(body: bytes, max_values: int) -> Any:
 def count_values(body: bytes, enough: int) -> int:
     """Values in a JSON text, at most one too few; it stops where there are more than `enough`.
 
-    Each value but the outermost stands behind a comma or is the first of a list or object, so commas and opening
-    brackets outside of strings are counted. In a text that is not JSON, the count is right up to the first error.
+    An object counts as `OBJECT_COSTS` values. Each value but the outermost stands behind a comma, or is the first of a
+    list or object, so commas and opening brackets outside of strings are counted. In a text that is not JSON, the count
+    is right up to the first error.
     """
-    num_values, is_inside, is_escaped = 0, False, False
+    num_values, is_inside, left = 0, False, b""
     for start in range(0, len(body), BLOCK):
-        block = np.frombuffer(body, np.uint8, min(BLOCK, len(body) - start), start)  # [num_bytes]
-        is_quote = block == QUOTE
-        escapes = np.flatnonzero(block == BACKSLASH)
-        if is_escaped or len(escapes):
-            escaped = escaped_places(escapes, is_escaped)
-            is_escaped = bool(len(escaped)) and int(escaped[-1]) == len(block)
-            is_quote[escaped[: len(escaped) - is_escaped]] = False
+        block = left + body[start : start + BLOCK]
+        if BACKSLASH in block:
+            num_last = len(block) - len(block.rstrip(BACKSLASH))
+            left = BACKSLASH * (num_last % 2)  # it escapes the first byte of the next block
+            block = block[: len(block) - len(left)].replace(BACKSLASH * 2, b"").replace(BACKSLASH + QUOTE, b"")
+        else:
+            left = b""
+        codes = np.frombuffer(block, np.uint8)  # [num_bytes], with no quotes but those of strings
         # 1 behind an odd number of quotes; overflow keeps what is odd
-        quotes = np.cumsum(is_quote, dtype=np.uint8) + np.uint8(is_inside)
-        is_inside = bool(quotes[-1] & 1)
-        is_value = (block == COMMA) | (block == LIST) | (block == OBJECT)
-        num_values += int(np.count_nonzero(is_value & ((quotes & 1) == 0)))
+        num_quotes = np.cumsum(codes == ord(QUOTE), dtype=np.uint8) + np.uint8(is_inside)
+        is_outside = (num_quotes & 1) == 0
+        is_object = (codes == ord("{")) & is_outside
+        is_other = ((codes == ord(",")) | (codes == ord("["))) & is_outside
+        num_values += int(np.count_nonzero(is_other)) + OBJECT_COSTS * int(np.count_nonzero(is_object))
+        is_inside = bool(num_quotes[-1] & 1) if len(codes) else is_inside
         if num_values > enough:
             break
     return num_values
-
-
-def escaped_places(backslashes: np.ndarray, is_first_escaped: bool) -> np.ndarray:
-    """Places of the bytes that a backslash escapes, in order; the last may be just behind the block.
-
-    backslashes: their places; of a run of them the first, third, … escape what follows. With `is_first_escaped` the
-    block before has ended in a backslash that escapes place 0.
-    """
-    if is_first_escaped:  # as if that backslash stood at place -1
-        backslashes = np.concatenate(([-1], backslashes))
-    begins_run = np.diff(backslashes, prepend=-3) != 1
-    first_of_run = backslashes[begins_run][np.cumsum(begins_run) - 1]
-    return backslashes[(backslashes - first_of_run) % 2 == 0] + 1

@@ -15,7 +15,7 @@ from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.serve.body import JSONRoute
 from nanovllm.serve.generation import Generation, usage_of
 from nanovllm.serve.logprobs import completion_logprobs
-from nanovllm.serve.prompts import encode_prompts
+from nanovllm.serve.prompts import are_many, encode_prompts
 from nanovllm.serve.protocol import CompletionRequest
 from nanovllm.serve.sampling import completion_params
 from nanovllm.serve.state import ReadyServer
@@ -32,7 +32,8 @@ async def create_completion(body: CompletionRequest, request: Request, server: R
     engine = server.check_ready().engine
     bounds, adds, run = server.bounds, body.add_special_tokens is not False, partial(server.workers.run, request)
     prompts = await run(
-        lambda check: encode_prompts(bounds.tokenizer(engine.tokenizer, check), bounds, "prompt", body.prompt, adds)
+        lambda check: encode_prompts(bounds.tokenizer(engine.tokenizer, check), bounds, "prompt", body.prompt, adds),
+        is_long=are_many(body.prompt) or None,
     )
     form = await compile_structured_outputs(run, engine, body)
     params = await run(lambda check: completion_params(body, engine, form))

@@ -20,10 +20,10 @@ from nanovllm.extras.embedding.params import EmbeddingRequestOutput, PoolingPara
 from nanovllm.serve.body import JSONRoute
 from nanovllm.serve.engine_thread import NewRequest
 from nanovllm.serve.errors import APIError
-from nanovllm.serve.prompts import encode_prompts, refuse_prompts
+from nanovllm.serve.prompts import are_many, encode_prompts, refuse_prompts
 from nanovllm.serve.protocol import Name, StrictModel, Text, Texts, TokenIds
 from nanovllm.serve.state import ReadyServer, Server
-from nanovllm.serve.streaming import JSON
+from nanovllm.serve.streaming import encode
 from nanovllm.serve.workers import unless_client_leaves
 
 logger = logging.getLogger(__name__)
@@ -55,25 +55,26 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, server: Re
         raise APIError(400, message, "dimensions")
     bounds, adds, tokenizer = server.bounds, body.add_special_tokens is not False, server.check_ready().engine.tokenizer
     prompts = await server.workers.run(
-        request, lambda check: encode_prompts(bounds.tokenizer(tokenizer, check), bounds, "input", body.input, adds)
+        request,
+        lambda check: encode_prompts(bounds.tokenizer(tokenizer, check), bounds, "input", body.input, adds),
+        is_long=are_many(body.input) or None,
     )
     embedding_id = f"embd-{uuid4().hex}"
     outputs = await unless_client_leaves(request.receive, embed(server, body, embedding_id, prompts))
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)
-    return JSON(
-        {
-            "id": embedding_id,
-            "object": "list",
-            "data": [describe(i, output, body.encoding_format) for i, output in enumerate(outputs)],
-            "model": server.model_name,
-            "usage": {
-                "prompt_tokens": num_tokens,
-                "total_tokens": num_tokens,
-                "prompt_tokens_details": {"cached_tokens": num_cached},
-            },
-        }
+    usage = {
+        "prompt_tokens": num_tokens,
+        "total_tokens": num_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+    whole = encode({"id": embedding_id, "object": "list", "model": server.model_name, "usage": usage})
+    vectors = await server.workers.run(
+        request,
+        lambda check: [encode(describe(i, one, body.encoding_format)) for i, one in enumerate(outputs)],
+        is_long=are_many(outputs),
     )
+    return Response(whole[:-1] + b',"data":[' + b",".join(vectors) + b"]}", media_type="application/json")
 
 
 async def embed(

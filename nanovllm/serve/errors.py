@@ -77,7 +77,7 @@ def from_validation(error: RequestValidationError) -> APIError:
     """What `protocol.py` does not allow: of a value that fits none of several types, the error nearest to one."""
     first = max(error.errors(), key=lambda one: len(one["loc"]))
     # where it stands, without the names of a union's branches
-    path = [str(part) for part in first["loc"][1:] if not re.search(r"\[|^str$|^function", str(part))]
+    path = [str(part) for part in first["loc"][1:] if not re.search(r"\[|^str$|^constrained-str$|^function", str(part))]
     if first["type"] == "json_invalid":
         return APIError(400, f"the body is not valid JSON: {first['ctx']['error']} at character {path[0]}")
     if not path and first["type"] in ("missing", "model_attributes_type", "dict_type"):

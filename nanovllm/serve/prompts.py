@@ -14,6 +14,8 @@ from nanovllm.serve.bounds import BoundedTokenizer, Bounds
 from nanovllm.serve.errors import APIError, refuse
 from nanovllm.serve.protocol import ChatCompletionRequest, TokenizeRequest
 
+MANY = 16  # prompts
+
 
 def chat_prompt(
     tokenizer: BoundedTokenizer | None, bounds: Bounds, body: ChatCompletionRequest | TokenizeRequest
@@ -40,6 +42,11 @@ def chat_prompt(
             return render_conversation(tokenizer, messages, options)
         except RecursionError as error:
             raise ValueError("messages are nested too deeply for the chat template") from error
+
+
+def are_many(given: Any) -> bool:
+    """Whether a short body has so many prompts that to encode them takes long."""
+    return isinstance(given, list) and len(given) > MANY
 
 
 def encode_prompts(

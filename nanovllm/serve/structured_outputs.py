@@ -15,7 +15,14 @@ from nanovllm.engine.engine import LLMEngine
 from nanovllm.extras.structured.compiler import JSON_OPTIONS
 from nanovllm.extras.structured.params import StructuredOutputsParams, schema_text
 from nanovllm.serve.errors import APIError, refuse
-from nanovllm.serve.protocol import ChatCompletionRequest, Function, GenerationRequest, NamedTool, ResponseFormat
+from nanovllm.serve.protocol import (
+    MAX_FORM,
+    ChatCompletionRequest,
+    Function,
+    GenerationRequest,
+    NamedTool,
+    ResponseFormat,
+)
 from nanovllm.serve.tool_parser import CLOSE, OPEN
 
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
@@ -36,12 +43,22 @@ async def compile_structured_outputs(
 def compile_form(engine: LLMEngine, body: GenerationRequest) -> StructuredOutputsParams | None:
     field, params = params_of(body)
     if params is not None:
+        check_form(field, params)
         try:
             engine.input_processor.grammars.compile(params)
         except ValueError as error:
             message = str(error).removeprefix("structured_outputs.").removeprefix("structured_outputs ")
             raise APIError(400, f"{field}: {message}", field) from error
     return params
+
+
+def check_form(field: str, params: StructuredOutputsParams) -> None:
+    """The size of what is compiled. Compiled, it can be 500 times as large."""
+    schema = params.json if params.json is None or isinstance(params.json, str) else json.dumps(params.json)
+    texts = [schema, params.regex, params.grammar, *(params.choice or ())]
+    num_chars = sum(len(text) for text in texts if text is not None)
+    if num_chars > MAX_FORM:
+        raise APIError(400, f"{field}: a form may have {MAX_FORM} characters, got {num_chars}", field)
 
 
 def params_of(body: GenerationRequest) -> tuple[str, StructuredOutputsParams | None]:

@@ -6,6 +6,7 @@ library's work outside of the lock: the tokenizer's, the grammar compiler's, Num
 """
 
 import asyncio
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -22,6 +23,7 @@ Check = Callable[[], None]
 
 LONG_BODY = 4096  # bytes
 MAX_WAITING = 64  # requests that wait for a thread
+TRIM_S = 0.1
 
 
 class ClientGone(Exception):
@@ -38,6 +40,13 @@ class Workers:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), thread_name_prefix="nanovllm-serve")
         self._num_waiting = 0
+        self._is_trim_due = False
+
+    def trim_soon(self) -> None:
+        """Give free memory back to the system: glibc keeps what large texts took. Calls meanwhile do it once."""
+        if not self._is_trim_due:
+            self._is_trim_due = True
+            asyncio.get_running_loop().call_later(TRIM_S, self._pool.submit, self._trim)
 
     async def run(self, request: Request, function: Callable[[Check], T], is_long: bool | None = None) -> T:
         """`function(check)`: in a thread if it is long; by default, if the body is. Raises Busy, ClientGone."""
@@ -45,6 +54,11 @@ class Workers:
             return function(lambda: None)
         result: T = await unless_client_leaves(request.receive, self._in_thread(function))
         return result
+
+    def _trim(self) -> None:
+        self._is_trim_due = False
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
     async def _in_thread(self, function: Callable[[Check], T]) -> T:
         if self._num_waiting >= MAX_WAITING:

@@ -20,6 +20,7 @@ from nanovllm.extras.structured.request import StructuredRequest
 
 MAX_COMPILED = 128  # compiled grammars kept, those used longest ago go first
 MAX_CHARS = 1 << 20
+MAX_KEPT = 1 << 18  # characters of the grammars kept, which take up to 600 bytes each
 # The library's compilers are recursive: nesting and chains of rules beyond some thousands would overflow the stack.
 MAX_NESTING = 100  # brackets open at the same time in a grammar; the library has a limit of its own for JSON
 MAX_RULES = 1000  # in a grammar, and references in a schema
@@ -59,10 +60,15 @@ class GrammarCompiler:
         with self._lock:
             self._compiled[source] = matcher
             self._compiled.move_to_end(source)
-            while len(self._compiled) > MAX_COMPILED:
+            while len(self._compiled) > MAX_COMPILED or self._num_kept_chars() > MAX_KEPT:
                 self._compiled.popitem(last=False)
             assert self._worker is not None
             return Grammar(matcher.deep_copy(), self._eos_token_ids, self._worker)
+
+    def _num_kept_chars(self) -> int:
+        """Of all but the newest."""
+        *others, _ = self._compiled
+        return sum(len(text) for _, text, _ in others)
 
     def _start(self) -> None:
         """Import the library, and build its trie of the tokenizer's tokens."""
