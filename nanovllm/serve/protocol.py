@@ -6,7 +6,7 @@ https://platform.openai.com/docs/api-reference
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_STOP_STRINGS = 64
@@ -28,6 +28,17 @@ def check_text(text: str) -> str:
     if not text.isascii():
         text.encode()
     return text
+
+
+def at_most(most: int) -> BeforeValidator:
+    """Counts before it looks: pydantic makes an error of each bad item of a dict, and of each unknown field."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"at most {most} fields are allowed, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def conflict(field: str, message: str) -> PydanticCustomError:
@@ -141,7 +152,7 @@ class GenerationRequest(StrictModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: StopString | StopStrings | None = None
-    logit_bias: Annotated[dict[Name, float], Field(max_length=MAX_TOKEN_IDS)] | None = None
+    logit_bias: Annotated[dict[Name, float] | None, at_most(MAX_TOKEN_IDS)] = None
     response_format: ResponseFormat | None = None
     # vLLM's additions
     top_k: int | None = Field(None, ge=-1)
@@ -154,7 +165,7 @@ class GenerationRequest(StrictModel):
     allowed_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: Annotated[StructuredOutputs | None, at_most(len(StructuredOutputs.model_fields))] = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     # known, and allowed only with the value that changes nothing
     use_beam_search: Literal[False] | None = None

@@ -1,0 +1,288 @@
+"""Bodies that are as large as they may be, in each field of each request: while one is dealt with, `/health` and a stream
+wait at most 100 ms longer than without it, and memory grows by at most four times the body and 64 MiB, which come back.
+
+Fields come from the server's own schema, so new ones are met here, too. A machine has other things to do, so a wait that
+is too long is measured again beside a control without a body; the server is at fault if it never is short enough.
+
+Seen to fail when broken: values that are not counted; prompts and messages that are not; a text that is encoded before
+its length is looked at; forms of any size; a body that is parsed twice over; memory that is not given back.
+"""
+
+import contextlib
+import json
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from nanovllm.serve.app import make_app
+from nanovllm.serve.state import ServerOptions
+from tests.serve.real_server import in_process
+
+ALLOWED_MS = 100
+ALLOWED_MIB = 64
+ATTEMPTS = 8
+MIB = 2**20
+LIMIT = ServerOptions(("x",)).max_request_bytes
+PLACE = '"@here@"'
+
+
+# ---- bodies from the schema
+
+
+def document():
+    return make_app(ServerOptions(("x",))).openapi()
+
+
+def bodies_of(document):
+    """(path of the URL, schema of its body)"""
+    for url, methods in document["paths"].items():
+        content = methods.get("post", {}).get("requestBody", {}).get("content", {})
+        if "application/json" in content:
+            yield url, content["application/json"]["schema"]
+
+
+def resolve(document, node):
+    while "$ref" in node:
+        node = document["components"]["schemas"][node["$ref"].rpartition("/")[2]]
+    return node
+
+
+def branches(document, node):
+    """The schemas of a union that are not null."""
+    node = resolve(document, node)
+    parts = [one for one in node.get("anyOf", node.get("oneOf", [node])) if one.get("type") != "null"]
+    return [resolve(document, one) for one in parts]
+
+
+def smallest(document, node):
+    """A small value that a schema allows."""
+    node = branches(document, node)[0]
+    if "const" in node or "enum" in node:
+        return node.get("const", node.get("enum", [None])[0])
+    if node.get("type") == "object":
+        return {name: smallest(document, node["properties"][name]) for name in node.get("required", [])}
+    if node.get("type") == "array":
+        return [smallest(document, node["items"])]
+    return {"string": "a", "integer": 1, "number": 1.0, "boolean": False}.get(node.get("type"))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A field: where it is sent, its name, its schema's branches, and the body around it."""
+
+    url: str
+    name: str
+    nodes: list = field(hash=False, compare=False)
+    before: bytes = b""
+    after: bytes = b""
+
+    def body(self, value):
+        return self.before + value + self.after
+
+
+def places(document):
+    for url, schema in bodies_of(document):
+        yield from places_in(document, url, "", schema, lambda inner: inner, ())
+
+
+def places_in(document, url, name, schema, wrap, above):
+    for node in branches(document, schema):
+        key = json.dumps(node, sort_keys=True)
+        if key in above:  # a schema within itself
+            continue
+        if node.get("type") == "array":
+            yield from places_in(document, url, name + "[]", node["items"], lambda one: wrap([one]), (*above, key))
+        for inner, inner_schema in node.get("properties", {}).items():
+
+            def wrap_inner(one, inner=inner, node=node):
+                return wrap({**smallest(document, node), inner: one})
+
+            path = f"{name}.{inner}".lstrip(".")
+            body = json.dumps(wrap_inner(json.loads(PLACE)), separators=(",", ":"))
+            before, after = body.encode().split(PLACE.encode())
+            yield Place(url, path, branches(document, inner_schema), before, after)
+            yield from places_in(document, url, path, inner_schema, wrap_inner, (*above, key))
+
+
+def repeated(item, num_bytes, ends=b"[]"):
+    return ends[:1] + (item + b",") * ((num_bytes - 2) // (len(item) + 1)) + item + ends[1:]
+
+
+def of_many_keys(num_bytes):
+    return b"{" + b",".join(b'"%d":1' % i for i in range(num_bytes // 10)) + b"}"
+
+
+KINDS = {
+    "text": lambda size: b'"' + b"abc " * (size // 4) + b'"',
+    "escapes": lambda size: b'"' + b"\\n" * (size // 2) + b'"',
+    "wide": lambda size: b'"' + b"a" * (size - 4) + "😀".encode() + b'"',
+    "numbers": lambda size: repeated(b"1", size),
+    "texts": lambda size: repeated(b'"a"', size),
+    "empty texts": lambda size: repeated(b'""', size),
+    "objects": lambda size: repeated(b"{}", size),
+    "lists": lambda size: repeated(b"[5]", size),
+    "keys": of_many_keys,
+    "digits": lambda size: b"1" * size,
+    "fraction": lambda size: b"0." + b"1" * size,
+    "deep": lambda size: b"[" * (size // 2) + b"]" * (size // 2),
+}
+
+
+def legal_list(document, node, num_bytes):
+    """Items that are allowed, as many as a body may hold values."""
+    item = json.dumps(smallest(document, node["items"]), separators=(",", ":")).encode()
+    cost = 1 + item.count(b",") + item.count(b"[") + 8 * item.count(b"{")
+    return repeated(item, min(num_bytes, 120_000 // cost * (len(item) + 1)))
+
+
+def worst(document, place):
+    """The values that a field's type suggests: those that are looked at the longest."""
+    for node in place.nodes:
+        kind = node.get("type")
+        if kind == "array":
+            yield "legal items", legal_list(document, node, LIMIT - 1000)
+        elif kind == "object":
+            yield "keys", of_many_keys(MIB // 2)
+        elif kind == "string":
+            yield "wide", KINDS["wide"](MIB)
+        else:
+            yield "digits", KINDS["digits"](MIB)
+
+
+# ---- the server, and what it does meanwhile
+
+
+class Attacked:
+    """A server with a bystander."""
+
+    def __init__(self, server, bystander):
+        self.server = server
+        self.slowest = (0.0, "")
+        self._bystander = bystander
+
+    def waits(self):
+        """The longest waits since the last call, in ms."""
+        self._bystander.stdin.write("\n")
+        self._bystander.stdin.flush()
+        return json.loads(self._bystander.stdout.readline())
+
+    def post(self, url, body):
+        head = f"POST {url} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with self.server.connect() as connection:
+            connection.settimeout(120)
+            connection.sendall(head.encode() + body)
+            return int(connection.recv(4096).split()[1])
+
+    def memory(self, name):
+        status = Path(f"/proc/{self.server.process.pid}/status").read_text(encoding="utf-8")
+        return int(re.search(rf"{name}:\s+(\d+)", status).group(1)) / 1024
+
+    def try_once(self, url, body):
+        """(status, what is wrong, or nothing)"""
+        Path(f"/proc/{self.server.process.pid}/clear_refs").write_text("5")  # the peak begins anew
+        before, start = self.memory("VmRSS"), time.perf_counter()
+        self.waits()
+        status = self.post(url, body)
+        waits, taken = self.waits(), self.memory("VmHWM") - before
+        duration = time.perf_counter() - start
+        most = 4 * len(body) / MIB + ALLOWED_MIB
+        if taken > most:
+            return status, f"took {taken:.0f} MiB, and may take {most:.0f}"
+        if max(waits.values()) <= ALLOWED_MS:
+            return status, ""
+        time.sleep(duration)
+        control = self.waits()
+        late = {name: wait for name, wait in waits.items() if wait > control[name] + ALLOWED_MS}
+        return status, "".join(f"{name} waited {wait:.0f} ms, {control[name]:.0f} without it; " for name, wait in late.items())
+
+    def attack(self, what, url, body):
+        """What is wrong at each attempt; nothing if at one nothing is."""
+        start = time.perf_counter()
+        for _ in range(ATTEMPTS):
+            status, wrong = self.try_once(url, body)
+            self.slowest = max(self.slowest, (time.perf_counter() - start, what))
+            if status >= 500:
+                return f"{what}: {status}"
+            if not wrong:
+                return ""
+        return f"{what}: {wrong}"
+
+
+@contextlib.contextmanager
+def attacked(*options):
+    with in_process("--num-kv-blocks", 2048, "--device", "cpu", "--log-level", "error", *options) as server:
+        command = [sys.executable, "-S", str(Path(__file__).with_name("bystander.py")), str(server.port)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as bystander:
+            try:
+                one = Attacked(server, bystander)
+                one.post("/v1/completions", b'{"prompt":"a","structured_outputs":{"regex":"a"}}')  # loads the compiler
+                time.sleep(0.3)
+                yield one
+            finally:
+                bystander.kill()
+        server.wait_until_idle()
+
+
+def report(capsys, one, num_bodies, seconds, kept):
+    with capsys.disabled():
+        slowest, what = one.slowest
+        print(f"\n{num_bodies} bodies in {seconds:.0f} s; slowest {slowest:.2f} s: {what}; {kept:.0f} MiB kept")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_no_field_of_any_request_holds_the_others_up(capsys):
+    schema, start, wrong, num_bodies = document(), time.perf_counter(), [], 0
+    with attacked() as one:
+        before = one.memory("VmRSS")
+        for place in places(schema):
+            for kind, value in worst(schema, place):
+                wrong.append(one.attack(f"{place.url} {place.name}: {kind}", place.url, place.body(value)))
+                num_bodies += 1
+        time.sleep(0.5)
+        kept = one.memory("VmRSS") - before
+        report(capsys, one, num_bodies, time.perf_counter() - start, kept)
+    assert "\n".join(filter(None, wrong)) == ""
+    assert num_bodies > 100, "the schema was read"
+    assert kept < ALLOWED_MIB
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_random_bodies_hold_nobody_up(capsys):
+    """For two minutes: all kinds of values at random places, of random sizes up to the limit, several fields at once."""
+    schema, rng, wrong, num_bodies = document(), random.Random(0), [], 0
+    all_places = [place for place in places(schema) if "." not in place.name]
+    with attacked() as one:
+        before, start = one.memory("VmRSS"), time.perf_counter()
+        while time.perf_counter() < start + 120:
+            first = rng.choice(all_places)
+            others = [place for place in all_places if place.url == first.url]
+            chosen = {place.name: place for place in [first, *rng.sample(others, rng.randrange(3))]}
+            left, values = LIMIT - 5000, []
+            for name in chosen:
+                kind = rng.choice(list(KINDS))
+                size = min(left, int(2 ** rng.uniform(3, 24.1)))
+                values.append((name, kind, size, KINDS[kind](max(8, size))))
+                left -= len(values[-1][3])
+            if left < 0:
+                continue
+            good = json.loads(first.body(b"null"))
+            fields = {name: json.dumps(value).encode() for name, value in good.items() if value is not None}
+            fields |= {name: value for name, _, _, value in values}
+            body = b"{" + b",".join(b'"%s":%s' % (name.encode(), value) for name, value in fields.items()) + b"}"
+            what = f"{first.url} " + ", ".join(f"{name}: {size} bytes of {kind}" for name, kind, size, _ in values)
+            wrong.append(one.attack(what, first.url, body))
+            num_bodies += 1
+        time.sleep(0.5)
+        kept = one.memory("VmRSS") - before
+        report(capsys, one, num_bodies, time.perf_counter() - start, kept)
+    assert "\n".join(filter(None, wrong)) == ""
+    assert kept < ALLOWED_MIB
