@@ -72,7 +72,7 @@ class JSONRequest(Request):
     async def json(self) -> Any:
         body, self._bytes = self._bytes, b""
         most = self._server.bounds.max_values
-        if len(body) <= most:  # too short to hold more values
+        if len(body) <= most:  # too short for more values, but for small objects
             return json.loads(body)
         with told():
             return await self._server.workers.run(self, lambda check: parse_long(body, most))

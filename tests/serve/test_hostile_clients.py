@@ -1,8 +1,9 @@
-"""Bodies that are as large as they may be, in each field of each request: while one is dealt with, `/health` and a stream
-wait at most 100 ms longer than without it, and memory grows by at most four times the body and 64 MiB, which come back.
+"""Bodies that are as large as they may be, in each field of each request. While one is dealt with, `/health` and a
+stream wait at most 100 ms longer than without it, and memory grows by at most four times the body and 64 MiB, which
+come back.
 
-Fields come from the server's own schema, so new ones are met here, too. A machine has other things to do, so a wait that
-is too long is measured again beside a control without a body; the server is at fault if it never is short enough.
+Fields come from the server's own schema, so new ones are met here, too. Machines have other things to do: a wait that
+is too long is measured again beside a control without a body, and the server is at fault if it never is short enough.
 
 Seen to fail when broken: values that are not counted; prompts and messages that are not; a text that is encoded before
 its length is looked at; forms of any size; a body that is parsed twice over; memory that is not given back.
@@ -12,7 +13,6 @@ import contextlib
 import json
 import random
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -174,7 +174,9 @@ class Attacked:
         return json.loads(self._bystander.stdout.readline())
 
     def post(self, url, body):
-        head = f"POST {url} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            f"POST {url} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
         with self.server.connect() as connection:
             connection.settimeout(120)
             connection.sendall(head.encode() + body)
@@ -200,7 +202,9 @@ class Attacked:
         time.sleep(duration)
         control = self.waits()
         late = {name: wait for name, wait in waits.items() if wait > control[name] + ALLOWED_MS}
-        return status, "".join(f"{name} waited {wait:.0f} ms, {control[name]:.0f} without it; " for name, wait in late.items())
+        return status, "".join(
+            f"{name} waited {wait:.0f} ms, {control[name]:.0f} without it; " for name, wait in late.items()
+        )
 
     def attack(self, what, url, body):
         """What is wrong at each attempt; nothing if at one nothing is."""
@@ -257,7 +261,7 @@ def test_no_field_of_any_request_holds_the_others_up(capsys):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_random_bodies_hold_nobody_up(capsys):
-    """For two minutes: all kinds of values at random places, of random sizes up to the limit, several fields at once."""
+    """For two minutes: any kind of value at random places, of random sizes up to the limit, several fields at once."""
     schema, rng, wrong, num_bodies = document(), random.Random(0), [], 0
     all_places = [place for place in places(schema) if "." not in place.name]
     with attacked() as one:
