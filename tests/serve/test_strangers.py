@@ -195,6 +195,18 @@ def test_a_body_that_is_too_large_gets_its_answer(tiny, num_bytes, is_declared):
         assert read_all(connection) == b""
 
 
+def test_a_declared_length_is_refused_before_the_body_comes(tiny):
+    with in_thread(tiny, max_request_bytes=1000) as one, one.connect() as connection:
+        connection.sendall(post(PATH, b" " * 1001)[:-1001])
+        assert read_answer(connection)[0] == 413
+
+
+@pytest.mark.parametrize(("num_bytes", "status"), [(60_000, 200), (66_000, 431)])
+def test_headers_have_a_limit(client, num_bytes, status):
+    headers = {f"X-{i}": "x" * 995 for i in range(num_bytes // 1000)}
+    assert client.post(PATH, BODY, headers=headers).status_code == status
+
+
 def test_bytes_that_are_no_http_get_their_answer(tiny):
     with in_thread(tiny) as one, one.connect() as connection:
         connection.sendall(b"POST / HTTP/1.1\r\nX: " + b"x" * (4 << 20))
