@@ -28,6 +28,7 @@ from tests.serve.real_server import in_process
 ALLOWED_MS = 100
 ALLOWED_MIB = 64
 ATTEMPTS = 8
+PATIENCE_S = 20  # for all attempts
 MIB = 2**20
 LIMIT = ServerOptions(("x",)).max_request_bytes
 PLACE = '"@here@"'
@@ -67,7 +68,8 @@ def smallest(document, node):
     if "const" in node or "enum" in node:
         return node.get("const", node.get("enum", [None])[0])
     if node.get("type") == "object":
-        return {name: smallest(document, node["properties"][name]) for name in node.get("required", [])}
+        few = [name for name in ("max_tokens",) if name in node.get("properties", {})]  # what is legal is short
+        return {name: smallest(document, node["properties"][name]) for name in [*few, *node.get("required", [])]}
     if node.get("type") == "array":
         return [smallest(document, node["items"])]
     return {"string": "a", "integer": 1, "number": 1.0, "boolean": False}.get(node.get("type"))
@@ -162,6 +164,7 @@ FOUND = {  # bodies that once held a server up, each for seconds
     "biases": ("completions", b'{"prompt":"a","logit_bias":' + of_keys(1_000_000) + b"}"),
     "empty prompts": ("completions", prompts_of(b'""', 3_000_000)),
     "choices": ("completions", b'{"prompt":"a","structured_outputs":{"choice":[' + b'"answer",' * 50_000 + b'"b"]}}'),
+    "blank lines": ("completions", b'{"prompt":"a","structured_outputs":{"grammar":"' + b"\\n" * 60_000 + b'"}}'),
     "a text": ("completions", b'{"prompt":"' + b"abc " * 3_900_000 + b'"}'),
     "JSON in JSON": ("chat/completions", messages_of(
         MESSAGE[:-1] + b',"tool_calls":[{"function":{"name":"f","arguments":"[' + b"{}," * 5_000_000 + b'1]"}}]}', 0)),
@@ -242,6 +245,8 @@ class Attacked:
                 return f"{what}: {status}"
             if not wrong:
                 return ""
+            if time.perf_counter() - start > PATIENCE_S:
+                break
         return f"{what}: {wrong}"
 
 
@@ -274,14 +279,14 @@ def test_no_field_of_any_request_holds_the_others_up(capsys):
         before = settled(one)
         for what, (path, body) in FOUND.items():
             wrong.append(one.attack(what, f"/v1/{path}".replace("/v1/..", ""), body))
-        for place in places(schema):
+        for place in {(place.name, str(place.nodes)): place for place in places(schema)}.values():  # each field once
             for kind, value in worst(schema, place):
                 wrong.append(one.attack(f"{place.url} {place.name}: {kind}", place.url, place.body(value)))
                 num_bodies += 1
         kept = settled(one) - before
         report(capsys, one, num_bodies, time.perf_counter() - start, kept)
     assert "\n".join(filter(None, wrong)) == ""
-    assert num_bodies > 100, "the schema was read"
+    assert num_bodies > 70, "the schema was read"
     assert kept < ALLOWED_MIB
 
 
