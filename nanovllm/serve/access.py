@@ -3,28 +3,32 @@
 Middleware wraps the application: `app(scope, receive, send)` with the same signature (https://asgi.readthedocs.io).
 """
 
+import asyncio
 import hmac
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.serve.errors import APIError
-from nanovllm.serve.state import ServerOptions
+from nanovllm.serve.state import Server
 
 OPEN_PATHS = ("/health", "/ping", "/version", "/metrics", "/ui")  # need no key: read by monitors; `/ui` holds no data
 MAX_ADDRESSES = 10_000
 MAX_HEADER_BYTES = 64 * 2**10
+LINGER_S = 5  # a client that is refused may go on sending for this long
 
 
 class AccessControl:
     """Answers 400, 401, 413, 429 or 431 itself, or passes a request on."""
 
-    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+    def __init__(self, app: ASGIApp, server: Server) -> None:
+        options = server.options
         self._app = app
+        self._server = server
         self._max_bytes = options.max_request_bytes
         self._root_path = options.root_path
         self._keys = [key.encode() for key in options.api_keys]
@@ -39,12 +43,13 @@ class AccessControl:
             self._check_size(headers)
             if scope["path"].removeprefix(self._root_path) not in OPEN_PATHS:
                 caller = self._authenticate(headers) or str((scope.get("client") or ("", 0))[0])
-                if self._rate is not None and scope["method"] == "POST":
+                is_loading = self._server.llm is None  # what is refused for it costs nobody's rate
+                if self._rate is not None and scope["method"] == "POST" and not is_loading:
                     self._rate.check(caller)
         except APIError as error:
-            await error.response()(scope, receive, send)
+            await error.response()(scope, receive, lingering(receive, send))
             return
-        await self._app(scope, limited(receive, self._max_bytes), send)
+        await self._app(scope, limited(receive, self._max_bytes), lingering(receive, send))
 
     def _authenticate(self, headers: Headers) -> str | None:
         """The caller's key, or None if the server has none. Each key takes the same time to compare."""
@@ -85,6 +90,34 @@ def limited(receive: Receive, max_bytes: int) -> Receive:
     return receive_some
 
 
+def lingering(receive: Receive, send: Send) -> Send:
+    """`send`, which reads the rest of the request before it ends an answer that closes the connection.
+
+    To close a connection on which bytes arrive resets it, and the client may lose the answer.
+    """
+    closes = False
+
+    async def send_some(message: Message) -> None:
+        nonlocal closes
+        if message["type"] == "http.response.start":
+            closes = (b"connection", b"close") in message["headers"]
+        is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if not (closes and is_last):
+            await send(message)
+            return
+        await send({**message, "more_body": True})
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(read_to_end(receive), LINGER_S)
+        await send({"type": "http.response.body", "body": b""})
+
+    return send_some
+
+
+async def read_to_end(receive: Receive) -> None:
+    while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
+        pass
+
+
 def too_large(max_bytes: int) -> APIError:
     # the rest of the body is not read, so the connection cannot be used again
     return APIError(413, f"the request's body is larger than {max_bytes} bytes", headers={"Connection": "close"})
@@ -98,13 +131,15 @@ class RateLimit:
 
     def __init__(self, max_per_minute: int) -> None:
         self._most = max_per_minute
+        self._next_clean_up = 0.0
         self._times: dict[str, deque[float]] = {}  # by caller: when its requests of the last minute came
 
     def check(self, caller: str) -> None:
         """Count a request; raises APIError 429, which says how long to wait, if it is one too many."""
         now = time.monotonic()
-        if len(self._times) > MAX_ADDRESSES:
-            self._forget(caller for caller, times in self._times.items() if times[-1] <= now - 60)
+        if len(self._times) > MAX_ADDRESSES and now >= self._next_clean_up:
+            self._times = {caller: times for caller, times in self._times.items() if times[-1] > now - 60}
+            self._next_clean_up = now + 1
         times = self._times.setdefault(caller, deque())
         while times and times[0] <= now - 60:
             times.popleft()
@@ -113,7 +148,3 @@ class RateLimit:
             message = f"at most {self._most} requests a minute are allowed; wait {wait} s"
             raise APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(wait)})
         times.append(now)
-
-    def _forget(self, callers: Iterable[str]) -> None:
-        for caller in list(callers):
-            del self._times[caller]

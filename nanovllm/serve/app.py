@@ -1,6 +1,6 @@
 """The application: its routes, and the middleware before them.
 
-socket ─uvicorn→ RequestIds → CORS → AccessControl → route ─Generation→ AsyncLLM
+socket ─uvicorn→ RequestIds → CORS → AccessControl → JSONRequest → route ─Generation→ AsyncLLM
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from nanovllm.serve import chat, completions, embeddings, info, ui
 from nanovllm.serve.access import AccessControl
 from nanovllm.serve.async_llm import AsyncLLM
+from nanovllm.serve.bounds import Bounds
 from nanovllm.serve.errors import install_error_handlers
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import ErrorBody
@@ -36,7 +37,7 @@ def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLine
         app.include_router(ui.make_router(live))
     install_error_handlers(app)
     app.openapi_schema = without_422(app.openapi())
-    app.add_middleware(AccessControl, options=options)
+    app.add_middleware(AccessControl, server=app.state.server)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.allowed_origins), allow_methods=["*"], allow_headers=["*"]
@@ -50,6 +51,7 @@ def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLine
 def set_engine(app: FastAPI, llm: AsyncLLM) -> None:
     """From now on requests are served."""
     server: Server = app.state.server
+    server.bounds = Bounds.of(llm.engine, server.options.max_request_values, server.options.max_choices)
     server.llm = llm
     server.metrics.watch(llm.get_stats)
 

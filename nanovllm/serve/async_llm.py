@@ -31,6 +31,7 @@ from nanovllm.serve.inbox import Inbox, Waker, gives_deltas
 from nanovllm.trace.recorder import start_engine
 
 LONG_TEXT = 4096  # characters; longer texts are encoded in a thread
+LONG_LIST = 1000  # token ids; longer lists are checked in a thread
 
 
 class QueueFullError(RuntimeError):
@@ -103,7 +104,11 @@ class AsyncLLM:
     async def submit(self, requests: list[NewRequest]) -> Inbox:
         """Check all requests, queue them, and return the inbox of their outputs; `close` it in the end."""
         self.thread.check_health()
-        checked = [await check_request(self.engine, request) for request in requests]
+        checked = []
+        for request in requests:
+            checked.append(await check_request(self.engine, request))
+            if len(requests) > 1:
+                await asyncio.sleep(0)  # other consumers come between
         ids = [request.request_id for request in checked]
         deltas = [request.request_id for request in checked if gives_deltas(request.sampling_params)]
         with self._lock:
@@ -205,7 +210,8 @@ async def check_request(engine: LLMEngine, request: NewRequest) -> NewRequest:
     params, take_params = request.sampling_params, engine.input_processor.take_params
     if params is not None:
         has_grammar = getattr(params, "structured_outputs", None) is not None
-        params = await asyncio.to_thread(take_params, params) if has_grammar else take_params(params)
+        is_long = has_grammar or len(getattr(params, "allowed_token_ids", None) or ()) > LONG_LIST
+        params = await asyncio.to_thread(take_params, params) if is_long else take_params(params)
     prompt, encode = request.prompt, engine.input_processor.encode
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     is_long = isinstance(text, str) and len(text) > LONG_TEXT

@@ -5,34 +5,35 @@ https://platform.openai.com/docs/api-reference/chat
 """
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from nanovllm.outputs import CompletionOutput
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.answer import Answer, merge
+from nanovllm.serve.body import JSONRoute
 from nanovllm.serve.generation import Generation, usage_of
 from nanovllm.serve.logprobs import chat_logprobs
 from nanovllm.serve.prompts import chat_prompt
 from nanovllm.serve.protocol import ChatCompletionRequest
 from nanovllm.serve.request_ids import new_id
 from nanovllm.serve.sampling import chat_params
-from nanovllm.serve.state import ReadyServer
+from nanovllm.serve.state import ReadyServer, Server
 from nanovllm.serve.streaming import EventStream, answer_whole
 from nanovllm.serve.structured_outputs import compile_structured_outputs
 from nanovllm.serve.token_bytes import TokenBytes
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, server: ReadyServer) -> Response:
     """Answer a conversation."""
     server.check_model(body.model)
-    engine = server.check_ready().engine
-    prompt: Any = await chat_prompt(engine.tokenizer, body)
-    parsers = server.options.parsers
-    params = chat_params(body, engine, parsers, await compile_structured_outputs(engine, body, parsers))
+    engine, parsers = server.check_ready().engine, server.options.parsers
+    prompt, params = await prepare_chat(server, request, body)
     generation = Generation(server, new_id("chatcmpl", request), [prompt], params)
     await generation.start(body, "messages")
     answers = [Answer(body, str(prompt["prompt"]), parsers) for _ in range(body.n or 1)]
@@ -40,6 +41,15 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     if body.stream:
         return EventStream(generation, chat.chunks())
     return await answer_whole(request, generation, chat.whole)
+
+
+async def prepare_chat(server: Server, request: Request, body: ChatCompletionRequest) -> tuple[Any, SamplingParams]:
+    """The prompt, as a dict of text and token ids, and how it is answered. Raises APIError."""
+    engine, parsers, run = server.check_ready().engine, server.options.parsers, partial(server.workers.run, request)
+    bounds = server.bounds.of_prompts(body)
+    prompt: Any = await run(lambda check: chat_prompt(bounds.tokenizer(engine.tokenizer, check), bounds, body))
+    form = await compile_structured_outputs(run, engine, body, parsers)
+    return prompt, await run(lambda check: chat_params(body, engine, parsers, form))
 
 
 class Chat:

@@ -5,14 +5,16 @@ https://platform.openai.com/docs/api-reference/completions
 """
 
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.serve.body import JSONRoute
 from nanovllm.serve.generation import Generation, usage_of
 from nanovllm.serve.logprobs import completion_logprobs
-from nanovllm.serve.prompts import encode_prompts
+from nanovllm.serve.prompts import are_many, encode_prompts
 from nanovllm.serve.protocol import CompletionRequest
 from nanovllm.serve.request_ids import new_id
 from nanovllm.serve.sampling import completion_params
@@ -20,7 +22,7 @@ from nanovllm.serve.state import ReadyServer
 from nanovllm.serve.streaming import EventStream, answer_whole
 from nanovllm.serve.structured_outputs import compile_structured_outputs
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 
 
 @router.post("/v1/completions")
@@ -28,8 +30,14 @@ async def create_completion(body: CompletionRequest, request: Request, server: R
     """Continue one prompt, or several."""
     server.check_model(body.model)
     engine = server.check_ready().engine
-    prompts = await encode_prompts(engine.tokenizer, "prompt", body.prompt, body.add_special_tokens is not False)
-    params = completion_params(body, engine, await compile_structured_outputs(engine, body, server.options.parsers))
+    bounds, run = server.bounds.of_prompts(body), partial(server.workers.run, request)
+    adds = body.add_special_tokens is not False
+    prompts = await run(
+        lambda check: encode_prompts(bounds.tokenizer(engine.tokenizer, check), bounds, "prompt", body.prompt, adds),
+        is_long=are_many(body.prompt) or None,
+    )
+    form = await compile_structured_outputs(run, engine, body, server.options.parsers)
+    params = await run(lambda check: completion_params(body, engine, form))
     generation = Generation(server, new_id("cmpl", request), prompts, params)
     await generation.start(body, "prompt")
     completions = Completions(body, generation, server.model_name, engine.tokenizer)

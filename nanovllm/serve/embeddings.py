@@ -5,7 +5,6 @@ https://platform.openai.com/docs/api-reference/embeddings. Each prompt has a lin
     embd-5f2…-0 stop: 24 tokens in (16 cached), embedded after 3.1 ms
 """
 
-import asyncio
 import base64
 import logging
 import time
@@ -20,21 +19,23 @@ from nanovllm.engine.input_processor import Prompt
 from nanovllm.execution.checkpoint import read_json, resolve_model
 from nanovllm.extras.checkpoint_options import overridden
 from nanovllm.extras.embedding.params import EmbeddingRequestOutput, PoolingParams
+from nanovllm.serve.body import JSONRoute
 from nanovllm.serve.engine_thread import NewRequest
-from nanovllm.serve.errors import APIError, refuse
+from nanovllm.serve.errors import refuse
 from nanovllm.serve.generation import engine_ids, told_name
-from nanovllm.serve.prompts import encode_prompts, refuse_prompts
-from nanovllm.serve.protocol import StrictModel, Text, Texts, TokenIds
+from nanovllm.serve.prompts import are_many, encode_prompts, refuse_prompts
+from nanovllm.serve.protocol import Name, StrictModel, Text, Texts, TokenIds
 from nanovllm.serve.request_ids import new_id
 from nanovllm.serve.state import ReadyServer, Server
-from nanovllm.serve.streaming import JSON, ClientGone, unless_client_leaves
+from nanovllm.serve.streaming import encode
+from nanovllm.serve.workers import unless_client_leaves
 
 logger = logging.getLogger(__name__)
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 
 
 class EmbeddingRequest(StrictModel):
-    model: Text | None = None
+    model: Name | None = None
     input: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     """One text, several, the token ids of one prompt, or of several."""
     encoding_format: Literal["float", "base64"] | None = None
@@ -54,32 +55,31 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, server: Re
     server.check_model(body.model)
     engine = server.check_ready().engine
     if body.dimensions is not None:
+        raw = await server.workers.run(request, lambda check: read_raw_config(engine), is_long=True)
         with refuse("dimensions"):
-            check_dimensions(body.dimensions, engine.parts.model_config.hidden_size, await read_raw_config(engine))
-    tokenizer = engine.tokenizer
-    prompts = await encode_prompts(tokenizer, "input", body.input, body.add_special_tokens is not False)
-    if len(prompts) > server.options.max_choices:
-        raise APIError(400, f"input may hold {server.options.max_choices} prompts, got {len(prompts)}", "input")
+            check_dimensions(body.dimensions, engine.parts.model_config.hidden_size, raw)
+    bounds, adds = server.bounds, body.add_special_tokens is not False
+    prompts = await server.workers.run(
+        request,
+        lambda check: encode_prompts(bounds.tokenizer(engine.tokenizer, check), bounds, "input", body.input, adds),
+        is_long=are_many(body.input) or None,
+    )
     embedding_id = new_id("embd", request)
-    try:
-        outputs = await unless_client_leaves(request.receive, embed(server, body, embedding_id, prompts))
-    except ClientGone:
-        return Response(status_code=499)  # the client has gone
+    outputs = await unless_client_leaves(request.receive, embed(server, body, embedding_id, prompts))
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)
-    return JSON(
-        {
-            "id": embedding_id,
-            "object": "list",
-            "data": [describe(i, output, body) for i, output in enumerate(outputs)],
-            "model": server.model_name,
-            "usage": {
-                "prompt_tokens": num_tokens,
-                "total_tokens": num_tokens,
-                "prompt_tokens_details": {"cached_tokens": num_cached},
-            },
-        }
+    usage = {
+        "prompt_tokens": num_tokens,
+        "total_tokens": num_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+    whole = encode({"id": embedding_id, "object": "list", "model": server.model_name, "usage": usage})
+    vectors = await server.workers.run(
+        request,
+        lambda check: [encode(describe(i, one, body)) for i, one in enumerate(outputs)],
+        is_long=are_many(outputs),
     )
+    return Response(whole[:-1] + b',"data":[' + b",".join(vectors) + b"]}", media_type="application/json")
 
 
 async def embed(
@@ -111,15 +111,11 @@ async def embed(
     return [outputs[request.request_id] for request in requests]
 
 
-async def read_raw_config(engine: LLMEngine) -> dict[str, Any]:
+def read_raw_config(engine: LLMEngine) -> dict[str, Any]:
     """config.json, with the engine's overrides."""
-
-    def read() -> dict[str, Any]:
-        config = engine.config
-        folder = resolve_model(config.model, with_weights=False, revision=config.revision)
-        return overridden(read_json(folder / "config.json"), config.hf_overrides or {})
-
-    return await asyncio.to_thread(read)
+    config = engine.config
+    folder = resolve_model(config.model, with_weights=False, revision=config.revision)
+    return overridden(read_json(folder / "config.json"), config.hf_overrides or {})
 
 
 def check_dimensions(dimensions: int, size: int, raw: dict[str, Any]) -> None:

@@ -7,10 +7,13 @@ of Python's lock, so other threads go on meanwhile.
 """
 
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,6 +27,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Command = Callable[[], None]
+
+COMMANDS_S = 0.02  # commands are executed for this long between two steps, or until the one that is begun ends
+ADDED_TOGETHER = 16  # requests that one command adds
 
 
 class NewRequest(NamedTuple):
@@ -74,9 +80,12 @@ class EngineThread:
             self._commands.put(command)
 
     def add(self, requests: list[NewRequest]) -> None:
+        """Queue requests. Many are several commands, so that steps come between."""
         with self._lock:
+            self.check_health()
             self._num_posted += len(requests)
-        self.post(lambda: self._add(requests))
+            for start in range(0, len(requests), ADDED_TOGETHER):
+                self._commands.put(partial(self._add, requests[start : start + ADDED_TOGETHER]))
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """The result of a function that the thread calls between two steps."""
@@ -133,11 +142,16 @@ class EngineThread:
             self._die(dead)
 
     def _execute_commands(self, wait: bool) -> bool:
-        """Execute the posted commands; with `wait` sleep until there is one. False if the thread must end."""
-        while wait or not self._commands.empty():
+        """Execute posted commands in their order; with `wait` sleep until there is one. False if the thread must end.
+
+        Those that are left after `COMMANDS_S` are executed after a step, which other requests wait for.
+        """
+        give_up = math.inf
+        while (wait or not self._commands.empty()) and time.monotonic() < give_up:
             command = self._commands.get()
             if command is None:
                 return False
+            give_up = min(give_up, time.monotonic() + COMMANDS_S)
             command()
             wait = False
         return True

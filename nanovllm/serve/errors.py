@@ -20,6 +20,7 @@ from nanovllm.checks import MissingExtra
 from nanovllm.serve.async_llm import QueueFullError
 from nanovllm.serve.engine_thread import EngineDeadError
 from nanovllm.serve.protocol import CONFLICT
+from nanovllm.serve.workers import Busy, ClientGone
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,10 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     if isinstance(error, QueueFullError):
         return APIError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, Busy):
+        return APIError(429, str(error), code="busy", headers={"Retry-After": "1"})
+    if isinstance(error, ClientGone):
+        return APIError(499, "the client has gone")
     if isinstance(error, EngineDeadError):
         return APIError(503, "the engine has failed and must be started anew", code="engine_dead")
     if isinstance(error, MissingExtra):
@@ -72,7 +77,7 @@ def from_validation(error: RequestValidationError) -> APIError:
     """What `protocol.py` does not allow: of a value that fits none of several types, the error nearest to one."""
     first = max(error.errors(), key=lambda one: len(one["loc"]))
     # where it stands, without the names of a union's branches
-    path = [str(part) for part in first["loc"][1:] if not re.search(r"\[|^str$|^function", str(part))]
+    path = [str(part) for part in first["loc"][1:] if not re.search(r"\[|^str$|^constrained-str$|^function", str(part))]
     if first["type"] == "json_invalid":
         return APIError(400, f"the body is not valid JSON: {first['ctx']['error']} at character {path[0]}")
     if not path and first["type"] in ("missing", "model_attributes_type", "dict_type"):
@@ -85,11 +90,14 @@ def from_validation(error: RequestValidationError) -> APIError:
 
 @contextmanager
 def refuse(field: str, code: str | None = None) -> Iterator[None]:
-    """Around checks of one field: the engine's ValueError or TypeError becomes a 400 that names the field."""
+    """Around checks of one field: a ValueError or TypeError becomes a 400 that names the field.
+
+    An error may bring a `code` of its own.
+    """
     try:
         yield
     except (ValueError, TypeError) as error:
-        raise APIError(400, str(error), field, code) from error
+        raise APIError(400, str(error), field, getattr(error, "code", code)) from error
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -98,8 +106,9 @@ def install_error_handlers(app: FastAPI) -> None:
         if told.status_code == 500:
             logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         else:
-            logger.info("%s %s %d %s", request.method, request.url.path, told.status_code, ascii(told.detail)[:200])
+            logger.info("%s %s %d %s", request.method, request.url.path, told.status_code, told.detail[:200])
         return told.response()
 
-    for kind in (RequestValidationError, HTTPException, QueueFullError, EngineDeadError, MissingExtra, Exception):
+    known = (RequestValidationError, HTTPException, QueueFullError, Busy, ClientGone, EngineDeadError, MissingExtra)
+    for kind in (*known, Exception):
         app.add_exception_handler(kind, answer)

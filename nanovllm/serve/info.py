@@ -3,15 +3,17 @@
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
+from nanovllm.serve.body import JSONRoute
 from nanovllm.serve.errors import APIError, refuse
 from nanovllm.serve.prompts import chat_prompt, encode_text
 from nanovllm.serve.protocol import DetokenizeRequest, TokenizeRequest
 from nanovllm.serve.state import AnyServer, ReadyServer, Server
 from nanovllm.serve.streaming import JSON
+from nanovllm.serve.workers import Check
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 
 
 @router.get("/health")
@@ -48,16 +50,19 @@ async def show_model(name: str, server: ReadyServer) -> dict[str, Any]:
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, server: ReadyServer) -> Response:
+async def tokenize(body: TokenizeRequest, request: Request, server: ReadyServer) -> Response:
     """Token ids of a text, or of a conversation as the chat template writes it."""
     server.check_model(body.model)
     engine = server.check_ready().engine
-    if body.messages is not None:
-        prompt: Any = await chat_prompt(engine.tokenizer, body)
-    else:
-        tokenizer = require_tokenizer(engine.tokenizer)
+
+    def encode(check: Check) -> Any:
+        tokenizer = server.bounds.tokenizer(engine.tokenizer, check)
+        if body.messages is not None:
+            return chat_prompt(tokenizer, server.bounds, body)
         with refuse("prompt"):
-            prompt = await encode_text(tokenizer, body.prompt or "", body.add_special_tokens is not False)
+            return encode_text(require_tokenizer(tokenizer), body.prompt or "", body.add_special_tokens is not False)
+
+    prompt = await server.workers.run(request, encode)
     tokens = prompt["prompt_token_ids"]
     strings = engine.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
     return JSON(
@@ -66,15 +71,16 @@ async def tokenize(body: TokenizeRequest, server: ReadyServer) -> Response:
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, server: ReadyServer) -> Response:
+async def detokenize(body: DetokenizeRequest, request: Request, server: ReadyServer) -> Response:
     """The text of token ids."""
     server.check_model(body.model)
-    engine = server.check_ready().engine
-    for token_id in body.tokens:
-        if token_id >= engine.input_processor.vocab_size:
-            most = engine.input_processor.vocab_size - 1
-            raise APIError(400, f"tokens must hold token ids from 0 to {most}, got {token_id}", "tokens")
-    return JSON({"prompt": require_tokenizer(engine.tokenizer).decode(body.tokens)})
+    tokenizer, bounds = require_tokenizer(server.check_ready().engine.tokenizer), server.bounds
+    with refuse("tokens"):
+        bounds.check_count(body.tokens, bounds.max_model_len, "tokens (max_model_len)")
+    most = bounds.vocab_size - 1
+    if body.tokens and max(body.tokens) > most:
+        raise APIError(400, f"tokens must hold token ids from 0 to {most}, got {max(body.tokens)}", "tokens")
+    return JSON({"prompt": await server.workers.run(request, lambda check: tokenizer.decode(body.tokens))})
 
 
 def describe(server: Server, name: str) -> dict[str, Any]:

@@ -35,7 +35,9 @@ def main(arguments: list[str]) -> int:
     """The exit status: 0 after a signal, 1 if the server cannot start, 2 for a bad command line."""
     parser = make_parser()
     args = parser.parse_args(arguments)
-    logging.basicConfig(level=args.server_log_level.upper(), format="%(asctime)s %(levelname)s %(message)s")
+    log = logging.StreamHandler()
+    log.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=args.server_log_level.upper(), handlers=[log])
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     args.model = args.server_model or args.model or TINY_QWEN3
     try:
@@ -49,6 +51,21 @@ def main(arguments: list[str]) -> int:
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         print(f"nanovllm serve: {error}", file=sys.stderr)
         return 1
+
+
+class PlainFormatter(logging.Formatter):
+    """Escapes what is not printable: a client's text moves no cursor, and begins no line."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, exc_info: Any) -> str:
+        return "\n".join(map(printable, super().formatException(exc_info).split("\n")))
+
+
+def printable(text: str) -> str:
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 def serve(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namespace) -> int:
@@ -142,6 +159,10 @@ def add_limits(group: Any) -> None:
     add(group, "max-queued-requests", positive, "refuse requests when this many wait to be computed; no limit")
     add(group, "max-choices", positive, "completions of one request: its prompts times n", ServerOptions.max_choices)
     add(group, "max-request-bytes", positive, "of a request's body", ServerOptions.max_request_bytes)
+    values = "numbers, texts, lists and objects of a request's body, and tokens of its prompts"
+    add(group, "max-request-values", positive, values, ServerOptions.max_request_values)
+    proxies = "addresses or networks of proxies whose X-Forwarded-For is believed; * is all; none"
+    add(group, "forwarded-allow-ips", str, proxies, [], nargs="+")
     add(group, "allowed-origins", str, "web pages from there may call the server; * is all", [], nargs="+")
 
 
@@ -178,12 +199,14 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         model_names=tuple(args.server_served_model_name or [name]),
         api_keys=(*args.server_api_key, *os.environ.get(API_KEY_VARIABLE, "").split()),
         max_request_bytes=args.server_max_request_bytes,
+        max_request_values=args.server_max_request_values,
         max_requests_per_minute=args.server_max_requests_per_minute,
         max_choices=args.server_max_choices,
         allowed_origins=tuple(args.server_allowed_origins),
         parsers=parsers_named(args.server_tool_call_parser, args.server_reasoning_parser),
         root_path=root_path(args.server_root_path),
         log_requests=not args.server_disable_log_requests,
+        forwarded_allow_ips=tuple(args.server_forwarded_allow_ips),
         drain_timeout_s=args.server_drain_timeout,
         tls=tls_options(args),
     )

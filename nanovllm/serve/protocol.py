@@ -6,10 +6,17 @@ https://platform.openai.com/docs/api-reference
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096
+MAX_TOKEN_IDS = 1024  # that stop, or have a bias
+MAX_BAD_WORDS = 256  # the engine encodes them between two steps, each twice
+MAX_BAD_WORD_CHARS = 128
+MAX_NAME_CHARS = 1024
+MAX_CHOICES_OF_FORM = 4096
+MAX_FORM = 2**16  # characters of a schema, expression or grammar: what they are parsed into is far larger
 MAX_TOP_LOGPROBS = 20  # of each token
 MAX_TOOLS = 128
 CONFLICT = "conflict"  # pydantic's type of an error of several fields
@@ -19,8 +26,20 @@ FUNCTION_NAME = r"^[a-zA-Z0-9_.\-]{1,64}$"
 
 def check_text(text: str) -> str:
     """JSON can hold half of a surrogate pair (`"\\ud800"`), which no encoding can write."""
-    text.encode()
+    if not text.isascii():
+        text.encode()
     return text
+
+
+def at_most(most: int) -> BeforeValidator:
+    """Counts before it looks: pydantic makes an error of each bad item of a dict, and of each unknown field."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"at most {most} fields are allowed, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def conflict(field: str, message: str) -> PydanticCustomError:
@@ -29,9 +48,14 @@ def conflict(field: str, message: str) -> PydanticCustomError:
 
 
 Text = Annotated[str, AfterValidator(check_text)]
+Name = Annotated[Text, Field(max_length=MAX_NAME_CHARS)]
+Form = Annotated[str, Field(max_length=MAX_FORM)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]
+StopString = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+BadWord = Annotated[Text, Field(max_length=MAX_BAD_WORD_CHARS)]
 
 
 class StrictModel(BaseModel):
@@ -63,7 +87,7 @@ class StreamOptions(StrictModel):
 class JsonSchema(StrictModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, populate_by_name=True)
 
-    name: str | None = None
+    name: Name | None = None
     schema_: dict[str, Any] = Field(alias="schema")
 
 
@@ -83,13 +107,13 @@ class StructuredOutputs(StrictModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
-    json_: str | dict[str, Any] | None = Field(None, alias="json")
-    regex: str | None = None
-    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
-    grammar: str | None = None
+    json_: Form | dict[str, Any] | None = Field(None, alias="json")
+    regex: Form | None = None
+    choice: Annotated[list[Form], Field(max_length=MAX_CHOICES_OF_FORM, fail_fast=True)] | None = None
+    grammar: Form | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
-    whitespace_pattern: str | None = None
+    whitespace_pattern: Name | None = None
 
 
 class Function(StrictModel):
@@ -106,7 +130,7 @@ class Tool(StrictModel):
 
 
 class FunctionName(StrictModel):
-    name: str
+    name: Name
 
 
 class NamedTool(StrictModel):
@@ -131,7 +155,7 @@ class ToolsChoice(StrictModel):
 class GenerationRequest(StrictModel):
     """What requests for completions and for chat completions have in common. None is the default."""
 
-    model: Text | None = None
+    model: Name | None = None
     n: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -140,8 +164,8 @@ class GenerationRequest(StrictModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Text | Annotated[Texts, Field(max_length=MAX_STOP_STRINGS)] | None = None
-    logit_bias: Annotated[dict[Text, float], Field(max_length=1024)] | None = None
+    stop: StopString | StopStrings | None = None
+    logit_bias: Annotated[dict[Name, float] | None, at_most(MAX_TOKEN_IDS)] = None
     response_format: ResponseFormat | None = None
     # vLLM's additions
     top_k: int | None = Field(None, ge=-1)
@@ -149,14 +173,14 @@ class GenerationRequest(StrictModel):
     repetition_penalty: float | None = Field(None, gt=0)
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[TokenIds, Field(max_length=1024)] | None = None
-    bad_words: Annotated[Texts, Field(max_length=1024)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     allowed_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
     """Only the end of a prompt is computed; -1 leaves room for the output."""
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: Annotated[StructuredOutputs | None, at_most(len(StructuredOutputs.model_fields))] = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     # known, and allowed only with the value that changes nothing
     use_beam_search: Literal[False] | None = None
@@ -203,7 +227,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Text = Field(min_length=1)
+    role: Text = Field(min_length=1, max_length=MAX_NAME_CHARS)
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
 
 
@@ -280,7 +304,7 @@ class ChatCompletionRequest(GenerationRequest):
 class TokenizeRequest(StrictModel):
     """Either a prompt, or messages."""
 
-    model: Text | None = None
+    model: Name | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
@@ -299,5 +323,5 @@ class TokenizeRequest(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
-    model: Text | None = None
+    model: Name | None = None
     tokens: TokenIds

@@ -68,6 +68,10 @@ def check_length(body: GenerationRequest, max_model_len: int) -> None:
 
 def with_fields(engine: LLMEngine, body: GenerationRequest, fields: dict[str, Any]) -> SamplingParams:
     """The engine's default parameters with what the request says. APIError 400 names a field that is not allowed."""
+    vocab_size, num_allowed = engine.input_processor.vocab_size, len(body.allowed_token_ids or ())
+    if num_allowed > vocab_size:
+        message = f"allowed_token_ids may hold {vocab_size} token ids, the vocabulary, got {num_allowed}"
+        raise APIError(400, message, "allowed_token_ids")
     given = {name: getattr(body, name) for name in SAME if getattr(body, name) is not None}
     fields |= {**given, "seed": to_seed(body.seed)}
     if body.logit_bias is not None:

@@ -10,12 +10,16 @@ import logging
 import socket
 import sys
 from collections.abc import Callable
+from http import HTTPStatus
 from types import FrameType
+from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from nanovllm.serve.access import LINGER_S
 from nanovllm.serve.app import set_engine
 from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.errors import APIError
@@ -26,27 +30,84 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 5  # after draining, open connections have this long to take their last bytes
 SILENCE_S = 30  # after this silence the kernel asks a client whether it is there
 PATIENCE_S = 60  # a client that has confirmed nothing for this long has gone
+HEAD_S = 10  # from a request's first byte, or the connection's begin, to the end of its headers
+BODY_S = 60  # from there to the end of its body
 REFUSAL = "this is no valid HTTP/1.1 request, or its headers are too large"
+TOO_SLOW = "the request has not arrived within {} s"
 
 
 class HTTPProtocol(H11Protocol):
-    """One connection. uvicorn's parser refuses bytes that are not HTTP before the application sees them; here its
-    answer gets the form of all other errors.
+    """One connection. Refuses bytes that are not HTTP, and requests that take too long to arrive, in the form of all
+    other errors.
+
+    uvicorn's parser refuses bytes before the application sees them; it has a time limit only between two requests.
     """
+
+    timer: asyncio.TimerHandle | None = None
+    timed: Any = None
+    """The state of the parser that the timer is for. No byte prolongs it."""
+    is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._set_timer()
+
+    def data_received(self, data: bytes) -> None:
+        if not self.is_refused:
+            super().data_received(data)
+            self._set_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._cancel_timer()
 
     def send_400_response(self, msg: str) -> None:
         """Called by the parser; its `msg` says only that the request is invalid."""
-        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
-            body = json.dumps(APIError(400, REFUSAL).body()).encode()
-            head = "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nConnection: close\r\n"
-            self.transport.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-        self.transport.close()  # in the middle of an answer there is no place for an error
+        self._refuse(APIError(400, REFUSAL))
+
+    def _set_timer(self) -> None:
+        state = self.conn.their_state
+        if state is not self.timed and not self.is_refused:
+            self._cancel_timer()
+            self.timed = state
+            limit = {h11.IDLE: HEAD_S, h11.SEND_BODY: BODY_S}.get(state)
+            if limit is not None:
+                error = APIError(408, TOO_SLOW.format(limit), code="request_timeout")
+                self.timer = self.loop.call_later(limit, self._refuse, error)
+
+    def _cancel_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def _refuse(self, error: APIError) -> None:
+        """Answer, read for a while what is still sent, and close: to close at once could take the answer back."""
+        self._cancel_timer()
+        self._unset_keepalive_if_required()
+        self.is_refused = True
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.close()  # in the middle of an answer there is no place for an error
+            return
+        body = json.dumps(error.body()).encode()
+        head = f"HTTP/1.1 {error.status_code} {HTTPStatus(error.status_code).phrase}\r\n"
+        head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        self.transport.write(head.encode() + body)
+        if self.cycle is not None:  # what waits for the rest of the request ends
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.timer = self.loop.call_later(LINGER_S, self.transport.close)
 
 
 class DrainingServer(uvicorn.Server):
     """uvicorn's server with a start and an end of its own."""
 
     def __init__(self, app: FastAPI) -> None:
+        proxies = list(app.state.server.options.forwarded_allow_ips)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -54,6 +115,8 @@ class DrainingServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 http=HTTPProtocol,
+                proxy_headers=bool(proxies),
+                forwarded_allow_ips=proxies,
                 timeout_graceful_shutdown=CLOSE_S,
                 **app.state.server.options.tls,
             )

@@ -5,11 +5,9 @@ blank line; the last is `data: [DONE]`. Starlette's `StreamingResponse` sends th
 write takes 1.5 times the processor time, and it takes over `uvicorn`'s signals.
 """
 
-import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import Request, Response
@@ -18,44 +16,17 @@ from starlette.types import Receive, Scope, Send
 
 from nanovllm.serve.errors import as_api_error
 from nanovllm.serve.generation import Generation
+from nanovllm.serve.workers import ClientGone, unless_client_leaves
 
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
 
-class ClientGone(Exception):
-    """The client has closed the connection."""
-
-
-async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of `work`. If the client goes away first, `work` is cancelled and ClientGone raised."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(wait_for_leave(receive))
-    try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
-    finally:
-        leaving.cancel()
-        if not working.done():
-            working.cancel()
-            with suppress(asyncio.CancelledError):
-                await working
-
-
-async def wait_for_leave(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def answer_whole(request: Request, generation: Generation, make_answer: Callable[[], dict[str, Any]]) -> Response:
     """Wait for a generation, then send what `make_answer` makes of it."""
     try:
         await unless_client_leaves(request.receive, generation.finish())
-    except ClientGone:
-        return Response(status_code=499)  # the client has gone
     finally:
         generation.close()
     return JSON(make_answer())

@@ -7,9 +7,8 @@
 A form that cannot be compiled is a 400 that names the field and gives the reason.
 """
 
-import asyncio
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from nanovllm.engine.engine import LLMEngine
@@ -20,24 +19,46 @@ from nanovllm.serve.errors import APIError, refuse
 from nanovllm.serve.parsers.hermes import Hermes
 from nanovllm.serve.parsers.registry import Parsers
 from nanovllm.serve.parsers.tool_parser import Spelling
-from nanovllm.serve.protocol import ChatCompletionRequest, Function, GenerationRequest, ResponseFormat
+from nanovllm.serve.protocol import MAX_FORM, ChatCompletionRequest, Function, GenerationRequest, ResponseFormat
 
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
 """How arguments are spelled: as by Python's `json.dumps`, because models have learned that."""
 
 
 async def compile_structured_outputs(
-    engine: LLMEngine, body: GenerationRequest, parsers: Parsers
+    run: Callable[..., Awaitable[Any]], engine: LLMEngine, body: GenerationRequest, parsers: Parsers
 ) -> StructuredOutputsParams | None:
-    """The form of the answer, compiled in a thread; None if any text will do."""
+    """The form of the answer, compiled in a thread by `Workers.run`; None if any text will do."""
+    tools = isinstance(body, ChatCompletionRequest) and body.tools
+    if body.structured_outputs is None and body.response_format is None and not tools:
+        return None
+    form: StructuredOutputsParams | None = await run(lambda check: compile_form(engine, body, parsers), is_long=True)
+    return form
+
+
+def compile_form(engine: LLMEngine, body: GenerationRequest, parsers: Parsers) -> StructuredOutputsParams | None:
     field, params = params_of(body, parsers)
     if params is not None:
+        check_form(field, params)
         try:
-            await asyncio.to_thread(engine.input_processor.grammars.compile, params)
+            engine.input_processor.grammars.compile(params)
         except ValueError as error:
             message = str(error).removeprefix("structured_outputs.").removeprefix("structured_outputs ")
             raise APIError(400, f"{field}: {message}", field) from error
     return params
+
+
+def check_form(field: str, params: StructuredOutputsParams) -> None:
+    """The size of what is compiled. Compiled, it can be 500 times as large."""
+    check_chars(field, [params.json, params.regex, params.grammar, *(params.choice or ())])
+
+
+def check_chars(field: str, forms: Iterable[str | Mapping[str, Any] | None]) -> None:
+    """Texts and schemas together."""
+    texts = [form if isinstance(form, str) else json.dumps(form) for form in forms if form is not None]
+    num_chars = sum(map(len, texts))
+    if num_chars > MAX_FORM:
+        raise APIError(400, f"{field}: a form may have {MAX_FORM} characters, got {num_chars}", field)
 
 
 def params_of(body: GenerationRequest, parsers: Parsers) -> tuple[str, StructuredOutputsParams | None]:
@@ -54,6 +75,7 @@ def params_of(body: GenerationRequest, parsers: Parsers) -> tuple[str, Structure
     if is_call or (functions and schema is not None):
         assert isinstance(body, ChatCompletionRequest)
         spelling = parsers.for_request(body).spelling or Hermes.spelling
+        check_chars("tools", [*(one.parameters for one in functions), schema])  # before much is made of them
         grammar = call_grammar(functions, spelling, body.has_one_call, None if is_call else schema)
         return "tools", StructuredOutputsParams(grammar=grammar)
     return "response_format", None if schema is None else StructuredOutputsParams(json=schema)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from nanovllm import StructuredOutputsParams
-from nanovllm.extras.structured.compiler import source_of
+from nanovllm.extras.structured.compiler import checked, source_of
 from tests.conftest import examples
 
 TOKENIZER = llguidance.LLTokenizer("byte")
@@ -29,7 +29,8 @@ class Form:
     """What a schema accepts once it is compiled as a request's."""
 
     def __init__(self, schema):
-        _, text, options = source_of(StructuredOutputsParams(json=schema))
+        form, text, options = source_of(StructuredOutputsParams(json=schema))
+        text = checked(form, text)
         self.closed = json.loads(text)
         grammar = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=json.loads(options))
         self._matcher = llguidance.LLMatcher(TOKENIZER, grammar, log_level=0)
@@ -188,7 +189,7 @@ def test_what_would_grow_without_bound_is_refused():
     start = time.perf_counter()
     for schema in (pair | {"$defs": chain | {"D100": A}}, wide):
         with pytest.raises(ValueError, match=r"structured_outputs\.json combines too many"):
-            source_of(StructuredOutputsParams(json=schema))
+            checked(*source_of(StructuredOutputsParams(json=schema))[:2])
     with pytest.raises(ValueError, match="structured_outputs.json"):
         Form('{"items":' * 5000 + "{}" + "}" * 5000)
     assert time.perf_counter() - start < 20
@@ -201,7 +202,7 @@ def test_references_that_lead_nowhere_come_to_an_end(schema):
 
 @pytest.mark.parametrize("schema", ["true", "3", '{"properties": 3, "allOf": {}, "anyOf": [1, null], "$ref": 5}'])
 def test_what_is_malformed_is_left_to_the_compiler(schema):
-    source_of(StructuredOutputsParams(json=schema))
+    checked(*source_of(StructuredOutputsParams(json=schema))[:2])
 
 
 # ---- what frameworks send

@@ -256,10 +256,21 @@ def test_flags_reach_the_server_and_its_engine(monkeypatch):
     )
     monkeypatch.setenv(launch.API_KEY_VARIABLE, "k2 k3")
     flags = "--api-key k1 --served-model-name a b --max-choices 5 --max-request-bytes 6 --max-requests-per-minute 7 "
-    flags += "--max-queued-requests 8 --drain-timeout 9 --allowed-origins http://x --max-num-seqs 10 --port 0"
+    flags += "--max-queued-requests 8 --drain-timeout 9 --allowed-origins http://x --max-num-seqs 10 --port 0 "
+    flags += "--max-request-values 11 --forwarded-allow-ips 10.0.0.1 10.1.0.0/16"
     assert launch.main(flags.split()) == 0
     options, (engine_args, others) = seen
-    assert options == ServerOptions(("a", "b"), ("k1", "k2", "k3"), 6, 7, 5, ("http://x",), 9.0)
+    assert options == ServerOptions(
+        ("a", "b"),
+        ("k1", "k2", "k3"),
+        6,
+        7,
+        5,
+        ("http://x",),
+        9.0,
+        max_request_values=11,
+        forwarded_allow_ips=("10.0.0.1", "10.1.0.0/16"),
+    )
     assert (engine_args.model, engine_args.max_num_seqs) == (TINY_QWEN3, 10)
     assert others == {"max_queued_requests": 8, "trace": None}
 

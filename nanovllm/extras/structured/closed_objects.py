@@ -12,7 +12,6 @@ before it is compiled:
 `docs/structured_outputs.md` has the whole table.
 """
 
-import copy
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -55,7 +54,7 @@ class Closer:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._original = copy.deepcopy(root)
+        self._original = json.loads(json.dumps(root))  # several times as fast as a deepcopy
         self._seen: set[int] = set()
         self._cost = 0
 
@@ -82,11 +81,12 @@ class Closer:
         if others == NONE or reference in path:
             self.close(look_up(self._root, reference))
             return path
-        target = copy.deepcopy(look_up(self._original, reference))
+        target = look_up(self._original, reference)
         if target is not None:
-            self._spend(len(json.dumps(target)))
+            text = json.dumps(target)
+            self._spend(len(text))
             del schema["$ref"]
-            schema["allOf"] = [*listed(schema, "allOf"), target]
+            schema["allOf"] = [*listed(schema, "allOf"), json.loads(text)]
         return (*path, reference)
 
     def _close_own(self, schema: dict[str, Any], beside: Names, parts: Names) -> None:

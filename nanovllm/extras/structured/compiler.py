@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,12 +21,20 @@ from nanovllm.extras.structured.request import StructuredRequest
 
 MAX_COMPILED = 128  # compiled grammars kept, those used longest ago go first
 MAX_CHARS = 1 << 20
+MAX_KEPT = 1 << 18  # characters of the grammars kept, which take up to 600 bytes each
 # The library's compilers are recursive: nesting and chains of rules beyond some thousands would overflow the stack.
 MAX_NESTING = 100  # brackets open at the same time in a grammar; the library has a limit of its own for JSON
 MAX_RULES = 1000  # in a grammar, and references in a schema
 # Without a bound on white space, a model that has lost its way could write blanks for ever. `lenient` is the library's
 # name for ignoring what it does not know: never here.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,32}", "lenient": False}
+
+
+class Compiled(NamedTuple):
+    matcher: Any
+    """At its start."""
+    num_chars: int
+    """Of the text that was compiled."""
 
 
 class GrammarCompiler:
@@ -42,7 +50,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[tuple[str, ...], Any] = OrderedDict()  # source -> a matcher at its start
+        self._compiled: OrderedDict[tuple[str, ...], Compiled] = OrderedDict()  # by source
         self._llguidance: Any = None
         self._ll_tokenizer: Any = None
         self._worker: MaskWorker | None = None
@@ -54,16 +62,23 @@ class GrammarCompiler:
         source = source_of(params)
         with self._lock:
             self._start()
-            matcher = self._compiled.get(source)
-        if matcher is None:  # outside of the lock: a compilation that takes long holds nobody up
-            matcher = self._make_matcher(*source)
+            compiled = self._compiled.get(source)
+        if compiled is None:  # outside of the lock: a compilation that takes long holds nobody up
+            form, text, options = source
+            text = checked(form, text)
+            compiled = Compiled(self._make_matcher(form, text, options), len(text))
         with self._lock:
-            self._compiled[source] = matcher
+            self._compiled[source] = compiled
             self._compiled.move_to_end(source)
-            while len(self._compiled) > MAX_COMPILED:
+            while len(self._compiled) > MAX_COMPILED or self._num_kept_chars() > MAX_KEPT:
                 self._compiled.popitem(last=False)
             assert self._worker is not None
-            return Grammar(matcher.deep_copy(), self._eos_token_ids, self._worker)
+            return Grammar(compiled.matcher.deep_copy(), self._eos_token_ids, self._worker)
+
+    def _num_kept_chars(self) -> int:
+        """Of all but the newest."""
+        *others, _ = self._compiled.values()
+        return sum(one.num_chars for one in others)
 
     def _start(self) -> None:
         """Import the library, and build its trie of the tokenizer's tokens."""
@@ -117,17 +132,25 @@ class GrammarCompiler:
 
 
 def source_of(params: StructuredOutputsParams) -> tuple[str, str, str]:
-    """(form, text, options): equal for equal demands, and all that is compiled."""
+    """(form, text, options): equal for equal demands. Made anew at each look into the cache, so it does little."""
     if params.json is not None or params.json_object:
-        text = check_references(schema_text({"type": "object"} if params.json is None else params.json))
-        text = check_references(closed_text(text))  # which may have copied some
-        return "json", check_size("json", text), json.dumps(whitespace_options(params))
+        text = schema_text({"type": "object"} if params.json is None else params.json)
+        return "json", text, json.dumps(whitespace_options(params))
     if params.regex is not None:
-        return "regex", check_size("regex", params.regex), ""
+        return "regex", params.regex, ""
     if params.choice is not None:
-        return "choice", check_size("choice", "start: " + " | ".join(map(json.dumps, params.choice))), ""
+        return "choice", "start: " + " | ".join(map(json.dumps, params.choice)), ""
     assert params.grammar is not None
-    return "grammar", check_grammar(check_size("grammar", params.grammar)), ""
+    return "grammar", params.grammar, ""
+
+
+def checked(form: str, text: str) -> str:
+    """What is compiled for a form's text. Raises ValueError for more of it than allowed."""
+    check_size(form, text)
+    if form == "json":
+        text = closed_text(check_references(text))
+        return check_size(form, check_references(text))  # which may have copied some
+    return check_grammar(text) if form == "grammar" else text
 
 
 def whitespace_options(params: StructuredOutputsParams) -> dict[str, Any]:
@@ -151,7 +174,11 @@ def check_references(text: str) -> str:
 
 
 def check_grammar(text: str) -> str:
-    """Each rule begins a line and has a colon. Escapes may hide references of the schemas inside a grammar."""
+    """The grammar without blank lines: the library's search for its syntax takes a time quadratic in their number.
+
+    Each rule begins a line and has a colon. Escapes may hide references of the schemas inside a grammar.
+    """
+    text = "\n".join(line for line in text.split("\n") if line.strip())
     num_rules = sum(":" in line for line in text.splitlines())
     check_count("grammar", "rules and references", num_rules + text.count("$ref") + text.count("\\u"))
     depth = deepest = 0

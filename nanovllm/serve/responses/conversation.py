@@ -7,7 +7,8 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from nanovllm.serve.errors import APIError
+from nanovllm.serve.bounds import Bounds
+from nanovllm.serve.errors import APIError, refuse
 from nanovllm.serve.protocol import ChatCompletionRequest, GenerationRequest
 from nanovllm.serve.responses.protocol import (
     ITEMS,
@@ -24,6 +25,7 @@ from nanovllm.serve.responses.protocol import (
 SHARED = GenerationRequest.model_fields.keys() - {"stream_options", "response_format", "n"}
 FIELDS = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
 """What a chat's field is called here."""
+ITEMS_BOUND = "items (max_model_len)"
 
 
 @contextmanager
@@ -37,11 +39,11 @@ def as_response() -> Iterator[None]:
         raise APIError(error.status_code, message, name, error.code, dict(error.headers or {})) from error
 
 
-def to_chat(body: ResponsesRequest, max_items: int) -> ChatCompletionRequest:
-    """max_items: each item of the input takes a token at least. Raises APIError 400 and RequestValidationError."""
+def to_chat(body: ResponsesRequest, bounds: Bounds) -> ChatCompletionRequest:
+    """Raises APIError 400 and RequestValidationError."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in SHARED if getattr(body, name) is not None}
     fields |= {
-        "messages": to_messages(body, max_items),
+        "messages": to_messages(body, bounds),
         "max_completion_tokens": body.max_output_tokens,
         "parallel_tool_calls": body.parallel_tool_calls,
         "logprobs": body.wants_logprobs or None,
@@ -88,10 +90,9 @@ def to_response_format(body: ResponsesRequest) -> dict[str, Any] | None:
 # ---- the input
 
 
-def to_messages(body: ResponsesRequest, max_items: int) -> list[dict[str, Any]]:
-    if not isinstance(body.input, str) and len(body.input) > max_items:
-        message = f"input may hold {max_items} items, as many as the context has tokens, got {len(body.input)}"
-        raise APIError(400, message, "input")
+def to_messages(body: ResponsesRequest, bounds: Bounds) -> list[dict[str, Any]]:
+    with refuse("input"):
+        bounds.check_count([] if isinstance(body.input, str) else body.input, bounds.max_model_len, ITEMS_BOUND)
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
@@ -142,7 +143,7 @@ def may_follow(turn: dict[str, Any], item: Any) -> bool:
 def add_to_turn(turn: dict[str, Any], item: Any) -> None:
     if isinstance(item, CallItem):
         call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
-        turn["tool_calls"] = [*turn.get("tool_calls", []), call]
+        turn.setdefault("tool_calls", []).append(call)
     elif isinstance(item, ReasoningItem):
         turn["reasoning"] = turn["reasoning_content"] = "".join(part.text for part in item.content or [])
     else:

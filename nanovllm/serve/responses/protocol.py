@@ -10,14 +10,20 @@ from pydantic import Field, model_validator
 
 from nanovllm.serve.protocol import (
     FUNCTION_NAME,
+    MAX_FORM,
+    MAX_TOOLS,
     MAX_TOP_LOGPROBS,
     GenerationRequest,
+    Name,
     StrictModel,
     Text,
+    at_most,
     conflict,
 )
 
-MAX_METADATA = 16  # pairs, as OpenAI allows
+MAX_METADATA = 16  # pairs, of 64 and 512 characters, as OpenAI allows
+MetadataKey = Annotated[Text, Field(max_length=64)]
+MetadataValue = Annotated[Text, Field(max_length=512)]
 NOT_STORED = "responses are not kept here: send the whole conversation as input"
 
 
@@ -32,21 +38,21 @@ class FunctionTool(StrictModel):
 
 class ChosenFunction(StrictModel):
     type: Literal["function"]
-    name: str
+    name: Name
 
 
 class AllowedTools(StrictModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenFunction], Field(min_length=1, max_length=128, fail_fast=True)]
+    tools: Annotated[list[ChosenFunction], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class TextFormat(StrictModel):
     """As `response_format` of a chat, with the schema's fields beside the type."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
+    name: Name | None = None
+    description: Annotated[Text, Field(max_length=MAX_FORM)] | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
@@ -76,7 +82,7 @@ class ResponsesRequest(GenerationRequest):
     instructions: Text | None = None
     """A system message before the input."""
     max_output_tokens: int | None = Field(None, ge=1)
-    tools: Annotated[list[FunctionTool], Field(max_length=128, fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -85,14 +91,14 @@ class ResponsesRequest(GenerationRequest):
                        Field(max_length=16, fail_fast=True)] | None = None  # fmt: skip
     """Thoughts are sent as they are, not encrypted."""
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    metadata: Annotated[dict[Text, Text], Field(max_length=MAX_METADATA)] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue] | None, at_most(MAX_METADATA)] = None
     store: bool | None = None
     """Told as false in the answer: nothing is kept."""
     chat_template_kwargs: dict[str, Any] | None = None
     # known, and allowed only with the value that changes nothing
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    previous_response_id: Text | None = None
+    previous_response_id: Name | None = None
     conversation: Any = None
     prompt: Any = None
 
@@ -131,14 +137,14 @@ class MessageItem(StrictModel):
 
 class CallItem(StrictModel):
     type: Literal["function_call"]
-    call_id: Text
-    name: Text
+    call_id: Name
+    name: Name
     arguments: Text
 
 
 class CallOutputItem(StrictModel):
     type: Literal["function_call_output"]
-    call_id: Text
+    call_id: Name
     output: Text | Annotated[list[InputText], Field(fail_fast=True)]
 
 

@@ -11,21 +11,20 @@ from fastapi import APIRouter, Request, Response
 
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.serve.answer import Answer
+from nanovllm.serve.body import JSONRoute
+from nanovllm.serve.chat import prepare_chat
 from nanovllm.serve.errors import as_api_error
 from nanovllm.serve.generation import Generation
 from nanovllm.serve.logprobs import chat_logprobs
-from nanovllm.serve.prompts import chat_prompt
 from nanovllm.serve.request_ids import new_id
 from nanovllm.serve.responses.conversation import as_response, to_chat
 from nanovllm.serve.responses.items import OutputItems
 from nanovllm.serve.responses.protocol import ResponsesRequest
-from nanovllm.serve.sampling import chat_params
 from nanovllm.serve.state import ReadyServer
 from nanovllm.serve.streaming import EventStream, answer_whole, encode
-from nanovllm.serve.structured_outputs import compile_structured_outputs
 from nanovllm.serve.token_bytes import TokenBytes
 
-router = APIRouter()
+router = APIRouter(route_class=JSONRoute)
 
 TOLD = ("instructions", "max_output_tokens", "metadata", "text", "reasoning", "tool_choice")
 DEFAULTS = {"metadata": {}, "text": {"format": {"type": "text"}}, "tool_choice": "auto"}
@@ -38,13 +37,11 @@ async def create_response(body: ResponsesRequest, request: Request, server: Read
     server.check_model(body.model)
     engine = server.check_ready().engine
     with as_response():
-        chat = to_chat(body, engine.parts.max_model_len)
-        prompt: Any = await chat_prompt(engine.tokenizer, chat)
-        parsers = server.options.parsers
-        params = chat_params(chat, engine, parsers, await compile_structured_outputs(engine, chat, parsers))
+        chat = await server.workers.run(request, lambda check: to_chat(body, server.bounds))
+        prompt, params = await prepare_chat(server, request, chat)
         generation = Generation(server, new_id("resp", request).replace("-", "_", 1), [prompt], params)
         await generation.start(chat, "messages")
-    answer = Answer(chat, str(prompt["prompt"]), parsers)
+    answer = Answer(chat, str(prompt["prompt"]), server.options.parsers)
     growing = GrowingResponse(body, answer, generation, server.model_name, engine.tokenizer)
     if body.stream:
         return ResponseStream(generation, growing)

@@ -1,0 +1,460 @@
+"""What keeps strangers out, and what one of them may hold: time limits, sizes, proxies, the log, clients that leave.
+
+Seen to fail when broken, each: keys compared by their first eight characters, or by their last; a path that needs a key
+let in without; a rate by the connection, or by what a client says of itself; a rate that is never forgotten; a limit of
+bytes, values, prompts, tokens, characters or waiting requests that is not looked at; a head or a body without a time
+limit; a connection that is reset before its answer; an end that is counted by another reason.
+"""
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from nanovllm import TINY_QWEN3
+from nanovllm.serve import access, body, bounds, server, workers
+from nanovllm.serve.app import make_app, set_engine
+from nanovllm.serve.async_llm import AsyncLLM
+from nanovllm.serve.body import count_values
+from nanovllm.serve.bounds import BoundedTokenizer, Bounds
+from nanovllm.serve.launch import PlainFormatter
+from nanovllm.serve.state import ServerOptions
+from nanovllm.serve.workers import ClientGone, Workers
+from tests.serve.conftest import Client
+from tests.serve.real_server import in_thread
+
+PATH, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+BODY = {"prompt": "ab", "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    with AsyncLLM(TINY_QWEN3, device="cpu", num_kv_blocks=256, max_model_len=64, max_num_seqs=4) as llm:
+        yield llm
+
+
+def post(path, content, *headers):
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", *headers]
+    return "\r\n".join([*lines, f"Content-Length: {len(content)}", "", ""]).encode() + content
+
+
+def read_all(connection):
+    received = b""
+    while piece := connection.recv(1 << 16):
+        received += piece
+    return received
+
+
+def read_answer(connection):
+    """(status, headers, JSON) of one answer."""
+    received = b""
+    while b"\r\n\r\n" not in received or len(received) < whole_length(received):
+        piece = connection.recv(1 << 16)
+        assert piece, received
+        received += piece
+    head, _, content = received.partition(b"\r\n\r\n")
+    return int(head.split()[1]), head.lower(), json.loads(content)
+
+
+def whole_length(received):
+    head, _, _ = received.partition(b"\r\n\r\n")
+    return len(head) + 4 + int(head.lower().partition(b"content-length:")[2].split()[0])
+
+
+# ---- keys and rates
+
+
+@pytest.mark.parametrize(
+    "given_key", ["12345678-other", "other-12345678", "12345678", "12345678-own-x", "", "12345678-OWN"]
+)
+def test_a_key_is_compared_whole(new_client, given_key):
+    client = new_client(api_keys=("12345678-own", "x-12345678"))
+    assert client.post(PATH, BODY, headers={"Authorization": f"Bearer {given_key}"}).status_code == 401
+    assert client.post(PATH, BODY, headers={"Authorization": "Bearer 12345678-own"}).status_code == 200
+
+
+def test_all_routes_but_four_need_a_key(new_client):
+    """Of each route that there is, and paths that look like an open one."""
+    client = new_client(api_keys=("one",))
+    paths = list(client.get("/openapi.json", headers={"Authorization": "Bearer one"}).json()["paths"])
+    assert {CHAT, PATH, RESPONSES, "/tokenize", "/health"} < set(paths)
+    others = [
+        "/health/",
+        "/health/x",
+        "//health",
+        "/Health",
+        "/metrics/../v1/models",
+        "/ui/events",
+        "/openapi.json",
+        "/",
+    ]
+    is_open = {
+        path: any(client.request(method, path).status_code != 401 for method in ("GET", "POST", "HEAD", "OPTIONS"))
+        for path in [*paths, *others]
+    }
+    assert {path for path, one in is_open.items() if one} == {"/health", "/ping", "/version", "/metrics"}
+
+
+def test_a_refused_key_does_not_use_up_anybodys_rate(new_client):
+    client = new_client(api_keys=("one",), max_requests_per_minute=1)
+    for _ in range(3):
+        assert client.post(PATH, BODY, headers={"Authorization": "Bearer two"}).status_code == 401
+    assert client.post(PATH, BODY, headers={"Authorization": "Bearer one"}).status_code == 200
+    assert client.post(PATH, BODY, headers={"Authorization": "Bearer one"}).status_code == 429
+
+
+def test_what_is_refused_while_the_model_is_loaded_costs_nobodys_rate(llm):
+    app = make_app(ServerOptions(model_names=("tiny",), max_requests_per_minute=2))
+    client = Client(app)
+    assert [client.post(PATH, BODY).status_code for _ in range(3)] == [503] * 3
+    set_engine(app, llm)
+    assert [client.post(PATH, BODY).status_code for _ in range(3)] == [200, 200, 429]
+
+
+def test_callers_are_forgotten_after_their_minute(monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(access.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(access, "MAX_ADDRESSES", 10)
+    limit = access.RateLimit(1)
+    for i in range(1000):
+        clock[0] += 1
+        limit.check(f"address {i}")
+        assert len(limit._times) <= 10 + 61
+
+
+@pytest.mark.parametrize(("proxies", "statuses"), [((), [200, 429, 429]), (("127.0.0.1",), [200, 200, 429])])
+def test_only_a_known_proxy_may_say_where_a_request_comes_from(tiny, proxies, statuses):
+    with in_thread(tiny, max_requests_per_minute=1, forwarded_allow_ips=proxies) as one:
+        found = []
+        for address in ("10.0.0.1", "10.0.0.2", "10.0.0.2"):
+            with one.connect() as connection:  # a connection each: the rate is of the address
+                connection.sendall(post(PATH, json.dumps(BODY).encode(), f"X-Forwarded-For: {address}"))
+                found.append(read_answer(connection)[0])
+    assert found == statuses
+
+
+# ---- time limits, and answers that arrive
+
+
+@pytest.mark.parametrize(
+    "sent", [b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX: ", post(PATH, b"{" + b" " * 900)[:-500]]
+)
+def test_a_request_that_never_arrives_is_given_up(tiny, monkeypatch, sent):
+    """Though one byte after the other comes."""
+    monkeypatch.setattr(server, "HEAD_S", 0.3)
+    monkeypatch.setattr(server, "BODY_S", 0.3)
+    with in_thread(tiny) as one, one.connect() as connection:
+        start = time.perf_counter()
+        connection.sendall(sent)
+        connection.settimeout(0.05)
+        received = b""
+        while b"}}" not in received and time.perf_counter() < start + 5:
+            with contextlib.suppress(TimeoutError):
+                received += connection.recv(1 << 16)
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b" ")
+        assert 0.25 < time.perf_counter() - start < 2
+        assert received.startswith(b"HTTP/1.1 408 ")
+        assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+
+
+def test_the_second_request_of_a_connection_has_a_time_limit_too(tiny, monkeypatch):
+    monkeypatch.setattr(server, "HEAD_S", 0.3)
+    with in_thread(tiny) as one, one.connect() as connection:
+        for _ in range(2):
+            connection.sendall(post(PATH, json.dumps(BODY).encode()))
+            assert read_answer(connection)[0] == 200
+        connection.sendall(b"POST /v1")
+        assert read_all(connection).startswith(b"HTTP/1.1 408 ")
+
+
+def test_an_answer_may_take_longer_than_a_request(tiny, monkeypatch):
+    for name in ("HEAD_S", "BODY_S"):
+        monkeypatch.setattr(server, name, 0.05)
+    check_request = tiny.submit
+
+    async def submit_late(requests):
+        await server.asyncio.sleep(0.3)
+        return await check_request(requests)
+
+    monkeypatch.setattr(tiny, "submit", submit_late)
+    with in_thread(tiny) as one, one.connect() as connection:
+        connection.sendall(post(PATH, json.dumps(BODY).encode()))
+        assert read_answer(connection)[0] == 200
+
+
+@pytest.mark.parametrize("num_bytes", [200_000, 8 << 20])
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_body_that_is_too_large_gets_its_answer(tiny, num_bytes, is_declared):
+    """Also a client that sends all of it before it reads."""
+    content = b" " * num_bytes
+    with in_thread(tiny, max_request_bytes=100_000) as one, one.connect() as connection:
+        if is_declared:
+            connection.sendall(post(PATH, content))
+        else:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            connection.sendall(head + b"%x\r\n" % num_bytes + content + b"\r\n0\r\n\r\n")
+        status, head, _ = read_answer(connection)
+        assert (status, b"connection: close" in head) == (413, True)
+        assert read_all(connection) == b""
+
+
+def test_a_declared_length_is_refused_before_the_body_comes(tiny):
+    with in_thread(tiny, max_request_bytes=1000) as one, one.connect() as connection:
+        connection.sendall(post(PATH, b" " * 1001)[:-1001])
+        assert read_answer(connection)[0] == 413
+
+
+@pytest.mark.parametrize(("num_bytes", "status"), [(60_000, 200), (66_000, 431)])
+def test_headers_have_a_limit(client, num_bytes, status):
+    headers = {f"X-{i}": "x" * 995 for i in range(num_bytes // 1000)}
+    assert client.post(PATH, BODY, headers=headers).status_code == status
+
+
+def test_bytes_that_are_no_http_get_their_answer(tiny):
+    with in_thread(tiny) as one, one.connect() as connection:
+        connection.sendall(b"POST / HTTP/1.1\r\nX: " + b"x" * (4 << 20))
+        assert read_answer(connection)[0] == 400
+        assert read_all(connection) == b""
+
+
+# ---- how much a body may hold
+
+
+def count_slowly(text):
+    num_values, is_inside, is_escaped = 0, False, False
+    for char in text:
+        if is_inside:
+            is_inside = is_escaped or char != '"'
+            is_escaped = char == "\\" and not is_escaped
+        else:
+            is_inside = char == '"'
+            num_values += {",": 1, "[": 1, "{": body.OBJECT_COSTS}.get(char, 0)
+    return num_values
+
+
+TEXTS = st.text(st.sampled_from('a\\",[{}é😀\n'), max_size=8)
+VALUES = st.recursive(
+    TEXTS | st.integers(), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=3)
+)
+
+
+@given(value=VALUES, is_ascii=st.booleans(), size=st.integers(1, 12))
+@example(value=['\\",[{', "\\\\", '\\\\"'], is_ascii=True, size=3)
+def test_values_are_counted_outside_of_texts(value, is_ascii, size):
+    """Against a reading character by character, in blocks of any size."""
+    text = json.dumps(value, ensure_ascii=is_ascii)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(body, "BLOCK", size)
+        assert count_values(text.encode(), 1000) == count_slowly(text)
+        assert np.sign(count_values(text.encode(), 3) - 3) == np.sign(count_slowly(text) - 3)
+
+
+def refused(client, path, param, words, code=None, **fields):
+    response = client.post(path, fields)
+    assert response.status_code == 400, response.text[:300]
+    error = response.json()["error"]
+    assert (error["param"], error["code"], [word for word in words if word not in error["message"]]) == (
+        param,
+        code,
+        [],
+    )
+
+
+def test_each_bound_holds_to_the_last(new_client, llm):
+    """What is just allowed is served, and one more is refused with what was given and what is allowed."""
+    client = new_client(max_choices=3, max_request_values=10_000)
+    vocab_size, most = llm.engine.input_processor.vocab_size, llm.engine.parts.max_model_len
+    longest = max(map(len, llm.engine.tokenizer.get_vocab()))
+    few = {"max_tokens": 1}
+    assert client.ask(PATH, prompt=["a"] * 3, **few)
+    refused(client, PATH, "prompt", ["3", "4"], prompt=["a"] * 4, **few)
+    refused(client, "/v1/embeddings", "input", ["3", "4"], input=["a"] * 4)
+    assert client.ask(PATH, prompt="a", allowed_token_ids=[5] * vocab_size, **few)
+    refused(client, PATH, "allowed_token_ids", [str(vocab_size)], prompt="a", allowed_token_ids=[5] * (vocab_size + 1))
+    assert client.ask("/detokenize", tokens=[5] * most)
+    refused(client, "/detokenize", "tokens", [str(most), str(most + 1)], tokens=[5] * (most + 1))
+    messages = [{"role": "u", "content": ""}] * (most + 1)
+    refused(client, CHAT, "messages", [str(most), str(most + 1)], messages=messages)
+    too_long, code = "a" * (most * longest + 1), "context_length_exceeded"
+    for path, field in ((PATH, "prompt"), ("/tokenize", "prompt"), ("/v1/embeddings", "input")):
+        refused(client, path, field, [str(most * longest), str(len(too_long))], code, **{field: too_long})
+    parts = [{"type": "text", "text": too_long[: len(too_long) // 2 + 1]}] * 2
+    refused(client, CHAT, "messages", [str(most * longest)], code, messages=[{"role": "u", "content": parts}])
+    together = {"prompt": ["a" * (most - 1)] * 3, **few}
+    refused(new_client(max_request_values=1), PATH, "prompt", [str(vocab_size + most), "tokens"], code, **together)
+    refused(client, PATH, "structured_outputs", ["65536"], prompt="a", structured_outputs={"choice": ["a" * 600] * 110})
+    refused(client, PATH, "logit_bias", ["1024"], prompt="a", logit_bias={str(i): "x" for i in range(1025)})
+    calls = [{"function": {"name": "f", "arguments": "a" * 2**16}}]
+    response = client.post(CHAT, {"messages": [{"role": "u", "content": "", "tool_calls": calls}]})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+
+
+def test_each_bound_of_a_response_holds_to_the_last(new_client, llm):
+    client, most = new_client(), llm.engine.parts.max_model_len
+    chars = most * max(map(len, llm.engine.tokenizer.get_vocab()))
+    item, code = {"role": "user", "content": ""}, "context_length_exceeded"
+    refused(client, RESPONSES, "input", [str(most), str(most + 1)], input=[item] * (most + 1))
+    refused(client, RESPONSES, "input", [str(chars)], code, input=[{**item, "content": "a" * (chars // 2 + 1)}] * 2)
+    tool = {"type": "function", "name": "f", "description": "a" * chars}
+    refused(client, RESPONSES, "tools", [str(chars)], code, input="a", tools=[tool])
+    schema = {"type": "json_schema", "schema": {"enum": ["a" * 2**16]}}
+    refused(client, RESPONSES, "text", ["65536"], input="a", text={"format": schema})
+    few = {"input": "a", "max_output_tokens": 1}
+    assert client.ask(RESPONSES, **few, metadata={"a" * 64: "b" * 512})["metadata"] == {"a" * 64: "b" * 512}
+    refused(client, RESPONSES, "metadata", ["64"], **few, metadata={"a" * 65: "b"})
+    refused(client, RESPONSES, "metadata", ["512"], **few, metadata={"a": "b" * 513})
+    refused(client, RESPONSES, "metadata", ["16", "17"], **few, metadata={str(i): 5 for i in range(17)})
+
+
+def test_a_prompt_whose_end_is_computed_may_have_as_many_tokens_as_a_request(new_client, llm):
+    client, most = new_client(max_request_values=10_000), llm.engine.parts.max_model_len
+    fields = {"max_tokens": 2, "temperature": 0, "ignore_eos": True}
+    wanted = client.ask(PATH, prompt=[5, 6, 7], **fields)["choices"][0]["text"]
+    prompt = [9] * (2 * most) + [5, 6, 7]
+    answer = client.ask(PATH, prompt=prompt, truncate_prompt_tokens=3, **fields)
+    assert (answer["choices"][0]["text"], answer["usage"]["prompt_tokens"]) == (wanted, 3)
+    assert client.ask(PATH, prompt="a" * 9000, truncate_prompt_tokens=3, **fields)["usage"]["prompt_tokens"] == 3
+    messages = [{"role": "u", "content": "a" * 9000}]
+    assert client.ask(CHAT, messages=messages, truncate_prompt_tokens=3, **fields)["usage"]["prompt_tokens"] == 3
+    given = {"input": "a" * 9000, "truncate_prompt_tokens": 3, "max_output_tokens": 1}
+    assert client.ask(RESPONSES, **given)["usage"]["input_tokens"] == 3
+    code = "context_length_exceeded"
+    refused(client, PATH, "prompt", ["10000"], code, prompt="a" * 10_001, truncate_prompt_tokens=3, **fields)
+    refused(client, PATH, "prompt", [str(2 * most + 3)], code, prompt=prompt, **fields)
+
+
+def test_values_of_a_long_body_are_limited(new_client, llm):
+    client = new_client(max_request_values=2000)
+    assert client.ask(PATH, **BODY, x=[1] * 1990)
+    assert client.ask(PATH, **BODY, x=",[{" * 5000), "characters of a text are no values"
+    refused(client, PATH, None, ["2000", "--max-request-values"], **BODY, x=[1] * 2001)
+    refused(client, PATH, None, ["2000"], **BODY, x=[{}] * 900)
+
+
+def test_a_text_is_not_encoded_to_its_end(monkeypatch):
+    """A long text is refused when its first pieces have twice the tokens of the context, and when its client leaves."""
+    encoded = []
+
+    class Letters:
+        def encode(self, text, add_special_tokens):
+            encoded.append(len(text))
+            return list(range(len(text)))
+
+    monkeypatch.setattr(bounds, "PIECE", 10)
+    limits = Bounds(10_000, 40, 40, 100, 256, 100)
+    with pytest.raises(bounds.TooLong, match="more than 80 tokens"):
+        BoundedTokenizer(Letters(), limits, lambda: None).encode("a" * 3000)
+    assert encoded == [10] * 9
+
+    encoded.clear()
+
+    def check():
+        if len(encoded) == 3:
+            raise ClientGone
+
+    with pytest.raises(ClientGone):
+        BoundedTokenizer(Letters(), limits, check).encode("a" * 3000)
+    assert encoded == [10] * 3
+
+
+# ---- what waits, and who leaves
+
+
+class Request(SimpleNamespace):
+    """Of a client that leaves when it is told to."""
+
+    def __init__(self):
+        super().__init__(state=SimpleNamespace(num_bytes=10**6), has_left=server.asyncio.Event())
+
+    async def receive(self):
+        await self.has_left.wait()
+        return {"type": "http.disconnect"}
+
+
+def test_work_that_waits_is_limited_and_ends_when_its_client_leaves(monkeypatch):
+    monkeypatch.setattr(workers, "MAX_WAITING", 3)
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: 1)
+    may_go_on, begun, checks = threading.Event(), [], []
+
+    def work(name):
+        def function(check):
+            begun.append(name)
+            may_go_on.wait(10)
+            try:
+                check()
+            except ClientGone:
+                checks.append(name)
+                raise
+            return name
+
+        return function
+
+    async def run():
+        pool, requests = Workers(), [Request() for _ in range(3)]
+        tasks = [server.asyncio.ensure_future(pool.run(one, work(i))) for i, one in enumerate(requests)]
+        while not begun:
+            await server.asyncio.sleep(0.01)
+        with pytest.raises(workers.Busy, match="3"):
+            await pool.run(Request(), work("one too many"))
+        requests[0].has_left.set()
+        requests[1].has_left.set()
+        assert [type(one) for one in await server.asyncio.gather(*tasks[:2], return_exceptions=True)] == [
+            ClientGone
+        ] * 2
+        may_go_on.set()
+        assert await tasks[2] == 2
+        assert await pool.run(Request(), work("the next")) == "the next"
+
+    server.asyncio.run(run())
+    assert (begun, checks) == ([0, 2, "the next"], [0])
+
+
+def test_bodies_of_all_requests_together_are_limited(new_client, monkeypatch):
+    monkeypatch.setattr(body, "MAX_BODIES", 2)
+    client = new_client(max_request_bytes=1000)
+    client.server.num_body_bytes = 1990
+    response = client.post(PATH, BODY)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "busy")
+    assert client.server.num_body_bytes == 1990
+    client.server.num_body_bytes = 0
+    for path in (PATH, "/v1/nothing"):
+        client.post(path, BODY)
+        client.post(path, {"prompt": 5})
+    assert client.server.num_body_bytes == 0
+
+
+# ---- the log and the counters
+
+
+def test_no_escape_code_reaches_the_log(client, caplog):
+    caplog.set_level(logging.INFO)
+    client.get("/v1/%1b[2Jmodels%0d%0a2026 INFO all is well%9b%E2%80%AE")
+    client.post(PATH, {"model": "\x1b]0;title\x07", "prompt": "a"})
+    formatter = PlainFormatter("%(message)s")
+    with pytest.raises(ValueError, match="red") as error:
+        raise ValueError("\x1b[31mred\r")
+    failed = logging.LogRecord("x", logging.ERROR, "x", 1, "%s", ("\x1b",), (error.type, error.value, error.tb))
+    lines = [formatter.format(record) for record in [*caplog.records, failed]]
+    assert any("models" in line for line in lines)
+    assert all(char.isprintable() or char == "\n" for line in lines for char in line)
+    assert not any("\n" in line for line in lines[:-1])
+
+
+def test_ends_are_counted_by_their_reason(client, llm):
+    def counts():
+        lines = [line for line in client.get("/metrics").text.split("\n") if "request_success_total{" in line]
+        return {line.partition('reason="')[2].partition('"')[0]: float(line.split()[-1]) for line in lines}
+
+    for _ in range(2):
+        client.ask(PATH, prompt="a", max_tokens=2, ignore_eos=True)
+    allowed = {"allowed_token_ids": [7], "stop_token_ids": [7]}
+    client.ask(PATH, prompt="a", max_tokens=2, **allowed)
+    assert {reason: count for reason, count in counts().items() if count} == {"length": 2, "stop": 1}
