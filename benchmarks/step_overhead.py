@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.common import describe_machine
-from nanovllm import TINY_QWEN3, SamplingParams
+from nanovllm import TINY_QWEN3, Config, SamplingParams
 from nanovllm.engine.detokenizer import TokenDecoder
 from nanovllm.engine.request import Request
 from nanovllm.execution.batch import build_batch
@@ -78,7 +78,7 @@ def measure(num_seqs: int, context_len: int, block_size: int, num_steps: int) ->
 
 
 def add_requests(scheduler: Scheduler, num_seqs: int, context_len: int) -> list[Request]:
-    tokenizer = load_tokenizer(TINY_QWEN3) if TINY_QWEN3.is_dir() else None
+    tokenizer = load_tokenizer(Config(TINY_QWEN3), TINY_QWEN3) if TINY_QWEN3.is_dir() else None
     decoder = tokenizer and TokenDecoder(tokenizer)
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     requests = []

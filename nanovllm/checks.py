@@ -7,7 +7,7 @@ checked here: they are `assert`s in the code that relies on them.
 import math
 import numbers
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import field, fields
 from functools import partial, wraps
 from importlib import import_module
@@ -109,11 +109,9 @@ def takes_vllm_options(kind: str) -> Callable[[type[Record]], type[Record]]:
 
         @wraps(own_init)
         def __init__(self: Record, *args: Any, **options: Any) -> None:
-            try:
+            with suppress(TypeError, ValueError):  # raised again below, unless they were vLLM's
                 own_init(self, *args, **options)
                 return
-            except (TypeError, ValueError):
-                pass  # raised again below, unless they were vLLM's
             own_init(self, *args, **translate_options(options, names, kind))
 
         cls.__init__ = __init__  # type: ignore[assignment]

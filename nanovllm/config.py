@@ -74,7 +74,7 @@ class Config:
     kv_cache_dtype: str = checked("auto", check_choice, allowed=("auto", "fp8"))
     """`fp8` stores K and V in 8 bits, for twice the tokens (with `triton` or `torch`); `auto` is the model's dtype."""
     scheduling_policy: str | Callable[[Any], float] = checked("fcfs", check_policy)
-    """`fcfs`, `priority` or `sjf`, or a function of your own: see `scheduling/queues.py`."""
+    """`fcfs`, `priority` or `sjf` (`extras/policies.py`), or a function of your own: see `scheduling/queues.py`."""
     long_prefill_token_threshold: int = checked(0, check_int, minimum=0)
     """Most tokens of one sequence in a step, so that short prompts get past a long one; 0 sets no limit."""
     preemption_mode: str = checked("recompute", check_choice, allowed=("recompute", "swap"))

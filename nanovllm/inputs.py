@@ -26,7 +26,6 @@ Prompt = str | Collection[int] | Mapping[str, Any] | TextPrompt | TokensPrompt
 PromptType = Prompt
 """vLLM's name."""
 
-
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
@@ -37,11 +36,6 @@ def check_keys(prompt: Mapping[str, Any]) -> None:
         translate_options(others, PROMPT_KEYS, "request")
     except TypeError as error:
         raise ValueError(f"a prompt dict has the keys prompt or prompt_token_ids: {error}") from None
-
-
-def as_list(prompts: Any) -> list[Any]:
-    """One prompt or several -> a list of prompts."""
-    return [prompts] if is_single_prompt(prompts) else list(prompts)
 
 
 def is_single_prompt(prompts: Any) -> bool:

@@ -18,7 +18,7 @@ from nanovllm.checks import OfExtra, check_bool, extra, translate_options
 from nanovllm.config import Config
 from nanovllm.engine.chat import Message, render_conversation
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.inputs import Prompt, as_list, spread
+from nanovllm.inputs import Prompt, is_single_prompt, spread
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from nanovllm.extras.beam_search import params as beam_search
     from nanovllm.extras.embedding import params as embedding
     from nanovllm.extras.vllm import metrics
-    from nanovllm.extras.vllm.engine_args import EngineArgs
 
 Requests = dict[str, tuple[Prompt, Any, int]]
 """Request id -> encoded prompt, parameters, priority."""
@@ -62,10 +61,7 @@ class LLM:
     llm_engine = engine
     """vLLM's name for it."""
 
-    @classmethod
-    def from_engine_args(cls, engine_args: "EngineArgs") -> "LLM":
-        return cls(**vars(engine_args))
-
+    from_engine_args = OfExtra("vllm/engine_args")
     if TYPE_CHECKING:
         beam_search, embed, get_metrics = beam_search.beam_search, embedding.embed, metrics.get_metrics
     else:
@@ -183,7 +179,8 @@ class LLM:
         self, prompts: Any, params: Any, priority: Any, name: str = "sampling_params", kind: type = SamplingParams
     ) -> Requests:
         """Requests that can be served; raises if one cannot. Parameters are of `kind`; None is the default."""
-        processor, prompt_list = self.engine.input_processor, as_list(prompts)
+        processor = self.engine.input_processor
+        prompt_list = [prompts] if is_single_prompt(prompts) else list(prompts)
         wanted = spread(name, params, kind, processor.default_sampling_params, len(prompt_list))
         priorities = spread("priority", priority, int, 0, len(prompt_list))
         # now: a stream is queued when it is first read

@@ -17,7 +17,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.block_manager import BlockManager
 from nanovllm.scheduling.observer import SchedulingStats
 from nanovllm.scheduling.preemption import Recompute
-from nanovllm.scheduling.queues import POLICIES, fcfs
+from nanovllm.scheduling.queues import fcfs
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.sequence import Sequence, SequenceStatus
 from nanovllm.scheduling.step import SchedulerOutput
@@ -519,6 +519,30 @@ def chunk_lens(out):
 # ---- random traffic
 
 
+def order_of_service(policy, requests, **options):
+    """The requests in the order in which they are first served, one at a time, all being there from the beginning."""
+    run = Run(policy=policy, max_num_seqs=1, budget=100, max_model_len=1000, num_blocks=300, **options)
+    for length, urgency in requests:
+        run.add([len(run.requests)] * length, max_tokens=1, priority=urgency)
+    order = []
+    while run.scheduler.has_unfinished():
+        for seq, _, _ in run.step().chunks:
+            if seq.request_id not in order:
+                order.append(seq.request_id)
+    run.check_end()
+    return [int(name.removeprefix("seq-")) for name in order]
+
+
+def policies():
+    """First come, first served, those of the extra, and one of our own."""
+    named = [fcfs]
+    if has_extra("policies.py"):
+        from nanovllm.extras.policies import POLICIES
+
+        named += POLICIES.values()
+    return [*named, lambda seq: -seq.num_prompt_tokens]
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Any pool, block size, budget, limits and policy, with and without swap space and prefix caching.
 
@@ -542,7 +566,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=data.draw(st.sampled_from([2, 12, 40, 40])),
             eos_token_ids=data.draw(st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=2)),
             enable_prefix_caching=data.draw(st.booleans()),
-            policy=data.draw(st.sampled_from([*POLICIES.values(), lambda seq: -seq.num_prompt_tokens])),
+            policy=data.draw(st.sampled_from(policies())),
             threshold=data.draw(st.sampled_from([0, 0, 1, 2, 4])),
             num_swap_blocks=data.draw(st.sampled_from([None, 0, 1, 4, 12, 12] if has_extra("swap") else [None])),
             overlap=self.overlap,

@@ -22,7 +22,7 @@ COMPOSITION = {
     "sampling_params",  # fields that an extra reads are checked by it
     "llm",  # `embed`, `beam_search`, `get_metrics`, `trace=`
     "__main__",  # commands
-    "engine.assembly",  # kernels, CUDA, overlap, swap, windows
+    "engine.assembly",  # kernels, CUDA, overlap, policies, swap, windows
     "engine.chat",  # options of chat templates
     "engine.detokenizer",  # spaces between special tokens
     "engine.input_processor",  # stages, taps, grammars

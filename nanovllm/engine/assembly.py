@@ -1,7 +1,7 @@
 """From a configuration to the parts of an engine: a tokenizer, a runner that is ready, a scheduler.
 
 `LLMEngine` calls `assemble` once, when it is made, and `make_scheduler` then and after an interrupt. Kernels, CUDA,
-overlap, swap and windows are extras: each is imported in the branch that chooses it.
+overlap, swap, windows and other policies are extras: each is imported in the branch that chooses it.
 """
 
 import logging
@@ -34,7 +34,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.block_manager import BlockManager
 from nanovllm.scheduling.observer import Observer, SchedulingStats
 from nanovllm.scheduling.preemption import Recompute
-from nanovllm.scheduling.queues import POLICIES
+from nanovllm.scheduling.queues import Policy, fcfs
 from nanovllm.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def assemble(config: Config) -> Parts:
     """Raises ValueError or TypeError if the model cannot be loaded as the config says."""
     folder = resolve_model(config.model, config.load_format != "dummy", config.revision)
     model_class, shape = read_model_config(folder, config.hf_overrides)
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(tokenizer_folder(config, folder))
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config, folder)
     if config.chat_template is not None:
         with extra("extras/chat_options.py", "chat_template"):
             from nanovllm.extras.chat_options import set_chat_template
@@ -107,14 +107,6 @@ def assemble(config: Config) -> Parts:
         description=description,
         startup_seconds=clock.seconds,
     )
-
-
-def tokenizer_folder(config: Config, model_folder: Path) -> Path:
-    if config.tokenizer is None:
-        return model_folder
-    with extra("extras/checkpoint_options.py", "tokenizer"):
-        from nanovllm.extras.checkpoint_options import find_tokenizer
-    return find_tokenizer(config, config.tokenizer)
 
 
 # ---- the runner: what happens once, before the first step
@@ -264,13 +256,12 @@ def make_scheduler(
     """
     config, blocks = parts.config, make_block_manager(parts, observer)
     observer.on_start(blocks)
-    policy = config.scheduling_policy
     arguments = (
         blocks,
         config.max_num_seqs,
         parts.max_num_batched_tokens,
         parts.max_model_len,
-        policy if callable(policy) else POLICIES[policy],
+        choose_policy(config),
         config.long_prefill_token_threshold,
         make_preemption(parts, blocks),
     )
@@ -300,12 +291,20 @@ def make_block_manager(parts: Parts, observer: Observer) -> BlockManager:
     return WindowBlockManager(*arguments, window=window, max_chunk_len=max_chunk_len)
 
 
+def choose_policy(config: Config) -> Policy:
+    policy = config.scheduling_policy
+    if callable(policy):
+        return policy
+    if policy == "fcfs":
+        return fcfs
+    with extra("extras/policies.py", f"scheduling_policy={policy!r}"):
+        from nanovllm.extras.policies import POLICIES
+    return POLICIES[policy]
+
+
 def make_preemption(parts: Parts, blocks: BlockManager) -> Recompute:
     if parts.config.preemption_mode == "recompute":
         return Recompute(blocks)
     with extra("extras/swap", "preemption_mode='swap'"):
-        from nanovllm.extras.swap.host_blocks import SwappingKVCache
-        from nanovllm.extras.swap.space import Swap, SwapSpace
-    kv_cache = parts.runner.kv_cache
-    assert isinstance(kv_cache, SwappingKVCache)
-    return Swap(blocks, SwapSpace(kv_cache.num_swap_blocks, parts.block_size))
+        from nanovllm.extras.swap.host_blocks import make_swap
+    return make_swap(parts.runner.kv_cache, blocks)

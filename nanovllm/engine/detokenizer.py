@@ -9,6 +9,7 @@ beginning of a stop string. Called by `Request`, once a step for each sequence w
 
 import json
 import re
+from functools import cache, partial
 from typing import Any
 
 from nanovllm.checks import extra
@@ -33,7 +34,8 @@ class TokenDecoder:
         pieces = tokenizer.convert_ids_to_tokens(range(self._num_tokens))
         self._byte_ids = frozenset(i for i, piece in enumerate(pieces) if piece and BYTE_TOKEN.fullmatch(piece))
         self._is_context_free = is_context_free(self._tokenizer)
-        self._own_texts = {skip: OwnTexts(self, skip) for skip in (False, True)}
+        # by `skip_special_tokens`: token id -> its own text, found when it is first asked for
+        self.own_texts = {skip: cache(partial(self.find_own_text, skip_special_tokens=skip)) for skip in (False, True)}
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -48,9 +50,6 @@ class TokenDecoder:
         """
         return token_id in self._byte_ids
 
-    def own_texts(self, skip_special_tokens: bool) -> "OwnTexts":
-        return self._own_texts[skip_special_tokens]
-
     def find_own_text(self, token_id: int, skip_special_tokens: bool) -> str | None:
         """What the token adds to any text that ends in a whole character; None if this depends on the text."""
         if not self.gives_text(token_id, skip_special_tokens):
@@ -60,18 +59,6 @@ class TokenDecoder:
         once = self.decode([token_id], skip_special_tokens)  # the first token of a text may lose its space
         twice = self.decode([token_id, token_id], skip_special_tokens)
         return None if REPLACEMENT in twice else twice[len(once) :]
-
-
-class OwnTexts(dict):
-    """Token id -> its own text, found when it is first asked for: then a token costs one look-up."""
-
-    def __init__(self, decoder: TokenDecoder, skip_special_tokens: bool) -> None:
-        super().__init__()
-        self._decoder, self._skip_special_tokens = decoder, skip_special_tokens
-
-    def __missing__(self, token_id: int) -> str | None:
-        text = self[token_id] = self._decoder.find_own_text(token_id, self._skip_special_tokens)
-        return text
 
 
 def is_context_free(tokenizer: Any) -> bool:
@@ -114,7 +101,7 @@ class Detokenizer:
         self._decoder = decoder if params.detokenize else None
         self._params = params
         self._stop_strings = params.stop_strings
-        self._own_texts = None if self._decoder is None else self._decoder.own_texts(params.skip_special_tokens)
+        self._find_own_text = None if self._decoder is None else self._decoder.own_texts[params.skip_special_tokens]
         self._beginnings = {stop[:i] for stop in self._stop_strings for i in range(1, len(stop))}
         self._first_chars = {stop[0] for stop in self._stop_strings}
         self._text = ""
@@ -130,8 +117,8 @@ class Detokenizer:
         if self._decoder is None or self.stop_string is not None:
             return
         own_text = None
-        if self._text and not self._pending and self._own_texts is not None:
-            own_text = self._own_texts[token_id]
+        if self._text and not self._pending and self._find_own_text is not None:
+            own_text = self._find_own_text(token_id)
         if own_text is None:
             self._append_window(self._decoder, [token_id])
         elif own_text:  # the usual case: the text of this token depends on no other

@@ -11,6 +11,7 @@ about memory or order. `LLM` drives it, or your own loop over `add_request` and 
 import time
 from typing import Any, NamedTuple
 
+from nanovllm.checks import OfExtra
 from nanovllm.config import Config
 from nanovllm.engine.assembly import assemble, make_scheduler, watched_by
 from nanovllm.engine.input_processor import InputProcessor, Params, Prompt
@@ -38,6 +39,8 @@ class LLMEngine:
     `parts` holds what the engine is made of, and what was found out when it started.
     """
 
+    from_engine_args = OfExtra("vllm/engine_args")
+
     def __init__(self, config: Config, observer: Observer | None = None) -> None:
         self.config = config
         self.parts = assemble(config)
@@ -56,11 +59,6 @@ class LLMEngine:
         self._is_stepping = False
         self._aborted_meanwhile: list[Request] = []  # by a logits processor, during a step
         self._has_failed = False  # the last step
-
-    @classmethod
-    def from_engine_args(cls, engine_args: Any) -> "LLMEngine":
-        """`engine_args` is an `EngineArgs`."""
-        return cls(engine_args.create_engine_config())
 
     @property
     def description(self) -> str:

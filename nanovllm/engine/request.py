@@ -66,14 +66,11 @@ class Completion:
         output.stop_reason = seq.stop_reason
         output.text = self.detokenizer.text(finish_reason is not None)
         # the list grows, its beginning stays
-        output._recipe = first, self.token_ids, len(self.token_ids)  # type: ignore[misc]  # a slot of LazyRecord
+        beginning = slice(len(self.token_ids))
+        output._recipe = list.__getitem__, self.token_ids, beginning  # type: ignore[misc]  # a slot of LazyRecord
         output.logprobs = None if logprobs is None else logprobs.copy()
         output.cumulative_logprob = None if logprobs is None else self.cumulative_logprob
         return output
-
-
-def first(values: list[int], length: int) -> list[int]:
-    return values[:length]
 
 
 class Request:
@@ -124,11 +121,6 @@ class Request:
         if self.reads_each_step:
             completion.read_token(tokens.token_ids[row])
 
-    def read_rest(self) -> None:
-        """Read the text of tokens that have not been read yet; done twice, this changes nothing."""
-        for completion in self.completions:
-            completion.read_text()
-
     def end_step(self, scheduler: Scheduler, now: float) -> None:
         """After all tokens of a step have been read: end the sequences whose text holds a stop string."""
         self.token_times.append(now)
@@ -153,7 +145,8 @@ class Request:
         """All that is known so far, as a snapshot."""
         is_finished = self.finished_time is not None
         if is_finished or not self.reads_each_step:  # a step that failed may have read nothing of the last token
-            self.read_rest()
+            for completion in self.completions:
+                completion.read_text()
         output = RequestOutput.__new__(RequestOutput)  # `__init__` would want the metrics now
         output.request_id = self.request_id
         output.prompt = self.prompt
@@ -233,8 +226,5 @@ def position_logprobs(rows: LogprobRows, row: int, token_id: int, k: int, tokeni
     entries = {token_id: (rows.chosen[row], rows.ranks[row])}
     for rank in range(num_top):
         entries.setdefault(top_ids[rank], (top[rank], rank + 1))
-    return {i: Logprob(value, rank, decode_token(tokenizer, i)) for i, (value, rank) in entries.items()}
-
-
-def decode_token(tokenizer: Any, token_id: int) -> str | None:
-    return None if tokenizer is None else tokenizer.decode([token_id])
+    texts = {i: None if tokenizer is None else tokenizer.decode([i]) for i in entries}
+    return {i: Logprob(value, rank, texts[i]) for i, (value, rank) in entries.items()}

@@ -75,8 +75,12 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The `transformers` tokenizer of `folder`, or None if there is none: prompts must be token ids then."""
+def load_tokenizer(config: Config, folder: Path) -> Any:
+    """The `transformers` tokenizer of `folder`, the model's, unless `config` names another; None if there is none."""
+    if config.tokenizer is not None:
+        with extra("extras/checkpoint_options.py", "tokenizer"):
+            from nanovllm.extras.checkpoint_options import find_tokenizer
+        folder = find_tokenizer(config, config.tokenizer)
     if not has_tokenizer(folder):
         return None
     from transformers import AutoTokenizer  # imported late: it takes longer than the rest of the engine together

@@ -14,7 +14,7 @@ class SpacelessDetokenizer(Detokenizer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._own_texts = None  # a text depends on the token before it
+        self._find_own_text = None  # a text depends on the token before it
 
     def _append_window(self, decoder: TokenDecoder, chunk: list[int]) -> None:
         for token_id in chunk:

@@ -103,8 +103,7 @@ def attend_decodes(q: Tensor, layer_cache: Tensor, tables: Tensor, seq_lens: Ten
 def slices_that_fit(num_decodes: int, max_len: int, layer_cache: Tensor) -> list[slice]:
     """Decodes that are padded and gathered together: all of them on a GPU, as many as its caches hold on a CPU."""
     num_elements = 2 * max_len * layer_cache[0, 0, 0].numel()  # of one sequence's K and V
-    num_at_once = num_decodes if layer_cache.is_cuda else GATHERED_ELEMENTS // num_elements
-    step = max(1, num_at_once)
+    step = max(1, num_decodes if layer_cache.is_cuda else GATHERED_ELEMENTS // num_elements)
     return [slice(i, min(i + step, num_decodes)) for i in range(0, num_decodes, step)]
 
 

@@ -23,17 +23,16 @@ class Linear(nn.Module):
 class FusedLinear(Linear):
     """Several projections of the same input as one product: their rows are stacked in one weight.
 
-    `parts` maps the name that each has in the checkpoint to its number of rows, in order; the loader reads it. With
-    `is_stored_fused` the checkpoint holds one tensor too, under this layer's own name.
+    `parts` maps the name that each has in the checkpoint to its number of rows, in order; the loader reads it.
     Returns one tensor [..., rows] for each part.
     """
 
-    def __init__(
-        self, in_features: int, parts: dict[str, int], bias: bool = False, is_stored_fused: bool = False
-    ) -> None:
+    is_stored_fused = False
+    """Whether the checkpoint holds one tensor too, under this layer's own name: a network says so of its layers."""
+
+    def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
         super().__init__(in_features, sum(parts.values()), bias)
         self.parts = parts
-        self.is_stored_fused = is_stored_fused
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         return super().forward(x).split(tuple(self.parts.values()), dim=-1)

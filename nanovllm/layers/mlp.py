@@ -26,22 +26,12 @@ GATES = {"silu": SiluAndMul, "swish": SiluAndMul, "gelu_pytorch_tanh": GeluAndMu
 
 
 class GatedMLP(nn.Module):
-    """x -> down(act(gate(x)) * up(x)); `activation` is a name in `GATES`.
+    """x -> down(act(gate(x)) * up(x)); `activation` is a name in `GATES`."""
 
-    With `is_stored_fused` the checkpoint holds `gate_up_proj`, else `gate_proj` and `up_proj`.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: str = "silu",
-        bias: bool = False,
-        is_stored_fused: bool = False,
-    ) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str = "silu", bias: bool = False) -> None:
         super().__init__()
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = FusedLinear(hidden_size, parts, bias, is_stored_fused)
+        self.gate_up_proj = FusedLinear(hidden_size, parts, bias)
         self.activation = GATES[activation]()
         self.down_proj = Linear(intermediate_size, hidden_size, bias)
 

@@ -45,7 +45,8 @@ class Phi3Attention(nn.Module):
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, is_stored_fused=True)
+        self.qkv_proj = FusedLinear(config.hidden_size, parts)
+        self.qkv_proj.is_stored_fused = True
         self.rotate = ApplyRotary()
         self.attention = Attention(backend, *config.options(layer))
         self.o_proj = Linear(q_size, config.hidden_size)
@@ -62,7 +63,8 @@ class Phi3DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Phi3Attention(config, backend, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act, is_stored_fused=True)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
+        self.mlp.gate_up_proj.is_stored_fused = True
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, layer_cache, metadata)

@@ -24,7 +24,7 @@ from collections import OrderedDict
 
 from nanovllm.scheduling.block_tables import BlockTables
 from nanovllm.scheduling.observer import Observer
-from nanovllm.scheduling.prefix_cache import ROOT_SERIAL, NoPrefixCache, PrefixCache
+from nanovllm.scheduling.prefix_cache import ROOT_SERIAL, PrefixCache
 from nanovllm.scheduling.sequence import Sequence
 
 
@@ -41,7 +41,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.observer = observer or Observer()
-        self.prefix_cache = (PrefixCache if enable_prefix_caching else NoPrefixCache)(block_size, self.observer)
+        self.prefix_cache = PrefixCache(block_size, self.observer, enable_prefix_caching)
         self.block_tables = BlockTables(block_size)
         self._ref_counts = [0] * (num_blocks + 1)
         # in the order in which they will be handed out again

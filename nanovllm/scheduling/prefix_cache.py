@@ -44,9 +44,10 @@ class CachedBlock(NamedTuple):
 class PrefixCache:
     """`new_blocks` are the blocks registered since the newest step began; that step may still have to fill them."""
 
-    def __init__(self, block_size: int, observer: Observer) -> None:
+    def __init__(self, block_size: int, observer: Observer, is_enabled: bool = True) -> None:
         self.block_size = block_size
         self.observer = observer
+        self.is_enabled = is_enabled  # else nothing is registered, so nothing is found
         self.new_blocks: set[int] = set()
         self._by_hash: dict[int, CachedBlock] = {}
         self._by_id: dict[int, CachedBlock] = {}
@@ -62,7 +63,7 @@ class PrefixCache:
         finds one block at most, even if both are cached.
         """
         hits: list[CachedBlock] = []
-        if seq.reads_prompt:
+        if seq.reads_prompt or not self.is_enabled:
             return hits
         parent_serial = ROOT_SERIAL
         for i in range((seq.num_known_tokens - 1) // self.block_size):
@@ -76,6 +77,8 @@ class PrefixCache:
 
     def register(self, seq: Sequence, num_tokens: int) -> None:
         """Let others find the full blocks among the first `num_tokens` tokens of `seq`, as far as these are known."""
+        if not self.is_enabled:
+            return
         for i in range(seq.num_registered_blocks, min(num_tokens, seq.num_known_tokens) // self.block_size):
             block_hash, tokens = self._key(seq, i)
             known = self._by_hash.get(block_hash)
@@ -117,13 +120,3 @@ class PrefixCache:
         if i == len(seq.block_hashes):
             seq.block_hashes.append(hash_block(seq.block_hashes[-1] if i else 0, tokens))
         return seq.block_hashes[i], tokens
-
-
-class NoPrefixCache(PrefixCache):
-    """`enable_prefix_caching=False`: nothing is registered, so nothing is found."""
-
-    def find(self, seq: Sequence) -> list[CachedBlock]:
-        return []
-
-    def register(self, seq: Sequence, num_tokens: int) -> None:
-        pass

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from nanovllm.config import Config
 from nanovllm.execution.checkpoint import (
     load_tokenizer,
     read_eos_token_ids,
@@ -152,7 +153,7 @@ def test_end_tokens_are_those_of_the_generation_config_or_else_of_the_config(tmp
 
 
 def test_model_without_tokenizer_files_has_none(tiny_checkpoint):
-    assert load_tokenizer(tiny_checkpoint[0]) is None
+    assert load_tokenizer(Config(tiny_checkpoint[0]), tiny_checkpoint[0]) is None
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ def tokenizer_folder(broken):
 
 
 def test_tokenizer_is_read(tokenizer_folder):
-    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer = load_tokenizer(Config(tokenizer_folder), tokenizer_folder)
     assert tokenizer.encode("b a b", add_special_tokens=False) == [2, 1, 2]
     assert tokenizer.eos_token_id == 3
 
@@ -183,7 +184,7 @@ def test_code_of_a_checkpoint_is_not_run(tokenizer_folder, tmp_path):
         "from transformers import PreTrainedTokenizerFast as Evil\n"
     )
     try:
-        load_tokenizer(tokenizer_folder)
+        load_tokenizer(Config(tokenizer_folder), tokenizer_folder)
     except ValueError as error:
         assert "trust_remote_code" in str(error)  # noqa: PT017 (it may also load without that code)
     assert not (tmp_path / "run").exists()

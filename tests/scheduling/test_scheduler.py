@@ -7,12 +7,20 @@ the same with overlap, swap and beams.
 import pytest
 from hypothesis import settings
 
-from nanovllm.scheduling.queues import SJF_TOKENS_PER_ARRIVAL, fcfs, priority, sjf
+from nanovllm.scheduling.queues import fcfs
 from nanovllm.scheduling.sequence import SequenceStatus
 from nanovllm.scheduling.step import BlockMoves
 from tests.conftest import examples
 from tests.fake_kv_cache import table_of, tokens_of
-from tests.scheduling_traffic import SETTINGS, VOCAB_SIZE, Run, SchedulerMachine, chunk_lens, next_token
+from tests.scheduling_traffic import (
+    SETTINGS,
+    VOCAB_SIZE,
+    Run,
+    SchedulerMachine,
+    chunk_lens,
+    next_token,
+    order_of_service,
+)
 
 TestTraffic = pytest.mark.examples(SchedulerMachine.TestCase)
 TestTraffic.settings = settings(SETTINGS, max_examples=examples(250))
@@ -124,18 +132,8 @@ def test_threshold_leaves_no_budget_idle_while_others_have_tokens():
 # ---- policies
 
 
-def order_of_service(policy, requests, **options):
-    """The requests in the order in which they are first served, one at a time, all being there from the beginning."""
-    run = Run(policy=policy, max_num_seqs=1, budget=100, max_model_len=1000, num_blocks=300, **options)
-    for length, urgency in requests:
-        run.add([len(run.requests)] * length, max_tokens=1, priority=urgency)
-    order = []
-    while run.scheduler.has_unfinished():
-        for seq, _, _ in run.step().chunks:
-            if seq.request_id not in order:
-                order.append(seq.request_id)
-    run.check_end()
-    return [int(name.removeprefix("seq-")) for name in order]
+def by_priority(seq):
+    return seq.priority
 
 
 REQUESTS = [(30, 1), (20, 0), (50, 2), (10, 1), (20, 0), (40, -5)]  # (prompt tokens, priority)
@@ -145,40 +143,12 @@ def test_fcfs_serves_in_order_of_arrival_whatever_the_priority():
     assert order_of_service(fcfs, REQUESTS) == [0, 1, 2, 3, 4, 5]
 
 
-def test_priority_serves_the_smallest_number_first_and_equals_by_arrival():
-    assert order_of_service(priority, REQUESTS) == [5, 1, 4, 0, 3, 2]
-
-
-def test_sjf_serves_the_shortest_prompt_first_as_long_as_it_is_not_overtaken_for_too_long(monkeypatch):
-    monkeypatch.setattr("nanovllm.scheduling.queues.SJF_TOKENS_PER_ARRIVAL", 0)
-    assert order_of_service(sjf, REQUESTS) == [3, 1, 4, 0, 5, 2]
-    monkeypatch.setattr("nanovllm.scheduling.queues.SJF_TOKENS_PER_ARRIVAL", 6)
-    # 30, 20 + 6, 50 + 12, 10 + 18, 20 + 24, 40 + 30
-    assert order_of_service(sjf, REQUESTS) == [1, 3, 0, 4, 2, 5]
-
-
 def test_policy_of_ones_own_is_a_function_of_the_sequence():
     assert order_of_service(lambda seq: -seq.num_prompt_tokens, REQUESTS) == [2, 5, 0, 1, 4, 3]
 
 
-def test_sjf_starves_nobody():
-    """A long prompt among a stream of short ones that never ends: a bounded number of them goes first."""
-    run = Run(num_blocks=1000, budget=64, max_num_seqs=1, max_model_len=2000, policy=sjf)
-    run.add([0], max_tokens=1)
-    num_tokens = 600
-    long = run.add([1] * num_tokens, max_tokens=1)
-    num_overtaking = 0
-    while long.finish_reason is None:
-        short = run.add([2], max_tokens=1)
-        run.step()
-        num_overtaking += short.finish_reason is not None and not long.num_computed_tokens
-        assert run.num_steps < 100
-    # it stops being overtaken when only arrivals outweigh its length
-    assert num_overtaking <= num_tokens / SJF_TOKENS_PER_ARRIVAL + 1
-
-
 def test_budget_and_admission_follow_the_policy():
-    run = Run(policy=priority, budget=10)
+    run = Run(policy=by_priority, budget=10)
     run.add([1] * 8, priority=2)
     run.add([2] * 8, priority=1)
     assert chunk_lens(run.step()) == {"seq-1": 8, "seq-0": 2}
@@ -191,8 +161,8 @@ def test_budget_and_admission_follow_the_policy():
     ("policy", "priorities", "victims"),
     [
         (fcfs, [0, 0, 0], [2, 1]),
-        (priority, [3, 1, 2], [0, 2]),
-        (priority, [1, 1, 1], [2, 1]),
+        (by_priority, [3, 1, 2], [0, 2]),
+        (by_priority, [1, 1, 1], [2, 1]),
         (lambda seq: -seq.arrival, [0, 0, 0], [0, 1]),
     ],
 )
@@ -210,7 +180,7 @@ def test_victim_is_the_last_in_order(policy, priorities, victims):
 
 
 def test_higher_priority_waits_for_room_and_takes_nothing_from_those_that_run():
-    run = Run(policy=priority, num_blocks=4, block_size=4)
+    run = Run(policy=by_priority, num_blocks=4, block_size=4)
     low = run.add([1] * 12, max_tokens=3, priority=9)
     run.step()
     high = run.add([2] * 8, max_tokens=1, priority=0)
@@ -380,7 +350,7 @@ def test_one_sample_is_preempted_and_not_its_whole_request():
 
 def test_samples_of_a_preempted_prompt_wait_with_it():
     """It loses its blocks in the middle of its prompt; all of its samples come to life later all the same."""
-    run = Run(policy=priority, num_blocks=6, block_size=4, budget=4)
+    run = Run(policy=by_priority, num_blocks=6, block_size=4, budget=4)
     late = run.add([1] * 16, n=3, max_tokens=3, priority=5)
     run.step()
     early = run.add([2] * 4, max_tokens=12, priority=0)

@@ -10,8 +10,9 @@ On CUDA the copies run in a stream of their own, so that a copy to the host may 
 import torch
 
 from nanovllm.execution.kv_cache import KVCache, as_words, indices_on
-from nanovllm.extras.swap.space import SwapMoves
+from nanovllm.extras.swap.space import Swap, SwapMoves, SwapSpace
 from nanovllm.layers.backends import AttentionBackend
+from nanovllm.scheduling.block_manager import BlockManager
 from nanovllm.scheduling.step import BlockMoves, BlockPairs
 
 
@@ -43,6 +44,12 @@ class SwappingKVCache(KVCache):
         if moves.swap_ins:
             self.host_blocks.copy_in(self.tensor, moves.swap_ins)
         super().move_blocks(moves)
+
+
+def make_swap(kv_cache: KVCache, blocks: BlockManager) -> Swap:
+    """The strategy for a `SwappingKVCache`, with as many blocks in host memory as this has."""
+    assert isinstance(kv_cache, SwappingKVCache)
+    return Swap(blocks, SwapSpace(kv_cache.num_swap_blocks, blocks.block_size))
 
 
 class HostBlocks:

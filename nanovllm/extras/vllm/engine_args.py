@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 from nanovllm.checks import translate_options
 from nanovllm.config import Config
+from nanovllm.engine.engine import LLMEngine
 from nanovllm.extras.vllm.options import names_of_vllm
 from nanovllm.extras.vllm.tables import RENAMED
 
@@ -73,6 +74,14 @@ class EngineArgs(Config):
 
 class AsyncEngineArgs(EngineArgs):
     """`EngineArgs` for an engine in a loop of its own."""
+
+
+@classmethod  # type: ignore[misc]
+def from_engine_args(cls: Any, engine_args: EngineArgs) -> Any:
+    """An `LLM` or an `LLMEngine`, of both of which this is a class method."""
+    if issubclass(cls, LLMEngine):
+        return cls(engine_args.create_engine_config())
+    return cls(**vars(engine_args))
 
 
 @cache

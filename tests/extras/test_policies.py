@@ -1,6 +1,6 @@
 """The order in which sequences are served: each policy against a sort by hand, and the bound on overtaking.
 
-What the scheduler makes of an order (admission, budget, victims) is shown in `test_scheduler.py`.
+What the scheduler makes of an order (admission, budget, victims) is shown in `tests/scheduling/test_scheduler.py`.
 """
 
 import pytest
@@ -8,11 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, Config
+from nanovllm.extras.policies import POLICIES, SJF_TOKENS_PER_ARRIVAL, priority, sjf
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.queues import POLICIES, SJF_TOKENS_PER_ARRIVAL, fcfs, priority, sjf
+from nanovllm.scheduling.queues import fcfs
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.sequence import Sequence
+from tests.scheduling_traffic import Run, order_of_service
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 2000), st.integers(-3, 3)), min_size=1, max_size=12)
 
@@ -53,9 +55,45 @@ def test_overtaking_under_sjf_is_bounded(requests):
         assert num_overtaking <= requests[i][0] / SJF_TOKENS_PER_ARRIVAL
 
 
-@pytest.mark.parametrize("policy", POLICIES.values())
+@pytest.mark.parametrize("policy", [fcfs, *POLICIES.values()])
 def test_equals_are_served_by_arrival(policy):
     assert ranks(policy, [(5, 1)] * 6) == list(range(6))
+
+
+# ---- through the scheduler, one request at a time
+
+SIX = [(30, 1), (20, 0), (50, 2), (10, 1), (20, 0), (40, -5)]  # (prompt tokens, priority)
+
+
+def test_priority_serves_the_smallest_number_first_and_equals_by_arrival():
+    assert order_of_service(priority, SIX) == [5, 1, 4, 0, 3, 2]
+
+
+def test_sjf_serves_the_shortest_prompt_first_as_long_as_it_is_not_overtaken_for_too_long(monkeypatch):
+    monkeypatch.setattr("nanovllm.extras.policies.SJF_TOKENS_PER_ARRIVAL", 0)
+    assert order_of_service(sjf, SIX) == [3, 1, 4, 0, 5, 2]
+    monkeypatch.setattr("nanovllm.extras.policies.SJF_TOKENS_PER_ARRIVAL", 6)
+    # 30, 20 + 6, 50 + 12, 10 + 18, 20 + 24, 40 + 30
+    assert order_of_service(sjf, SIX) == [1, 3, 0, 4, 2, 5]
+
+
+def test_sjf_starves_nobody():
+    """A long prompt among a stream of short ones that never ends: a bounded number of them goes first."""
+    run = Run(num_blocks=1000, budget=64, max_num_seqs=1, max_model_len=2000, policy=sjf)
+    run.add([0], max_tokens=1)
+    num_tokens = 600
+    long = run.add([1] * num_tokens, max_tokens=1)
+    num_overtaking = 0
+    while long.finish_reason is None:
+        short = run.add([2], max_tokens=1)
+        run.step()
+        num_overtaking += short.finish_reason is not None and not long.num_computed_tokens
+        assert run.num_steps < 100
+    # it stops being overtaken when only arrivals outweigh its length
+    assert num_overtaking <= num_tokens / SJF_TOKENS_PER_ARRIVAL + 1
+
+
+# ---- what requests and options make of it
 
 
 def test_samples_of_a_request_stay_together_in_their_order():
@@ -69,7 +107,7 @@ def test_samples_of_a_request_stay_together_in_their_order():
 
 
 def test_policies_are_known_by_their_names():
-    assert [POLICIES[name] for name in ("fcfs", "priority", "sjf")] == [fcfs, priority, sjf]
+    assert {"priority": priority, "sjf": sjf} == POLICIES
     assert Config("model").scheduling_policy == "fcfs"
 
 
