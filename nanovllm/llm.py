@@ -61,10 +61,11 @@ class LLM:
     llm_engine = engine
     """vLLM's name for it."""
 
-    from_engine_args = OfExtra("vllm/engine_args")
     if TYPE_CHECKING:
+        from_engine_args: Callable[[Any], "LLM"]
         beam_search, embed, get_metrics = beam_search.beam_search, embedding.embed, metrics.get_metrics
     else:
+        from_engine_args = OfExtra("vllm/engine_args")
         beam_search = OfExtra("beam_search/params")
         embed = OfExtra("embedding/params")
         get_metrics = OfExtra("vllm/metrics")
