@@ -201,7 +201,7 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
         )
     checked = []
     for i, token_id in enumerate(token_ids):
-        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+        if type(token_id) is not int and (isinstance(token_id, bool) or not isinstance(token_id, Integral)):
             raise TypeError(f"prompt token ids must be integers, got {token_id!r} at index {i}")
         checked.append(int(token_id))
         if not 0 <= checked[i] < vocab_size:

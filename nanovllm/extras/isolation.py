@@ -11,8 +11,9 @@ requests, again and again. This engine looks for the request that is at fault:
     step of A, B, C      once more, and B asks for nothing. A and C get their tokens, B ends with its error
 
 Tokens do not depend on other rows of the batch, and random numbers do not depend on earlier draws. So A and C get the
-tokens that they get without B, and nothing is computed anew but this step. `serve/engine_thread.py` drives this engine,
-and gives each error to its request.
+tokens that they get without B, and nothing is computed anew but this step. Only if what taps have read cannot be handed
+out, all requests of the step that have taps end. `serve/engine_thread.py` drives this engine, and gives each error to
+its request.
 """
 
 import logging
@@ -135,7 +136,8 @@ class IsolatingEngine(LLMEngine):
                     request.read_token(seq, tokens, row)
                     advanced_requests[seq.request_id] = request
                 except Exception as error:
-                    self._end_failed(seq.request_id, error)
+                    self._end(request, error)
+                    advanced_requests.pop(seq.request_id, None)  # another sample may have been read before
         outputs = []
         for request in advanced_requests.values():
             try:

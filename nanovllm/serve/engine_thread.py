@@ -165,8 +165,10 @@ class EngineThread:
         else:
             self._hand_over(outputs)
             for request_id, failure in self.engine.take_failures().items():
-                self._unfinished.pop(request_id, None)
-                self._on_failure([request_id], failure)
+                if (
+                    self._unfinished.pop(request_id, None) is not None
+                ):  # else a step failed since, and it with the others
+                    self._on_failure([request_id], failure)
         self._num_left = len(self.engine.scheduler.waiting)
 
     def _recover(self, error: Exception) -> None:

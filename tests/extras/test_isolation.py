@@ -180,6 +180,28 @@ def test_all_samples_of_a_request_end_with_it(tiny_checkpoint, answer, overlap):
     assert [one.token_ids for one in outputs["good"].outputs] == [one.token_ids for one in expected.outputs]
 
 
+@pytest.mark.parametrize("sample", [0, 1])
+@both_ways
+def test_a_request_ends_with_the_error_of_any_of_its_samples(tiny_checkpoint, answer, monkeypatch, overlap, sample):
+    working = Request.read_token
+
+    def broken(self, seq, *arguments):
+        if seq.request_id == "bad" and seq.sample_index == sample and seq.num_output_tokens == 3:
+            raise Failing
+        return working(self, seq, *arguments)
+
+    monkeypatch.setattr(Request, "read_token", broken)
+    engine = make_engine(tiny_checkpoint[0], overlap)
+    engine.add_request(
+        "bad", ids(10, seed=9), SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=3, ignore_eos=True)
+    )
+    engine.add_request("good", PROMPTS["d"], greedy(10))
+    outputs, errors = run(engine)
+    assert [(name, type(error)) for name, error in errors.items()] == [("bad", Failing)]
+    assert outputs["good"].outputs[0].token_ids == answer(PROMPTS["d"], 10)
+    assert engine.get_stats().num_finished == 1
+
+
 @pytest.mark.parametrize("failing", [(4,), (4, 5)], ids=["once", "again"])
 @both_ways
 def test_if_the_forward_pass_fails_nobody_is_at_fault(tiny_checkpoint, answer, overlap, failing):
