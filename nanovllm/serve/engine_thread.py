@@ -165,9 +165,8 @@ class EngineThread:
         else:
             self._hand_over(outputs)
             for request_id, failure in self.engine.take_failures().items():
-                if (
-                    self._unfinished.pop(request_id, None) is not None
-                ):  # else a step failed since, and it with the others
+                if request_id in self._unfinished:  # else the step has failed all the same, and all with it
+                    del self._unfinished[request_id]
                     self._on_failure([request_id], failure)
         self._num_left = len(self.engine.scheduler.waiting)
 
