@@ -18,7 +18,8 @@ from nanovllm.serve.workers import Check
 PIECE = 1 << 15  # characters that are encoded together while the tokens of a long text are counted
 SHORT = 1000  # characters of a text that is not worth an array
 BLOCK = 1 << 18  # bytes that are looked at together
-OBJECT_COSTS = 32  # times as long as a number to be parsed and checked: it may become a pydantic model
+LIST_COSTS = 8  # times as long as a number to be parsed and checked
+OBJECT_COSTS = 32  # it may become a pydantic model
 
 QUOTE, BACKSLASH = b'"', b"\\"
 
@@ -103,7 +104,7 @@ class Bounds:
         """Of JSON within a text. In a short one, what stands in its strings counts too: there may be many of them."""
         if len(text) > SHORT:
             return count_values(text.encode("utf-8", "replace"), self.max_values)
-        return text.count(",") + text.count("[") + OBJECT_COSTS * text.count("{")
+        return text.count(",") + LIST_COSTS * text.count("[") + OBJECT_COSTS * text.count("{")
 
     def tokenizer(self, tokenizer: Any, check: Check) -> "BoundedTokenizer | None":
         """Of one request; None if the model has none."""
@@ -139,7 +140,7 @@ def texts_of(value: Any) -> Iterator[str]:
 def count_values(body: bytes, enough: int) -> int:
     """Values in a JSON text, at most one too few; it stops where there are more than `enough`.
 
-    An object counts as `OBJECT_COSTS` values. Each value but the outermost stands behind a comma, or is the first of a
+    A list counts as `LIST_COSTS` values, an object as `OBJECT_COSTS`. Each value but the outermost stands behind a comma, or is the first of a
     list or object, so commas and opening brackets outside of strings are counted. In a text that is not JSON, the count
     is right up to the first error.
     """
@@ -157,8 +158,9 @@ def count_values(body: bytes, enough: int) -> int:
         num_quotes = np.cumsum(codes == ord(QUOTE), dtype=np.uint8) + np.uint8(is_inside)
         is_outside = (num_quotes & 1) == 0
         is_object = (codes == ord("{")) & is_outside
-        is_other = ((codes == ord(",")) | (codes == ord("["))) & is_outside
-        num_values += int(np.count_nonzero(is_other)) + OBJECT_COSTS * int(np.count_nonzero(is_object))
+        is_list = (codes == ord("[")) & is_outside
+        num_values += int(np.count_nonzero((codes == ord(",")) & is_outside))
+        num_values += LIST_COSTS * int(np.count_nonzero(is_list)) + OBJECT_COSTS * int(np.count_nonzero(is_object))
         is_inside = bool(num_quotes[-1] & 1) if len(codes) else is_inside
         if num_values > enough:
             break

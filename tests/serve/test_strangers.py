@@ -256,7 +256,7 @@ def count_slowly(text):
             is_escaped = char == "\\" and not is_escaped
         else:
             is_inside = char == '"'
-            num_values += {",": 1, "[": 1, "{": bounds.OBJECT_COSTS}.get(char, 0)
+            num_values += {",": 1, "[": bounds.LIST_COSTS, "{": bounds.OBJECT_COSTS}.get(char, 0)
     return num_values
 
 
@@ -375,7 +375,7 @@ def test_a_prompt_whose_end_is_computed_may_have_as_many_tokens_as_a_request(new
 
 def test_values_of_a_long_body_are_limited(new_client, llm):
     client = new_client(max_request_values=2000)
-    assert client.ask(PATH, **BODY, x=[1] * 1960)
+    assert client.ask(PATH, **BODY, x=[1] * 1950)
     assert client.ask(PATH, **BODY, x=",[{" * 5000), "characters of a text are no values"
     refused(client, PATH, None, ["2000", "--max-request-values"], **BODY, x=[1] * 2001)
     refused(client, PATH, None, ["2000"], **BODY, x=[{}] * 900)
