@@ -140,9 +140,9 @@ def texts_of(value: Any) -> Iterator[str]:
 def count_values(body: bytes, enough: int) -> int:
     """Values in a JSON text, at most one too few; it stops where there are more than `enough`.
 
-    A list counts as `LIST_COSTS` values, an object as `OBJECT_COSTS`. Each value but the outermost stands behind a comma, or is the first of a
-    list or object, so commas and opening brackets outside of strings are counted. In a text that is not JSON, the count
-    is right up to the first error.
+    A list counts as `LIST_COSTS` values, an object as `OBJECT_COSTS`. Each value but the outermost stands
+    behind a comma, or is the first of a list or object, so commas and opening brackets outside of strings are counted.
+    In a text that is not JSON, the count is right up to the first error.
     """
     num_values, is_inside, left = 0, False, b""
     for start in range(0, len(body), BLOCK):
