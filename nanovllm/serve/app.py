@@ -18,6 +18,7 @@ from nanovllm.serve.protocol import ErrorBody
 from nanovllm.serve.request_ids import RequestIds
 from nanovllm.serve.responses import route as responses
 from nanovllm.serve.state import Server, ServerOptions
+from nanovllm.serve.token_bytes import TokenBytes
 from nanovllm.serve.ui import LiveLines
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -52,6 +53,7 @@ def set_engine(app: FastAPI, llm: AsyncLLM) -> None:
     """From now on requests are served."""
     server: Server = app.state.server
     server.bounds = Bounds.of(llm.engine, server.options.max_request_values, server.options.max_choices)
+    server.token_bytes = TokenBytes(llm.engine.tokenizer)
     server.llm = llm
     server.metrics.watch(llm.get_stats)
 

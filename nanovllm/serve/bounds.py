@@ -1,18 +1,27 @@
 """How much a request may hold, as it follows from the model and the options. Counts are checked before contents.
 
 `body.py` bounds the values of a body, `protocol.py` the lists and texts whose bounds are the same for every model; here
-are prompts, messages and token ids. Each check raises a ValueError that names the size and what is allowed.
+are prompts, messages and token ids, and how values are counted. Each check raises a ValueError that names the size and
+what is allowed.
 """
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from nanovllm.engine.engine import LLMEngine
 from nanovllm.serve.protocol import MAX_FORM, GenerationRequest
 from nanovllm.serve.workers import Check
 
 PIECE = 1 << 15  # characters that are encoded together while the tokens of a long text are counted
+SHORT = 1000  # characters of a text that is not worth an array
+BLOCK = 1 << 18  # bytes that are looked at together
+LIST_COSTS = 8  # times as long as a number to be parsed and checked
+OBJECT_COSTS = 32  # it may become a pydantic model
+
+QUOTE, BACKSLASH = b'"', b"\\"
 
 
 class TooLong(ValueError):
@@ -63,9 +72,12 @@ class Bounds:
                 f"({self.max_prompt_len} tokens times {self.longest_token}, the characters of the longest token)"
             )
 
-    def check_prompts(self, prompts: list[Any]) -> None:
-        """Texts or lists of token ids."""
-        self.check_count(prompts, self.max_choices, "prompts (--max-choices)")
+    def check_prompts(self, prompts: list[Any], max_inputs: int | None = None) -> None:
+        """Texts or lists of token ids; with `max_inputs`, they are embedded."""
+        if max_inputs is None:
+            self.check_count(prompts, self.max_choices, "prompts (--max-choices)")
+        else:
+            self.check_count(prompts, max_inputs, "inputs")
         for prompt in prompts:
             if isinstance(prompt, str):
                 self.check_text(len(prompt))
@@ -80,9 +92,19 @@ class Bounds:
         self.check_count(messages, self.max_model_len, "messages (max_model_len)")
         self.check_text(sum(map(count_chars, messages)))
         calls = [call for message in messages for call in as_list(message.get("tool_calls"))]
-        num_chars = sum(map(count_chars, calls))
-        if num_chars > MAX_FORM:  # arguments are JSON within JSON
-            raise ValueError(f"tool_calls may have {MAX_FORM} characters, got {num_chars}")
+        num_values = 0
+        for call in calls:
+            if (num_chars := count_chars(call)) > MAX_FORM:
+                raise ValueError(f"a call of tool_calls may have {MAX_FORM} characters, got {num_chars}")
+            num_values += sum(self._values_within(text) for text in texts_of(call))
+        if num_values > self.max_values:  # arguments are JSON within JSON
+            raise ValueError(f"arguments of tool_calls may have {self.max_values} values (--max-request-values)")
+
+    def _values_within(self, text: str) -> int:
+        """Of JSON within a text. In a short one, what stands in its strings counts too: there may be many of them."""
+        if len(text) > SHORT:
+            return count_values(text.encode("utf-8", "replace"), self.max_values)
+        return text.count(",") + LIST_COSTS * text.count("[") + OBJECT_COSTS * text.count("{")
 
     def tokenizer(self, tokenizer: Any, check: Check) -> "BoundedTokenizer | None":
         """Of one request; None if the model has none."""
@@ -99,16 +121,50 @@ def as_list(value: Any) -> list[Any]:
 
 def count_chars(value: Any) -> int:
     """Of all texts within a JSON value."""
-    num_chars, left = 0, [value]
+    return sum(map(len, texts_of(value)))
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """All texts within a JSON value, with the keys of its objects."""
+    left = [value]
     while left:
         one = left.pop()
         if isinstance(one, str):
-            num_chars += len(one)
+            yield one
         elif isinstance(one, Mapping):
             left += [*one, *one.values()]
         elif isinstance(one, Iterable):
             left += one
-    return num_chars
+
+
+def count_values(body: bytes, enough: int) -> int:
+    """Values in a JSON text, at most one too few; it stops where there are more than `enough`.
+
+    A list counts as `LIST_COSTS` values, an object as `OBJECT_COSTS`. Each value but the outermost stands
+    behind a comma, or is the first of a list or object, so commas and opening brackets outside of strings are counted.
+    In a text that is not JSON, the count is right up to the first error.
+    """
+    num_values, is_inside, left = 0, False, b""
+    for start in range(0, len(body), BLOCK):
+        block = left + body[start : start + BLOCK]
+        if BACKSLASH in block:
+            num_last = len(block) - len(block.rstrip(BACKSLASH))
+            left = BACKSLASH * (num_last % 2)  # it escapes the first byte of the next block
+            block = block[: len(block) - len(left)].replace(BACKSLASH * 2, b"").replace(BACKSLASH + QUOTE, b"")
+        else:
+            left = b""
+        codes = np.frombuffer(block, np.uint8)  # [num_bytes], with no quotes but those of strings
+        # 1 behind an odd number of quotes; overflow keeps what is odd
+        num_quotes = np.cumsum(codes == ord(QUOTE), dtype=np.uint8) + np.uint8(is_inside)
+        is_outside = (num_quotes & 1) == 0
+        is_object = (codes == ord("{")) & is_outside
+        is_list = (codes == ord("[")) & is_outside
+        num_values += int(np.count_nonzero((codes == ord(",")) & is_outside))
+        num_values += LIST_COSTS * int(np.count_nonzero(is_list)) + OBJECT_COSTS * int(np.count_nonzero(is_object))
+        is_inside = bool(num_quotes[-1] & 1) if len(codes) else is_inside
+        if num_values > enough:
+            break
+    return num_values
 
 
 class BoundedTokenizer:

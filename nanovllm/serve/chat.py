@@ -32,12 +32,12 @@ router = APIRouter(route_class=JSONRoute)
 async def create_chat_completion(body: ChatCompletionRequest, request: Request, server: ReadyServer) -> Response:
     """Answer a conversation."""
     server.check_model(body.model)
-    engine, parsers = server.check_ready().engine, server.options.parsers
+    parsers = server.options.parsers
     prompt, params = await prepare_chat(server, request, body)
     generation = Generation(server, new_id("chatcmpl", request), [prompt], params)
     await generation.start(body, "messages")
     answers = [Answer(body, str(prompt["prompt"]), parsers) for _ in range(body.n or 1)]
-    chat = Chat(body, generation, server.model_name, answers, TokenBytes(engine.tokenizer))
+    chat = Chat(body, generation, server.model_name, answers, server.token_bytes)
     if body.stream:
         return EventStream(generation, chat.chunks())
     return await answer_whole(request, generation, chat.whole)

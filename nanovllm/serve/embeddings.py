@@ -33,6 +33,8 @@ from nanovllm.serve.workers import unless_client_leaves
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=JSONRoute)
 
+MAX_INPUTS = 2048  # as OpenAI allows
+
 
 class EmbeddingRequest(StrictModel):
     model: Name | None = None
@@ -61,7 +63,9 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, server: Re
     bounds, adds = server.bounds, body.add_special_tokens is not False
     prompts = await server.workers.run(
         request,
-        lambda check: encode_prompts(bounds.tokenizer(engine.tokenizer, check), bounds, "input", body.input, adds),
+        lambda check: encode_prompts(
+            bounds.tokenizer(engine.tokenizer, check), bounds, "input", body.input, adds, MAX_INPUTS
+        ),
         is_long=are_many(body.input) or None,
     )
     embedding_id = new_id("embd", request)

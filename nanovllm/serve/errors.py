@@ -100,15 +100,17 @@ def refuse(field: str, code: str | None = None) -> Iterator[None]:
         raise APIError(400, str(error), field, getattr(error, "code", code)) from error
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    async def answer(request: Request, error: Exception) -> Response:
-        told = as_api_error(error)
-        if told.status_code == 500:
-            logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        else:
-            logger.info("%s %s %d %s", request.method, request.url.path, told.status_code, told.detail[:200])
-        return told.response()
+async def answer(request: Request, error: Exception) -> Response:
+    """Log an exception, and tell the client of it."""
+    told = as_api_error(error)
+    if told.status_code == 500:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    else:
+        logger.info("%s %s %d %s", request.method, request.url.path, told.status_code, told.detail[:200])
+    return told.response()
 
+
+def install_error_handlers(app: FastAPI) -> None:
     known = (RequestValidationError, HTTPException, QueueFullError, Busy, ClientGone, EngineDeadError, MissingExtra)
     for kind in (*known, Exception):
         app.add_exception_handler(kind, answer)

@@ -25,7 +25,10 @@ def chat_prompt(
         bounds.check_count(body.messages or [], bounds.max_model_len, "messages (max_model_len)")
         messages = [message.model_dump(exclude_unset=True) for message in body.messages or []]
         bounds.check_messages(messages)
+    knows_developer = "developer" in str(getattr(tokenizer, "chat_template", None))
     for message in messages:
+        if message["role"] == "developer" and not knows_developer:
+            message["role"] = "system"
         message["content"] = message.get("content") or ""  # None beside calls of tools; templates add it to a text
     told = body.told_tools if isinstance(body, ChatCompletionRequest) else []
     tools = [tool.model_dump(exclude_unset=True) for tool in told] or None
@@ -51,7 +54,12 @@ def are_many(given: Any) -> bool:
 
 
 def encode_prompts(
-    tokenizer: BoundedTokenizer | None, bounds: Bounds, field: str, given: Any, add_special_tokens: bool
+    tokenizer: BoundedTokenizer | None,
+    bounds: Bounds,
+    field: str,
+    given: Any,
+    add_special_tokens: bool,
+    max_inputs: int | None = None,
 ) -> list[Prompt]:
     """What `field` gives: one prompt, or several; a list of integers is the token ids of one."""
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
@@ -59,7 +67,7 @@ def encode_prompts(
     if not prompts:
         raise APIError(400, f"{field} must not be an empty list", field)
     with refuse(field):
-        bounds.check_prompts(prompts)
+        bounds.check_prompts(prompts, max_inputs)
     if all(isinstance(one, list) for one in prompts):
         return prompts
     if tokenizer is None:

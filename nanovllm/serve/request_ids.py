@@ -1,6 +1,6 @@
 """`x-request-id`: the client's own name of a request is in its answer's header, its id and the log.
 
-A request without the header gets a name in its answer all the same.
+A request without the header, or with one that is not allowed, gets another name in its answer.
 """
 
 import re
@@ -9,8 +9,6 @@ from uuid import uuid4
 from fastapi import Request
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from nanovllm.serve.errors import APIError
 
 NAME = "x-request-id"
 ALLOWED = re.compile(r"[\x21-\x7e]{1,128}")
@@ -27,20 +25,17 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(NAME)
-        is_allowed = given is None or ALLOWED.fullmatch(given) is not None
-        name = given if given is not None and is_allowed else uuid4().hex
+        if given is not None and not ALLOWED.fullmatch(given):
+            given = None
+        name = given or uuid4().hex
 
         async def send_with_name(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[NAME] = name
             await send(message)
 
-        if is_allowed:
-            scope.setdefault("state", {})["given_id"] = given
-            await self._app(scope, receive, send_with_name)
-            return
-        error = APIError(400, f"{NAME} must have 1 to 128 visible ASCII characters", NAME)
-        await error.response()(scope, receive, send_with_name)
+        scope.setdefault("state", {})["given_id"] = given
+        await self._app(scope, receive, send_with_name)
 
 
 def new_id(prefix: str, request: Request) -> str:

@@ -87,8 +87,8 @@ class HTTPProtocol(H11Protocol):
         self.is_refused = True
         if self.transport.is_closing():
             return
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            self.transport.close()  # in the middle of an answer there is no place for an error
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # in the middle of an answer, or behind it, there is no place for an error
             return
         body = json.dumps(error.body()).encode()
         head = f"HTTP/1.1 {error.status_code} {HTTPStatus(error.status_code).phrase}\r\n"

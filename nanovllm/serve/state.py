@@ -15,6 +15,7 @@ from nanovllm.serve.bounds import Bounds
 from nanovllm.serve.errors import APIError
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.parsers.registry import Parsers
+from nanovllm.serve.token_bytes import TokenBytes
 from nanovllm.serve.workers import Workers
 
 RETRY_LATER = {"Retry-After": "5"}
@@ -45,7 +46,7 @@ class ServerOptions:
     """How the model writes thoughts and calls."""
     tls: Mapping[str, Any] = field(default_factory=dict)
     """uvicorn's `ssl_keyfile`, `ssl_certfile`, `ssl_ca_certs`, `ssl_cert_reqs`; empty for plain HTTP."""
-    max_request_values: int = 2**17
+    max_request_values: int = 2**19
     """Numbers, texts, lists and objects of a body, and tokens of its prompts."""
     forwarded_allow_ips: tuple[str, ...] = ()
     """Addresses or networks of proxies: what they say of a client's address is believed."""
@@ -59,12 +60,14 @@ class Server:
     """None until the model is loaded."""
     bounds: Bounds = field(init=False)
     """Of requests to this model; there are none until it is loaded."""
+    token_bytes: TokenBytes = field(init=False)
+    """Of this model's tokenizer."""
     workers: Workers = field(default_factory=Workers)
     is_draining: bool = False
     num_in_progress: int = 0
     """Requests that the engine has not finished."""
     num_body_bytes: int = 0
-    """Of the requests that have not been answered."""
+    """Of the large bodies that have not been parsed."""
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -29,8 +29,8 @@ async def compile_structured_outputs(
     run: Callable[..., Awaitable[Any]], engine: LLMEngine, body: GenerationRequest, parsers: Parsers
 ) -> StructuredOutputsParams | None:
     """The form of the answer, compiled in a thread by `Workers.run`; None if any text will do."""
-    tools = isinstance(body, ChatCompletionRequest) and body.tools
-    if body.structured_outputs is None and body.response_format is None and not tools:
+    _, must_call = callable_functions(body)
+    if body.structured_outputs is None and body.response_format is None and not must_call:
         return None
     form: StructuredOutputsParams | None = await run(lambda check: compile_form(engine, body, parsers), is_long=True)
     return form

@@ -63,16 +63,21 @@ class Workers:
     async def _in_thread(self, function: Callable[[Check], T]) -> T:
         if self._num_waiting >= MAX_WAITING:
             raise Busy(f"{MAX_WAITING} long requests wait to be read already; try again later")
-        has_left = threading.Event()
+        has_left, box = threading.Event(), [function]
+        del function  # the pool's queue keeps what was cancelled until its turn; the body is only in the box
 
         def check() -> None:
             if has_left.is_set():
                 raise ClientGone
 
+        def work() -> T:
+            return box.pop()(check)
+
         self._num_waiting += 1
         try:  # when this is cancelled, work that has not begun never does
-            return await asyncio.get_running_loop().run_in_executor(self._pool, function, check)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         finally:
+            box.clear()
             has_left.set()
             self._num_waiting -= 1
 

@@ -83,7 +83,7 @@ def test_base64_is_float32(client, expected):
         ({"input": "a" * 600}, "input", ["at most"]),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", []),
         ({"input": "a", "pooling": "max"}, "pooling", []),
-        ({"input": [[1]] * 2000}, "input", ["1024"]),
+        ({"input": [[1]] * 2049}, "input", ["2048"]),
     ],
 )
 def test_bad_requests_are_named(client, body, param, words):

@@ -344,3 +344,27 @@ def test_a_step_that_fails_is_500_and_tells_nothing(client, llm, monkeypatch):
     failing.clear()
     assert client.server.num_in_progress == 0
     assert client.ask(COMPLETIONS, prompt="ab")
+
+
+def test_an_error_of_the_server_has_the_headers_of_other_answers(new_client, monkeypatch, caplog):
+    client = new_client(allowed_origins=("https://a.example",))
+    monkeypatch.setattr(client.server, "check_model", lambda name: 1 // 0)
+    headers = {"x-request-id": "a", "Origin": "https://a.example"}
+    response = client.post(COMPLETIONS, {"prompt": "a"}, headers=headers)
+    check_error(response, 500, code="internal_error")
+    assert response.headers["x-request-id"] == "a"
+    assert response.headers["access-control-allow-origin"] == "https://a.example"
+    assert caplog.text.count("ZeroDivisionError") == 1
+
+
+def test_a_developers_message_is_the_systems_unless_the_template_knows_it(client, llm, monkeypatch):
+    messages = [{"role": "developer", "content": "a"}]
+
+    def tokens():
+        return client.ask("/tokenize", messages=messages, add_special_tokens=False)["tokens"]
+
+    template = llm.engine.tokenizer.chat_template
+    assert tokens() == client.ask("/tokenize", messages=[{"role": "system", "content": "a"}])["tokens"]
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", template + "{# developer #}")
+    told = client.ask("/tokenize", prompt="developer:a|assistant:", add_special_tokens=False)["tokens"]
+    assert tokens() == told

@@ -7,10 +7,12 @@ limit; a connection that is reset before its answer; an end that is counted by a
 """
 
 import contextlib
+import gc
 import json
 import logging
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -22,8 +24,7 @@ from nanovllm import TINY_QWEN3
 from nanovllm.serve import access, body, bounds, server, workers
 from nanovllm.serve.app import make_app, set_engine
 from nanovllm.serve.async_llm import AsyncLLM
-from nanovllm.serve.body import count_values
-from nanovllm.serve.bounds import BoundedTokenizer, Bounds
+from nanovllm.serve.bounds import BoundedTokenizer, Bounds, count_values
 from nanovllm.serve.launch import PlainFormatter
 from nanovllm.serve.state import ServerOptions
 from nanovllm.serve.workers import ClientGone, Workers
@@ -175,6 +176,25 @@ def test_the_second_request_of_a_connection_has_a_time_limit_too(tiny, monkeypat
         assert read_all(connection).startswith(b"HTTP/1.1 408 ")
 
 
+def test_a_body_that_goes_on_after_its_answer_gets_no_second_one(tiny, monkeypatch):
+    monkeypatch.setattr(server, "BODY_S", 0.5)
+    with in_thread(tiny) as one, one.connect() as connection:
+        connection.sendall(post("/v1/nothing", b"{" + b" " * 900)[:-500])
+        received, start = b"", time.perf_counter()
+        connection.settimeout(0.05)
+        with contextlib.suppress(ConnectionError):
+            while time.perf_counter() < start + 3:
+                with contextlib.suppress(TimeoutError):
+                    piece = connection.recv(1 << 16)
+                    received += piece
+                    if not piece:
+                        break
+                connection.sendall(b" ")
+        assert time.perf_counter() - start < 2
+        assert received.startswith(b"HTTP/1.1 404 ")
+        assert received.count(b"HTTP/1.1") == 1
+
+
 def test_an_answer_may_take_longer_than_a_request(tiny, monkeypatch):
     for name in ("HEAD_S", "BODY_S"):
         monkeypatch.setattr(server, name, 0.05)
@@ -236,7 +256,7 @@ def count_slowly(text):
             is_escaped = char == "\\" and not is_escaped
         else:
             is_inside = char == '"'
-            num_values += {",": 1, "[": 1, "{": body.OBJECT_COSTS}.get(char, 0)
+            num_values += {",": 1, "[": bounds.LIST_COSTS, "{": bounds.OBJECT_COSTS}.get(char, 0)
     return num_values
 
 
@@ -252,7 +272,7 @@ def test_values_are_counted_outside_of_texts(value, is_ascii, size):
     """Against a reading character by character, in blocks of any size."""
     text = json.dumps(value, ensure_ascii=is_ascii)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(body, "BLOCK", size)
+        patch.setattr(bounds, "BLOCK", size)
         assert count_values(text.encode(), 1000) == count_slowly(text)
         assert np.sign(count_values(text.encode(), 3) - 3) == np.sign(count_slowly(text) - 3)
 
@@ -270,13 +290,13 @@ def refused(client, path, param, words, code=None, **fields):
 
 def test_each_bound_holds_to_the_last(new_client, llm):
     """What is just allowed is served, and one more is refused with what was given and what is allowed."""
-    client = new_client(max_choices=3, max_request_values=10_000)
+    client = new_client(max_choices=3, max_request_values=40_000)
     vocab_size, most = llm.engine.input_processor.vocab_size, llm.engine.parts.max_model_len
     longest = max(map(len, llm.engine.tokenizer.get_vocab()))
     few = {"max_tokens": 1}
     assert client.ask(PATH, prompt=["a"] * 3, **few)
     refused(client, PATH, "prompt", ["3", "4"], prompt=["a"] * 4, **few)
-    refused(client, "/v1/embeddings", "input", ["3", "4"], input=["a"] * 4)
+    refused(client, "/v1/embeddings", "input", ["2048", "2049"], input=["a"] * 2049)
     assert client.ask(PATH, prompt="a", allowed_token_ids=[5] * vocab_size, **few)
     refused(client, PATH, "allowed_token_ids", [str(vocab_size)], prompt="a", allowed_token_ids=[5] * (vocab_size + 1))
     assert client.ask("/detokenize", tokens=[5] * most)
@@ -295,6 +315,28 @@ def test_each_bound_holds_to_the_last(new_client, llm):
     calls = [{"function": {"name": "f", "arguments": "a" * 2**16}}]
     response = client.post(CHAT, {"messages": [{"role": "u", "content": "", "tool_calls": calls}]})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+
+
+def test_calls_of_a_conversation_are_limited_one_by_one_and_their_values_together():
+    def check(*arguments):
+        calls = [{"function": {"name": "f", "arguments": one}} for one in arguments]
+        Bounds(5000, 10**6, 10**6, 1, 256, 1).check_messages([{"role": "u", "tool_calls": calls}])
+
+    text = json.dumps({"code": "f(a, b)[0]; " * 5000})
+    check(text, text, text)
+    check(*[json.dumps([1] * 200)] * 24)
+    with pytest.raises(ValueError, match="65536"):
+        check(text, text + " " * 2**15)
+    with pytest.raises(ValueError, match="5000 values"):
+        check(*[json.dumps([1] * 200)] * 26)
+    with pytest.raises(ValueError, match="5000 values"):
+        check(*[json.dumps([1] * 2000)] * 3)
+
+
+def test_many_inputs_are_embedded(new_client):
+    """As many as OpenAI's clients send at once, though a request may have fewer completions."""
+    answer = new_client(max_choices=3).ask("/v1/embeddings", input=[[5, 6]] * 2048)
+    assert len(answer["data"]) == 2048
 
 
 def test_each_bound_of_a_response_holds_to_the_last(new_client, llm):
@@ -333,7 +375,7 @@ def test_a_prompt_whose_end_is_computed_may_have_as_many_tokens_as_a_request(new
 
 def test_values_of_a_long_body_are_limited(new_client, llm):
     client = new_client(max_request_values=2000)
-    assert client.ask(PATH, **BODY, x=[1] * 1990)
+    assert client.ask(PATH, **BODY, x=[1] * 1950)
     assert client.ask(PATH, **BODY, x=",[{" * 5000), "characters of a text are no values"
     refused(client, PATH, None, ["2000", "--max-request-values"], **BODY, x=[1] * 2001)
     refused(client, PATH, None, ["2000"], **BODY, x=[{}] * 900)
@@ -417,17 +459,60 @@ def test_work_that_waits_is_limited_and_ends_when_its_client_leaves(monkeypatch)
     assert (begun, checks) == ([0, 2, "the next"], [0])
 
 
+def test_work_that_waits_keeps_nothing_of_a_client_that_left(monkeypatch):
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: 1)
+    may_go_on = threading.Event()
+
+    class Work:
+        def __call__(self, check):
+            may_go_on.wait(10)
+
+    async def run():
+        pool, requests = Workers(), [Request() for _ in range(2)]
+        first = server.asyncio.ensure_future(pool.run(requests[0], Work()))
+        await server.asyncio.sleep(0.05)
+        waiting = Work()
+        left = weakref.ref(waiting)
+        second = server.asyncio.ensure_future(pool.run(requests[1], waiting))
+        del waiting
+        await server.asyncio.sleep(0.05)
+        requests[1].has_left.set()
+        await server.asyncio.wait([second])
+        assert isinstance(second.exception(), ClientGone)
+        del second
+        gc.collect()
+        assert left() is None
+        may_go_on.set()
+        await first
+
+    server.asyncio.run(run())
+
+
 def test_bodies_of_all_requests_together_are_limited(new_client, monkeypatch):
+    """Of large ones: a small body passes. What is parsed counts no more."""
     monkeypatch.setattr(body, "MAX_BODIES", 2)
-    client = new_client(max_request_bytes=1000)
+    monkeypatch.setattr(body, "LARGE_BODY", 100)
+    client, large, counted = new_client(max_request_bytes=1000), {**BODY, "x": "a" * 200}, []
     client.server.num_body_bytes = 1990
-    response = client.post(PATH, BODY)
+    response = client.post(PATH, large)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "busy")
+    assert client.ask(PATH, **BODY)
     assert client.server.num_body_bytes == 1990
+
+    check_model, count = client.server.check_model, body.JSONRequest._count
+    monkeypatch.setattr(body.JSONRequest, "_count", lambda one: (count(one), counted.append("read")))
+    monkeypatch.setattr(
+        client.server,
+        "check_model",
+        lambda name: (counted.append(client.server.num_body_bytes), check_model(name)),
+    )
     client.server.num_body_bytes = 0
+    client.ask(PATH, **large)
+    assert (counted[0], counted[-1]) == ("read", 0)
     for path in (PATH, "/v1/nothing"):
-        client.post(path, BODY)
-        client.post(path, {"prompt": 5})
+        client.post(path, large)
+        client.post(path, {"prompt": 5, "x": "a" * 200})
+        client.post(path, large, headers={"Content-Type": "text/plain"})
     assert client.server.num_body_bytes == 0
 
 

@@ -122,8 +122,7 @@ def join(items: Iterator[Any]) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
             turn = None
         elif isinstance(item, MessageItem) and item.role != "assistant":
-            role = "system" if item.role == "developer" else item.role
-            messages.append({"role": role, "content": text_of(item.content)})
+            messages.append({"role": item.role, "content": text_of(item.content)})
             turn = None
         else:
             if turn is None or not may_follow(turn, item):

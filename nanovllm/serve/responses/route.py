@@ -42,7 +42,7 @@ async def create_response(body: ResponsesRequest, request: Request, server: Read
         generation = Generation(server, new_id("resp", request).replace("-", "_", 1), [prompt], params)
         await generation.start(chat, "messages")
     answer = Answer(chat, str(prompt["prompt"]), server.options.parsers)
-    growing = GrowingResponse(body, answer, generation, server.model_name, engine.tokenizer)
+    growing = GrowingResponse(body, answer, generation, server.model_name, engine.tokenizer, server.token_bytes)
     if body.stream:
         return ResponseStream(generation, growing)
     return await answer_whole(request, generation, growing.whole)
@@ -58,6 +58,7 @@ class GrowingResponse:
         generation: Generation,
         model_name: str,
         tokenizer: Any,
+        token_bytes: TokenBytes,
     ) -> None:
         self._body = body
         self._generation = generation
@@ -66,7 +67,7 @@ class GrowingResponse:
         self._tokenizer = tokenizer
         self._answer = answer
         self._num_top = (body.top_logprobs or 0) if body.wants_logprobs else None
-        self._token_bytes = TokenBytes(tokenizer)
+        self._token_bytes = token_bytes
         self._items = OutputItems()
         self._num_chars = self._num_tokens = 0
 
