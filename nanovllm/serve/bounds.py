@@ -20,6 +20,7 @@ SHORT = 1000  # characters of a text that is not worth an array
 BLOCK = 1 << 18  # bytes that are looked at together
 LIST_COSTS = 8  # times as long as a number to be parsed and checked
 OBJECT_COSTS = 32  # it may become a pydantic model
+KEY_COSTS = 7  # a text of its own, and a place in a dict
 
 QUOTE, BACKSLASH = b'"', b"\\"
 
@@ -104,7 +105,8 @@ class Bounds:
         """Of JSON within a text. In a short one, what stands in its strings counts too: there may be many of them."""
         if len(text) > SHORT:
             return count_values(text.encode("utf-8", "replace"), self.max_values)
-        return text.count(",") + LIST_COSTS * text.count("[") + OBJECT_COSTS * text.count("{")
+        num_lists = LIST_COSTS * text.count("[")
+        return text.count(",") + num_lists + OBJECT_COSTS * text.count("{") + KEY_COSTS * text.count(":")
 
     def tokenizer(self, tokenizer: Any, check: Check) -> "BoundedTokenizer | None":
         """Of one request; None if the model has none."""
@@ -140,8 +142,9 @@ def texts_of(value: Any) -> Iterator[str]:
 def count_values(body: bytes, enough: int) -> int:
     """Values in a JSON text, at most one too few; it stops where there are more than `enough`.
 
-    A list counts as `LIST_COSTS` values, an object as `OBJECT_COSTS`. Each value but the outermost stands
-    behind a comma, or is the first of a list or object, so commas and opening brackets outside of strings are counted.
+    A list counts as `LIST_COSTS` values, an object as `OBJECT_COSTS`, a key as `KEY_COSTS`. Each value but the first
+    stands behind a comma, or is the first of a list or object: commas, colons and opening brackets outside of strings
+    are counted.
     In a text that is not JSON, the count is right up to the first error.
     """
     num_values, is_inside, left = 0, False, b""
@@ -161,6 +164,7 @@ def count_values(body: bytes, enough: int) -> int:
         is_list = (codes == ord("[")) & is_outside
         num_values += int(np.count_nonzero((codes == ord(",")) & is_outside))
         num_values += LIST_COSTS * int(np.count_nonzero(is_list)) + OBJECT_COSTS * int(np.count_nonzero(is_object))
+        num_values += KEY_COSTS * int(np.count_nonzero((codes == ord(":")) & is_outside))
         is_inside = bool(num_quotes[-1] & 1) if len(codes) else is_inside
         if num_values > enough:
             break

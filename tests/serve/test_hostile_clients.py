@@ -23,7 +23,7 @@ import pytest
 from pydantic.json_schema import models_json_schema
 
 from nanovllm.serve.app import make_app
-from nanovllm.serve.bounds import LIST_COSTS, OBJECT_COSTS
+from nanovllm.serve.bounds import KEY_COSTS, LIST_COSTS, OBJECT_COSTS
 from nanovllm.serve.responses.protocol import ITEMS
 from nanovllm.serve.state import ServerOptions
 from tests.serve.real_server import in_process
@@ -151,6 +151,7 @@ def legal_list(document, node, num_bytes):
     """Items that are allowed, as many as a body may hold values."""
     item = json.dumps(smallest(document, node["items"]), separators=(",", ":")).encode()
     cost = 1 + item.count(b",") + LIST_COSTS * item.count(b"[") + OBJECT_COSTS * item.count(b"{")
+    cost += KEY_COSTS * item.count(b":")
     return repeated(item, min(num_bytes, 500_000 // cost * (len(item) + 1)))
 
 

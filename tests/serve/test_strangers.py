@@ -248,6 +248,9 @@ def test_bytes_that_are_no_http_get_their_answer(tiny):
 # ---- how much a body may hold
 
 
+COSTS = {",": 1, ":": bounds.KEY_COSTS, "[": bounds.LIST_COSTS, "{": bounds.OBJECT_COSTS}
+
+
 def count_slowly(text):
     num_values, is_inside, is_escaped = 0, False, False
     for char in text:
@@ -256,7 +259,7 @@ def count_slowly(text):
             is_escaped = char == "\\" and not is_escaped
         else:
             is_inside = char == '"'
-            num_values += {",": 1, "[": bounds.LIST_COSTS, "{": bounds.OBJECT_COSTS}.get(char, 0)
+            num_values += COSTS.get(char, 0)
     return num_values
 
 
@@ -375,10 +378,11 @@ def test_a_prompt_whose_end_is_computed_may_have_as_many_tokens_as_a_request(new
 
 def test_values_of_a_long_body_are_limited(new_client, llm):
     client = new_client(max_request_values=2000)
-    assert client.ask(PATH, **BODY, x=[1] * 1950)
+    assert client.ask(PATH, **BODY, x=[1] * 1900)
     assert client.ask(PATH, **BODY, x=",[{" * 5000), "characters of a text are no values"
     refused(client, PATH, None, ["2000", "--max-request-values"], **BODY, x=[1] * 2001)
     refused(client, PATH, None, ["2000"], **BODY, x=[{}] * 900)
+    refused(client, PATH, None, ["2000"], **BODY, x={str(i): 1 for i in range(300)})
 
 
 def test_a_text_is_not_encoded_to_its_end(monkeypatch):
