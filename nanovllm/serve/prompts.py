@@ -50,7 +50,7 @@ def chat_prompt(
 
 def are_many(given: Any) -> bool:
     """Whether a short body has so many prompts that to encode them takes long."""
-    return isinstance(given, list) and len(given) > MANY
+    return isinstance(given, list) and len(given) > MANY and not isinstance(given[0], int)  # token ids are one prompt
 
 
 def encode_prompts(

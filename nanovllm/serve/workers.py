@@ -22,7 +22,7 @@ Check = Callable[[], None]
 """Called between two pieces of work; raises ClientGone when nobody waits for the result any more."""
 
 LONG_BODY = 4096  # bytes
-MAX_WAITING = 64  # requests that wait for a thread
+MAX_WAITING = 512  # requests that wait for a thread: many clients may come at once
 TRIM_S = 0.1
 
 

@@ -26,6 +26,7 @@ from nanovllm.serve.app import make_app, set_engine
 from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.bounds import BoundedTokenizer, Bounds, count_values
 from nanovllm.serve.launch import PlainFormatter
+from nanovllm.serve.prompts import are_many
 from nanovllm.serve.state import ServerOptions
 from nanovllm.serve.workers import ClientGone, Workers
 from tests.serve.conftest import Client
@@ -267,6 +268,12 @@ TEXTS = st.text(st.sampled_from('a\\",[{}é😀\n'), max_size=8)
 VALUES = st.recursive(
     TEXTS | st.integers(), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=3)
 )
+
+
+def test_only_many_prompts_are_long_work():
+    assert are_many(["a"] * 1000)
+    assert are_many([[1, 2]] * 1000)
+    assert not are_many(list(range(1000))), "one prompt of token ids"
 
 
 @given(value=VALUES, is_ascii=st.booleans(), size=st.integers(1, 12))
