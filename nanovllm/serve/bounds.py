@@ -18,9 +18,8 @@ from nanovllm.serve.workers import Check
 PIECE = 1 << 15  # characters that are encoded together while the tokens of a long text are counted
 SHORT = 1000  # characters of a text that is not worth an array
 BLOCK = 1 << 18  # bytes that are looked at together
-LIST_COSTS = 8  # times as long as a number to be parsed and checked
-OBJECT_COSTS = 32  # it may become a pydantic model
-KEY_COSTS = 7  # a text of its own, and a place in a dict
+COSTS: Mapping[str, int] = {",": 1, ":": 7, "[": 8, "{": 32}
+"""How many values each sign of JSON counts for: a number, a key, a list, and an object, which may become a model."""
 
 QUOTE, BACKSLASH = b'"', b"\\"
 
@@ -37,7 +36,7 @@ class Bounds:
     """Numbers, texts, lists and objects of a body; also tokens of all of its prompts together."""
     max_model_len: int
     max_prompt_len: int
-    """Tokens of one prompt, less one for the output: max_model_len, but max_values where only its end is computed."""
+    """A prompt must have fewer tokens: max_model_len, or max_values if only the prompt's end is kept."""
     max_choices: int
     vocab_size: int
     longest_token: int
@@ -105,8 +104,7 @@ class Bounds:
         """Of JSON within a text. In a short one, what stands in its strings counts too: there may be many of them."""
         if len(text) > SHORT:
             return count_values(text.encode("utf-8", "replace"), self.max_values)
-        num_lists = LIST_COSTS * text.count("[")
-        return text.count(",") + num_lists + OBJECT_COSTS * text.count("{") + KEY_COSTS * text.count(":")
+        return sum(cost * text.count(sign) for sign, cost in COSTS.items())
 
     def tokenizer(self, tokenizer: Any, check: Check) -> "BoundedTokenizer | None":
         """Of one request; None if the model has none."""
@@ -142,10 +140,8 @@ def texts_of(value: Any) -> Iterator[str]:
 def count_values(body: bytes, enough: int) -> int:
     """Values in a JSON text, at most one too few; it stops where there are more than `enough`.
 
-    A list counts as `LIST_COSTS` values, an object as `OBJECT_COSTS`, a key as `KEY_COSTS`. Each value but the first
-    stands behind a comma, or is the first of a list or object: commas, colons and opening brackets outside of strings
-    are counted.
-    In a text that is not JSON, the count is right up to the first error.
+    Each value but the first stands behind a comma, or is the first of a list or object. So the signs of `COSTS` are
+    counted, where they stand outside of strings. In a text that is not JSON, the count is right up to the first error.
     """
     num_values, is_inside, left = 0, False, b""
     for start in range(0, len(body), BLOCK):
@@ -160,11 +156,8 @@ def count_values(body: bytes, enough: int) -> int:
         # 1 behind an odd number of quotes; overflow keeps what is odd
         num_quotes = np.cumsum(codes == ord(QUOTE), dtype=np.uint8) + np.uint8(is_inside)
         is_outside = (num_quotes & 1) == 0
-        is_object = (codes == ord("{")) & is_outside
-        is_list = (codes == ord("[")) & is_outside
-        num_values += int(np.count_nonzero((codes == ord(",")) & is_outside))
-        num_values += LIST_COSTS * int(np.count_nonzero(is_list)) + OBJECT_COSTS * int(np.count_nonzero(is_object))
-        num_values += KEY_COSTS * int(np.count_nonzero((codes == ord(":")) & is_outside))
+        for sign, cost in COSTS.items():
+            num_values += cost * int(np.count_nonzero((codes == ord(sign)) & is_outside))
         is_inside = bool(num_quotes[-1] & 1) if len(codes) else is_inside
         if num_values > enough:
             break

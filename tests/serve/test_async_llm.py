@@ -418,17 +418,22 @@ def test_a_burst_on_an_idle_engine_is_no_queue(new_llm, expected):
     assert llm.thread.num_queued == 0
 
 
+async def two_run_and_one_waits(llm, gate):
+    """Of 256 blocks, two prompts take 250: the third finds no room beside them in the first step."""
+    prompts = [[i] * 500 for i in range(1, 4)]
+    consumers = [asyncio.create_task(tokens_of(llm.generate(prompt, greedy(4)))) for prompt in prompts]
+    await asyncio.sleep(0.01)
+    gate.allow()
+    await until(lambda: gate.num_steps == 1 and llm.thread.num_queued == 1)
+    return consumers
+
+
 def test_who_has_waited_through_a_step_is_queued_though_sequences_could_join(new_llm):
-    """Of 256 blocks, two prompts take 250: the third finds no room beside them."""
     llm = new_llm(max_queued_requests=1)
     gate = Gate(llm)
 
     async def main():
-        prompts = [[i] * 500 for i in range(1, 4)]
-        consumers = [asyncio.create_task(tokens_of(llm.generate(prompt, greedy(4)))) for prompt in prompts]
-        await asyncio.sleep(0.01)
-        gate.allow()
-        await until(lambda: gate.num_steps == 1 and llm.thread.num_queued == 1)
+        consumers = await two_run_and_one_waits(llm, gate)
         with pytest.raises(QueueFullError, match="1 requests wait already, and at most 1 may"):
             await tokens_of(llm.generate(PROMPTS[0], greedy(4)))
         gate.open()
@@ -438,16 +443,12 @@ def test_who_has_waited_through_a_step_is_queued_though_sequences_could_join(new
 
 
 def test_when_who_has_waited_goes_away_the_queue_is_empty_again(new_llm):
-    """Two prompts take 250 of 256 blocks, and the third is aborted: the next step can take those that come now."""
+    """The one that waits is aborted: the next step can take those that come now."""
     llm = new_llm(max_queued_requests=1)
     gate = Gate(llm)
 
     async def main():
-        prompts = [[i] * 500 for i in range(1, 4)]
-        consumers = [asyncio.create_task(tokens_of(llm.generate(prompt, greedy(4)))) for prompt in prompts]
-        await asyncio.sleep(0.01)
-        gate.allow()
-        await until(lambda: gate.num_steps == 1 and llm.thread.num_queued == 1)
+        consumers = await two_run_and_one_waits(llm, gate)
         consumers.pop().cancel()
         await asyncio.sleep(0.01)
         gate.allow()

@@ -23,7 +23,7 @@ import pytest
 from pydantic.json_schema import models_json_schema
 
 from nanovllm.serve.app import make_app
-from nanovllm.serve.bounds import KEY_COSTS, LIST_COSTS, OBJECT_COSTS
+from nanovllm.serve.bounds import COSTS
 from nanovllm.serve.responses.protocol import ITEMS
 from nanovllm.serve.state import ServerOptions
 from tests.serve.real_server import in_process
@@ -150,8 +150,7 @@ KINDS = {
 def legal_list(document, node, num_bytes):
     """Items that are allowed, as many as a body may hold values."""
     item = json.dumps(smallest(document, node["items"]), separators=(",", ":")).encode()
-    cost = 1 + item.count(b",") + LIST_COSTS * item.count(b"[") + OBJECT_COSTS * item.count(b"{")
-    cost += KEY_COSTS * item.count(b":")
+    cost = 1 + sum(cost * item.count(sign.encode()) for sign, cost in COSTS.items())
     return repeated(item, min(num_bytes, 500_000 // cost * (len(item) + 1)))
 
 
@@ -300,9 +299,10 @@ def test_no_field_of_any_request_holds_the_others_up(capsys):
     schema, start, wrong, num_bodies = document(), time.perf_counter(), [], 0
     tried = {(place.name, str(place.nodes)): place for place in places(schema)}.values()  # each field once
     with attacked() as one:
-        before = settled(one)
-        for what, (path, body) in FOUND.items():
-            wrong.append(one.attack(what, f"/v1/{path}".replace("/v1/..", ""), body))
+        for _ in range(2):  # in the second round all code is loaded: what grows from there is kept
+            before = settled(one)
+            for what, (path, body) in FOUND.items():
+                wrong.append(one.attack(what, f"/v1/{path}".replace("/v1/..", ""), body))
         for place in tried:
             for kind, value in worst(schema, place):
                 wrong.append(one.attack(f"{place.url} {place.name}: {kind}", place.url, place.body(value)))

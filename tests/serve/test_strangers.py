@@ -249,9 +249,6 @@ def test_bytes_that_are_no_http_get_their_answer(tiny):
 # ---- how much a body may hold
 
 
-COSTS = {",": 1, ":": bounds.KEY_COSTS, "[": bounds.LIST_COSTS, "{": bounds.OBJECT_COSTS}
-
-
 def count_slowly(text):
     num_values, is_inside, is_escaped = 0, False, False
     for char in text:
@@ -260,7 +257,7 @@ def count_slowly(text):
             is_escaped = char == "\\" and not is_escaped
         else:
             is_inside = char == '"'
-            num_values += COSTS.get(char, 0)
+            num_values += bounds.COSTS.get(char, 0)
     return num_values
 
 
