@@ -1,0 +1,98 @@
+"""The network of all rungs: Qwen3 on one page, in plain PyTorch and float32, with its tokenizer.
+
+    token ids → embedding → layers × [ x + attention(norm(x)),  x + mlp(norm(x)) ] → norm → logits
+
+The network keeps no K and V and knows no sequences. All tokens of a step lie end to end, and each layer asks the rung
+to attend: `attend(layer, q, k, v)`. What a rung does there, and how it chooses the tokens of a step, is all that the
+rungs differ in. nanovllm's own Qwen3 has the same steps (`nanovllm/models/qwen3.py`).
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+TINY_QWEN3 = Path(__file__).parents[1] / "nanovllm" / "assets" / "tiny-qwen3"  # the model that the repository brings
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q: [num_tokens, num_heads, head_dim], k and v: [num_tokens, num_kv_heads, head_dim]) -> as q"""
+
+
+class Model:
+    """`folder` holds config.json, *.safetensors and, for `encode` and `decode`, tokenizer.json."""
+
+    def __init__(self, folder: str | Path) -> None:
+        folder = Path(folder)
+        config = json.loads((folder / "config.json").read_text())
+        if config["model_type"] != "qwen3" or config.get("rope_scaling") or config.get("use_sliding_window"):
+            raise ValueError(f"the labs read plain Qwen3 models, got model_type {config['model_type']!r} in {folder}")
+        self.num_layers: int = config["num_hidden_layers"]
+        self.num_heads: int = config["num_attention_heads"]
+        self.num_kv_heads: int = config["num_key_value_heads"]
+        self.head_dim: int = config["head_dim"]
+        self.max_model_len: int = config["max_position_embeddings"]
+        self.eps: float = config["rms_norm_eps"]
+        theta = (config.get("rope_parameters") or config)["rope_theta"]
+        self.frequencies = theta ** -(torch.arange(0, self.head_dim, 2) / self.head_dim)  # [head_dim / 2]
+        self.end_token_ids = read_end_token_ids(folder, config)
+        # all tensors by their names in the checkpoint, as float32
+        files = sorted(folder.glob("*.safetensors"))
+        self.weights = {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
+        has_text = (folder / "tokenizer.json").exists()
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json")) if has_text else None
+
+    @torch.inference_mode()
+    def __call__(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """input_ids, positions: [num_tokens], of one sequence or of many -> hidden states [num_tokens, hidden_size]"""
+        x = self.weights["model.embed_tokens.weight"][input_ids]  # [num_tokens, hidden_size]
+        angles = positions[:, None, None] * self.frequencies  # [num_tokens, 1, head_dim / 2]; the 1 is for the heads
+        cos, sin = angles.cos(), angles.sin()
+        for layer in range(self.num_layers):
+            name = f"model.layers.{layer}"
+            y = self.norm(x, f"{name}.input_layernorm")
+            q, k, v = (
+                self.linear(y, f"{name}.self_attn.{part}_proj").unflatten(-1, (-1, self.head_dim)) for part in "qkv"
+            )  # [num_tokens, num_heads or num_kv_heads, head_dim]
+            q = rotate(self.norm(q, f"{name}.self_attn.q_norm"), cos, sin)
+            k = rotate(self.norm(k, f"{name}.self_attn.k_norm"), cos, sin)
+            x = x + self.linear(attend(layer, q, k, v).flatten(1), f"{name}.self_attn.o_proj")
+            y = self.norm(x, f"{name}.post_attention_layernorm")
+            gate, up = self.linear(y, f"{name}.mlp.gate_proj"), self.linear(y, f"{name}.mlp.up_proj")
+            x = x + self.linear(F.silu(gate) * up, f"{name}.mlp.down_proj")
+        return self.norm(x, "model.norm")
+
+    @torch.inference_mode()
+    def next_tokens(self, hidden: Tensor) -> list[int]:
+        """hidden: [num_rows, hidden_size] -> the most likely next token of each row: greedy decoding"""
+        head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
+        return F.linear(hidden, head).argmax(dim=-1).tolist()
+
+    def encode(self, question: str) -> list[int]:
+        """Token ids of a conversation's first question, in Qwen's form."""
+        return self.tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.weights[f"{name}.weight"])
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weights[f"{name}.weight"], self.eps)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions: pair i of a head, (x[i], x[i + head_dim / 2]), turns by the angle position * frequency[i]."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def read_end_token_ids(folder: Path, config: dict) -> set[int]:
+    file = folder / "generation_config.json"
+    ids = (json.loads(file.read_text()) if file.exists() else config).get("eos_token_id")
+    return set(ids if isinstance(ids, list) else [] if ids is None else [ids])

@@ -1,0 +1,65 @@
+"""Rung 1: compute everything again for each token.
+
+A language model maps tokens to the next one. So: append it, and compute all of them again.
+Token 100 costs a hundred times what token 1 costs, and no K and V are kept.
+
+    python -m labs.rung_1_recompute "What is the KV cache?"
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from labs.model import TINY_QWEN3, Model
+
+
+@dataclass(eq=False)
+class Sequence:
+    token_ids: list[int]  # prompt, then output
+    num_prompt_tokens: int
+    max_tokens: int
+    is_finished: bool = False
+
+
+class Engine:
+    def __init__(self, folder: str | Path) -> None:
+        self.model = Model(folder)
+        self.num_steps = 0
+
+    def generate(self, prompts: list[list[int]], max_tokens: int | list[int]) -> list[list[int]]:
+        """Greedy output tokens of each prompt; `max_tokens` for all of them, or one number for each."""
+        limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+        seqs = [Sequence(list(prompt), len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]
+        for seq in seqs:
+            while not seq.is_finished:
+                self.step(seq)
+        return [seq.token_ids[seq.num_prompt_tokens :] for seq in seqs]
+
+    def step(self, seq: Sequence) -> None:
+        """Compute all tokens of `seq`, and append the next one."""
+        positions = torch.arange(len(seq.token_ids))  # [num_tokens]
+        hidden = self.model(torch.tensor(seq.token_ids), positions, self.attend)
+        self.append(seq, self.model.next_tokens(hidden[-1:])[0])
+        self.num_steps += 1
+
+    def append(self, seq: Sequence, token_id: int) -> None:
+        seq.token_ids.append(token_id)
+        num_output_tokens = len(seq.token_ids) - seq.num_prompt_tokens
+        seq.is_finished = token_id in self.model.end_token_ids or num_output_tokens == seq.max_tokens
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q: [num_tokens, num_heads, head_dim] -> as q: each token attends to the tokens up to itself"""
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, num_tokens, head_dim]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+
+if __name__ == "__main__":
+    engine = Engine(TINY_QWEN3)
+    prompts = [engine.model.encode(question) for question in sys.argv[1:]]
+    for token_ids in engine.generate(prompts, max_tokens=100):
+        print(engine.model.decode(token_ids))

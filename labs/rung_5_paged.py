@@ -1,0 +1,125 @@
+"""Rung 5: blocks, block tables and a slot mapping: paged attention.
+
+Rung 4 kept max_model_len slots in one row for each sequence. Here memory is cut into small blocks. A sequence has a
+table of its blocks, which lie anywhere, and reserves only what its own prompt and max_tokens may need.
+It still reserves for its longest possible answer, and the same beginning is stored and computed once for each sequence.
+
+    python -m labs.rung_5_paged "What is the KV cache?" "What is a block table?"
+"""
+
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from labs.model import TINY_QWEN3, Model
+
+
+@dataclass(eq=False)
+class Sequence:
+    token_ids: list[int]  # prompt, then output
+    num_prompt_tokens: int
+    max_tokens: int
+    is_finished: bool = False
+    num_computed_tokens: int = 0  # whose K and V are in the cache
+    block_table: list[int] = field(default_factory=list)  # where they lie: block_size tokens in each block
+
+
+class Engine:
+    def __init__(self, folder: str | Path, num_blocks: int, block_size: int) -> None:
+        self.model = Model(folder)
+        # K and V of each layer, block and offset
+        shape = (2, self.model.num_layers, num_blocks, block_size, self.model.num_kv_heads, self.model.head_dim)
+        self.kv_cache = torch.zeros(shape)
+        self.free_blocks, self.block_size = list(range(num_blocks)), block_size
+        self.max_model_len = num_blocks * block_size
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_steps = self.num_stored = self.num_reserved = self.max_num_running = 0
+
+    def generate(self, prompts: list[list[int]], max_tokens: int | list[int]) -> list[list[int]]:
+        """Greedy output tokens of each prompt; `max_tokens` for all of them, or one number for each."""
+        limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+        seqs = [Sequence(list(prompt), len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]
+        for seq in seqs:
+            self.check(seq)
+        self.waiting.extend(seqs)
+        while self.waiting or self.running:
+            self.step(self.schedule())
+        return [seq.token_ids[seq.num_prompt_tokens :] for seq in seqs]
+
+    def check(self, seq: Sequence) -> None:
+        most = seq.num_prompt_tokens + seq.max_tokens
+        if not 1 <= seq.num_prompt_tokens < most <= self.max_model_len:
+            raise ValueError(f"prompt and max_tokens must be >= 1, together <= {self.max_model_len}, got {most}")
+
+    def schedule(self) -> list[Sequence]:
+        """A prompt if there are blocks for all it may become, else the newest token of each running sequence."""
+        if self.waiting:
+            seq = self.waiting[0]
+            num_blocks = -(-(seq.num_prompt_tokens + seq.max_tokens) // self.block_size)  # rounded up
+            if num_blocks <= len(self.free_blocks):
+                self.waiting.popleft()
+                seq.block_table = [self.free_blocks.pop() for _ in range(num_blocks)]
+                self.running.append(seq)
+                return [seq]
+        return list(self.running)
+
+    def step(self, batch: list[Sequence]) -> None:
+        """Compute the new tokens of the batch, as many for each sequence, and append a token to each."""
+        new_token_ids = [seq.token_ids[seq.num_computed_tokens :] for seq in batch]
+        starts = torch.tensor([seq.num_computed_tokens for seq in batch])  # [num_seqs]
+        positions = starts[:, None] + torch.arange(len(new_token_ids[0]))  # [num_seqs, num_new_tokens]
+        longest = max(len(seq.block_table) for seq in batch)
+        tables = [seq.block_table + [0] * (longest - len(seq.block_table)) for seq in batch]  # padding is never seen
+        attend = partial(self.attend, torch.tensor(tables), positions)
+        hidden = self.model(torch.tensor(new_token_ids).flatten(), positions.flatten(), attend)
+        token_ids = self.model.next_tokens(hidden.unflatten(0, positions.shape)[:, -1])
+        for seq in batch:
+            seq.num_computed_tokens = len(seq.token_ids)
+        self.count(self.running)
+        for seq, token_id in zip(batch, token_ids, strict=True):
+            self.append(seq, token_id)
+            if seq.is_finished:
+                self.running.remove(seq)
+                self.free_blocks += seq.block_table
+
+    def append(self, seq: Sequence, token_id: int) -> None:
+        seq.token_ids.append(token_id)
+        num_output_tokens = len(seq.token_ids) - seq.num_prompt_tokens
+        seq.is_finished = token_id in self.model.end_token_ids or num_output_tokens == seq.max_tokens
+
+    def count(self, running: list[Sequence]) -> None:
+        """Waste is 1 - num_stored / num_reserved."""
+        self.num_steps += 1
+        self.num_stored += sum(seq.num_computed_tokens for seq in running)
+        self.num_reserved += sum(len(seq.block_table) * self.block_size for seq in running)
+        self.max_num_running = max(self.max_num_running, len(running))
+
+    def attend(self, tables: Tensor, positions: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q: [num_seqs * num_new_tokens, num_heads, head_dim] -> as q: each token attends to its blocks up to itself"""
+        k_cache, v_cache = self.kv_cache[:, layer].flatten(1, 2)  # [num_slots, num_kv_heads, head_dim] each
+        # a slot is a token's address in the cache
+        slots = tables[:, :, None] * self.block_size + torch.arange(self.block_size)  # [num_seqs, longest, block_size]
+        slots = slots.flatten(1)  # [num_seqs, seq_len]: where the token of each position lies
+        slot_mapping = slots.gather(1, positions)  # [num_seqs, num_new_tokens]
+        k_cache[slot_mapping], v_cache[slot_mapping] = (x.unflatten(0, positions.shape) for x in (k, v))
+        q = q.unflatten(0, positions.shape)  # [num_seqs, num_new_tokens, num_heads, head_dim]
+        seen = torch.arange(int(positions.max()) + 1)  # [seq_len] of the longest
+        slots = slots[:, seen]
+        q, k, v = (x.transpose(1, 2) for x in (q, k_cache[slots], v_cache[slots]))
+        is_seen = seen <= positions[:, None, :, None]  # [num_seqs, 1, num_new_tokens, seq_len]
+        out = F.scaled_dot_product_attention(q, k, v, is_seen, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+if __name__ == "__main__":
+    engine = Engine(TINY_QWEN3, num_blocks=256, block_size=4)
+    prompts = [engine.model.encode(question) for question in sys.argv[1:]]
+    for token_ids in engine.generate(prompts, max_tokens=100):
+        print(engine.model.decode(token_ids))

@@ -1,0 +1,118 @@
+"""Put code and the output of commands into the pages of the book, and say which pages are stale.
+
+    python -m tools.book                  # write; then look at the difference
+    python -m tools.book --check          # fails if a page differs from the code, or from what a command prints
+    python -m tools.book --refresh        # run also the commands whose output differs from machine to machine
+
+A page asks for what stands between two comments, which are invisible where it is read (cogapp does the rest):
+
+    <!-- [[[cog code("nanovllm/scheduling/scheduler.py", "Scheduler.update") ]]] -->
+    <!-- [[[end]]] -->
+
+`code` is a function or class as it stands, `output` what a command prints, the same on each machine; `sample` what it
+printed on some machine, which is not checked. Commands run in this process, once for all pages.
+"""
+
+import argparse
+import ast
+import contextlib
+import functools
+import io
+import os
+import runpy
+import shlex
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BOOK = ROOT / "docs" / "book"
+MAX_LINES = 30  # of an excerpt
+REFRESH = "NANOVLLM_BOOK_REFRESH"
+
+
+def code(path: str, symbol: str, docstring: bool = True) -> None:
+    """Print `symbol` of a Python file (`Class.method`, or a function or class) as a block, with a link to the file."""
+    import cog
+
+    text = excerpt(ROOT / path, symbol, docstring)
+    if (num_lines := text.count("\n") + 1) > MAX_LINES:
+        raise ValueError(f"an excerpt may have {MAX_LINES} lines, {symbol} of {path} has {num_lines}")
+    print(
+        f"\n[`{path}`]({os.path.relpath(ROOT / path, Path(cog.inFile).parent)}), `{symbol}`:\n\n```python\n{text}\n```\n"
+    )
+
+
+def output(command: str) -> None:
+    """Print what `python -m …` prints. It must be the same on every machine."""
+    print(f"\n```text\n{run(command)}\n```\n")
+
+
+def sample(command: str) -> None:
+    """Print what `python -m …` printed when the page was refreshed. Say above it that the reader's will differ."""
+    import cog
+
+    if os.environ.get(REFRESH) or not cog.previous.strip():
+        output(command)
+    else:
+        print(cog.previous, end="")
+
+
+def excerpt(path: Path, symbol: str, docstring: bool = True) -> str:
+    source = path.read_text(encoding="utf-8")
+    node: ast.AST = ast.parse(source)
+    for name in symbol.split("."):
+        found = [child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == name]
+        if not found:
+            raise ValueError(f"{path} has no {symbol}")
+        node = found[0]
+    assert isinstance(node, ast.ClassDef | ast.FunctionDef)
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    lines = source.splitlines()
+    kept = list(range(first - 1, node.end_lineno or first))
+    if not docstring and ast.get_docstring(node) is not None:
+        said = node.body[0]
+        kept = [i for i in kept if not said.lineno - 1 <= i < (said.end_lineno or said.lineno)]
+    return textwrap.dedent("\n".join(lines[i] for i in kept))
+
+
+@functools.cache
+def run(command: str) -> str:
+    """What `python -m MODULE ARGUMENTS …` writes to its standard output."""
+    python, dash_m, module, *arguments = shlex.split(command)
+    if (python, dash_m) != ("python", "-m"):
+        raise ValueError(f"a command of the book begins with `python -m`, got {command!r}")
+    printed, before = io.StringIO(), sys.argv
+    sys.argv = [module, *arguments]
+    try:
+        with contextlib.redirect_stdout(printed):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as error:
+        if error.code:
+            raise RuntimeError(f"{command} ended with {error.code}") from error
+    finally:
+        sys.argv = before
+    return printed.getvalue().strip("\n")
+
+
+def pages() -> list[Path]:
+    return [*sorted(BOOK.glob("*.md")), *sorted((BOOK / "zh").glob("*.md"))]
+
+
+def main() -> None:
+    from cogapp import Cog
+
+    parser = argparse.ArgumentParser(description="Put code and outputs into the pages of the book.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is stale")
+    parser.add_argument("--refresh", action="store_true", help="run commands whose output differs by machine, too")
+    parser.add_argument("page", type=Path, nargs="*", help="only these pages")
+    args = parser.parse_args()
+    if args.refresh:
+        os.environ[REFRESH] = "1"
+    how = ["--check", "--diff"] if args.check else ["-r"]
+    names = [str(page) for page in args.page or pages()]
+    sys.exit(Cog().main(["cog", "-P", "-p", "from tools.book import code, output, sample", *how, *names]))
+
+
+if __name__ == "__main__":
+    main()
