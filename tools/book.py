@@ -38,9 +38,8 @@ def code(path: str, symbol: str, docstring: bool = True) -> None:
     text = excerpt(ROOT / path, symbol, docstring)
     if (num_lines := text.count("\n") + 1) > MAX_LINES:
         raise ValueError(f"an excerpt may have {MAX_LINES} lines, {symbol} of {path} has {num_lines}")
-    print(
-        f"\n[`{path}`]({os.path.relpath(ROOT / path, Path(cog.inFile).parent)}), `{symbol}`:\n\n```python\n{text}\n```\n"
-    )
+    link = os.path.relpath(ROOT / path, Path(cog.inFile).parent)
+    print(f"\n[`{path}`]({link}), `{symbol}`:\n\n```python\n{text}\n```\n")
 
 
 def output(command: str) -> None:
