@@ -117,7 +117,7 @@ class BlockManager:
             self.num_owners[block_id] -= 1
             if not self.num_owners[block_id]:
                 self.free[block_id] = None
-        seq.block_table, seq.num_computed_tokens = [], 0
+        seq.block_table = []
 
 
 class Scheduler:
@@ -234,10 +234,12 @@ class Engine:
         seq.is_finished = token_id in self.model.end_token_ids or num_output_tokens == seq.max_tokens
 
     def count(self, running: list[Sequence]) -> None:
-        """Waste is 1 - num_stored / num_reserved. A block that two sequences share counts twice in both."""
+        """Waste is 1 - num_stored / num_reserved. A shared block counts once."""
+        owners = [num for num in self.scheduler.block_manager.num_owners if num]
+        num_shared = self.block_size * (sum(owners) - len(owners))
         self.num_steps += 1
-        self.num_stored += sum(seq.num_computed_tokens for seq in running)
-        self.num_reserved += sum(len(seq.block_table) * self.block_size for seq in running)
+        self.num_stored += sum(seq.num_computed_tokens for seq in running) - num_shared
+        self.num_reserved += len(owners) * self.block_size
         self.max_num_running = max(self.max_num_running, len(running))
 
     def attend(self, chunks: list, slot_mapping: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

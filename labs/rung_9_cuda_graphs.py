@@ -1,0 +1,58 @@
+"""Rung 9: nanovllm with CUDA graphs. Needs a card.
+
+On a card, a decode of a small model waits for its launches: Python needs longer to ask for kernels than they run.
+A CUDA graph is a recording of a whole decode step for a fixed number of sequences. To replay it is one launch.
+
+    python -m labs.rung_9_cuda_graphs "What is the KV cache?" "What is a block table?"
+"""
+
+import sys
+from pathlib import Path
+
+from labs.model import TINY_QWEN3, Model
+from nanovllm import Config, LLMEngine, SamplingParams
+
+
+class Engine:
+    def __init__(self, folder: str | Path, num_blocks: int, block_size: int, max_num_batched_tokens: int) -> None:
+        self.engine = LLMEngine(
+            Config(
+                folder,
+                dtype="float32",
+                num_kv_blocks=num_blocks,
+                block_size=block_size,
+                max_num_batched_tokens=max_num_batched_tokens,
+                skip_tokenizer_init=True,
+                attention_backend="auto",
+                enable_cuda_graphs=True,
+                enable_overlap=False,
+            )
+        )
+        self.num_steps = self.num_stored = self.num_reserved = self.max_num_running = 0
+
+    def generate(self, prompts: list[list[int]], max_tokens: int | list[int]) -> list[list[int]]:
+        """Greedy output tokens of each prompt; `max_tokens` for all of them, or one number for each."""
+        limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+            self.engine.add_request(str(i), prompt, SamplingParams(temperature=0, max_tokens=limit), stream=False)
+        token_ids: dict[str, list[int]] = {}
+        while self.engine.has_unfinished_requests():
+            step = self.engine.step()
+            self.max_num_running = max(self.max_num_running, step.num_seqs)
+            token_ids |= {output.request_id: output.outputs[0].token_ids for output in step.outputs}
+        self.count()
+        return [token_ids[str(i)] for i in range(len(prompts))]
+
+    def count(self) -> None:
+        """Since the engine started. Waste is 1 - num_stored / num_reserved. A shared block counts once."""
+        stats = self.engine.get_stats()
+        self.num_steps = stats.steps
+        self.num_stored, self.num_reserved = stats.kv_tokens_stored, stats.kv_slots_reserved
+
+
+if __name__ == "__main__":
+    engine = Engine(TINY_QWEN3, num_blocks=256, block_size=4, max_num_batched_tokens=64)
+    model = Model(TINY_QWEN3)
+    prompts = [model.encode(question) for question in sys.argv[1:]]
+    for token_ids in engine.generate(prompts, max_tokens=100):
+        print(model.decode(token_ids))

@@ -1,0 +1,175 @@
+"""Each rung of the ladder gives the tokens that `transformers` gives, and rung 6 does so when memory is full, too."""
+
+import random
+
+import pytest
+
+from labs import (
+    one_file,
+    rung_1_recompute,
+    rung_2_kv_cache,
+    rung_3_static_batch,
+    rung_4_continuous,
+    rung_5_paged,
+    rung_7_engine,
+    rung_8_fast_layers,
+)
+from labs.ladder import compare_with_claims, climb, plot
+from labs.model import TINY_QWEN3, Model
+from tests.conftest import hf_greedy
+
+MAX_MODEL_LEN = 64
+RUNGS = {
+    "1": lambda folder: rung_1_recompute.Engine(folder),
+    "2": lambda folder: rung_2_kv_cache.Engine(folder, MAX_MODEL_LEN),
+    "3": lambda folder: rung_3_static_batch.Engine(folder, 3 * MAX_MODEL_LEN, MAX_MODEL_LEN),
+    "4": lambda folder: rung_4_continuous.Engine(folder, 3 * MAX_MODEL_LEN, MAX_MODEL_LEN),
+    "5": lambda folder: rung_5_paged.Engine(folder, 40, 4),
+    "6": lambda folder: one_file.Engine(folder, 20, 4, 16),
+    "7": lambda folder: rung_7_engine.Engine(folder, 20, 4, 16),
+    "8": lambda folder: rung_8_fast_layers.Engine(folder, 20, 4, 16),
+}
+
+
+def random_requests(chance, vocab_size, num=7, longest=30):
+    """Some begin alike, by more than a block of 4; lengths of prompts and outputs differ, down to a single token."""
+    beginning = [chance.randrange(vocab_size) for _ in range(11)]
+    prompts = []
+    for _ in range(num):
+        own = [chance.randrange(vocab_size) for _ in range(chance.randint(1, longest - 11))]
+        prompts.append(beginning[: chance.choice((0, 3, 8, 11))] + own)
+    return prompts, [chance.randint(1, 24) for _ in range(num)]
+
+
+@pytest.fixture(scope="module")
+def expected_of(tiny_checkpoint):
+    """The oracle, with what the labs call an end token."""
+    folder, model = tiny_checkpoint
+    end_token_ids = Model(folder).end_token_ids
+
+    def greedy(prompts, limits):
+        outputs = []
+        for prompt, limit in zip(prompts, limits, strict=True):
+            tokens = hf_greedy(model, prompt, limit)
+            ends = [i for i, token_id in enumerate(tokens) if token_id in end_token_ids]
+            outputs.append(tokens[: ends[0] + 1] if ends else tokens)
+        return outputs
+
+    return greedy
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_each_rung_is_greedy_decoding(rung, tiny_checkpoint, expected_of):
+    folder, model = tiny_checkpoint
+    prompts, limits = random_requests(random.Random(rung), model.config.vocab_size)
+    engine = RUNGS[rung](folder)
+    expected = expected_of(prompts, limits)
+    assert engine.generate(prompts, limits) == expected
+    assert engine.generate(prompts[:2], 5) == expected_of(prompts[:2], [5, 5]), "the same engine again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_one_file_in_random_pools(seed, tiny_checkpoint, expected_of):
+    check_random_pool(seed, tiny_checkpoint, expected_of)
+
+
+def test_one_file_in_a_random_pool(tiny_checkpoint, expected_of):
+    schedulers = [check_random_pool(seed, tiny_checkpoint, expected_of) for seed in range(4)]
+    assert sum(scheduler.num_preemptions for scheduler in schedulers) > 5, "pools were not small enough"
+    assert sum(scheduler.num_cached_tokens for scheduler in schedulers) > 50, "nothing was found again"
+
+
+def check_random_pool(seed, tiny_checkpoint, expected_of):
+    """After each step, blocks are free or owned as often as tables say. Returns the scheduler."""
+    folder, model = tiny_checkpoint
+    chance = random.Random(seed)
+    block_size, budget = chance.choice((1, 3, 4, 16)), chance.choice((1, 5, 16, 100))
+    prompts, limits = random_requests(chance, model.config.vocab_size)
+    longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+    engine = one_file.Engine(folder, -(-longest // block_size) + chance.randint(0, 3), block_size, budget)
+    scheduler, manager, schedule = engine.scheduler, engine.scheduler.block_manager, engine.scheduler.schedule
+
+    def schedule_and_check():
+        chunks = schedule()
+        assert 1 <= sum(num for _, num in chunks) <= budget
+        owned = [block_id for seq in scheduler.running for block_id in seq.block_table]
+        assert manager.num_owners == [owned.count(block_id) for block_id in range(manager.num_blocks)]
+        assert set(manager.free) == set(range(manager.num_blocks)) - set(owned)
+        return chunks
+
+    scheduler.schedule = schedule_and_check
+    assert engine.generate(prompts, limits) == expected_of(prompts, limits)
+    assert len(manager.free) == manager.num_blocks
+    return scheduler
+
+
+@pytest.mark.parametrize(("num_tokens", "num_found"), [(18, 16), (17, 16), (16, 12)])
+def test_what_is_cached_is_not_computed_again(num_tokens, num_found, tiny_checkpoint):
+    """The last token is always computed: a step needs its logits."""
+    engine = one_file.Engine(tiny_checkpoint[0], num_blocks=32, block_size=4, max_num_batched_tokens=64)
+    prompt = list(range(3, 3 + num_tokens))
+    first = engine.generate([prompt], 4)
+    assert engine.scheduler.num_cached_tokens == 0
+    assert engine.generate([prompt], 4) == first
+    assert engine.scheduler.num_cached_tokens == num_found
+
+
+def test_the_end_of_a_prompt_is_forgotten_before_its_beginning(tiny_checkpoint):
+    engine = one_file.Engine(tiny_checkpoint[0], num_blocks=8, block_size=4, max_num_batched_tokens=64)
+    prompt = list(range(3, 27))  # 24 tokens, six blocks
+    engine.generate([prompt], 1)
+    engine.generate([[1] * 15], 1)  # takes four: two that were never used, and the last two of the prompt
+    engine.generate([prompt], 1)
+    assert engine.scheduler.num_cached_tokens == 16
+
+
+def test_a_block_is_found_only_behind_the_same_tokens(tiny_checkpoint, expected_of):
+    """A + X, B + Y, then B + X: X's block lies behind A."""
+    folder, _ = tiny_checkpoint
+    engine = one_file.Engine(folder, num_blocks=32, block_size=4, max_num_batched_tokens=64)
+    a, b, x, y = ([n] * 4 for n in (5, 6, 7, 8))
+    prompts = [[*a, *x, 9], [*b, *y, 9], [*b, *x, 9]]
+    for prompt in prompts:
+        assert engine.generate([prompt], 6) == expected_of([prompt], [6])
+    assert engine.scheduler.num_cached_tokens == 4, "only b's block"
+
+
+@pytest.mark.parametrize("rung", ["2", "3", "4", "5", "6"])
+@pytest.mark.parametrize(("prompt", "max_tokens"), [([], 1), ([1], 0), ([1] * 200, 1), ([1], 200)])
+def test_what_does_not_fit_is_refused(rung, prompt, max_tokens, tiny_checkpoint):
+    folder, _ = tiny_checkpoint
+    engine = RUNGS[rung](folder)
+    with pytest.raises(ValueError, match="prompt and max_tokens must be >= 1"):
+        engine.generate([[1, 2], prompt], [3, max_tokens])
+    assert len(engine.generate([[1, 2]], 3)[0]) <= 3, "nothing of it is left"
+
+
+def test_the_one_file_has_at_most_300_lines():
+    with open(one_file.__file__, encoding="utf-8") as file:
+        assert len(file.readlines()) <= 300
+
+
+def test_sizes_are_checked(tiny_checkpoint):
+    with pytest.raises(ValueError, match="block_size must be >= 1, got 0"):
+        one_file.Engine(tiny_checkpoint[0], num_blocks=4, block_size=0, max_num_batched_tokens=8)
+
+
+def test_the_network_says_which_models_it_reads(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="plain Qwen3 models, got model_type 'llama'"):
+        Model(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_ladder(capsys, tmp_path):
+    """On the bundled model, all rungs with a part of the work. The ladder raises if any token differs."""
+    results = climb(TINY_QWEN3, num_slots=512, num_requests=12)
+    assert [result.rung for result in results][:8] == list(range(1, 9))
+    by_rung = {result.rung: result for result in results}
+    assert by_rung[6].num_steps < by_rung[5].num_steps < by_rung[4].num_steps < by_rung[3].num_steps
+    assert by_rung[6].waste < by_rung[5].waste < by_rung[4].waste
+    assert by_rung[6].num_sequences > by_rung[5].num_sequences > by_rung[4].num_sequences
+    assert "Paging gives" in compare_with_claims(results)
+    plot(results, tmp_path / "ladder.png")
+    assert (tmp_path / "ladder.png").stat().st_size > 10_000
