@@ -14,7 +14,7 @@ from labs import (
     rung_7_engine,
     rung_8_fast_layers,
 )
-from labs.ladder import compare_with_claims, climb, plot
+from labs.ladder import climb, compare_with_claims, plot
 from labs.model import TINY_QWEN3, Model
 from tests.conftest import hf_greedy
 
