@@ -24,14 +24,13 @@ from benchmarks import (
     cpu_kernels,
     decode_profile,
     fused_projections,
-    kv_waste,
     long_prefill,
     preemption,
     roofline,
     sampling,
     step_overhead,
 )
-from benchmarks.common import QWEN3_06B, ModelShape, make_workload
+from benchmarks.common import QWEN3_06B, ModelShape
 from benchmarks.roofline import Rates
 from nanovllm import TINY_QWEN3, LLMEngine
 from nanovllm.execution.kv_cache import KVCache
@@ -64,23 +63,25 @@ def cells(row):
 
 
 def documents():
-    """README, the pages about it, and what the benchmarks say of themselves."""
+    """README, the pages about it, and what benchmarks and calculators say of themselves."""
     texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in markdown_files()}
-    for path in [ROOT / "bench.py", *ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/gpu/*.py")]:
+    folders = ("benchmarks", "benchmarks/gpu", "labs/calculators")
+    for path in [ROOT / "bench.py", *(path for folder in folders for path in ROOT.glob(f"{folder}/*.py"))]:
         docstring = re.match(r'"""(.*?)"""', path.read_text(encoding="utf-8"), re.DOTALL)
         texts[str(path.relative_to(ROOT))] = docstring[1] if docstring else ""
     return texts
 
 
 def markdown_files():
-    return [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
+    folders = ("docs", "benchmarks", "labs")
+    return [ROOT / "README.md", *(path for folder in folders for path in ROOT.glob(f"{folder}/*.md"))]
 
 
 def named_commands():
     """(module, the options that a document names with it); a command may go on behind a backslash."""
     options = {}
     for text in documents().values():
-        command = r"(?:python -m (benchmarks\.[\w.]*\w)|\b(bench)\.py)([^`#\n]*)"
+        command = r"(?:python -m ((?:benchmarks|labs\.calculators)\.[\w.]*\w)|\b(bench)\.py)([^`#\n]*)"
         for match in re.finditer(command, text.replace("\\\n", "")):
             names = re.findall(r"(?<![\w:=-])--[a-z][a-z0-9-]*", match[3])  # not ENGINE:--option, an argument's own
             options.setdefault(match[1] or match[2], set()).update(names)
@@ -101,38 +102,6 @@ def test_named_commands_exist_and_know_the_named_options(name, options, run_main
         run_main(importlib.import_module(name), "--help")
     assert end.value.code == 0
     assert options <= set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))
-
-
-# ---- kv_waste
-
-
-def waste(contexts, block_size):
-    """Of sequences that hold these numbers of tokens, in one step or another."""
-    reserved = sum(-(-context // block_size) * block_size for context in contexts)
-    return 1 - sum(contexts) / reserved
-
-
-@pytest.mark.parametrize("block_size", [1, 7, 16, 256])
-def test_waste_is_what_the_last_blocks_do_not_hold(block_size):
-    workload = make_workload("tiny", [5, 30], [40, 3], vocab_size=1000, shared_len=0)
-    contexts = [*range(5, 5 + 40), *range(30, 30 + 3)]  # in the step of its n-th output, a request holds prompt + n - 1
-    assert kv_waste.measure_waste(workload, block_size) == pytest.approx(waste(contexts, block_size))
-    assert (waste(contexts, block_size) == 0) == (block_size == 1)
-
-
-def test_waste_counts_a_prompt_that_two_steps_share():
-    workload = make_workload("long", [4000] * 3, [5] * 3, vocab_size=1000, shared_len=0)
-    contexts = [*range(4000, 4005)] * 3 + [8192 - 2 * 4000]  # what the first step's budget leaves for the third
-    assert kv_waste.measure_waste(workload, 256) == pytest.approx(waste(contexts, 256))
-
-
-def test_performance_md_tells_the_measured_waste(run_main):
-    lines = run_main(kv_waste, "--block-size", 16, 256)
-    measured = [float(re.search(r"([\d.]+)% of", line)[1]) for line in lines]
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    row = next(row for row in text.splitlines() if "kv_waste" in row)
-    told = [float(figure) for figure in re.findall(r"([\d.]+) % with blocks", row)]
-    assert measured == [pytest.approx(told[0], abs=0.005), pytest.approx(told[1], abs=0.05)]
 
 
 # ---- the engine's own work

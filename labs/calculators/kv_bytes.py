@@ -1,15 +1,15 @@
 """Bytes of KV cache for each token: K and V of every head (MHA), shared (GQA, MQA), or a latent (MLA).
 
-    python -m benchmarks.kv_bytes                                        # the shapes of some published models
-    python -m benchmarks.kv_bytes --model ../Qwen3-30B-A3B benchmarks/configs/qwen3-0.6b
-    python -m benchmarks.kv_bytes --layers 32 --heads 32 --kv-heads 8 --head-dim 128 --window 4096
-    python -m benchmarks.kv_bytes --layers 61 --heads 128 --head-dim 128 --latent-rank 512 --rope-dim 64
+    python -m labs.calculators.kv_bytes                                  # the shapes of some published models
+    python -m labs.calculators.kv_bytes --model Qwen/Qwen3-0.6B benchmarks/configs/llama-3.2-1b
+    python -m labs.calculators.kv_bytes --layers 32 --heads 32 --kv-heads 8 --head-dim 128 --window 4096
+    python -m labs.calculators.kv_bytes --layers 61 --heads 128 --head-dim 128 --latent-rank 512 --rope-dim 64
 
-Each model is a row as it is, beside what the same layers would take with other attention: MHA keeps 2 · heads ·
-head_dim values in each layer, GQA 2 · kv_heads · head_dim, MQA 2 · head_dim, MLA latent_rank + rope_dim. A window
-bounds what a sequence keeps, where every layer has one; where some layers have none, blocks behind the others' windows
-stay. The last columns are whole sequences. Nothing is run: `tests/test_kv_bytes.py` holds these figures against the
-caches that engines allocate.
+A model is a folder with a config.json, or a hub id, of which only config.json is fetched. Each is a row as it is,
+beside what the same layers would take with other attention: MHA keeps 2 · heads · head_dim values in each layer, GQA
+2 · kv_heads · head_dim, MQA 2 · head_dim, MLA latent_rank + rope_dim. A window bounds what a sequence keeps, where
+every layer has one; where some layers have none, blocks behind the others' windows stay. The last columns are whole
+sequences. Nothing is run: `tests/labs/test_kv_bytes.py` holds these figures against the caches that engines allocate.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import DTYPE_BYTES, QWEN3_06B, read_config
+from benchmarks.common import DTYPE_BYTES, find_model, read_config
 from nanovllm.models.registry import find_architecture
 
 LENGTHS = (4096, 32_768, 131_072)  # of the sequences in the last columns
@@ -54,10 +54,12 @@ class CacheShape:
             return "MQA" if self.num_kv_heads == 1 else "MHA"
         return f"GQA of {self.num_kv_heads}"
 
+    def slots_of_sequence(self, num_tokens: int) -> int:
+        """Tokens that are kept: behind a window nothing is, but for the rest of a block."""
+        return num_tokens if self.window is None else min(num_tokens, self.window)
+
     def values_of_sequence(self, num_tokens: int) -> int:
-        """Behind a window nothing is kept, but for the rest of a block."""
-        kept = num_tokens if self.window is None else min(num_tokens, self.window)
-        return self.values_per_token * kept
+        return self.values_per_token * self.slots_of_sequence(num_tokens)
 
     def variants(self) -> list["CacheShape"]:
         """The same layers with each kind of attention; this one first."""
@@ -85,12 +87,17 @@ PUBLISHED = [
 ]
 
 
-def shape_of_config(folder: Path) -> CacheShape:
+def shape_of_model(name: str) -> CacheShape:
+    """The cache's shape of a folder or hub id. ValueError if there is neither, or if it is not served here."""
+    folder = find_model(name, with_weights=False)
+    return shape_of_config(folder, folder.resolve().name if Path(name).is_dir() else name)
+
+
+def shape_of_config(folder: Path, name: str) -> CacheShape:
     """The cache's shape for a config.json. ValueError for an architecture that this engine does not serve."""
     raw = read_config(folder)
     _, shape = find_architecture(raw)
-    window, num_layers = shape.widest_window, shape.num_hidden_layers
-    name, heads = folder.resolve().name, shape.num_attention_heads
+    window, num_layers, heads = shape.widest_window, shape.num_hidden_layers, shape.num_attention_heads
     if shape.latent_rank is None:
         return CacheShape(name, num_layers, heads, shape.num_key_value_heads, 2 * shape.head_dim, window=window)
     return latent_shape(name, shape, window)
@@ -142,7 +149,7 @@ def as_table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Bytes of KV cache for each token, by kind of attention.")
-    parser.add_argument("--model", type=Path, nargs="+", help=f"folders with a config.json, such as {QWEN3_06B.name}")
+    parser.add_argument("--model", nargs="+", help="folders with a config.json, or hub ids such as Qwen/Qwen3-0.6B")
     for name in ("layers", "heads", "kv-heads", "head-dim", "latent-rank", "rope-dim", "window"):
         parser.add_argument(f"--{name}", type=int, help="of a shape that is on no disk")
     parser.add_argument("--dtype", default="bfloat16", choices=[*DTYPE_BYTES, "fp8"], help="of the cache")
@@ -150,7 +157,7 @@ def main() -> None:
     args = parser.parse_args()
     bytes_per_value = 1 if args.dtype == "fp8" else DTYPE_BYTES[args.dtype]
     try:
-        given = [shape_of_config(folder) for folder in args.model or []] + shape_of_arguments(args)
+        given = [shape_of_model(name) for name in args.model or []] + shape_of_arguments(args)
     except ValueError as error:
         parser.error(str(error))
     shapes, num_kept = (given, None) if given else (PUBLISHED, 1)

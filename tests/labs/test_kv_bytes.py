@@ -1,4 +1,4 @@
-"""`benchmarks.kv_bytes` prints what engines really allocate, and what it prints adds up."""
+"""`labs.calculators.kv_bytes` prints what engines really allocate, and what it prints adds up."""
 
 import json
 import sys
@@ -7,10 +7,11 @@ import pytest
 import torch
 import transformers
 
-from benchmarks import kv_bytes
 from benchmarks.common import QWEN3_06B, ModelShape
+from labs.calculators import kv_bytes
 from nanovllm import LLM
 from nanovllm.kernels.cpu.attention import CpuAttention
+from tests.hub_cache import put_into_cache
 from tests.models.architectures import ARCHITECTURES
 
 KINDS = {  # architecture, variant, what kv_bytes calls its attention
@@ -66,7 +67,7 @@ def test_it_prints_what_an_engine_allocates(folders, monkeypatch, capsys, kind, 
 
 
 def test_windows_bound_a_sequence_only_where_all_layers_have_one(folders):
-    some, all_ = (kv_bytes.shape_of_config(folders[kind]) for kind in ("windows in some layers", "window"))
+    some, all_ = (kv_bytes.shape_of_model(str(folders[kind])) for kind in ("windows in some layers", "window"))
     assert (some.window, all_.window) == (None, 9)
     assert all_.values_of_sequence(1000) == all_.values_of_sequence(9) == 9 * all_.values_per_token
     assert some.values_of_sequence(1000) == 1000 * some.values_per_token
@@ -104,6 +105,12 @@ def test_a_shape_that_is_on_no_disk_equals_the_config_of_one(monkeypatch, capsys
     assert [{**row, "model": ""} for row in on_disk] == [{**row, "model": ""} for row in by_shape]
 
 
+def test_a_hub_id_needs_only_its_config(hub_cache, monkeypatch, capsys):
+    put_into_cache(hub_cache, "org/qwen", QWEN3_06B, ["config.json"])
+    fetched = run_main(monkeypatch, capsys, "--model", "org/qwen")
+    assert fetched.replace("org/qwen", "qwen3-0.6b") == run_main(monkeypatch, capsys, "--model", QWEN3_06B)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -111,10 +118,10 @@ def test_a_shape_that_is_on_no_disk_equals_the_config_of_one(monkeypatch, capsys
         (("--layers", 3, "--heads", 8, "--head-dim", 16, "--kv-heads", 3), "multiple of --kv-heads, got 8 and 3"),
         (("--layers", 0, "--heads", 8, "--head-dim", 16), "must be >= 1"),
         (("--layers", 3, "--heads", 8, "--head-dim", 16, "--latent-rank", 64), "go together"),
-        (("--model", "nowhere"), "must be a folder with a config.json, got 'nowhere'"),
+        (("--model", "nowhere"), "'nowhere' is neither a folder here nor to be had from the hub"),
     ],
 )
-def test_bad_arguments_are_refused(monkeypatch, capsys, arguments, message):
+def test_bad_arguments_are_refused(hub_cache, monkeypatch, capsys, arguments, message):
     with pytest.raises(SystemExit):
         run_main(monkeypatch, capsys, *arguments)
     assert message in capsys.readouterr().err

@@ -1,0 +1,143 @@
+"""How much of the prompts a prefix cache saves in conversations of several turns, by the size of the KV cache.
+
+    python -m labs.calculators.hit_rate
+    python -m labs.calculators.hit_rate --num-users 64 --num-turns 10 --system-len 1000 --num-kv-blocks 2000 4000 8000
+    python -m labs.calculators.hit_rate --plot hit_rate.png
+
+    hit rate = prompt tokens that were found in the cache / prompt tokens
+
+All users share a system prompt. The prompt of each turn is the whole conversation so far and a new message, so all but
+the message can be cached: from the turns before, or, in the first turn, the system prompt from other users. Between two
+turns a user thinks, and the conversation's blocks are free: they hold it until they are handed out to others, the block
+that was freed longest ago first (LRU). The conversations of users who think compete for the cache.
+
+The real scheduler and block manager serve this with made-up tokens instead of a model. A step of the engine is the unit
+of time. The last row is a cache in which all conversations fit, so nothing is evicted: no cache can find more.
+"""
+
+import argparse
+import heapq
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from labs.calculators.common import Panel, draw, print_table
+from nanovllm import SamplingParams
+from nanovllm.scheduling.block_manager import BlockManager
+from nanovllm.scheduling.observer import SchedulingStats
+from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.scheduling.sequence import Sequence
+
+MAX_MESSAGE_TOKEN = 10_000
+ANSWER_TOKEN = 10_001  # which one does not matter: the messages tell conversations apart
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Lengths in tokens, thinking in steps; messages and thinking are drawn around their means."""
+
+    num_users: int
+    num_turns: int
+    system_len: int
+    message_len: int
+    answer_len: int
+    think_steps: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < (0 if name in ("system_len", "think_steps", "seed") else 1):
+                raise ValueError(f"{name} must be >= 1 (system_len and think_steps >= 0), got {value}")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a conversation at its end, at most."""
+        return self.system_len + self.num_turns * (2 * self.message_len + self.answer_len)
+
+
+class Evictions(SchedulingStats):
+    """Counts evicted blocks too: cached ones that were handed out anew."""
+
+    num_evicted_blocks = 0
+
+    def on_take_block(self, seq: Sequence, block_id: int, is_evicted: bool) -> None:
+        self.num_evicted_blocks += is_evicted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prefix-cache hit rate by the size of the KV cache.")
+    parser.add_argument("--num-users", type=int, default=32)
+    parser.add_argument("--num-turns", type=int, default=6)
+    parser.add_argument("--system-len", type=int, default=256, help="tokens that all conversations begin with")
+    parser.add_argument("--message-len", type=int, default=48, help="tokens of a message on average")
+    parser.add_argument("--answer-len", type=int, default=48, help="tokens of an answer")
+    parser.add_argument("--think-steps", type=int, default=200, help="steps between two turns of a user, on average")
+    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--num-kv-blocks", type=int, nargs="+", default=[100, 200, 300, 400, 600, 800, 1200])
+    parser.add_argument("--plot", type=Path, help="draw the curve to this file (needs matplotlib)")
+    args = parser.parse_args()
+    lens = (args.system_len, args.message_len, args.answer_len)
+    try:
+        chat = Chat(args.num_users, args.num_turns, *lens, args.think_steps)
+        fits_all = chat.num_users * -(-chat.longest // args.block_size)
+        sizes = [*args.num_kv_blocks, fits_all]
+        stats = {size: serve(chat, size, args.block_size, args.max_num_seqs) for size in sizes}
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{chat.num_users} users, {chat.num_turns} turns each; {stats[fits_all].prefix_cache_query_tokens:,} tokens "
+          f"of prompts; a conversation ends with {chat.longest:,} tokens at most\n")  # fmt: skip
+    rows = [
+        [f"{size:,}", f"{size * args.block_size:,}", f"{hit_rate(one):.1%}", f"{one.num_evicted_blocks:,}",
+         str(one.num_preemptions)]
+        for size, one in stats.items()
+    ]  # fmt: skip
+    print_table(["num_kv_blocks", "tokens", "hit rate", "evicted blocks", "preemptions"], rows)
+    if args.plot:
+        rates = [100 * hit_rate(stats[size]) for size in args.num_kv_blocks]
+        levels = {"all conversations fit": 100 * hit_rate(stats[fits_all])}
+        panel = Panel("num_kv_blocks", "hit rate, % of prompt tokens", args.num_kv_blocks, {"LRU": rates}, levels)
+        draw(args.plot, f"{chat.num_users} users, {chat.num_turns} turns each, blocks of {args.block_size}", [panel])
+
+
+def serve(chat: Chat, num_blocks: int, block_size: int, max_num_seqs: int) -> Evictions:
+    """All turns of all users. ValueError if a conversation may be longer than the cache."""
+    if block_size < 1 or max_num_seqs < 1 or num_blocks * block_size < chat.longest:
+        raise ValueError(
+            f"block_size and max_num_seqs must be >= 1, and num_kv_blocks * block_size >= {chat.longest}, the longest "
+            f"conversation; got {block_size}, {max_num_seqs} and {num_blocks} * {block_size}"
+        )
+    rng, stats = random.Random(chat.seed), Evictions()
+    scheduler = Scheduler(BlockManager(num_blocks, block_size, observer=stats), max_num_seqs, 2048, chat.longest + 1)
+    params = SamplingParams(max_tokens=chat.answer_len, ignore_eos=True)
+    system = [rng.randint(0, MAX_MESSAGE_TOKEN) for _ in range(chat.system_len)]
+    conversations, turns = [system] * chat.num_users, [0] * chat.num_users
+    # (step, user): when each user sends the next message
+    sends = [(rng.randint(0, 2 * chat.think_steps), user) for user in range(chat.num_users)]
+    heapq.heapify(sends)
+    step = 0
+    while sends or scheduler.has_unfinished():
+        if not scheduler.has_unfinished():
+            step = max(step, sends[0][0])  # all users think
+        while sends and sends[0][0] <= step:
+            _, user = heapq.heappop(sends)
+            message = [rng.randint(0, MAX_MESSAGE_TOKEN) for _ in range(rng.randint(1, 2 * chat.message_len - 1))]
+            scheduler.add(Sequence(str(user), conversations[user] + message, params))
+        scheduled = scheduler.schedule()
+        for _, seq in scheduler.update(scheduled, [ANSWER_TOKEN] * len(scheduled.samples)):
+            if seq.finish_reason:
+                user = int(seq.request_id)
+                conversations[user] = seq.token_ids.view().tolist()
+                turns[user] += 1
+                if turns[user] < chat.num_turns:
+                    heapq.heappush(sends, (step + rng.randint(0, 2 * chat.think_steps), user))
+        step += 1
+    return stats
+
+
+def hit_rate(stats: SchedulingStats) -> float:
+    return stats.prefix_cache_hit_tokens / stats.prefix_cache_query_tokens
+
+
+if __name__ == "__main__":
+    main()

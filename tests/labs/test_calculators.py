@@ -1,0 +1,357 @@
+"""The calculators print what can be worked out by hand, or counted in another way. (`test_kv_bytes.py` has its own.)"""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.common import QWEN3_06B, ModelShape, make_workload
+from benchmarks.roofline import Rates
+from labs.calculators import chunk_size, hit_rate, roofline, users_fit, waste
+from tests.hub_cache import put_into_cache
+from tests.models.architectures import ARCHITECTURES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run_main(monkeypatch, capsys):
+    """Run a calculator as its command does; returns the lines that it prints."""
+
+    def run(module, *arguments):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+        module.main()
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def save_config(folder, name, variant):
+    """The config.json of a small model, and its class and config in transformers"""
+    one = ARCHITECTURES[name]
+    fields = {key: value for key, value in {**one.shape, **one.variants[variant]}.items() if value is not None}
+    config = one.config_class(**fields, architectures=[one.model_class.__name__])
+    config.save_pretrained(folder)
+    return one.model_class, config
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "message"),
+    [
+        (waste, ("--block-size", 0), "block_size must be >= 1"),
+        (waste, ("--max-model-len", 100), "max_model_len >= 2011, the longest request"),
+        (users_fit, ("--memory", "24GX"), "--memory must be a size such as 24GiB"),
+        (users_fit, ("--memory", "1.2.3GB"), "--memory must be a size such as 24GiB"),
+        (users_fit, ("--memory", "1GiB"), "no memory is left for the KV cache: of 1.00 GiB, weights take 1.11 GiB"),
+        (users_fit, ("--memory", "9GiB", "--mean-len", 0), "--mean-len must be >= 1"),
+        (users_fit, ("--memory", "9GiB", "--max-model-len", 500), "--mean-len must be <= max_model_len, got 1000 and"),
+        (users_fit, ("--model", "org/none"), "'org/none' is neither a folder here nor to be had from the hub"),
+        (roofline, ("--model", "org/none"), "'org/none' is neither a folder here nor to be had from the hub"),
+        (roofline, ("--read-gb-s", 0, "--tflops", 1, "--launch-us", 1), "must be > 0"),
+        (roofline, ("--read-gb-s", 1, "--tflops", 1, "--launch-us", 1, "--batch-size", 0), "--batch-size must be >= 1"),
+        (chunk_size, ("--budget", 0), "must be >= 1"),
+        (chunk_size, ("--cost", 0, 0, 1), "--cost must be >= 0, and fixed or per token > 0"),
+        (chunk_size, ("--long-len", 2000), "--long-len must be in 1 … 1952, got 2000"),
+        (hit_rate, ("--num-users", 0), "num_users must be >= 1"),
+        (hit_rate, ("--num-kv-blocks", 10), "num_kv_blocks * block_size >= 1120, the longest conversation"),
+    ],
+)
+def test_bad_arguments_are_refused(hub_cache, run_main, capsys, module, arguments, message):
+    with pytest.raises(SystemExit):
+        run_main(module, *arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        (waste, ()),
+        (roofline, ("--read-gb-s", 30, "--tflops", 0.4, "--launch-us", 3)),
+        (chunk_size, ("--cost", 5, 20, 5)),
+        (hit_rate, ()),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_pictures_are_drawn(tmp_path, run_main, module, arguments):
+    run_main(module, *arguments, "--plot", tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- waste
+
+
+def waste_of(contexts, block_size):
+    """Of sequences that hold these numbers of tokens, in one step or another."""
+    reserved = sum(-(-context // block_size) * block_size for context in contexts)
+    return 1 - sum(contexts) / reserved
+
+
+@pytest.mark.parametrize("block_size", [1, 7, 16, 256])
+def test_waste_is_what_the_last_blocks_do_not_hold(block_size):
+    workload = make_workload("tiny", [5, 30], [40, 3], vocab_size=1000, shared_len=0)
+    contexts = [*range(5, 5 + 40), *range(30, 30 + 3)]  # in the step of its n-th output, a request holds prompt + n - 1
+    slots = waste.count_slots(workload, block_size, 64)
+    assert waste.waste_of_blocks(slots) == pytest.approx(waste_of(contexts, block_size))
+    assert waste.mean_stored(slots) == pytest.approx(sum(contexts) / len(contexts))
+    assert (waste_of(contexts, block_size) == 0) == (block_size == 1)
+
+
+def test_waste_counts_a_prompt_that_two_steps_share():
+    workload = make_workload("long", [4000] * 3, [5] * 3, vocab_size=1000, shared_len=0)
+    contexts = [*range(4000, 4005)] * 3 + [8192 - 2 * 4000]  # what the first step's budget leaves for the third
+    slots = waste.count_slots(workload, 256, 4096)
+    assert waste.waste_of_blocks(slots) == pytest.approx(waste_of(contexts, 256))
+
+
+def test_the_formula_is_exact_where_a_last_block_is_filled_from_empty_to_full():
+    workload = make_workload("one", [1], [5 * 16], vocab_size=1000, shared_len=0)
+    slots = waste.count_slots(workload, 16, 128)
+    assert waste.expected_waste(16, waste.mean_stored(slots)) == pytest.approx(waste.waste_of_blocks(slots))
+
+
+def test_ranges_are_counted_slot_by_slot():
+    prompts, outputs = [5, 30, 7], [40, 3, 1]
+    workload = make_workload("tiny", prompts, outputs, vocab_size=1000, shared_len=0)
+    ranges = {"Max": [100] * 3, "Pow2": [5 + 64, 30 + 4, 7 + 1], "Oracle": [5 + 39, 30 + 2, 7 + 0]}
+    expected = {}
+    for rule, sizes in ranges.items():
+        later = never = total = 0
+        for prompt, output, size in zip(prompts, outputs, sizes, strict=True):
+            for step in range(output):
+                for slot in range(size):
+                    total += 1
+                    never += slot >= prompt + output - 1
+                    later += prompt + step <= slot < prompt + output - 1
+        expected[rule] = (later / total, never / total)
+    assert waste.waste_by_rule(waste.count_slots(workload, 16, 100)) == {
+        rule: pytest.approx(shares) for rule, shares in expected.items()
+    }
+
+
+def test_performance_md_tells_the_measured_waste(run_main):
+    lines = run_main(waste, "--block-size", 16, 256)
+    measured = [float(line.split()[-1].strip("%")) for line in lines if re.match(r"(16|256) +\d", line)]
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    row = next(row for row in text.splitlines() if "calculators.waste" in row)
+    told = [float(figure) for figure in re.findall(r"([\d.]+) % with blocks", row)]
+    assert measured == [pytest.approx(told[0], abs=0.005), pytest.approx(told[1], abs=0.05)]
+
+
+# ---- users_fit
+
+
+def test_users_of_qwen3_06b_by_hand(hub_cache, run_main):
+    """596,049,920 weights of two bytes, 112 KiB of cache for a token: 23,503,962,112 bytes are left, 204,938 slots."""
+    put_into_cache(hub_cache, "org/qwen", QWEN3_06B, ["config.json"])
+    sizes = ("--memory", "24GiB", "--activations", "1GiB", "--context-len", 2048, 32_768)
+    lines = run_main(users_fit, "--model", "org/qwen", *sizes)
+    assert lines[0] == ("org/qwen: 24.00 GiB - weights 1.11 GiB - activations 1.00 GiB = 21.89 GiB for the KV cache")
+    rows = {tuple(re.split(r" {2,}", line)[:2]): re.split(r" {2,}", line)[2:] for line in lines}
+    assert rows["GQA of 8", "16 bits"] == ["114,688", "100", "6"]
+    assert rows["GQA of 8", "8 bits"] == ["57,344", "200", "12"]
+    assert rows["MHA", "16 bits"] == ["229,376", "50", "3"]
+    assert rows["MQA", "16 bits"] == ["14,336", "800", "50"]
+    assert rows["MLA of 512 + 64", "16 bits"] == ["32,256", "355", "22"]
+    assert lines[-3:] == [
+        "204,938 slots, users of 1,000 tokens on average, GQA of 8:",
+        "  contiguous, max_model_len of 40,960 reserved for each: 5 users",
+        "  in blocks of 16: 203 users",  # 204,928 slots of whole blocks / 1,007.5
+    ]
+
+
+def test_activations_by_hand():
+    """Of 10 tokens: input and residual of 1024, gate and up of 3072 each; q, k and v have only 4096 together."""
+    shape = users_fit.find_architecture(users_fit.read_config(QWEN3_06B))[1]
+    assert users_fit.count_activations(shape, 10, 3, 2) == 10 * (2 * 1024 + 2 * 3072) * 2 + 3 * 151_936 * 4
+
+
+def test_behind_a_window_more_tokens_take_no_more_memory(tmp_path, run_main):
+    save_config(tmp_path, "mistral", "short window")
+    lines = run_main(users_fit, "--model", tmp_path, "--memory", "1GiB", "--mean-len", 100, "--context-len", 9, 90, 900)
+    windowed = [line.split() for line in lines if "window of 9" in line]
+    assert len(windowed) > 1
+    assert all(len(set(cells[-3:])) == 1 for cells in windowed)
+    full = next(line.split() for line in lines if line.startswith("GQA of 2  "))
+    assert len(set(full[-3:])) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [("llama", "MQA"), ("gemma3", "plain"), ("qwen3_moe", "a dense layer"), ("deepseek_v3", "plain")],
+)
+def test_parameters_equal_transformers(tmp_path, name, variant):
+    model_class, config = save_config(tmp_path, name, variant)
+    with torch.device("meta"):
+        model = model_class(config)
+    model.tie_weights()
+    weights = [*model.parameters(), *(b for name, b in model.named_buffers() if name.endswith("correction_bias"))]
+    assert users_fit.count_parameters(tmp_path) == sum(weight.numel() for weight in weights)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("24GiB", 24 * 2**30), ("1.5 GB", 1_500_000_000), ("512MiB", 2**29), ("12345", 12_345)]
+)
+def test_sizes(text, number):
+    assert users_fit.parse_bytes("--memory", text) == number
+
+
+# ---- roofline
+
+QWEN3 = ModelShape.from_folder(QWEN3_06B)
+RATES = Rates(read_bytes_per_s=30e9, gemm_flops_per_s=400e9)
+
+
+def test_a_step_of_qwen3_06b_by_hand():
+    """440,401,920 + 155,582,464 weights; 28 layers of 16 heads, 8 of K and V, of 128."""
+    step = roofline.step_times(QWEN3, 8, 1000, 2, RATES, 3e-6)
+    weights = 440_401_920 + 155_582_464
+    assert step.reading == pytest.approx((2 * weights + 8 * 1000 * 28 * 2 * 8 * 128 * 2) / 30e9)
+    assert step.arithmetic == pytest.approx(8 * (2 * weights + 1000 * 28 * 16 * 128 * 4) / 400e9)
+    assert step.launches == pytest.approx((28 * 12 + 4) * 3e-6)
+    assert (step.total, step.waits_for) == (step.reading, "reading")
+
+
+@pytest.mark.parametrize("context_len", [2, 100, 500])
+def test_at_the_ridge_arithmetic_takes_over(context_len):
+    ridge = roofline.find_ridge(QWEN3, context_len, 2, RATES)
+    below, above = (
+        roofline.step_times(QWEN3, batch_size, context_len, 2, RATES, 1e-9)
+        for batch_size in (int(ridge), int(ridge) + 1)
+    )
+    assert (below.waits_for, above.waits_for) == ("reading", "arithmetic")
+
+
+def test_with_a_long_context_there_is_no_ridge(run_main):
+    assert roofline.find_ridge(QWEN3, 4096, 2, RATES) is None
+    assert roofline.step_times(QWEN3, 5000, 4096, 2, RATES, 1e-9).waits_for == "reading"
+    lines = run_main(roofline, "--read-gb-s", 30, "--tflops", 0.4, "--launch-us", 3, "--batch-size", 1, 64)
+    assert [line.split()[-1] for line in lines if re.match(r"(1|64) ", line)] == ["reading", "reading"]
+    assert any(re.match(r" +4,096 tokens +never", line) for line in lines)
+    assert any(re.match(r" +256 tokens +\d", line) for line in lines)
+
+
+# ---- chunk_size
+
+COST = chunk_size.Cost(fixed=1.0, per_token=10.0, per_pair=100.0)
+
+
+def seconds_of(*steps):
+    return [1.0 + 10.0 * tokens + 100.0 * pairs for tokens, pairs in steps]
+
+
+def test_a_budget_that_holds_all_prompts_makes_one_prefill_step():
+    workload = make_workload("two", [3, 5], [2, 3], vocab_size=1000, shared_len=0)
+    found = chunk_size.model(workload, 2, 8, COST)
+    first, second, third = seconds_of((8, 6 + 15), (2, 4 + 6), (1, 7))  # prompts; two decodes; the second's last
+    assert found.ttfts == [first, first]
+    assert found.tpots == pytest.approx([second, (second + third) / 2])
+    assert found.itls == pytest.approx([second, second, third])
+    assert found.throughput == pytest.approx(5 / (first + second + third))
+
+
+def test_a_smaller_budget_cuts_the_second_prompt_into_chunks():
+    workload = make_workload("two", [3, 5], [2, 3], vocab_size=1000, shared_len=0)
+    found = chunk_size.model(workload, 2, 4, COST)
+    # the first prompt and token 0; its decode beside tokens 1 … 3; token 4; two decodes
+    steps = seconds_of((4, 6 + 1), (4, 4 + 2 + 3 + 4), (1, 5), (1, 6), (1, 7))
+    assert found.ttfts == pytest.approx([steps[0], sum(steps[:3])])
+    assert found.tpots == pytest.approx([steps[1], sum(steps[3:]) / 2])
+
+
+def test_a_user_sends_the_next_request_when_the_last_is_answered():
+    workload = make_workload("three", [3, 5, 4], [1, 1, 1], vocab_size=1000, shared_len=0)
+    found = chunk_size.model(workload, 1, 100, COST)
+    assert found.ttfts == pytest.approx(seconds_of((3, 6), (5, 15), (4, 10)))
+    assert (found.tpots, found.itls) == ([], [])
+
+
+def test_smaller_chunks_shorten_gaps_and_lengthen_the_wait(run_main):
+    lines = run_main(chunk_size, "--cost", 5, 20, 5, "--budget", 64, 2048, "--num-requests", 48)
+    small, large = ([float(cell) for cell in line.replace(",", "").split()] for line in lines[-2:])
+    assert small[1] > large[1]  # the median TTFT
+    assert small[4] < large[4]  # the longest gaps
+    assert small[5] < large[5]  # tokens per second
+
+
+def test_a_fit_finds_the_cost_and_takes_no_negative_part():
+    work = [(1, 10), (16, 100), (128, 9000), (1000, 500_000), (1, 2000)]
+    cost = chunk_size.Cost(6e-4, 2e-5, 2e-8)
+    found = chunk_size.fit([(*one, cost.of(*one)) for one in work])
+    assert vars(found) == pytest.approx(vars(cost))
+    without_pairs = chunk_size.fit([(tokens, pairs, 6e-4 + 2e-5 * tokens - 1e-12 * pairs) for tokens, pairs in work])
+    assert without_pairs.per_pair == 0
+    assert (without_pairs.fixed, without_pairs.per_token) == pytest.approx((6e-4, 2e-5), rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_engine_itself_is_measured(run_main):
+    lines = run_main(chunk_size, "--budget", 256, "--measure", 256, "--num-requests", 8, "--long-len", 300)
+    assert "fitted to 16 steps" in lines[1]
+    modelled, measured = lines[-2:]
+    assert measured.startswith("256 measured")
+    assert all(float(cell.replace(",", "")) > 0 for cell in [*modelled.split()[1:], *measured.split()[2:]])
+
+
+# ---- hit_rate
+
+
+class Witness(hit_rate.Evictions):
+    """Counts with sets of prefixes what a cache without end would find."""
+
+    block_size = 16
+
+    def __init__(self):
+        super().__init__()
+        self.prefixes, self.num_query, self.num_hit = set(), 0, 0
+
+    def on_admit(self, seq):
+        super().on_admit(seq)
+        tokens = seq.token_ids.view().tolist()
+        sizes = range(self.block_size, len(tokens), self.block_size)  # short of the last token
+        self.num_hit += max([size for size in sizes if tuple(tokens[:size]) in self.prefixes], default=0)
+        self.num_query += len(tokens)
+        self.remember(tokens)
+
+    def on_finish(self, seq):
+        self.remember(seq.token_ids.view().tolist()[:-1])  # the last token's K and V were never computed
+
+    def remember(self, tokens):
+        ends = range(self.block_size, len(tokens) + 1, self.block_size)
+        self.prefixes |= {tuple(tokens[:end]) for end in ends}
+
+
+def test_a_cache_that_holds_everything_finds_every_prefix(monkeypatch):
+    monkeypatch.setattr(hit_rate, "Evictions", Witness)
+    chat = hit_rate.Chat(num_users=5, num_turns=3, system_len=40, message_len=20, answer_len=12, think_steps=9)
+    stats = hit_rate.serve(chat, 5 * -(-chat.longest // 16), 16, 4)
+    assert (stats.prefix_cache_query_tokens, stats.prefix_cache_hit_tokens) == (stats.num_query, stats.num_hit)
+    assert stats.num_evicted_blocks == 0
+    assert stats.num_hit > 5 * 2 * 40
+
+
+def test_the_conversation_that_waited_longest_is_evicted_first():
+    """Two users take turns; 9 blocks of 16 hold one long conversation, or two short ones.
+
+    The first turns leave 3 full blocks each (63 tokens computed, 4 blocks). User 0's second turn finds its 3, takes the
+    3 blocks without contents, and evicts 2 of user 1's, the last ones first. User 1's second turn finds the 1 that is
+    left, takes 1 without contents, and evicts 6.
+    """
+    chat = hit_rate.Chat(num_users=2, num_turns=2, system_len=0, message_len=1, answer_len=63, think_steps=0)
+    stats = hit_rate.serve(chat, 9, 16, 1)
+    assert stats.prefix_cache_query_tokens == 2 * (1 + 65)
+    assert stats.prefix_cache_hit_tokens == (3 + 1) * 16
+    assert stats.num_evicted_blocks == 2 + 6
+
+
+def test_the_table_ends_with_a_cache_that_evicts_nothing(run_main):
+    sizes = ("--num-users", 6, "--num-turns", 3, "--message-len", 8, "--answer-len", 8, "--system-len", 32)
+    lines = run_main(hit_rate, *sizes, "--num-kv-blocks", 8, 16, "--think-steps", 20)
+    rates = [float(line.split()[2].strip("%")) for line in lines[-3:]]
+    evicted = [int(line.split()[3].replace(",", "")) for line in lines[-3:]]
+    assert rates == sorted(rates)
+    assert rates[0] < rates[-1]
+    assert evicted[0] > evicted[-1] == 0
