@@ -1,19 +1,27 @@
-"""Rung 6: a complete engine in one file: prefix cache, chunked prefill, preemption.
+"""Rung 6: a complete engine in one file: paged KV cache, prefix cache, chunked prefill, preemption.
+
+It turns prompts into greedy answers, many at a time. A transformer needs the keys and values (K and V) of all tokens
+before the newest one. They never change, so a cache keeps them: memory cut into blocks of `block_size` tokens. To
+compute a prompt is called prefill, to compute only the newest token decode. Every step is one forward pass over tokens
+of many sequences.
 
 Rung 5 reserved blocks for the longest answer, computed equal beginnings again, and let all wait for a long prompt.
-Here a sequence takes a block when it has a token for it; if none is free, the newest sequence gives its blocks back and
-is computed again later (preemption). Full blocks are found again by their tokens (prefix cache). A step computes at
-most `max_num_batched_tokens`: the newest token of each sequence first, then pieces of prompts (chunked prefill).
+Here:
+- a sequence takes a block when it has a token for it. If no block is free, the newest sequence gives its blocks back,
+  and is computed again later (preemption);
+- full blocks are found again by their tokens (prefix cache);
+- a step computes at most `max_num_batched_tokens`: a long prompt is cut into chunks, and decodes go on beside it.
 
     python -m labs.one_file "What is the KV cache?" "What is a block table?"
 
-Reads from top to bottom. `Sequence` is one request. `BlockManager` knows which block is whose: integers only.
-`Scheduler` decides which sequence computes how many tokens in a step. `Engine` makes tensors of that decision, runs the
-model, and appends the tokens. The network is in `model.py`, and asks `Engine.attend` in each layer.
+`Sequence` is one request. `BlockManager` knows which block is whose: integers only. `Scheduler` decides which sequence
+computes how many tokens in a step. `Engine` makes tensors of that decision, runs the model, and appends the tokens.
+Start at `Engine.step`, then read `Scheduler.schedule`. The network is in `model.py`, and asks `Engine.attend` in each
+layer. Left out, and in nanovllm: sampling, requests that come while others run, text that streams, fast kernels.
 
     token_ids            [ 11  7  42  5 | 90  13 ]     prompt | output
     num_computed_tokens    5     K and V of the first five are in the cache; the sixth is the next step's input
-    block_table          [ 7, 2 ]     with block_size 4: tokens 0 … 3 lie in block 7, tokens 4 and 5 in block 2
+    block_table          [ 7, 2 ]     with block_size 4: tokens 0 … 3 lie in block 7, token 4 in block 2, token 5 will
 """
 
 import sys
@@ -38,7 +46,7 @@ class Sequence:
     is_finished: bool = False
     num_computed_tokens: int = 0  # whose K and V are in the cache
     block_table: list[int] = field(default_factory=list)  # where they lie: block_size tokens in each block
-    block_keys: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
 
 
 class BlockManager:
@@ -52,34 +60,35 @@ class BlockManager:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.free = dict.fromkeys(range(num_blocks))  # in the order in which they were freed
         self.num_owners = [0] * num_blocks
-        self.block_of_key: dict[bytes, int] = {}  # the prefix cache
-        self.key_of_block: dict[int, bytes] = {}
+        self.block_of_hash: dict[bytes, int] = {}  # the prefix cache
+        self.hash_of_block: dict[int, bytes] = {}
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)  # rounded up
 
-    def key(self, seq: Sequence, i: int) -> bytes:
-        """Of full block i: a hash of its tokens and of the key before it, so of all tokens up to its end."""
-        for j in range(len(seq.block_keys), i + 1):
+    def hash_block(self, seq: Sequence, i: int) -> bytes:
+        """Of full block i: a hash of its tokens and of the hash before it, so of all tokens up to its end."""
+        for j in range(len(seq.block_hashes), i + 1):
             tokens = seq.token_ids[j * self.block_size : (j + 1) * self.block_size]
-            seq.block_keys.append(sha256(repr((seq.block_keys[-1:], tokens)).encode()).digest())
-        return seq.block_keys[i]
+            seq.block_hashes.append(sha256(repr((seq.block_hashes[-1:], tokens)).encode()).digest())
+        return seq.block_hashes[i]
 
     def find(self, seq: Sequence) -> list[int]:
         """The cached blocks that `seq` begins with. Its last token is never among them: a step needs its logits."""
         hits = []
         for i in range((len(seq.token_ids) - 1) // self.block_size):
-            block_id = self.block_of_key.get(self.key(seq, i))
+            block_id = self.block_of_hash.get(self.hash_block(seq, i))
             if block_id is None:
                 break
             hits.append(block_id)
         return hits
 
     def try_admit(self, seq: Sequence) -> bool:
-        """Share what is cached, and give blocks for all other tokens; False, and nothing done, if too few are free."""
+        """Share the blocks that are cached, and give blocks for the other tokens. If too few are free, do nothing."""
         hits = self.find(seq)
         num_new = self.num_blocks_for(len(seq.token_ids)) - len(hits)
-        if num_new > len(self.free) - sum(block_id in self.free for block_id in hits):
+        num_free_hits = sum(block_id in self.free for block_id in hits)  # these are free, but not to be overwritten
+        if num_new > len(self.free) - num_free_hits:
             return False
         for block_id in hits:
             self.free.pop(block_id, None)
@@ -100,16 +109,18 @@ class BlockManager:
         """The block that has been free for the longest time; what it held is forgotten."""
         block_id = next(iter(self.free))
         del self.free[block_id]
-        self.block_of_key.pop(self.key_of_block.pop(block_id, b""), None)
+        if block_id in self.hash_of_block:
+            del self.block_of_hash[self.hash_of_block.pop(block_id)]
         self.num_owners[block_id] = 1
         return block_id
 
     def register(self, seq: Sequence, num_before: int) -> None:
         """Let others find the blocks that have become full since `seq` had `num_before` computed tokens."""
         for i in range(num_before // self.block_size, seq.num_computed_tokens // self.block_size):
-            key, block_id = self.key(seq, i), seq.block_table[i]
-            if key not in self.block_of_key:  # else another block with the same tokens stays the one that is found
-                self.block_of_key[key], self.key_of_block[block_id] = block_id, key
+            block_hash, block_id = self.hash_block(seq, i), seq.block_table[i]
+            # Two sequences may compute the same tokens in the same step. Then the first block is the one that is found.
+            if block_hash not in self.block_of_hash:
+                self.block_of_hash[block_hash], self.hash_of_block[block_id] = block_id, block_hash
 
     def release(self, seq: Sequence) -> None:
         """The last block first: the beginning of a prompt is what others are most likely to need."""
@@ -137,15 +148,16 @@ class Scheduler:
         B  11 tokens,  4 computed    gets 7: a prefill chunk     budget 0
         C  30 tokens, waits          is not admitted in this step
         """
-        budget, chunks, num_preemptions = self.max_num_batched_tokens, [], self.num_preemptions
+        budget, chunks, preemptions_before = self.max_num_batched_tokens, [], self.num_preemptions
         for seq in list(self.running):
-            if not budget or seq not in self.running:  # an earlier one may have taken its blocks
+            if not budget or seq not in self.running:  # preempted: `running` loses only its end, so no chunk is lost
                 break
             if self.make_room(seq):
                 num_new_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
                 chunks.append((seq, num_new_tokens))
                 budget -= num_new_tokens
-        while budget and self.waiting and num_preemptions == self.num_preemptions:
+        # a step that has preempted admits nobody: the sequence would only come back to be preempted again
+        while budget and self.waiting and self.num_preemptions == preemptions_before:
             seq = self.waiting[0]
             if not self.block_manager.try_admit(seq):
                 break
@@ -157,7 +169,7 @@ class Scheduler:
         return chunks
 
     def make_room(self, seq: Sequence) -> bool:
-        """A block for the newest token of `seq`, if need be from the newest sequence; False if that is `seq` itself."""
+        """Preempt the newest sequences until `seq` has its block; False if `seq` itself was preempted."""
         while not self.block_manager.try_grow(seq):
             last = self.running.pop()
             self.block_manager.release(last)
@@ -233,22 +245,13 @@ class Engine:
         num_output_tokens = len(seq.token_ids) - seq.num_prompt_tokens
         seq.is_finished = token_id in self.model.end_token_ids or num_output_tokens == seq.max_tokens
 
-    def count(self, running: list[Sequence]) -> None:
-        """Waste is 1 - num_stored / num_reserved. A shared block counts once."""
-        owners = [num for num in self.scheduler.block_manager.num_owners if num]
-        num_shared = self.block_size * (sum(owners) - len(owners))
-        self.num_steps += 1
-        self.num_stored += sum(seq.num_computed_tokens for seq in running) - num_shared
-        self.num_reserved += len(owners) * self.block_size
-        self.max_num_running = max(self.max_num_running, len(running))
-
     def attend(self, chunks: list, slot_mapping: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: [num_tokens, num_heads, head_dim] -> as q: each token attends to its sequence's tokens up to itself
 
         Store first: a chunk also attends to its own tokens. Then one call for all decodes, and one for each longer
-        chunk. flash-attn needs two calls for the same, over the same block tables.
+        chunk. nanovllm asks flash-attn in the same way: one call for decodes, one for all longer chunks.
         """
-        k_cache, v_cache = self.kv_cache[:, layer].flatten(1, 2)  # [num_slots, num_kv_heads, head_dim] each
+        k_cache, v_cache = self.kv_cache[:, layer].flatten(1, 2)  # views: [num_slots, num_kv_heads, head_dim] each
         k_cache[slot_mapping], v_cache[slot_mapping] = k, v
         out, row, decodes = torch.empty_like(q), 0, []
         for seq, num_new_tokens in chunks:
@@ -266,7 +269,7 @@ class Engine:
     def attend_to_blocks(self, q: Tensor, layer: int, seqs: list[Sequence]) -> Tensor:
         """q: [num_seqs, num_new_tokens, num_heads, head_dim] -> as q"""
         num_new_tokens = q.shape[1]
-        starts = torch.tensor([seq.num_computed_tokens for seq in seqs])  # [num_seqs]
+        starts = torch.tensor([seq.num_computed_tokens for seq in seqs])  # [num_seqs], before this step
         positions = starts[:, None] + torch.arange(num_new_tokens)  # [num_seqs, num_new_tokens]
         seq_len = int(positions.max()) + 1  # of the longest
         num_blocks = self.scheduler.block_manager.num_blocks_for(seq_len)
@@ -278,9 +281,20 @@ class Engine:
         is_seen = torch.arange(seq_len) <= positions[:, None, :, None]  # [num_seqs, 1, num_new_tokens, seq_len]
         return F.scaled_dot_product_attention(q, k, v, is_seen, enable_gqa=True).transpose(1, 2)
 
+    def count(self, running: list[Sequence]) -> None:
+        """Waste is 1 - num_stored / num_reserved. A shared block counts once."""
+        owners = [num for num in self.scheduler.block_manager.num_owners if num]
+        num_shared = self.block_size * (sum(owners) - len(owners))
+        self.num_steps += 1
+        self.num_stored += sum(seq.num_computed_tokens for seq in running) - num_shared
+        self.num_reserved += len(owners) * self.block_size
+        self.max_num_running = max(self.max_num_running, len(running))
+
 
 if __name__ == "__main__":
-    engine = Engine(TINY_QWEN3, num_blocks=256, block_size=4, max_num_batched_tokens=64)
-    prompts = [engine.model.encode(question) for question in sys.argv[1:]]
-    for token_ids in engine.generate(prompts, max_tokens=100):
+    engine = Engine(TINY_QWEN3, num_blocks=20, block_size=4, max_num_batched_tokens=16)  # small, so that all happens
+    questions = sys.argv[1:] or ["What is the KV cache?", "What is a block table?"]
+    for token_ids in engine.generate([engine.model.encode(question) for question in questions], max_tokens=60):
         print(engine.model.decode(token_ids))
+    found, preemptions = engine.scheduler.num_cached_tokens, engine.scheduler.num_preemptions
+    print(f"steps: {engine.num_steps}, tokens found in the prefix cache: {found}, preemptions: {preemptions}")

@@ -60,6 +60,7 @@ class Engine:
 
 if __name__ == "__main__":
     engine = Engine(TINY_QWEN3)
-    prompts = [engine.model.encode(question) for question in sys.argv[1:]]
+    questions = sys.argv[1:] or ["What is the KV cache?", "What is a block table?"]
+    prompts = [engine.model.encode(question) for question in questions]
     for token_ids in engine.generate(prompts, max_tokens=100):
         print(engine.model.decode(token_ids))

@@ -78,13 +78,6 @@ class Engine:
         num_output_tokens = len(seq.token_ids) - seq.num_prompt_tokens
         seq.is_finished = token_id in self.model.end_token_ids or num_output_tokens == seq.max_tokens
 
-    def count(self, running: list[Sequence]) -> None:
-        """Waste is 1 - num_stored / num_reserved. What a finished row holds is of no use."""
-        self.num_steps += 1
-        self.num_stored += sum(seq.num_computed_tokens for seq in running if not seq.is_finished)
-        self.num_reserved += len(running) * self.max_model_len
-        self.max_num_running = max(self.max_num_running, len(running))
-
     def attend(self, positions: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: [num_rows * longest, num_heads, head_dim] -> as q: each token attends to its row up to itself"""
         k_cache, v_cache = self.kv_cache[:, layer]  # [num_rows, max_model_len, num_kv_heads, head_dim] each
@@ -97,9 +90,17 @@ class Engine:
         out = F.scaled_dot_product_attention(q, k, v, is_seen, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)
 
+    def count(self, running: list[Sequence]) -> None:
+        """Waste is 1 - num_stored / num_reserved. What a finished row holds is of no use."""
+        self.num_steps += 1
+        self.num_stored += sum(seq.num_computed_tokens for seq in running if not seq.is_finished)
+        self.num_reserved += len(running) * self.max_model_len
+        self.max_num_running = max(self.max_num_running, len(running))
+
 
 if __name__ == "__main__":
     engine = Engine(TINY_QWEN3, num_slots=1024, max_model_len=256)
-    prompts = [engine.model.encode(question) for question in sys.argv[1:]]
+    questions = sys.argv[1:] or ["What is the KV cache?", "What is a block table?"]
+    prompts = [engine.model.encode(question) for question in questions]
     for token_ids in engine.generate(prompts, max_tokens=100):
         print(engine.model.decode(token_ids))

@@ -94,13 +94,6 @@ class Engine:
         num_output_tokens = len(seq.token_ids) - seq.num_prompt_tokens
         seq.is_finished = token_id in self.model.end_token_ids or num_output_tokens == seq.max_tokens
 
-    def count(self, running: list[Sequence]) -> None:
-        """Waste is 1 - num_stored / num_reserved."""
-        self.num_steps += 1
-        self.num_stored += sum(seq.num_computed_tokens for seq in running)
-        self.num_reserved += sum(len(seq.block_table) * self.block_size for seq in running)
-        self.max_num_running = max(self.max_num_running, len(running))
-
     def attend(self, tables: Tensor, positions: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q: [num_seqs * num_new_tokens, num_heads, head_dim] -> as q: each token attends to its blocks up to itself"""
         k_cache, v_cache = self.kv_cache[:, layer].flatten(1, 2)  # [num_slots, num_kv_heads, head_dim] each
@@ -117,9 +110,17 @@ class Engine:
         out = F.scaled_dot_product_attention(q, k, v, is_seen, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)
 
+    def count(self, running: list[Sequence]) -> None:
+        """Waste is 1 - num_stored / num_reserved."""
+        self.num_steps += 1
+        self.num_stored += sum(seq.num_computed_tokens for seq in running)
+        self.num_reserved += sum(len(seq.block_table) * self.block_size for seq in running)
+        self.max_num_running = max(self.max_num_running, len(running))
+
 
 if __name__ == "__main__":
     engine = Engine(TINY_QWEN3, num_blocks=256, block_size=4)
-    prompts = [engine.model.encode(question) for question in sys.argv[1:]]
+    questions = sys.argv[1:] or ["What is the KV cache?", "What is a block table?"]
+    prompts = [engine.model.encode(question) for question in questions]
     for token_ids in engine.generate(prompts, max_tokens=100):
         print(engine.model.decode(token_ids))

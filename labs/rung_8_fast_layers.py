@@ -54,6 +54,7 @@ class Engine:
 if __name__ == "__main__":
     engine = Engine(TINY_QWEN3, num_blocks=256, block_size=4, max_num_batched_tokens=64)
     model = Model(TINY_QWEN3)
-    prompts = [model.encode(question) for question in sys.argv[1:]]
+    questions = sys.argv[1:] or ["What is the KV cache?", "What is a block table?"]
+    prompts = [model.encode(question) for question in questions]
     for token_ids in engine.generate(prompts, max_tokens=100):
         print(model.decode(token_ids))
