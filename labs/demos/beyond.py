@@ -15,6 +15,8 @@ from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
 
 INSTRUCTIONS = [
@@ -70,12 +72,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Two engines behind a router.")
     parser.add_argument("--trace", type=Path, help="record replica 0 behind the last router into this file")
     args = parser.parse_args()
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # steps are too small for more
+    try:
+        compare(args.trace)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def compare(recording: Path | None) -> None:
+    """Print a row for each router."""
     generator = random.Random(1)
     sent_by = generator.choices(range(len(INSTRUCTIONS)), weights=[6, 1, 1, 1, 1], k=NUM_REQUESTS)
     prompts = [f"{INSTRUCTIONS[i]} {generator.choice(QUESTIONS)}" for i in sent_by]
     print("router                    requests   tokens: in   found   computed   hit rate   ticks   most unfinished")
     for router in (round_robin, longest_prefix, longest_prefix_balanced):
-        trace = args.trace if router is longest_prefix_balanced else None
+        trace = recording if router is longest_prefix_balanced else None
         with LLM(TINY_QWEN3, trace=trace, **ENGINE, **POOL) as first, LLM(TINY_QWEN3, **ENGINE, **POOL) as second:
             replicas = [Replica(first), Replica(second)]
             num_ticks, most_unfinished = serve(replicas, router, prompts)
