@@ -28,7 +28,7 @@ INSTRUCTIONS = [
 ]
 QUESTIONS = ["What is a block?", "Who owns it?", "What waits?", "How many tokens?", "What comes next?", "Which step?"]
 ENGINE: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True}
-POOL = {"block_size": 4, "num_kv_blocks": 32, "max_num_batched_tokens": 32, "max_num_seqs": 4}
+POOL: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 32, "max_num_batched_tokens": 32, "max_num_seqs": 4}
 NUM_REQUESTS = 48
 
 

@@ -53,12 +53,9 @@ def shares(temperature: float = 1.0, **filters: float) -> list[float]:
 def draw(temperature: float = 1.0, **filters: float) -> list[str]:
     """The token that each of UNIFORMS draws, by the function that the engine calls."""
     rows = len(UNIFORMS)
-    token_ids = draw_tokens(
-        LOGITS.repeat(rows, 1),
-        torch.full((rows,), temperature),
-        torch.tensor(UNIFORMS, dtype=torch.float64),
-        **{name: torch.tensor([value] * rows) for name, value in filters.items()},
-    )
+    limits: dict[str, Any] = {name: torch.tensor([value] * rows) for name, value in filters.items()}
+    uniforms = torch.tensor(UNIFORMS, dtype=torch.float64)
+    token_ids = draw_tokens(LOGITS.repeat(rows, 1), torch.full((rows,), temperature), uniforms, **limits)
     return [TOKENS[i] for i in token_ids.tolist()]
 
 
