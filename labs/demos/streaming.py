@@ -1,0 +1,43 @@
+"""Which text a stream may show: a token may be a part of a character, or the beginning of a stop string.
+
+    python -m labs.demos.streaming
+
+A logits processor dictates the tokens, so that both cases come up; the stream and its text are the engine's own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
+
+TEXT = "a KV 块.\nUser's.\nUser: more"
+STOP = "\nUser:"
+
+
+def main() -> None:
+    with LLM(TINY_QWEN3, dtype="float32", attention_backend="torch", enforce_eager=True) as llm:
+        tokenizer: Any = llm.get_tokenizer()
+        planned = tokenizer.encode(TEXT)
+        params = SamplingParams(temperature=0, max_tokens=99, stop=STOP, logits_processors=[dictate(planned)])
+        print("token   decoded alone   text that the stream has shown")
+        for i, output in enumerate(llm.stream("Write.", params)):
+            answer = output.outputs[0]
+            print(f"{i:5}   {tokenizer.decode([planned[i]])!r:13}   {answer.text!r}")
+        print(f"finish_reason {answer.finish_reason!r}, stop_reason {answer.stop_reason!r}")
+
+
+def dictate(planned: list[int]) -> Callable[[list[int], torch.Tensor], torch.Tensor]:
+    """A logits processor that leaves one token at each position."""
+
+    def only(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits = torch.full_like(logits, -torch.inf)  # [vocab_size]
+        logits[planned[len(output_ids)]] = 0
+        return logits
+
+    return only
+
+
+if __name__ == "__main__":
+    main()
