@@ -65,7 +65,7 @@ def excerpt(path: Path, symbol: str, docstring: bool = True) -> str:
     for name in symbol.split("."):
         found = [child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == name]
         if not found:
-            raise ValueError(f"{path} has no {symbol}")
+            raise ValueError(f"{path.name} has no {symbol}")
         node = found[0]
     assert isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
@@ -131,7 +131,9 @@ def main() -> None:
         os.environ[REFRESH] = "1"
     how = ["--check", "--diff"] if args.check else ["-r"]
     names = [str(page) for page in args.page or pages()]
-    sys.exit(Cog().main(["cog", "-P", "-p", "from tools.book import code, output, sample", *how, *names]))
+    sys.exit(
+        Cog().main(["cog", "-P", "-p", "from tools.book import code, output, sample", "--verbosity=1", *how, *names])
+    )
 
 
 if __name__ == "__main__":
