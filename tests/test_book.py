@@ -63,9 +63,11 @@ def headings(text):
 
 
 def commands(text):
-    """The lines of the blocks of commands; a command may go on behind a backslash."""
+    """The lines of the blocks of commands, without comments; a command may go on behind a backslash."""
     blocks = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    return [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    lines = [re.sub(r"(^|\s)#.*", "", line).strip() for line in lines]
+    return [line for line in lines if line]
 
 
 def cog_calls(text):
@@ -243,7 +245,7 @@ def unchecked_commands():
         text = read(name)
         checked = {call for call in cog_calls(text) if call.startswith("output(")}
         for command in commands(text):
-            command = command.partition(" && ")[0].partition(" #")[0].strip()
+            command = command.partition(" && ")[0]
             if command.startswith("python -m ") and f'output("{command}")' not in checked:
                 found[command] = None
     return list(found)
