@@ -9,6 +9,7 @@ rungs differ in. nanovllm's own Qwen3 has the same steps (`nanovllm/models/qwen3
 
 import json
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -43,8 +44,11 @@ class Model:
         # all tensors by their names in the checkpoint, as float32
         files = sorted(folder.glob("*.safetensors"))
         self.weights = {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
-        has_text = (folder / "tokenizer.json").exists()
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json")) if has_text else None
+        self.folder = folder
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
 
     @torch.inference_mode()
     def __call__(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:

@@ -258,8 +258,8 @@ class Engine:
             if num_new_tokens == 1:
                 decodes.append((row, seq))
             else:
-                rows = slice(row, row + num_new_tokens)
-                out[rows] = self.attend_to_blocks(q[None, rows], layer, [seq])[0]
+                chunk = slice(row, row + num_new_tokens)
+                out[chunk] = self.attend_to_blocks(q[None, chunk], layer, [seq])[0]
             row += num_new_tokens
         if decodes:
             rows = [row for row, _ in decodes]

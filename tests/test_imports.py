@@ -1,6 +1,7 @@
 """The house: which room may import which, no circle between files, and where the core chooses its extras."""
 
 import ast
+import sys
 
 import pytest
 
@@ -147,3 +148,32 @@ def test_scheduling_is_integers_alone():
                 if isinstance(node, ast.Import | ast.ImportFrom)
                 for alias in (node.names if isinstance(node, ast.Import) else [ast.alias(node.module or "")])
             }, name
+
+
+# ---- labs
+
+
+LABS = PACKAGE.parent / "labs"
+LADDER = ["model", "rung_1_recompute", "rung_2_kv_cache", "rung_3_static_batch", "rung_4_continuous", "rung_5_paged"]
+
+
+def packages_of(tree):
+    """The first names of all modules that are imported; of `labs`, the first two."""
+    found = set()
+    for node in statements(tree, in_functions=True):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        found |= {".".join(name.split(".")[: 2 if name.startswith("labs.") else 1]) for name in names}
+    return found
+
+
+def test_the_engine_needs_no_labs():
+    assert [name for name, tree in TREES.items() if any(one.startswith("labs") for one in packages_of(tree))] == []
+
+
+@pytest.mark.parametrize("name", [*LADDER, "one_file"])
+def test_the_first_rungs_need_only_torch(name):
+    """A reader has the whole engine before the eyes: the rung, and the network."""
+    tree = ast.parse((LABS / f"{name}.py").read_text(encoding="utf-8"))
+    others = packages_of(tree) - set(sys.stdlib_module_names)
+    assert others <= {"torch", "safetensors", "tokenizers", "labs.model"}

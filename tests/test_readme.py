@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import Config
+from tests.test_book import AWAITED
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -74,16 +75,20 @@ def test_the_code_runs(capsys):
     assert any("A block table is" in texts and "Paged attention stores" in texts for _, _, texts in steps)
 
 
-@pytest.mark.parametrize("path", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md"))])
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
+
+
+@pytest.mark.parametrize("path", [page for page in PAGES if page != "docs/index.md"])
 def test_links_lead_to_files(path):
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (ROOT / path).read_text(encoding="utf-8"))
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", without_code(read(path)))
     local = [target for target in targets if not target.startswith("http")]
     assert len(local) > (15 if path == "README.md" else 0)
-    assert [target for target in local if not (ROOT / path).parent.joinpath(target).exists()] == []
+    missing = [target for target in local if not (ROOT / path).parent.joinpath(target).exists()]
+    assert [target for target in missing if target not in AWAITED] == []
 
 
 def test_links_lead_to_headings():
-    texts = {path: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
+    texts = {ROOT / path: without_code(read(path)) for path in PAGES}
     for path, text in texts.items():
         for target, anchor in re.findall(r"\]\(([^)#:]*\.md)?#([^)]*)\)", text):
             page = (path.parent / target).resolve() if target else path
@@ -91,9 +96,17 @@ def test_links_lead_to_headings():
                 assert anchor in headings(texts[page]), f"{path.name}: {target}#{anchor}"
 
 
+def read(path):
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def without_code(text):
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
 def headings(text):
     """The anchors of a page, as GitHub makes them."""
-    found = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    found = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in found}
 
 

@@ -10,7 +10,7 @@ A page asks for what stands between two comments, which are invisible where it i
     <!-- [[[end]]] -->
 
 `code` is a function or class as it stands, `output` what a command prints, the same on each machine; `sample` what it
-printed on some machine, which is not checked. Commands run in this process, once for all pages.
+printed on some machine, which is not checked. Each command runs once for all pages.
 """
 
 import argparse
@@ -18,11 +18,13 @@ import ast
 import contextlib
 import functools
 import io
+import multiprocessing
 import os
 import runpy
 import shlex
 import sys
 import textwrap
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -63,9 +65,9 @@ def excerpt(path: Path, symbol: str, docstring: bool = True) -> str:
     for name in symbol.split("."):
         found = [child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == name]
         if not found:
-            raise ValueError(f"{path} has no {symbol}")
+            raise ValueError(f"{path.name} has no {symbol}")
         node = found[0]
-    assert isinstance(node, ast.ClassDef | ast.FunctionDef)
+    assert isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
     lines = source.splitlines()
     kept = list(range(first - 1, node.end_lineno or first))
@@ -77,21 +79,40 @@ def excerpt(path: Path, symbol: str, docstring: bool = True) -> str:
 
 @functools.cache
 def run(command: str) -> str:
-    """What `python -m MODULE ARGUMENTS …` writes to its standard output."""
+    """What `python -m MODULE ARGUMENTS …` writes to its standard output. Raises RuntimeError if it fails.
+
+    It runs in a process of its own: no seed, thread or option of a command reaches the next one. The process is a fork
+    of one that has imported torch, which takes seconds, once.
+    """
     python, dash_m, module, *arguments = shlex.split(command)
     if (python, dash_m) != ("python", "-m"):
         raise ValueError(f"a command of the book begins with `python -m`, got {command!r}")
-    printed, before = io.StringIO(), sys.argv
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["nanovllm.llm", "transformers.models.auto"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=run_module, args=(module, arguments, sender))
+    process.start()
+    sender.close()
+    printed = ""
+    with contextlib.suppress(EOFError):  # it has failed, and sent nothing
+        printed = receiver.recv()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"{command} ended with {process.exitcode}")
+    return printed.strip("\n")
+
+
+def run_module(module: str, arguments: list[str], sender: Connection) -> None:
+    """In the new process: run a module as a script, and send what it has printed, if it has ended well."""
+    printed = io.StringIO()
     sys.argv = [module, *arguments]
     try:
         with contextlib.redirect_stdout(printed):
             runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as error:
-        if error.code:
-            raise RuntimeError(f"{command} ended with {error.code}") from error
-    finally:
-        sys.argv = before
-    return printed.getvalue().strip("\n")
+    except SystemExit as end:
+        if end.code:
+            raise
+    sender.send(printed.getvalue())
 
 
 def pages() -> list[Path]:
@@ -110,7 +131,9 @@ def main() -> None:
         os.environ[REFRESH] = "1"
     how = ["--check", "--diff"] if args.check else ["-r"]
     names = [str(page) for page in args.page or pages()]
-    sys.exit(Cog().main(["cog", "-P", "-p", "from tools.book import code, output, sample", *how, *names]))
+    sys.exit(
+        Cog().main(["cog", "-P", "-p", "from tools.book import code, output, sample", "--verbosity=1", *how, *names])
+    )
 
 
 if __name__ == "__main__":

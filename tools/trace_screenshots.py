@@ -9,6 +9,7 @@ without prefix caching, for the picture of two runs side by side. Needs the extr
 
 import argparse
 import itertools
+import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -18,6 +19,7 @@ from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.trace.page import make_page
 
 README_PICTURE = Path(__file__).parents[1] / "docs" / "images" / "trace_page.png"
+MARGIN = 10  # pixels below the last element
 QUESTIONS = [
     "What is paged attention?",
     "What is a block table?",
@@ -73,8 +75,8 @@ def record(path: Path, enable_prefix_caching: bool) -> Path:
     return path
 
 
-def take(pictures: list[tuple[Path, Path, int, str]], height: int | None = None) -> None:
-    """Each picture shows its whole page, or the top `height` pixels."""
+def take(pictures: list[tuple[Path, Path, int, str]], height: int | None = None, last: str = "") -> None:
+    """Each picture shows its whole page, or the top `height` pixels, or what is above the end of the element `last`."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -87,7 +89,10 @@ def take(pictures: list[tuple[Path, Path, int, str]], height: int | None = None)
                 page.set_viewport_size({"width": width, "height": page.evaluate("document.body.scrollHeight")})
             page.wait_for_timeout(300)
             picture.parent.mkdir(parents=True, exist_ok=True)
-            page.screenshot(path=picture, full_page=height is None)
+            if last:
+                end = page.evaluate("selector => document.querySelector(selector).getBoundingClientRect().bottom", last)
+                page.set_viewport_size({"width": width, "height": math.ceil(end) + MARGIN})
+            page.screenshot(path=picture, full_page=not height and not last)
             page.close()
             print(picture)
         browser.close()

@@ -1,0 +1,120 @@
+"""The site: the book in both languages, and the pages about the engine. Sphinx reads this file.
+
+    pip install -e ".[docs]" && sphinx-build docs docs/_build
+    sphinx-build -D source_url=https://CODE_HOST/NAME/blob/main docs docs/_build    # links to source files lead there
+
+The pages are plain Markdown, whose links work on a code host. Three kinds of links must change for the site: those to
+README.md, which is the site's first page, to source files, and to recordings, which become pages. The site needs no
+network.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+
+from nanovllm.trace.page import make_page
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+BOOK, CHINESE = "book/", "book/zh/"
+
+project = "nanovllm"
+html_title = "nanovllm"
+html_theme = "furo"
+html_static_path = ["site"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_copyright = False
+extensions = ["myst_parser"]
+exclude_patterns = ["_build"]
+highlight_language = "text"  # of blocks that name no language: drawings and outputs
+smartquotes = False  # an option is --trace, with two hyphens
+myst_heading_anchors = 4  # as a code host makes them
+myst_url_schemes = ["http", "https", "mailto", "repository"]
+suppress_warnings = ["misc.highlighting_failure"]  # an ellipsis in shortened code
+
+# [words](path#anchor); the words may stand on several lines
+LINK = re.compile(r"\]\(([^)\s#:]+)(#[^)\s]*)?\)")
+CHINESE_CONTENTS = """
+
+```{toctree}
+:hidden:
+:glob:
+
+[01]*
+glossary
+```
+"""
+
+
+def setup(app: Sphinx) -> None:
+    app.add_config_value("source_url", "", "env", [str])
+    app.connect("source-read", prepare)
+    app.connect("doctree-read", resolve_links)
+    app.connect("html-page-context", offer_other_language)
+    app.connect("build-finished", write_recordings)
+
+
+def prepare(app: Sphinx, docname: str, source: list[str]) -> None:
+    """README is the text of the first page. Links that leave docs/, or lead to recordings, become `repository:PATH`."""
+    page = DOCS / f"{docname}.md"
+    if docname == "index":
+        page = ROOT / "README.md"
+        source[0] = page.read_text(encoding="utf-8") + source[0]
+        app.env.note_dependency(str(page))
+    if docname == f"{CHINESE}README":
+        source[0] += CHINESE_CONTENTS
+
+    def adapt(link: re.Match[str]) -> str:
+        path, anchor = link.groups(default="")
+        target = (page.parent / path).resolve()
+        if target == ROOT / "README.md":
+            target = DOCS / "index.md"
+        if target.is_relative_to(DOCS) and target.suffix != ".jsonl":
+            return f"]({os.path.relpath(target, (DOCS / docname).parent)}{anchor})"
+        return f"](repository:{os.path.relpath(target, ROOT)}{anchor})"
+
+    source[0] = LINK.sub(adapt, source[0])
+
+
+def resolve_links(app: Sphinx, doctree: nodes.document) -> None:
+    for link in list(doctree.findall(nodes.reference)):
+        scheme, _, path = link.get("refuri", "").partition(":")
+        if scheme != "repository":
+            continue
+        if ".jsonl" in path:
+            link["refuri"] = recording_page(path, app.env.docname)
+        elif app.config.source_url:
+            link["refuri"] = f"{app.config.source_url}/{path}"
+        else:
+            link.replace_self(link.children)
+
+
+def recording_page(path: str, docname: str) -> str:
+    """The address of the page that replays this recording, at the step and in the language of the link."""
+    path, _, shown = path.partition("#")
+    page = (ROOT / path).with_suffix(".html")
+    look = "&lang=zh" if docname.startswith(CHINESE) else ""
+    return f"{os.path.relpath(page, (DOCS / docname).parent)}#{shown}{look}"
+
+
+def offer_other_language(app: Sphinx, docname: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    if docname.startswith(CHINESE):
+        context["language"] = "zh-CN"
+        twin, language, name = BOOK + docname.removeprefix(CHINESE), "en", "English"
+    else:
+        twin, language, name = CHINESE + docname.removeprefix(BOOK), "zh-CN", "中文"
+    if docname.startswith(BOOK) and twin in app.env.found_docs:
+        link = f'<a class="other-language" lang="{language}" href="{context["pathto"](twin)}">{name}</a>'
+        context["body"] = link + context["body"]
+
+
+def write_recordings(app: Sphinx, error: Exception | None) -> None:
+    for recording in [] if error else (DOCS / BOOK / "recordings").glob("*.jsonl"):
+        page = Path(app.outdir, recording.relative_to(DOCS)).with_suffix(".html")
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(make_page([recording]), encoding="utf-8")
