@@ -9,6 +9,7 @@ The network has four layers of Qwen3-0.6B with random weights: too much for a pr
 import argparse
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ def main() -> None:
     torch.set_num_threads(1)
     shape = replace(ModelShape.from_folder(QWEN3_06B), num_layers=4, vocab_size=4096)
     num_weights = shape.body_params + shape.head_params
-    options = {"load_format": "dummy", "hf_overrides": OVERRIDES, "dtype": "float32", "device": "cpu"}
+    options: dict[str, Any] = {"load_format": "dummy", "hf_overrides": OVERRIDES, "dtype": "float32", "device": "cpu"}
     with LLM(QWEN3_06B, max_model_len=64, num_kv_blocks=256, enable_prefix_caching=False, **options) as llm:
         print(f"{num_weights / 1e6:.0f} million weights, {num_weights * BYTES / 1e6:.0f} MB\n")
         print("sequences  ms a step  tokens/s  FLOP/byte  GB/s  GFLOP/s")

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from labs import rung_1_recompute, rung_2_kv_cache
-from labs.model import TINY_QWEN3, Model
+from labs.model import TINY_QWEN3, Attend, Model
 from nanovllm import LLM, SamplingParams
 
 QUESTION = "What is the KV cache?"
@@ -27,9 +27,9 @@ MAX_TOKENS = 40
 class CountingModel(Model):
     num_computed_tokens = 0
 
-    def __call__(self, input_ids: Tensor, *arguments: object) -> Tensor:
+    def __call__(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         self.num_computed_tokens += len(input_ids)
-        return super().__call__(input_ids, *arguments)
+        return super().__call__(input_ids, positions, attend)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ calls C once for each decoder layer. The network runs on one thread.
 """
 
 import time
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,7 +36,7 @@ def main() -> None:
     print(f"the same tokens: {answers[0] == answers[1]}")
 
 
-def measure(name: str, **options: object) -> list[list[int]]:
+def measure(name: str, **options: Any) -> list[list[int]]:
     """Print a row. Returns the tokens of all sequences."""
     params = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True)
     milliseconds, token_ids = [], []

@@ -9,6 +9,7 @@ rung 1 computes. Then nanovllm answers the same question.
 """
 
 import argparse
+from typing import Any
 
 import torch
 
@@ -25,10 +26,10 @@ def main() -> None:
     parser.add_argument("question", nargs="?", default="Who are you?")
     parser.add_argument("--trace", help="a file to record nanovllm's run in")
     args = parser.parse_args()
-    options = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True, "block_size": 4}
+    options: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True, "block_size": 4}
     with LLM(TINY_QWEN3, trace=args.trace, num_kv_blocks=64, **options) as llm:
         message = {"role": "user", "content": args.question}
-        prompt = llm.render_chat([message])[0]
+        prompt: Any = llm.render_chat([message])[0]
         answer = generate(prompt["prompt"], prompt["prompt_token_ids"])
         output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False)[0]
         print(f"nanovllm answers the same: {output.outputs[0].text == answer}")
@@ -41,7 +42,7 @@ def generate(text: str, prompt_ids: list[int]) -> str:
     print("token ids ", *prompt_ids)
     print("as text   ", " ".join(repr(piece) for piece in pieces(model, prompt_ids)), "\n")
     print("step  token ids  hidden states  logits  most likely next tokens")
-    token_ids, counts = list(prompt_ids), []
+    token_ids, counts = list(prompt_ids), list[int]()
     while len(counts) < MAX_TOKENS and token_ids[-1] not in model.end_token_ids:
         input_ids = torch.tensor(token_ids)
         hidden = model(input_ids, torch.arange(len(token_ids)), engine.attend)  # [num_tokens, hidden_size]

@@ -52,7 +52,8 @@ def make_llm(budget: int, trace: Path | None = None) -> LLM:
 def run(llm: LLM, arrivals: dict[str, int], is_printed: bool = False) -> dict[str, list[int]]:
     """Step until all requests are done -> the output tokens of each."""
     engine, scheduler = llm.engine, llm.engine.scheduler
-    schedule, tokens, number = scheduler.schedule, {}, 0
+    schedule, number = scheduler.schedule, 0
+    tokens: dict[str, list[int]] = {}
 
     def schedule_and_print() -> SchedulerOutput:
         step = schedule()
