@@ -20,9 +20,7 @@ POLICIES: dict[str, Any] = {
 
 
 def main() -> None:
-    print(
-        f"a prompt of {LONG_LEN} tokens; one of {SHORT_LEN} in each of {NUM_SHORT} steps; one request runs at a time\n"
-    )
+    print(f"a prompt of {LONG_LEN} tokens, then one of {SHORT_LEN} in each of {NUM_SHORT} steps; one runs at a time\n")
     print("policy             short ones before it   steps it waits   steps that a short one waits (mean)")
     for name, policy in POLICIES.items():
         waits, order = serve(policy)
