@@ -7,11 +7,17 @@ python -m labs.demos.long_prompt --trace run.jsonl && nanovllm view run.jsonl   
 
 import argparse
 from statistics import median
+from typing import Any
 
 from nanovllm import LLM, TINY_QWEN3, LLMEngine, SamplingParams
 
 LONG_LEN, BUDGETS = 1200, [2048, 256, 64]
-OPTIONS = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True, "num_kv_blocks": 128}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "attention_backend": "torch",
+    "enforce_eager": True,
+    "num_kv_blocks": 128,
+}
 
 
 def main() -> None:

@@ -10,7 +10,12 @@ from nanovllm import TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm.extras.policies import sjf
 
 NUM_SHORT, SHORT_LEN, LONG_LEN, BUDGET = 16, 20, 1000, 500
-OPTIONS = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True, "num_kv_blocks": 128}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "attention_backend": "torch",
+    "enforce_eager": True,
+    "num_kv_blocks": 128,
+}
 POLICIES: dict[str, Any] = {
     "fcfs": "fcfs",
     "priority": "priority",  # the long one has priority 1, the short ones 0: smaller goes first

@@ -15,7 +15,7 @@ from nanovllm.scheduling.step import SchedulerOutput
 
 PROMPT_LEN, MAX_TOKENS = 10, {"A": 6, "B": 12, "C": 9}
 SMALL, LARGE = 10, 100  # blocks
-OPTIONS = {"block_size": 4, "dtype": "float32", "attention_backend": "torch", "enforce_eager": True}
+OPTIONS: dict[str, Any] = {"block_size": 4, "dtype": "float32", "attention_backend": "torch", "enforce_eager": True}
 WAYS: dict[str, dict[str, Any]] = {
     "large pool": {"num_kv_blocks": LARGE},
     "recompute, no prefix cache": {"num_kv_blocks": SMALL, "enable_prefix_caching": False},
@@ -75,7 +75,7 @@ def run(engine: LLMEngine) -> dict[str, list[int]]:
     for i, (name, max_tokens) in enumerate(MAX_TOKENS.items()):
         prompt = list(range(100 * i + 100, 100 * i + 100 + PROMPT_LEN))
         engine.add_request(name, prompt, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
-    outputs = {}
+    outputs: dict[str, list[int]] = {}
     while engine.has_unfinished_requests():
         outputs |= {output.request_id: output.outputs[0].token_ids for output in engine.step().outputs}
     return outputs

@@ -8,11 +8,12 @@ import argparse
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from nanovllm import LLM, TINY_QWEN3, LLMEngine, SamplingParams
 from nanovllm.trace.recording import read_recording
 
-OPTIONS = {"block_size": 4, "num_kv_blocks": 24, "dtype": "float32", "attention_backend": "torch"}
+OPTIONS: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 24, "dtype": "float32", "attention_backend": "torch"}
 
 
 def main() -> None:
