@@ -59,7 +59,7 @@ def check_by_hand() -> None:
     slots = [block_table[position // 2] * 2 + position % 2 for position in range(5)]
     for name, row in [("position", range(5)), ("slot", slots), ("score", scores), ("value", values)]:
         print(f"{name:<9}" + "".join(f"{one:>4}" for one in row))
-    print("\nblock  scores       m      l      o   before it, l and o shrink by")
+    print("\nblock  scores       m      l      o   earlier l and o times")
     state = None
     for i, block_id in enumerate(block_table):
         seen = slice(2 * i, 2 * i + 2)
