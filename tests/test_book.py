@@ -38,13 +38,8 @@ CHAPTERS = [
 ]
 PARTS = ["The idea", "Predict", "Measure", "The code", "See it", "Beyond", "Three questions"]
 PAGES = ["README.md", *CHAPTERS, "glossary.md"]
-# Pages that are not written yet. Take a page off this list when it is; the list must be empty in the end.
-AWAITED: set[str] = set()
+BOTH = [*CHAPTERS, *(f"zh/{name}" for name in CHAPTERS)]
 MAX_SECONDS = 60  # of a command that takes 10 on two idle cores
-
-
-def written(names):
-    return [name for name in names if name not in AWAITED]
 
 
 def read(name):
@@ -76,14 +71,14 @@ def cog_calls(text):
 
 def test_all_pages_are_there():
     pages = [*PAGES, *(f"zh/{name}" for name in PAGES)]
-    assert {name for name in pages if not (BOOK / name).exists()} == AWAITED
+    assert [name for name in pages if not (BOOK / name).exists()] == []
     assert {path.name for path in BOOK.glob("**/[0-9]*.md")} <= set(CHAPTERS)
 
 
 # ---- a chapter
 
 
-@pytest.mark.parametrize("name", written(CHAPTERS))
+@pytest.mark.parametrize("name", CHAPTERS)
 def test_a_chapter_has_its_parts(name):
     (level, title), *parts = [one for one in headings(read(name)) if len(one[0]) <= 2]
     assert level == "#"
@@ -91,13 +86,13 @@ def test_a_chapter_has_its_parts(name):
     assert parts == [("##", part) for part in PARTS]
 
 
-@pytest.mark.parametrize("name", written(CHAPTERS))
+@pytest.mark.parametrize("name", CHAPTERS)
 def test_a_chapter_is_read_in_one_sitting(name):
     words = [word for word in without_blocks(read(name)).split() if re.search(r"\w", word)]
     assert 900 <= len(words) <= 1800
 
 
-@pytest.mark.parametrize("name", written(CHAPTERS))
+@pytest.mark.parametrize("name", CHAPTERS)
 def test_a_chapter_measures_and_shows_code(name):
     text = read(name)
     measure, code = (text.partition(f"\n## {part}\n")[2].partition("\n## ")[0] for part in ("Measure", "The code"))
@@ -108,7 +103,7 @@ def test_a_chapter_measures_and_shows_code(name):
     assert code.count("Look at") == num_excerpts
 
 
-@pytest.mark.parametrize("name", written(CHAPTERS))
+@pytest.mark.parametrize("name", CHAPTERS)
 def test_samples_are_announced(name):
     """Where an output depends on the machine, the page says so before it."""
     for before in re.split(r"\[\[\[cog sample\(", read(name))[:-1]:
@@ -116,7 +111,7 @@ def test_samples_are_announced(name):
         assert "Yours will differ" in " ".join(section.split())
 
 
-@pytest.mark.parametrize("name", written([*CHAPTERS, *(f"zh/{name}" for name in CHAPTERS)]))
+@pytest.mark.parametrize("name", BOTH)
 def test_three_questions_hide_their_answers(name):
     last_part = read(name).rpartition("\n## ")[2]
     answers = re.findall(r"^<details>\n?<summary>[^\n]+</summary>\n\n(.+?)\n\n</details>$", last_part, re.M | re.S)
@@ -124,7 +119,7 @@ def test_three_questions_hide_their_answers(name):
     assert last_part.count("<details") == last_part.count("</details>") == 3
 
 
-@pytest.mark.parametrize("name", written([*CHAPTERS, *(f"zh/{name}" for name in CHAPTERS)]))
+@pytest.mark.parametrize("name", BOTH)
 def test_the_last_line_leads_on(name):
     i = CHAPTERS.index(Path(name).name)
     links = re.findall(r"\]\(([^)]+)\)", read(name).rstrip().splitlines()[-1])
@@ -140,7 +135,7 @@ def test_the_contents_name_all_chapters():
 # ---- both languages
 
 
-@pytest.mark.parametrize("name", written([f"zh/{name}" for name in PAGES]))
+@pytest.mark.parametrize("name", [f"zh/{name}" for name in PAGES])
 def test_both_languages_run_and_show_the_same(name):
     english, chinese = read(name.removeprefix("zh/")), read(name)
     assert [level for level, _ in headings(chinese)] == [level for level, _ in headings(english)]
@@ -154,7 +149,6 @@ def pictures_in(text):
     return re.findall(r"\]\(((?:\.\./)?(?:images|recordings)/[^)]+)\)", text)
 
 
-@pytest.mark.skipif("glossary.md" in AWAITED or "zh/glossary.md" in AWAITED, reason="is not written yet")
 def test_both_glossaries_have_the_same_symbols():
     english, chinese = (
         sorted(re.findall(r"`[^`]+`", "\n".join(line for line in read(name).splitlines() if line.startswith("|"))))
@@ -162,6 +156,24 @@ def test_both_glossaries_have_the_same_symbols():
     )
     assert chinese == english
     assert english
+
+
+SOURCES = [path for folder in ("nanovllm", "labs") for path in (ROOT / folder).glob("**/*.py")]
+WORDS = {word for path in SOURCES for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+
+
+def test_the_glossary_names_what_is_here():
+    column = re.findall(r"^\| [^|]+ \| ([^|]+) \| [^|]+ \| [^|]+ \|$", read("glossary.md"), re.MULTILINE)
+    symbols = {symbol for here in column for symbol in re.findall(r"`([^`]+)`", here)}
+    assert len(symbols) > 50
+    paths = {symbol for symbol in symbols if "/" in symbol}
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    assert [symbol for symbol in symbols - paths if not WORDS.issuperset(re.findall(r"\w+", symbol))] == []
+
+
+@pytest.mark.parametrize("name", ["glossary.md", "zh/glossary.md"])
+def test_the_glossary_goes_through_the_chapters(name):
+    assert re.findall(r"^## \[\d+\. [^\]]+\]\((.*?)\)$", read(name), re.MULTILINE) == CHAPTERS
 
 
 # ---- recordings and pictures
@@ -241,7 +253,7 @@ def test_a_recording_is_kept_until_it_tells_something_else(monkeypatch, tmp_path
 def unchecked_commands():
     """Those of the chapters that begin with `python -m`, without those whose output `tools.book --check` compares."""
     found = {}
-    for name in written(CHAPTERS):
+    for name in CHAPTERS:
         text = read(name)
         checked = {call for call in cog_calls(text) if call.startswith("output(")}
         for command in commands(text):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from nanovllm import Config
-from tests.test_book import AWAITED
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -75,16 +74,35 @@ def test_the_code_runs(capsys):
     assert any("A block table is" in texts and "Paged attention stores" in texts for _, _, texts in steps)
 
 
-PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
+PAGES = ["README.md", "README.zh.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]
 
 
 @pytest.mark.parametrize("path", [page for page in PAGES if page != "docs/index.md"])
 def test_links_lead_to_files(path):
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", without_code(read(path)))
     local = [target for target in targets if not target.startswith("http")]
-    assert len(local) > (15 if path == "README.md" else 0)
+    assert len(local) > (15 if path.startswith("README") else 0)
     missing = [target for target in local if not (ROOT / path).parent.joinpath(target).exists()]
-    assert [target for target in missing if target not in AWAITED] == []
+    assert missing == []
+
+
+def test_both_languages_have_the_same_code_and_links():
+    """Each language links the other one at its top, and leads to its own book."""
+    chinese = read("README.zh.md")
+    assert re.findall(r"^```.*?^```$", chinese, re.M | re.S) == re.findall(r"^```.*?^```$", README, re.M | re.S)
+    levels = [re.findall(r"^(#+) ", without_code(text), re.MULTILINE) for text in (README, chinese)]
+    assert levels[0] == levels[1]
+    links = {text: re.findall(r"\]\(([^)]+)\)", without_code(text)) for text in (README, chinese)}
+    assert links[README].count("README.zh.md") == links[chinese].count("README.md") == 1
+    assert "](README.zh.md)" in README.partition("\n## ")[0]
+    assert "](README.md)" in chinese.partition("\n## ")[0]
+    other = {"README.zh.md": "README.md", "docs/book/README.md": "docs/book/zh/README.md"}
+    assert sorted(links[chinese]) == sorted(other.get(link, link) for link in links[README])
+
+
+def test_both_languages_count_lines_alike():
+    chinese = re.findall(COUNTED_ROW, read("README.zh.md"), re.MULTILINE)
+    assert chinese == COUNTED
 
 
 def test_links_lead_to_headings():
@@ -135,7 +153,8 @@ MAX_HEART_LINES = 1500
 MAX_FUNCTION_LINES = 40
 
 # | [`file`](path) | lines | …
-COUNTED = re.findall(r"^\| \[`([^`]+)`\]\(nanovllm/\1\) \| (\d+) \|", README, re.MULTILINE)
+COUNTED_ROW = r"^\| \[`([^`]+)`\]\(nanovllm/\1\) \| (\d+) \|"
+COUNTED = re.findall(COUNTED_ROW, README, re.MULTILINE)
 MAP = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
 NAMED = re.findall(r"^\| \[`([^`]+)`\]\(\.\./nanovllm/\1\) \| [^|]+ \|$", MAP, re.MULTILINE)
 
