@@ -280,7 +280,7 @@ def test_values_are_counted_outside_of_texts(value, is_ascii, size):
     text = json.dumps(value, ensure_ascii=is_ascii)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bounds, "BLOCK", size)
-        assert count_values(text.encode(), 1000) == count_slowly(text)
+        assert count_values(text.encode(), 10**6) == count_slowly(text)
         assert np.sign(count_values(text.encode(), 3) - 3) == np.sign(count_slowly(text) - 3)
 
 
@@ -421,8 +421,8 @@ def test_a_text_is_not_encoded_to_its_end(monkeypatch):
 class Request(SimpleNamespace):
     """Of a client that leaves when it is told to."""
 
-    def __init__(self):
-        super().__init__(state=SimpleNamespace(num_bytes=10**6), has_left=server.asyncio.Event())
+    def __init__(self, caller="a"):
+        super().__init__(state=SimpleNamespace(num_bytes=10**6, caller=caller), has_left=server.asyncio.Event())
 
     async def receive(self):
         await self.has_left.wait()
@@ -430,7 +430,7 @@ class Request(SimpleNamespace):
 
 
 def test_work_that_waits_is_limited_and_ends_when_its_client_leaves(monkeypatch):
-    monkeypatch.setattr(workers, "MAX_WAITING", 3)
+    monkeypatch.setattr(workers, "MAX_WAITING", 2)
     monkeypatch.setattr(workers.os, "cpu_count", lambda: 1)
     may_go_on, begun, checks = threading.Event(), [], []
 
@@ -452,7 +452,7 @@ def test_work_that_waits_is_limited_and_ends_when_its_client_leaves(monkeypatch)
         tasks = [server.asyncio.ensure_future(pool.run(one, work(i))) for i, one in enumerate(requests)]
         while not begun:
             await server.asyncio.sleep(0.01)
-        with pytest.raises(workers.Busy, match="3"):
+        with pytest.raises(workers.Busy, match="2"):
             await pool.run(Request(), work("one too many"))
         requests[0].has_left.set()
         requests[1].has_left.set()
@@ -494,6 +494,82 @@ def test_work_that_waits_keeps_nothing_of_a_client_that_left(monkeypatch):
         await first
 
     server.asyncio.run(run())
+
+
+@pytest.fixture
+def run_in_turns(monkeypatch):
+    """Names that begin with their caller are queued in one moment, on one thread -> the order in which they ran."""
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: 1)
+
+    def run(names, leaving=()):
+        may_go_on, order = threading.Event(), []
+
+        async def run_all():
+            pool, requests = Workers(), {name: Request(name[0]) for name in names}
+
+            def work(name):
+                return lambda check: (may_go_on.wait(10), order.append(name))
+
+            tasks = []
+            for name, request in requests.items():
+                tasks.append(server.asyncio.ensure_future(pool.run(request, work(name))))
+                await server.asyncio.sleep(0.005)  # it waits before the next one comes
+            for name in leaving:
+                requests[name].has_left.set()
+            await server.asyncio.sleep(0.01)
+            may_go_on.set()
+            ends = await server.asyncio.gather(*tasks, return_exceptions=True)
+            assert (pool._turns._num_free, pool._turns._waiting) == (1, {})
+            return {name: type(end) for name, end in zip(names, ends, strict=True) if isinstance(end, Exception)}
+
+        return order, server.asyncio.run(run_all())
+
+    return run
+
+
+def test_callers_take_turns(run_in_turns):
+    order, _ = run_in_turns(["a0", "a1", "a2", "a3", "b1", "b2", "c1", "a4"])
+    assert order == ["a0", "a1", "b1", "c1", "a2", "b2", "a3", "a4"]
+
+
+def test_a_caller_with_much_work_leaves_room_for_others(run_in_turns, monkeypatch):
+    """Of four places `a` has all, until others come for whom its newest work goes. None goes for the second of `b`."""
+    monkeypatch.setattr(workers, "MAX_WAITING", 4)
+    order, ends = run_in_turns(["a0", "a1", "a2", "a3", "a4", "a5", "b1", "c1", "b2", "d1"])
+    assert ends == dict.fromkeys(["a5", "a4", "a3", "b2", "a2"], workers.Busy)
+    assert order == ["a0", "a1", "b1", "c1", "d1"]
+
+
+def test_turns_of_clients_that_left_are_skipped(run_in_turns):
+    order, ends = run_in_turns(["a0", "a1", "a2", "b1", "b2"], leaving=["a1", "b1"])
+    assert (order, ends) == (["a0", "a2", "b2"], dict.fromkeys(["a1", "b1"], ClientGone))
+
+
+def test_a_turn_that_comes_as_its_client_leaves_goes_to_the_next():
+    async def run():
+        turns = workers.Turns(1)
+        await turns.take("a")
+        waiting = [server.asyncio.ensure_future(turns.take(caller)) for caller in "ab"]
+        await server.asyncio.sleep(0)
+        turns.end()
+        waiting[0].cancel()
+        await server.asyncio.wait_for(waiting[1], 5)
+        turns.end()
+        assert turns._num_free == 1
+
+    server.asyncio.run(run())
+
+
+def test_work_goes_by_the_caller_whose_rate_is_counted(new_client, monkeypatch):
+    client, callers = new_client(api_keys=("one", "two")), []
+    take = client.server.workers._turns.take
+    monkeypatch.setattr(client.server.workers._turns, "take", lambda caller: (callers.append(caller), take(caller))[1])
+    for key in ("one", "two", "one"):
+        client.post(PATH, {**BODY, "x": "a" * 2**17}, headers={"Authorization": f"Bearer {key}"})
+    num_turns = len(callers) // 3
+    one, two = callers[0], callers[num_turns]
+    assert callers == [one] * num_turns + [two] * num_turns + [one] * num_turns
+    assert one != two
 
 
 def test_bodies_of_all_requests_together_are_limited(new_client, monkeypatch):
