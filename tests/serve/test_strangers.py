@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import logging
+import select
 import threading
 import time
 import weakref
@@ -577,27 +578,70 @@ def test_bodies_of_all_requests_together_are_limited(new_client, monkeypatch):
     monkeypatch.setattr(body, "MAX_BODIES", 2)
     monkeypatch.setattr(body, "LARGE_BODY", 100)
     client, large, counted = new_client(max_request_bytes=1000), {**BODY, "x": "a" * 200}, []
-    client.server.num_body_bytes = 1990
+    client.server.body_bytes["another"] = 1990
     response = client.post(PATH, large)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "busy")
     assert client.ask(PATH, **BODY)
-    assert client.server.num_body_bytes == 1990
+    assert client.server.body_bytes == {"another": 1990}
 
     check_model, count = client.server.check_model, body.JSONRequest._count
     monkeypatch.setattr(body.JSONRequest, "_count", lambda one: (count(one), counted.append("read")))
     monkeypatch.setattr(
         client.server,
         "check_model",
-        lambda name: (counted.append(client.server.num_body_bytes), check_model(name)),
+        lambda name: (counted.append(client.server.body_bytes.total()), check_model(name)),
     )
-    client.server.num_body_bytes = 0
+    client.server.body_bytes.clear()
     client.ask(PATH, **large)
     assert (counted[0], counted[-1]) == ("read", 0)
     for path in (PATH, "/v1/nothing"):
         client.post(path, large)
         client.post(path, {"prompt": 5, "x": "a" * 200})
         client.post(path, large, headers={"Content-Type": "text/plain"})
-    assert client.server.num_body_bytes == 0
+    assert not client.server.body_bytes
+
+
+def test_one_caller_holds_a_share_of_the_bodies_that_are_read(tiny, monkeypatch):
+    """Of two bodies that stand still, the second has no place left. Another caller's has, and each goes its way."""
+    monkeypatch.setattr(body, "MAX_BODIES", 3)
+    monkeypatch.setattr(body, "MAX_BODIES_OF_CALLER", 1.5)
+    monkeypatch.setattr(body, "LARGE_BODY", 100)
+    content = json.dumps({**BODY, "x": "a" * 900}).encode()
+    with in_thread(tiny, api_keys=("one", "two"), max_request_bytes=1000) as served, contextlib.ExitStack() as opened:
+        held = [opened.enter_context(served.connect()) for _ in range(3)]
+        for connection, key in zip(held, ("one", "one", "two"), strict=True):
+            connection.sendall(post(PATH, content, f"Authorization: Bearer {key}")[:-100])
+            time.sleep(0.05)
+        assert read_answer(held[1])[2]["error"]["code"] == "busy"
+        for connection in (held[0], held[2]):
+            connection.sendall(content[-100:])
+            assert read_answer(connection)[0] == 200
+
+
+def test_a_large_body_has_a_pace(tiny, monkeypatch):
+    """One that trickles ends when it is late; one that keeps the pace is served, though it takes longer."""
+    monkeypatch.setattr(body, "LARGE_BODY", 100)
+    monkeypatch.setattr(body, "STALL_S", 0.2)
+    monkeypatch.setattr(body, "MIN_PACE", 1000)
+    content = json.dumps({**BODY, "x": "a" * 800}).encode()
+
+    def send(num_bytes, pause):
+        with in_thread(tiny) as served, served.connect() as connection:
+            start = time.perf_counter()
+            connection.sendall(post(PATH, content)[: -len(content)])
+            for first in range(0, len(content), num_bytes):
+                with contextlib.suppress(ConnectionError):
+                    connection.sendall(content[first : first + num_bytes])
+                time.sleep(pause)
+                if select.select([connection], [], [], 0)[0]:
+                    break
+            status = read_answer(connection)[0]
+            return status, time.perf_counter() - start
+
+    status, seconds = send(200, 0.1)
+    assert (status, seconds > 0.3) == (200, True)
+    status, seconds = send(20, 0.1)
+    assert (status, seconds < 3) == (408, True)
 
 
 # ---- the log and the counters
