@@ -167,7 +167,7 @@ class InputProcessor:
             return ()
         with extra("extras/prompt_logprobs.py", "prompt_logprobs"):
             from nanovllm.extras.prompt_logprobs import PromptLogprobs
-        return (PromptLogprobs(params.prompt_logprobs, self.tokenizer, gives_once=gives_deltas),)
+        return (PromptLogprobs(params.prompt_logprobs, self.decoder, gives_once=gives_deltas),)
 
     def _completion_class(self, gives_deltas: bool) -> type[Completion]:
         """What an output of a stream holds of each sample: all so far, or what is new."""

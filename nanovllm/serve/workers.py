@@ -63,19 +63,23 @@ class Workers:
         result: T = await unless_client_leaves(request.receive, self._in_thread(request.state.caller, function))
         return result
 
+    async def write(self, caller: str, function: Callable[[Check], T]) -> T:
+        """`function(check)` in a thread, for an answer: what has been computed is never refused."""
+        return await self._in_thread(caller, function, is_bounded=False)
+
     def _trim(self) -> None:
         self._is_trim_due = False
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)
 
-    async def _in_thread(self, caller: str, function: Callable[[Check], T]) -> T:
+    async def _in_thread(self, caller: str, function: Callable[[Check], T], is_bounded: bool = True) -> T:
         has_left, loop = threading.Event(), asyncio.get_running_loop()
 
         def check() -> None:
             if has_left.is_set():
                 raise ClientGone
 
-        await self._turns.take(caller)
+        await self._turns.take(caller, is_bounded)
         working = self._pool.submit(function, check)
         # the turn ends with the thread's work, which goes on for a while when the client leaves
         working.add_done_callback(lambda _: call_in_loop(loop, self._turns.end))

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import logging
+import re
 import select
 import threading
 import time
@@ -18,11 +19,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import TINY_QWEN3
-from nanovllm.serve import access, body, bounds, server, workers
+from nanovllm.serve import access, body, bounds, server, streaming, workers
 from nanovllm.serve.app import make_app, set_engine
 from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.bounds import BoundedTokenizer, Bounds, count_values
@@ -642,6 +643,90 @@ def test_a_large_body_has_a_pace(tiny, monkeypatch):
     assert (status, seconds > 0.3) == (200, True)
     status, seconds = send(20, 0.1)
     assert (status, seconds < 3) == (408, True)
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT, RESPONSES])
+@pytest.mark.parametrize("stream", [False, True])
+def test_long_answers_are_written_in_a_thread_and_are_the_same(new_client, monkeypatch, path, stream):
+    """As the event loop writes them, but for names and times."""
+    client, written_in = new_client(), set()
+    fields = {"temperature": 0, "ignore_eos": True, "stream": stream}
+    if path == RESPONSES:
+        fields |= {"input": "ab", "max_output_tokens": 30, "top_logprobs": 3}
+        fields |= {"include": ["message.output_text.logprobs"]}
+    elif path == CHAT:
+        fields |= {"messages": [{"role": "u", "content": "ab"}], "max_tokens": 30, "logprobs": True, "top_logprobs": 3}
+    else:
+        fields |= {"prompt": "ab" * 30, "max_tokens": 30, "logprobs": 3, "echo": True}
+    encode = streaming.encode
+
+    def noted(*arguments):
+        written_in.add(threading.current_thread() is threading.main_thread())
+        return encode(*arguments)
+
+    def told(text):
+        values = re.findall(r"^data: (\{.*)$", text, re.MULTILINE) if stream else [text]
+        return [without_names(json.loads(one)) for one in values]
+
+    _, whole = client.post(path, fields), client.post(path, fields)  # both find the prompt in the prefix cache
+    monkeypatch.setattr(streaming, "LONG_ANSWER", 0)
+    monkeypatch.setattr(streaming, "PIECE", 3)
+    monkeypatch.setattr(streaming, "encode", noted)
+    in_pieces = client.post(path, fields)
+    assert (whole.status_code, in_pieces.status_code) == (200, 200)
+    assert False in written_in
+    if stream:  # how many tokens an event has depends on the clock
+        assert joined(told(in_pieces.text)) == joined(told(whole.text))
+    else:
+        assert told(in_pieces.text) == told(whole.text)
+
+
+def without_names(value):
+    if isinstance(value, dict):
+        return {key: without_names(one) for key, one in value.items() if not re.search("^(.*id|created.*|usage)$", key)}
+    return [without_names(one) for one in value] if isinstance(value, list) else value
+
+
+def joined(events):
+    """All texts of a stream by their keys, one after the other."""
+    texts = {}
+
+    def look(value, key):
+        if isinstance(value, dict):
+            for name, one in value.items():
+                look(one, name)
+        elif isinstance(value, list):
+            for one in value:
+                look(one, key)
+        elif key in ("text", "content", "delta", "token", "logprob", "bytes"):
+            texts[key] = [*texts.get(key, []), value]
+
+    look([one for one in events if one.get("type") != "response.completed"], "")
+    return {key: "".join(map(str, found)) for key, found in texts.items()}
+
+
+@settings(max_examples=25)
+@given(
+    value=st.recursive(
+        TEXTS | st.integers() | st.none() | st.floats(allow_nan=False),
+        lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),
+    ),
+    most=st.integers(1, 5),
+)
+def test_pieces_of_an_answer_are_its_json(value, most):
+    checks = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "PIECE", most)
+        pieces = list(streaming.pieces_of(value, lambda: checks.append(1)))
+    assert json.loads(b"".join(pieces)) == value
+    whole_values = [json.loads(one) for one in pieces if one not in (b"[", b",", b"]", b"}") and one[-1:] != b":"]
+    assert all(num_values(one) <= most for one in whole_values)
+    assert len(checks) >= len(whole_values)
+
+
+def num_values(value):
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(num_values, inner))
 
 
 # ---- the log and the counters
