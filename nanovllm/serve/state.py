@@ -32,7 +32,7 @@ class ServerOptions:
     """Without keys every request is let in."""
     max_request_bytes: int = 16 * 2**20
     max_requests_per_minute: int | None = None
-    """Of each key, or of each address where there are no keys."""
+    """Of each key, or of each address where there are no keys: for IPv6, of each /64."""
     max_choices: int = 1024
     """Completions of one request: its prompts times `n`."""
     allowed_origins: tuple[str, ...] = ()
