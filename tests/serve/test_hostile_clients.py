@@ -190,8 +190,8 @@ FOUND = {  # bodies that once held a server up, each for seconds
         b'{"type":"function","name":"f","parameters":{"enum":[' + b"1," * 120_000 + b'1]}}]}'),
     "bad words of many prompts": ("completions", prompts_of(b'"a"', 200)[:-1] + b',"max_tokens":1,"bad_words":['
         + b",".join(b'"abc def ghi %d"' % i for i in range(256)) + b"]}"),
-    "log-probabilities": ("chat/completions", messages_of(MESSAGE, 0)[:-1] + b',"n":16,"temperature":1,"max_tokens":100,'
-        b'"ignore_eos":true,"logprobs":true,"top_logprobs":20}'),
+    "log-probabilities": ("chat/completions", messages_of(MESSAGE, 0)[:-1] + b',"n":16,"temperature":1,'
+        b'"max_tokens":100,"ignore_eos":true,"logprobs":true,"top_logprobs":20}'),
     "JSON in JSON": ("chat/completions", messages_of(
         MESSAGE[:-1] + b',"tool_calls":[{"function":{"name":"f","arguments":"[' + b"{}," * 5_000_000 + b'1]"}}]}', 0)),
 }  # fmt: skip

@@ -565,7 +565,7 @@ def test_a_turn_that_comes_as_its_client_leaves_goes_to_the_next():
 def test_work_goes_by_the_caller_whose_rate_is_counted(new_client, monkeypatch):
     client, callers = new_client(api_keys=("one", "two")), []
     take = client.server.workers._turns.take
-    monkeypatch.setattr(client.server.workers._turns, "take", lambda caller: (callers.append(caller), take(caller))[1])
+    monkeypatch.setattr(client.server.workers._turns, "take", lambda one, *others: (callers.append(one), take(one))[1])
     for key in ("one", "two", "one"):
         client.post(PATH, {**BODY, "x": "a" * 2**17}, headers={"Authorization": f"Bearer {key}"})
     num_turns = len(callers) // 3
