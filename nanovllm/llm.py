@@ -18,6 +18,7 @@ from nanovllm.checks import OfExtra, check_bool, extra, translate_options
 from nanovllm.config import Config
 from nanovllm.engine.chat import Message, render_conversation
 from nanovllm.engine.engine import LLMEngine
+from nanovllm.engine.input_processor import TakenParams
 from nanovllm.inputs import Prompt, is_single_prompt, spread
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from nanovllm.extras.embedding import params as embedding
     from nanovllm.extras.vllm import metrics
 
-Requests = dict[str, tuple[Prompt, Any, int]]
+Requests = dict[str, tuple[Prompt, TakenParams, int]]
 """Request id -> encoded prompt, parameters, priority."""
 
 
@@ -188,7 +189,7 @@ class LLM:
         taken = {id(one): processor.take_params(one) for one in wanted}
         requests: Requests = {}
         for prompt, one, rank in zip(prompt_list, wanted, priorities, strict=True):
-            text, token_ids = processor.encode(prompt, taken[id(one)])
+            text, token_ids = processor.encode(prompt, taken[id(one)].params)
             encoded = {"prompt": text, "prompt_token_ids": token_ids}
             requests[str(next(self._request_ids))] = encoded, taken[id(one)], rank
         return requests

@@ -34,6 +34,7 @@ class TokenDecoder:
         pieces = tokenizer.convert_ids_to_tokens(range(self._num_tokens))
         self._byte_ids = frozenset(i for i, piece in enumerate(pieces) if piece and BYTE_TOKEN.fullmatch(piece))
         self._is_context_free = is_context_free(self._tokenizer)
+        self.text_of = cache(lambda token_id: tokenizer.decode([token_id]))  # by itself, as log-probabilities show it
         # by `skip_special_tokens`: token id -> its own text, found when it is first asked for
         self.own_texts = {skip: cache(partial(self.find_own_text, skip_special_tokens=skip)) for skip in (False, True)}
 

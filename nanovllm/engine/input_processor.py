@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from functools import cached_property
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,6 +32,14 @@ class OtherParams(Protocol):
 
 
 Params = SamplingParams | OtherParams
+
+
+class TakenParams(NamedTuple):
+    """Parameters, copied and checked, and what is made of them. Requests may share them: sequences copy the grammar."""
+
+    params: Any
+    stages: tuple[Any, ...] = ()
+    grammar: Any = None
 
 
 class InputProcessor:
@@ -60,12 +68,13 @@ class InputProcessor:
         self._check_prompt_len(len(token_ids))
         return text, token_ids
 
-    def take_params(self, params: Any) -> Any:
-        """As `check_params`. A grammar in the parameters is compiled, and kept until the request is made."""
-        params = self.check_params(params)
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            self.grammars.compile(params.structured_outputs)
-        return params
+    def take_params(self, params: Any) -> TakenParams:
+        """All that needs no prompt: what takes long, such as compiling a grammar, is done here. None is the default."""
+        params = self.check_params(self.default_sampling_params if params is None else params)
+        if not isinstance(params, SamplingParams):
+            return TakenParams(params)
+        form = params.structured_outputs
+        return TakenParams(params, self._stages(params), None if form is None else self.grammars.compile(form))
 
     def check_params(self, params: Any) -> Any:
         """A copy of the parameters, checked: what the user changes later, this request does not see."""
@@ -92,7 +101,7 @@ class InputProcessor:
         self,
         request_id: str,
         prompt: Prompt,
-        params: Params | None,
+        given: Params | TakenParams | None,
         priority: int,
         stream: bool,
         num_requests_before: int,
@@ -100,7 +109,7 @@ class InputProcessor:
         """Requests without a seed get one from `num_requests_before`: it depends only on the order of arrival."""
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be an int, got {priority!r}")
-        params = self.check_params(self.default_sampling_params if params is None else params)
+        params, stages, grammar = given if isinstance(given, TakenParams) else self.take_params(given)
         if not isinstance(params, SamplingParams):
             return params.make_request(self, request_id, prompt, priority)
         text, token_ids = self.encode(prompt, params)
@@ -108,9 +117,7 @@ class InputProcessor:
         seed = own_seed if params.seed is None else params.seed
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         gives_deltas = stream and params.output_kind is RequestOutputKind.DELTA
-        stages, taps, grammar = self._stages(params), self._taps(params, gives_deltas), None
-        if params.structured_outputs is not None:
-            grammar = self.grammars.compile(params.structured_outputs)
+        taps = self._taps(params, gives_deltas)
         # one sequence for each sample; the first computes the prompt, the others are its children
         seqs = []
         for i in range(params.n):
@@ -160,7 +167,7 @@ class InputProcessor:
             return ()
         with extra("extras/prompt_logprobs.py", "prompt_logprobs"):
             from nanovllm.extras.prompt_logprobs import PromptLogprobs
-        return (PromptLogprobs(params.prompt_logprobs, self.tokenizer, gives_once=gives_deltas),)
+        return (PromptLogprobs(params.prompt_logprobs, self.decoder, gives_once=gives_deltas),)
 
     def _completion_class(self, gives_deltas: bool) -> type[Completion]:
         """What an output of a stream holds of each sample: all so far, or what is new."""

@@ -24,9 +24,9 @@ class Completion:
     has_news = True
     """Whether the request's next output shows it."""
 
-    def __init__(self, seq: Sequence, tokenizer: Any, decoder: TokenDecoder | None) -> None:
+    def __init__(self, seq: Sequence, decoder: TokenDecoder | None) -> None:
         self.seq = seq
-        self.tokenizer = tokenizer
+        self.decoder = decoder
         self.detokenizer = make_detokenizer(decoder, seq.sampling_params)
         self.token_ids: list[int] = []  # output tokens that the detokenizer has got
         self.logprobs: list[PositionLogprobs] | None = None if seq.sampling_params.logprobs is None else []
@@ -54,7 +54,7 @@ class Completion:
     def add_logprobs(self, rows: LogprobRows, row: int, token_id: int) -> None:
         k = self.seq.sampling_params.logprobs
         if self.logprobs is not None and k is not None:
-            self.logprobs.append(position_logprobs(rows, row, token_id, k, self.tokenizer))
+            self.logprobs.append(position_logprobs(rows, row, token_id, k, self.decoder))
             self.cumulative_logprob += self.logprobs[-1][token_id].logprob
 
     def make_output(self) -> CompletionOutput:
@@ -97,7 +97,7 @@ class Request:
         self.seqs = seqs
         self.stream = stream
         self.tokenizer = tokenizer
-        self.completions = [completion_class(seq, tokenizer, decoder) for seq in seqs]
+        self.completions = [completion_class(seq, decoder) for seq in seqs]
         # text is made in each step if the user streams it or a stop string may be in it, else at the end
         self._has_stop_strings = bool(self.sampling_params.stop_strings)
         self.reads_each_step = self.stream or self._has_stop_strings
@@ -219,12 +219,12 @@ def read_tokens(
     return list(advanced_requests.values())
 
 
-def position_logprobs(rows: LogprobRows, row: int, token_id: int, k: int, tokenizer: Any) -> PositionLogprobs:
+def position_logprobs(rows: LogprobRows, row: int, token_id: int, k: int, decoder: Any) -> PositionLogprobs:
     """The chosen token first, then the k likeliest (all of them for -1), as vLLM orders them."""
     top_ids, top = rows.top_ids[row], rows.top[row]
     num_top = len(top_ids) if k < 0 else min(k, len(top_ids))
     entries = {token_id: (rows.chosen[row], rows.ranks[row])}
     for rank in range(num_top):
         entries.setdefault(top_ids[rank], (top[rank], rank + 1))
-    texts = {i: None if tokenizer is None else tokenizer.decode([i]) for i in entries}
+    texts = {i: None if decoder is None else decoder.text_of(i) for i in entries}
     return {i: Logprob(value, rank, texts[i]) for i, (value, rank) in entries.items()}

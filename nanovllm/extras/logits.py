@@ -5,7 +5,7 @@ Each is a `Stage` of a sequence, and they run in vLLM's order: a class below, it
 to the logits. `stages_of` says which ones a request asks for; `engine/input_processor.py` calls it.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from nanovllm.checks import check_int, check_list, check_number, check_strings, 
 from nanovllm.execution.sampling_batch import column
 from nanovllm.execution.stages import ForbiddenTokens, Stage, StageRow, forbid
 from nanovllm.sampling_params import LogitsProcessor, SamplingParams
+from nanovllm.scheduling.sequence import Sequence
 
 
 def stages_of(params: SamplingParams, tokenizer: Any) -> tuple[Stage, ...]:
@@ -25,7 +26,7 @@ def stages_of(params: SamplingParams, tokenizer: Any) -> tuple[Stage, ...]:
     if params.allowed_token_ids:
         stages.append(AllowedTokens(params.allowed_token_ids))
     if params.logit_bias:
-        stages.append(LogitBias())
+        stages.append(LogitBias(params.logit_bias))
     if params.bad_words:
         stages.append(BadWords(encode_bad_words(params.bad_words, tokenizer)))
     if params.logits_processors:
@@ -78,11 +79,19 @@ class LogitBias:
 
     place, reads_output = 2, False
 
+    def __init__(self, biases: Mapping[int, float]) -> None:
+        self.token_ids = torch.tensor(list(biases))  # once: a step may have 256 sequences with 1,024 biases each
+        self.values = torch.tensor(list(biases.values()), dtype=torch.float32)
+
     @classmethod
     def build(cls, rows: list[StageRow]) -> "BiasRows":
-        biases = [(row, *one) for row, seq, _, _ in rows for one in (seq.sampling_params.logit_bias or {}).items()]
-        row_ids, token_ids, values = zip(*biases, strict=True)
-        return BiasRows(torch.tensor(row_ids), torch.tensor(token_ids), torch.tensor(values, dtype=torch.float32))
+        stages = [row.stage for row in rows]
+        lengths = torch.tensor([len(stage.token_ids) for stage in stages])
+        return BiasRows(
+            rows=torch.tensor([row for row, _, _, _ in rows]).repeat_interleave(lengths),
+            token_ids=torch.cat([stage.token_ids for stage in stages]),
+            values=torch.cat([stage.values for stage in stages]),
+        )
 
 
 @dataclass(frozen=True)
@@ -104,17 +113,20 @@ class BadWords:
     place = 2
 
     def __init__(self, bad_word_ids: list[list[int]]) -> None:
-        self.bad_word_ids = bad_word_ids
-        self.reads_output = any(len(word) > 1 for word in bad_word_ids)
+        self.words = [(word[:-1], word[-1]) for word in bad_word_ids]
+        self.longest = max((len(first) for first, _ in self.words), default=0)
+        self.reads_output = self.longest > 0
 
     @classmethod
     def build(cls, rows: list[StageRow]) -> ForbiddenTokens | None:
-        return forbid(
-            (row, last)
-            for row, seq, position, stage in rows
-            for *first, last in stage.bad_word_ids
-            if seq.token_ids.view(max(seq.num_prompt_tokens, position - len(first)), position).tolist() == first
-        )
+        return forbid((row.row, last) for row in rows for last in row.stage.last_tokens(row.seq, row.position))
+
+    def last_tokens(self, seq: Sequence, position: int) -> Iterator[int]:
+        """Of the words whose first tokens end the output before `position`."""
+        end = seq.token_ids.view(max(seq.num_prompt_tokens, position - self.longest), position).tolist()
+        for first, last in self.words:
+            if not first or end[-len(first) :] == first:
+                yield last
 
 
 def encode_bad_words(bad_words: Collection[str], tokenizer: Any) -> list[list[int]]:

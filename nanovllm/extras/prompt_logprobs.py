@@ -6,11 +6,12 @@ prompt of 8 has the targets 5 … 7. All values are the model's own, before temp
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from nanovllm.engine.detokenizer import TokenDecoder
 from nanovllm.engine.request import PositionLogprobs, position_logprobs
 from nanovllm.execution.sampler import Logprobs, compute_logprobs
 from nanovllm.execution.stages import ComputeLogits
@@ -29,10 +30,10 @@ class PromptLogprobs:
 
     reads_prompt = True
 
-    def __init__(self, num_logprobs: int, tokenizer: Any, gives_once: bool) -> None:
+    def __init__(self, num_logprobs: int, decoder: TokenDecoder | None, gives_once: bool) -> None:
         self.num_logprobs = num_logprobs
         self.gives_once = gives_once
-        self.tokenizer = tokenizer
+        self.decoder = decoder
         self.found: list[PositionLogprobs | None] = [None]  # no token predicts the first
         self._has_given = False
 
@@ -99,6 +100,6 @@ class TargetLogprobs(NamedTuple):
             for row, position in enumerate(positions, first_row):
                 if position >= len(tap.found):
                     token_id = int(seq.token_ids.data[position])
-                    found = position_logprobs(rows, row, token_id, tap.num_logprobs, tap.tokenizer)
+                    found = position_logprobs(rows, row, token_id, tap.num_logprobs, tap.decoder)
                     tap.found.append(found)
             first_row += len(positions)

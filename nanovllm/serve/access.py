@@ -5,6 +5,7 @@ Middleware wraps the application: `app(scope, receive, send)` with the same sign
 
 import asyncio
 import hmac
+import ipaddress
 import math
 import time
 from collections import deque
@@ -42,7 +43,8 @@ class AccessControl:
             headers = Headers(scope=scope)
             self._check_size(headers)
             if scope["path"].removeprefix(self._root_path) not in OPEN_PATHS:
-                caller = self._authenticate(headers) or str((scope.get("client") or ("", 0))[0])
+                caller = self._authenticate(headers) or network_of(str((scope.get("client") or ("", 0))[0]))
+                scope.setdefault("state", {})["caller"] = caller
                 is_loading = self._server.llm is None  # what is refused for it costs nobody's rate
                 if self._rate is not None and scope["method"] == "POST" and not is_loading:
                     self._rate.check(caller)
@@ -73,6 +75,19 @@ class AccessControl:
             )
         if length is not None and int(length) > self._max_bytes:
             raise too_large(self._max_bytes)
+
+
+def network_of(address: str) -> str:
+    """Who is counted for an address: itself, or its /64 for IPv6, of which one client has all addresses."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:  # a proxy may name its client by another word
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    if parsed.ipv4_mapped is not None:  # IPv4, on a socket that listens to both
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(parsed), 64), strict=False))
 
 
 def limited(receive: Receive, max_bytes: int) -> Receive:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,7 +22,7 @@ import torch
 from nanovllm.checks import check_int
 from nanovllm.config import Config
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.input_processor import Prompt
+from nanovllm.engine.input_processor import Prompt, TakenParams
 from nanovllm.extras.embedding.params import PoolingParams
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.outputs import EngineStats, RequestOutput
@@ -30,8 +31,7 @@ from nanovllm.serve.engine_thread import EngineDeadError, EngineThread, NewReque
 from nanovllm.serve.inbox import Inbox, Waker, gives_deltas
 from nanovllm.trace.recorder import start_engine
 
-LONG_TEXT = 4096  # characters; longer texts are encoded in a thread
-LONG_LIST = 1000  # token ids; longer lists are checked in a thread
+LONG = 4096  # characters or token ids; longer ones are encoded and checked in a thread
 
 
 class QueueFullError(RuntimeError):
@@ -104,13 +104,9 @@ class AsyncLLM:
     async def submit(self, requests: list[NewRequest]) -> Inbox:
         """Check all requests, queue them, and return the inbox of their outputs; `close` it in the end."""
         self.thread.check_health()
-        checked = []
-        for request in requests:
-            checked.append(await check_request(self.engine, request))
-            if len(requests) > 1:
-                await asyncio.sleep(0)  # other consumers come between
+        checked = await check_requests(self.engine, requests)
         ids = [request.request_id for request in checked]
-        deltas = [request.request_id for request in checked if gives_deltas(request.sampling_params)]
+        deltas = [request.request_id for request in requests if gives_deltas(request.sampling_params)]
         with self._lock:
             waker = self._wakers.setdefault(asyncio.get_running_loop(), Waker())
             inbox = Inbox(ids, deltas, waker)
@@ -201,22 +197,38 @@ class AsyncLLM:
             waker.wake_soon([inbox for inbox in inboxes if inbox.waker is waker])
 
 
-async def check_request(engine: LLMEngine, request: NewRequest) -> NewRequest:
-    """The request with its prompt encoded and its parameters copied; ValueError or TypeError if it cannot be served.
+async def check_requests(engine: LLMEngine, requests: list[NewRequest]) -> list[NewRequest]:
+    """The requests with prompts encoded and parameters taken; ValueError or TypeError if one cannot be served.
 
     Called in the consumer's event loop, so it reads nothing that the engine's steps change. What may take long is done
-    in a thread, and the loop goes on: long texts are encoded there, grammars compiled.
+    in a thread, and the loop goes on: long texts are encoded there, grammars compiled. The requests hold the grammars.
     """
-    params, take_params = request.sampling_params, engine.input_processor.take_params
-    if params is not None:
-        has_grammar = getattr(params, "structured_outputs", None) is not None
-        is_long = has_grammar or len(getattr(params, "allowed_token_ids", None) or ()) > LONG_LIST
-        params = await asyncio.to_thread(take_params, params) if is_long else take_params(params)
-    prompt, encode = request.prompt, engine.input_processor.encode
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    is_long = isinstance(text, str) and len(text) > LONG_TEXT
-    text, token_ids = await asyncio.to_thread(encode, prompt, params) if is_long else encode(prompt, params)
-    return request._replace(sampling_params=params, prompt={"prompt": text, "prompt_token_ids": token_ids})
+    processor, checked = engine.input_processor, []
+    taken: dict[int, TakenParams] = {}
+    for request in requests:
+        given, prompt = request.sampling_params, request.prompt
+        if id(given) not in taken:
+            take = processor.take_params
+            taken[id(given)] = await asyncio.to_thread(take, given) if are_long(given) else take(given)
+        own = taken[id(given)]
+        encode = partial(processor.encode, prompt, own.params)
+        text, token_ids = await asyncio.to_thread(encode) if is_long(prompt) else encode()
+        checked.append(request._replace(sampling_params=own, prompt={"prompt": text, "prompt_token_ids": token_ids}))
+        if len(requests) > 1:
+            await asyncio.sleep(0)  # other consumers come between
+    return checked
+
+
+def are_long(params: Any) -> bool:
+    """Whether parameters take long to check, or to make something of."""
+    has_many = len(getattr(params, "allowed_token_ids", None) or ()) > LONG
+    return has_many or bool(getattr(params, "bad_words", None) or getattr(params, "structured_outputs", None))
+
+
+def is_long(prompt: Any) -> bool:
+    """Whether a prompt takes long to encode, or to check."""
+    given = prompt.get("prompt_token_ids", prompt.get("prompt")) if isinstance(prompt, Mapping) else prompt
+    return hasattr(given, "__len__") and len(given) > LONG
 
 
 AsyncLLMEngine = AsyncLLM  # vLLM's older name

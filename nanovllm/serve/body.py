@@ -6,8 +6,10 @@
 has a limit for its values beside that for its bytes.
 """
 
+import asyncio
 import json
-from collections.abc import Callable, Coroutine, Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +26,9 @@ from nanovllm.serve.workers import Busy, ClientGone
 MAX_BODIES = 8  # so many of the largest size are read at the same time; other large ones are refused
 SHORT_BODY = 1 << 17  # bytes; parsed in the event loop
 LARGE_BODY = 1 << 20  # bytes; larger ones are counted together, and give their free memory back to the system
+MAX_BODIES_OF_CALLER = 4
+MIN_PACE = 1 << 16  # bytes a second, of a large body
+STALL_S = 5.0  # what a large body may be late
 
 
 class JSONRoute(APIRoute):
@@ -59,10 +64,13 @@ class JSONRequest(Request):
         with told():
             self._server.check_ready()
         chunks: list[bytes] = []
-        async for chunk in self.stream():
+        stream, now, give_up = self.stream(), asyncio.get_running_loop().time, None
+        while chunk := await in_time(anext(stream, b""), None if give_up is None else give_up - now()):
             self.state.num_bytes += len(chunk)
             if self.state.num_bytes > LARGE_BODY:
                 self._count()
+                latest = now() + STALL_S
+                give_up = latest if give_up is None else min(latest, give_up + len(chunk) / MIN_PACE)
             chunks.append(chunk)
         self._bytes = b"".join(chunks)
         return self._bytes[:1]
@@ -86,16 +94,28 @@ class JSONRequest(Request):
 
     def _count(self) -> None:
         """All bytes so far. Raises APIError 503 if those of all large bodies are too many."""
-        self._server.num_body_bytes += self.state.num_bytes - self._num_counted
+        counts, largest = self._server.body_bytes, self._server.options.max_request_bytes
+        counts[self.state.caller] += self.state.num_bytes - self._num_counted
         self._num_counted = self.state.num_bytes
-        if self._server.num_body_bytes > MAX_BODIES * self._server.options.max_request_bytes:
+        if counts.total() > MAX_BODIES * largest or counts[self.state.caller] > MAX_BODIES_OF_CALLER * largest:
             raise APIError(
                 503, "too many large requests are being read; try again later", code="busy", headers=RETRY_LATER
             )
 
     def _stop_counting(self) -> None:
-        self._server.num_body_bytes -= self._num_counted
-        self._num_counted = 0
+        if self._num_counted:
+            self._server.body_bytes -= Counter({self.state.caller: self._num_counted})  # keeps no zeros
+            self._num_counted = 0
+
+
+async def in_time(awaitable: Awaitable[bytes], seconds: float | None) -> bytes:
+    """The next bytes of a body; APIError 408 if they do not come."""
+    try:
+        return await asyncio.wait_for(awaitable, seconds)
+    except asyncio.TimeoutError:
+        message = f"a body of more than {LARGE_BODY} bytes must come at {MIN_PACE} bytes a second"
+        # the rest of the body is not read, so the connection cannot be used again
+        raise APIError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
 
 
 @contextmanager

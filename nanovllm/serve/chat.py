@@ -4,7 +4,7 @@ Read `create_chat_completion` for the way of a request; the rest is the form of 
 https://platform.openai.com/docs/api-reference/chat
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Any
 
@@ -73,18 +73,18 @@ class Chat:
         choices = [self._choices[completion.index].whole(completion) for completion in output.outputs]
         return self._head("chat.completion", choices) | {"usage": usage_of([output])}
 
-    async def chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
+    async def chunks(self) -> AsyncIterator[Iterable[dict[str, Any]]]:
         options = self._body.stream_options
         extra: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
         async for outputs in self._generation.outputs():
             if options and options.continuous_usage_stats:
                 extra = {"usage": usage_of(outputs)}
-            yield [
+            yield (
                 self._head("chat.completion.chunk", [choice]) | extra
                 for output in outputs
                 for completion in output.outputs
                 for choice in self._choices[completion.index].grow(completion)
-            ]
+            )
         if options and options.include_usage:
             usage = usage_of(list(self._generation.latest.values()))
             yield [self._head("chat.completion.chunk", []) | {"usage": usage}]

@@ -4,7 +4,7 @@ The older of OpenAI's two interfaces: no conversation, no chat template; prompts
 https://platform.openai.com/docs/api-reference/completions
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Any
 
@@ -62,13 +62,13 @@ class Completions:
         choices = [choice for output in outputs for choice in self._grown(output)]
         return self._head(choices) | {"usage": self._usage(outputs)}
 
-    async def chunks(self) -> AsyncIterator[list[dict[str, Any]]]:
+    async def chunks(self) -> AsyncIterator[Iterable[dict[str, Any]]]:
         options = self._body.stream_options
         extra: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
         async for outputs in self._generation.outputs():
             if options and options.continuous_usage_stats:
                 extra = {"usage": self._usage(list(self._generation.latest.values()))}
-            yield [self._head([choice]) | extra for output in outputs for choice in self._grown(output)]
+            yield (self._head([choice]) | extra for output in outputs for choice in self._grown(output))
         if options and options.include_usage:
             yield [self._head([]) | {"usage": self._usage(list(self._generation.latest.values()))}]
 

@@ -28,7 +28,7 @@ from nanovllm.serve.protocol import Name, StrictModel, Text, Texts, TokenIds
 from nanovllm.serve.request_ids import new_id
 from nanovllm.serve.state import ReadyServer, Server
 from nanovllm.serve.streaming import encode
-from nanovllm.serve.workers import unless_client_leaves
+from nanovllm.serve.workers import Check, unless_client_leaves
 
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=JSONRoute)
@@ -78,11 +78,11 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, server: Re
         "prompt_tokens_details": {"cached_tokens": num_cached},
     }
     whole = encode({"id": embedding_id, "object": "list", "model": server.model_name, "usage": usage})
-    vectors = await server.workers.run(
-        request,
-        lambda check: [encode(describe(i, one, body)) for i, one in enumerate(outputs)],
-        is_long=are_many(outputs),
-    )
+
+    def write(check: Check) -> list[bytes]:
+        return [encode(describe(i, one, body)) for i, one in enumerate(outputs)]
+
+    vectors = await server.workers.write(request.state.caller, write) if are_many(outputs) else write(lambda: None)
     return Response(whole[:-1] + b',"data":[' + b",".join(vectors) + b"]}", media_type="application/json")
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from nanovllm.engine.input_processor import Params, Prompt
+from nanovllm.engine.input_processor import Params, Prompt, TakenParams
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.outputs import RequestOutput
 
@@ -29,7 +29,6 @@ T = TypeVar("T")
 Command = Callable[[], None]
 
 COMMANDS_S = 0.02  # commands are executed for this long between two steps, or until the one that is begun ends
-ADDED_TOGETHER = 16  # requests that one command adds
 
 
 class NewRequest(NamedTuple):
@@ -37,7 +36,7 @@ class NewRequest(NamedTuple):
 
     request_id: str
     prompt: Prompt
-    sampling_params: Params | None = None
+    sampling_params: Params | TakenParams | None = None
     priority: int = 0
     stream: bool = True
 
@@ -80,12 +79,12 @@ class EngineThread:
             self._commands.put(command)
 
     def add(self, requests: list[NewRequest]) -> None:
-        """Queue requests. Many are several commands, so that steps come between."""
+        """Queue requests. Each is a command, so that steps come between many."""
         with self._lock:
             self.check_health()
             self._num_posted += len(requests)
-            for start in range(0, len(requests), ADDED_TOGETHER):
-                self._commands.put(partial(self._add, requests[start : start + ADDED_TOGETHER]))
+            for request in requests:
+                self._commands.put(partial(self._add, request))
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """The result of a function that the thread calls between two steps."""
@@ -190,9 +189,9 @@ class EngineThread:
                 self._unfinished.pop(output.request_id, None)
         self._on_outputs(outputs)
 
-    def _add(self, requests: list[NewRequest]) -> None:
-        self._queue(requests)
-        self._num_added += len(requests)
+    def _add(self, request: NewRequest) -> None:
+        self._queue([request])
+        self._num_added += 1
 
     def _queue(self, requests: list[NewRequest]) -> None:
         for request in requests:

@@ -33,7 +33,10 @@ class Generation:
         self.created = int(time.time())
         self.indices = {name: i for i, name in enumerate(engine_ids(request_id, len(prompts)))}
         self.latest: dict[str, RequestOutput] = {}
+        self.workers = server.workers
         self._server = server
+        self._num_new = 0
+        self._num_told: dict[str, int] = {}
         self._prompts = prompts
         self.params = params
         self._arrival_time = time.monotonic()
@@ -62,6 +65,8 @@ class Generation:
             outputs = await self._inbox.take()
             for output in outputs:
                 self.latest[output.request_id] = output
+                self._num_new += self._count(output) - self._num_told.get(output.request_id, 0)
+                self._num_told[output.request_id] = self._count(output)
                 if output.finished:
                     self._note_end(output, self._reason(output))
             yield outputs
@@ -70,6 +75,16 @@ class Generation:
     def is_read(self) -> bool:
         """Whether `outputs()` has yielded its last."""
         return self._inbox is not None and not self._inbox.unfinished
+
+    def take_num_new(self) -> int:
+        """Tokens and log-probabilities in the outputs since the last call."""
+        num_new, self._num_new = self._num_new, 0
+        return num_new
+
+    def _count(self, output: RequestOutput) -> int:
+        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        num_scored = len(output.prompt_logprobs or ())
+        return num_tokens * (1 + (self.params.logprobs or 0)) + num_scored * (1 + (self.params.prompt_logprobs or 0))
 
     async def finish(self) -> list[RequestOutput]:
         """Wait for all, and return the last outputs in the order of the prompts."""

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from nanovllm.engine.input_processor import Params
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -117,7 +116,7 @@ class Inbox:
         return outputs
 
 
-def gives_deltas(params: Params | None) -> bool:
+def gives_deltas(params: Any) -> bool:
     return isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
 
 

@@ -155,7 +155,12 @@ def add_tls(group: Any) -> None:
 def add_limits(group: Any) -> None:
     keys = f"requests need one of these keys; also from the variable {API_KEY_VARIABLE}, with spaces between several"
     add(group, "api-key", str, keys, [], nargs="+")
-    add(group, "max-requests-per-minute", positive, "of each key, or of each address where there are no keys; no limit")
+    add(
+        group,
+        "max-requests-per-minute",
+        positive,
+        "of each key; without keys, of each address (IPv6: each /64); no limit",
+    )
     add(group, "max-queued-requests", positive, "refuse requests when this many wait to be computed; no limit")
     add(group, "max-choices", positive, "completions of one request: its prompts times n", ServerOptions.max_choices)
     add(group, "max-request-bytes", positive, "of a request's body", ServerOptions.max_request_bytes)

@@ -4,6 +4,7 @@ Nothing is global: `make_app` puts one `Server` into the application's state, an
 """
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -31,7 +32,7 @@ class ServerOptions:
     """Without keys every request is let in."""
     max_request_bytes: int = 16 * 2**20
     max_requests_per_minute: int | None = None
-    """Of each key, or of each address where there are no keys."""
+    """Of each key, or of each address where there are no keys: for IPv6, of each /64."""
     max_choices: int = 1024
     """Completions of one request: its prompts times `n`."""
     allowed_origins: tuple[str, ...] = ()
@@ -66,8 +67,8 @@ class Server:
     is_draining: bool = False
     num_in_progress: int = 0
     """Requests that the engine has not finished."""
-    num_body_bytes: int = 0
-    """Of the large bodies that have not been parsed."""
+    body_bytes: Counter[str] = field(default_factory=Counter)
+    """By caller, of the large bodies that have not been parsed."""
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property

@@ -7,7 +7,8 @@ write takes 1.5 times the processor time, and it takes over `uvicorn`'s signals.
 
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -16,11 +17,13 @@ from starlette.types import Receive, Scope, Send
 
 from nanovllm.serve.errors import as_api_error
 from nanovllm.serve.generation import Generation
-from nanovllm.serve.workers import ClientGone, unless_client_leaves
+from nanovllm.serve.workers import Check, ClientGone, unless_client_leaves
 
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+LONG_ANSWER = 4096  # tokens and log-probabilities; more are written in a thread
+PIECE = 1000  # values of JSON that are written together
 
 
 async def answer_whole(request: Request, generation: Generation, make_answer: Callable[[], dict[str, Any]]) -> Response:
@@ -29,7 +32,15 @@ async def answer_whole(request: Request, generation: Generation, make_answer: Ca
         await unless_client_leaves(request.receive, generation.finish())
     finally:
         generation.close()
-    return JSON(make_answer())
+    body = await write(generation, request.state.caller, lambda check: encode(make_answer(), check))
+    return Response(body, media_type="application/json")
+
+
+async def write(generation: Generation, caller: str, make: Callable[[Check | None], bytes]) -> bytes:
+    """`make(check)` writes what the generation has given since it was last written: in a thread if that is long."""
+    if generation.take_num_new() <= LONG_ANSWER:
+        return make(None)
+    return await generation.workers.write(caller, make)
 
 
 class JSON(Response):
@@ -42,18 +53,22 @@ class JSON(Response):
 
 
 class EventStream(StreamingResponse):
-    """Sends the events that `chunks` yields, lists of JSON values, while the client is there.
+    """Sends the events that `chunks` yields, several JSON values at a time, while the client is there.
+
+    A generator makes its values where they are written: in a thread if they are long.
 
     A slow client makes Starlette's `send` wait; outputs that come meanwhile merge in the generation's inbox.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, chunks: AsyncIterator[list[dict[str, Any]]]) -> None:
+    def __init__(self, generation: Generation, chunks: AsyncIterator[Iterable[dict[str, Any]]]) -> None:
         super().__init__(self._events(chunks), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._generation = generation
+        self._caller = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._caller = scope["state"]["caller"]
         try:  # by itself, StreamingResponse may notice only at its next write that the client has gone
             await unless_client_leaves(receive, self.stream_response(send))
         except ClientGone:
@@ -61,18 +76,18 @@ class EventStream(StreamingResponse):
         finally:
             self._generation.close()
 
-    def encode(self, value: dict[str, Any]) -> bytes:
-        return to_event(value)
+    def encode(self, value: dict[str, Any], check: Check | None = None) -> bytes:
+        return to_event(value, check)
 
     def encode_end(self, error: Exception | None) -> bytes:
         """The end of the stream; an error after its status has been sent is an event."""
         return (b"" if error is None else to_event(as_api_error(error).body())) + DONE
 
-    async def _events(self, chunks: AsyncIterator[list[dict[str, Any]]]) -> AsyncIterator[bytes]:
+    async def _events(self, chunks: AsyncIterator[Iterable[dict[str, Any]]]) -> AsyncIterator[bytes]:
         body, failure = b"", None
         try:
             async for values in chunks:
-                body += b"".join([self.encode(value) for value in values])
+                body += await write(self._generation, self._caller, partial(self._encode_all, values))
                 if body and not self._generation.is_read:  # the last events leave with the end: a write costs the most
                     yield body
                     body = b""
@@ -81,13 +96,43 @@ class EventStream(StreamingResponse):
             failure = error
         yield body + self.encode_end(failure)
 
+    def _encode_all(self, values: Iterable[dict[str, Any]], check: Check | None) -> bytes:
+        return b"".join([self.encode(value, check) for value in values])
 
-def to_event(value: Any) -> bytes:
-    return b"data: " + encode(value) + b"\n\n"
+
+def to_event(value: Any, check: Check | None = None) -> bytes:
+    return b"data: " + encode(value, check) + b"\n\n"
 
 
 ENCODER = json.JSONEncoder(separators=(",", ":"))  # `json.dumps` would make one for each chunk
 
 
-def encode(value: Any) -> bytes:
-    return ENCODER.encode(value).encode("ascii")
+def encode(value: Any, check: Check | None = None) -> bytes:
+    """JSON. With `check` it is written in pieces: the encoder does not let other threads in."""
+    return ENCODER.encode(value).encode("ascii") if check is None else b"".join(pieces_of(value, check))
+
+
+def pieces_of(value: Any, check: Check) -> Iterator[bytes]:
+    """The JSON of `value`, at most `PIECE` values at a time."""
+    check()
+    if is_short(value):
+        yield encode(value)
+    elif isinstance(value, dict):
+        for i, (key, one) in enumerate(value.items()):
+            yield (b"," if i else b"{") + encode(key) + b":"
+            yield from pieces_of(one, check)
+        yield b"}"
+    else:
+        for i, one in enumerate(value):
+            yield b"," if i else b"["
+            yield from pieces_of(one, check)
+        yield b"]"
+
+
+def is_short(value: Any) -> bool:
+    """Whether it holds at most `PIECE` values."""
+    left, num_values = [value], 0
+    while left and num_values < PIECE:
+        one, num_values = left.pop(), num_values + 1
+        left += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+    return not left

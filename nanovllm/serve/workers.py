@@ -3,12 +3,17 @@
 What a body of more than `LONG_BODY` bytes asks for is done here, and for shorter ones at once, in the event loop. The
 threads share Python's lock with the loop and the engine, so what runs here is bounded first (`bounds.py`), or is a
 library's work outside of the lock: the tokenizer's, the grammar compiler's, NumPy's.
+
+Callers take turns: one that has much work waiting delays another's by one piece of work.
+
+    waiting   A: a1 a2 a3 a4    B: b1        begun in the order a1 b1 a2 a3 a4
 """
 
 import asyncio
 import ctypes
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,6 +21,8 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.types import Receive
+
+from nanovllm.serve.inbox import call_in_loop
 
 T = TypeVar("T")
 Check = Callable[[], None]
@@ -38,8 +45,9 @@ class Workers:
     """One for each server."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), thread_name_prefix="nanovllm-serve")
-        self._num_waiting = 0
+        num_threads = max(1, (os.cpu_count() or 1) // 4)
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="nanovllm-serve")
+        self._turns = Turns(num_threads)
         self._is_trim_due = False
 
     def trim_soon(self) -> None:
@@ -52,34 +60,92 @@ class Workers:
         """`function(check)`: in a thread if it is long; by default, if the body is. Raises Busy, ClientGone."""
         if request.state.num_bytes <= LONG_BODY if is_long is None else not is_long:
             return function(lambda: None)
-        result: T = await unless_client_leaves(request.receive, self._in_thread(function))
+        result: T = await unless_client_leaves(request.receive, self._in_thread(request.state.caller, function))
         return result
+
+    async def write(self, caller: str, function: Callable[[Check], T]) -> T:
+        """`function(check)` in a thread, for an answer: what has been computed is never refused."""
+        return await self._in_thread(caller, function, is_bounded=False)
 
     def _trim(self) -> None:
         self._is_trim_due = False
         with suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)
 
-    async def _in_thread(self, function: Callable[[Check], T]) -> T:
-        if self._num_waiting >= MAX_WAITING:
-            raise Busy(f"{MAX_WAITING} long requests wait to be read already; try again later")
-        has_left, box = threading.Event(), [function]
-        del function  # the pool's queue keeps what was cancelled until its turn; the body is only in the box
+    async def _in_thread(self, caller: str, function: Callable[[Check], T], is_bounded: bool = True) -> T:
+        has_left, loop = threading.Event(), asyncio.get_running_loop()
 
         def check() -> None:
             if has_left.is_set():
                 raise ClientGone
 
-        def work() -> T:
-            return box.pop()(check)
-
-        self._num_waiting += 1
-        try:  # when this is cancelled, work that has not begun never does
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        await self._turns.take(caller, is_bounded)
+        working = self._pool.submit(function, check)
+        # the turn ends with the thread's work, which goes on for a while when the client leaves
+        working.add_done_callback(lambda _: call_in_loop(loop, self._turns.end))
+        try:
+            return await asyncio.wrap_future(working)
         finally:
-            box.clear()
             has_left.set()
-            self._num_waiting -= 1
+
+
+class Turns:
+    """`num_places` pieces of work at a time, begun in the rotation of their callers. For one event loop."""
+
+    def __init__(self, num_places: int) -> None:
+        self._num_free = num_places
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, the next one first; no deque is empty
+
+    async def take(self, caller: str, is_bounded: bool = True) -> None:
+        """Wait for a turn, which `end` ends. Raises Busy if too many wait, and no other caller has more of them.
+
+        A caller that has more gives a place up: its newest `take` raises Busy.
+        """
+        if self._num_free:
+            self._num_free -= 1
+            return
+        if is_bounded and sum(map(len, self._waiting.values())) >= MAX_WAITING:
+            self._make_room(caller)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        turns = self._waiting.setdefault(caller, deque())
+        turns.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn in turns:
+                self._remove(caller, turn)
+            elif turn.done() and not turn.cancelled() and turn.exception() is None:  # its turn came at the same moment
+                self.end()
+            raise
+
+    def end(self) -> None:
+        """Give the turn to the next caller."""
+        while self._waiting:
+            caller = next(iter(self._waiting))
+            turns = self._waiting[caller]
+            turn = turns[0]
+            self._remove(caller, turn)
+            if turns:
+                self._waiting[caller] = self._waiting.pop(caller)  # behind all others
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_free += 1
+
+    def _make_room(self, caller: str) -> None:
+        busiest = max(self._waiting, key=lambda one: len(self._waiting[one]))
+        busy = Busy(f"{MAX_WAITING} long requests wait to be read already; try again later")
+        if len(self._waiting[busiest]) <= len(self._waiting.get(caller, ())) + 1:
+            raise busy
+        newest = self._waiting[busiest][-1]
+        self._remove(busiest, newest)
+        if not newest.done():
+            newest.set_exception(busy)
+
+    def _remove(self, caller: str, turn: "asyncio.Future[None]") -> None:
+        self._waiting[caller].remove(turn)
+        if not self._waiting[caller]:
+            del self._waiting[caller]
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:

@@ -57,7 +57,17 @@ def test_each_key_has_its_own_rate(new_client):
     assert client.get("/v1/models", headers=bearer("one")).status_code == 200
 
 
-def test_without_keys_each_address_has_its_own_rate(new_client):
+@pytest.mark.parametrize(
+    ("addresses", "statuses"),
+    [
+        (["10.0.0.1", "10.0.0.1", "10.0.0.2"], [200, 429, 200]),
+        (["2001:db8::1", "2001:db8::ffff:ffff:ffff:ffff", "2001:db8:0:1::1"], [200, 429, 200]),
+        (["::ffff:10.0.0.1", "10.0.0.1", "::ffff:10.0.0.2"], [200, 429, 200]),
+        (["unknown", "unknown", "a socket"], [200, 429, 200]),
+    ],
+)
+def test_without_keys_each_network_has_its_own_rate(new_client, addresses, statuses):
+    """Of IPv6, 64 bits are a network; a socket that listens to both shows IPv4 within IPv6."""
     client = new_client(max_requests_per_minute=1)
 
     def post(address):
@@ -68,7 +78,7 @@ def test_without_keys_each_address_has_its_own_rate(new_client):
 
         return asyncio.run(send())
 
-    assert [post("10.0.0.1"), post("10.0.0.1"), post("10.0.0.2")] == [200, 429, 200]
+    assert [post(address) for address in addresses] == statuses
 
 
 @settings(max_examples=60, deadline=None)

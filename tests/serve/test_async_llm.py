@@ -9,6 +9,7 @@ import time
 import pytest
 
 from nanovllm import AsyncEngineArgs, RequestOutputKind, SamplingParams
+from nanovllm.extras.structured import compiler
 from nanovllm.serve import async_llm
 from nanovllm.serve.async_llm import AsyncLLM, AsyncLLMEngine, EngineDeadError, QueueFullError
 from nanovllm.serve.engine_thread import NewRequest
@@ -169,7 +170,7 @@ def test_without_stream_the_only_output_is_the_last(llm, expected):
 
 
 def test_long_texts_are_encoded_in_a_thread(new_llm, with_tokenizer, monkeypatch):
-    monkeypatch.setattr(async_llm, "LONG_TEXT", 20)
+    monkeypatch.setattr(async_llm, "LONG", 20)
     llm = new_llm()
     encoded_in = []
     encode = llm.engine.input_processor.encode
@@ -183,6 +184,35 @@ def test_long_texts_are_encoded_in_a_thread(new_llm, with_tokenizer, monkeypatch
         assert asyncio.run(tokens_of(llm.generate("x" * length, greedy(1))))
     consumers = [thread for thread in encoded_in if thread.name != "nanovllm-engine"]
     assert [thread is threading.main_thread() for thread in consumers] == [True, False]
+
+
+def test_what_is_made_of_parameters_is_made_once_and_not_in_the_engines_thread(new_llm, with_tokenizer, monkeypatch):
+    """Though requests are many, and a compiled grammar is kept for none."""
+    monkeypatch.setattr(compiler, "MAX_COMPILED", 0)
+    monkeypatch.setattr(compiler.GrammarCompiler, "_num_kept_chars", lambda compiler: 0)
+    llm, made = new_llm(), []
+    for kind, name in (
+        (type(llm.engine.input_processor), "check_params"),
+        (type(llm.engine.input_processor), "_stages"),
+        (compiler.GrammarCompiler, "_make_matcher"),
+    ):
+        make = getattr(kind, name)
+
+        def noted(*arguments, name=name, make=make):
+            made.append((name, threading.current_thread().name == "nanovllm-engine"))
+            return make(*arguments)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    async def main():
+        params = SamplingParams(max_tokens=3, bad_words=["x"], structured_outputs={"regex": "[a-c]+"})
+        requests = [NewRequest(f"many-{i}", prompt, params) for i, prompt in enumerate(["a", "b", "c"])]
+        return [output async for output in llm.generate_many(requests)]
+
+    outputs = {output.request_id: output.outputs[0].text for output in asyncio.run(main())}
+    assert len(outputs) == 3
+    assert all(set(text) <= set("abc") and text for text in outputs.values())
+    assert sorted(made) == [("_make_matcher", False), ("_stages", False), ("check_params", False)]
 
 
 # ---- consumers that leave, or are slow

@@ -188,6 +188,10 @@ FOUND = {  # bodies that once held a server up, each for seconds
     "copied definitions": ("responses", b'{"input":"a","text":{"format":' + copies("schema", 10) + b"}}"),
     "tools that are told thrice": ("responses", b'{"input":"a","stream":true,"max_output_tokens":1,"tools":['
         b'{"type":"function","name":"f","parameters":{"enum":[' + b"1," * 120_000 + b'1]}}]}'),
+    "bad words of many prompts": ("completions", prompts_of(b'"a"', 200)[:-1] + b',"max_tokens":1,"bad_words":['
+        + b",".join(b'"abc def ghi %d"' % i for i in range(256)) + b"]}"),
+    "log-probabilities": ("chat/completions", messages_of(MESSAGE, 0)[:-1] + b',"n":16,"temperature":1,'
+        b'"max_tokens":100,"ignore_eos":true,"logprobs":true,"top_logprobs":20}'),
     "JSON in JSON": ("chat/completions", messages_of(
         MESSAGE[:-1] + b',"tool_calls":[{"function":{"name":"f","arguments":"[' + b"{}," * 5_000_000 + b'1]"}}]}', 0)),
 }  # fmt: skip
@@ -216,6 +220,8 @@ class Attacked:
     def __init__(self, server, bystander):
         self.server = server
         self.slowest = (0.0, "")
+        self.measured = {}
+        """By body: the longest waits in ms, and how long its answer took, in the attempt of the shortest wait."""
         self._bystander = bystander
 
     def waits(self):
@@ -243,8 +249,9 @@ class Attacked:
         before, start = self.memory("VmRSS"), time.perf_counter()
         self.waits()
         status = self.post(url, body)
-        waits, taken = self.waits(), self.memory("VmHWM") - before
         duration = time.perf_counter() - start
+        waits, taken = self.waits(), self.memory("VmHWM") - before
+        self.last = waits["health"], waits["stream"], 1000 * duration
         most = 4 * len(body) / MIB + ALLOWED_MIB
         if taken > most:
             return status, f"took {taken:.0f} MiB, and may take {most:.0f}"
@@ -262,6 +269,7 @@ class Attacked:
         start = time.perf_counter()
         for _ in range(ATTEMPTS):
             status, wrong = self.try_once(url, body)
+            self.measured[what] = min(self.measured.get(what, self.last), self.last)
             self.slowest = max(self.slowest, (time.perf_counter() - start, what))
             if status >= 500:
                 return f"{what}: {status}"
@@ -290,6 +298,11 @@ def attacked(*options):
 def report(capsys, one, num_bodies, seconds, kept):
     with capsys.disabled():
         slowest, what = one.slowest
+        for name in [name for name in FOUND if name in one.measured]:
+            health, stream, answer = one.measured[name]
+            print(
+                f"\n{name}: /health waited {health:.0f} ms, a stream {stream:.0f}, answered after {answer:.0f}", end=""
+            )
         print(f"\n{num_bodies} bodies in {seconds:.0f} s; slowest {slowest:.2f} s: {what}; {kept:.0f} MiB kept")
 
 

@@ -10,6 +10,8 @@ import contextlib
 import gc
 import json
 import logging
+import re
+import select
 import threading
 import time
 import weakref
@@ -17,11 +19,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import TINY_QWEN3
-from nanovllm.serve import access, body, bounds, server, workers
+from nanovllm.serve import access, body, bounds, server, streaming, workers
 from nanovllm.serve.app import make_app, set_engine
 from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.bounds import BoundedTokenizer, Bounds, count_values
@@ -280,7 +282,7 @@ def test_values_are_counted_outside_of_texts(value, is_ascii, size):
     text = json.dumps(value, ensure_ascii=is_ascii)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bounds, "BLOCK", size)
-        assert count_values(text.encode(), 1000) == count_slowly(text)
+        assert count_values(text.encode(), 10**6) == count_slowly(text)
         assert np.sign(count_values(text.encode(), 3) - 3) == np.sign(count_slowly(text) - 3)
 
 
@@ -421,8 +423,8 @@ def test_a_text_is_not_encoded_to_its_end(monkeypatch):
 class Request(SimpleNamespace):
     """Of a client that leaves when it is told to."""
 
-    def __init__(self):
-        super().__init__(state=SimpleNamespace(num_bytes=10**6), has_left=server.asyncio.Event())
+    def __init__(self, caller="a"):
+        super().__init__(state=SimpleNamespace(num_bytes=10**6, caller=caller), has_left=server.asyncio.Event())
 
     async def receive(self):
         await self.has_left.wait()
@@ -430,7 +432,7 @@ class Request(SimpleNamespace):
 
 
 def test_work_that_waits_is_limited_and_ends_when_its_client_leaves(monkeypatch):
-    monkeypatch.setattr(workers, "MAX_WAITING", 3)
+    monkeypatch.setattr(workers, "MAX_WAITING", 2)
     monkeypatch.setattr(workers.os, "cpu_count", lambda: 1)
     may_go_on, begun, checks = threading.Event(), [], []
 
@@ -452,7 +454,7 @@ def test_work_that_waits_is_limited_and_ends_when_its_client_leaves(monkeypatch)
         tasks = [server.asyncio.ensure_future(pool.run(one, work(i))) for i, one in enumerate(requests)]
         while not begun:
             await server.asyncio.sleep(0.01)
-        with pytest.raises(workers.Busy, match="3"):
+        with pytest.raises(workers.Busy, match="2"):
             await pool.run(Request(), work("one too many"))
         requests[0].has_left.set()
         requests[1].has_left.set()
@@ -496,32 +498,235 @@ def test_work_that_waits_keeps_nothing_of_a_client_that_left(monkeypatch):
     server.asyncio.run(run())
 
 
+@pytest.fixture
+def run_in_turns(monkeypatch):
+    """Names that begin with their caller are queued in one moment, on one thread -> the order in which they ran."""
+    monkeypatch.setattr(workers.os, "cpu_count", lambda: 1)
+
+    def run(names, leaving=()):
+        may_go_on, order = threading.Event(), []
+
+        async def run_all():
+            pool, requests = Workers(), {name: Request(name[0]) for name in names}
+
+            def work(name):
+                return lambda check: (may_go_on.wait(10), order.append(name))
+
+            tasks = []
+            for name, request in requests.items():
+                tasks.append(server.asyncio.ensure_future(pool.run(request, work(name))))
+                await server.asyncio.sleep(0.005)  # it waits before the next one comes
+            for name in leaving:
+                requests[name].has_left.set()
+            await server.asyncio.sleep(0.01)
+            may_go_on.set()
+            ends = await server.asyncio.gather(*tasks, return_exceptions=True)
+            assert (pool._turns._num_free, pool._turns._waiting) == (1, {})
+            return {name: type(end) for name, end in zip(names, ends, strict=True) if isinstance(end, Exception)}
+
+        return order, server.asyncio.run(run_all())
+
+    return run
+
+
+def test_callers_take_turns(run_in_turns):
+    order, _ = run_in_turns(["a0", "a1", "a2", "a3", "b1", "b2", "c1", "a4"])
+    assert order == ["a0", "a1", "b1", "c1", "a2", "b2", "a3", "a4"]
+
+
+def test_a_caller_with_much_work_leaves_room_for_others(run_in_turns, monkeypatch):
+    """Of four places `a` has all, until others come for whom its newest work goes. None goes for the second of `b`."""
+    monkeypatch.setattr(workers, "MAX_WAITING", 4)
+    order, ends = run_in_turns(["a0", "a1", "a2", "a3", "a4", "a5", "b1", "c1", "b2", "d1"])
+    assert ends == dict.fromkeys(["a5", "a4", "a3", "b2", "a2"], workers.Busy)
+    assert order == ["a0", "a1", "b1", "c1", "d1"]
+
+
+def test_turns_of_clients_that_left_are_skipped(run_in_turns):
+    order, ends = run_in_turns(["a0", "a1", "a2", "b1", "b2"], leaving=["a1", "b1"])
+    assert (order, ends) == (["a0", "a2", "b2"], dict.fromkeys(["a1", "b1"], ClientGone))
+
+
+def test_a_turn_that_comes_as_its_client_leaves_goes_to_the_next():
+    async def run():
+        turns = workers.Turns(1)
+        await turns.take("a")
+        waiting = [server.asyncio.ensure_future(turns.take(caller)) for caller in "ab"]
+        await server.asyncio.sleep(0)
+        turns.end()
+        waiting[0].cancel()
+        await server.asyncio.wait_for(waiting[1], 5)
+        turns.end()
+        assert turns._num_free == 1
+
+    server.asyncio.run(run())
+
+
+def test_work_goes_by_the_caller_whose_rate_is_counted(new_client, monkeypatch):
+    client, callers = new_client(api_keys=("one", "two")), []
+    take = client.server.workers._turns.take
+    monkeypatch.setattr(client.server.workers._turns, "take", lambda one, *others: (callers.append(one), take(one))[1])
+    for key in ("one", "two", "one"):
+        client.post(PATH, {**BODY, "x": "a" * 2**17}, headers={"Authorization": f"Bearer {key}"})
+    num_turns = len(callers) // 3
+    one, two = callers[0], callers[num_turns]
+    assert callers == [one] * num_turns + [two] * num_turns + [one] * num_turns
+    assert one != two
+
+
 def test_bodies_of_all_requests_together_are_limited(new_client, monkeypatch):
     """Of large ones: a small body passes. What is parsed counts no more."""
     monkeypatch.setattr(body, "MAX_BODIES", 2)
     monkeypatch.setattr(body, "LARGE_BODY", 100)
     client, large, counted = new_client(max_request_bytes=1000), {**BODY, "x": "a" * 200}, []
-    client.server.num_body_bytes = 1990
+    client.server.body_bytes["another"] = 1990
     response = client.post(PATH, large)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "busy")
     assert client.ask(PATH, **BODY)
-    assert client.server.num_body_bytes == 1990
+    assert client.server.body_bytes == {"another": 1990}
 
     check_model, count = client.server.check_model, body.JSONRequest._count
     monkeypatch.setattr(body.JSONRequest, "_count", lambda one: (count(one), counted.append("read")))
     monkeypatch.setattr(
         client.server,
         "check_model",
-        lambda name: (counted.append(client.server.num_body_bytes), check_model(name)),
+        lambda name: (counted.append(client.server.body_bytes.total()), check_model(name)),
     )
-    client.server.num_body_bytes = 0
+    client.server.body_bytes.clear()
     client.ask(PATH, **large)
     assert (counted[0], counted[-1]) == ("read", 0)
     for path in (PATH, "/v1/nothing"):
         client.post(path, large)
         client.post(path, {"prompt": 5, "x": "a" * 200})
         client.post(path, large, headers={"Content-Type": "text/plain"})
-    assert client.server.num_body_bytes == 0
+    assert not client.server.body_bytes
+
+
+def test_one_caller_holds_a_share_of_the_bodies_that_are_read(tiny, monkeypatch):
+    """Of two bodies that stand still, the second has no place left. Another caller's has, and each goes its way."""
+    monkeypatch.setattr(body, "MAX_BODIES", 3)
+    monkeypatch.setattr(body, "MAX_BODIES_OF_CALLER", 1.5)
+    monkeypatch.setattr(body, "LARGE_BODY", 100)
+    content = json.dumps({**BODY, "x": "a" * 900}).encode()
+    with in_thread(tiny, api_keys=("one", "two"), max_request_bytes=1000) as served, contextlib.ExitStack() as opened:
+        held = [opened.enter_context(served.connect()) for _ in range(3)]
+        for connection, key in zip(held, ("one", "one", "two"), strict=True):
+            connection.sendall(post(PATH, content, f"Authorization: Bearer {key}")[:-100])
+            time.sleep(0.05)
+        assert read_answer(held[1])[2]["error"]["code"] == "busy"
+        for connection in (held[0], held[2]):
+            connection.sendall(content[-100:])
+            assert read_answer(connection)[0] == 200
+
+
+def test_a_large_body_has_a_pace(tiny, monkeypatch):
+    """One that trickles ends when it is late; one that keeps the pace is served, though it takes longer."""
+    monkeypatch.setattr(body, "LARGE_BODY", 100)
+    monkeypatch.setattr(body, "STALL_S", 0.2)
+    monkeypatch.setattr(body, "MIN_PACE", 1000)
+    content = json.dumps({**BODY, "x": "a" * 800}).encode()
+
+    def send(num_bytes, pause):
+        with in_thread(tiny) as served, served.connect() as connection:
+            start = time.perf_counter()
+            connection.sendall(post(PATH, content)[: -len(content)])
+            for first in range(0, len(content), num_bytes):
+                with contextlib.suppress(ConnectionError):
+                    connection.sendall(content[first : first + num_bytes])
+                time.sleep(pause)
+                if select.select([connection], [], [], 0)[0]:
+                    break
+            status = read_answer(connection)[0]
+            return status, time.perf_counter() - start
+
+    status, seconds = send(200, 0.1)
+    assert (status, seconds > 0.3) == (200, True)
+    status, seconds = send(20, 0.1)
+    assert (status, seconds < 3) == (408, True)
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT, RESPONSES])
+@pytest.mark.parametrize("stream", [False, True])
+def test_long_answers_are_written_in_a_thread_and_are_the_same(new_client, monkeypatch, path, stream):
+    """As the event loop writes them, but for names and times."""
+    client, written_in = new_client(), set()
+    fields = {"temperature": 0, "ignore_eos": True, "stream": stream}
+    if path == RESPONSES:
+        fields |= {"input": "ab", "max_output_tokens": 30, "top_logprobs": 3}
+        fields |= {"include": ["message.output_text.logprobs"]}
+    elif path == CHAT:
+        fields |= {"messages": [{"role": "u", "content": "ab"}], "max_tokens": 30, "logprobs": True, "top_logprobs": 3}
+    else:
+        fields |= {"prompt": "ab" * 30, "max_tokens": 30, "logprobs": 3, "echo": True}
+    encode = streaming.encode
+
+    def noted(*arguments):
+        written_in.add(threading.current_thread() is threading.main_thread())
+        return encode(*arguments)
+
+    def told(text):
+        values = re.findall(r"^data: (\{.*)$", text, re.MULTILINE) if stream else [text]
+        return [without_names(json.loads(one)) for one in values]
+
+    _, whole = client.post(path, fields), client.post(path, fields)  # both find the prompt in the prefix cache
+    monkeypatch.setattr(streaming, "LONG_ANSWER", 0)
+    monkeypatch.setattr(streaming, "PIECE", 3)
+    monkeypatch.setattr(streaming, "encode", noted)
+    in_pieces = client.post(path, fields)
+    assert (whole.status_code, in_pieces.status_code) == (200, 200)
+    assert False in written_in
+    if stream:  # how many tokens an event has depends on the clock
+        assert joined(told(in_pieces.text)) == joined(told(whole.text))
+    else:
+        assert told(in_pieces.text) == told(whole.text)
+
+
+def without_names(value):
+    if isinstance(value, dict):
+        return {key: without_names(one) for key, one in value.items() if not re.search("^(.*id|created.*|usage)$", key)}
+    return [without_names(one) for one in value] if isinstance(value, list) else value
+
+
+def joined(events):
+    """All texts of a stream by their keys, one after the other."""
+    texts = {}
+
+    def look(value, key):
+        if isinstance(value, dict):
+            for name, one in value.items():
+                look(one, name)
+        elif isinstance(value, list):
+            for one in value:
+                look(one, key)
+        elif key in ("text", "content", "delta", "token", "logprob", "bytes"):
+            texts[key] = [*texts.get(key, []), value]
+
+    look([one for one in events if one.get("type") != "response.completed"], "")
+    return {key: "".join(map(str, found)) for key, found in texts.items()}
+
+
+@settings(max_examples=25)
+@given(
+    value=st.recursive(
+        TEXTS | st.integers() | st.none() | st.floats(allow_nan=False),
+        lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner),
+    ),
+    most=st.integers(1, 5),
+)
+def test_pieces_of_an_answer_are_its_json(value, most):
+    checks = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "PIECE", most)
+        pieces = list(streaming.pieces_of(value, lambda: checks.append(1)))
+    assert json.loads(b"".join(pieces)) == value
+    whole_values = [json.loads(one) for one in pieces if one not in (b"[", b",", b"]", b"}") and one[-1:] != b":"]
+    assert all(num_values(one) <= most for one in whole_values)
+    assert len(checks) >= len(whole_values)
+
+
+def num_values(value):
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(num_values, inner))
 
 
 # ---- the log and the counters

@@ -4,7 +4,7 @@ Nothing is kept: a client sends the whole conversation each time, and `previous_
 https://platform.openai.com/docs/api-reference/responses
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -23,6 +23,7 @@ from nanovllm.serve.responses.protocol import ResponsesRequest
 from nanovllm.serve.state import ReadyServer
 from nanovllm.serve.streaming import EventStream, answer_whole, encode
 from nanovllm.serve.token_bytes import TokenBytes
+from nanovllm.serve.workers import Check
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -76,16 +77,18 @@ class GrowingResponse:
         self._grow(output.outputs[0])
         return self._describe(output)
 
-    async def events(self) -> AsyncIterator[list[dict[str, Any]]]:
+    async def events(self) -> AsyncIterator[Iterable[dict[str, Any]]]:
         started = self._describe(None)
         yield [{"type": f"response.{state}", "response": started} for state in ("created", "in_progress")]
         async for outputs in self._generation.outputs():
             for output in outputs:
-                events = self._grow(output.outputs[0])
-                if output.finished:
-                    response = self._describe(output)
-                    events.append({"type": f"response.{response['status']}", "response": response})
-                yield events
+                yield self._events_of(output)
+
+    def _events_of(self, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        yield from self._grow(output.outputs[0])
+        if output.finished:
+            response = self._describe(output)
+            yield {"type": f"response.{response['status']}", "response": response}
 
     def failed(self, error: Exception) -> dict[str, Any]:
         """The last event of a response whose step has failed."""
@@ -165,10 +168,10 @@ class ResponseStream(EventStream):
         self._growing = growing
         self._num_events = 0
 
-    def encode(self, value: dict[str, Any]) -> bytes:
+    def encode(self, value: dict[str, Any], check: Check | None = None) -> bytes:
         numbered = value | {"sequence_number": self._num_events}
         self._num_events += 1
-        return b"event: " + value["type"].encode() + b"\ndata: " + encode(numbered) + b"\n\n"
+        return b"event: " + value["type"].encode() + b"\ndata: " + encode(numbered, check) + b"\n\n"
 
     def encode_end(self, error: Exception | None) -> bytes:
         return b"" if error is None else self.encode(self._growing.failed(error))
