@@ -18,7 +18,6 @@ from nanovllm.checks import OfExtra, check_bool, extra, translate_options
 from nanovllm.config import Config
 from nanovllm.engine.chat import Message, render_conversation
 from nanovllm.engine.engine import LLMEngine
-from nanovllm.engine.input_processor import TakenParams
 from nanovllm.inputs import Prompt, is_single_prompt, spread
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from nanovllm.extras.embedding import params as embedding
     from nanovllm.extras.vllm import metrics
 
-Requests = dict[str, tuple[Prompt, TakenParams, int]]
+Requests = dict[str, tuple[Prompt, Any, int]]
 """Request id -> encoded prompt, parameters, priority."""
 
 
@@ -183,7 +182,7 @@ class LLM:
         """Requests that can be served; raises if one cannot. Parameters are of `kind`; None is the default."""
         processor = self.engine.input_processor
         prompt_list = [prompts] if is_single_prompt(prompts) else list(prompts)
-        wanted = spread(name, params, kind, processor.default_sampling_params, len(prompt_list))
+        wanted = spread(name, params, kind, self.engine.parts.default_sampling_params, len(prompt_list))
         priorities = spread("priority", priority, int, 0, len(prompt_list))
         # now: a stream is queued when it is first read
         taken = {id(one): processor.take_params(one) for one in wanted}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from nanovllm.checks import OfExtra
 from nanovllm.config import Config
 from nanovllm.engine.assembly import assemble, make_scheduler, watched_by
-from nanovllm.engine.input_processor import InputProcessor, Params, Prompt, TakenParams
+from nanovllm.engine.input_processor import InputProcessor, Params, Prompt
 from nanovllm.engine.request import Request, note_admitted, read_tokens
 from nanovllm.engine.stats import Counters, LapClock, make_stats
 from nanovllm.execution.batch import build_batch
@@ -152,7 +152,7 @@ class LLMEngine:
         self,
         request_id: str,
         prompt: Prompt,
-        sampling_params: Params | TakenParams | None = None,
+        sampling_params: Params | None = None,
         priority: int = 0,
         stream: bool = True,
     ) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from nanovllm.checks import extra
+from nanovllm.checks import check_int, extra
 from nanovllm.engine.assembly import Parts
 from nanovllm.engine.detokenizer import TokenDecoder
 from nanovllm.engine.request import Completion, Request
@@ -31,15 +31,15 @@ class OtherParams(Protocol):
     def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> Request: ...
 
 
-Params = SamplingParams | OtherParams
-
-
 class TakenParams(NamedTuple):
     """Parameters, copied and checked, and what is made of them. Requests may share them: sequences copy the grammar."""
 
     params: Any
     stages: tuple[Any, ...] = ()
     grammar: Any = None
+
+
+Params = SamplingParams | OtherParams | TakenParams
 
 
 class InputProcessor:
@@ -56,7 +56,6 @@ class InputProcessor:
         self.tokenizer = parts.tokenizer
         self.decoder = None if parts.tokenizer is None else TokenDecoder(parts.tokenizer)
         self.eos_token_ids = parts.eos_token_ids
-        self.default_sampling_params = parts.default_sampling_params
 
     def encode(self, prompt: Prompt, params: Params | None = None) -> tuple[str | None, list[int]]:
         """Text (None if there was none) and token ids of a prompt, or of the end of it that `params` keep."""
@@ -70,7 +69,7 @@ class InputProcessor:
 
     def take_params(self, params: Any) -> TakenParams:
         """All that needs no prompt: what takes long, such as compiling a grammar, is done here. None is the default."""
-        params = self.check_params(self.default_sampling_params if params is None else params)
+        params = self.check_params(self.parts.default_sampling_params if params is None else params)
         if not isinstance(params, SamplingParams):
             return TakenParams(params)
         form = params.structured_outputs
@@ -98,22 +97,15 @@ class InputProcessor:
         return params
 
     def make_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        given: Params | TakenParams | None,
-        priority: int,
-        stream: bool,
-        num_requests_before: int,
+        self, request_id: str, prompt: Prompt, given: Params | None, priority: int, stream: bool, number: int
     ) -> Request:
-        """Requests without a seed get one from `num_requests_before`: it depends only on the order of arrival."""
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise TypeError(f"priority must be an int, got {priority!r}")
+        """`number` requests came before. One without a seed gets it from this, so only the order of arrival counts."""
+        check_int("priority", priority, minimum=-(2**63))
         params, stages, grammar = given if isinstance(given, TakenParams) else self.take_params(given)
         if not isinstance(params, SamplingParams):
             return params.make_request(self, request_id, prompt, priority)
         text, token_ids = self.encode(prompt, params)
-        own_seed = 1 << 63 | (self.parts.config.seed * 1_000_003 + num_requests_before) % 2**63
+        own_seed = 1 << 63 | (self.parts.config.seed * 1_000_003 + number) % 2**63
         seed = own_seed if params.seed is None else params.seed
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         gives_deltas = stream and params.output_kind is RequestOutputKind.DELTA
@@ -128,7 +120,7 @@ class InputProcessor:
         seqs[0].children = seqs[1:]
         kind = Request if grammar is None else self.grammars.request_class
         now, completion_class = time.monotonic(), self._completion_class(gives_deltas)
-        return kind(text, token_ids, seqs, stream, self.tokenizer, self.decoder, now, completion_class)
+        return kind(text, token_ids, seqs, stream, self.decoder, now, completion_class)
 
     @cached_property
     def grammars(self) -> Any:

@@ -85,7 +85,6 @@ class Request:
         prompt_token_ids: list[int],
         seqs: list[Sequence],
         stream: bool,
-        tokenizer: Any,
         decoder: TokenDecoder | None,
         arrival_time: float,
         completion_class: type[Completion] = Completion,
@@ -96,7 +95,6 @@ class Request:
         self.sampling_params: SamplingParams = seqs[0].sampling_params
         self.seqs = seqs
         self.stream = stream
-        self.tokenizer = tokenizer
         self.completions = [completion_class(seq, decoder) for seq in seqs]
         # text is made in each step if the user streams it or a stop string may be in it, else at the end
         self._has_stop_strings = bool(self.sampling_params.stop_strings)

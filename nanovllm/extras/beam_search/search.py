@@ -85,7 +85,8 @@ class BeamSearch(Request):
         self._num_seqs_made = 0
         seqs = [self._new_sequence(request_id, prompt_token_ids) for _ in range(params.beam_width)]
         seqs[0].children = seqs[1:]
-        super().__init__(prompt, prompt_token_ids, seqs, False, tokenizer, None, time.monotonic())
+        super().__init__(prompt, prompt_token_ids, seqs, False, None, time.monotonic())
+        self.tokenizer = tokenizer
         self.params = params
         self.eos_token_ids = eos_token_ids
         self.beams = [Beam(seqs[0], len(prompt_token_ids), 0.0)]

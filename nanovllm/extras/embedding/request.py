@@ -29,7 +29,7 @@ class EmbeddingRequest(Request):
         self.params = params
         self.pooled = Pooling(params.pooling)
         seq = Sequence(request_id, prompt_token_ids, sampling_params, priority=priority, taps=(self.pooled,))
-        super().__init__(prompt, prompt_token_ids, [seq], False, None, None, time.monotonic())
+        super().__init__(prompt, prompt_token_ids, [seq], False, None, time.monotonic())
 
     def make_output(self) -> Any:
         seq = self.seqs[0]
