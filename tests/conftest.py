@@ -62,8 +62,8 @@ def of_extra(module):
 
 
 def examples(n):
-    """For hypothesis: all of them in a sweep (`pytest -m slow`), a quarter by default."""
-    return n if os.environ.get("NANOVLLM_SWEEP") else max(1, n // 4)
+    """For hypothesis: all of them in a sweep (`pytest -m slow`), an eighth by default."""
+    return n if os.environ.get("NANOVLLM_SWEEP") else max(1, n // 8)
 
 
 def pytest_configure(config):
