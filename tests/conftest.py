@@ -66,7 +66,12 @@ def examples(n):
     return n if os.environ.get("NANOVLLM_SWEEP") else max(1, n // 8)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    # Extensions complain at the end of what was never collected. It is undone after pytest's own five searches for
+    # garbage, since what is cleaned up first was registered last.
+    config.add_cleanup(gc.unfreeze)
+    gc.freeze()
     if config.option.markexpr == "slow":
         os.environ["NANOVLLM_SWEEP"] = "1"  # read by `examples`, in the processes of pytest-xdist too
 
@@ -137,10 +142,6 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # otherwise extensions complain at the end of what was never collected
 
 
 @pytest.fixture(autouse=True)
