@@ -55,6 +55,13 @@ def save_tokenizer(folder):
     fast.save_pretrained(folder)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _search_only_new_objects_for_garbage():
+    """Many tests here do, and what other tests have imported is a million objects."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def checkpoint(checkpoints, tmp_path_factory):
     """(folder with a tokenizer, transformers model); no end-of-sequence token but the tokenizer's."""

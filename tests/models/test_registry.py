@@ -1,4 +1,4 @@
-"""The core imports no architecture but Qwen3, and no extra; a file that has been deleted is named when a config asks for it."""
+"""The core imports no architecture but Qwen3, and no extra. A deleted file is named when a config asks for it."""
 
 import subprocess
 import sys

@@ -310,7 +310,7 @@ def report(capsys, one, num_bodies, seconds, kept):
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 @pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_no_field_of_any_request_holds_the_others_up(capsys, rounds):
-    """In the second of two rounds all code is loaded, so what grows from there is kept; one round may load code, too."""
+    """In the second round all code is loaded, so what grows from there is kept; in a single one code is loaded, too."""
     schema, start, wrong, num_bodies = document(), time.perf_counter(), [], 0
     tried = {(place.name, str(place.nodes)): place for place in places(schema)}.values()  # each field once
     with attacked() as one:
