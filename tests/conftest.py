@@ -160,6 +160,13 @@ def pytest_runtest_makereport(item, call):
         os._exit(1)
 
 
+@pytest.fixture(scope="module")
+def little_to_search():
+    """For tests that look for garbage, each a fifth of a second among a million objects that others have imported."""
+    gc.collect()
+    gc.freeze()
+
+
 class TinyCheckpoints:
     """Random Qwen3 checkpoints on disk, one for each shape, with the `transformers` model that wrote it."""
 

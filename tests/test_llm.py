@@ -26,6 +26,8 @@ import nanovllm
 from nanovllm import LLM, CompletionOutput, Config, EngineStats, LLMEngine, RequestOutput, SamplingParams
 from tests.conftest import examples, has_extra, hf_greedy
 
+pytestmark = pytest.mark.usefixtures("little_to_search")
+
 VOCAB_SIZE = 300  # the model's
 MAX_MODEL_LEN = 512  # the model's max_position_embeddings
 CHAT_TEMPLATE = (
@@ -53,13 +55,6 @@ def save_tokenizer(folder):
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _search_only_new_objects_for_garbage():
-    """Many tests here do, and what other tests have imported is a million objects."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="module")
