@@ -62,11 +62,16 @@ def of_extra(module):
 
 
 def examples(n):
-    """For hypothesis: all of them in a sweep (`pytest -m slow`), a quarter by default."""
-    return n if os.environ.get("NANOVLLM_SWEEP") else max(1, n // 4)
+    """For hypothesis: all of them in a sweep (`pytest -m slow`), an eighth by default."""
+    return n if os.environ.get("NANOVLLM_SWEEP") else max(1, n // 8)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    # Extensions complain at the end of what was never collected. It is undone after pytest's own five searches for
+    # garbage, since what is cleaned up first was registered last.
+    config.add_cleanup(gc.unfreeze)
+    gc.freeze()
     if config.option.markexpr == "slow":
         os.environ["NANOVLLM_SWEEP"] = "1"  # read by `examples`, in the processes of pytest-xdist too
 
@@ -139,10 +144,6 @@ def pytest_collection_finish():
     gc.set_threshold(10_000)
 
 
-def pytest_unconfigure():
-    gc.unfreeze()  # otherwise extensions complain at the end of what was never collected
-
-
 @pytest.fixture(autouse=True)
 def _leave_the_gpu_as_it_was():
     """What a test held there goes when it ends: other processes may test on the same GPU."""
@@ -157,6 +158,13 @@ def pytest_runtest_makereport(item, call):
     if call.excinfo is not None and "CUDA error" in str(call.excinfo.value) and "PYTEST_XDIST_WORKER" in os.environ:
         print(f"{item.nodeid}: {call.excinfo.value}", file=sys.__stderr__, flush=True)
         os._exit(1)
+
+
+@pytest.fixture(scope="module")
+def little_to_search():
+    """For tests that look for garbage, each a fifth of a second among a million objects that others have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 class TinyCheckpoints:

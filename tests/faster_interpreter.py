@@ -5,10 +5,13 @@
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 
+import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+from triton.runtime.interpreter import TensorHandle
 
 
 def make_faster() -> None:
@@ -24,18 +27,20 @@ def make_faster() -> None:
 
 
 def prepare_each_module_once() -> None:
-    """It prepares `triton.language` anew whenever a kernel calls another function. Once for each module that has such
-    functions is enough.
+    """It prepares `triton.language` anew at each launch and whenever a kernel calls another function. Once for each
+    module that has such functions is enough, if it is never undone.
     """
-    prepared = set()
+    prepare, prepared = interpreter._patch_lang, set()
+    nothing_to_undo = SimpleNamespace(restore=lambda: None)
 
-    def call(self, *args, **kwargs):
-        if self.fn.__module__ not in prepared:
-            interpreter._patch_lang(self.fn)
-            prepared.add(self.fn.__module__)
-        return self.rewrite()(*args, **kwargs)
+    def prepare_once(fn):
+        if fn.__module__ not in prepared:
+            prepare(fn)
+            prepared.add(fn.__module__)
+            compute_plain_numbers_at_once()
+        return nothing_to_undo
 
-    interpreter.InterpretedFunction.__call__ = call
+    interpreter._patch_lang = prepare_once
 
 
 def skip_the_check_of_overflows() -> None:
@@ -103,6 +108,50 @@ def pair_what_fits_already() -> None:
         return check(self, lhs, rhs, *args, **kwargs)
 
     TritonSemantic.binary_op_type_checking_impl = pair
+
+
+def compute_plain_numbers_at_once() -> None:
+    """Operators on int32, int64 and float32, which NumPy promotes and broadcasts as Triton does, and offsets that are
+    added to pointers. All else goes the interpreter's way.
+    """
+    for name in ("add", "radd", "sub", "mul", "rmul", "and"):
+        use_numpy(f"__{name}__", getattr(np.ndarray, f"__{name}__"), is_comparison=False)
+    for name in ("lt", "le", "gt", "ge", "eq", "ne"):
+        use_numpy(f"__{name}__", getattr(np.ndarray, f"__{name}__"), is_comparison=True)
+
+
+def use_numpy(name: str, operate: Callable, is_comparison: bool) -> None:
+    general = getattr(tl.tensor, name)
+    integers, floats = (tl.int32.name, tl.int64.name), tl.float32.name
+    results = {(a, b): tl.int32 if a == b == tl.int32.name else tl.int64 for a in integers for b in integers}
+    results |= {(a, int): getattr(tl, a) for a in integers}
+    if name == "__and__":
+        results[tl.int1.name, tl.int1.name] = tl.int1
+    else:
+        results |= {(floats, b): tl.float32 for b in (floats, float, int)}
+    numpy_dtypes = {tl.int1: np.bool_, tl.int32: np.int32, tl.int64: np.int64, tl.float32: np.float32}
+
+    def apply(self, other):
+        if type(other) is tl.constexpr:
+            other = other.value
+        x, dtype, is_block = self.handle.data, self.dtype, self.type.is_block()
+        if type(other) is tl.tensor:
+            y, kind, is_block = other.handle.data, other.dtype.name, is_block or other.type.is_block()
+        else:
+            y, kind = other, type(other)
+        if name == "__add__" and kind in integers and dtype.is_ptr():
+            size = max(1, dtype.element_ty.primitive_bitwidth // 8)  # bytes
+            data = x + size * y.astype(np.uint64)
+        else:
+            dtype = results.get((dtype.name, kind))
+            if dtype is None or (kind is int and not -(1 << 31) <= y < 1 << 31):
+                return general(self, other)
+            data = operate(x, y)
+            dtype = tl.int1 if is_comparison else dtype
+            assert data.dtype == numpy_dtypes[dtype]
+        return tl.tensor(TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)) if is_block else dtype)
+
+    setattr(tl.tensor, name, apply)
 
 
 def remember(cls: type, key_of: Callable, own: dict[str, Callable]) -> None:

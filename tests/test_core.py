@@ -80,10 +80,24 @@ for asked in replies:
 print(json.dumps(replies))
 """
 
+EXAMPLE = """
+import runpy
+sys.argv = ["example.py"]
+runpy.run_path("example.py", run_name="__main__")
+"""
+
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory):
     return copy_core(tmp_path_factory.mktemp("core"))
+
+
+@pytest.fixture(scope="module")
+def core_alone(core):
+    """(answers, {what is asked for: the error, or "taken"}, what the example prints) of the core, in one process."""
+    printed = run_in(core, "-c", ANSWERS + REPLIES + EXAMPLE, *REFUSED)
+    answers, replies, example = printed.split("\n", 2)
+    return json.loads(answers), json.loads(replies), example
 
 
 @pytest.fixture(scope="module")
@@ -111,29 +125,23 @@ def test_a_plain_run_loads_little(whole):
     assert num_lines(files) <= MAX_LOADED_LINES
 
 
-def test_answers_are_the_same_without_any_extra(core, whole):
+def test_answers_are_the_same_without_any_extra(core_alone, whole):
     expected = whole[1]
-    assert json.loads(run_in(core, "-c", ANSWERS).splitlines()[-1]) == expected
+    assert core_alone[0] == expected
     assert expected["preemptions"] > 0, "the pool is too large to show anything"
     assert len(expected["streamed"]) > 30
 
 
-def test_the_example_answers_without_any_extra(core):
+def test_the_example_answers_without_any_extra(core_alone):
     """Word for word what README shows, in bfloat16."""
-    printed = run_in(core, "example.py")
-    answers, table = printed.split("computed by")
+    answers, table = core_alone[2].split("computed by")
     assert "Paged attention stores the KV cache in small blocks of fixed size" in answers
     assert "27 + 58 = 85." in answers
     assert "nanovllm/kernels is not there" in table, "it says why PyTorch computes"
 
 
-@pytest.fixture(scope="module")
-def replies(core):
-    """{what is asked for: the error, or "taken"}, one after the other in one process."""
-    return json.loads(run_in(core, "-c", REPLIES, *REFUSED).splitlines()[-1])
-
-
 @pytest.mark.parametrize("asked", REFUSED)
-def test_what_an_extra_does_is_refused_by_its_name(replies, asked):
-    assert replies[asked].startswith(("MissingExtra", "TypeError"))
-    assert f"nanovllm/{REFUSED[asked]}" in replies[asked]
+def test_what_an_extra_does_is_refused_by_its_name(core_alone, asked):
+    reply = core_alone[1][asked]
+    assert reply.startswith(("MissingExtra", "TypeError"))
+    assert f"nanovllm/{REFUSED[asked]}" in reply

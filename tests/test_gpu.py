@@ -61,6 +61,19 @@ SHAPES = {
 FIRST_SHAPE = next(iter(SHAPES))
 
 
+def in_modes(places, modes=tuple(MODES)):
+    """Each place in each mode. A CPU has no graphs and no twins, so two modes are all there is: the sweep has more."""
+
+    def marks(mode, place):
+        is_doubled = place.values[0] == "cpu" and mode not in ("eager", "everything")
+        return [*place.marks, *([pytest.mark.slow] if is_doubled else [])]
+
+    pairs = [(mode, place) for place in places for mode in modes]
+    return [
+        pytest.param(mode, *place.values, marks=marks(mode, place), id=f"{mode}-{place.id}") for mode, place in pairs
+    ]
+
+
 @pytest.fixture(autouse=True)
 def _exact_products():
     """float32 means float32 on a card too."""
@@ -103,8 +116,7 @@ def test_greedy_tokens_of_every_shape(oracles, name, device, backend):
     assert_parity(llm, oracle, oracle.pool, max_tokens)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("device", "backend"), EXACT_PLACES)
+@pytest.mark.parametrize(("mode", "device", "backend"), in_modes(EXACT_PLACES))
 def test_greedy_tokens_in_every_mode(oracles, monkeypatch, mode, device, backend):
     oracle = oracles(FIRST_SHAPE)
     replayed, can_replay = [], CudaGraphs.can_replay
@@ -205,8 +217,7 @@ def test_random_traffic(unhurried, device, backend, options):
     assert (stats.num_swaps > 0) == ("preemption_mode" in options)
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "eager"])
-@pytest.mark.parametrize(("device", "backend"), EXACT_PLACES)
+@pytest.mark.parametrize(("mode", "device", "backend"), in_modes(EXACT_PLACES, [m for m in MODES if m != "eager"]))
 def test_sampled_tokens_are_those_of_eager_steps(tiny_checkpoint, mode, device, backend):
     folder, _ = tiny_checkpoint
     rng = random.Random(3)
@@ -323,8 +334,7 @@ def test_logits_in_half_precision(exacts, name, dtype, device, backend):
     exact.check(judged_outputs(llm, prompts, 12))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("device", "backend"), HALF_PLACES)
+@pytest.mark.parametrize(("mode", "device", "backend"), in_modes(HALF_PLACES))
 def test_logits_in_bfloat16_in_every_mode(exacts, mode, device, backend):
     folder, exact = exacts(FIRST_SHAPE, torch.bfloat16)
     prompts = [[(5 * i + j) % 300 for j in range(3 + 4 * i)] for i in range(13)]

@@ -357,7 +357,8 @@ def test_unreached(broken): pass
 """
 
 
-def test_outcomes_of_tests_are_counted_and_failures_named(run, tmp_path):
+def test_outcomes_of_tests_are_counted_and_failures_named(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # what is installed beside pytest takes seconds to load
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "test_other.py").write_text("import nothing_of_this_name")
     command = [

@@ -26,6 +26,8 @@ import nanovllm
 from nanovllm import LLM, CompletionOutput, Config, EngineStats, LLMEngine, RequestOutput, SamplingParams
 from tests.conftest import examples, has_extra, hf_greedy
 
+pytestmark = pytest.mark.usefixtures("little_to_search")
+
 VOCAB_SIZE = 300  # the model's
 MAX_MODEL_LEN = 512  # the model's max_position_embeddings
 CHAT_TEMPLATE = (

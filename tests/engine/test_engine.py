@@ -8,7 +8,6 @@ the traffic matters, a stand-in for the runner draws random tokens and no model 
 import json
 import random
 import zlib
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -110,15 +109,14 @@ class RandomTokens:
         self.reserved = []  # per step: slots of these blocks
 
     def run(self, batch):
-        fill = Counter()
-        for block_table, seq_len in zip(
-            batch.metadata.block_tables.tolist(), batch.metadata.seq_lens.tolist(), strict=True
-        ):
-            for i, block_id in enumerate(block_table):
-                if block_id != 0:  # the null block is padding
-                    fill[block_id] = max(fill[block_id], min(self.block_size, seq_len - i * self.block_size))
-        self.stored.append(sum(fill.values()))
-        self.reserved.append(len(fill) * self.block_size)
+        tables, seq_lens = batch.metadata.block_tables.numpy(), batch.metadata.seq_lens.numpy()
+        starts = self.block_size * np.arange(tables.shape[1])
+        lens = np.clip(seq_lens[:, None] - starts, 0, self.block_size)  # [num_seqs, max_num_blocks], in tokens
+        is_block = tables != 0  # the null block is padding
+        fill = np.zeros(tables.max() + 1, dtype=np.int64)
+        np.maximum.at(fill, tables[is_block], lens[is_block])
+        self.stored.append(int(fill.sum()))
+        self.reserved.append(len(np.unique(tables[is_block])) * self.block_size)
         return self.Handle(self.rng.integers(0, VOCAB_SIZE, len(batch.logits_indices)).tolist())
 
 
@@ -210,6 +208,7 @@ def test_outputs_are_snapshots(checkpoint):
 @pytest.mark.parametrize("budget", [1, 3, 16, 8192])
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
 @both_ways
+@pytest.mark.sparse
 def test_limits_of_every_step(checkpoint, answer, budget, max_num_seqs, overlap):
     """Budget and sequence limit, in what steps report and in what the model gets."""
     engine = make_engine(checkpoint[0], overlap, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
@@ -717,7 +716,7 @@ def test_a_step_that_fails_loses_nothing(checkpoint, answer, when, exception, nu
     assert failing >= 10
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
 @both_ways
 def test_many_steps_fail(checkpoint, answer, seed, overlap):
     """Half of all steps fail at random, several in a row, amid preemption; later prompts share what is cached."""
@@ -781,7 +780,7 @@ def test_a_hash_collision_never_serves_another_prompts_blocks(checkpoint, answer
     rng = random.Random(0)
     a, b, x, y = blocks = [ids(4, seed=i) for i in range(4)]
     prompts = [a + x + [1], b + y + [1], b + x + [1], x + [1], y + x + [1], a + x + [1]]
-    for _ in range(40):
+    for _ in range(20):
         prompts.append(sum((rng.choice(blocks) for _ in range(rng.randrange(1, 4))), []) + [1])
     assert answer(prompts[2], 4) != answer(prompts[0], 4)
     for num_kv_blocks, batch_size in ((200, 1), (12, 1), (30, 4)):

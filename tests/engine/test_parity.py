@@ -202,7 +202,7 @@ def test_a_cache_full_of_garbage_changes_nothing(gqa):
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 @pytest.mark.parametrize("block_size", [1, 8, 16])
 @pytest.mark.parametrize("name", ["gqa", "mqa-tied", "mha-bias"])
-@pytest.mark.sparse(2)
+@pytest.mark.sparse
 def test_preempted_sequences_lose_nothing(oracles, name, block_size, enable_prefix_caching):
     oracle = oracles(name)
     prompts = [prompt for prompt in oracle.pool if len(prompt) <= 33]
@@ -336,6 +336,7 @@ class RecordingModel:
 
 @pytest.mark.parametrize("budget", [1, 7, 64, 8192])
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.sparse
 def test_logits_of_a_prompt_prefilled_in_chunks(oracles, name, budget):
     oracle = oracles(name)
     prompt = (oracle.mixed[-1] + oracle.mixed[-2])[:150]
@@ -418,7 +419,7 @@ def random_traffic(oracle, seed):
     return engine.get_stats()
 
 
-@pytest.mark.parametrize("num_engines", [8, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_engines", [6, pytest.param(25, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["gqa", "mqa-tied", "gqa-bias-tied"])
 def test_random_traffic(oracles, name, num_engines):
     stats = [random_traffic(oracles(name), f"{name}-{i}") for i in range(num_engines)]

@@ -214,6 +214,7 @@ def test_bad_arguments_are_refused_by_the_call_itself(llm):
 
 @pytest.mark.parametrize("num_outputs", [1, 4, 15])
 @pytest.mark.parametrize("how", ["close", "forget", "throw"])
+@pytest.mark.usefixtures("little_to_search")
 def test_closing_a_stream_early_frees_everything(folder, how, num_outputs):
     llm = make_llm(folder, max_num_batched_tokens=16, enable_prefix_caching=False)
     stream = llm.stream(PROMPTS, PARAMS)
@@ -234,6 +235,7 @@ def test_closing_a_stream_early_frees_everything(folder, how, num_outputs):
 
 
 @pytest.mark.parametrize("how", ["close", "forget"])
+@pytest.mark.usefixtures("little_to_search")
 def test_a_stream_that_is_never_read_leaves_nothing_behind(folder, how):
     llm = make_llm(folder)
     stream = llm.stream(PROMPTS, PARAMS)

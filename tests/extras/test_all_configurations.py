@@ -1,4 +1,4 @@
-"""The same 200 random requests under ten configurations of the engine give the same tokens, in float32.
+"""The same random requests under ten configurations of the engine give the same tokens, in float32: 200 in the sweep.
 
 Each configuration serves them with and without overlap.
 
@@ -13,6 +13,7 @@ import random
 import pytest
 
 from nanovllm import Config, LLMEngine, SamplingParams
+from tests.conftest import examples
 from tests.late_runner import LateRunner
 
 NUM_REQUESTS = 200
@@ -25,7 +26,11 @@ CONFIGURATIONS = {
     "few blocks": {"block_size": 4, "num_kv_blocks": 60},
     "few blocks, no prefix caching": {"block_size": 4, "num_kv_blocks": 60, "enable_prefix_caching": False},
     "swap": {"block_size": 4, "num_kv_blocks": 60, "preemption_mode": "swap", "swap_space_bytes": 1 << 18},
-    "shortest first, capped chunks": {"scheduling_policy": "sjf", "long_prefill_token_threshold": 11},
+    "shortest first, capped chunks": {
+        "scheduling_policy": "sjf",
+        "long_prefill_token_threshold": 11,
+        "max_num_seqs": 50,
+    },
     "priority, few blocks": {"scheduling_policy": "priority", "block_size": 8, "num_kv_blocks": 40},
 }
 
@@ -78,7 +83,7 @@ def serve(engine, requests, at_once):
 def replay(checkpoints, request):
     """The second kind of requests is never waited for when steps overlap."""
     folder, _ = checkpoints.make(num_hidden_layers=1, hidden_size=32, intermediate_size=48, head_dim=16)
-    requests = make_requests()
+    requests = make_requests()[: max(70, examples(NUM_REQUESTS))]
     if request.param == "nothing that reads the output":
         none = {"repetition_penalty": 1.0, "frequency_penalty": 0.0}
         requests = [(prompt, dataclasses.replace(params, **none), *rest) for prompt, params, *rest in requests]
@@ -89,6 +94,7 @@ def replay(checkpoints, request):
 @pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 @pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlap"])
 @pytest.mark.sparse
+@pytest.mark.examples
 def test_replay(replay, options, overlap):
     folder, requests, expected = replay
     engine = LLMEngine(Config(folder, dtype="float32", enable_overlap=overlap, **options))

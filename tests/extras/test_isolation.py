@@ -230,6 +230,7 @@ def test_if_the_forward_pass_fails_nobody_is_at_fault(tiny_checkpoint, answer, o
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sparse(2)
 @pytest.mark.parametrize("preemption", [{}, {"preemption_mode": "swap", "swap_space_bytes": 1 << 16}])
 @both_ways
 def test_random_traffic_in_which_every_third_request_fails(tiny_checkpoint, answer, overlap, preemption, seed):

@@ -81,6 +81,7 @@ def engine(request, with_tokenizer):
     return LLMEngine(Config(with_tokenizer, device="cpu", dtype="float32", num_kv_blocks=200, **options))
 
 
+@pytest.mark.examples
 def test_plain_neighbours_do_not_notice(engine):
     for name, params in PLAIN.items():
         engine.add_request(name, ids(9, seed=1), params)

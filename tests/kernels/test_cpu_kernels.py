@@ -522,16 +522,6 @@ def test_it_is_compiled_once(fresh_cache, monkeypatch):
     assert list(fresh_cache.iterdir()) == [file]
 
 
-def test_one_pool_of_threads():
-    """Two OpenMP libraries in one process wait for each other's cores: the process maps one file called libgomp."""
-    code = (
-        "import torch; from nanovllm.kernels.cpu.layers import load_library; load_library(torch.float32); "
-        "print(*{line.split()[-1] for line in open('/proc/self/maps') if 'libgomp' in line})"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert len(run.stdout.split()) == 1
-
-
 def test_every_header_counts_for_the_cache():
     """A library that was compiled from other headers is not taken from the cache."""
     folder = cpu.SOURCE.parent
@@ -543,8 +533,10 @@ def test_every_header_counts_for_the_cache():
 @pytest.mark.parametrize("level", ["-O1", pytest.param("-O3", marks=pytest.mark.slow)])
 def test_the_source_compiles_without_a_warning(level):
     """The compiler follows the flow of values at the first level too, in a third of the time."""
-    variants = [[], ["-DBFLOAT16"], ["-DBFLOAT16", "-DAMX_EMULATED"]]
-    if cpu.has_tiles():
+    variants = [[], ["-DBFLOAT16", "-DAMX_EMULATED"]]
+    if level == "-O3":
+        variants.append(["-DBFLOAT16"])
+    if level == "-O3" and cpu.has_tiles():
         variants.append(["-DBFLOAT16", "-DAMX"])
     for flags in variants:
         command = ["cc", *cpu.FLAGS, level, *flags, "-Wall", "-Wextra", "-Werror", str(cpu.SOURCE), "-o", "/dev/null"]

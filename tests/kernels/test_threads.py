@@ -1,6 +1,7 @@
 """Hyperthreads are not counted as cores, and threads that wait do not spin for long."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -57,8 +58,11 @@ def test_a_process_of_its_own_takes_its_cores():
     """And its waiting threads soon sleep: libgomp is told before torch loads it."""
     code = f"import os, nanovllm; llm = nanovllm.LLM({str(TINY_QWEN3)!r}, device='cpu', num_kv_blocks=8)"
     code += "; print(llm.engine.description); print('spins', os.environ['GOMP_SPINCOUNT'])"
+    code += "; print('pools', *{line.split()[-1] for line in open('/proc/self/maps') if 'libgomp' in line})"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     num_cores = threads.count_cores(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     assert num_cores is None or f" {num_cores} threads" in run.stdout
     assert "spins 20000" in run.stdout
+    # two OpenMP libraries in one process, torch's and the kernels', wait for each other's cores
+    assert len(re.search("pools(.*)", run.stdout)[1].split()) == 1

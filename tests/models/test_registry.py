@@ -1,4 +1,4 @@
-"""The core imports no architecture but Qwen3; a file that has been deleted is named when a config asks for it."""
+"""The core imports no architecture but Qwen3, and no extra. A deleted file is named when a config asks for it."""
 
 import subprocess
 import sys
@@ -20,15 +20,18 @@ SHAPE = {
 CORE = {"config", "decoder", "qwen3", "registry"}
 
 
-def test_the_core_imports_no_other_architecture():
-    """Neither by a config nor, after that, by the kernels."""
+def test_the_core_imports_no_other_architecture_and_no_extra():
+    """Neither by a config nor, after that, by the kernels, which do not import triton either."""
     find = f"from nanovllm.models.registry import find_architecture; find_architecture({SHAPE})"
     kernels = "import nanovllm.kernels.cpu.attention"
     listed = "print(*(name for name in sys.modules if name.startswith('nanovllm.models.')))"
-    code = f"import sys; {find}; {listed}; {kernels}; {listed}"
+    others = "print(*(name for name in sys.modules if name.startswith(('nanovllm.extras.', 'triton'))))"
+    code = f"import sys, nanovllm; {others}; {find}; {listed}; {kernels}; {listed}; {others}"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert not run.stderr
-    for line, files in zip(run.stdout.splitlines(), [CORE, {*CORE, "masking"}], strict=True):
+    extras, *models, also_after_kernels = run.stdout.splitlines()
+    assert (extras, also_after_kernels) == ("", "")
+    for line, files in zip(models, [CORE, {*CORE, "masking"}], strict=True):
         assert {name.removeprefix("nanovllm.models.") for name in line.split()} == files
 
 

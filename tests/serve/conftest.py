@@ -1,7 +1,6 @@
 """A server without a socket: requests go to the application itself."""
 
 import asyncio
-import copy
 import json
 
 import httpx
@@ -69,8 +68,8 @@ def _make_each_schema_once():
     def look_up(app):
         routes = tuple(getattr(route, "path", None) for route in app.routes)
         if routes not in known:
-            known[routes] = describe(app)
-        return copy.deepcopy(known[routes])
+            known[routes] = json.dumps(describe(app))
+        return json.loads(known[routes])  # a copy, in a tenth of the time that `deepcopy` takes
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FastAPI, "openapi", look_up)

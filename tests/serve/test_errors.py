@@ -6,8 +6,11 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.checks import MissingExtra
-from nanovllm.serve.async_llm import QueueFullError
+from nanovllm.serve.app import make_app
+from nanovllm.serve.async_llm import AsyncLLM, QueueFullError
 from nanovllm.serve.engine_thread import EngineDeadError
+from nanovllm.serve.state import ServerOptions
+from tests.serve.conftest import CHAT_TEMPLATE, Client
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -23,6 +26,13 @@ def check_error(response, status, param=None, code=None):
     assert error["message"]
     assert "Traceback" not in response.text
     return error["message"]
+
+
+@pytest.fixture(scope="module")
+def short_llm(with_tokenizer):
+    with AsyncLLM(with_tokenizer, dtype="float32", num_kv_blocks=32, block_size=4, max_model_len=64) as llm:
+        llm.engine.tokenizer.chat_template = CHAT_TEMPLATE
+        yield llm
 
 
 @pytest.fixture
@@ -190,9 +200,9 @@ def test_a_prompt_that_is_too_long(client, llm):
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-def test_more_tokens_than_the_context_are_refused_and_more_than_there_is_room_for_are_not(client, llm, name):
+def test_more_tokens_than_the_context_are_refused_and_more_than_there_is_room_for_are_not(short_llm, name):
     """As in vLLM 0.32."""
-    most = llm.engine.parts.max_model_len
+    client, most = Client(make_app(ServerOptions(("tiny",)), short_llm)), 64
     for path, body in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "ab"})):
         if path == COMPLETIONS and name != "max_tokens":
             continue

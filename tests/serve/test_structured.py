@@ -262,11 +262,16 @@ def test_thoughts_calls_and_content(client, stream):
     assert choice["finish_reason"] == "tool_calls"
     one = scripted(client, text, stream, tools=[ADD], parallel_tool_calls=False)
     assert len(one["message"]["tool_calls"]) == 1
-    for others in ({}, {"tools": [ADD], "tool_choice": "none"}):
-        plain = scripted(client, text, stream, **others)
-        assert plain["message"]["content"] == "Let me see.\n" + CALL + "\n" + CALL
-        assert "tool_calls" not in plain["message"]
-        assert plain["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("others", [{}, {"tools": [ADD], "tool_choice": "none"}])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.sparse
+def test_a_call_of_no_tool_is_content(client, stream, others):
+    plain = scripted(client, "<think>\nI must add.\n</think>\n\nLet me see.\n" + CALL, stream, **others)
+    assert plain["message"]["content"] == "Let me see.\n" + CALL
+    assert "tool_calls" not in plain["message"]
+    assert plain["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("stream", [False, True])

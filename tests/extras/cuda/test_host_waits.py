@@ -157,6 +157,7 @@ def make_backend(name):
 
 @pytest.mark.parametrize("has_twins", [False, True])
 @pytest.mark.parametrize("backend", ["flash_attn", "triton"])
+@pytest.mark.sparse
 @torch.inference_mode()
 def test_an_eager_step_is_one_copy_and_no_wait(flash_attn, kernels, batches, backend, has_twins):
     runner, buffer = make_runner(make_backend(backend), has_twins)
