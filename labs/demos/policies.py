@@ -1,4 +1,4 @@
-"""One long prompt, and a short one that arrives in each step: when is the long one served, by scheduling policy?
+"""One long prompt, and a short one that arrives before each step: when is the long one served, by scheduling policy?
 
 python -m labs.demos.policies
 """
@@ -25,12 +25,12 @@ POLICIES: dict[str, Any] = {
 
 
 def main() -> None:
-    print(f"a prompt of {LONG_LEN} tokens, then one of {SHORT_LEN} in each of {NUM_SHORT} steps; one runs at a time\n")
-    print("policy             short ones before it   steps it waits   steps that a short one waits (mean)")
+    print(f"a prompt of {LONG_LEN} tokens, one of {SHORT_LEN} before each of {NUM_SHORT} steps; one runs at a time\n")
+    print("policy             short ones before it   steps to its first token   to that of a short one (mean)")
     for name, policy in POLICIES.items():
         waits, order = serve(policy)
         long_wait = waits.pop("long")
-        print(f"{name:18} {order.index('long'):>20} {long_wait:>16} {mean(waits.values()):>20.1f}")
+        print(f"{name:18} {order.index('long'):>20} {long_wait:>26} {mean(waits.values()):>32.1f}")
 
 
 def serve(policy: Any) -> tuple[dict[str, int], list[str]]:
