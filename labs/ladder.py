@@ -36,7 +36,7 @@ from labs import (
 from labs.model import TINY_QWEN3, Model
 
 MAX_MODEL_LEN = 256
-BLOCK_SIZE = 4
+BLOCK_SIZE = 16  # the kernels on CPU want a multiple of 16
 BUDGET = 256  # max_num_batched_tokens
 INSTRUCTIONS = (
     "You answer questions about the way in which large language models are served. Answer in one or two short "

@@ -51,7 +51,7 @@ class Engine:
 
 
 if __name__ == "__main__":
-    engine = Engine(TINY_QWEN3, num_blocks=256, block_size=4, max_num_batched_tokens=64)
+    engine = Engine(TINY_QWEN3, num_blocks=64, block_size=16, max_num_batched_tokens=64)
     model = Model(TINY_QWEN3)
     questions = sys.argv[1:] or ["What is the KV cache?", "What is a block table?"]
     prompts = [model.encode(question) for question in questions]
