@@ -86,7 +86,7 @@ def add_requests(scheduler: Scheduler, num_seqs: int, context_len: int) -> list[
         token_ids = [i % 1000] * context_len
         seq = Sequence(str(i), token_ids, params)
         scheduler.add(seq)
-        requests.append(Request(None, token_ids, [seq], True, tokenizer, decoder, time.monotonic()))
+        requests.append(Request(None, token_ids, [seq], True, decoder, time.monotonic()))
     return requests
 
 
