@@ -30,7 +30,9 @@ class Model:
     def __init__(self, folder: str | Path) -> None:
         folder = Path(folder)
         config = json.loads((folder / "config.json").read_text())
-        if config["model_type"] != "qwen3" or config.get("rope_scaling") or config.get("use_sliding_window"):
+        rope = config.get("rope_parameters") or config
+        others = [config.get(name) for name in ("rope_scaling", "use_sliding_window", "attention_bias")]
+        if config["model_type"] != "qwen3" or rope.get("rope_type", "default") != "default" or any(others):
             raise ValueError(f"the labs read plain Qwen3 models, got model_type {config['model_type']!r} in {folder}")
         self.num_layers: int = config["num_hidden_layers"]
         self.num_heads: int = config["num_attention_heads"]
@@ -38,13 +40,16 @@ class Model:
         self.head_dim: int = config["head_dim"]
         self.max_model_len: int = config["max_position_embeddings"]
         self.eps: float = config["rms_norm_eps"]
-        theta = (config.get("rope_parameters") or config)["rope_theta"]
-        self.frequencies = theta ** -(torch.arange(0, self.head_dim, 2) / self.head_dim)  # [head_dim / 2]
+        self.frequencies = rope["rope_theta"] ** -(torch.arange(0, self.head_dim, 2) / self.head_dim)  # [head_dim / 2]
         self.end_token_ids = read_end_token_ids(folder, config)
         # all tensors by their names in the checkpoint, as float32
         files = sorted(folder.glob("*.safetensors"))
         self.weights = {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
         self.folder = folder
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return (self.folder / "tokenizer.json").exists()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

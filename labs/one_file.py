@@ -5,8 +5,8 @@ before the newest one. They never change, so a cache keeps them: memory cut into
 compute a prompt is called prefill, to compute only the newest token decode. Every step is one forward pass over tokens
 of many sequences.
 
-Rung 5 reserved blocks for the longest answer, computed equal beginnings again, and let all wait for a long prompt.
-Here:
+Simpler engines (rung 5) reserve blocks for the longest answer, compute equal beginnings again, and let all wait for a
+long prompt. Here:
 - a sequence takes a block when it has a token for it. If no block is free, the newest sequence gives its blocks back,
   and is computed again later (preemption);
 - full blocks are found again by their tokens (prefix cache);
@@ -14,8 +14,8 @@ Here:
 
     python -m labs.one_file "What is the KV cache?" "What is a block table?"
 
-`Sequence` is one request. `BlockManager` knows which block is whose: integers only. `Scheduler` decides which sequence
-computes how many tokens in a step. `Engine` makes tensors of that decision, runs the model, and appends the tokens.
+`Sequence` is one request. `BlockManager` knows which sequences own each block: integers only. `Scheduler` decides which
+sequence computes how many tokens in a step. `Engine` makes tensors of it, runs the model, and appends the tokens.
 Start at `Engine.step`, then read `Scheduler.schedule`. The network is in `model.py`, and asks `Engine.attend` in each
 layer. Left out, and in nanovllm: sampling, requests that come while others run, text that streams, fast kernels.
 
@@ -44,7 +44,7 @@ class Sequence:
     num_prompt_tokens: int
     max_tokens: int
     is_finished: bool = False
-    num_computed_tokens: int = 0  # whose K and V are in the cache
+    num_computed_tokens: int = 0  # tokens whose K and V are in the cache
     block_table: list[int] = field(default_factory=list)  # where they lie: block_size tokens in each block
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
 
@@ -249,7 +249,7 @@ class Engine:
         """q: [num_tokens, num_heads, head_dim] -> as q: each token attends to its sequence's tokens up to itself
 
         Store first: a chunk also attends to its own tokens. Then one call for all decodes, and one for each longer
-        chunk. nanovllm asks flash-attn in the same way: one call for decodes, one for all longer chunks.
+        chunk. nanovllm needs only two calls: flash-attn takes all longer chunks in one.
         """
         k_cache, v_cache = self.kv_cache[:, layer].flatten(1, 2)  # views: [num_slots, num_kv_heads, head_dim] each
         k_cache[slot_mapping], v_cache[slot_mapping] = k, v
@@ -292,8 +292,8 @@ class Engine:
 
 
 if __name__ == "__main__":
-    engine = Engine(TINY_QWEN3, num_blocks=20, block_size=4, max_num_batched_tokens=16)  # small, so that all happens
-    questions = sys.argv[1:] or ["What is the KV cache?", "What is a block table?"]
+    engine = Engine(TINY_QWEN3, num_blocks=36, block_size=4, max_num_batched_tokens=16)  # small, so that all happens
+    questions = sys.argv[1:] or ["What is the KV cache?", "What is a block table?", "What is preemption?"]
     for token_ids in engine.generate([engine.model.encode(question) for question in questions], max_tokens=60):
         print(engine.model.decode(token_ids))
     found, preemptions = engine.scheduler.num_cached_tokens, engine.scheduler.num_preemptions

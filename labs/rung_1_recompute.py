@@ -35,9 +35,15 @@ class Engine:
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         seqs = [Sequence(list(prompt), len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]
         for seq in seqs:
+            self.check(seq)
+        for seq in seqs:
             while not seq.is_finished:
                 self.step(seq)
         return [seq.token_ids[seq.num_prompt_tokens :] for seq in seqs]
+
+    def check(self, seq: Sequence) -> None:
+        if min(seq.num_prompt_tokens, seq.max_tokens) < 1:
+            raise ValueError(f"prompt and max_tokens must be >= 1, got {seq.num_prompt_tokens} and {seq.max_tokens}")
 
     def step(self, seq: Sequence) -> None:
         """Compute all tokens of `seq`, and append the next one."""

@@ -25,7 +25,7 @@ class Sequence:
     num_prompt_tokens: int
     max_tokens: int
     is_finished: bool = False
-    num_computed_tokens: int = 0  # whose K and V are in the cache
+    num_computed_tokens: int = 0  # tokens whose K and V are in the cache
 
 
 class Engine:

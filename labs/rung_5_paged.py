@@ -26,7 +26,7 @@ class Sequence:
     num_prompt_tokens: int
     max_tokens: int
     is_finished: bool = False
-    num_computed_tokens: int = 0  # whose K and V are in the cache
+    num_computed_tokens: int = 0  # tokens whose K and V are in the cache
     block_table: list[int] = field(default_factory=list)  # where they lie: block_size tokens in each block
 
 

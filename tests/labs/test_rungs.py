@@ -1,5 +1,6 @@
 """Each rung of the ladder gives the tokens that `transformers` gives, and rung 6 does so when memory is full, too."""
 
+import json
 import random
 
 import pytest
@@ -14,7 +15,7 @@ from labs import (
     rung_7_engine,
     rung_8_fast_layers,
 )
-from labs.ladder import climb, compare_with_claims, plot
+from labs.ladder import climb, compare_with_claims, make_requests, plot
 from labs.model import TINY_QWEN3, Model
 from tests.conftest import hf_greedy
 
@@ -135,11 +136,13 @@ def test_a_block_is_found_only_behind_the_same_tokens(tiny_checkpoint, expected_
     assert engine.scheduler.num_cached_tokens == 4, "only b's block"
 
 
-@pytest.mark.parametrize("rung", ["2", "3", "4", "5", "6"])
+@pytest.mark.parametrize("rung", ["1", "2", "3", "4", "5", "6"])
 @pytest.mark.parametrize(("prompt", "max_tokens"), [([], 1), ([1], 0), ([1] * 200, 1), ([1], 200)])
 def test_what_does_not_fit_is_refused(rung, prompt, max_tokens, tiny_checkpoint):
     folder, _ = tiny_checkpoint
     engine = RUNGS[rung](folder)
+    if rung == "1" and len(prompt) * max_tokens:
+        pytest.skip("it keeps nothing, so all lengths fit")
     with pytest.raises(ValueError, match="prompt and max_tokens must be >= 1"):
         engine.generate([[1, 2], prompt], [3, max_tokens])
     assert len(engine.generate([[1, 2]], 3)[0]) <= 3, "nothing of it is left"
@@ -155,10 +158,25 @@ def test_sizes_are_checked(tiny_checkpoint):
         one_file.Engine(tiny_checkpoint[0], num_blocks=4, block_size=0, max_num_batched_tokens=8)
 
 
-def test_the_network_says_which_models_it_reads(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match="plain Qwen3 models, got model_type 'llama'"):
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama"},
+        {"model_type": "qwen3", "attention_bias": True},
+        {"model_type": "qwen3", "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}},
+        {"model_type": "qwen3", "use_sliding_window": True},
+    ],
+)
+def test_the_network_says_which_models_it_reads(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"plain Qwen3 models, got model_type {config['model_type']!r}"):
         Model(tmp_path)
+
+
+def test_requests_of_the_ladder_without_a_tokenizer(tiny_checkpoint):
+    prompts, limits = make_requests(Model(tiny_checkpoint[0]), 5)
+    assert len({tuple(prompt) for prompt in prompts}) == len(limits) == 5
+    assert len({tuple(prompt[:48]) for prompt in prompts}) == 1, "they begin alike"
 
 
 @pytest.mark.slow
