@@ -81,7 +81,7 @@ def named_commands():
     """(module, the options that a document names with it); a command may go on behind a backslash."""
     options = {}
     for text in documents().values():
-        command = r"(?:python -m ((?:benchmarks|labs\.calculators)\.[\w.]*\w)|\b(bench)\.py)([^`#\n]*)"
+        command = r"(?:python -m ((?:benchmarks|labs\.calculators)\.[\w.]*\w|labs\.ladder)|\b(bench)\.py)([^`#\n]*)"
         for match in re.finditer(command, text.replace("\\\n", "")):
             names = re.findall(r"(?<![\w:=-])--[a-z][a-z0-9-]*", match[3])  # not ENGINE:--option, an argument's own
             options.setdefault(match[1] or match[2], set()).update(names)
