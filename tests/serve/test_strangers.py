@@ -542,6 +542,31 @@ def test_a_caller_with_much_work_leaves_room_for_others(run_in_turns, monkeypatc
     assert order == ["a0", "a1", "b1", "c1", "d1"]
 
 
+def test_answers_that_wait_to_be_written_are_never_refused(monkeypatch):
+    """They take no place of those who wait to be read either: the limit of two is met by `b1` and `b2`."""
+    monkeypatch.setattr(workers, "MAX_WAITING", 2)
+
+    async def run():
+        turns, order = workers.Turns(1), []
+
+        async def take(name, is_bounded):
+            await turns.take(name[0], is_bounded)
+            order.append(name)
+            turns.end()
+
+        await turns.take("first")
+        names = ["a1", "a2", "a3", "a4", "b1", "b2", "c1", "a5"]
+        tasks = [server.asyncio.ensure_future(take(name, name[0] != "a")) for name in names]
+        await server.asyncio.sleep(0)
+        turns.end()
+        ends = await server.asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [type(None)] * 5 + [workers.Busy] + [type(None)] * 2
+        assert order == ["a1", "b1", "c1", "a2", "a3", "a4", "a5"]
+        assert (turns._num_free, turns._waiting, turns._bounded) == (1, {}, set())
+
+    server.asyncio.run(run())
+
+
 def test_turns_of_clients_that_left_are_skipped(run_in_turns):
     order, ends = run_in_turns(["a0", "a1", "a2", "b1", "b2"], leaving=["a1", "b1"])
     assert (order, ends) == (["a0", "a2", "b2"], dict.fromkeys(["a1", "b1"], ClientGone))
