@@ -28,11 +28,16 @@ PIECE = 1000  # values of JSON that are written together
 
 async def answer_whole(request: Request, generation: Generation, make_answer: Callable[[], dict[str, Any]]) -> Response:
     """Wait for a generation, then send what `make_answer` makes of it."""
+
+    async def finish_and_write() -> bytes:
+        await generation.finish()
+        generation.close()
+        return await write(generation, request.state.caller, lambda check: encode(make_answer(), check))
+
     try:
-        await unless_client_leaves(request.receive, generation.finish())
+        body = await unless_client_leaves(request.receive, finish_and_write())
     finally:
         generation.close()
-    body = await write(generation, request.state.caller, lambda check: encode(make_answer(), check))
     return Response(body, media_type="application/json")
 
 

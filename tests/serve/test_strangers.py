@@ -498,6 +498,53 @@ def test_work_that_waits_keeps_nothing_of_a_client_that_left(monkeypatch):
     server.asyncio.run(run())
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/embeddings"])
+def test_an_answer_is_not_written_for_a_client_that_left(client, monkeypatch, path):
+    """It waits for its turn when the client leaves: the turn ends, and nothing is written once the thread is free."""
+    monkeypatch.setattr(streaming, "LONG_ANSWER", 0)
+    fields, written = {"input": ["ab"] * 20} if path != PATH else {**BODY, "max_tokens": 4}, []
+    content = json.dumps(fields).encode()
+
+    async def run():
+        pool = client.server.workers = Workers()
+        pool._turns = workers.Turns(1)
+        left, came = server.asyncio.Event(), [{"type": "http.request", "body": content, "more_body": False}]
+
+        async def receive():
+            if came:
+                return came.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            written.append(message)
+
+        write, tried = pool.write, server.asyncio.Event()
+
+        async def write_later(caller, function):
+            await pool._turns.take("another")
+            tried.set()
+            return await write(caller, lambda check: (written.append("answer"), function(check))[1])
+
+        monkeypatch.setattr(pool, "write", write_later)
+        head = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+        scope |= {"headers": head, "client": ("127.0.0.1", 1), "http_version": "1.1", "scheme": "http"}
+        answering = server.asyncio.ensure_future(client.app(scope, receive, send))
+        await server.asyncio.wait_for(tried.wait(), 10)
+        await server.asyncio.sleep(0.02)
+        assert len(pool._turns._waiting) == 1
+        left.set()
+        done, _ = await server.asyncio.wait([answering], timeout=1)
+        is_forgotten = bool(done) and not pool._turns._waiting
+        pool._turns.end()
+        await server.asyncio.wait_for(answering, 10)
+        return is_forgotten
+
+    assert server.asyncio.run(run())
+    assert "answer" not in written
+
+
 @pytest.fixture
 def run_in_turns(monkeypatch):
     """Names that begin with their caller are queued in one moment, on one thread -> the order in which they ran."""
