@@ -29,6 +29,7 @@ from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.bounds import BoundedTokenizer, Bounds, count_values
 from nanovllm.serve.launch import PlainFormatter
 from nanovllm.serve.prompts import are_many
+from nanovllm.serve.responses import route
 from nanovllm.serve.state import ServerOptions
 from nanovllm.serve.workers import ClientGone, Workers
 from tests.serve.conftest import Client
@@ -751,6 +752,29 @@ def test_long_answers_are_written_in_a_thread_and_are_the_same(new_client, monke
         assert joined(told(in_pieces.text)) == joined(told(whole.text))
     else:
         assert told(in_pieces.text) == told(whole.text)
+
+
+@pytest.mark.parametrize(("num_top", "most"), [(3, 200), (None, 20)])
+def test_events_that_repeat_a_long_response_are_written_in_a_thread(new_client, monkeypatch, num_top, most):
+    """Its 30 tokens come in short events; the last ones repeat them all, three times with their log-probabilities."""
+    client, written = new_client(), []
+    fields = {"input": "ab", "max_output_tokens": 30, "temperature": 0, "ignore_eos": True}
+    if num_top is not None:
+        fields |= {"top_logprobs": num_top, "include": ["message.output_text.logprobs"]}
+    encode = route.ResponseStream.encode
+
+    def noted(stream, value, check=None):
+        written.append((value["type"], num_values(value), threading.current_thread() is threading.main_thread()))
+        return encode(stream, value, check)
+
+    monkeypatch.setattr(streaming, "LONG_ANSWER", most)
+    monkeypatch.setattr(route.ResponseStream, "encode", noted)
+    assert client.post(RESPONSES, {**fields, "stream": True}).status_code == 200
+    in_loop = [(kind, size) for kind, size, is_in_loop in written if is_in_loop]
+    assert written[-1][0] == "response.incomplete"
+    assert "response.incomplete" not in dict(in_loop)
+    if num_top is not None:
+        assert max(size for _, size in in_loop) <= most < written[-1][1]
 
 
 def without_names(value):
