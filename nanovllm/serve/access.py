@@ -78,7 +78,7 @@ class AccessControl:
 
 
 def network_of(address: str) -> str:
-    """Who is counted for an address: itself, or its /64 for IPv6, of which one client has all addresses."""
+    """The caller of an address: the address itself; for IPv6 its /64, because one client usually owns all of it."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:  # a proxy may name its client by another word

@@ -28,7 +28,7 @@ SHORT_BODY = 1 << 17  # bytes; parsed in the event loop
 LARGE_BODY = 1 << 20  # bytes; larger ones are counted together, and give their free memory back to the system
 MAX_BODIES_OF_CALLER = 4
 MIN_PACE = 1 << 16  # bytes a second, of a large body
-STALL_S = 5.0  # what a large body may be late
+STALL_S = 5.0  # seconds by which a large body may fall behind MIN_PACE
 
 
 class JSONRoute(APIRoute):

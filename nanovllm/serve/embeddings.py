@@ -8,6 +8,7 @@ https://platform.openai.com/docs/api-reference/embeddings. Each prompt has a lin
 import base64
 import logging
 import time
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -69,7 +70,20 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, server: Re
         is_long=are_many(body.input) or None,
     )
     embedding_id = new_id("embd", request)
-    outputs = await unless_client_leaves(request.receive, embed(server, body, embedding_id, prompts))
+
+    async def embed_and_write() -> bytes:
+        outputs = await embed(server, body, embedding_id, prompts)
+        write = partial(write_answer, server, body, embedding_id, outputs)
+        return await server.workers.write(request.state.caller, write) if are_many(outputs) else write(lambda: None)
+
+    content = await unless_client_leaves(request.receive, embed_and_write())
+    return Response(content, media_type="application/json")
+
+
+def write_answer(
+    server: Server, body: EmbeddingRequest, embedding_id: str, outputs: list[EmbeddingRequestOutput], check: Check
+) -> bytes:
+    """The answer's JSON, vector by vector."""
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)
     usage = {
@@ -78,12 +92,11 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, server: Re
         "prompt_tokens_details": {"cached_tokens": num_cached},
     }
     whole = encode({"id": embedding_id, "object": "list", "model": server.model_name, "usage": usage})
-
-    def write(check: Check) -> list[bytes]:
-        return [encode(describe(i, one, body)) for i, one in enumerate(outputs)]
-
-    vectors = await server.workers.write(request.state.caller, write) if are_many(outputs) else write(lambda: None)
-    return Response(whole[:-1] + b',"data":[' + b",".join(vectors) + b"]}", media_type="application/json")
+    vectors = []
+    for i, one in enumerate(outputs):
+        check()
+        vectors.append(encode(describe(i, one, body)))
+    return whole[:-1] + b',"data":[' + b",".join(vectors) + b"]}"
 
 
 async def embed(

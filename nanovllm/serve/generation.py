@@ -77,9 +77,9 @@ class Generation:
         return self._inbox is not None and not self._inbox.unfinished
 
     def take_num_new(self) -> int:
-        """Tokens and log-probabilities in the outputs since the last call."""
+        """Tokens and log-probabilities in the outputs since the last call; at the end all, which last events may repeat."""
         num_new, self._num_new = self._num_new, 0
-        return num_new
+        return sum(self._num_told.values()) if self.is_read else num_new
 
     def _count(self, output: RequestOutput) -> int:
         num_tokens = sum(len(completion.token_ids) for completion in output.outputs)

@@ -22,25 +22,25 @@ from nanovllm.serve.workers import Check, ClientGone, unless_client_leaves
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-LONG_ANSWER = 4096  # tokens and log-probabilities; more are written in a thread
+LONG_ANSWER = 4096  # tokens and log-probabilities, or values of JSON in events; more are written in a thread
 PIECE = 1000  # values of JSON that are written together
 
 
 async def answer_whole(request: Request, generation: Generation, make_answer: Callable[[], dict[str, Any]]) -> Response:
     """Wait for a generation, then send what `make_answer` makes of it."""
+
+    async def finish_and_write() -> bytes:
+        await generation.finish()
+        generation.close()
+        if generation.take_num_new() <= LONG_ANSWER:
+            return encode(make_answer())
+        return await generation.workers.write(request.state.caller, lambda check: encode(make_answer(), check))
+
     try:
-        await unless_client_leaves(request.receive, generation.finish())
+        body = await unless_client_leaves(request.receive, finish_and_write())
     finally:
         generation.close()
-    body = await write(generation, request.state.caller, lambda check: encode(make_answer(), check))
     return Response(body, media_type="application/json")
-
-
-async def write(generation: Generation, caller: str, make: Callable[[Check | None], bytes]) -> bytes:
-    """`make(check)` writes what the generation has given since it was last written: in a thread if that is long."""
-    if generation.take_num_new() <= LONG_ANSWER:
-        return make(None)
-    return await generation.workers.write(caller, make)
 
 
 class JSON(Response):
@@ -55,7 +55,8 @@ class JSON(Response):
 class EventStream(StreamingResponse):
     """Sends the events that `chunks` yields, several JSON values at a time, while the client is there.
 
-    A generator makes its values where they are written: in a thread if they are long.
+    A generator makes its values from the new tokens, in a thread if those are many. A few tokens may make long events,
+    which repeat what earlier ones have told: they are made in the event loop, of what is there, and written in a thread.
 
     A slow client makes Starlette's `send` wait; outputs that come meanwhile merge in the generation's inbox.
     """
@@ -87,7 +88,7 @@ class EventStream(StreamingResponse):
         body, failure = b"", None
         try:
             async for values in chunks:
-                body += await write(self._generation, self._caller, partial(self._encode_all, values))
+                body += await self._write(values)
                 if body and not self._generation.is_read:  # the last events leave with the end: a write costs the most
                     yield body
                     body = b""
@@ -95,6 +96,13 @@ class EventStream(StreamingResponse):
             logger.exception("%s failed", self._generation.request_id)
             failure = error
         yield body + self.encode_end(failure)
+
+    async def _write(self, values: Iterable[dict[str, Any]]) -> bytes:
+        if self._generation.take_num_new() <= LONG_ANSWER:
+            values = list(values)
+            if is_short(values, LONG_ANSWER):
+                return self._encode_all(values, None)
+        return await self._generation.workers.write(self._caller, partial(self._encode_all, values))
 
     def _encode_all(self, values: Iterable[dict[str, Any]], check: Check | None) -> bytes:
         return b"".join([self.encode(value, check) for value in values])
@@ -115,7 +123,7 @@ def encode(value: Any, check: Check | None = None) -> bytes:
 def pieces_of(value: Any, check: Check) -> Iterator[bytes]:
     """The JSON of `value`, at most `PIECE` values at a time."""
     check()
-    if is_short(value):
+    if is_short(value, PIECE):
         yield encode(value)
     elif isinstance(value, dict):
         for i, (key, one) in enumerate(value.items()):
@@ -129,10 +137,10 @@ def pieces_of(value: Any, check: Check) -> Iterator[bytes]:
         yield b"]"
 
 
-def is_short(value: Any) -> bool:
-    """Whether it holds at most `PIECE` values."""
+def is_short(value: Any, most: int) -> bool:
+    """Whether it holds at most `most` values."""
     left, num_values = [value], 0
-    while left and num_values < PIECE:
+    while left and num_values < most:
         one, num_values = left.pop(), num_values + 1
         left += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
     return not left

@@ -95,20 +95,23 @@ class Turns:
     def __init__(self, num_places: int) -> None:
         self._num_free = num_places
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, the next one first; no deque is empty
+        self._bounded: set[asyncio.Future[None]] = set()  # of those that wait; only they are counted and refused
 
     async def take(self, caller: str, is_bounded: bool = True) -> None:
         """Wait for a turn, which `end` ends. Raises Busy if too many wait, and no other caller has more of them.
 
-        A caller that has more gives a place up: its newest `take` raises Busy.
+        A caller that has more gives a place up: its newest `take` raises Busy. One that is not bounded never does.
         """
         if self._num_free:
             self._num_free -= 1
             return
-        if is_bounded and sum(map(len, self._waiting.values())) >= MAX_WAITING:
+        if is_bounded and len(self._bounded) >= MAX_WAITING:
             self._make_room(caller)
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         turns = self._waiting.setdefault(caller, deque())
         turns.append(turn)
+        if is_bounded:
+            self._bounded.add(turn)
         try:
             await turn
         except asyncio.CancelledError:
@@ -133,17 +136,19 @@ class Turns:
         self._num_free += 1
 
     def _make_room(self, caller: str) -> None:
-        busiest = max(self._waiting, key=lambda one: len(self._waiting[one]))
+        bounded = {one: [turn for turn in turns if turn in self._bounded] for one, turns in self._waiting.items()}
+        busiest = max(bounded, key=lambda one: len(bounded[one]))
         busy = Busy(f"{MAX_WAITING} long requests wait to be read already; try again later")
-        if len(self._waiting[busiest]) <= len(self._waiting.get(caller, ())) + 1:
+        if len(bounded[busiest]) <= len(bounded.get(caller, ())) + 1:
             raise busy
-        newest = self._waiting[busiest][-1]
+        newest = bounded[busiest][-1]
         self._remove(busiest, newest)
         if not newest.done():
             newest.set_exception(busy)
 
     def _remove(self, caller: str, turn: "asyncio.Future[None]") -> None:
         self._waiting[caller].remove(turn)
+        self._bounded.discard(turn)
         if not self._waiting[caller]:
             del self._waiting[caller]
 

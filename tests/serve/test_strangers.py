@@ -29,6 +29,7 @@ from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.bounds import BoundedTokenizer, Bounds, count_values
 from nanovllm.serve.launch import PlainFormatter
 from nanovllm.serve.prompts import are_many
+from nanovllm.serve.responses import route
 from nanovllm.serve.state import ServerOptions
 from nanovllm.serve.workers import ClientGone, Workers
 from tests.serve.conftest import Client
@@ -498,6 +499,53 @@ def test_work_that_waits_keeps_nothing_of_a_client_that_left(monkeypatch):
     server.asyncio.run(run())
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/embeddings"])
+def test_an_answer_is_not_written_for_a_client_that_left(client, monkeypatch, path):
+    """It waits for its turn when the client leaves: the turn ends, and nothing is written once the thread is free."""
+    monkeypatch.setattr(streaming, "LONG_ANSWER", 0)
+    fields, written = {"input": ["ab"] * 20} if path != PATH else {**BODY, "max_tokens": 4}, []
+    content = json.dumps(fields).encode()
+
+    async def run():
+        pool = client.server.workers = Workers()
+        pool._turns = workers.Turns(1)
+        left, came = server.asyncio.Event(), [{"type": "http.request", "body": content, "more_body": False}]
+
+        async def receive():
+            if came:
+                return came.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            written.append(message)
+
+        write, tried = pool.write, server.asyncio.Event()
+
+        async def write_later(caller, function):
+            await pool._turns.take("another")
+            tried.set()
+            return await write(caller, lambda check: (written.append("answer"), function(check))[1])
+
+        monkeypatch.setattr(pool, "write", write_later)
+        head = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+        scope |= {"headers": head, "client": ("127.0.0.1", 1), "http_version": "1.1", "scheme": "http"}
+        answering = server.asyncio.ensure_future(client.app(scope, receive, send))
+        await server.asyncio.wait_for(tried.wait(), 10)
+        await server.asyncio.sleep(0.02)
+        assert len(pool._turns._waiting) == 1
+        left.set()
+        done, _ = await server.asyncio.wait([answering], timeout=1)
+        is_forgotten = bool(done) and not pool._turns._waiting
+        pool._turns.end()
+        await server.asyncio.wait_for(answering, 10)
+        return is_forgotten
+
+    assert server.asyncio.run(run())
+    assert "answer" not in written
+
+
 @pytest.fixture
 def run_in_turns(monkeypatch):
     """Names that begin with their caller are queued in one moment, on one thread -> the order in which they ran."""
@@ -540,6 +588,31 @@ def test_a_caller_with_much_work_leaves_room_for_others(run_in_turns, monkeypatc
     order, ends = run_in_turns(["a0", "a1", "a2", "a3", "a4", "a5", "b1", "c1", "b2", "d1"])
     assert ends == dict.fromkeys(["a5", "a4", "a3", "b2", "a2"], workers.Busy)
     assert order == ["a0", "a1", "b1", "c1", "d1"]
+
+
+def test_answers_that_wait_to_be_written_are_never_refused(monkeypatch):
+    """They take no place of those who wait to be read either: the limit of two is met by `b1` and `b2`."""
+    monkeypatch.setattr(workers, "MAX_WAITING", 2)
+
+    async def run():
+        turns, order = workers.Turns(1), []
+
+        async def take(name, is_bounded):
+            await turns.take(name[0], is_bounded)
+            order.append(name)
+            turns.end()
+
+        await turns.take("first")
+        names = ["a1", "a2", "a3", "a4", "b1", "b2", "c1", "a5"]
+        tasks = [server.asyncio.ensure_future(take(name, name[0] != "a")) for name in names]
+        await server.asyncio.sleep(0)
+        turns.end()
+        ends = await server.asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [type(None)] * 5 + [workers.Busy] + [type(None)] * 2
+        assert order == ["a1", "b1", "c1", "a2", "a3", "a4", "a5"]
+        assert (turns._num_free, turns._waiting, turns._bounded) == (1, {}, set())
+
+    server.asyncio.run(run())
 
 
 def test_turns_of_clients_that_left_are_skipped(run_in_turns):
@@ -679,6 +752,29 @@ def test_long_answers_are_written_in_a_thread_and_are_the_same(new_client, monke
         assert joined(told(in_pieces.text)) == joined(told(whole.text))
     else:
         assert told(in_pieces.text) == told(whole.text)
+
+
+@pytest.mark.parametrize(("num_top", "most"), [(3, 200), (None, 20)])
+def test_events_that_repeat_a_long_response_are_written_in_a_thread(new_client, monkeypatch, num_top, most):
+    """Its 30 tokens come in short events; the last ones repeat them all, three times with their log-probabilities."""
+    client, written = new_client(), []
+    fields = {"input": "ab", "max_output_tokens": 30, "temperature": 0, "ignore_eos": True}
+    if num_top is not None:
+        fields |= {"top_logprobs": num_top, "include": ["message.output_text.logprobs"]}
+    encode = route.ResponseStream.encode
+
+    def noted(stream, value, check=None):
+        written.append((value["type"], num_values(value), threading.current_thread() is threading.main_thread()))
+        return encode(stream, value, check)
+
+    monkeypatch.setattr(streaming, "LONG_ANSWER", most)
+    monkeypatch.setattr(route.ResponseStream, "encode", noted)
+    assert client.post(RESPONSES, {**fields, "stream": True}).status_code == 200
+    in_loop = [(kind, size) for kind, size, is_in_loop in written if is_in_loop]
+    assert written[-1][0] == "response.incomplete"
+    assert "response.incomplete" not in dict(in_loop)
+    if num_top is not None:
+        assert max(size for _, size in in_loop) <= most < written[-1][1]
 
 
 def without_names(value):
