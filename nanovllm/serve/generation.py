@@ -77,7 +77,7 @@ class Generation:
         return self._inbox is not None and not self._inbox.unfinished
 
     def take_num_new(self) -> int:
-        """Tokens and log-probabilities in the outputs since the last call; at the end all, which last events may repeat."""
+        """Tokens and log-probabilities in the outputs since the last call; at the end all: events may repeat them."""
         num_new, self._num_new = self._num_new, 0
         return sum(self._num_told.values()) if self.is_read else num_new
 
