@@ -63,6 +63,10 @@ class Workers:
         result: T = await unless_client_leaves(request.receive, self._in_thread(request.state.caller, function))
         return result
 
+    async def run_long(self, request: Request, function: Callable[[], T]) -> T:
+        """`function()` in a thread, as `run` does."""
+        return await self.run(request, lambda check: function(), is_long=True)
+
     async def write(self, caller: str, function: Callable[[Check], T]) -> T:
         """`function(check)` in a thread, for an answer: what has been computed is never refused."""
         return await self._in_thread(caller, function, is_bounded=False)
