@@ -204,9 +204,9 @@ def test_an_answer_may_take_longer_than_a_request(tiny, monkeypatch):
         monkeypatch.setattr(server, name, 0.05)
     check_request = tiny.submit
 
-    async def submit_late(requests):
+    async def submit_late(*arguments):
         await server.asyncio.sleep(0.3)
-        return await check_request(requests)
+        return await check_request(*arguments)
 
     monkeypatch.setattr(tiny, "submit", submit_late)
     with in_thread(tiny) as one, one.connect() as connection:
