@@ -9,7 +9,7 @@ for a consumer: outputs merge in inboxes (`inbox.py`) until they are read.
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
@@ -30,6 +30,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.engine_thread import EngineDeadError, EngineThread, NewRequest, in_passing_thread
 from nanovllm.serve.inbox import Inbox, Waker, gives_deltas
 from nanovllm.trace.recorder import start_engine
+
+RunLong = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 LONG = 4096  # characters or token ids; longer ones are encoded and checked in a thread
 
@@ -101,10 +103,13 @@ class AsyncLLM:
         finally:
             self.close(inbox)
 
-    async def submit(self, requests: list[NewRequest]) -> Inbox:
-        """Check all requests, queue them, and return the inbox of their outputs; `close` it in the end."""
+    async def submit(self, requests: list[NewRequest], run_long: RunLong = asyncio.to_thread) -> Inbox:
+        """Check all requests, queue them, and return the inbox of their outputs; `close` it in the end.
+
+        run_long: calls a function that takes long, not in the event loop.
+        """
         self.thread.check_health()
-        checked = await check_requests(self.engine, requests)
+        checked = await check_requests(self.engine, requests, run_long)
         ids = [request.request_id for request in checked]
         deltas = [request.request_id for request in requests if gives_deltas(request.sampling_params)]
         with self._lock:
@@ -197,22 +202,22 @@ class AsyncLLM:
             waker.wake_soon([inbox for inbox in inboxes if inbox.waker is waker])
 
 
-async def check_requests(engine: LLMEngine, requests: list[NewRequest]) -> list[NewRequest]:
+async def check_requests(engine: LLMEngine, requests: list[NewRequest], run_long: RunLong) -> list[NewRequest]:
     """The requests with prompts encoded and parameters taken; ValueError or TypeError if one cannot be served.
 
     Called in the consumer's event loop, so it reads nothing that the engine's steps change. What may take long is done
-    in a thread, and the loop goes on: long texts are encoded there, grammars compiled. The requests hold the grammars.
+    by `run_long`, and the loop goes on: long texts are encoded there, grammars compiled. The requests hold these.
     """
     processor, checked = engine.input_processor, []
     taken: dict[int, TakenParams] = {}
     for request in requests:
         given, prompt = request.sampling_params, request.prompt
         if id(given) not in taken:
-            take = processor.take_params
-            taken[id(given)] = await asyncio.to_thread(take, given) if are_long(given) else take(given)
+            take = partial(processor.take_params, given)
+            taken[id(given)] = await run_long(take) if are_long(given) else take()
         own = taken[id(given)]
         encode = partial(processor.encode, prompt, own.params)
-        text, token_ids = await asyncio.to_thread(encode) if is_long(prompt) else encode()
+        text, token_ids = await run_long(encode) if is_long(prompt) else encode()
         checked.append(request._replace(sampling_params=own, prompt={"prompt": text, "prompt_token_ids": token_ids}))
         if len(requests) > 1:
             await asyncio.sleep(0)  # other consumers come between

@@ -35,7 +35,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
     parsers = server.options.parsers
     prompt, params = await prepare_chat(server, request, body)
     generation = Generation(server, new_id("chatcmpl", request), [prompt], params)
-    await generation.start(body, "messages")
+    await generation.start(request, body, "messages")
     answers = [Answer(body, str(prompt["prompt"]), parsers) for _ in range(body.n or 1)]
     chat = Chat(body, generation, server.model_name, answers, server.token_bytes)
     if body.stream:

@@ -39,7 +39,7 @@ async def create_completion(body: CompletionRequest, request: Request, server: R
     form = await compile_structured_outputs(run, engine, body, server.options.parsers)
     params = await run(lambda check: completion_params(body, engine, form))
     generation = Generation(server, new_id("cmpl", request), prompts, params)
-    await generation.start(body, "prompt")
+    await generation.start(request, body, "prompt")
     completions = Completions(body, generation, server.model_name, engine.tokenizer)
     if body.stream:
         return EventStream(generation, completions.chunks())

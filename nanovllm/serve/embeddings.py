@@ -72,7 +72,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, server: Re
     embedding_id = new_id("embd", request)
 
     async def embed_and_write() -> bytes:
-        outputs = await embed(server, body, embedding_id, prompts)
+        outputs = await embed(server, request, body, embedding_id, prompts)
         write = partial(write_answer, server, body, embedding_id, outputs)
         return await server.workers.write(request.state.caller, write) if are_many(outputs) else write(lambda: None)
 
@@ -100,7 +100,7 @@ def write_answer(
 
 
 async def embed(
-    server: Server, body: EmbeddingRequest, embedding_id: str, prompts: list[Prompt]
+    server: Server, request: Request, body: EmbeddingRequest, embedding_id: str, prompts: list[Prompt]
 ) -> list[EmbeddingRequestOutput]:
     """The embeddings of all prompts, in their order. Cancelling aborts the unfinished requests."""
     arrival_time, llm = time.monotonic(), server.check_ready()
@@ -110,7 +110,7 @@ async def embed(
         for name, prompt in zip(engine_ids(embedding_id, len(prompts)), prompts, strict=True)
     ]
     with refuse_prompts(prompts, "input", llm.engine.parts.max_model_len):
-        inbox = await llm.submit(requests)
+        inbox = await llm.submit(requests, partial(server.workers.run_long, request))
     server.num_in_progress += 1
     outputs: dict[str, Any] = {}
     try:

@@ -8,7 +8,10 @@
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 from uuid import uuid4
+
+from starlette.requests import Request
 
 from nanovllm.engine.input_processor import Prompt
 from nanovllm.outputs import RequestOutput
@@ -43,7 +46,7 @@ class Generation:
         self._llm: AsyncLLM | None = None
         self._inbox: Inbox | None = None
 
-    async def start(self, body: GenerationRequest, prompt_field: str) -> None:
+    async def start(self, request: Request, body: GenerationRequest, prompt_field: str) -> None:
         """Queue all prompts. Raises APIError 400 for what the engine cannot serve, QueueFullError, EngineDeadError."""
         most, num_choices = self._server.options.max_choices, len(self._prompts) * self.params.n
         if num_choices > most:
@@ -55,7 +58,7 @@ class Generation:
             for request_id, prompt in zip(self.indices, self._prompts, strict=True)
         ]
         with refuse_prompts(self._prompts, prompt_field, self._llm.engine.parts.max_model_len):
-            self._inbox = await self._llm.submit(requests)
+            self._inbox = await self._llm.submit(requests, partial(self.workers.run_long, request))
         self._server.num_in_progress += 1
 
     async def outputs(self) -> AsyncIterator[list[RequestOutput]]:
@@ -77,7 +80,7 @@ class Generation:
         return self._inbox is not None and not self._inbox.unfinished
 
     def take_num_new(self) -> int:
-        """Tokens and log-probabilities in the outputs since the last call; at the end all, which last events may repeat."""
+        """Tokens and log-probabilities in the outputs since the last call; at the end all: events may repeat them."""
         num_new, self._num_new = self._num_new, 0
         return sum(self._num_told.values()) if self.is_read else num_new
 

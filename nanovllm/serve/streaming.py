@@ -56,7 +56,7 @@ class EventStream(StreamingResponse):
     """Sends the events that `chunks` yields, several JSON values at a time, while the client is there.
 
     A generator makes its values from the new tokens, in a thread if those are many. A few tokens may make long events,
-    which repeat what earlier ones have told: they are made in the event loop, of what is there, and written in a thread.
+    which repeat what earlier ones have told: they are made in the event loop, and written in a thread.
 
     A slow client makes Starlette's `send` wait; outputs that come meanwhile merge in the generation's inbox.
     """

@@ -4,7 +4,8 @@ What a body of more than `LONG_BODY` bytes asks for is done here, and for shorte
 threads share Python's lock with the loop and the engine, so what runs here is bounded first (`bounds.py`), or is a
 library's work outside of the lock: the tokenizer's, the grammar compiler's, NumPy's.
 
-Callers take turns: one that has much work waiting delays another's by one piece of work.
+Callers take turns: one that has much work waiting delays each turn of another by one piece of
+work.
 
     waiting   A: a1 a2 a3 a4    B: b1        begun in the order a1 b1 a2 a3 a4
 """
@@ -62,6 +63,10 @@ class Workers:
             return function(lambda: None)
         result: T = await unless_client_leaves(request.receive, self._in_thread(request.state.caller, function))
         return result
+
+    async def run_long(self, request: Request, function: Callable[[], T]) -> T:
+        """`function()` in a thread, as `run` does."""
+        return await self.run(request, lambda check: function(), is_long=True)
 
     async def write(self, caller: str, function: Callable[[Check], T]) -> T:
         """`function(check)` in a thread, for an answer: what has been computed is never refused."""

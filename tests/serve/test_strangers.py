@@ -23,7 +23,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import TINY_QWEN3
-from nanovllm.serve import access, body, bounds, server, streaming, workers
+from nanovllm.serve import access, async_llm, body, bounds, server, streaming, workers
 from nanovllm.serve.app import make_app, set_engine
 from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.bounds import BoundedTokenizer, Bounds, count_values
@@ -204,9 +204,9 @@ def test_an_answer_may_take_longer_than_a_request(tiny, monkeypatch):
         monkeypatch.setattr(server, name, 0.05)
     check_request = tiny.submit
 
-    async def submit_late(requests):
+    async def submit_late(*arguments):
         await server.asyncio.sleep(0.3)
-        return await check_request(requests)
+        return await check_request(*arguments)
 
     monkeypatch.setattr(tiny, "submit", submit_late)
     with in_thread(tiny) as one, one.connect() as connection:
@@ -645,6 +645,22 @@ def test_work_goes_by_the_caller_whose_rate_is_counted(new_client, monkeypatch):
     one, two = callers[0], callers[num_turns]
     assert callers == [one] * num_turns + [two] * num_turns + [one] * num_turns
     assert one != two
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/embeddings"])
+def test_the_engine_checks_what_is_long_in_the_same_threads(client, llm, monkeypatch, path):
+    """Bad words, and token ids that the server has not encoded itself."""
+    names, processor = [], llm.engine.input_processor
+    monkeypatch.setattr(async_llm, "LONG", 10)
+    for name in ("take_params", "encode"):
+        check = getattr(processor, name)
+        monkeypatch.setattr(
+            processor, name, lambda *args, check=check: (names.append(threading.current_thread().name), check(*args))[1]
+        )
+    fields = {"prompt": [7] * 20, "max_tokens": 1, "bad_words": ["b"]} if path == PATH else {"input": [7] * 20}
+    client.ask(path, **fields)
+    checked_in = [name for name in names if name != "nanovllm-engine"]  # which finds them checked
+    assert [name.startswith("nanovllm-serve") for name in checked_in] == [path == PATH, True]
 
 
 def test_bodies_of_all_requests_together_are_limited(new_client, monkeypatch):

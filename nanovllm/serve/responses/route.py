@@ -41,7 +41,7 @@ async def create_response(body: ResponsesRequest, request: Request, server: Read
         chat = await server.workers.run(request, lambda check: to_chat(body, server.bounds))
         prompt, params = await prepare_chat(server, request, chat)
         generation = Generation(server, new_id("resp", request).replace("-", "_", 1), [prompt], params)
-        await generation.start(chat, "messages")
+        await generation.start(request, chat, "messages")
     answer = Answer(chat, str(prompt["prompt"]), server.options.parsers)
     growing = GrowingResponse(body, answer, generation, server.model_name, engine.tokenizer, server.token_bytes)
     if body.stream:
