@@ -295,7 +295,7 @@ def test_a_body_that_is_not_declared_as_json(client):
 
 
 def test_a_full_queue_is_429(client, llm, monkeypatch):
-    async def refuse(requests):
+    async def refuse(*arguments):
         raise QueueFullError("8 requests wait already, and at most 8 may; try again later")
 
     monkeypatch.setattr(llm, "submit", refuse)
@@ -305,7 +305,7 @@ def test_a_full_queue_is_429(client, llm, monkeypatch):
 
 
 def test_a_feature_whose_extra_was_deleted_is_501_and_named(client, llm, monkeypatch):
-    async def refuse(requests):
+    async def refuse(*arguments):
         raise MissingExtra("logit_bias is an extra, and nanovllm/extras/logits.py is not there")
 
     monkeypatch.setattr(llm, "submit", refuse)
