@@ -196,6 +196,19 @@ class TinyCheckpoints:
         return folder, model
 
 
+@pytest.fixture
+def run_main(monkeypatch, capsys):
+    """Run a benchmark or calculator as its command does; returns the lines that it prints."""
+
+    def run(module, *arguments):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+        module.main()
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     return TinyCheckpoints(tmp_path_factory.mktemp("checkpoints"))

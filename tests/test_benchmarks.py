@@ -41,19 +41,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY_WORK = ["--num-requests", "3", "--input-len", "4", "9", "--output-len", "2", "6"]
 
 
-@pytest.fixture
-def run_main(monkeypatch, capsys):
-    """Run a benchmark as its command does; returns the lines that it prints."""
-
-    def run(module, *arguments):
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
-        module.main()
-        return capsys.readouterr().out.splitlines()
-
-    return run
-
-
 def cells(row):
     """Of a row of a Markdown table."""
     return [cell.strip() for cell in row.strip().strip("|").split("|")]

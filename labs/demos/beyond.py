@@ -72,12 +72,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Two engines behind a router.")
     parser.add_argument("--trace", type=Path, help="record replica 0 behind the last router into this file")
     args = parser.parse_args()
-    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # steps are too small for more
-    try:
-        compare(args.trace)
-    finally:
-        torch.set_num_threads(num_threads)
+    compare(args.trace)
 
 
 def compare(recording: Path | None) -> None:

@@ -29,12 +29,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A decode step with PyTorch's layers, and with fast ones.")
     parser.add_argument("--plot", type=Path, help="draw one decode step of each into this file, and nothing else")
     args = parser.parse_args()
-    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        compare(args.plot)
-    finally:
-        torch.set_num_threads(num_threads)
+    compare(args.plot)
 
 
 def compare(picture: Path | None) -> None:
@@ -112,7 +108,7 @@ def plot(spans: dict[str, list[tuple[str, float, float]]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    kinds = {"product": "C3", "decoder layer in C": "C2", "another operation": "C0"}
+    kinds = {"product": "C3", DECODER_LAYER: "C2", "another operation": "C0"}
     figure, axes = plt.subplots(figsize=(11, 2.6))
     for row, steps in enumerate(spans.values()):
         for name, start, end in steps:

@@ -40,13 +40,9 @@ def main() -> None:
         plot(args.plot)
         return
     show_filters()
-    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # steps are too small for more
-    try:
-        with LLM(TINY_QWEN3, **ENGINE) as roomy, LLM(TINY_QWEN3, num_kv_blocks=28, block_size=4, **ENGINE) as small:
-            show_seed(roomy, small)
-    finally:
-        torch.set_num_threads(num_threads)
+    with LLM(TINY_QWEN3, **ENGINE) as roomy, LLM(TINY_QWEN3, num_kv_blocks=28, block_size=4, **ENGINE) as small:
+        show_seed(roomy, small)
 
 
 def shares(temperature: float = 1.0, **filters: float) -> list[float]:

@@ -1,7 +1,6 @@
 """The calculators print what can be worked out by hand, or counted in another way. (`test_kv_bytes.py` has its own.)"""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,19 +13,6 @@ from tests.hub_cache import put_into_cache
 from tests.models.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def run_main(monkeypatch, capsys):
-    """Run a calculator as its command does; returns the lines that it prints."""
-
-    def run(module, *arguments):
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
-        module.main()
-        return capsys.readouterr().out.splitlines()
-
-    return run
 
 
 def save_config(folder, name, variant):
