@@ -82,7 +82,7 @@ class SamplingParams:
     min_p: float = checked(0.0, check_number, low=0, high=1)
     """Draw from tokens at least this many times as likely as the likeliest (https://arxiv.org/abs/2407.01082)."""
     seed: int | None = checked(None, check_int, minimum=0, optional=True, maximum=2**64 - 1)
-    """Fixes the random numbers, whatever else runs; and the tokens, where kernels round alike in every batch (CPU)."""
+    """The same seed gives the same random numbers. Where kernels round alike in every batch (CPU), the same tokens."""
     stop: str | Collection[str] | None = checked(None, check_strings, or_one=True)
     """Texts that end the request; the text before them is the output."""
     stop_token_ids: Collection[int] | None = checked(None, check_token_ids)

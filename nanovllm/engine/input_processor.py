@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from nanovllm.checks import check_int, extra
+from nanovllm.checks import extra
 from nanovllm.engine.assembly import Parts
 from nanovllm.engine.detokenizer import TokenDecoder
 from nanovllm.engine.request import Completion, Request
@@ -100,7 +100,8 @@ class InputProcessor:
         self, request_id: str, prompt: Prompt, given: Params | None, priority: int, stream: bool, number: int
     ) -> Request:
         """`number` requests came before. One without a seed gets it from this, so only the order of arrival counts."""
-        check_int("priority", priority, minimum=-(2**63))
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise TypeError(f"priority must be an int, got {priority!r}")
         params, stages, grammar = given if isinstance(given, TakenParams) else self.take_params(given)
         if not isinstance(params, SamplingParams):
             return params.make_request(self, request_id, prompt, priority)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from nanovllm.engine.input_processor import Params, Prompt, TakenParams
+from nanovllm.engine.input_processor import Params, Prompt
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.outputs import RequestOutput
 
@@ -36,7 +36,7 @@ class NewRequest(NamedTuple):
 
     request_id: str
     prompt: Prompt
-    sampling_params: Params | TakenParams | None = None
+    sampling_params: Params | None = None
     priority: int = 0
     stream: bool = True
 

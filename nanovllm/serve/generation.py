@@ -68,8 +68,9 @@ class Generation:
             outputs = await self._inbox.take()
             for output in outputs:
                 self.latest[output.request_id] = output
-                self._num_new += self._count(output) - self._num_told.get(output.request_id, 0)
-                self._num_told[output.request_id] = self._count(output)
+                num_told = self._count(output)
+                self._num_new += num_told - self._num_told.get(output.request_id, 0)
+                self._num_told[output.request_id] = num_told
                 if output.finished:
                     self._note_end(output, self._reason(output))
             yield outputs

@@ -4,8 +4,7 @@ What a body of more than `LONG_BODY` bytes asks for is done here, and for shorte
 threads share Python's lock with the loop and the engine, so what runs here is bounded first (`bounds.py`), or is a
 library's work outside of the lock: the tokenizer's, the grammar compiler's, NumPy's.
 
-Callers take turns: one that has much work waiting delays each turn of another by one piece of
-work.
+Callers take turns: one that has much work waiting delays each turn of another by one piece of work.
 
     waiting   A: a1 a2 a3 a4    B: b1        begun in the order a1 b1 a2 a3 a4
 """
