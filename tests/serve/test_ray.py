@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from nanovllm.serve.state import ServerOptions
 from tests.serve.conftest import Client
 from tests.serve.real_server import QUESTIONS, ROOT, RealServer, read
 
-ray = pytest.importorskip("ray", reason="needs the extra ray: pip install 'nanovllm[ray]'")
+pytest.importorskip("ray", reason="needs the extra ray: pip install 'nanovllm[ray]'")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.long,
@@ -34,8 +35,19 @@ pytestmark = [
 
 KEY = {"Authorization": "Bearer key-1"}
 ENGINE = ["--device", "cpu", "--num-kv-blocks", "2048", "--max-num-seqs", "16"]
-LONG = {"max_tokens": 1500, "ignore_eos": True, "temperature": 0}
+LONG = {"max_tokens": 1900, "ignore_eos": True, "temperature": 0}
 END = "data: [DONE]\n\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment():
+    """Of the command and of this process, which connects to its cluster."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +55,8 @@ def command():
     """`nanovllm serve --ray` with a cluster of its own, in a process group of its own; its output so far."""
     options = ["--ray-num-replicas", "2", "--ray-health-check-period-s", "1", "--api-key", "key-1", "key-2"]
     words = [sys.executable, "-m", "nanovllm", "serve", "--ray", "--port", "0", *options, *ENGINE]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=environment, process_group=0)
+        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, process_group=0)
         try:
             deadline = time.monotonic() + 120
             while "try it" not in read(log):
@@ -68,14 +79,6 @@ def server(command):
 @pytest.fixture(scope="module")
 def address(command):
     return re.search(r"^cluster +(\S+)$", command[1], re.MULTILINE)[1]
-
-
-@pytest.fixture(scope="module")
-def cluster(address):
-    """A connection of this process, to look into replicas."""
-    ray.init(address, log_to_driver=False, configure_logging=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -179,15 +182,19 @@ def test_a_stream_comes_while_it_is_generated_and_several_tokens_share_a_message
     assert 5 < len(arrivals) < num_tokens / 4
 
 
-def test_a_client_that_leaves_frees_its_sequence(server, client):
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_sequence(server, stream):
     aborted = ended_by(server, "abort")
-    for stream in (True, False):
-        with contextlib.suppress(httpx.ReadTimeout):
-            body = chat("Tell me.", stream=stream, **LONG)
-            with client.stream("POST", "/v1/chat/completions", json=body, timeout=0.3) as response:
-                assert next(response.iter_raw())
-        server.wait_until_idle(5)
-    assert ended_by(server, "abort") == aborted + 2
+    body = json.dumps(chat("Tell me.", stream=stream, **LONG)).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer key-1\r\nContent-Length: {len(body)}"
+    )
+    with server.connect() as connection:
+        connection.sendall(head.encode() + b"\r\nContent-Type: application/json\r\n\r\n" + body)
+        while not server.metric("num_requests_running"):
+            time.sleep(0.02)
+    server.wait_until_idle(2)  # by itself the request would take longer than this
+    assert ended_by(server, "abort") == aborted + 1
 
 
 def ended_by(server, reason):
@@ -234,20 +241,23 @@ def test_a_cluster_that_serves_it_already_is_refused(address, server):
     assert replicas_of(server)
 
 
-def actor_of(replica):
-    return ray.get_actor(f"SERVE_REPLICA::nanovllm#Engine#{replica}", namespace="serve")
+BREAK = """
+import ray, sys
+def break_engine(actor):
+    def stop():
+        raise SystemExit("broken by a test")
+    actor._replica_impl._user_callable_wrapper._callable._llm.thread.post(stop)
+ray.init(sys.argv[1], log_to_driver=False)
+replica = ray.get_actor(f"SERVE_REPLICA::nanovllm#Engine#{sys.argv[2]}", namespace="serve")
+ray.get(replica.__ray_call__.remote(break_engine))
+"""
 
 
-def test_a_replica_whose_engine_is_dead_is_replaced(cluster, server, client):
-    def break_engine(actor):
-        def stop():
-            raise SystemExit("broken by a test")
-
-        actor._replica_impl._user_callable_wrapper._callable._llm.thread.post(stop)
-
+def test_a_replica_whose_engine_is_dead_is_replaced(address, server, client):
+    """Nobody asks it meanwhile: its health checks tell."""
     before = replicas_of(server)
     broken = min(before)
-    ray.get(actor_of(broken).__ray_call__.remote(break_engine))
+    subprocess.run([sys.executable, "-c", BREAK, address, broken], check=True, timeout=60)  # a process has one cluster
     deadline = time.monotonic() + 60
     while broken in (now := replicas_of(server)) or len(now) < 2:
         assert time.monotonic() < deadline, now
@@ -256,20 +266,39 @@ def test_a_replica_whose_engine_is_dead_is_replaced(cluster, server, client):
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
 
 
-def test_a_replica_that_is_killed_costs_its_own_requests_an_error(cluster, server, client):
+def processes_below(pid):
+    """Of /proc: pid -> name, of all descendants."""
+    children = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, rest = re.fullmatch(r"\d+ \((.*)\) (.*)", stat.read_text(), re.DOTALL).groups()
+            children.setdefault(int(rest.split()[1]), {})[int(stat.parent.name)] = name
+    found, todo = {}, [pid]
+    while todo:
+        below = children.get(todo.pop(), {})
+        found |= below
+        todo += below
+    return found
+
+
+def title_of(pid):
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_a_replica_that_is_killed_costs_its_own_requests_an_error(server, client):
     """Eight streams and four whole answers on two replicas. The others get what they would have got."""
     bodies = [{"prompt": f"Question {i}: why?", "stream": i < 8, **LONG, "max_tokens": 800} for i in range(12)]
     with ThreadPoolExecutor(12) as threads:
         expected = list(threads.map(lambda body: client.post("/v1/completions", json=body), bodies))
     assert {one.status_code for one in expected} == {200}
-    killed = min(replicas_of(server))
-    pid = ray.get(actor_of(killed).__ray_call__.remote(lambda actor: os.getpid()))
+    engines = [pid for pid in processes_below(server.process.pid) if b"ServeReplica:nanovllm:Engine" in title_of(pid)]
+    assert len(engines) == 2
     with ThreadPoolExecutor(12) as threads:
         asking = [threads.submit(client.post, "/v1/completions", json=body) for body in bodies]
         deadline = time.monotonic() + 10
         while server.metric("num_requests_running") < 12:
             assert time.monotonic() < deadline
-        os.kill(pid, signal.SIGKILL)
+        os.kill(engines[0], signal.SIGKILL)
         started = time.monotonic()
         answers = [one.result() for one in asking]
     codes = [outcome(answer, right) for answer, right in zip(answers, expected, strict=True)]
@@ -299,21 +328,6 @@ def outcome(answer, right):
 
 
 # ---- the end
-
-
-def processes_below(pid):
-    """Of /proc: pid -> name, of all descendants."""
-    children = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            name, rest = re.fullmatch(r"\d+ \((.*)\) (.*)", stat.read_text(), re.DOTALL).groups()
-            children.setdefault(int(rest.split()[1]), {})[int(stat.parent.name)] = name
-    found, todo = {}, [pid]
-    while todo:
-        below = children.get(todo.pop(), {})
-        found |= below
-        todo += below
-    return found
 
 
 def test_an_interrupt_ends_what_the_command_has_started(command, server, client):
