@@ -131,7 +131,7 @@ CALL = Call("POST", "/path", b"a=b", [(b"host", b"x")], ("1.2.3.4", 5), b"body")
 
 def parts_of(app, interval_s):
     async def gather():
-        return [part async for part in run(app, CALL, interval_s)]
+        return [part async for part in run(app, CALL, lambda: interval_s)]
 
     return asyncio.run(asyncio.wait_for(gather(), 10))
 
@@ -196,7 +196,7 @@ def test_the_application_is_told_when_the_generator_is_closed():
             ended.append((await receive())["type"])
 
     async def leave():
-        parts = run(app, CALL, 0.0)
+        parts = run(app, CALL, lambda: 0.0)
         await anext(parts)
         await asyncio.wait_for(parts.aclose(), 5)
 

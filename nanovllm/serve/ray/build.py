@@ -100,9 +100,8 @@ def make_application(settings: Settings) -> Application:
 def router_config(of_ray: RayOptions, config: Config) -> RequestRouterConfig:
     if of_ray.routing == "load":
         return RequestRouterConfig()
-    return RequestRouterConfig(
-        request_router_class=PrefixRouter, request_router_kwargs=router_options(config.max_num_seqs)
-    )
+    router: Any = PrefixRouter
+    return RequestRouterConfig(request_router_class=router, request_router_kwargs=router_options(config.max_num_seqs))
 
 
 def num_gpus() -> float:

@@ -2,12 +2,12 @@
 
 `run` calls an ASGI application in the replica, so that the routes there are those of the server without Ray.
 
-A message between two processes of Ray costs some 0.5 ms of processor time, as much as a step of a small model. So parts
-are at least `interval_s` apart, and what the application sends meanwhile is one part. The first leaves at once.
+A message between two processes of Ray costs processor time in both, more than a step of a small model takes. So parts
+are some time apart, and what the application sends meanwhile is one part. The first leaves at once.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -62,8 +62,11 @@ class Part(NamedTuple):
     is_last: bool
 
 
-async def run(app: ASGIApp, call: Call, interval_s: float) -> AsyncGenerator[Part, None]:
-    """The answer of `app`. When the generator is closed or cancelled, the application sees that the client has left."""
+async def run(app: ASGIApp, call: Call, interval_s: Callable[[], float]) -> AsyncGenerator[Part, None]:
+    """The answer of `app`; `interval_s()` seconds or more lie between two parts.
+
+    When the generator is closed or cancelled, the application sees that the client has left.
+    """
     outbox = Outbox(call.body)
     working = asyncio.ensure_future(app(call.scope(), outbox.receive, outbox.send))
     working.add_done_callback(lambda _: outbox.news.set())
@@ -77,7 +80,7 @@ async def run(app: ASGIApp, call: Call, interval_s: float) -> AsyncGenerator[Par
             outbox.news.clear()
             messages, outbox.messages = outbox.messages, []
             if messages:
-                next_part = loop.time() + interval_s
+                next_part = loop.time() + interval_s()
                 yield merge(messages)
         working.result()
     finally:

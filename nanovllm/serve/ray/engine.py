@@ -17,6 +17,7 @@ from nanovllm.serve.state import Server, ServerOptions
 
 logger = logging.getLogger(__name__)
 
+PACE_S = 1e-3  # for each stream: a replica sends at most 1,000 messages a second
 EXIT_S = 1.0  # answers on their way have this long to leave a process that ends
 
 
@@ -40,17 +41,20 @@ class Engine:
         keep_from_collector()
         self._app = make_app(options, self._llm)
         self._interval_s = interval_s
+        self._num_answers = 0  # in progress
 
     async def answer(self, prefix: Prefix | None = None, *, call: Call) -> AsyncGenerator[Part, None]:
         """The parts of the answer; `prefix` is for the router."""
         if self._llm.thread.dead is not None:
             logger.error("this process ends, because its engine is dead")
             asyncio.get_running_loop().call_later(EXIT_S, os._exit, 1)
-        parts = run(self._app, call, self._interval_s)
+        parts = run(self._app, call, lambda: max(self._interval_s, PACE_S * self._num_answers))
+        self._num_answers += 1
         try:
             async for part in parts:
                 yield part
         finally:
+            self._num_answers -= 1
             await parts.aclose()
 
     async def metrics(self) -> tuple[str, bytes]:

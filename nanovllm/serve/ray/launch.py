@@ -93,7 +93,7 @@ def url_of_serve() -> str | None:
 
 
 def announcement(settings: Settings) -> str:
-    options, of_ray, url = settings.options, settings.ray, url_of_serve()
+    options, of_ray, url = settings.options, settings.ray, url_of_serve() or ""
     assert of_ray is not None
     least = of_ray.most_replicas if of_ray.max_replicas is None else of_ray.min_replicas or 0
     count = str(least) if least == of_ray.most_replicas else f"{least} to {of_ray.most_replicas}"
