@@ -1,6 +1,7 @@
 """What Ray Serve costs, and what replicas bring: the server alone beside `nanovllm serve --ray`, in turns.
 
     python -m benchmarks.ray_serve                          # one replica, two replicas, and one server, on two cores
+    python -m benchmarks.ray_serve --part haproxy           # Serve's HAProxy in place of its proxy in Python
     python -m benchmarks.ray_serve --part intervals         # several intervals between the messages of a stream
     python -m benchmarks.ray_serve --part prefixes          # routing by prefix and by load: what is found in caches
 
@@ -10,7 +11,9 @@ Ray's own included, in microseconds for each output token, as Linux counts it.
 """
 
 import argparse
+import asyncio
 import contextlib
+import io
 import json
 import os
 import re
@@ -26,6 +29,8 @@ from typing import Any, NamedTuple
 
 from benchmarks import serving
 from benchmarks.common import describe_machine
+from nanovllm.extras.bench.benchmark import run_loads
+from nanovllm.extras.bench.options import make_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 RAY = ["--ray", "--ray-num-cpus", "1", "--ray-num-replicas"]
@@ -39,6 +44,7 @@ class Server(NamedTuple):
 
     words: list[str]
     num_threads: int = 1
+    by_haproxy: bool = False
 
 
 class Running(NamedTuple):
@@ -56,6 +62,11 @@ PARTS = {
     "intervals": {
         "alone": Server([]),
         **{f"ray, {ms} ms": Server([*RAY, "1", "--ray-stream-batching-interval-ms", str(ms)]) for ms in (0, 5, 20, 50)},
+    },
+    "haproxy": {
+        "alone": Server([]),
+        "ray, 1 replica": Server([*RAY, "1"]),
+        "ray, 1 replica, HAProxy": Server([*RAY, "1"], by_haproxy=True),
     },
     "prefixes": {
         "prefix": Server([*RAY, "2", "--ray-routing", "prefix"]),
@@ -90,6 +101,7 @@ def running(server: Server) -> Iterator[Running]:
     """The server, which has answered `/health`."""
     command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", "--device", "cpu", "--disable-log-requests"]
     variables = {"OMP_NUM_THREADS": str(server.num_threads), "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
+    variables["RAY_SERVE_ENABLE_HA_PROXY"] = str(int(server.by_haproxy))
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [*command, *server.words], stdout=log, stderr=subprocess.STDOUT, env=os.environ | variables
@@ -144,12 +156,6 @@ def prefix_runs(servers: dict[str, Running], args: argparse.Namespace) -> list[d
 
 
 def bench(url: str, words: list[str], args: argparse.Namespace, seed: int) -> dict[str, Any]:
-    import asyncio
-    import io
-
-    from nanovllm.extras.bench.benchmark import run_loads
-    from nanovllm.extras.bench.options import make_parser
-
     options = {"base-url": url, "num-prompts": args.num_prompts, "request-rate": args.rate, "seed": seed}
     words = [*words, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
     with contextlib.redirect_stdout(io.StringIO()):
