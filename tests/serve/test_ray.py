@@ -3,6 +3,7 @@
 One cluster for all, in the order of this file: prefixes are counted first, and the last tests end replicas.
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -26,7 +27,7 @@ from nanovllm.serve.state import ServerOptions
 from tests.serve.conftest import Client
 from tests.serve.real_server import QUESTIONS, ROOT, RealServer, read
 
-pytest.importorskip("ray", reason="needs the extra ray: pip install 'nanovllm[ray]'")
+RayError = pytest.importorskip("ray.exceptions", reason="needs the extra ray: pip install 'nanovllm[ray]'").RayError
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.long,
@@ -106,6 +107,61 @@ def without_names(value):
         names = ("id", "item_id", "created", "created_at", "cached_tokens", "root")
         return {name: without_names(one) for name, one in value.items() if name not in names}
     return value
+
+
+BAD_ARGUMENTS = [
+    ({"port": 1}, "port is an option of Serve here"),
+    ({"num_blocks": 1}, "unrecognized arguments: --num-blocks=1"),
+    ({"block_size": "many"}, "invalid int value: 'many'"),
+    ({"ray_num_replicas": 2, "ray_max_replicas": 2}, "ray_num_replicas excludes"),
+    ({"max_num_seqs": 0}, "max_num_seqs"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS)
+def test_bad_arguments_of_the_application(arguments, message):
+    from nanovllm.serve.ray import build_app
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build_app(arguments)
+
+
+def test_arguments_of_the_application():
+    """From a command line all are text; from a config file they have types."""
+    from nanovllm.serve.ray import build_app
+
+    texts = {
+        "model": str(TINY_QWEN3),
+        "ray-max-replicas": "3",
+        "device": "cpu",
+        "max_num_seqs": "7",
+        "enforce_eager": "true",
+    }
+    typed = {"ray_max_replicas": 3, "device": "cpu", "max_num_seqs": 7, "enforce_eager": True, "api_key": ["a", "b"]}
+    for arguments, keys in ((texts, ()), (typed, ("a", "b"))):
+        ingress = build_app(arguments)._bound_deployment
+        engine = ingress.init_args[0]._bound_deployment
+        options, server_options = engine.init_args[:2]
+        assert (options["max_num_seqs"], options["enforce_eager"], server_options.api_keys) == (7, True, keys)
+        assert engine.max_ongoing_requests == 7
+        assert engine._deployment_config.autoscaling_config.max_replicas == 3
+
+
+@pytest.mark.parametrize("error", [KeyError("replica"), RayError("the tree's actor has died")])
+def test_when_the_tree_cannot_say_load_decides(monkeypatch, error):
+    """Ray's own router raises, and its request waits for ever."""
+    from nanovllm.serve.ray import router
+
+    async def fail(*_):
+        raise error
+
+    async def by_load(self, candidates, pending):
+        return [candidates]
+
+    monkeypatch.setattr(router.PrefixCacheAffinityRouter, "choose_replicas", fail)
+    monkeypatch.setattr(router.PrefixRouter, "_by_load", by_load)
+    chosen = router.PrefixRouter.__new__(router.PrefixRouter).choose_replicas(["a", "b"], None)
+    assert asyncio.run(chosen) == [["a", "b"]]
 
 
 def test_requests_with_a_common_prefix_go_to_one_replica(server, client):

@@ -78,9 +78,10 @@ class Ingress:
         return under_prefix(app)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http":  # nothing is to do at the begin and the end of its life
             return
         answer = Answer(scope["path"], send)
+        scope["state"].setdefault("caller", "")  # paths that need no key have none
         try:
             body = await WholeBody(scope, receive, self._server).whole()
             await unless_client_leaves(receive, self._answer(scope, body, answer))

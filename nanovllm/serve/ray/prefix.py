@@ -1,8 +1,8 @@
 """A request's key for Serve's prefix-aware router (`router.py`): requests with a common prefix go to one replica.
 
 Ray's `PrefixCacheAffinityRouter` keeps a tree of the prompts that each replica has seen, as characters, in an actor. It
-compares characters in a loop of Python: 3 ms for 64 Ki of them. So it gets a key with one character for each piece of
-`PIECE` characters: the same prefixes in a tree that is 64 times smaller, and no prompt leaves its request.
+compares characters in a loop of Python, some milliseconds for 64 Ki of them. So it gets a key with one character for
+each piece of `PIECE` characters: the same prefixes in a tree that is 64 times smaller, and no prompt in the actor.
 
     prompt   |piece 0|piece 1|piece 2|rest        key   "a" "b" "c"
     another  |piece 0|piece 1|other  |                  "a" "b" "x"      two thirds match
