@@ -66,6 +66,9 @@ def command():
                 time.sleep(0.1)
             yield process, read(log)
         finally:
+            process.terminate()  # it ends what it has started; the last test has done so already
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
             process.kill()
             process.wait()
 
