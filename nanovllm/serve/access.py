@@ -45,7 +45,7 @@ class AccessControl:
             if scope["path"].removeprefix(self._root_path) not in OPEN_PATHS:
                 caller = self._authenticate(headers) or network_of(str((scope.get("client") or ("", 0))[0]))
                 scope.setdefault("state", {})["caller"] = caller
-                is_loading = self._server.llm is None  # what is refused for it costs nobody's rate
+                is_loading = self._server.is_loading  # what is refused for it costs nobody's rate
                 if self._rate is not None and scope["method"] == "POST" and not is_loading:
                     self._rate.check(caller)
         except APIError as error:

@@ -8,7 +8,7 @@ import os
 import socket
 import ssl
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 
@@ -17,6 +17,7 @@ from nanovllm.extras.vllm.engine_args import EngineArgs
 from nanovllm.serve.app import make_app
 from nanovllm.serve.async_llm import AsyncLLM
 from nanovllm.serve.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, parsers_named
+from nanovllm.serve.ray.options import RayOptions, add_ray_options, ray_options
 from nanovllm.serve.server import DrainingServer, listen
 from nanovllm.serve.state import ServerOptions
 from nanovllm.serve.ui import LiveLines
@@ -31,26 +32,47 @@ API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 QUESTION = "What is a block table?"
 
 
+class Settings(NamedTuple):
+    """A command line, checked."""
+
+    engine_args: EngineArgs
+    options: ServerOptions
+    max_queued_requests: int | None
+    log_level: str
+    ray: RayOptions | None
+    """None for a server of one engine, in this process."""
+
+
 def main(arguments: list[str]) -> int:
     """The exit status: 0 after a signal, 1 if the server cannot start, 2 for a bad command line."""
     parser = make_parser()
     args = parser.parse_args(arguments)
-    log = logging.StreamHandler()
-    log.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=args.server_log_level.upper(), handlers=[log])
+    log_to_stderr(args.server_log_level)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    args.model = args.server_model or args.model or TINY_QWEN3
     try:
-        engine_args = EngineArgs.from_cli_args(args)
-        engine_args.create_engine_config()
-        options = server_options(args)
+        settings = settings_of(args)
     except (ValueError, TypeError) as error:
         parser.error(str(error))
     try:
-        return serve(engine_args, options, args)
+        return serve(settings, args)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         print(f"nanovllm serve: {error}", file=sys.stderr)
         return 1
+
+
+def log_to_stderr(level: str) -> None:
+    log = logging.StreamHandler()
+    log.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[log])
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Of what `make_parser` has parsed. Raises ValueError or TypeError."""
+    args.model = args.server_model or args.model or TINY_QWEN3
+    engine_args = EngineArgs.from_cli_args(args)
+    engine_args.create_engine_config()
+    options = server_options(args)
+    return Settings(engine_args, options, args.server_max_queued_requests, args.server_log_level, ray_options(args))
 
 
 class PlainFormatter(logging.Formatter):
@@ -68,7 +90,10 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
-def serve(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namespace) -> int:
+def serve(settings: Settings, args: argparse.Namespace) -> int:
+    if settings.ray is not None:
+        return serve_by_ray(settings, args)
+    engine_args, options = settings.engine_args, settings.options
     live = LiveLines() if args.server_ui else None
     trace = Sinks([sink for sink in (live, args.server_trace and TraceFile(args.server_trace)) if sink])
     listening = listen(args.server_host, args.server_port)
@@ -76,7 +101,7 @@ def serve(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namesp
     print(f"loading {options.model_names[0]} for {url} …", flush=True)
 
     def load() -> AsyncLLM:
-        queued = args.server_max_queued_requests
+        queued = settings.max_queued_requests
         llm = AsyncLLM.from_engine_args(engine_args, max_queued_requests=queued, trace=trace if trace.sinks else None)
         keep_from_collector()
         return llm
@@ -88,6 +113,16 @@ def serve(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namesp
 
     run(start(make_app(options, live=live), listening, load, announce))
     return 0
+
+
+def serve_by_ray(settings: Settings, args: argparse.Namespace) -> int:
+    try:
+        from nanovllm.serve.ray.launch import run as run_on_cluster
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise RuntimeError("--ray needs the package ray: pip install 'nanovllm[ray]' brings it") from error
+    return run_on_cluster(settings, args.server_host, args.server_port)
 
 
 def keep_from_collector() -> None:
@@ -106,8 +141,8 @@ async def start(app: FastAPI, *others: Any) -> None:
 # ---- options
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser(kind: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser = kind(
         prog="nanovllm serve",
         usage="nanovllm serve [MODEL] [options]",
         description="Serve a model over HTTP, with OpenAI's API.",
@@ -120,10 +155,12 @@ def make_parser() -> argparse.ArgumentParser:
     server = parser.add_argument_group("server")
     tls = parser.add_argument_group("https")
     limits = parser.add_argument_group("limits")
+    replicas = parser.add_argument_group("replicas, by Ray Serve (extra: ray)")
     EngineArgs.add_cli_args(parser)
     add_server_options(server)
     add_tls(tls)
     add_limits(limits)
+    add_ray_options(replicas)
     return parser
 
 
@@ -252,12 +289,18 @@ def announcement(llm: AsyncLLM, options: ServerOptions, url: str) -> str:
     num_tokens, most = engine.parts.num_kv_blocks * engine.parts.block_size, engine.config.max_num_seqs
     concurrency = min(num_tokens / engine.parts.max_model_len, most)
     has_chat = getattr(engine.tokenizer, "chat_template", None) is not None
-    body = {"messages": [{"role": "user", "content": QUESTION}]} if has_chat else {"prompt": QUESTION}
-    key = ' -H "Authorization: Bearer $KEY"' if options.api_keys else ""
     return f"""\
 serving          {", ".join(options.model_names)} at {url}/v1
 computed by      {engine.description.split("; ")[-1]}
 KV cache         {num_tokens:,} tokens in {engine.parts.num_kv_blocks:,} blocks
 max concurrency  {most} requests, of which {concurrency:.1f} may have {engine.parts.max_model_len:,} tokens
+{attempt(url, options, has_chat)}"""
+
+
+def attempt(url: str, options: ServerOptions, has_chat: bool) -> str:
+    """The last line of an announcement."""
+    body = {"messages": [{"role": "user", "content": QUESTION}]} if has_chat else {"prompt": QUESTION}
+    key = ' -H "Authorization: Bearer $KEY"' if options.api_keys else ""
+    return f"""\
 try it           curl {url}/v1/{"chat/" if has_chat else ""}completions{key} \
 -H 'Content-Type: application/json' -d '{json.dumps(body)}'"""

@@ -75,6 +75,10 @@ class Server:
     def model_name(self) -> str:
         return self.options.model_names[0]
 
+    @property
+    def is_loading(self) -> bool:
+        return self.llm is None
+
     def check_ready(self) -> AsyncLLM:
         """The engine; raises APIError 503 while it is loading or draining, EngineDeadError if it is dead."""
         if self.llm is None:
