@@ -16,7 +16,7 @@ import torch
 from nanovllm import TINY_QWEN3
 from nanovllm.extras.vllm.engine_args import EngineArgs
 from nanovllm.serve.async_llm import AsyncLLM
-from nanovllm.serve.batch.inputs import Input, are_in, find_sources, scan
+from nanovllm.serve.batch.inputs import Digests, Input, are_in, find_sources, scan
 from nanovllm.serve.batch.one_machine import answer_here
 from nanovllm.serve.batch.parts import Parts
 from nanovllm.serve.batch.replica import ReplicaSpec
@@ -30,7 +30,7 @@ SAMPLING = {"temperature": float, "top-p": float, "top-k": int, "min-p": float, 
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: 0 if every row has an answer or an error, 1 if the run cannot go on, 2 for a bad command line."""
+    """The exit status: 0 if each row has an answer or an error, 1 if the run cannot go on, 2 for a bad command line."""
     parser = make_parser()
     args = parser.parse_args(arguments)
     log = logging.StreamHandler()
@@ -45,6 +45,10 @@ def main(arguments: list[str]) -> int:
         parser.error(str(error))
     try:
         return run_batch(args, form, options, partial(load, engine_args))
+    except ModuleNotFoundError as error:
+        install = "pip install 'nanovllm[ray]'"
+        print(f"nanovllm run-batch --replicas needs the package {error.name}: {install} brings it", file=sys.stderr)
+        return 1
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         print(f"nanovllm run-batch: {error}", file=sys.stderr)
         return 1
@@ -58,7 +62,7 @@ def load(engine_args: EngineArgs) -> AsyncLLM:
 
 
 def run_batch(args: argparse.Namespace, form: Form, options: ServerOptions, load: Callable[[], AsyncLLM]) -> int:
-    start = time.monotonic()
+    start, answer = time.monotonic(), way_of(args)
     batch = scan(find_sources(args.input), form, args.rows_per_part)
     with Parts.opened(args.output) as parts:
         parts.check_same({"model": args.model, **vars(form)})
@@ -68,15 +72,19 @@ def run_batch(args: argparse.Namespace, form: Form, options: ServerOptions, load
         if num_left:
             max_in_flight = args.max_in_flight or 2 * args.max_num_seqs
             spec = ReplicaSpec(load, options, parts.attempts, parts.run, max_in_flight)
-            if args.replicas is None:
-                answer_here(batch, parts, done, spec)
-            else:
-                from nanovllm.serve.batch.ray_data import Pool, answer_with_ray
-
-                answer_with_ray(batch, parts, spec, Pool(args.replicas, num_devices(args), args.ray_address))
+            answer(batch, parts, done, spec)
         new = [path for path in parts.paths() if path not in paths_before]
         print(summary(new, num_left, time.monotonic() - start), flush=True)
         return check_each_once(batch, parts)
+
+
+def way_of(args: argparse.Namespace) -> Callable[[Input, Parts, Digests, ReplicaSpec], None]:
+    """How rows are answered. Raises ModuleNotFoundError without Ray, where it is needed."""
+    if args.replicas is None:
+        return answer_here
+    from nanovllm.serve.batch.ray_data import Pool, answer_with_ray
+
+    return partial(answer_with_ray, pool=Pool(args.replicas, num_devices(args), args.ray_address))
 
 
 def num_devices(args: argparse.Namespace) -> int:

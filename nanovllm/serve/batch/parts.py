@@ -5,9 +5,9 @@
     out/_attempts/         which chunks are being computed (attempts.py)
     out/_run.json          what all parts answer; `_run.lock` is locked while a run goes on, `_writers.lock` by writers
 
-**A part that is there, and is not pending, is done.** Nothing else says so: with Ray or without, a run first removes what
-is pending, and then reads the names of rows in the parts. Ray's own checkpoint has them too; but Ray deletes it after
-success, and a task that is repeated after its commit makes a row pending that Ray's checkpoint calls done.
+**A part that is there, and is not pending, is done.** Nothing else says so: with Ray or without, a run first removes
+what is pending, and then reads the names of rows in the parts. Ray's own checkpoint has them too; but Ray deletes it
+after success, and a write task that is repeated after its commit makes rows pending that Ray's checkpoint calls done.
 
 Readers of Parquet (pyarrow, Spark, DuckDB, Ray) pass over files that begin with `_` or `.`.
 """

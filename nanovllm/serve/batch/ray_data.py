@@ -33,7 +33,7 @@ from ray.data.checkpoint import CheckpointConfig, CheckpointFilter, CheckpointMa
 from ray.data.datasource import Datasource, FilenameProvider, ReadTask
 
 from nanovllm.kernels.cpu.threads import count_cores
-from nanovllm.serve.batch.inputs import Chunk, Input, Records, are_in, digests_of, read_rows
+from nanovllm.serve.batch.inputs import Chunk, Digests, Input, Records, are_in, digests_of, read_rows
 from nanovllm.serve.batch.one_machine import num_chunks_at_once
 from nanovllm.serve.batch.parts import ID, Parts, to_table
 from nanovllm.serve.batch.replica import Replica, ReplicaSpec
@@ -59,8 +59,8 @@ class Pool:
     """Of a cluster that runs; None starts one on this machine, and ends it."""
 
 
-def answer_with_ray(batch: Input, parts: Parts, spec: ReplicaSpec, pool: Pool) -> None:
-    """Answer all rows that are not in `parts`. Raises RuntimeError if Ray gives up."""
+def answer_with_ray(batch: Input, parts: Parts, done: Digests, spec: ReplicaSpec, pool: Pool) -> None:
+    """Answer all rows that are not `done`, as `PartsManager` knows too. Raises RuntimeError if Ray gives up."""
     num_threads = max(1, count_cores(os.sched_getaffinity(0)) // pool.num_replicas) if not pool.num_devices else 1
     num_cpus = pool.num_replicas * num_threads + SPARE_CPUS
     here: dict[str, Any] = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
@@ -170,7 +170,7 @@ class DigestFilter(CheckpointFilter):
 
 
 class Answerer:
-    """A replica in an actor. Ray calls it in several threads, with a chunk each, so that its engine has enough to do."""
+    """A replica in an actor. Ray calls it in several threads, with a chunk each, so that its engine stays busy."""
 
     def __init__(self, spec: ReplicaSpec, num_threads: int) -> None:
         torch.set_num_threads(num_threads)

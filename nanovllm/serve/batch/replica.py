@@ -66,6 +66,7 @@ class Replica:
 
     async def answer(self, rows: list[Row]) -> list[dict[str, Any]]:
         """The rows of `parts.SCHEMA`, in their order. Raises EngineDeadError."""
+        self.llm.thread.check_health()  # a chunk that comes too late has not been tried
         attempt = Attempt(self._spec.attempts, self._spec.run, [row.custom_id for row in rows])
         answering = [asyncio.ensure_future(self._answer_one(row, attempt)) for row in rows]
         try:
@@ -84,6 +85,7 @@ class Replica:
         for i in range(MAX_TRIES):
             async with self._places.taken(attempt.is_alone or i == MAX_TRIES - 1):
                 if attempt.is_alone:
+                    self.llm.thread.check_health()  # else the row before this one has killed it
                     attempt.note(row.custom_id)
                 reply = await self._ask(row)
                 if attempt.is_alone:
