@@ -6,7 +6,8 @@ Without this, a row at which the engine dies would be tried for ever, and its ch
     attempt 3, …    one row at a time, with nothing beside it. A row at which the engine dies now is not tried again:
                     it gets an error, and the next attempt goes on with the others
 
-A file for each chunk that is being computed says how often, in this run. So it outlives the process.
+A file for each chunk that is being computed says how often, in this run. So it outlives the process. Another file
+counts the engines of the run, so that one that dies while it does nothing is not replaced for ever either.
 """
 
 import json
@@ -16,6 +17,16 @@ from hashlib import sha256
 from pathlib import Path
 
 NUM_TOGETHER = 2  # attempts
+MAX_ENGINES = 20  # of each replica
+
+
+def count_engine(folder: Path, run: str, num_replicas: int) -> None:
+    """Before an engine is made. Raises RuntimeError if too many have died in this run."""
+    with (folder / f"{run}.engines").open("ab") as file:
+        file.write(b".")
+        file.flush()
+        if file.tell() > MAX_ENGINES * num_replicas:
+            raise RuntimeError(f"{MAX_ENGINES * num_replicas} engines have died in this run, the last reason is logged")
 
 
 class Attempt:

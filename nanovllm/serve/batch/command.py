@@ -52,6 +52,9 @@ def main(arguments: list[str]) -> int:
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         print(f"nanovllm run-batch: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("nanovllm run-batch: stopped; the same command goes on", file=sys.stderr)
+        return 130
 
 
 def load(engine_args: EngineArgs) -> AsyncLLM:
@@ -71,7 +74,7 @@ def run_batch(args: argparse.Namespace, form: Form, options: ServerOptions, load
         print(f"{len(batch.digests):,} rows, of which {len(batch.digests) - num_left:,} are done", flush=True)
         if num_left:
             max_in_flight = args.max_in_flight or 2 * args.max_num_seqs
-            spec = ReplicaSpec(load, options, parts.attempts, parts.run, max_in_flight)
+            spec = ReplicaSpec(load, options, parts.attempts, parts.run, max_in_flight, args.replicas or 1)
             answer(batch, parts, done, spec)
         new = [path for path in parts.paths() if path not in paths_before]
         print(summary(new, num_left, time.monotonic() - start), flush=True)

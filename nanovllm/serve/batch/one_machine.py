@@ -19,20 +19,15 @@ from nanovllm.serve.launch import run as run_loop
 
 logger = logging.getLogger(__name__)
 
-MAX_ENGINES = 20
-
 
 def answer_here(batch: Input, parts: Parts, done: Digests, spec: ReplicaSpec) -> None:
-    """Answer all rows that are not `done`. Raises EngineDeadError if one engine after the other dies."""
+    """Answer all rows that are not `done`. Raises RuntimeError if one engine after the other dies."""
     waiting = deque(enumerate(batch.chunks))
-    for i in range(MAX_ENGINES):
+    while waiting:
         replica = Replica(spec)
         try:
             run_loop(Session(replica, batch, parts, done, waiting).run(spec.max_in_flight))
-            return
         except EngineDeadError as error:
-            if i == MAX_ENGINES - 1:
-                raise
             logger.warning("%s; a new engine goes on", error)
         finally:
             replica.shutdown()

@@ -15,6 +15,7 @@ Readers of Parquet (pyarrow, Spark, DuckDB, Ray) pass over files that begin with
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -74,7 +75,8 @@ class Parts:
             parts._shut_out_others()
             parts._remove_pending()
             parts.checkpoint.mkdir(exist_ok=True)
-            parts.attempts.mkdir(exist_ok=True)
+            shutil.rmtree(parts.attempts, ignore_errors=True)  # another run's deaths may have another reason
+            parts.attempts.mkdir()
             yield parts
 
     def _shut_out_others(self) -> None:

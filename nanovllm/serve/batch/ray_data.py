@@ -42,7 +42,6 @@ from nanovllm.serve.engine_thread import EngineDeadError
 
 logger = logging.getLogger(__name__)
 
-MAX_RESTARTS = 20  # of one actor; Ray's own limit is none
 SPARE_CPUS = 3  # of a cluster of this machine: for reading, filtering and writing, beside replicas that take all cores
 MIB = 2**20
 EXIT_STATUS = 70  # of an actor whose engine is dead
@@ -66,7 +65,7 @@ def answer_with_ray(batch: Input, parts: Parts, done: Digests, spec: ReplicaSpec
     here: dict[str, Any] = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     how = {"address": pool.address} if pool.address else here
-    ray.init(logging_level=logging.WARNING, log_to_driver=False, **how)
+    ray.init(logging_level=logging.WARNING, log_to_driver=True, **how)
     try:
         with DataContext.current(context_for(parts)):
             answers = answered(batch, spec, pool, num_threads)
@@ -89,7 +88,11 @@ def context_for(parts: Parts) -> DataContext:
 
 
 def answered(batch: Input, spec: ReplicaSpec, pool: Pool, num_threads: int) -> Dataset:
-    """The answers to all rows that are not done."""
+    """The answers to all rows that are not done.
+
+    Ray restarts an actor, and repeats its calls, without end. The end is in `attempts.py`: a chunk's third attempt
+    finds the row that kills engines, and a replica that is one too many is not made, which ends Ray's run.
+    """
     num_rows = max(chunk.num_rows for chunk in batch.chunks)
     at_once = num_chunks_at_once(spec.max_in_flight, num_rows)
     rows = ray.data.read_datasource(RowSource(batch), override_num_blocks=len(batch.chunks))
@@ -106,7 +109,6 @@ def answered(batch: Input, spec: ReplicaSpec, pool: Pool, num_threads: int) -> D
         ),
         num_cpus=num_threads,
         num_gpus=pool.num_devices or None,
-        ray_remote_args_fn=lambda: {"max_restarts": MAX_RESTARTS, "max_task_retries": MAX_RESTARTS},
     )
 
 

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message
 
 from nanovllm.serve.app import make_app
 from nanovllm.serve.async_llm import AsyncLLM
-from nanovllm.serve.batch.attempts import Attempt
+from nanovllm.serve.batch.attempts import Attempt, count_engine
 from nanovllm.serve.batch.rows import Row, writable
 from nanovllm.serve.engine_thread import EngineDeadError
 from nanovllm.serve.state import ServerOptions
@@ -53,6 +53,7 @@ class ReplicaSpec:
     run: str
     max_in_flight: int
     """Rows."""
+    num_replicas: int = 1
 
 
 class Replica:
@@ -60,6 +61,7 @@ class Replica:
 
     def __init__(self, spec: ReplicaSpec) -> None:
         self._spec = spec
+        count_engine(spec.attempts, spec.run, spec.num_replicas)
         self.llm = spec.load()
         self._app = make_app(spec.options, self.llm)
         self._places = Places(spec.max_in_flight)

@@ -17,6 +17,7 @@ import pytest
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.serve.batch import inputs
+from nanovllm.serve.batch.attempts import MAX_ENGINES
 from nanovllm.serve.batch.parts import Parts
 from nanovllm.serve.batch.replica import ReplicaSpec
 from nanovllm.serve.batch.rows import Form
@@ -132,15 +133,15 @@ def test_engines_that_die_are_replaced_and_the_row_that_kills_them_gets_an_error
     assert {name: code for name, code in found.items() if code} == {"in.jsonl:9": "engine_dead"}
 
 
-def test_engines_that_cannot_be_loaded_end_the_run(tmp_path):
-    """With their error, and not by trying for ever."""
-    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "x"}), encoding="utf-8")
+def test_engines_that_always_die_end_the_run(with_tokenizer, tmp_path):
+    """As if a device were lost again and again: the count is of the run, and ends Ray's restarts."""
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": [5, 6, 7]}), encoding="utf-8")
     batch = inputs.scan(inputs.find_sources([tmp_path / "in.jsonl"]), Form("prompt", None), 5)
     with Parts.opened(tmp_path / "out") as parts:
-        spec = ReplicaSpec(partial(load_fatal, tmp_path / "no model"), OPTIONS, parts.attempts, parts.run, 5)
-        with pytest.raises(RuntimeError, match="no model"):
+        spec = ReplicaSpec(partial(load_fatal, with_tokenizer), OPTIONS, parts.attempts, parts.run, 5)
+        (parts.attempts / f"{parts.run}.engines").write_bytes(b"." * (MAX_ENGINES - 1))
+        with pytest.raises(RuntimeError, match="engines have died"):
             answer_with_ray(batch, parts, parts.done(), spec, Pool(1, 0))
-    assert read_names(tmp_path / "out") == {}
 
 
 def test_a_run_waits_for_writers_of_a_killed_one_and_shuts_out_the_rest(tmp_path):
