@@ -8,6 +8,7 @@ engine's batch stays full. `one_machine.py` has one replica, `ray_data.py` one i
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from nanovllm.serve.batch.attempts import Attempt, count_engine
 from nanovllm.serve.batch.rows import Row, writable
 from nanovllm.serve.engine_thread import EngineDeadError
 from nanovllm.serve.state import ServerOptions
+
+logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3  # of a row whose step has failed; the last one alone
 BUSY_S = 0.05  # between two tries, while too many large bodies are being read
@@ -97,8 +100,13 @@ class Replica:
         return answered(row, reply)
 
     async def _ask(self, row: Row) -> Reply:
-        while (reply := await post(self._app, row.url, row.body.encode())).code == "busy":
-            await asyncio.sleep(BUSY_S)
+        try:
+            while (reply := await post(self._app, row.url, row.body.encode())).code == "busy":
+                await asyncio.sleep(BUSY_S)
+        except Exception as error:  # of the application itself; uvicorn would log it, and go on with other requests
+            logger.exception("%s: the application has failed", row.custom_id)
+            error_body = {"message": f"the application has failed: {error!r}", "code": "internal_error"}
+            return Reply(500, "", {"error": error_body})
         if reply.code == "engine_dead":
             self.llm.thread.check_health()
             raise EngineDeadError("the engine is dead")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 ROOT = Path(__file__).resolve().parents[3]
-WAIT_S = 120.0
+WAIT_S = 400.0
 
 
 def write_prompts(path, num_rows, **columns):

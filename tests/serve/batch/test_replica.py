@@ -6,7 +6,7 @@ import json
 import pytest
 
 from nanovllm.serve.async_llm import AsyncLLM
-from nanovllm.serve.batch import inputs
+from nanovllm.serve.batch import inputs, replica
 from nanovllm.serve.batch.one_machine import answer_here
 from nanovllm.serve.batch.parts import Parts, read_column
 from nanovllm.serve.batch.replica import Places, Replica, ReplicaSpec
@@ -115,6 +115,26 @@ def test_a_row_whose_step_fails_is_tried_again_and_the_last_time_alone(llm, tmp_
     assert [one["error"] and one["error"]["code"] for one in found] == [None, None, "internal_error", None, None, None]
     assert [num for text, num in seen if text == "always"][2:] == [1]
     assert [text for text, _ in seen].count("always") == 3
+
+
+def test_a_row_at_which_the_application_fails_stops_no_other(llm, tmp_path, monkeypatch):
+    """As an exception of middleware, which no handler of errors sees."""
+    make = replica.make_app
+
+    def make_broken(*arguments):
+        app = make(*arguments)
+
+        async def broken(scope, receive, send):
+            if scope["path"] == "/v1/embeddings":
+                raise ZeroDivisionError
+            await app(scope, receive, send)
+
+        return broken
+
+    monkeypatch.setattr(replica, "make_app", make_broken)
+    found = answer(llm, tmp_path, to_rows([BODIES[0], BODIES[3], BODIES[2]]))
+    assert [one["error"] and one["error"]["code"] for one in found] == [None, "internal_error", None]
+    assert "ZeroDivisionError" in found[1]["error"]["message"]
 
 
 def test_places_that_are_all_taken_wait_for_none_twice():
