@@ -53,21 +53,27 @@ def descendants(pid):
     return found
 
 
-def replicas_of(process):
-    return [pid for pid, line in descendants(process.pid) if "Answerer" in line and line.startswith("ray::")]
+def wait_for_replicas(process, folder, num_replicas):
+    """The processes of the actors, when so many chunks are being computed."""
+    deadline = time.monotonic() + WAIT_S
+    while len(list(folder.glob("_attempts/*.json"))) < num_replicas:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    found = [(pid, line) for pid, line in descendants(process.pid) if "ray::" in line]
+    replicas = [pid for pid, line in found if "MapWorker" in line or "Answerer" in line]
+    assert replicas, found
+    return replicas
 
 
 def test_a_replica_is_killed_and_then_the_whole_command(tmp_path):
-    """SIGKILL of an actor, which Ray replaces; of the group of all processes; then one engine without Ray goes on, and
-    a run after success finds nothing to do, although Ray's checkpoint is there no more than Ray itself."""
+    """SIGKILL of an actor, which Ray replaces, then of the group of all processes. One engine without Ray goes on, and
+    a run after success finds nothing to do."""
     write_prompts(tmp_path / "in.jsonl", NUM_ROWS)
-    given = arguments(tmp_path, "--max-tokens", 60)
+    given = arguments(tmp_path, "--max-tokens", 40, "--max-in-flight", 2)
     with started(*given, "--replicas", 2) as process:
-        wait_for_parts(process, tmp_path / "out", 1)
-        victims = replicas_of(process)
-        assert len(victims) == 2
-        os.kill(victims[0], signal.SIGKILL)
-        wait_for_parts(process, tmp_path / "out", 8)
+        os.kill(wait_for_replicas(process, tmp_path / "out", 2)[0], signal.SIGKILL)
+        wait_for_parts(process, tmp_path / "out", 4)
         rest = [pid for pid, _ in descendants(process.pid)]
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -83,7 +89,7 @@ def test_a_replica_is_killed_and_then_the_whole_command(tmp_path):
     rows = pq.read_table(tmp_path / "out").to_pylist()
     with LLM(TINY_QWEN3, device="cpu", num_kv_blocks=512) as llm:
         prompts = [f"What is a block table? {i}" for i in range(NUM_ROWS)]
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), use_tqdm=False)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)
     expected = {f"r{i}": output.outputs[0].text for i, output in enumerate(outputs)}
     assert {row["custom_id"]: row["text"] for row in rows} == expected
 
@@ -92,7 +98,7 @@ def test_the_driver_is_killed_and_a_run_with_ray_goes_on(tmp_path):
     """At once, while processes of the first may still be there. The second run succeeds, and Ray deletes its
     checkpoint; what is done is known all the same."""
     write_prompts(tmp_path / "in.jsonl", NUM_ROWS)
-    given = arguments(tmp_path, "--max-tokens", 40, "--replicas", 2)
+    given = arguments(tmp_path, "--max-tokens", 40, "--max-in-flight", 2, "--replicas", 2)
     with started(*given) as process:
         wait_for_parts(process, tmp_path / "out", 3)
         rest = [pid for pid, _ in descendants(process.pid)]
