@@ -3,10 +3,10 @@
     python -m benchmarks.run_batch                     # 3,000 rows, 3 turns, two replicas; needs the extra `ray`
     python -m benchmarks.run_batch --json out.json
 
-Each turn runs the command twice, in processes of their own: one engine with all cores without Ray, then `--replicas N`.
-`running` leaves the start out: it is the rate from the moment when a fifth of the parts are written to the last part.
-(Rows in flight must be few beside all rows, or this moment lies near the end.)
-`whole` is all rows over the whole time of the command, with imports, models and Ray's start.
+Each turn runs the command four times, in processes of their own: one engine with all cores without Ray, then `--replicas
+N`, each with few rows and with all. `whole` is all rows over the whole time of the command, with imports, models and
+Ray's start. `running` leaves the start out: the rows that one run has more, over the time that it takes longer. (Ray
+writes parts late, and several at once, so their times say nothing.)
 """
 
 import argparse
@@ -19,8 +19,6 @@ import time
 from pathlib import Path
 from statistics import median
 
-import pyarrow.parquet as pq
-
 from benchmarks.common import describe_machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +28,7 @@ NAMES = ("running_rows_per_s", "running_tokens_per_s", "whole_rows_per_s")
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure a batch with Ray against one engine without.")
     parser.add_argument("--num-rows", type=int, default=3000)
+    parser.add_argument("--few-rows", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--rows-per-part", type=int, default=50)
     parser.add_argument("--max-num-seqs", type=int, default=64)
@@ -53,10 +52,17 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, replicas: int | None) -> tuple[float, ...]:
-    """`NAMES` of one run of the command."""
+    """`NAMES` of one way to run."""
+    few, many = (seconds(args, replicas, num_rows) for num_rows in (args.few_rows, args.num_rows))
+    running = (args.num_rows - args.few_rows) / (many - few)
+    return running, running * args.max_tokens, args.num_rows / many
+
+
+def seconds(args: argparse.Namespace, replicas: int | None, num_rows: int) -> float:
+    """Of one run of the command."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        rows = ({"prompt": f"What is a block table? {i}"} for i in range(args.num_rows))
+        rows = ({"prompt": f"What is a block table? {i}"} for i in range(num_rows))
         (folder / "in.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
         given = ["-i", folder / "in.jsonl", "-o", folder / "out", "--prompt-column", "prompt", "--chat"]
         given += ["--temperature", 0, "--max-tokens", args.max_tokens, "--rows-per-part", args.rows_per_part]
@@ -65,11 +71,7 @@ def run(args: argparse.Namespace, replicas: int | None) -> tuple[float, ...]:
         start = time.perf_counter()
         command = [sys.executable, "-m", "nanovllm", "run-batch", *map(str, given)]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
-        whole = args.num_rows / (time.perf_counter() - start)
-        parts = sorted((path.stat().st_mtime, pq.read_metadata(path).num_rows) for path in folder.glob("out/part-*"))
-    begin, later = parts[len(parts) // 5][0], parts[len(parts) // 5 + 1 :]
-    running = sum(num_rows for _, num_rows in later) / (later[-1][0] - begin)
-    return running, running * args.max_tokens, whole
+        return time.perf_counter() - start
 
 
 if __name__ == "__main__":
