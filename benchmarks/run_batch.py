@@ -3,10 +3,10 @@
     python -m benchmarks.run_batch                     # 3,000 rows, 3 turns, two replicas; needs the extra `ray`
     python -m benchmarks.run_batch --json out.json
 
-Each turn runs the command four times, in processes of their own: one engine with all cores without Ray, then `--replicas
-N`, each with few rows and with all. `whole` is all rows over the whole time of the command, with imports, models and
-Ray's start. `running` leaves the start out: the rows that one run has more, over the time that it takes longer. (Ray
-writes parts late, and several at once, so their times say nothing.)
+Each turn runs the command four times, in processes of their own: one engine with all cores without Ray, then
+`--replicas N`, each with few rows and with all. `whole` is all rows over the whole time of the command, with imports,
+models and Ray's start. `running` leaves the start out: the rows that one run has more, over the time that it takes
+longer. (Ray writes parts late, and several at once, so their times say nothing.) The machine must be idle.
 """
 
 import argparse
