@@ -20,6 +20,9 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "serve": Command("nanovllm.serve.launch", "serve", "serve a model over HTTP, with OpenAI's API"),
+    "run-batch": Command(
+        "nanovllm.serve.batch.command", "batch", "answer all rows of files, on one machine or with Ray"
+    ),
     "chat": Command("nanovllm.extras.terminal.chat", "chat", "talk to a model in the terminal"),
     "bench serve": Command(
         "nanovllm.extras.bench.benchmark", "bench", "measure an OpenAI-compatible server under load"

@@ -1,0 +1,76 @@
+"""A batch without Ray: one engine in this process, several chunks at a time.
+
+An engine that has died is replaced by a new one, as Ray replaces an actor.
+"""
+
+import asyncio
+import logging
+import math
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from nanovllm.serve.batch.inputs import Chunk, Digests, Input, Records, are_in, digests_of
+from nanovllm.serve.batch.parts import Parts
+from nanovllm.serve.batch.replica import Replica, ReplicaSpec
+from nanovllm.serve.batch.rows import Row
+from nanovllm.serve.engine_thread import EngineDeadError
+from nanovllm.serve.launch import run as run_loop
+
+logger = logging.getLogger(__name__)
+
+
+def answer_here(batch: Input, parts: Parts, done: Digests, spec: ReplicaSpec) -> None:
+    """Answer all rows that are not `done`. Raises RuntimeError if one engine after the other dies."""
+    waiting = deque(enumerate(batch.chunks))
+    while waiting:
+        replica = Replica(spec)
+        try:
+            run_loop(Session(replica, batch, parts, done, waiting).run(spec.max_in_flight))
+        except EngineDeadError as error:
+            logger.warning("%s; a new engine goes on", error)
+        finally:
+            replica.shutdown()
+
+
+def num_chunks_at_once(max_in_flight: int, num_rows: int) -> int:
+    """So many that their rows are in flight while the last rows of one more are computed."""
+    return 1 + math.ceil(max_in_flight / num_rows)
+
+
+class Session:
+    """The life of one engine. `waiting`: chunks that are not begun; those that it could not finish return there."""
+
+    def __init__(
+        self, replica: Replica, batch: Input, parts: Parts, done: Digests, waiting: deque[tuple[int, Chunk]]
+    ) -> None:
+        self._replica, self._batch, self._parts, self._done = replica, batch, parts, done
+        self._waiting = waiting
+        self._files = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-batch")  # reads and writes, one at a time
+        self._records = Records()
+
+    async def run(self, max_in_flight: int) -> None:
+        most = max((chunk.num_rows for _, chunk in self._waiting), default=1)
+        workers = [self._work() for _ in range(num_chunks_at_once(max_in_flight, most))]
+        ends = await asyncio.gather(*workers, return_exceptions=True)
+        self._files.shutdown()
+        errors = [end for end in ends if end is not None]
+        for error in sorted(errors, key=lambda one: isinstance(one, EngineDeadError)):
+            raise error
+
+    async def _work(self) -> None:
+        in_files = partial(asyncio.get_running_loop().run_in_executor, self._files)
+        while self._waiting:
+            number, chunk = self._waiting.popleft()
+            try:
+                rows = await in_files(self._read, chunk)
+                if rows:
+                    await in_files(self._parts.write, number, await self._replica.answer(rows))
+            except EngineDeadError:
+                self._waiting.appendleft((number, chunk))
+                raise
+
+    def _read(self, chunk: Chunk) -> list[Row]:
+        rows = self._batch.read(chunk, self._records)
+        is_done = are_in(digests_of(row.custom_id for row in rows), self._done)
+        return [row for row, one in zip(rows, is_done, strict=True) if not one]

@@ -1,0 +1,167 @@
+"""`nanovllm run-batch --replicas N`: Ray's pool of engines; what dies in the middle, and the runs after it.
+
+Oracles: the rows that readers of Parquet see, counted, and an engine offline for their texts.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm.serve.batch import inputs
+from nanovllm.serve.batch.attempts import MAX_ENGINES
+from nanovllm.serve.batch.parts import Parts
+from nanovllm.serve.batch.replica import ReplicaSpec
+from nanovllm.serve.batch.rows import Form
+from tests.serve.batch.runs import (
+    WAIT_S,
+    arguments,
+    each_once,
+    finish,
+    read,
+    read_names,
+    started,
+    wait_for_parts,
+    write_prompts,
+)
+from tests.serve.batch.test_replica import OPTIONS, load_fatal
+
+pytest.importorskip("ray", reason="needs Ray: pip install 'nanovllm[ray]'")
+
+from nanovllm.serve.batch.ray_data import PartNames, Pool, answer_with_ray  # noqa: E402
+
+pytestmark = pytest.mark.slow
+NUM_ROWS = 160
+
+
+def descendants(pid):
+    """Of a process, with their command lines."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text(encoding="utf-8").split():
+            with contextlib.suppress(OSError):
+                line = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found += [(int(child), line), *descendants(int(child))]
+    return found
+
+
+def wait_for_replicas(process, folder, num_replicas):
+    """The processes of the actors, when so many chunks are being computed."""
+    deadline = time.monotonic() + WAIT_S
+    while len(list(folder.glob("_attempts/*.json"))) < num_replicas:
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    found = [(pid, line) for pid, line in descendants(process.pid) if "ray::" in line]
+    replicas = [pid for pid, line in found if "MapWorker" in line or "Answerer" in line]
+    assert replicas, found
+    return replicas
+
+
+def test_a_replica_is_killed_and_then_the_whole_command(tmp_path):
+    """SIGKILL of an actor, which Ray replaces, then of the group of all processes. One engine without Ray goes on, and
+    a run after success finds nothing to do."""
+    write_prompts(tmp_path / "in.jsonl", NUM_ROWS)
+    given = arguments(tmp_path, "--max-tokens", 40, "--max-in-flight", 2)
+    with started(*given, "--replicas", 2) as process:
+        os.kill(wait_for_replicas(process, tmp_path / "out", 2)[0], signal.SIGKILL)
+        wait_for_parts(process, tmp_path / "out", 4)
+        rest = [pid for pid, _ in descendants(process.pid)]
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    done = len(read_names(tmp_path / "out"))
+    assert 0 < done < NUM_ROWS
+    printed = finish(*given)
+    assert f"{NUM_ROWS} rows, of which" in printed
+    assert read_names(tmp_path / "out") == each_once(NUM_ROWS)
+    assert f"of which {NUM_ROWS} are done" in finish(*given, "--replicas", 2)
+    assert read_names(tmp_path / "out") == each_once(NUM_ROWS)
+    wait_until_gone(rest)
+
+    rows = pq.read_table(tmp_path / "out").to_pylist()
+    with LLM(TINY_QWEN3, device="cpu", num_kv_blocks=512) as llm:
+        prompts = [f"What is a block table? {i}" for i in range(NUM_ROWS)]
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)
+    expected = {f"r{i}": output.outputs[0].text for i, output in enumerate(outputs)}
+    assert {row["custom_id"]: row["text"] for row in rows} == expected
+
+
+def test_the_driver_is_killed_and_a_run_with_ray_goes_on(tmp_path):
+    """At once, while processes of the first may still be there. The second run succeeds, and Ray deletes its
+    checkpoint; what is done is known all the same."""
+    write_prompts(tmp_path / "in.jsonl", NUM_ROWS)
+    given = arguments(tmp_path, "--max-tokens", 40, "--max-in-flight", 2, "--replicas", 2)
+    with started(*given) as process:
+        wait_for_parts(process, tmp_path / "out", 3)
+        rest = [pid for pid, _ in descendants(process.pid)]
+        os.kill(process.pid, signal.SIGKILL)
+        printed = finish(*given)
+    assert f"{NUM_ROWS} rows, of which 0" not in printed
+    assert f"{NUM_ROWS} rows, of which" in printed
+    assert read_names(tmp_path / "out") == each_once(NUM_ROWS)
+    assert not (tmp_path / "out" / "_checkpoint").exists()
+    assert f"of which {NUM_ROWS} are done" in finish(*given)
+    assert read_names(tmp_path / "out") == each_once(NUM_ROWS)
+    wait_until_gone(rest)
+
+
+def wait_until_gone(pids):
+    """Nothing of a killed run is left behind."""
+    deadline = time.monotonic() + WAIT_S
+    while [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_engines_that_die_are_replaced_and_the_row_that_kills_them_gets_an_error(with_tokenizer, tmp_path):
+    """Each actor whose engine is dead ends its process: on the same actor the chunk would fail for ever."""
+    lines = [json.dumps({"prompt": [5, 6, 7] if i == 8 else [1 + i] * 5}) for i in range(14)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    form = Form("prompt", None, body={"max_tokens": 3, "temperature": 0})
+    batch = inputs.scan(inputs.find_sources([tmp_path / "in.jsonl"]), form, 5)
+    with Parts.opened(tmp_path / "out") as parts:
+        spec = ReplicaSpec(partial(load_fatal, with_tokenizer), OPTIONS, parts.attempts, parts.run, 5)
+        answer_with_ray(batch, parts, parts.done(), spec, Pool(1, 0))
+        found = {
+            name: error and error["code"]
+            for path in parts.paths()
+            for name, error in zip(read(path, "custom_id"), read(path, "error"), strict=True)
+        }
+    assert read_names(tmp_path / "out") == {f"in.jsonl:{i + 1}": 1 for i in range(14)}
+    assert {name: code for name, code in found.items() if code} == {"in.jsonl:9": "engine_dead"}
+
+
+def test_engines_that_always_die_end_the_run(with_tokenizer, tmp_path):
+    """As if a device were lost again and again: the count is of the run, and ends Ray's restarts."""
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": [5, 6, 7]}), encoding="utf-8")
+    batch = inputs.scan(inputs.find_sources([tmp_path / "in.jsonl"]), Form("prompt", None), 5)
+    with Parts.opened(tmp_path / "out") as parts:
+        spec = ReplicaSpec(partial(load_fatal, with_tokenizer), OPTIONS, parts.attempts, parts.run, 5)
+        (parts.attempts / f"{parts.run}.engines").write_bytes(b"." * (MAX_ENGINES - 1))
+        with pytest.raises(RuntimeError, match="engines have died"):
+            answer_with_ray(batch, parts, parts.done(), spec, Pool(1, 0))
+
+
+def test_a_run_waits_for_writers_of_a_killed_one_and_shuts_out_the_rest(tmp_path):
+    """As a write task of Ray that outlives its driver for a moment."""
+
+    with Parts.opened(tmp_path) as parts:
+        writing, late = PartNames(parts), PartNames(parts)
+    name = writing.get_filename_for_task("uuid", 3)
+    begun = time.monotonic()
+    timer = threading.Timer(0.3, writing._held.close)
+    timer.start()
+    with Parts.opened(tmp_path):
+        assert time.monotonic() - begun >= 0.3
+        with pytest.raises(RuntimeError, match="another run"):
+            late.get_filename_for_task("uuid", 4)
+    timer.join()
+    assert name == "part-uuid-000000000003.parquet"
