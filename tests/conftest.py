@@ -58,7 +58,7 @@ def of_extra(module):
     """Whether a module of this name is one of those that have been deleted in such a copy."""
     _, *path = module.split(".")
     is_model = path[:1] == ["models"] and path[1:2] and path[1] not in CORE_MODELS
-    return bool(path) and (path[0] in ("extras", "kernels", "serve", "trace") or bool(is_model))
+    return bool(path) and (path[0] in ("extras", "kernels", "parallel", "serve", "trace") or bool(is_model))
 
 
 def examples(n):

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "nanovllm"
 CORE_MODELS = ("__init__", "config", "decoder", "qwen3", "registry")
 EXTRAS = (
-    *(PACKAGE / name for name in ("extras", "kernels", "serve", "trace")),
+    *(PACKAGE / name for name in ("extras", "kernels", "parallel", "serve", "trace")),
     *(path for path in sorted(PACKAGE.glob("models/*.py")) if path.stem not in CORE_MODELS),
 )
 # What an installed package's finder would bring back: the copy must find its own files only.

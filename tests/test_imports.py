@@ -8,7 +8,7 @@ import pytest
 from tests.core_alone import EXTRAS, PACKAGE
 
 # Each room may import those before it, and itself. What users touch is open to all, but for the entrances.
-ROOMS = ["scheduling", "layers", "models", "execution", "engine", "extras", "kernels", "trace", "serve"]
+ROOMS = ["scheduling", "layers", "models", "execution", "engine", "extras", "kernels", "trace", "parallel", "serve"]
 USERS = ["checks", "sampling_params", "inputs", "outputs", "config"]
 ENTRANCES = ["llm", "__init__", "__main__"]
 AS_USERS_DO = ["extras", "serve"]  # clients and servers take the package as its users do

@@ -18,6 +18,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "ranks.h"
 
 // ---- what lies between the matrix products
 
@@ -99,6 +100,7 @@ struct layer {
     const element *input_norm, *q_norm, *k_norm, *post_attention_norm;  // q_norm, k_norm: or NULL
     long hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, block_size, window, gate;
     float eps, scale, softcap;
+    struct ranks *ranks;  // that have a share of this layer each, or NULL: alone
 };
 
 struct step {
@@ -107,9 +109,16 @@ struct step {
     long num_tokens, num_seqs, max_num_blocks, half;
 };
 
+// x += y: [count], of which each rank has an addend. -> whether it was done: not if the ranks were aborted
+static bool add_shares(const struct layer *l, element *x, element *y, long count) {
+    if (l->ranks && all_reduce(l->ranks, y, count)) return false;
+    add(x, y, count);
+    return true;
+}
+
 // x: [num_tokens, hidden_size], changed in place. The functions above in their order, without the way
-// through Python between them.
-void decoder_layer(const struct layer *l, const struct step *s, element *x, uint32_t *k_cache, uint32_t *v_cache) {
+// through Python between them. -> 0, or 1 if the ranks were aborted, and x is of no use
+int decoder_layer(const struct layer *l, const struct step *s, element *x, uint32_t *k_cache, uint32_t *v_cache) {
     const long n = s->num_tokens, head_dim = l->head_dim, q_size = l->num_heads * head_dim;
     const long kv_size = l->num_kv_heads * head_dim, qkv_size = q_size + 2 * kv_size, size = l->intermediate_size;
     const long wider = q_size + kv_size > size ? q_size + kv_size : size;
@@ -125,16 +134,21 @@ void decoder_layer(const struct layer *l, const struct step *s, element *x, uint
     attend(q, product, k_cache, v_cache, s->block_tables, s->seq_lens, s->cu_seqlens_q, s->num_seqs, s->max_num_blocks,
            q_size, l->num_heads, l->num_kv_heads, head_dim, l->block_size, l->window, l->scale, l->softcap);
     linear(product, l->o_proj, l->o_bias, normed, n, l->hidden_size, q_size, false);
-    add(x, normed, n * l->hidden_size);
-    rms_norm(x, l->post_attention_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, false, l->eps);
-    gated_linear(normed, l->gate_up_proj, l->gate_up_bias, input, n, size, l->hidden_size, l->gate);
-    linear(input, l->down_proj, l->down_bias, normed, n, l->hidden_size, size, false);
-    add(x, normed, n * l->hidden_size);
+    bool is_done = add_shares(l, x, normed, n * l->hidden_size);
+    if (is_done) {
+        rms_norm(x, l->post_attention_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, false, l->eps);
+        gated_linear(normed, l->gate_up_proj, l->gate_up_bias, input, n, size, l->hidden_size, l->gate);
+        linear(input, l->down_proj, l->down_bias, normed, n, l->hidden_size, size, false);
+        is_done = add_shares(l, x, normed, n * l->hidden_size);
+    }
     free(product);
+    return !is_done;
 }
 
 #include "experts.h"
 #include "latent.h"
+
+long element_bytes(void) { return sizeof(element); }
 
 const char *instructions(void) {
 #if defined HAS_TILES && defined AMX

@@ -6,7 +6,7 @@ the way through Python between 17 operations, in each of 28 layers.
 """
 
 from ctypes import Structure, byref, c_float, c_long, c_void_p
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ class Layer(Structure):
         *((name, c_long) for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads")),
         *((name, c_long) for name in ("head_dim", "block_size", "window", "gate")),
         *((name, c_float) for name in ("eps", "scale", "softcap")),
+        ("ranks", c_void_p),
     ]
 
 
@@ -41,6 +42,15 @@ class Step(Structure):
     ]
 
 
+class Ranks(Protocol):
+    """Processes that have a share of each layer, as `SharedMemoryCommunicator` knows them."""
+
+    address: int  # of `struct ranks`
+
+    def check(self, status: int) -> None:
+        """`status`: what a call of C has returned. Raises unless it is 0."""
+
+
 class CpuDecoderLayer(nn.Module):
     """Does what `layer` does, part by part, in one call."""
 
@@ -48,6 +58,7 @@ class CpuDecoderLayer(nn.Module):
         super().__init__()
         self.layer = layer
         self.library = load_library(backend.dtype)
+        self.ranks: Ranks | None = None
         products, norms = parts.products, parts.norms
         down_proj = products[-1]
         window, scale, softcap = masking((*parts.options, PLAIN)[0], backend.scale)
@@ -58,6 +69,16 @@ class CpuDecoderLayer(nn.Module):
             *(down_proj.out_features, down_proj.in_features, backend.num_heads, backend.num_kv_heads),
             *(backend.head_dim, backend.block_size, window, parts.activation.kind, norms[0].eps, scale, softcap),
         )
+
+    def join(self, communicator: Any) -> bool:
+        """From now on the layer's weights are one rank's share: what its two halves compute is summed over all ranks.
+
+        False, and no change, for a communicator that C does not know.
+        """
+        if not hasattr(communicator, "address"):
+            return False
+        self.ranks, self.struct.ranks = communicator, communicator.address
+        return True
 
     def forward(
         self,
@@ -77,7 +98,9 @@ class CpuDecoderLayer(nn.Module):
         step = Step(*(t.data_ptr() for t in (cos, sin, *tables)), len(x), *metadata.block_tables.shape, cos.shape[-1])
         k_cache = layer_cache.data_ptr()
         v_cache = k_cache + layer_cache.stride(0) * layer_cache.itemsize
-        self.library.decoder_layer(byref(self.struct), byref(step), x.data_ptr(), k_cache, v_cache)
+        status = self.library.decoder_layer(byref(self.struct), byref(step), x.data_ptr(), k_cache, v_cache)
+        if self.ranks is not None:
+            self.ranks.check(status)
         return x
 
 

@@ -40,7 +40,12 @@ FUNCTIONS = {  # pointers, then sizes, then the rest
     "store_latents": [c_void_p] * 3 + [c_long] * 2,
     "attend_latents": [c_void_p] * 6 + [c_long] * 7 + [c_float] * 2,
     "head_linear": [c_void_p] * 3 + [c_long] * 4,
+    "all_reduce": [c_void_p] * 2 + [c_long],
+    "broadcast": [c_void_p] * 2 + [c_long],
+    "gather": [c_void_p] * 3 + [c_long] * 2,
+    "abort_ranks": [c_void_p],
 }
+CAN_FAIL = ("decoder_layer", "all_reduce", "broadcast", "gather")  # return 1 if the ranks were aborted
 
 
 class NoLibraryError(RuntimeError):
@@ -54,8 +59,10 @@ class Library(ctypes.CDLL):
         super().__init__(str(path))
         for name, argtypes in FUNCTIONS.items():
             getattr(self, name).argtypes = argtypes
-            getattr(self, name).restype = None
+            getattr(self, name).restype = c_int if name in CAN_FAIL else None
         self.instructions.restype = ctypes.c_char_p
+        self.element_bytes.restype = c_long
+        self.dtype = next(dtype for dtype in DTYPES if dtype.itemsize == self.element_bytes())
         name = self.instructions().decode()
         self.description = f"{name} (no AMX: {why_no_tiles})" if why_no_tiles else name
 

@@ -11,6 +11,8 @@ rounds twice less.
 The attention backends for CUDA call `replace_layers` when the weights are loaded; the model file knows nothing of it.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -48,6 +50,12 @@ class TritonDecoderLayer(nn.Module):
         self.backend = backend
         self.k_scale = k_scale
         self.v_scale = v_scale
+        self.communicator: Any = None
+
+    def join(self, communicator: Any) -> bool:
+        """Sum each half's product over the ranks of `communicator` (`parallel/`)."""
+        self.communicator = communicator
+        return True
 
     def forward(
         self,
@@ -75,10 +83,17 @@ class TritonDecoderLayer(nn.Module):
             self.v_scale,
         )
         out = self.backend.attend(q, layer_cache, metadata, *self.options)  # [num_tokens, num_heads, head_dim]
-        add_linear(x, out.flatten(1), self.o_proj)
+        self.add_product(x, out.flatten(1), self.o_proj)
         z = norm_gate_up(x, self.post_attention_norm, self.gate_up_proj)  # [num_tokens, intermediate_size]
-        add_linear(x, z, self.down_proj)
+        self.add_product(x, z, self.down_proj)
         return x
+
+    def add_product(self, x: torch.Tensor, y: torch.Tensor, linear: Linear) -> None:
+        """x += linear(y), in place; of several ranks, each has a part of the sum"""
+        if self.communicator is None:
+            add_linear(x, y, linear)
+        else:
+            x += self.communicator.all_reduce(F.linear(y, linear.weight, linear.bias))
 
 
 def is_few(x: torch.Tensor) -> bool:
