@@ -88,6 +88,7 @@ def parse_args() -> argparse.Namespace:
     engine.add_argument("--no-prefix-caching", action="store_true")
     engine.add_argument("--enforce-eager", action="store_true")
     ours = parser.add_argument_group("nanovllm")
+    ours.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks that share each step")
     ours.add_argument("--trace", type=Path, metavar="JSONL", help="record each step; `nanovllm view` replays them")
     ours.add_argument("--temperature", type=float, default=0.0)
     ours.add_argument("--block-size", type=int)
@@ -137,6 +138,7 @@ def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> M
         block_size=args.block_size,
         num_kv_blocks=args.num_kv_blocks,
         attention_backend=args.attention_backend,
+        tensor_parallel_size=args.tensor_parallel_size,
         kv_cache_dtype=args.kv_cache_dtype,
         enable_prefix_caching=not args.no_prefix_caching,
         enforce_eager=args.enforce_eager,

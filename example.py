@@ -4,6 +4,7 @@
     python example.py --prompt "What is a block table?"  # ask it yourself; may be given several times
     python example.py --stream                           # see the answers grow
     python example.py --model Qwen/Qwen3-0.6B            # a local folder, or a hub id
+    python example.py --tensor-parallel-size 2           # two processes share each step
     python example.py --view                             # replay every step of this run in a browser
     python example.py --trace run.jsonl                  # record the run; `nanovllm view run.jsonl` replays it
 
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--prompt", action="append", help="a question; may be given several times")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token (default)")
     parser.add_argument("--max-tokens", type=int, default=320, help="longest answer, in tokens (default: %(default)s)")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks that share each step")
     parser.add_argument("--stream", action="store_true", help="print answers as they grow, one line each")
     parser.add_argument("--trace", type=Path, metavar="JSONL", help="record each step of the run in this file")
     parser.add_argument("--view", action="store_true", help="replay the run in a browser when it is over")
@@ -67,7 +69,7 @@ def ask_with_options(args: argparse.Namespace) -> None:
         trace = Path(tempfile.mkdtemp(prefix="nanovllm-")) / "example.jsonl"
     questions = args.prompt or QUESTIONS
     sampling_params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    with LLM(args.model, trace=trace) as llm:
+    with LLM(args.model, trace=trace, tensor_parallel_size=args.tensor_parallel_size) as llm:
         prompts = make_prompts(llm, questions)
         if args.stream:
             outputs = stream_answers(llm, questions, prompts, sampling_params)

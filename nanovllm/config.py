@@ -28,12 +28,6 @@ from nanovllm.checks import (
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def check_device(name: str, value: Any) -> None:
-    """Whether this machine has it, `resolve_device` finds out."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str such as auto, cpu, cuda or cuda:1, got {value!r}")
-
-
 def check_policy(name: str, value: Any) -> None:
     if not callable(value):
         check_choice(name, value, ("fcfs", "priority", "sjf"))
@@ -50,7 +44,7 @@ class Config:
     """A local folder in Hugging Face's layout, or a hub id such as `Qwen/Qwen3-0.6B`."""
     dtype: str | torch.dtype = checked("auto", check_choice, allowed=("auto", *DTYPES, *DTYPES.values()))
     """Of weights, activations and KV cache: float32, bfloat16, float16; `auto` is the checkpoint's own."""
-    device: str = checked("auto", check_device)
+    device: str = checked("auto", check_str)
     """`cpu`, `cuda` or `cuda:1`; `auto` is CUDA where there is one."""
     max_model_len: int | None = checked(None, check_int, minimum=2, optional=True)
     """Prompt and output of one request together, in tokens; None is the model's own limit."""
@@ -87,6 +81,16 @@ class Config:
     """Whether decode steps are replayed from CUDA graphs; None replays them wherever possible."""
     enable_overlap: bool | None = checked(None, check_bool, optional=True)
     """Whether the next step is launched while one is in flight; None means only on CUDA. Outputs are the same."""
+    tensor_parallel_size: int = checked(1, check_int, minimum=1)
+    """Ranks that share each forward pass: CUDA devices, or processes on a CPU."""
+    nnodes: int = checked(1, check_int, minimum=1)
+    """Machines that the ranks run on, as many ranks on each."""
+    node_rank: int = checked(0, check_int, minimum=0)
+    """Number of this machine. Machine 0 schedules and draws; on others the engine only computes, until it ends."""
+    master_addr: str = checked("127.0.0.1", check_str)
+    """Address of machine 0, where it waits for the others."""
+    master_port: int = checked(29501, check_int, minimum=1, maximum=65535)
+    """Port of machine 0."""
     load_format: str = checked("auto", check_choice, allowed=("auto", "safetensors", "dummy"))
     """`safetensors` (the same as `auto`), or `dummy` for seeded random weights, which need only config.json."""
     seed: int = checked(0, check_int, minimum=0, maximum=2**64 - 1)

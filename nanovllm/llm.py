@@ -1,7 +1,6 @@
 """`LLM`: prompts in, answers out, all at once (`generate`, `chat`) or as they grow (`stream`).
 
-Turns the forms that a prompt may have into requests, steps the engine until all are done, and shows a progress bar.
-`LLMEngine` does the work; take it directly to drive the loop yourself.
+Turns prompts into requests, steps the engine until all are done. `LLMEngine` does the work, also for your own loop.
 """
 
 from collections import abc
@@ -48,6 +47,7 @@ class LLM:
             with extra("trace", "LLM(…, trace=…)"):
                 from nanovllm.trace.recorder import start_engine
             self._engine = start_engine(config, trace, self._on_shutdown, LLMEngine)
+        self._on_shutdown.callback(self._engine.runner.stop)  # even if a traceback still holds the engine
         self._request_ids = count()
         # by request: the outputs that its call has not taken yet; all requests of a call share one inbox
         self._inboxes: dict[str, dict[str, Any]] = {}

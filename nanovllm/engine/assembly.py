@@ -90,9 +90,11 @@ def assemble(config: Config) -> Parts:
     max_num_batched_tokens = config.max_num_batched_tokens or (8192 if is_cuda else 2048)
     enable_overlap = is_cuda if config.enable_overlap is None else config.enable_overlap
     clock = LapClock()
-    runner, description = start_runner(
-        config, folder, model_class, shape, max_num_batched_tokens, enable_overlap, clock
-    )
+    start: Callable[..., tuple[ModelRunner, str]] = start_runner
+    if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
+        with extra("parallel", "tensor_parallel_size > 1"):
+            from nanovllm.parallel.start import start_ranks as start
+    runner, description = start(config, folder, model_class, shape, max_num_batched_tokens, enable_overlap, clock)
     logger.info("started in " + ", ".join(f"{part} {seconds:.2f} s" for part, seconds in clock.seconds.items()))
     return Parts(
         config=config,
@@ -143,6 +145,8 @@ def start_runner(
     max_num_batched_tokens: int,
     has_overlap: bool,
     clock: LapClock,
+    load: Callable[..., Any] = load_model,
+    adapt: Callable[[Device], Device] = lambda kind: kind,
 ) -> tuple[ModelRunner, str]:
     """A runner that is ready, and what was chosen, and why.
 
@@ -152,10 +156,10 @@ def start_runner(
     """
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
     backend, reasons = choose_backend(config, device, dtype, shape)
-    kind = make_device(config, device, backend, shape, max_num_batched_tokens)
+    kind = adapt(make_device(config, device, backend, shape, max_num_batched_tokens))
     clock.lap("backend")
     seed = config.seed if config.load_format == "dummy" else None
-    model = load_model(model_class, shape, backend, dtype, device, folder, seed)
+    model = load(model_class, shape, backend, dtype, device, folder, seed)
     clock.lap("weights")
     if not config.enforce_eager:
         backend.replace_layers(model)

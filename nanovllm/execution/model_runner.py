@@ -1,8 +1,7 @@
 """The model and its KV cache on one device: Batch → token ids. Never sees a `Sequence`.
 
 `run` returns a handle, because on CUDA the tokens have not arrived on the host when it returns. Made by `assembly.py`,
-called by `LLMEngine`. Two callables may be wrapped at start-up: `send`, which brings a step's tensors to the device,
-and `compute`, which turns a batch into tokens. `extras/cuda` and `extras/overlap.py` do so.
+called by `LLMEngine`. Extras wrap `send` (a step's tensors to the device) and `compute` (a batch to tokens).
 """
 
 from collections.abc import Callable
@@ -64,6 +63,7 @@ class ModelRunner:
         self.device = kv_cache.tensor.device
         self.send: Callable[[Any], Any] = lambda record: record  # a record of tensors on the host -> on the device
         self.compute: Callable[[ModelRunner, Batch], SampledTokens] = compute_eagerly
+        self.stop: Callable[[], object] = lambda: None  # ends what computes along
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> ArrivingTokens:

@@ -6,7 +6,7 @@ missing, unexpected or of another shape is an error that names it. Nothing is ev
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from nanovllm.models.config import ModelConfig
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OF_QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|input_scale)$")  # GPTQ, AWQ, FP8
 INDEX_FILE = "model.safetensors.index.json"
-PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+Read = Callable[[Any, str], torch.Tensor]  # a tensor of an open file, or a part of it (`parallel/cut.py`)
 
 
 def load_model(
@@ -35,13 +35,14 @@ def load_model(
     device: torch.device,
     folder: Path,
     dummy_seed: int | None = None,
+    read: Read = safe_open.get_tensor,
 ) -> Any:
     """The network on `device`, with the weights of `folder`, or with random ones of seed `dummy_seed`."""
     with torch.device("meta"):  # without memory, which is then allocated once, in the right dtype on the right device
         model = model_class(config, backend)
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     if dummy_seed is None:
-        load_weights(model, folder)
+        load_weights(model, folder, read)
     else:
         with extra("extras/dummy_weights.py", "load_format='dummy'"):
             from nanovllm.extras.dummy_weights import init_dummy_weights
@@ -49,12 +50,12 @@ def load_model(
     return model
 
 
-def load_weights(model: nn.Module, folder: Path) -> None:
+def load_weights(model: nn.Module, folder: Path, read: Read = safe_open.get_tensor) -> None:
     """Copy each tensor of the checkpoint into its place; ValueError if checkpoint and model don't match exactly."""
     places = checkpoint_places(model)
     is_unused = getattr(model, "is_unused", lambda name: False)  # a network has it whose checkpoints hold more
     filled: dict[int, str] = {}
-    for name, tensor in iterate_checkpoint(folder):
+    for name, tensor in iterate_checkpoint(folder, read):
         if tensor.dtype not in PLAIN_DTYPES or OF_QUANTISED.search(name):
             raise ValueError(
                 f"tensor {name} in {folder} is {str(tensor.dtype).removeprefix('torch.')}, and part of quantised "
@@ -95,7 +96,7 @@ def checkpoint_places(model: nn.Module) -> dict[str, torch.Tensor]:
 # ---- safetensors files
 
 
-def iterate_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_checkpoint(folder: Path, read: Read = safe_open.get_tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of all that the folder has, mapped from disk; with a progress bar in a terminal.
 
     Pages that were read count as this process's memory until their file is closed. So a file is opened anew after as
@@ -105,7 +106,7 @@ def iterate_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     num_bytes = sum(file.stat().st_size for file in files)
     with tqdm(total=num_bytes, desc="Loading weights", unit="B", unit_scale=True, disable=None, delay=1) as bar:
         for file in files:
-            for name, tensor in iterate_file(file):
+            for name, tensor in iterate_file(file, read):
                 yield name, tensor
                 bar.update(tensor.nbytes)
         bar.update(num_bytes - bar.n)  # the headers
@@ -123,26 +124,18 @@ def checkpoint_files(folder: Path) -> list[Path]:
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder} holds no *.safetensors weights, the only format that is read{advice(folder)}")
+        raise ValueError(
+            f"{folder} holds no *.safetensors weights. Pickled ones (*.bin, *.pt) are never read, since that may run "
+            f'code. If you trust them: python -c "from transformers import AutoModelForCausalLM; AutoModelForCausalLM.'
+            f"from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}-safetensors')\"; add the tokenizer"
+        )
     for file in files:
         if not file.is_file():
             raise ValueError(f"{file} is missing, but {INDEX_FILE} names it")
     return files
 
 
-def advice(folder: Path) -> str:
-    """What to do with pickled weights: to read them can run any code, so this engine never does."""
-    pickled = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
-    if not pickled:
-        return ""
-    return (
-        f". {pickled[0]} is pickled, and may run any code when it is read. If you trust its source, convert it: "
-        f"python -c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{folder}', dtype='auto')"
-        f".save_pretrained('{folder}-safetensors')\", and copy the tokenizer's files beside it"
-    )
-
-
-def iterate_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_file(file: Path, read: Read) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of one file, in the order in which they lie there."""
     try:
         with safe_open(file, framework="pt"):  # which checks the header
@@ -150,7 +143,7 @@ def iterate_file(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         for names in groups:
             with safe_open(file, framework="pt") as tensors:
                 for name in names:
-                    yield name, tensors.get_tensor(name)
+                    yield name, read(tensors, name)
     except SafetensorError as error:
         raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
 

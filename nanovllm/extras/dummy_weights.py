@@ -14,9 +14,16 @@ def init_dummy_weights(model: nn.Module, seed: int, std: float) -> None:
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, RMSNorm):
-                parameter.fill_(module.neutral_weight)
-            elif name == "bias":
-                parameter.zero_()
-            else:
-                parameter.normal_(0, std, generator=generator)
+            init_dummy_weight(module, name, parameter, std, generator)
+
+
+def init_dummy_weight(
+    module: nn.Module, name: str, tensor: torch.Tensor, std: float, generator: torch.Generator
+) -> None:
+    """tensor: the parameter `name` of a module, or one of its shape"""
+    if isinstance(module, RMSNorm):
+        tensor.fill_(module.neutral_weight)
+    elif name == "bias":
+        tensor.zero_()
+    else:
+        tensor.normal_(0, std, generator=generator)

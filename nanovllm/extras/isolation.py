@@ -33,6 +33,7 @@ from nanovllm.execution.batch import Batch, build_batch, offsets
 from nanovllm.execution.model_runner import ArrivingTokens, ModelRunner, SampledTokens, StepTokens
 from nanovllm.execution.sampling_batch import build_sampling_batch
 from nanovllm.execution.stages import TapResult, build_taps
+from nanovllm.extras.dead import EngineDeadError
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.observer import Observer
@@ -125,6 +126,8 @@ class IsolatingEngine(LLMEngine):
         for result in tokens.tapped:
             try:
                 result.deliver(scheduled)
+            except EngineDeadError:  # no request is at fault
+                raise
             except Exception as error:  # the texts of tokens cannot be made
                 for request_id in {seq.request_id for seq, _, _ in scheduled.chunks if seq.taps}:
                     self._end_failed(request_id, error)

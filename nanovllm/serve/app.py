@@ -55,7 +55,9 @@ def set_engine(app: FastAPI, llm: AsyncLLM) -> None:
     server.bounds = Bounds.of(llm.engine, server.options.max_request_values, server.options.max_choices)
     server.token_bytes = TokenBytes(llm.engine.tokenizer)
     server.llm = llm
-    server.metrics.watch(llm.get_stats)
+    engine = llm.engine
+    info = {"description": engine.description, "tensor_parallel_size": str(engine.config.tensor_parallel_size)}
+    server.metrics.watch(llm.get_stats, info)
 
 
 def without_422(schema: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from nanovllm.engine.input_processor import Params, Prompt
+from nanovllm.extras.dead import EngineDeadError
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.outputs import RequestOutput
 
@@ -39,10 +40,6 @@ class NewRequest(NamedTuple):
     sampling_params: Params | None = None
     priority: int = 0
     stream: bool = True
-
-
-class EngineDeadError(RuntimeError):
-    """The engine has been shut down, or has failed and cannot recover."""
 
 
 class EngineThread:
@@ -69,6 +66,9 @@ class EngineThread:
         self._unfinished: dict[str, NewRequest] = {}
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
         self._thread.start()
+        driver = getattr(engine.runner, "driver", None)  # of several ranks, one of which can end while nothing runs
+        if driver is not None:
+            driver.peers.tell_failure(self._lose)
 
     # ---- in any thread
 
@@ -126,6 +126,15 @@ class EngineThread:
         self._commands.put(None)
         self._thread.join()
 
+    def _lose(self, error: EngineDeadError) -> None:
+        """A rank has ended: wake the thread, which then ends too."""
+
+        def die() -> None:
+            if self.dead is None:  # else a step has found out first
+                raise error
+
+        self._commands.put(die)
+
     # ---- in the thread itself
 
     def _run(self) -> None:
@@ -134,6 +143,9 @@ class EngineThread:
                 if self.engine.has_unfinished_requests():
                     self._step()
             self._die(EngineDeadError("the engine has been shut down"))
+        except EngineDeadError as error:
+            logger.error(str(error))
+            self._die(error)
         except BaseException as error:
             logger.exception("the engine is dead")
             dead = EngineDeadError(f"the engine is dead: {error!r}")
@@ -158,6 +170,8 @@ class EngineThread:
     def _step(self) -> None:
         try:
             outputs = self.engine.step().outputs
+        except EngineDeadError:
+            raise
         except Exception as error:
             logger.exception("a step failed, and its requests with it")
             self._recover(error)

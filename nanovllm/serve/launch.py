@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 
 from nanovllm import TINY_QWEN3
+from nanovllm.engine.engine import LLMEngine
 from nanovllm.extras.vllm.engine_args import EngineArgs
 from nanovllm.serve.app import make_app
 from nanovllm.serve.async_llm import AsyncLLM
@@ -91,9 +92,11 @@ def printable(text: str) -> str:
 
 
 def serve(settings: Settings, args: argparse.Namespace) -> int:
+    engine_args, options = settings.engine_args, settings.options
     if settings.ray is not None:
         return serve_by_ray(settings, args)
-    engine_args, options = settings.engine_args, settings.options
+    if engine_args.node_rank:
+        return compute_for_others(engine_args)
     live = LiveLines() if args.server_ui else None
     trace = Sinks([sink for sink in (live, args.server_trace and TraceFile(args.server_trace)) if sink])
     listening = listen(args.server_host, args.server_port)
@@ -111,7 +114,7 @@ def serve(settings: Settings, args: argparse.Namespace) -> int:
         if live is not None:
             print(f"watch it         {url}/ui", flush=True)
 
-    run(start(make_app(options, live=live), listening, load, announce))
+    run(start(make_app(options, live=live), listening, load, announce, leave_at_once))
     return 0
 
 
@@ -123,6 +126,24 @@ def serve_by_ray(settings: Settings, args: argparse.Namespace) -> int:
             raise
         raise RuntimeError("--ray needs the package ray: pip install 'nanovllm[ray]' brings it") from error
     return run_on_cluster(settings, args.server_host, args.server_port)
+
+
+def compute_for_others(engine_args: EngineArgs) -> int:
+    """On a machine that is not the first: run its ranks, without HTTP, until machine 0 ends."""
+    print(f"computing for {engine_args.master_addr}:{engine_args.master_port} …", flush=True)
+    try:
+        LLMEngine(engine_args.create_engine_config())
+    except SystemExit as end:
+        return int(end.code or 0)
+    except KeyboardInterrupt:
+        return 0
+    raise AssertionError("an engine of another machine than the first never starts")
+
+
+def leave_at_once() -> None:
+    """A thread that loads cannot be stopped, and may wait for other machines. What it has started ends by itself."""
+    print("nanovllm serve: ended while loading", file=sys.stderr, flush=True)
+    os._exit(0)
 
 
 def keep_from_collector() -> None:

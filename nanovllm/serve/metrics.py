@@ -4,13 +4,13 @@ The engine's statistics are read when they are asked for, and cost the requests 
 itself: from their arrival here, and also those that a client has left.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
@@ -36,12 +36,13 @@ class Metrics(Collector):
         self._model_name = model_name
         self.observed = Observations()
         self._get_stats: Callable[[], EngineStats] | None = None
+        self._info: dict[str, str] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def watch(self, get_stats: Callable[[], EngineStats]) -> None:
-        """Show the counters and gauges of an engine, too."""
-        self._get_stats = get_stats
+    def watch(self, get_stats: Callable[[], EngineStats], info: Mapping[str, str]) -> None:
+        """Show the counters and gauges of an engine, too; `info` are labels that say what it is."""
+        self._get_stats, self._info = get_stats, dict(info)
 
     def note_end(
         self, times: RequestMetrics, arrival_time: float, num_prompt_tokens: int, num_output_tokens: int, reason: str
@@ -63,6 +64,9 @@ class Metrics(Collector):
         metrics = request_metrics(observed) if self._get_stats is None else make_metrics(self._get_stats(), observed)
         for name, same in groupby(metrics, key=lambda metric: metric.name):
             yield self._family(name, list(same))
+        if self._info:
+            labels = {"model_name": self._model_name, **self._info}
+            yield InfoMetricFamily("nanovllm:engine", "What computes.", value=labels)
 
     def _family(self, name: str, metrics: list[Metric]) -> Family:
         """Metrics of one name, which differ only by their labels."""

@@ -131,15 +131,24 @@ class DrainingServer(uvicorn.Server):
         (self._must_hurry if self._must_end.is_set() else self._must_end).set()
 
     async def run_until_signal(
-        self, listening: socket.socket, load: Callable[[], AsyncLLM], announce: Callable[[AsyncLLM], None]
+        self,
+        listening: socket.socket,
+        load: Callable[[], AsyncLLM],
+        announce: Callable[[AsyncLLM], None],
+        abandon: Callable[[], None] = lambda: None,
     ) -> None:
-        """`load` takes its time in a thread, `announce` is called when it is done. Raises what `load` raises."""
+        """`load` takes its time in a thread, `announce` is called when it is done. Raises what `load` raises.
+
+        abandon: called at a signal while `load` runs; unless it ends the process, loading ends first.
+        """
         serving = asyncio.create_task(self.serve([listening]))
         ending = asyncio.create_task(self._must_end.wait())
         loading = asyncio.create_task(asyncio.to_thread(load))
         try:
             await asyncio.wait((serving, ending, loading), return_when=asyncio.FIRST_COMPLETED)
-            llm = await loading  # a thread cannot be stopped: if a signal has come, loading ends first
+            if ending.done() and not loading.done():
+                abandon()
+            llm = await loading  # a thread cannot be stopped
             set_engine(self._app, llm)
             announce(llm)
             await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)

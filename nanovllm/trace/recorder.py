@@ -390,6 +390,7 @@ def describe_engine(engine: LLMEngine) -> dict[str, Any]:
         "scheduling_policy": policy if isinstance(policy, str) else getattr(policy, "__name__", repr(policy)),
         "enable_prefix_caching": config.enable_prefix_caching,
         "preemption_mode": config.preemption_mode,
+        "tensor_parallel_size": config.tensor_parallel_size,
         "num_swap_blocks": getattr(engine.runner.kv_cache, "num_swap_blocks", 0),
         "enable_overlap": engine.parts.enable_overlap,
         "description": engine.description,

@@ -28,6 +28,7 @@ GROUPS: Mapping[str, str] = {
     "kv_cache_dtype",
     "scheduling": "max_model_len max_num_seqs max_num_batched_tokens long_prefill_token_threshold scheduling_policy "
     "preemption_mode swap_space_bytes",
+    "parallelism": "tensor_parallel_size nnodes node_rank master_addr master_port",
 }
 """Title -> the options of `Config` that `--help` shows together."""
 

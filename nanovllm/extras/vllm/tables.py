@@ -22,6 +22,8 @@ VALUES: Mapping[str, Mapping[Any, Any]] = {
     "max_num_seqs": {None: 256},
     "generation_config": {None: "auto"},
     "seed": {None: 0},
+    "tensor_parallel_size": {None: 1},
+    "nnodes": {None: 1},
 }
 """Option -> vLLM's value -> the value here that means the same."""
 
@@ -51,12 +53,12 @@ WITHOUT_EFFECT = frozenset(
         "kda_prefill_backend kernel_config kv_cache_metrics kv_cache_metrics_sample kv_offloading_backend "
         "kv_sharing_fast_prefill linear_backend lora_dtype mamba_backend mamba_block_size mamba_cache_dtype "
         "mamba_cache_mode mamba_cache_philox_rounds mamba_config mamba_ssm_cache_dtype mamba_ssu_algorithm "
-        "master_addr master_port max_context_len_to_capture max_cudagraph_capture_size max_logprobs "
+        "max_context_len_to_capture max_cudagraph_capture_size max_logprobs "
         "max_lora_cls_labels max_lora_rank max_loras max_parallel_loading_workers max_seq_len_to_capture "
         "mm_device_do_normalize mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path "
         "mm_encoder_fp8_scale_save_margin mm_encoder_fp8_scale_save_path mm_encoder_tp_mode mm_hasher_algorithm "
         "mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type mm_processor_device "
-        "mm_shm_cache_max_object_size_mb mm_tensor_ipc moe_backend node_rank offload_backend offload_num_in_group "
+        "mm_shm_cache_max_object_size_mb mm_tensor_ipc moe_backend offload_backend offload_num_in_group "
         "offload_prefetch_step optimization_level per_request_spec_decode_metrics performance_mode "
         "prefix_cache_retention_interval prefix_caching_hash_algo prefix_match_unit pt_load_map_location "
         "renderer_num_workers replayssm_buffer_len safetensors_load_strategy safetensors_prefetch_block_size "
@@ -81,11 +83,11 @@ class Refused(NamedTuple):
 
 ENGINE_OPTIONS = (
     Refused(
-        "one device computes: run one engine for each device",
+        "tensor parallel ranks are all there is: see tensor_parallel_size, or run one engine for each device",
         {
             **each(
-                "tensor_parallel_size pipeline_parallel_size data_parallel_size prefill_context_parallel_size "
-                "decode_context_parallel_size nnodes dcp_kv_cache_interleave_size",
+                "pipeline_parallel_size data_parallel_size prefill_context_parallel_size "
+                "decode_context_parallel_size dcp_kv_cache_interleave_size",
                 None,
                 1,
             ),

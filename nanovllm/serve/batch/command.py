@@ -93,7 +93,7 @@ def way_of(args: argparse.Namespace) -> Callable[[Input, Parts, Digests, Replica
 def num_devices(args: argparse.Namespace) -> int:
     """GPUs of one engine. With `--device cuda` this machine itself needs none."""
     has_gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
-    return getattr(args, "tensor_parallel_size", 1) if has_gpu else 0
+    return int(args.tensor_parallel_size) if has_gpu else 0
 
 
 def summary(paths: list[Path], num_rows: int, seconds: float) -> str:

@@ -85,7 +85,7 @@ class RayOptions:
         Ray sets a worker's OMP_NUM_THREADS to its `num_cpus`.
         """
         if config.device.startswith("cuda") or (config.device == "auto" and num_gpus_found):
-            return {"num_gpus": getattr(config, "tensor_parallel_size", 1), "num_cpus": self.num_cpus or 1}
+            return {"num_gpus": config.tensor_parallel_size, "num_cpus": self.num_cpus or 1}
         share = (os.cpu_count() or 1) // self.most_replicas
         return {"num_gpus": 0, "num_cpus": self.num_cpus or max(1, share)}
 
@@ -126,6 +126,8 @@ def ray_options(args: argparse.Namespace) -> RayOptions | None:
         if given:
             raise ValueError(f"--ray-{next(iter(given)).replace('_', '-')} needs --ray")
         return None
+    if args.nnodes > 1:
+        raise ValueError(f"--ray does not go with --nnodes {args.nnodes}: each replica is on one machine")
     for name, reason in (("ui", "page shows"), ("trace", "file records")):
         if getattr(args, f"server_{name}"):
             raise ValueError(f"--{name} does not go with --ray: the {reason} one engine")

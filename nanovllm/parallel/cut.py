@@ -1,0 +1,151 @@
+"""How a checkpoint is cut: which part of each tensor a rank holds.
+
+The model files know no ranks. Each rank builds the network of its share: `share_of` divides heads, feed-forward width
+and vocabulary by the number of ranks. So a rank's tensors are smaller than the checkpoint's, and the dimension in which
+a tensor is smaller is the one that is cut. Two ranks of a model with 4 query heads, 2 K and V heads of size 8, a
+width of 32 and a feed-forward width of 64:
+
+                   checkpoint    rank 0 holds             rank 1 holds
+    q_proj          [32, 32]     rows 0 … 15              rows 16 … 31            heads 0, 1 | 2, 3
+    k_proj          [16, 32]     rows 0 … 7               rows 8 … 15             head 0 | 1
+    o_proj          [32, 32]     columns 0 … 15           columns 16 … 31         its products are summed over the ranks
+    gate_proj       [64, 32]     rows 0 … 31              rows 32 … 63
+    down_proj       [32, 64]     columns 0 … 31           columns 32 … 63         its products are summed over the ranks
+    norms, routers               all                      all
+
+With more ranks than K and V heads, several ranks hold the same head. Called by `start.py`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nanovllm.layers.linear import Embedding, FusedLinear
+from nanovllm.models.config import ModelConfig
+
+DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
+
+
+def share_of(shape: ModelConfig, size: int) -> ModelConfig:
+    """The network of one of `size` ranks. ValueError for a size of the model that `size` does not divide.
+
+    The vocabulary need not be divided: the last rank's share is filled up with zeros.
+    """
+    sizes = {name: getattr(shape, name) for name in DIVIDED if hasattr(shape, name)}
+    for name, value in sizes.items():
+        if value % size:
+            raise ValueError(f"tensor_parallel_size {size} must divide {name}, config.json has {value}")
+    sizes = {name: value // size for name, value in sizes.items()}
+    sizes["num_key_value_heads"] = num_kv_heads_of(shape, size)
+    return replace(shape, **sizes, vocab_size=-(-shape.vocab_size // size))
+
+
+def num_kv_heads_of(shape: ModelConfig, size: int) -> int:
+    """K and V heads of one rank."""
+    num_kv_heads = shape.num_key_value_heads
+    if shape.latent_rank is not None:  # one latent for all heads: each rank holds it whole
+        return num_kv_heads
+    if num_kv_heads % size and size % num_kv_heads:
+        raise ValueError(
+            f"tensor_parallel_size {size} must divide num_key_value_heads, or be a multiple of it, "
+            f"config.json has {num_kv_heads}"
+        )
+    return max(1, num_kv_heads // size)
+
+
+class Cut(NamedTuple):
+    """A rank's part of one tensor: `spans` of its dimension `dim`, one after another."""
+
+    whole: tuple[int, ...]  # shape of the tensor in the checkpoint
+    part: tuple[int, ...]  # shape of the rank's
+    dim: int
+    spans: tuple[tuple[int, int], ...]  # (start, stop)
+
+    def of(self, tensor: Any) -> torch.Tensor:
+        """`tensor` is whole: a tensor, or a slice of a safetensors file, of which only the part is then read.
+
+        What the spans do not fill is zero.
+        """
+        pieces = [tensor[start:stop] if self.dim == 0 else tensor[:, start:stop] for start, stop in self.spans]
+        if len(pieces) == 1 and pieces[0].shape == self.part:
+            return pieces[0]
+        part = (pieces[0] if pieces else tensor[:0]).new_zeros(self.part)
+        start = 0
+        for piece in pieces:
+            part.narrow(self.dim, start, piece.shape[self.dim]).copy_(piece)
+            start += piece.shape[self.dim]
+        return part
+
+
+class Cutter(NamedTuple):
+    """Cuts for one of `size` ranks."""
+
+    rank: int
+    size: int
+
+    def cuts(self, whole: nn.Module, share: nn.Module) -> Iterator[tuple[str, nn.Module, str, Cut]]:
+        """(path of a module, module of `whole`, name, cut) of each parameter; both networks may be without memory."""
+        shares = dict(share.named_modules(remove_duplicate=False))
+        for path, module in whole.named_modules(remove_duplicate=False):
+            for name, parameter in module.named_parameters(recurse=False):
+                shapes = tuple(parameter.shape), tuple(getattr(shares[path], name).shape)
+                yield path, module, name, self.cut(module, shares[path], name, *shapes)
+
+    def cut(self, layer: Any, share: Any, name: str, whole: tuple[int, ...], part: tuple[int, ...]) -> Cut:
+        """Of the parameter `name` of `layer`, whose share is `share`; `whole` and `part` are its shapes in the two."""
+        if isinstance(layer, Embedding):  # by vocabulary; the last ranks' rows may end behind it
+            start, stop = (min((self.rank + i) * part[0], whole[0]) for i in (0, 1))
+            return Cut(whole, part, 0, ((start, stop),))
+        if name == "bias" and self.rank and layer.weight.shape[1] != share.weight.shape[1]:
+            return Cut(whole, part, 0, ())  # the ranks' products are summed: rank 0 alone adds the bias
+        dim = next((dim for dim in range(len(whole)) if whole[dim] != part[dim]), 0)
+        if isinstance(layer, FusedLinear) and dim == 0:  # part by part
+            return Cut(whole, part, 0, self.spans_of_parts(list(layer.parts.values()), list(share.parts.values())))
+        return Cut(whole, part, dim, (self.span(whole[dim], part[dim]),))
+
+    def span(self, whole: int, part: int) -> tuple[int, int]:
+        """(start, stop) of the rank's part. If all parts together are more than the whole, neighbours hold the same.
+
+        >>> [Cutter(rank, 4).span(16, 8) for rank in range(4)]  # two heads of size 8, four ranks
+        [(0, 8), (0, 8), (8, 16), (8, 16)]
+        """
+        start = self.rank * whole // self.size // part * part
+        return start, start + part
+
+    def spans_of_parts(self, wholes: list[int], parts: list[int]) -> tuple[tuple[int, int], ...]:
+        """Of projections that are stacked: q, k and v, or gate and up. Each is cut by itself."""
+        spans, first = [], 0
+        for whole, part in zip(wholes, parts, strict=True):
+            start, stop = self.span(whole, part)
+            spans.append((first + start, first + stop))
+            first += whole
+        return tuple(spans)
+
+    def cuts_of_checkpoint(self, whole: nn.Module, share: nn.Module) -> dict[str, Cut]:
+        """The cut of each tensor of a checkpoint, by the name that it has there."""
+        cuts = {}
+        for path, layer, name, cut in self.cuts(whole, share):
+            if isinstance(layer, FusedLinear) and not layer.is_stored_fused:
+                ours: Any = share.get_submodule(path)
+                parent, rest = path.rpartition(".")[0], cut.whole[1:]
+                for part, rows in layer.parts.items():
+                    shapes = (rows, *rest), (ours.parts[part], *cut.part[1:])
+                    dim = 0 if shapes[0][0] != shapes[1][0] else cut.dim
+                    spans = (self.span(shapes[0][dim], shapes[1][dim]),) if cut.spans else ()
+                    cuts[f"{parent}.{part}.{name}"] = Cut(*shapes, dim, spans)
+            else:
+                cuts[f"{path}.{name}"] = cut
+        return cuts
+
+
+def read_part(cuts: Mapping[str, Cut], file: Any, name: str) -> torch.Tensor:
+    """The rank's part of the tensor `name` of an open safetensors file; nothing else of the tensor is read."""
+    cut, tensor = cuts.get(name), file.get_slice(name)
+    if cut is None:  # the loader says that it is unexpected
+        return file.get_tensor(name)
+    if tuple(tensor.get_shape()) != cut.whole:
+        raise ValueError(f"tensor {name} is {tensor.get_shape()}, the model needs {list(cut.whole)}")
+    return cut.of(tensor)
