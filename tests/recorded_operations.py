@@ -12,10 +12,15 @@ import os
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils import _pytree
 
 from nanovllm.layers.backends import TorchAttention
 from nanovllm.models.masking import PLAIN
+
+
+def tree_leaves(tree):
+    """Without the None of operations that return nothing."""
+    return [leaf for leaf in _pytree.tree_leaves(tree) if leaf is not None]
 
 
 class OperationLog(TorchDispatchMode):

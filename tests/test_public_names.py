@@ -36,7 +36,7 @@ errors["structured_outputs"] = error_of(lambda: SamplingParams(structured_output
 call = {"role": "assistant", "tool_calls": []}
 tokenizer = type("Tokenizer", (), {"chat_template": "{{ messages }}"})
 errors["a call of a tool"] = error_of(lambda: render_conversation(tokenizer, [call]))
-errors["a neutral option"] = error_of(lambda: Config.from_options("a-model", {"tensor_parallel_size": 1}))
+errors["a neutral option"] = error_of(lambda: Config.from_options("a-model", {"pipeline_parallel_size": 1}))
 errors["a wrong value"] = error_of(lambda: Config.from_options("a-model", {"max_num_seqs": 0}))
 errors["a request's neutral option"] = error_of(lambda: SamplingParams(best_of=1))
 errors["embed"] = error_of(lambda: nanovllm.LLM.embed)

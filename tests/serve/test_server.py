@@ -279,7 +279,7 @@ def test_flags_reach_the_server_and_its_engine(monkeypatch):
     ("arguments", "status", "message"),
     [
         (["--max-num-seqs", "0"], 2, "max_num_seqs must be an integer >= 1, got 0"),
-        (["--tensor-parallel-size", "2"], 2, "tensor_parallel_size"),
+        (["--pipeline-parallel-size", "2"], 2, "pipeline_parallel_size"),
         (["--port", "http"], 2, "argument --port: invalid int value: 'http'"),
         (["--max-queued-requests", "0"], 2, "must be at least 1, got 0"),
         (["--drain-timeout", "nan"], 2, "must be a number of at least 0"),

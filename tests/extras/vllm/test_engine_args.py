@@ -31,12 +31,12 @@ def test_they_can_be_changed_until_a_config_is_made():
     args = EngineArgs("a-model")
     args.max_num_seqs = 7
     args.num_gpu_blocks_override = 9
-    args.tensor_parallel_size = 1
+    args.pipeline_parallel_size = 1
     config = args.create_engine_config()
     args.max_num_seqs = 8
     assert config == Config("a-model", max_num_seqs=7, num_kv_blocks=9)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2"):
-        args.tensor_parallel_size = 2
+    with pytest.raises(ValueError, match="pipeline_parallel_size=2"):
+        args.pipeline_parallel_size = 2
     with pytest.raises(TypeError, match="unknown argument max_seqs"):
         args.max_seqs = 2
     args.max_num_seqs = 0
@@ -56,7 +56,7 @@ FLAGS = [
     (["--no-enable-overlap"], {"enable_overlap": False}),
     (["--hf-overrides", '{"rope_theta": 5e5}'], {"hf_overrides": {"rope_theta": 5e5}}),
     (["--num-gpu-blocks-override", "9", "--async-scheduling"], {"num_kv_blocks": 9, "enable_overlap": True}),
-    (["--tensor-parallel-size", "1", "--swap-space", "0", "--disable-log-stats"], {}),
+    (["--pipeline-parallel-size", "1", "--swap-space", "0", "--disable-log-stats"], {}),
     (["--quantization", "None", "--enable-chunked-prefill", "--max-logprobs", "3"], {}),
 ]
 
@@ -67,8 +67,8 @@ def test_flags(flags, options):
 
 
 def test_bad_flags(capsys):
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 is not supported"):
-        parse("--tensor-parallel-size", "2")
+    with pytest.raises(ValueError, match="pipeline_parallel_size=2 is not supported"):
+        parse("--pipeline-parallel-size", "2")
     with pytest.raises(ValueError, match="trust_remote_code=True is not supported"):
         parse("--trust-remote-code")
     with pytest.raises(ValueError, match="max_num_seqs must be an integer >= 1, got 0"):
@@ -99,4 +99,4 @@ def test_the_help_shows_each_option_of_ours_and_hides_the_others(capsys):
         assert descriptions()[name].split(".")[0].split("/")[0][:40] in words
     for title in GROUPS:
         assert f"{title}:" in words
-    assert "tensor-parallel" not in words
+    assert "pipeline-parallel" not in words

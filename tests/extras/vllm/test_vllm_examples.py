@@ -140,8 +140,8 @@ def test_options_that_are_neutral():
         disable_log_stats=False,
     )
     assert lengths(llm.generate(PROMPTS, greedy(2, ignore_eos=True), lora_request=None)) == [2, 2, 2]
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 is not supported"):
-        LLM(str(TINY_QWEN3), tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="pipeline_parallel_size=2 is not supported"):
+        LLM(str(TINY_QWEN3), pipeline_parallel_size=2)
     with pytest.raises(ValueError, match="lora_request='x' is not supported"):
         llm.generate(PROMPTS, lora_request="x")
 

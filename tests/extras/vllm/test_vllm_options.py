@@ -39,10 +39,9 @@ def test_most_are_dropped_at_their_default_and_ours_are_kept():
 
 
 REFUSED = [
-    ("tensor_parallel_size", 2, "one device"),
-    ("pipeline_parallel_size", 4, "one device"),
-    ("data_parallel_size", 2, "one device"),
-    ("distributed_executor_backend", "ray", "one device"),
+    ("pipeline_parallel_size", 4, "tensor parallel ranks"),
+    ("data_parallel_size", 2, "tensor parallel ranks"),
+    ("distributed_executor_backend", "ray", "tensor parallel ranks"),
     ("trust_remote_code", True, "no code of a checkpoint is run"),
     ("tokenizer_mode", "slow", "no code"),
     ("quantization", "awq", "kv_cache_dtype='fp8'"),
@@ -71,15 +70,15 @@ def test_other_values_are_refused_by_name_with_what_there_is_instead(name, value
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("tensor_parallel_size", 1), ("trust_remote_code", False), ("quantization", None), ("swap_space", 0)],
+    [("pipeline_parallel_size", 1), ("trust_remote_code", False), ("quantization", None), ("swap_space", 0)],
 )
 def test_neutral_values_are_dropped(name, value):
     assert options(**{name: value, "seed": 3}) == {"seed": 3}
 
 
 def test_a_neutral_value_has_the_right_type():
-    with pytest.raises(ValueError, match="tensor_parallel_size=True"):
-        options(tensor_parallel_size=True)
+    with pytest.raises(ValueError, match="pipeline_parallel_size=True"):
+        options(pipeline_parallel_size=True)
     with pytest.raises(ValueError, match="trust_remote_code=0"):
         options(trust_remote_code=0)
 

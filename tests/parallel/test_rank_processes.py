@@ -1,0 +1,57 @@
+"""Ranks as the processes that they are: the tokens of one rank, and nothing left behind.
+
+The other tests of this folder know ranks as threads: a process takes two seconds to import torch.
+"""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
+
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=12, logprobs=1),
+    SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=12, top_p=0.9),
+]
+
+
+def answers(llm, prompts=("What is a block table?", "Hello")):
+    outputs = llm.generate(list(prompts), PARAMS, use_tqdm=False)
+    return [(one.token_ids, one.text) for output in outputs for one in output.outputs]
+
+
+def children():
+    """Processes that this one has started, and that have not been waited for."""
+    return {Path(f"/proc/self/task/{task.name}/children").read_text() for task in Path("/proc/self/task").iterdir()}
+
+
+@pytest.fixture
+def nothing_left(tmp_path, monkeypatch):
+    """No process and no file stays when the test is over."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = children()
+    yield
+    assert children() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_bundled_model(nothing_left):
+    """With the machine's best backend and communicator."""
+    expected = answers(LLM(TINY_QWEN3, dtype="float32", device="cpu"))
+    with LLM(TINY_QWEN3, dtype="float32", device="cpu", tensor_parallel_size=2) as llm:
+        assert answers(llm) == expected
+        assert ", 2 ranks (" in llm.engine.description
+
+
+@pytest.mark.slow
+def test_three_ranks_by_gloo(shareable, nothing_left):
+    folder, _ = shareable.make("llama", "biases", 1)
+    options = {"attention_backend": "torch", "device": "cpu", "enable_overlap": True, "block_size": 4}
+    options |= {"num_kv_blocks": 9, "preemption_mode": "swap", "swap_space_bytes": 1 << 16}
+    expected = answers(LLM(folder, **options))
+    with LLM(folder, tensor_parallel_size=3, **options) as llm:
+        assert answers(llm) == expected
+        assert llm.engine.description.endswith("3 ranks (gloo)")
+        assert llm.get_stats().num_swaps > 0
