@@ -83,6 +83,7 @@ def serve(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namesp
         queued = args.server_max_queued_requests
         llm = AsyncLLM.from_engine_args(engine_args, max_queued_requests=queued, trace=trace if trace.sinks else None)
         keep_from_collector()
+        sys.setswitchinterval(TURN_S)
         return llm
 
     def announce(llm: AsyncLLM) -> None:
@@ -90,7 +91,6 @@ def serve(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namesp
         if live is not None:
             print(f"watch it         {url}/ui", flush=True)
 
-    sys.setswitchinterval(TURN_S)
     run(start(make_app(options, live=live), listening, load, announce))
     return 0
 
