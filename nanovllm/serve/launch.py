@@ -30,9 +30,8 @@ except ImportError:
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 QUESTION = "What is a block table?"
 TURN_S = 0.0005
-"""How long a thread may compute in Python while another waits to. A step's kernels run outside of Python's lock, so the
-engine asks for the lock some 30 times in each: beside a thread that computes, Python's own 5 ms made a step of 2 ms take
-150."""
+"""How long a thread may compute in Python while another waits to. A step asks for Python's lock after each of some 30
+kernels: beside a thread that computes, Python's own 5 ms made a step of 2 ms take 150."""
 
 
 def main(arguments: list[str]) -> int:
