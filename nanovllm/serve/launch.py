@@ -29,9 +29,6 @@ except ImportError:
 
 API_KEY_VARIABLE = "NANOVLLM_API_KEY"
 QUESTION = "What is a block table?"
-TURN_S = 0.0005
-"""How long a thread may compute in Python while another waits to. A step asks for Python's lock after each of some 30
-kernels: beside a thread that computes, Python's own 5 ms made a step of 2 ms take 150."""
 
 
 def main(arguments: list[str]) -> int:
@@ -82,7 +79,6 @@ def serve(engine_args: EngineArgs, options: ServerOptions, args: argparse.Namesp
         queued = args.server_max_queued_requests
         llm = AsyncLLM.from_engine_args(engine_args, max_queued_requests=queued, trace=trace if trace.sinks else None)
         keep_from_collector()
-        sys.setswitchinterval(TURN_S)
         return llm
 
     def announce(llm: AsyncLLM) -> None:
