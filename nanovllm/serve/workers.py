@@ -33,8 +33,8 @@ LONG_BODY = 4096  # bytes
 MAX_WAITING = 512  # requests that wait for a thread: many clients may come at once
 TRIM_S = 0.1
 SHORT_TURN_S = 0.0005
-"""While there is work here, how long a thread may compute in Python while another waits to. A step asks for Python's lock
-after each of some 30 kernels: beside a thread that computes, Python's own 5 ms made a step of 2 ms take 150."""
+"""While there is work here: how long a thread may compute in Python when another waits to. A step asks for Python's
+lock after each of some 30 kernels: beside a thread that computes, Python's own 5 ms made a step of 2 ms take 150."""
 
 
 class ClientGone(Exception):

@@ -795,7 +795,7 @@ def test_long_answers_are_written_in_a_thread_and_are_the_same(new_client, monke
         assert told(in_pieces.text) == told(whole.text)
 
 
-@pytest.mark.parametrize(("num_top", "most"), [(3, 200), (None, 20)])
+@pytest.mark.parametrize(("num_top", "most"), [(3, 60), (None, 20)])
 def test_events_that_repeat_a_long_response_are_written_in_a_thread(new_client, monkeypatch, num_top, most):
     """Its 30 tokens come in short events; the last ones repeat them all, three times with their log-probabilities."""
     client, written = new_client(), []
