@@ -78,16 +78,18 @@ def stream(port, waits, starts):
             waits.stop()
             starts.begin()
             connection.sendall(content)
-            received = b""
+            received, is_begun = b"", False
             while b"data: [DONE]" not in received:
                 piece = connection.recv(65536)
                 assert piece
-                if not received:
+                received = received[-30:] + piece
+                if is_begun:
+                    waits.note()
+                elif b"data: " in received:  # headers come before the first token
+                    is_begun = True
                     starts.note()
                     starts.stop()
                     waits.begin()
-                received = received[-30:] + piece
-                waits.note()
 
 
 def main(port):
