@@ -1,6 +1,6 @@
 """What users receive: results of requests, of steps, and the engine's statistics. Records only; names are vLLM's."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -66,7 +66,7 @@ class CompletionOutput(LazyRecord):
     stop_reason: int | str | None
     """The token of `stop_token_ids` or the string of `stop` that ended it, or `kv_cache` when the whole cache was too
     small to go on; None for the model's own end token."""
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: list[Mapping[int, Logprob]] | None = None
     """For each output token, the likeliest tokens and the chosen one by token id."""
     cumulative_logprob: float | None = None
     """Of the whole completion."""
@@ -144,7 +144,7 @@ class RequestOutput(LazyRecord):
     num_cached_tokens: int
     """Prompt tokens whose K and V were found in the prefix cache."""
     metrics: RequestMetrics
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
     """For each prompt token, as `logprobs`; None for the first token, which no other token predicts."""
 
 

@@ -7,12 +7,11 @@ changes. Called by `LLM`, and by `LLMEngine` when requests are added.
 import time
 from collections.abc import Mapping
 from functools import cached_property
-from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from nanovllm.checks import extra
+from nanovllm.checks import check_int, extra
 from nanovllm.engine.assembly import Parts
 from nanovllm.engine.detokenizer import TokenDecoder
 from nanovllm.engine.request import Completion, Request
@@ -195,17 +194,10 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
     if isinstance(token_ids, torch.Tensor):
         token_ids = token_ids.tolist()
     if isinstance(token_ids, bytes | Mapping) or not hasattr(token_ids, "__iter__"):
-        raise TypeError(
-            "a prompt must be a str, a list of token ids, or a dict with prompt or prompt_token_ids, "
-            f"got {type(token_ids).__name__}"
-        )
-    checked = []
-    for i, token_id in enumerate(token_ids):
-        if type(token_id) is not int and (isinstance(token_id, bool) or not isinstance(token_id, Integral)):
-            raise TypeError(f"prompt token ids must be integers, got {token_id!r} at index {i}")
-        checked.append(int(token_id))
-        if not 0 <= checked[i] < vocab_size:
-            raise ValueError(
-                f"token id {checked[i]} at index {i} is outside the vocabulary: allowed are 0 to {vocab_size - 1}"
-            )
-    return checked
+        allowed = "a str, a list of token ids, or a dict with prompt or prompt_token_ids"
+        raise TypeError(f"a prompt must be {allowed}, got {type(token_ids).__name__}")
+    token_ids = list(token_ids)
+    if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= vocab_size:  # usual ones pass soon
+        for i, token_id in enumerate(token_ids):
+            check_int(f"prompt_token_ids[{i}]", token_id, 0, maximum=vocab_size - 1)
+    return list(map(int, token_ids))

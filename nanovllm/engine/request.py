@@ -4,18 +4,43 @@ An output is a snapshot: it shares nothing that changes. `InputProcessor` makes 
 kinds of request (`extras/beam_search`, `extras/embedding`) and of output (`extras/deltas.py`) are subclasses.
 """
 
-from typing import Any
+from collections.abc import Iterator, Mapping
+from itertools import count
 
 from nanovllm.engine.detokenizer import TokenDecoder, make_detokenizer
 from nanovllm.execution.model_runner import StepTokens
-from nanovllm.execution.sampler import LogprobRows
+from nanovllm.execution.sampler import LogprobRow
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.scheduler import Scheduler
 from nanovllm.scheduling.sequence import Sequence
 from nanovllm.scheduling.step import SchedulerOutput
 
-PositionLogprobs = dict[int, Logprob]
+
+class PositionLogprobs(Mapping[int, Logprob]):
+    """As a dict: the chosen token, then the k likeliest (-1: all), as in vLLM; each `Logprob` is made when read."""
+
+    def __init__(self, row: LogprobRow, token_id: int, k: int, decoder: TokenDecoder | None) -> None:
+        value, rank, top, top_ids = row
+        chosen = {token_id: (value, rank)}
+        likeliest = dict(zip(top_ids[: None if k < 0 else k], zip(top, count(1), strict=False), strict=False))
+        self.entries = chosen | likeliest | chosen  # token id -> log-probability, rank
+        self.decoder = decoder
+
+    def __getitem__(self, token_id: int) -> Logprob:
+        return Logprob(*self.entries[token_id], None if self.decoder is None else self.decoder.text_of(token_id))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __reduce__(self) -> tuple[type, tuple[dict[int, Logprob]]]:
+        return dict, (dict(self),)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
 
 class Completion:
@@ -29,7 +54,7 @@ class Completion:
         self.decoder = decoder
         self.detokenizer = make_detokenizer(decoder, seq.sampling_params)
         self.token_ids: list[int] = []  # output tokens that the detokenizer has got
-        self.logprobs: list[PositionLogprobs] | None = None if seq.sampling_params.logprobs is None else []
+        self.logprobs: list[Mapping[int, Logprob]] | None = None if seq.sampling_params.logprobs is None else []
         self.cumulative_logprob = 0.0
         self._text_without_stop = not seq.sampling_params.include_stop_str_in_output
 
@@ -51,11 +76,11 @@ class Completion:
             new = new[:-1]
         self.detokenizer.append(new, seq.finish_reason is not None)
 
-    def add_logprobs(self, rows: LogprobRows, row: int, token_id: int) -> None:
+    def add_logprobs(self, row: LogprobRow, token_id: int) -> None:
         k = self.seq.sampling_params.logprobs
         if self.logprobs is not None and k is not None:
-            self.logprobs.append(position_logprobs(rows, row, token_id, k, self.decoder))
-            self.cumulative_logprob += self.logprobs[-1][token_id].logprob
+            self.logprobs.append(PositionLogprobs(row, token_id, k, self.decoder))
+            self.cumulative_logprob += row[0]
 
     def make_output(self) -> CompletionOutput:
         """All so far."""
@@ -115,7 +140,7 @@ class Request:
         """Take the results of one sequence from row `row` of a step's `tokens`."""
         completion = self.completions[seq.sample_index]
         if tokens.logprobs is not None:
-            completion.add_logprobs(tokens.logprobs, row, tokens.token_ids[row])
+            completion.add_logprobs(tokens.logprobs[row], tokens.token_ids[row])
         if self.reads_each_step:
             completion.read_token(tokens.token_ids[row])
 
@@ -215,14 +240,3 @@ def read_tokens(
             request.read_token(seq, tokens, row)
             advanced_requests[seq.request_id] = request
     return list(advanced_requests.values())
-
-
-def position_logprobs(rows: LogprobRows, row: int, token_id: int, k: int, decoder: Any) -> PositionLogprobs:
-    """The chosen token first, then the k likeliest (all of them for -1), as vLLM orders them."""
-    top_ids, top = rows.top_ids[row], rows.top[row]
-    num_top = len(top_ids) if k < 0 else min(k, len(top_ids))
-    entries = {token_id: (rows.chosen[row], rows.ranks[row])}
-    for rank in range(num_top):
-        entries.setdefault(top_ids[rank], (top[rank], rank + 1))
-    texts = {i: None if decoder is None else decoder.text_of(i) for i in entries}
-    return {i: Logprob(value, rank, texts[i]) for i, (value, rank) in entries.items()}

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.execution.batch import Batch
 from nanovllm.execution.kv_cache import KVCache
-from nanovllm.execution.sampler import Draw, LogprobRows, Logprobs, sample
+from nanovllm.execution.sampler import Draw, LogprobRow, Logprobs, sample
 from nanovllm.execution.sampling_batch import SamplingBatch
 from nanovllm.execution.stages import TapResult
 from nanovllm.layers.backends import AttentionBackend
@@ -30,7 +30,7 @@ class StepTokens(NamedTuple):
     """The result of one step, on the host."""
 
     token_ids: list[int]
-    logprobs: LogprobRows | None  # one row for each token
+    logprobs: list[LogprobRow] | None  # one row for each token
     tapped: tuple[TapResult, ...]
 
 

@@ -16,7 +16,6 @@ Two rows of a vocabulary of four, with the uniform numbers 0.5 and 0.95:
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 import torch
 
@@ -91,17 +90,12 @@ class Logprobs:
     def to_host(self) -> "Logprobs":
         return Logprobs(*[getattr(self, f.name).to("cpu", non_blocking=True) for f in fields(self)])
 
-    def to_rows(self) -> "LogprobRows":
-        return LogprobRows(self.chosen.tolist(), self.ranks.tolist(), self.top.tolist(), self.top_ids.tolist())
+    def to_rows(self) -> "list[LogprobRow]":
+        return list(zip(*(getattr(self, f.name).tolist() for f in fields(self)), strict=True))
 
 
-class LogprobRows(NamedTuple):
-    """`Logprobs` as plain numbers on the host."""
-
-    chosen: list[float]
-    ranks: list[int]
-    top: list[list[float]]
-    top_ids: list[list[int]]
+LogprobRow = tuple[float, int, list[float], list[int]]
+"""A row of `Logprobs` as plain numbers on the host: chosen, rank, top, top_ids."""
 
 
 def compute_logprobs(raw: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> Logprobs:

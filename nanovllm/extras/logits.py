@@ -113,9 +113,12 @@ class BadWords:
     place = 2
 
     def __init__(self, bad_word_ids: list[list[int]]) -> None:
-        self.words = [(word[:-1], word[-1]) for word in bad_word_ids]
-        self.longest = max((len(first) for first, _ in self.words), default=0)
+        self.longest = max((len(word) - 1 for word in bad_word_ids), default=0)
         self.reads_output = self.longest > 0
+        # by the token before the last one (None where there is none): few of 256 words can follow the newest token
+        self.words: dict[int | None, list[tuple[list[int], int]]] = {}
+        for *first, last in bad_word_ids:
+            self.words.setdefault(first[-1] if first else None, []).append((first, last))
 
     @classmethod
     def build(cls, rows: list[StageRow]) -> ForbiddenTokens | None:
@@ -124,8 +127,10 @@ class BadWords:
     def last_tokens(self, seq: Sequence, position: int) -> Iterator[int]:
         """Of the words whose first tokens end the output before `position`."""
         end = seq.token_ids.view(max(seq.num_prompt_tokens, position - self.longest), position).tolist()
-        for first, last in self.words:
-            if not first or end[-len(first) :] == first:
+        for _, last in self.words.get(None, ()):
+            yield last
+        for first, last in self.words.get(end[-1], ()) if end else ():
+            if end[-len(first) :] == first:
                 yield last
 
 

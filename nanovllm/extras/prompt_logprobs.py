@@ -4,7 +4,7 @@ A `Tap` of the first sample's sequence. The row of a token predicts the next tok
 prompt of 8 has the targets 5 … 7. All values are the model's own, before temperature and stages.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from nanovllm.engine.detokenizer import TokenDecoder
-from nanovllm.engine.request import PositionLogprobs, position_logprobs
+from nanovllm.engine.request import PositionLogprobs
 from nanovllm.execution.sampler import Logprobs, compute_logprobs
 from nanovllm.execution.stages import ComputeLogits
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import Logprob, RequestOutput
 from nanovllm.scheduling.sequence import Sequence
 from nanovllm.scheduling.step import SchedulerOutput
 
@@ -34,7 +34,7 @@ class PromptLogprobs:
         self.num_logprobs = num_logprobs
         self.gives_once = gives_once
         self.decoder = decoder
-        self.found: list[PositionLogprobs | None] = [None]  # no token predicts the first
+        self.found: list[Mapping[int, Logprob] | None] = [None]  # no token predicts the first
         self._has_given = False
 
     @classmethod
@@ -95,11 +95,10 @@ class TargetLogprobs(NamedTuple):
 
     def deliver(self, scheduled: SchedulerOutput) -> None:
         """Positions that are computed again, after a preemption, are known already."""
-        rows, first_row = self.logprobs.to_rows(), 0
+        rows = iter(self.logprobs.to_rows())
         for _, seq, positions, tap in chunks_with_targets(scheduled):
-            for row, position in enumerate(positions, first_row):
+            for position in positions:
+                row = next(rows)
                 if position >= len(tap.found):
                     token_id = int(seq.token_ids.data[position])
-                    found = position_logprobs(rows, row, token_id, tap.num_logprobs, tap.decoder)
-                    tap.found.append(found)
-            first_row += len(positions)
+                    tap.found.append(PositionLogprobs(row, token_id, tap.num_logprobs, tap.decoder))

@@ -21,6 +21,7 @@ from nanovllm.serve.sampling import completion_params
 from nanovllm.serve.state import ReadyServer
 from nanovllm.serve.streaming import EventStream, answer_whole
 from nanovllm.serve.structured_outputs import compile_structured_outputs
+from nanovllm.serve.token_bytes import TokenBytes
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -40,7 +41,7 @@ async def create_completion(body: CompletionRequest, request: Request, server: R
     params = await run(lambda check: completion_params(body, engine, form))
     generation = Generation(server, new_id("cmpl", request), prompts, params)
     await generation.start(request, body, "prompt")
-    completions = Completions(body, generation, server.model_name, engine.tokenizer)
+    completions = Completions(body, generation, server.model_name, engine.tokenizer, server.token_bytes)
     if body.stream:
         return EventStream(generation, completions.chunks())
     return await answer_whole(request, generation, completions.whole)
@@ -49,13 +50,20 @@ async def create_completion(body: CompletionRequest, request: Request, server: R
 class Completions:
     """`n` choices for each prompt, numbered prompt by prompt."""
 
-    def __init__(self, body: CompletionRequest, generation: Generation, model_name: str, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        body: CompletionRequest,
+        generation: Generation,
+        model_name: str,
+        tokenizer: Any,
+        token_bytes: TokenBytes,
+    ) -> None:
         self._body = body
         self._generation = generation
         self._model_name = model_name
         self._n = body.n or 1
         num_choices = len(generation.indices) * self._n
-        self._choices = [Choice(body, i, tokenizer) for i in range(num_choices)]
+        self._choices = [Choice(body, i, tokenizer, token_bytes) for i in range(num_choices)]
 
     def whole(self) -> dict[str, Any]:
         outputs = [self._generation.latest[request_id] for request_id in self._generation.indices]
@@ -93,10 +101,11 @@ class Completions:
 class Choice:
     """One completion, and how much of it the client has. With `echo` it begins with the prompt."""
 
-    def __init__(self, body: CompletionRequest, index: int, tokenizer: Any) -> None:
+    def __init__(self, body: CompletionRequest, index: int, tokenizer: Any, token_bytes: TokenBytes) -> None:
         self._body = body
         self._index = index
         self._tokenizer = tokenizer
+        self._token_bytes = token_bytes
         self._is_begun = False
         self._is_finished = False
         self._num_chars = 0  # of the completion
@@ -136,6 +145,6 @@ class Choice:
         return text
 
     def _logprobs(self, positions: list[Any], token_ids: list[int]) -> dict[str, Any]:
-        logprobs = completion_logprobs(positions, token_ids, self._text_offset, self._tokenizer)
+        logprobs = completion_logprobs(positions, token_ids, self._text_offset, self._token_bytes)
         self._text_offset += sum(map(len, logprobs["tokens"]))
         return logprobs

@@ -90,6 +90,10 @@ class Generation:
         num_scored = len(output.prompt_logprobs or ())
         return num_tokens * (1 + (self.params.logprobs or 0)) + num_scored * (1 + (self.params.prompt_logprobs or 0))
 
+    @property
+    def shows_logprobs(self) -> bool:
+        return self.params.logprobs is not None
+
     async def finish(self) -> list[RequestOutput]:
         """Wait for all, and return the last outputs in the order of the prompts."""
         async for _ in self.outputs():

@@ -1,46 +1,59 @@
-"""Log-probabilities as OpenAI's two endpoints show them."""
+"""Log-probabilities as OpenAI's two endpoints show them.
 
-from collections.abc import Sequence
+An answer may have a hundred thousand. So those of a chat, which tell the bytes of each token, are written here at once,
+from the JSON of each token that `TokenBytes` keeps: as values of Python they would take twenty times as long.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nanovllm.engine.request import PositionLogprobs
 from nanovllm.outputs import Logprob
+from nanovllm.serve.streaming import Written
 from nanovllm.serve.token_bytes import TokenBytes
+
+Position = Mapping[int, Logprob]
 
 LOWEST = -9999.0  # in place of minus infinity (a token that cannot be drawn), which JSON lacks
 
 
-def finite(logprob: float) -> float:
-    return max(logprob, LOWEST)
+def entries_of(position: Position) -> Mapping[int, tuple[float, int]]:
+    """Token id -> log-probability, which is finite, and rank."""
+    if isinstance(position, PositionLogprobs):
+        entries = position.entries
+    else:  # has been copied, or sent from another process
+        entries = {i: (one.logprob, one.rank) for i, one in position.items()}
+    return {i: (value if value > LOWEST else LOWEST, rank) for i, (value, rank) in entries.items()}
 
 
 def chat_logprobs(
-    positions: Sequence[dict[int, Logprob]], token_ids: Sequence[int], num_top: int, token_bytes: TokenBytes
-) -> dict[str, Any]:
+    positions: Sequence[Position], token_ids: Sequence[int], num_top: int, token_bytes: TokenBytes
+) -> dict[str, list[Written]]:
     """For each token its own entry, and those of the `num_top` likeliest."""
-    content = []
+    json_of, content = token_bytes.json_of, []
     for position, token_id in zip(positions, token_ids, strict=True):
-        likeliest = sorted(position, key=lambda i: position[i].rank)[:num_top]
-        top = [chat_entry(i, position[i], token_bytes) for i in likeliest]
-        content.append(chat_entry(token_id, position[token_id], token_bytes) | {"top_logprobs": top})
+        entries, top = entries_of(position), []
+        for i in sorted(entries, key=lambda i: entries[i][1])[:num_top]:
+            token, its_bytes = json_of(i)
+            top.append(f'{{"token":{token},"logprob":{entries[i][0]!r},"bytes":{its_bytes}}}')
+        token, its_bytes = json_of(token_id)
+        own = f'"token":{token},"logprob":{entries[token_id][0]!r},"bytes":{its_bytes}'
+        content.append(Written(f'{{{own},"top_logprobs":[{",".join(top)}]}}'.encode("ascii")))
     return {"content": content}
 
 
-def chat_entry(token_id: int, one: Logprob, token_bytes: TokenBytes) -> dict[str, Any]:
-    token = one.decoded_token or ""
-    return {"token": token, "logprob": finite(one.logprob), "bytes": list(token_bytes.of(token_id, token))}
-
-
 def completion_logprobs(
-    positions: Sequence[dict[int, Logprob] | None], token_ids: Sequence[int], offset: int, tokenizer: Any
+    positions: Sequence[Position | None], token_ids: Sequence[int], offset: int, token_bytes: TokenBytes
 ) -> dict[str, Any]:
     """`offset` is the length of the text before the first token; the first token of a prompt has no log-probability."""
-    tokens, offsets, top = [], [], []
+    text_of, tokens, offsets = token_bytes.text_of, [], []
     chosen: list[float | None] = []
+    top: list[dict[str, float] | None] = []
     for position, token_id in zip(positions, token_ids, strict=True):
-        token = position[token_id].decoded_token if position else None
-        tokens.append(token or ("" if tokenizer is None else tokenizer.decode([token_id])))
+        entries = entries_of(position) if position else None
+        tokens.append(text_of(token_id))
         offsets.append(offset)
         offset += len(tokens[-1])
-        chosen.append(finite(position[token_id].logprob) if position else None)
-        top.append({one.decoded_token or "": finite(one.logprob) for one in position.values()} if position else None)
+        chosen.append(entries[token_id][0] if entries else None)
+        top.append({text_of(i): value for i, (value, _) in entries.items()} if entries else None)
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}

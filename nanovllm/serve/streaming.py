@@ -8,6 +8,7 @@ write takes 1.5 times the processor time, and it takes over `uvicorn`'s signals.
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,17 @@ LONG_ANSWER = 4096  # tokens and log-probabilities, or values of JSON in events;
 PIECE = 1000  # values of JSON that are written together
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A value whose JSON is there already, in ASCII. `encode` knows it only if it is given a `check`."""
+
+    json: bytes
+
+
+def go_on() -> None:
+    """A check that lets all work be done."""
+
+
 async def answer_whole(request: Request, generation: Generation, make_answer: Callable[[], dict[str, Any]]) -> Response:
     """Wait for a generation, then send what `make_answer` makes of it."""
 
@@ -33,7 +45,7 @@ async def answer_whole(request: Request, generation: Generation, make_answer: Ca
         await generation.finish()
         generation.close()
         if generation.take_num_new() <= LONG_ANSWER:
-            return encode(make_answer())
+            return encode(make_answer(), go_on if generation.shows_logprobs else None)
         return await generation.workers.write(request.state.caller, lambda check: encode(make_answer(), check))
 
     try:
@@ -101,7 +113,7 @@ class EventStream(StreamingResponse):
         if self._generation.take_num_new() <= LONG_ANSWER:
             values = list(values)
             if is_short(values, LONG_ANSWER):
-                return self._encode_all(values, None)
+                return self._encode_all(values, go_on if self._generation.shows_logprobs else None)
         return await self._generation.workers.write(self._caller, partial(self._encode_all, values))
 
     def _encode_all(self, values: Iterable[dict[str, Any]], check: Check | None) -> bytes:
@@ -116,14 +128,16 @@ ENCODER = json.JSONEncoder(separators=(",", ":"))  # `json.dumps` would make one
 
 
 def encode(value: Any, check: Check | None = None) -> bytes:
-    """JSON. With `check` it is written in pieces: the encoder does not let other threads in."""
+    """JSON. With `check` it is written in pieces, since the encoder does not let other threads in."""
     return ENCODER.encode(value).encode("ascii") if check is None else b"".join(pieces_of(value, check))
 
 
 def pieces_of(value: Any, check: Check) -> Iterator[bytes]:
     """The JSON of `value`, at most `PIECE` values at a time."""
     check()
-    if is_short(value, PIECE):
+    if isinstance(value, Written):
+        yield value.json
+    elif is_short(value, PIECE, is_plain=True):
         yield encode(value)
     elif isinstance(value, dict):
         for i, (key, one) in enumerate(value.items()):
@@ -137,10 +151,12 @@ def pieces_of(value: Any, check: Check) -> Iterator[bytes]:
         yield b"]"
 
 
-def is_short(value: Any, most: int) -> bool:
-    """Whether it holds at most `most` values."""
+def is_short(value: Any, most: int, is_plain: bool = False) -> bool:
+    """Whether it holds at most `most` values; with `is_plain`, none of which is `Written`."""
     left, num_values = [value], 0
     while left and num_values < most:
         one, num_values = left.pop(), num_values + 1
+        if is_plain and isinstance(one, Written):
+            return False
         left += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
     return not left

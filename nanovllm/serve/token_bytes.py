@@ -4,17 +4,23 @@
                      "<0xC3>" "<0xA9>" in SentencePiece's      [195] [169]
 """
 
+import json
 import re
+from functools import lru_cache
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 SPACE = "▁"  # SentencePiece's spelling of a space
+MAX_KEPT = 2**14  # tokens
 
 
 class TokenBytes:
-    """How a tokenizer spells bytes in its vocabulary, told by its decoder."""
+    """How a tokenizer spells bytes in its vocabulary, told by its decoder.
+
+    `text_of(token_id)` is the text of a token by itself; `json_of(token_id)` this text and the bytes as JSON.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -24,6 +30,16 @@ class TokenBytes:
         self._is_byte_level = b'"ByteLevel"' in state
         self._has_spaces = SPACE.encode() in state
         self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()} if self._is_byte_level else {}
+        # likely tokens are asked for again and again, and their spelling takes ten times as long as their look-up
+        self.text_of = lru_cache(MAX_KEPT)(self._find_text)
+        self.json_of = lru_cache(MAX_KEPT)(self._write)
+
+    def _find_text(self, token_id: int) -> str:
+        return "" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+
+    def _write(self, token_id: int) -> tuple[str, str]:
+        text = self.text_of(token_id)
+        return json.dumps(text), json.dumps(list(self.of(token_id, text)), separators=(",", ":"))
 
     def of(self, token_id: int, text: str) -> bytes:
         """text: of the token by itself, for vocabularies of another kind."""

@@ -12,6 +12,7 @@ Callers take turns: one that has much work waiting delays each turn of another b
 import asyncio
 import ctypes
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -31,6 +32,9 @@ Check = Callable[[], None]
 LONG_BODY = 4096  # bytes
 MAX_WAITING = 512  # requests that wait for a thread: many clients may come at once
 TRIM_S = 0.1
+SHORT_TURN_S = 0.0005
+"""While there is work here: how long a thread may compute in Python when another waits to. A step asks for Python's
+lock after each of some 30 kernels: beside a thread that computes, Python's own 5 ms made a step of 2 ms take 150."""
 
 
 class ClientGone(Exception):
@@ -49,6 +53,8 @@ class Workers:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="nanovllm-serve")
         self._turns = Turns(num_threads)
         self._is_trim_due = False
+        self._num_working = 0
+        self._usual_turn_s = sys.getswitchinterval()
 
     def trim_soon(self) -> None:
         """Give free memory back to the system: glibc keeps what large texts took. Calls meanwhile do it once."""
@@ -71,6 +77,15 @@ class Workers:
         """`function(check)` in a thread, for an answer: what has been computed is never refused."""
         return await self._in_thread(caller, function, is_bounded=False)
 
+    def _end(self) -> None:
+        self._count_working(-1)
+        self._turns.end()
+
+    def _count_working(self, difference: int) -> None:
+        """Turns are short only while a thread works: many switches cost a busy server throughput."""
+        self._num_working += difference
+        sys.setswitchinterval(SHORT_TURN_S if self._num_working else self._usual_turn_s)
+
     def _trim(self) -> None:
         self._is_trim_due = False
         with suppress(OSError, AttributeError):  # another C library
@@ -84,9 +99,10 @@ class Workers:
                 raise ClientGone
 
         await self._turns.take(caller, is_bounded)
+        self._count_working(1)
         working = self._pool.submit(function, check)
         # the turn ends with the thread's work, which goes on for a while when the client leaves
-        working.add_done_callback(lambda _: call_in_loop(loop, self._turns.end))
+        working.add_done_callback(lambda _: call_in_loop(loop, self._end))
         try:
             return await asyncio.wrap_future(working)
         finally:

@@ -1,4 +1,4 @@
-"""Outputs whose token ids and metrics are made when they are first read.
+"""Outputs whose token ids, metrics and log-probabilities are made when they are read.
 
 Oracle: the same requests, whose outputs are read at once; an output read at the end must say the same.
 """
@@ -8,10 +8,13 @@ import gc
 import pickle
 import weakref
 from dataclasses import asdict, fields, replace
+from types import SimpleNamespace
 
 import pytest
 
-from nanovllm import LLM, CompletionOutput, RequestOutput, RequestOutputKind, SamplingParams
+from nanovllm import LLM, CompletionOutput, Logprob, RequestOutput, RequestOutputKind, SamplingParams
+from nanovllm.engine import request
+from nanovllm.engine.request import PositionLogprobs
 from tests.tiny_tokenizers import byte_level, copy_checkpoint
 
 TOKENIZER = byte_level()
@@ -143,3 +146,53 @@ def test_a_finished_output_keeps_no_request(folder):
     gc.collect()
     assert len(outputs) == len(PROMPTS)
     assert {ref() for ref in requests} == {None}
+
+
+# ---- log-probabilities
+
+ROW = (-2.5, 4, [-0.5, -1.0, -1.5, -2.0], [7, 3, 9, 1])  # the chosen token's value and rank, the likeliest
+TIED = (-1.0, 2, [-0.5, -1.0, -1.0], [7, 3, 9])  # token 9 is as likely as 3
+NAMES = SimpleNamespace(text_of=lambda token_id: f"<{token_id}>")
+
+
+@pytest.mark.parametrize(
+    ("row", "token_id", "k", "expected"),
+    [
+        (ROW, 5, 2, {5: (-2.5, 4), 7: (-0.5, 1), 3: (-1.0, 2)}),
+        (ROW, 5, 0, {5: (-2.5, 4)}),
+        (ROW, 5, -1, {5: (-2.5, 4), 7: (-0.5, 1), 3: (-1.0, 2), 9: (-1.5, 3), 1: (-2.0, 4)}),
+        (ROW, 5, 9, {5: (-2.5, 4), 7: (-0.5, 1), 3: (-1.0, 2), 9: (-1.5, 3), 1: (-2.0, 4)}),
+        (TIED, 9, 3, {9: (-1.0, 2), 7: (-0.5, 1), 3: (-1.0, 2)}),  # the chosen token's own rank, not its place
+        (TIED, 7, 1, {7: (-1.0, 2)}),
+    ],
+)
+def test_a_position_is_a_dict_of_the_chosen_token_and_the_likeliest(row, token_id, k, expected):
+    found = PositionLogprobs(row, token_id, k, NAMES)
+    made = {i: Logprob(value, rank, f"<{i}>") for i, (value, rank) in expected.items()}
+    assert found == made
+    assert made == found
+    assert found != {**made, 8: Logprob(0.0, 1, "<8>")}
+    assert list(found) == list(made)
+    assert list(found.items()) == list(made.items())
+    assert repr(found) == repr(made)
+    assert len(found) == len(made)
+    assert found.get(8) is None
+    assert 8 not in found
+    with pytest.raises(KeyError):
+        found[8]
+    for way in (copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
+        assert type(way(found)) is dict
+        assert list(way(found).items()) == list(made.items())
+    assert [one.decoded_token for one in PositionLogprobs(row, token_id, k, None).values()] == [None] * len(made)
+
+
+def test_no_object_is_made_before_it_is_read(folder, monkeypatch):
+    made = []
+    monkeypatch.setattr(request, "Logprob", lambda *values: made.append(values) or Logprob(*values))
+    outputs = outputs_of(make_engine(folder), logprobs=3, prompt_logprobs=2)
+    assert len(outputs) > 30
+    assert made == []
+    (completion,) = outputs[-1].outputs
+    last = completion.token_ids[-1]
+    assert completion.logprobs[-1][last].rank >= 1
+    assert len(made) == 1

@@ -2,6 +2,8 @@
 
     python -S bystander.py PORT     each line on its input is answered with the longest waits, in ms, since the last one
 
+When the stream ends, it is begun anew. `start` is how long its first token took: it queues behind what came before.
+
 A process of its own, with nothing but sockets: what a test does meanwhile does not disturb its clock.
 """
 
@@ -20,10 +22,10 @@ class Waits:
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._since, self._longest = time.perf_counter(), 0.0
+        self._since, self._longest = None, 0.0
 
     def note(self):
-        """What was waited for has come."""
+        """What was waited for has come, and the next is waited for."""
         with self._lock:
             now = time.perf_counter()
             self._longest, self._since = max(self._longest, now - self._since), now
@@ -32,12 +34,19 @@ class Waits:
         with self._lock:
             self._since = time.perf_counter()
 
+    def stop(self):
+        """Nothing is waited for."""
+        with self._lock:
+            self._since = None
+
     def take(self):
         """In ms; the next one counts from now."""
         with self._lock:
-            now = time.perf_counter()
-            longest = max(self._longest, now - self._since)
-            self._longest, self._since = 0.0, now
+            now, longest = time.perf_counter(), self._longest
+            if self._since is not None:
+                longest = max(longest, now - self._since)
+                self._since = now
+            self._longest = 0.0
             return 1000 * longest
 
 
@@ -62,25 +71,34 @@ def poll(port, waits):
             time.sleep(PAUSE_S)
 
 
-def stream(port, waits):
+def stream(port, waits, starts):
     content = request("/v1/completions", "POST", json.dumps(STREAM).encode())
     with connect(port) as connection:
         while True:
+            waits.stop()
+            starts.begin()
             connection.sendall(content)
-            received = b""
+            received, is_begun = b"", False
             while b"data: [DONE]" not in received:
                 piece = connection.recv(65536)
                 assert piece
                 received = received[-30:] + piece
-                waits.note()
+                if is_begun:
+                    waits.note()
+                elif b"data: " in received:  # headers come before the first token
+                    is_begun = True
+                    starts.note()
+                    starts.stop()
+                    waits.begin()
 
 
 def main(port):
-    health, text = Waits(), Waits()
-    for follow, waits in ((poll, health), (stream, text)):
-        threading.Thread(target=follow, args=[port, waits], daemon=True).start()
+    health, text, starts = Waits(), Waits(), Waits()
+    threading.Thread(target=poll, args=[port, health], daemon=True).start()
+    threading.Thread(target=stream, args=[port, text, starts], daemon=True).start()
     for _ in sys.stdin:
-        print(json.dumps({"health": health.take(), "stream": text.take()}), flush=True)
+        taken = {"health": health.take(), "stream": text.take(), "start": starts.take()}
+        print(json.dumps(taken), flush=True)
 
 
 if __name__ == "__main__":

@@ -383,7 +383,7 @@ def test_consumers_that_come_and_go_at_random(llm, expected):
     ("arguments", "error", "message"),
     [
         ({"prompt": []}, ValueError, "the prompt is empty"),
-        ({"prompt": [1, 300]}, ValueError, "token id 300"),
+        ({"prompt": [1, 300]}, ValueError, r"prompt_token_ids\[1\] must be .* <= 299, got 300"),
         ({"prompt": [1], "sampling_params": {"max_tokens": 1}}, TypeError, "must be a SamplingParams"),
         ({"prompt": [1], "sampling_params": SamplingParams(stop_token_ids=[300])}, ValueError, "stop_token_ids"),
         ({"prompt": [1], "priority": "high"}, TypeError, "priority must be an int"),

@@ -1,6 +1,7 @@
 """`/v1/chat/completions`: the template's prompt, the engine's answer, and streams that add up to the whole."""
 
 import asyncio
+import json
 
 import pytest
 import torch
@@ -133,8 +134,9 @@ def test_what_can_never_be_drawn_is_finite_in_json(client):
     from nanovllm.serve.token_bytes import TokenBytes
 
     positions = [{5: Logprob(float("-inf"), 1, "x")}]
-    assert chat_logprobs(positions, [5], 1, TokenBytes(None))["content"][0]["logprob"] == -9999.0
-    assert completion_logprobs(positions, [5], 0, None)["token_logprobs"] == [-9999.0]
+    (entry,) = chat_logprobs(positions, [5], 1, TokenBytes(None))["content"]
+    assert json.loads(entry.json)["logprob"] == -9999.0
+    assert completion_logprobs(positions, [5], 0, TokenBytes(None))["token_logprobs"] == [-9999.0]
 
 
 def test_names_of_the_model(client):

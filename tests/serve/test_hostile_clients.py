@@ -166,7 +166,7 @@ THRICE = (
     b'{"input":"a","stream":true,"max_output_tokens":1,"tools":[{"type":"function","name":"f","parameters":{"enum":['
 )
 BAD_WORDS = b',"max_tokens":1,"bad_words":[' + b",".join(b'"abc def ghi %d"' % i for i in range(256)) + b"]}"
-LOGPROBS = b',"n":4,"temperature":1,"max_tokens":100,"ignore_eos":true,"logprobs":true,"top_logprobs":20}'
+LOGPROBS = b',"n":16,"temperature":1,"max_tokens":100,"ignore_eos":true,"logprobs":true,"top_logprobs":20}'
 CALL = MESSAGE[:-1] + b',"tool_calls":[{"function":{"name":"f","arguments":"['
 
 
@@ -241,7 +241,9 @@ class Attacked:
         """The longest waits since the last call, in ms."""
         self._bystander.stdin.write("\n")
         self._bystander.stdin.flush()
-        return json.loads(self._bystander.stdout.readline())
+        waits = json.loads(self._bystander.stdout.readline())
+        del waits["start"]  # a stream that begins queues behind the body's prompts; one that runs is computed with them
+        return waits
 
     def post(self, url, body):
         head = (

@@ -1,7 +1,16 @@
 """The bytes of tokens: of every kind of vocabulary, together they are the text that was encoded."""
 
-import pytest
+import math
+import random
 
+import pytest
+from transformers import AutoTokenizer
+
+from nanovllm import TINY_QWEN3
+from nanovllm.engine.detokenizer import TokenDecoder
+from nanovllm.engine.request import PositionLogprobs
+from nanovllm.serve.logprobs import chat_logprobs
+from nanovllm.serve.streaming import Written, encode, go_on
 from nanovllm.serve.token_bytes import TokenBytes
 from tests.tiny_tokenizers import byte_level, metaspace, sentencepiece
 
@@ -33,3 +42,47 @@ def test_other_tokens():
     assert TokenBytes(None).of(5, "") == b""
     tokenizer = metaspace()
     assert TokenBytes(tokenizer).of(tokenizer.convert_tokens_to_ids("▁a"), "a") == b" a"
+
+
+def test_log_probabilities_are_written_as_their_values_would_be():
+    """Oracle: the objects that a user of the engine reads, as `json` writes them."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_QWEN3)
+    token_bytes, rng = TokenBytes(tokenizer), random.Random(0)
+    # the last is a token that the tokenizer does not know
+    chosen = [
+        *tokenizer.encode('é "\\" \n'),
+        tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        len(tokenizer) + 5,
+    ]  # and one that the tokenizer does not know
+    positions = [
+        PositionLogprobs(
+            (value, rng.randrange(1, 9), [-rng.random() for _ in range(5)], rng.sample(range(len(tokenizer)), 5)),
+            token_id,
+            rng.randrange(6),
+            TokenDecoder(tokenizer),
+        )
+        for token_id, value in zip(chosen, [-math.inf, 0.0, *(-1e-7 * i for i in range(len(chosen)))], strict=False)
+    ]
+
+    def entry(token_id, one):
+        value = max(one.logprob, -9999.0)
+        token = one.decoded_token
+        return {"token": token, "logprob": value, "bytes": list(token_bytes.of(token_id, token))}
+
+    for num_top in (0, 2, 5):
+        expected = []
+        for position, token_id in zip(positions, chosen, strict=True):
+            likeliest = sorted(position, key=lambda i, one=position: one[i].rank)[:num_top]
+            top = [entry(i, position[i]) for i in likeliest]
+            expected.append({**entry(token_id, position[token_id]), "top_logprobs": top})
+        for given in (positions, list(map(dict, positions))):
+            written = chat_logprobs(given, chosen, num_top, token_bytes)
+            answer = [{"index": 0, "logprobs": written}] * 2
+            text = encode(answer, go_on)
+            assert text == encode([{"index": 0, "logprobs": {"content": expected}}] * 2)
+
+
+def test_what_is_written_already_is_never_written_as_a_text():
+    with pytest.raises(TypeError):
+        encode({"a": [Written(b"{}")]})
+    assert encode({"a": [Written(b"{}"), 1], "b": Written(b"[2]")}, go_on) == b'{"a":[{},1],"b":[2]}'

@@ -101,11 +101,10 @@ class BeamSearch(Request):
     def read_token(self, seq: Sequence, tokens: StepTokens, row: int) -> None:
         """Keep the candidates of one beam. A beam that is computed again after preemption gets the same ones again."""
         assert tokens.logprobs is not None
-        k = self._num_candidates
-        top, top_ids = tokens.logprobs.top[row][:k], tokens.logprobs.top_ids[row][:k]
+        _, _, top, top_ids = tokens.logprobs[row]
         for beam in self.beams:
             if beam.seq is seq and not beam.is_astray:
-                beam.candidates = list(zip(top, top_ids, strict=True))
+                beam.candidates = list(zip(top, top_ids, strict=True))[: self._num_candidates]
 
     def end_step(self, scheduler: Scheduler, now: float) -> None:
         """If all beams have their candidates, choose those that go on, and the next token of each."""

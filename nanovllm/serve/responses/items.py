@@ -11,6 +11,8 @@ import copy
 from typing import Any
 from uuid import uuid4
 
+from nanovllm.serve.streaming import Written
+
 Event = dict[str, Any]
 
 ADDED, DONE = "response.output_item.added", "response.output_item.done"
@@ -24,9 +26,9 @@ class OutputItems:
         self.reasoning = ""
         self._is_open = False
         self._call_index = -1  # of the chat's call that is the open item
-        self._logprobs: list[dict[str, Any]] = []  # of tokens that no event has told yet
+        self._logprobs: list[Written] = []  # of tokens that no event has told yet
 
-    def feed(self, deltas: list[dict[str, Any]], logprobs: list[dict[str, Any]]) -> list[Event]:
+    def feed(self, deltas: list[dict[str, Any]], logprobs: list[Written]) -> list[Event]:
         """The events of an answer's new deltas; logprobs are those of its new tokens."""
         self._logprobs += logprobs
         events: list[Event] = []

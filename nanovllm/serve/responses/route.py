@@ -21,7 +21,7 @@ from nanovllm.serve.responses.conversation import as_response, to_chat
 from nanovllm.serve.responses.items import OutputItems
 from nanovllm.serve.responses.protocol import ResponsesRequest
 from nanovllm.serve.state import ReadyServer
-from nanovllm.serve.streaming import EventStream, answer_whole, encode
+from nanovllm.serve.streaming import EventStream, Written, answer_whole, encode
 from nanovllm.serve.token_bytes import TokenBytes
 from nanovllm.serve.workers import Check
 
@@ -100,7 +100,7 @@ class GrowingResponse:
         """The events of what is new."""
         reason = completion.finish_reason
         deltas = self._answer.feed(completion.text[self._num_chars :], reason is not None)
-        logprobs = []
+        logprobs: list[Written] = []
         if self._num_top is not None and completion.logprobs is not None:
             new = slice(self._num_tokens, None)
             positions, token_ids = completion.logprobs[new], completion.token_ids[new]
