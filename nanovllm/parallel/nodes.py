@@ -34,8 +34,8 @@ SILENCE_S = 20  # after this silence the kernel asks whether the other machine i
 logger = logging.getLogger(__name__)
 
 
-def accept_ranks(config: Config, ranks: range) -> list[socket.socket]:
-    """The sockets of ranks on other machines, in their order. Waits until all have come."""
+def accept_ranks(config: Config, ranks: range) -> tuple[list[socket.socket], socket.socket]:
+    """The sockets of ranks on other machines, in their order; waits until all have come. And the open port."""
     family = socket.AF_INET6 if ":" in config.master_addr else socket.AF_INET
     try:
         listening = socket.create_server((config.master_addr, config.master_port), family=family)
@@ -45,11 +45,21 @@ def accept_ranks(config: Config, ranks: range) -> list[socket.socket]:
             f"got {config.master_addr}:{config.master_port}: {error.strerror or error}"
         ) from error
     with Reception(listening, config, ranks) as reception:
-        return reception.wait()
+        return reception.wait(), listening
+
+
+def turn_away(listening: socket.socket) -> None:
+    """Tell one more caller that nobody is missing."""
+    with suppress(OSError):  # it has left again
+        peer, address = listening.accept()
+        with peer:
+            peer.setblocking(False)
+            logger.warning(f"{address[0]} calls, but all ranks are there")
+            send_json(peer, {"refused": "all ranks of its engine are there; each machine needs a node_rank of its own"})
 
 
 class Reception:
-    """Rank 0's port, and who has called. Closes the port in the end, and what is not taken by `wait`."""
+    """Rank 0's port, and who has called. In the end it closes what `wait` has not taken; at an error, the port too."""
 
     def __init__(self, listening: socket.socket, config: Config, ranks: range) -> None:
         self._listening = listening
@@ -140,9 +150,11 @@ class Reception:
     def __enter__(self) -> "Reception":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for peer in (self._listening, *self._callers, *self._found.values()):
+    def __exit__(self, error: object, *_: object) -> None:
+        for peer in (*self._callers, *self._found.values()):
             peer.close()
+        if error is not None:
+            self._listening.close()
 
 
 class Caller:

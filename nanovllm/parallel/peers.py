@@ -23,6 +23,7 @@ import numpy as np
 
 from nanovllm.extras.dead import EngineDeadError
 from nanovllm.parallel.messages import MAX_LINE, send_json
+from nanovllm.parallel.nodes import turn_away
 
 Start = Callable[[], "Iterator[subprocess.Popen[bytes]]"]
 T = TypeVar("T")
@@ -34,13 +35,15 @@ class Peers:
     """`sockets[i]` leads to rank i + 1. When one of these ranks ends, or `stop` is called, all of them end.
 
     start: starts the processes of this machine, which are the first of these ranks, one after the other.
+    listening: a port, at which more callers are turned away.
     """
 
-    def __init__(self, sockets: Sequence[socket.socket], start: Start) -> None:
+    def __init__(self, sockets: Sequence[socket.socket], start: Start, listening: socket.socket | None = None) -> None:
         self.failure: EngineDeadError | None = None
         self._on_failure: list[Callable[[EngineDeadError], None]] = []
         self._sockets = dict(enumerate(sockets, 1))
         self._start = start
+        self._listening = listening
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._is_ready = threading.Condition(self._lock)  # or failed
@@ -146,12 +149,16 @@ class Peers:
                 self._processes.append(process)
             poll, ranks = select.poll(), {peer.fileno(): rank for rank, peer in self._sockets.items()}
             lines = dict.fromkeys(self._sockets, b"")
-            for number in (*ranks, self._wakes.fileno()):
-                poll.register(number, select.POLLIN)
+            port = -1 if self._listening is None else self._listening.fileno()
+            for number in (*ranks, self._wakes.fileno(), port):
+                if number >= 0:
+                    poll.register(number, select.POLLIN)
             while not self._is_stopping and self.failure is None:
                 for number, _ in poll.poll():
                     if number in ranks and not self._read(ranks[number], lines):
                         poll.unregister(number)
+                    if number == port and self._listening is not None:
+                        turn_away(self._listening)
         except Exception as error:
             self.fail(f"the other ranks cannot be started, or heard: {type(error).__name__}: {error}")
         finally:
@@ -199,6 +206,8 @@ class Peers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self._listening is not None:
+            self._listening.close()
         self._on_failure = []
         self._waker.close()
         self._wakes.close()

@@ -51,14 +51,18 @@ def start_process(
         )
 
 
-def accept_other_machines(config: Config) -> list[socket.socket]:
-    """Sockets to the ranks of other machines; waits until all have come."""
+Remote = tuple[list[socket.socket], socket.socket | None]
+"""Sockets to the ranks of other machines, and the port that these have called."""
+
+
+def accept_other_machines(config: Config) -> Remote:
+    """Waits until all ranks of other machines have come."""
     num_local = config.tensor_parallel_size // config.nnodes
-    return accept_ranks(config, range(num_local, config.tensor_parallel_size)) if config.nnodes > 1 else []
+    return accept_ranks(config, range(num_local, config.tensor_parallel_size)) if config.nnodes > 1 else ([], None)
 
 
-def start_peers(remote: list[socket.socket], num_local: int, num_threads: int, memory: int, folder: str) -> Peers:
-    """Start the other ranks of this machine. `remote`: those of others; `memory`: the number of a file, or -1"""
+def start_peers(remote: Remote, num_local: int, num_threads: int, memory: int, folder: str) -> Peers:
+    """Start the other ranks of this machine. `memory`: the number of a file, or -1"""
     pairs = [socket.socketpair() for _ in range(1, num_local)]
     inherited = () if memory < 0 else (memory,)
 
@@ -66,7 +70,7 @@ def start_peers(remote: list[socket.socket], num_local: int, num_threads: int, m
         for _, theirs in pairs:
             yield start_process(theirs, inherited, num_threads, folder)
 
-    return Peers([ours for ours, _ in pairs] + remote, start)
+    return Peers([ours for ours, _ in pairs] + remote[0], start, remote[1])
 
 
 def run_node(config: Config) -> NoReturn:

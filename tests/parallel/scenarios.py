@@ -1,7 +1,7 @@
 """What happens to a driver of two ranks, from its inside: each scenario is called in a process of its own.
 
 A scenario prints {"seconds": …}, the time from its fault to the error that it becomes; what is expected of it is
-asserted. How its process ends, and what it leaves, others look at (`many_faults.py`, `test_faults.py`).
+asserted. How its process ends, and what it leaves, others look at (`many_faults.py`, `test_rank_faults.py`).
 """
 
 import asyncio
@@ -41,12 +41,22 @@ def tokens_of(llm, params=GREEDY):
 
 def children():
     """Process ids of this process, the dead ones that it has not waited for included."""
-    tasks = Path("/proc/self/task").iterdir()
-    return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def worker_pids():
-    return [pid for pid in children() if b"rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in children() if is_rank(pid)]
+
+
+def is_rank(pid):
+    try:
+        return b"rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
 
 
 class Fault:

@@ -80,11 +80,13 @@ class Driver:
     output: Path
     folder: Path
     """Its TMPDIR."""
+    has_ended: bool = False
 
     def wait(self, timeout_s=60.0):
         """Its exit status."""
         status = self.zygote.ask({"wait": {"pid": self.pid, "timeout_s": timeout_s}})
         assert status is not None, f"does not end: {self.said()}"
+        self.has_ended = True
         return status
 
     def said(self):
@@ -99,7 +101,8 @@ class Driver:
         return time.monotonic() - begin
 
     def kill(self):
-        for pid in marked_processes(self.mark):
+        # the driver's own environment in /proc is the zygote's
+        for pid in (*marked_processes(self.mark), *([] if self.has_ended else [self.pid])):
             with contextlib.suppress(OSError):
                 os.kill(pid, 9)
 

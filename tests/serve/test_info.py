@@ -104,7 +104,15 @@ def test_the_server_and_the_engine_observe_the_same_histograms(client, llm):
             assert list(metric.buckets) == [bound for bound in served.pop(metric.name) if bound]
         else:
             served.pop(metric.name, None)
-    assert not served
+    assert set(served) == {"nanovllm:engine_info"}
+
+
+def test_metrics_say_what_computes(client, llm):
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    (sample,) = next(family for family in families if family.name == "nanovllm:engine_info").samples
+    assert sample.value == 1
+    assert sample.labels["description"] == llm.engine.description
+    assert sample.labels["tensor_parallel_size"] == "1"
 
 
 def test_each_request_has_a_line_in_the_log(client, caplog):

@@ -242,7 +242,7 @@ def test_the_command(with_tokenizer, tmp_path):
 def test_flags_reach_the_server_and_its_engine(monkeypatch):
     seen = []
 
-    def start(app, listening, load, announce):
+    def start(app, listening, load, *_):
         listening.close()
         seen.append(app.state.server.options)
         load()

@@ -69,9 +69,9 @@ def plant(worker, fault):
 
 
 def strike(fault):
-    with open(fault["mark"] + ".new", "w") as mark:
+    with open(f"{fault['mark']}.{os.getpid()}", "w") as mark:  # several ranks may come here
         json.dump({"time": time.monotonic(), "pid": os.getpid()}, mark)
-    os.rename(mark.name, fault["mark"])
+    os.replace(mark.name, fault["mark"])
     KINDS[fault["kind"]]()
 
 
