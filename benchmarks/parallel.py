@@ -3,8 +3,8 @@
     python -m benchmarks.parallel                    # the message of a step of 256 decodes
     python -m benchmarks.parallel --turns 3          # and the workload W of bench.py, in turns
 
-In each turn `bench.py` runs the workload twice: in one process with N threads, and in N ranks with one thread each. Both
-use N cores. A ratio above 1 means that the ranks are faster. `python -m benchmarks.all_reduce` times the collectives.
+In each turn `bench.py` runs the workload twice: in one process with N threads, and in N ranks with one thread each. A
+ratio above 1 means that the ranks are faster. `python -m benchmarks.all_reduce` times the collectives.
 """
 
 import argparse
@@ -41,7 +41,8 @@ def main() -> None:
     parser.add_argument("--answer", type=int, help=argparse.SUPPRESS)  # the process that messages are sent to
     args = parser.parse_args()
     if args.answer is not None:
-        return answer(socket.socket(fileno=args.answer))
+        answer(socket.socket(fileno=args.answer))
+        return
     report: dict[str, Any] = {"machine": describe_machine("cpu"), "messages": [], "turns": []}
     for context_len in args.context_len:
         report["messages"].append(measure_message(args.num_seqs, context_len))

@@ -11,8 +11,8 @@ import math
 import os
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nanovllm.layers.backends import TorchAttention
 from nanovllm.models.masking import PLAIN

@@ -1,7 +1,7 @@
 """Two "machines" on the loopback: each is a process of its own, and the ranks meet by TCP only.
 
-Oracle: `transformers` for tokens. Everything but the handshake is slow: each machine imports torch. The sweep takes some
-of it, and with NANOVLLM_ALL_FAULTS=1 all.
+Oracle: `transformers` for tokens. Everything but the handshake is slow: each machine imports torch. The sweep takes
+some of it, and with NANOVLLM_ALL_FAULTS=1 all.
 """
 
 import contextlib
