@@ -130,8 +130,8 @@ def serve_by_ray(settings: Settings, args: argparse.Namespace) -> int:
 
 def compute_for_others(engine_args: EngineArgs) -> int:
     """On a machine that is not the first: run its ranks, without HTTP, until machine 0 ends."""
-    print(f"computing for {engine_args.master_addr}:{engine_args.master_port} …", flush=True)
     try:
+        print(f"computing for {engine_args.master_addr}:{engine_args.master_port} …", flush=True)
         LLMEngine(engine_args.create_engine_config())
     except SystemExit as end:
         return int(end.code or 0)

@@ -108,15 +108,15 @@ def test_a_server_whose_rank_dies_in_a_step(with_tokenizer, own_folder, monkeypa
     assert statuses == [503, 503, 503]
 
 
+ALL = bool(os.environ.get("NANOVLLM_ALL_FAULTS"))
 TELLING = [
-    "one of four ranks killed in a pass", "rank out of memory (RLIMIT_AS)", "rank killed while it loads",
-    "rank 0 raises at logits", "^C twice while loading", "^C twice while a rank hangs", "driver killed while loading",
-    "driver killed in a step", "end by shutdown after an error", "processes that fork", "AsyncLLM, rank killed, idle",
+    "rank out of memory (RLIMIT_AS)", "rank 0 raises at logits", "^C twice while loading",
+    "driver killed while loading", "driver killed in a step", "end by shutdown after an error", "processes that fork",
 ]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCENARIOS if os.environ.get("NANOVLLM_ALL_FAULTS") else TELLING)
+@pytest.mark.parametrize("name", SCENARIOS if ALL else TELLING)
 def test_a_fault_ends_well(zygote, tiny_checkpoint, name):
     play(zygote, name, tiny_checkpoint[0])
 
@@ -130,7 +130,7 @@ print(llm.generate([[1, 2, 3, 4]], SamplingParams(temperature=0, max_tokens=4), 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["a file", "stdin", "-c"])
+@pytest.mark.parametrize("how", ["a file", "stdin", "-c"] if ALL else ["stdin"])
 def test_a_script_without_a_guard(tiny_checkpoint, tmp_path, how):
     """It ends as it would without ranks, and nobody runs it twice."""
     script = SCRIPT.format(model=str(tiny_checkpoint[0]))
