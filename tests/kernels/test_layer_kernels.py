@@ -328,6 +328,7 @@ def run_layer(
     plain_backend=TorchAttention,
     lens=LENS,
     layer_class=Qwen3DecoderLayer,
+    has_ranks=False,
     **options,
 ):
     """(what the layer gives, what its twin gives, the cache behind each)"""
@@ -339,6 +340,11 @@ def run_layer(
         layers = [filled(layer_class(config, backend), dtype) for backend in backends]
     scales = [getattr(backends[1], name, 1.0) for name in ("k_scale", "v_scale")]
     layers[1] = TritonDecoderLayer(dense_parts(layers[1]), backends[1], *scales)
+    if has_ranks:  # another rank gives the same as this one: all that a half of the layer adds comes twice
+        assert layers[1].join(SimpleNamespace(all_reduce=lambda product: product.mul_(2)))
+        for product in (layers[0].self_attn.o_proj, layers[0].mlp.down_proj):
+            for parameter in product.parameters():
+                parameter.data.mul_(2)
     cos_sin = Rotary(config.head_dim, config.rope, 128)(batch.positions, dtype)
     x, results = randn(len(batch.positions), config.hidden_size, dtype=dtype, seed=5), []
     for layer, backend in zip(layers, backends, strict=True):
@@ -435,6 +441,15 @@ def test_few_tokens_take_less_launches(monkeypatch):
 
 def make_model(config, backend, dtype=torch.float32):
     return filled(Qwen3ForCausalLM(config, backend), dtype)
+
+
+@pytest.mark.parametrize("max_few_tokens", [0, few_tokens.MAX_TOKENS])
+def test_the_twin_sums_each_half_over_the_ranks(monkeypatch, max_few_tokens):
+    monkeypatch.setattr(few_tokens, "MAX_TOKENS", max_few_tokens)
+    config = small_config(o_bias=True)
+    plain, twin, plain_cache, twin_cache = run_layer(config, torch.float32, TorchAttention, has_ranks=True)
+    torch.testing.assert_close(twin, plain, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(twin_cache, plain_cache, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
 def test_all_layers_are_replaced_and_keep_their_weights():
