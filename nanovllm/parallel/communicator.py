@@ -5,8 +5,10 @@ communicator is an object: nothing here is global, so two engines live in one pr
 """
 
 import ctypes
+import os
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import Any
@@ -17,6 +19,7 @@ from torch.distributed import ProcessGroupGloo, Store, Work
 # The longest that a rank may keep the others waiting. Gloo needs some limit; a peer that dies is noticed at once.
 PATIENCE = timedelta(hours=24)
 POLL = timedelta(seconds=0.2)  # how often a call that waits looks whether it was aborted
+END_S = 2.0  # at the end of the interpreter, for a call whose peers have just ended
 
 
 class CommunicationError(RuntimeError):
@@ -100,12 +103,13 @@ class GlooCommunicator(Communicator):
         options._timeout = PATIENCE
         options._threads = 1  # one call at a time
         self._is_aborted = threading.Event()
-        self._group: Any = None  # a ProcessGroupGloo, whose stubs lack its base class
-        self._work: Work | None = None  # the call that is waited for
+        self._works: list[Work] = []  # the call that is waited for
         try:
-            self._group = ProcessGroupGloo(store, rank, size, options)
+            group: Any = ProcessGroupGloo(store, rank, size, options)  # its stubs lack its base class
         except RuntimeError as error:
             raise CommunicationError(f"rank {rank} of {size} cannot reach its peers: {error}") from error
+        self._group = [group]  # no other reference to it, so that `free_group` can end it
+        self._free = weakref.finalize(self, free_group, self._group, self._works, os.getpid())
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         check_tensor(x, "cpu")
@@ -128,9 +132,7 @@ class GlooCommunicator(Communicator):
 
     def close(self) -> None:
         self._is_aborted.set()
-        last_reference, self._group = [self._group], None
-        if self._work is not None and not self._work.is_completed():
-            threading.Thread(target=clear_when_done, args=(last_reference, self._work)).start()
+        self._free()
 
     def _all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """x -> x of all ranks: [size, *x.shape]"""
@@ -139,19 +141,19 @@ class GlooCommunicator(Communicator):
         return parts
 
     def _open(self) -> Any:
-        if self._is_aborted.is_set() or self._group is None:
+        if self._is_aborted.is_set():
             self.close()
             raise CommunicationError("the communicator was aborted or closed")
-        return self._group
+        return self._group[0]
 
     def _wait(self, work: Work) -> None:
         """Also hears signals, as of ^C: Python handles them between two polls."""
-        self._work = work
+        self._works[:] = [work]
         while True:
             is_over = work.is_completed()  # asked before: a call that ends just after its time is up has not failed
             try:
                 work.wait(POLL)
-                self._work = None
+                self._works.clear()
                 return
             except RuntimeError as error:
                 if is_over:
@@ -160,15 +162,38 @@ class GlooCommunicator(Communicator):
             self._open()
 
 
-def clear_when_done(last_reference: list[Any], work: Work) -> None:
+def free_group(group: list[Any], works: list[Work], pid: int) -> None:
+    """End a group's threads: when its communicator is closed or garbage, at the latest when the interpreter ends.
+
+    Then they must end first. One that drops the last reference to a tensor takes Python's lock, which the end of the
+    interpreter answers by ending the thread by force, in the middle of a destructor: that aborts the process.
+    pid: the process that made the group; a fork has none of its threads.
+    """
+    is_at_end = not threading.main_thread().is_alive()
+    if os.getpid() != pid:
+        keep(group)
+    elif is_at_end or all(work.is_completed() for work in works):
+        clear_when_done(group, works, END_S if is_at_end else 0)
+    else:
+        threading.Thread(target=clear_when_done, args=(group, works)).start()
+
+
+def clear_when_done(group: list[Any], works: list[Work], patience_s: float = 0) -> None:
     """A group's destructor waits for the call that was aborted, which ends when its peers do: until then, keep it.
 
-    At the interpreter's end it is kept for ever. No daemon does this: such a thread may be ended by force then, in the
-    middle of the destructor, which aborts the process.
+    When the interpreter ends, for `patience_s` more. No daemon does this: it would be ended by force.
     """
-    while not work.is_completed():
+    deadline = None
+    while not all(work.is_completed() for work in works):
         if not threading.main_thread().is_alive():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(last_reference))
-            return
-        time.sleep(POLL.total_seconds())
-    last_reference.clear()
+            deadline = deadline or time.monotonic() + patience_s
+            if time.monotonic() >= deadline:
+                keep(group)
+                return
+        time.sleep(POLL.total_seconds() / 10)
+    group.clear()
+
+
+def keep(group: list[Any]) -> None:
+    """For ever."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

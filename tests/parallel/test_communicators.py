@@ -16,6 +16,7 @@ from nanovllm.parallel.communicator import CommunicationError, GlooCommunicator
 from nanovllm.parallel.shared_memory import BUFFER_BYTES, SharedMemoryCommunicator
 from tests.conftest import examples
 from tests.parallel.ranks import KINDS, Ranks, after, child_of, threads_of
+from tests.parallel.zygote import ROOT
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64]
 SHAPES = [(), (1,), (0, 4), (3, 5), (2, 17, 3), (1, BUFFER_BYTES // 4 + 1), (257, 1031)]
@@ -281,6 +282,45 @@ def test_ranks_and_memory_that_do_not_exist(tmp_path):
 
 
 # ---- the benchmark
+
+
+ENDS_AT_ONCE = """
+import os, sys
+import torch
+from torch.distributed import FileStore
+from nanovllm.parallel.communicator import GlooCommunicator
+rank = -1
+for i in range(4):
+    pids = []
+    for rank in range(2):
+        pids.append(os.fork())
+        if not pids[-1]:
+            break
+    if not pids[-1]:
+        break
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert statuses == [0, 0], statuses
+else:
+    os._exit(0)
+communicator = GlooCommunicator(FileStore(f"{sys.argv[1]}/{i}", 2), rank, 2)
+cores = sorted(os.sched_getaffinity(0))
+for task in map(int, os.listdir("/proc/self/task")):
+    os.sched_setaffinity(task, {cores[rank % len(cores)]})
+    if task != os.getpid():
+        os.sched_setscheduler(task, os.SCHED_IDLE, os.sched_param(0))
+for _ in range(3):
+    communicator.all_reduce(torch.ones(3, 5))
+communicator.gather(torch.ones(3, 5))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="sets priorities of threads")
+def test_an_interpreter_that_ends_just_after_a_call(tmp_path):
+    """Gloo's thread has not dropped its tensors yet: it runs only when no other thread of its core wants to."""
+    command = [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ class Work:
 def communicator():
     """Of which only the waiting is tested."""
     communicator = GlooCommunicator.__new__(GlooCommunicator)
-    communicator.rank, communicator.size = 0, 2
+    communicator.rank, communicator.size, communicator._works = 0, 2, []
     communicator.close = communicator._open = lambda: None
     return communicator
 
