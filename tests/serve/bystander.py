@@ -14,7 +14,8 @@ import threading
 import time
 
 PAUSE_S = 0.005
-STREAM = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True, "temperature": 0, "stream": True}
+# Only the token "a", so that each step sends text: a free model writes up to 22 tokens that are parts of a character.
+STREAM = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True, "allowed_token_ids": [67], "stream": True}
 
 
 class Waits:
