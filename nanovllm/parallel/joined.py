@@ -22,8 +22,8 @@ from nanovllm.parallel.communicator import Communicator
 HALVES = ("self_attn", "mlp", "block_sparse_moe")  # names of a decoder layer's two halves, in all architectures
 
 
-def join(model: Any, communicator: Communicator, vocab_size: int, hears_tokens: bool) -> "VocabularyShare":
-    """Let the ranks' networks compute together; returns the layer that gathers logits."""
+def join(model: Any, communicator: Communicator, vocab_size: int, hears_tokens: bool) -> None:
+    """Let the ranks' networks compute together."""
     layers = model.model.layers
     for i, layer in enumerate(layers):
         parts = getattr(layer, "layer", layer)  # what a twin of the whole layer can be taken apart into
@@ -37,7 +37,6 @@ def join(model: Any, communicator: Communicator, vocab_size: int, hears_tokens: 
     share = VocabularyShare(model.model.embed_tokens, communicator, vocab_size, hears_tokens)
     model.model.embed_tokens = share
     model.lm_head = share if tied else VocabularyShare(model.lm_head, communicator, vocab_size, hears_tokens)
-    return model.lm_head
 
 
 class VocabularyShare(nn.Module):

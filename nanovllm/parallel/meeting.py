@@ -8,7 +8,6 @@ several machines, rank 0 opens a TCP port.
     cpu, else, or attention_backend=torch    gloo
 """
 
-import importlib
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.distributed import FileStore, Store, TCPStore
 from nanovllm.config import Config
 from nanovllm.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm.parallel.communicator import Communicator, GlooCommunicator
+from nanovllm.parallel.shared_memory import SharedMemoryCommunicator
 
 PATIENCE = timedelta(hours=1)  # until all ranks have come; a rank that ends is noticed by its socket
 
@@ -58,7 +58,7 @@ def make_meeting(kind: str, size: int, config: Config, folder: str) -> tuple[Mee
         return Meeting(kind, host=config.master_addr, port=store.port), store
     memory = -1
     if kind == "shared_memory":
-        memory = importlib.import_module("nanovllm.parallel.shared_memory").SharedMemoryCommunicator.allocate(size)
+        memory = SharedMemoryCommunicator.allocate(size)
     return Meeting(kind, file=str(Path(folder) / "store"), memory=memory), None
 
 
@@ -73,8 +73,6 @@ def connect(
 ) -> Communicator:
     """Returns when all ranks have come. `host` is this machine's address for the others; None is machine 0's."""
     if meeting.kind == "shared_memory":
-        from nanovllm.parallel.shared_memory import SharedMemoryCommunicator
-
         return SharedMemoryCommunicator(meeting.memory, rank, size, load_library(dtype))
     if store is None:
         if meeting.port:

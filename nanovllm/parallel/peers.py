@@ -4,7 +4,7 @@
     rank 0 ←lines of JSON─ each other rank            {"ready": true}, {"error": "…"}
 
 The thread also starts the processes of this machine: Linux kills them when the thread that has started them ends
-(`worker.py`), and the thread that makes an engine may end long before the engine.
+(`rank.py`), and the thread that makes an engine may end long before the engine.
 """
 
 import json

@@ -2,7 +2,7 @@
 
     check sizes → start the other ranks → meet → each rank: cut, load, fast layers, KV cache → wait for all → drive
 
-Rank 0 is the process of the user. The others are processes of their own (`worker.py`), which run no code of the user's
+Rank 0 is the process of the user. The others are processes of their own (`rank.py`), which run no code of the user's
 script. All ranks start by the same functions, so that they take part in the same collectives. `engine/assembly.py`
 calls `start_ranks` in the place of its own `start_runner`.
 """
@@ -38,7 +38,7 @@ NOT_OF_WORKERS = ("scheduling_policy", "tokenizer", "chat_template", "generation
 
 
 class Plan(NamedTuple):
-    """What a rank is to compute: a record that JSON can hold. `config` has the fields that are not at their default."""
+    """What a rank is to compute: a record that JSON can hold. `config` has the fields that ranks need (`as_json`)."""
 
     rank: int
     config: dict[str, Any]

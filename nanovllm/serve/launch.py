@@ -188,17 +188,33 @@ def make_parser(kind: type[argparse.ArgumentParser] = argparse.ArgumentParser) -
 def add_server_options(group: Any) -> None:
     add(group, "host", str, "address to listen on; 0.0.0.0 is all", "127.0.0.1")
     add(group, "port", int, "0 takes any free port", 8000)
-    add(group, "served-model-name", str, "names of the model in requests; the first is in answers", nargs="+")
+    add_model_options(group)
     add(group, "root-path", str, "path under which a proxy serves all of this", "")
     flag(group, "disable-log-requests", "no line of the log for each request")
-    add(group, "log-level", str, "what is logged", "info", choices=["debug", "info", "warning", "error"])
+    add_log_level(group, "info")
     add(group, "trace", str, "record each step in this file; nanovllm view replays it")
     flag(group, "ui", "a page that shows each step, at /ui")
+    flag(group, "enable-auto-tool-choice", "as always: calls are read where a request has tools")
+    add(group, "drain-timeout", seconds, "time for requests to finish after SIGTERM", ServerOptions.drain_timeout_s)
+
+
+def add_model_options(group: Any) -> None:
+    """What clients call the model, and how it writes."""
+    add(group, "served-model-name", str, "names of the model in requests; the first is in answers", nargs="+")
     tool_parsers, reasoning_parsers = sorted(TOOL_PARSERS), sorted(REASONING_PARSERS)
     add(group, "tool-call-parser", str, "how the model writes calls of tools", "hermes", choices=tool_parsers)
     add(group, "reasoning-parser", str, "how the model writes thoughts", "qwen3", choices=reasoning_parsers)
-    flag(group, "enable-auto-tool-choice", "as always: calls are read where a request has tools")
-    add(group, "drain-timeout", seconds, "time for requests to finish after SIGTERM", ServerOptions.drain_timeout_s)
+
+
+def add_log_level(group: Any, default: str) -> None:
+    add(group, "log-level", str, "what is logged", default, choices=["debug", "info", "warning", "error"])
+
+
+def add_request_bounds(group: Any) -> None:
+    add(group, "max-choices", positive, "completions of one request: its prompts times n", ServerOptions.max_choices)
+    add(group, "max-request-bytes", positive, "of a request's body", ServerOptions.max_request_bytes)
+    values = "numbers, texts, lists and objects of a request's body, and tokens of its prompts"
+    add(group, "max-request-values", positive, values, ServerOptions.max_request_values)
 
 
 def add_tls(group: Any) -> None:
@@ -220,10 +236,7 @@ def add_limits(group: Any) -> None:
         "of each key; without keys, of each address (IPv6: each /64); no limit",
     )
     add(group, "max-queued-requests", positive, "refuse requests when this many wait to be computed; no limit")
-    add(group, "max-choices", positive, "completions of one request: its prompts times n", ServerOptions.max_choices)
-    add(group, "max-request-bytes", positive, "of a request's body", ServerOptions.max_request_bytes)
-    values = "numbers, texts, lists and objects of a request's body, and tokens of its prompts"
-    add(group, "max-request-values", positive, values, ServerOptions.max_request_values)
+    add_request_bounds(group)
     proxies = "addresses or networks of proxies whose X-Forwarded-For is believed; * is all; none"
     add(group, "forwarded-allow-ips", str, proxies, [], nargs="+")
     add(group, "allowed-origins", str, "web pages from there may call the server; * is all", [], nargs="+")

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import logging
 import sys
 import time
 from collections.abc import Callable
@@ -21,8 +20,15 @@ from nanovllm.serve.batch.one_machine import answer_here
 from nanovllm.serve.batch.parts import Parts
 from nanovllm.serve.batch.replica import ReplicaSpec
 from nanovllm.serve.batch.rows import Form
-from nanovllm.serve.launch import PlainFormatter, add, keep_from_collector, positive
-from nanovllm.serve.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, parsers_named
+from nanovllm.serve.launch import (
+    add_log_level,
+    add_model_options,
+    add_request_bounds,
+    keep_from_collector,
+    log_to_stderr,
+    positive,
+)
+from nanovllm.serve.parsers.registry import parsers_named
 from nanovllm.serve.state import ServerOptions
 
 ROWS_PER_PART = 1000
@@ -33,9 +39,7 @@ def main(arguments: list[str]) -> int:
     """The exit status: 0 if each row has an answer or an error, 1 if the run cannot go on, 2 for a bad command line."""
     parser = make_parser()
     args = parser.parse_args(arguments)
-    log = logging.StreamHandler()
-    log.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=args.server_log_level.upper(), handlers=[log])
+    log_to_stderr(args.server_log_level)
     args.model = args.batch_model or args.model or TINY_QWEN3
     try:
         engine_args = EngineArgs.from_cli_args(args)
@@ -175,15 +179,9 @@ def add_replicas(group: Any) -> None:
 
 def add_requests(group: Any) -> None:
     """As of `nanovllm serve`."""
-    add(group, "served-model-name", str, "names of the model in rows; the first is in answers", nargs="+")
-    tool_parsers, reasoning_parsers = sorted(TOOL_PARSERS), sorted(REASONING_PARSERS)
-    add(group, "tool-call-parser", str, "how the model writes calls of tools", "hermes", choices=tool_parsers)
-    add(group, "reasoning-parser", str, "how the model writes thoughts", "qwen3", choices=reasoning_parsers)
-    add(group, "max-choices", positive, "completions of one row: its prompts times n", ServerOptions.max_choices)
-    add(group, "max-request-bytes", positive, "of a row's body", ServerOptions.max_request_bytes)
-    values = "numbers, texts, lists and objects of a row's body, and tokens of its prompts"
-    add(group, "max-request-values", positive, values, ServerOptions.max_request_values)
-    add(group, "log-level", str, "what is logged", "warning", choices=["debug", "info", "warning", "error"])
+    add_model_options(group)
+    add_request_bounds(group)
+    add_log_level(group, "warning")
 
 
 def form_of(args: argparse.Namespace) -> Form:

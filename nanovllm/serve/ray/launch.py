@@ -42,7 +42,7 @@ def run(settings: Settings, host: str, port: int) -> int:
         except KeyboardInterrupt:
             print("draining …", flush=True)
         finally:
-            remove(serve_was_there, is_own=address is None)
+            remove(serve_was_there)
     return 0
 
 
@@ -104,7 +104,7 @@ cluster          {ray.get_runtime_context().gcs_address}
 {attempt(url, options, has_chat=False)}"""
 
 
-def remove(serve_was_there: bool, is_own: bool) -> None:
+def remove(serve_was_there: bool) -> None:
     """End the application; its requests have their time to finish."""
     serve.delete(APPLICATION)
     if serve_was_there:
