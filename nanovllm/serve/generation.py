@@ -86,9 +86,11 @@ class Generation:
         return sum(self._num_told.values()) if self.is_read else num_new
 
     def _count(self, output: RequestOutput) -> int:
-        num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
-        num_scored = len(output.prompt_logprobs or ())
-        return num_tokens * (1 + (self.params.logprobs or 0)) + num_scored * (1 + (self.params.prompt_logprobs or 0))
+        num_tokens = sum([len(completion.token_ids) for completion in output.outputs])
+        num_told = num_tokens * (1 + (self.params.logprobs or 0))
+        if output.prompt_logprobs:
+            num_told += len(output.prompt_logprobs) * (1 + (self.params.prompt_logprobs or 0))
+        return num_told
 
     @property
     def shows_logprobs(self) -> bool:

@@ -67,13 +67,14 @@ class JSON(Response):
 class EventStream(StreamingResponse):
     """Sends the events that `chunks` yields, several JSON values at a time, while the client is there.
 
-    A generator makes its values from the new tokens, in a thread if those are many. A few tokens may make long events,
-    which repeat what earlier ones have told: they are made in the event loop, and written in a thread.
+    A generator makes its values from the new tokens, in a thread if those are many. Where events repeat what earlier
+    ones have told, a few tokens may make long ones: they are made in the event loop, and written in a thread.
 
     A slow client makes Starlette's `send` wait; outputs that come meanwhile merge in the generation's inbox.
     """
 
     media_type = "text/event-stream"
+    repeats = False
 
     def __init__(self, generation: Generation, chunks: AsyncIterator[Iterable[dict[str, Any]]]) -> None:
         super().__init__(self._events(chunks), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -110,10 +111,9 @@ class EventStream(StreamingResponse):
         yield body + self.encode_end(failure)
 
     async def _write(self, values: Iterable[dict[str, Any]]) -> bytes:
-        if self._generation.take_num_new() <= LONG_ANSWER:
-            values = list(values)
-            if is_short(values, LONG_ANSWER):
-                return self._encode_all(values, go_on if self._generation.shows_logprobs else None)
+        is_long = self._generation.take_num_new() > LONG_ANSWER
+        if not is_long and (not self.repeats or is_short(values := list(values), LONG_ANSWER)):
+            return self._encode_all(values, go_on if self._generation.shows_logprobs else None)
         return await self._generation.workers.write(self._caller, partial(self._encode_all, values))
 
     def _encode_all(self, values: Iterable[dict[str, Any]], check: Check | None) -> bytes:

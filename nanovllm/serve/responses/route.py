@@ -163,6 +163,8 @@ class GrowingResponse:
 class ResponseStream(EventStream):
     """Events with a name and a number. The last one says how the response has ended."""
 
+    repeats = True
+
     def __init__(self, generation: Generation, growing: GrowingResponse) -> None:
         super().__init__(generation, growing.events())
         self._growing = growing
