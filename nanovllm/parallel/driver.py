@@ -49,7 +49,7 @@ class Driver:
 
     def compute(self, runner: ModelRunner, batch: Batch) -> SampledTokens:
         """Takes the place of `ModelRunner.compute`."""
-        with interrupts_held_back():
+        with interrupts_held_back(self.peers):
             self._announce(batch, has_draw=True)
             try:
                 sampled = self._compute(runner, batch)
@@ -110,10 +110,10 @@ class StillAlive(NamedTuple):
 
 
 @contextmanager
-def interrupts_held_back() -> Iterator[None]:
+def interrupts_held_back(peers: Peers) -> Iterator[None]:
     """A ^C that comes meanwhile raises its KeyboardInterrupt at the end, a second one at once.
 
-    Only the main thread gets any.
+    Only the main thread gets any. While it waits in C for another rank, `peers` hears the second one and ends the wait.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -126,10 +126,13 @@ def interrupts_held_back() -> Iterator[None]:
         if len(held) > 1:  # the step takes too long, or another rank hangs
             handler(number, frame)
 
+    peers.num_interrupts = 0
     signal.signal(signal.SIGINT, hold)
+    other_fd = signal.set_wakeup_fd(peers.signal_fd, warn_on_full_buffer=False)
     try:
         yield
     finally:
+        signal.set_wakeup_fd(other_fd)
         signal.signal(signal.SIGINT, handler)
         if len(held) == 1:
             handler(*held[0])

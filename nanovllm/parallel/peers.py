@@ -50,7 +50,9 @@ class Peers:
         self._ready: set[int] = set()
         self._is_stopping = False
         self._processes: list[subprocess.Popen[bytes]] = []
+        self.num_interrupts = 0  # that came while `signal_fd` heard of signals
         self._waker, self._wakes = socket.socketpair()
+        self._waker.setblocking(False)
         self._thread = threading.Thread(target=self._watch, name="nanovllm-ranks", daemon=True)
         self._thread.start()
 
@@ -136,6 +138,13 @@ class Peers:
         self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            self._close_wakers()
+
+    @property
+    def signal_fd(self) -> int:
+        """For `signal.set_wakeup_fd`. The thread hears of a ^C at once, while Python waits for C code to return: a
+        second one ends the engine. Open until `stop`."""
+        return self._waker.fileno()
 
     def _wake(self) -> None:
         with suppress(OSError):  # the thread has ended
@@ -157,12 +166,19 @@ class Peers:
                 for number, _ in poll.poll():
                     if number in ranks and not self._read(ranks[number], lines):
                         poll.unregister(number)
+                    if number == self._wakes.fileno():
+                        self._hear_signals()
                     if number == port and self._listening is not None:
                         turn_away(self._listening)
         except Exception as error:
             self.fail(f"the other ranks cannot be started, or heard: {type(error).__name__}: {error}")
         finally:
             self._end()
+
+    def _hear_signals(self) -> None:
+        self.num_interrupts += self._wakes.recv(1 << 10).count(signal.SIGINT)
+        if self.num_interrupts > 1:
+            self.fail("KeyboardInterrupt, twice in one step")
 
     def _read(self, rank: int, lines: dict[int, bytes]) -> bool:
         """What `rank` has to say; False if it has ended."""
@@ -209,5 +225,9 @@ class Peers:
         if self._listening is not None:
             self._listening.close()
         self._on_failure = []
+        if self._is_stopping:  # else rank 0 may be in a step, and hear of signals by them
+            self._close_wakers()
+
+    def _close_wakers(self) -> None:
         self._waker.close()
         self._wakes.close()

@@ -51,7 +51,8 @@ SCENARIOS = {
     "^C while loading": ("interrupted_in_start", ("load", 1), 0),
     "^C twice while loading": ("interrupted_in_start", ("load", 2), 0),
     "^C in generate, 20 times": ("interrupted_in_generate", (), 0),
-    "^C twice while a rank hangs": ("interrupted_twice_while_a_rank_hangs", (), 0),
+    "^C twice while a rank hangs": ("interrupted_twice_while_a_rank_hangs", ("gloo",), 0),
+    "^C twice while a call in C hangs": ("interrupted_twice_while_a_rank_hangs", ("shared_memory",), 0),
     "driver killed while ranks import": ("killed", ("import",), SIGKILL),
     "driver killed while loading": ("killed", ("load",), SIGKILL),
     "driver killed, idle": ("killed", ("idle",), SIGKILL),
@@ -121,8 +122,6 @@ def main():
     parser.add_argument("--log", type=Path, help="a line for each run")
     args = parser.parse_args()
     names = [name for name in SCENARIOS if args.only in name]
-    if args.ranks == "shared_memory":
-        names = [name for name in names if name != "^C twice while a rank hangs"]  # a call in C hears no signals
     seconds, failures = {name: [] for name in names}, []
     with tempfile.TemporaryDirectory() as folder:
         before = visible()

@@ -326,8 +326,9 @@ def interrupted_in_generate(model):
     expect_nothing_left()
 
 
-def interrupted_twice_while_a_rank_hangs(model):
-    """The first interrupt waits for the step, the second does not."""
+def interrupted_twice_while_a_rank_hangs(model, ranks):
+    """The first interrupt waits for the step, the second does not: not even for C code, where ranks share memory."""
+    os.environ["NANOVLLM_TEST_RANKS"] = ranks
     fault = Fault("attention", "wait", 9)
     llm = LLM(model, **options())
     begins = []
