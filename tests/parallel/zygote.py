@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -58,6 +59,7 @@ def wait(pid, timeout_s):
 
 def become_driver(task):
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it deaf to ^C
     os.environ.update(task["environment"])
     output = os.open(task["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
