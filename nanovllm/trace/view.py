@@ -1,5 +1,6 @@
 """`nanovllm view run.jsonl`: write the page of a recording, and open it in a browser.
 
+nanovllm view                                # opens a recording that comes with the package, and shows it all
 nanovllm view run.jsonl                      # opens it
 nanovllm view run.jsonl -o run.html          # writes it
 nanovllm view with.jsonl without.jsonl       # two recordings side by side, scrubbed together
@@ -16,10 +17,18 @@ from nanovllm.trace.page import make_page
 from nanovllm.trace.perfetto import to_perfetto
 from nanovllm.trace.recording import read_recording
 
+STORY = Path(__file__).with_name("story.jsonl")  # made by tools/story_recording.py
+
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nanovllm view", description="Replay a recording in a browser.")
-    parser.add_argument("recording", type=Path, help="a file that LLM(…, trace=…) or --trace wrote")
+    parser.add_argument(
+        "recording",
+        type=Path,
+        nargs="?",
+        default=STORY,
+        help="a file that LLM(…, trace=…) or --trace wrote",
+    )
     parser.add_argument("second", type=Path, nargs="?", help="another one, shown beside it and scrubbed with it")
     parser.add_argument("-o", "--output", type=Path, metavar="HTML", help="write the page here, and do not open it")
     parser.add_argument("--perfetto", type=Path, metavar="JSON", help="write Chrome's trace format here instead")

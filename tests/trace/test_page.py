@@ -13,6 +13,7 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.trace.page import make_page
 from nanovllm.trace.recording import read_recording
+from nanovllm.trace.view import STORY
 from tests.models.architectures import Checkpoints
 from tests.trace_traffic import Lines, RecordedRun, random_run
 
@@ -315,6 +316,144 @@ def test_event_leads_to_its_source(show, known):
     assert "scheduling/block_manager.py:" in dialog.inner_text()
     page.keyboard.press("Escape")
     assert dialog.count() == 0
+
+
+# ---- the story
+
+
+KINDS = ["fork", "copy", "chunked-prefill", "preemption", "eviction", "prefix-hit", "admission", "swap"]
+
+
+def test_story_of_the_package_has_every_kind_of_moment_and_tells_each(show):
+    page = show(read_recording(STORY), at="#lang=en")
+    chips = page.locator(".story .moments button:not(.turn)")
+    assert page.evaluate("momentsOf(nanovllm.runs[0]).map((one) => one.kind)") == KINDS
+    told = set()
+    for i in range(len(KINDS)):
+        page.get_by_role("button", name="The next moment").click()
+        chips.nth(i).and_(page.locator("[aria-pressed=true]")).wait_for()
+        page.wait_for_url(f"**story={KINDS[i]}*")
+        told.add(page.locator(".told").inner_text())
+    assert len(told) == len(KINDS)
+    assert page.get_by_role("button", name="The next moment").is_disabled()
+    page.get_by_role("button", name="The moment before").click()
+    page.wait_for_url(f"**story={KINDS[-2]}*")
+
+
+def test_story_of_a_known_run_is_what_the_engine_decided(show, known):
+    lines, _ = known
+    events = [event for line in lines[1:] for event in line["events"]]
+    victim, needy = next(event for event in events if event[0] == "preempt")[1:3]
+    source, copied = next(event for event in events if event[0] == "copy")[2:4]
+    page = show(lines, at="#story=preemption")
+    page.wait_for_url("**#step=*&story=preemption")
+    labels = page.evaluate(f"[{needy}, {victim}].map((number) => nanovllm.runs[0].label(number))")
+    assert (
+        page.locator(".told").inner_text().startswith("The pool is full, and {} needs a block. So {}".format(*labels))
+    )
+    page.evaluate("location.hash = 'story=copy'")
+    page.locator(".told", has_text=f"must write to block {source}, which others read too").wait_for()
+    assert f"copy of its own first: block {copied}." in page.locator(".told").inner_text()
+    red = [is_lit(page, block) for block in range(1, 9)]
+    assert [block for block in range(1, 9) if red[block - 1]] == sorted([source, copied])
+    page.keyboard.press("ArrowRight")
+    page.locator(".told", has_text="What happened, in order").wait_for()
+    assert not any(is_lit(page, block) for block in range(1, 9))
+
+
+def is_lit(page, block):
+    """Whether the left edge of a block's cell is red."""
+    return page.evaluate(
+        """(block) => {
+          const canvas = document.querySelector(".pool canvas"), size = Number(canvas.dataset.size);
+          const columns = Number(canvas.dataset.columns), i = block - 1;
+          const x = (i % columns) * size + 1, y = (Math.floor(i / columns) + 0.5) * size;
+          const [r, g, b] = canvas.getContext("2d").getImageData(x, y, 1, 1).data;
+          return r === 176 && g === 42 && b === 0;
+        }""",
+        block,
+    )
+
+
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_what_changes_moves_but_not_with_reduced_motion(show, known, motion):
+    page = show(known[0])
+    page.emulate_media(reduced_motion=motion)
+    page.get_by_role("button", name="copy-on-write").click()
+    page.locator(".told", has_text="copy of its own").wait_for()
+    assert page.locator(".motion i").count() == (1 if motion == "no-preference" else 0)
+    page.wait_for_timeout(2000)
+    assert page.locator(".motion i").count() == 0
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_scrubbing_moves_nothing_but_what_changes(show, width):
+    page = show(read_recording(STORY), width=width)
+    places = set()
+    for step in range(1, 36):
+        page.evaluate(f"location.hash = 'step={step}'")
+        page.locator("#step", has_text=re.compile(rf"^(Step {step} |The end)")).wait_for()
+        places.add(
+            page.evaluate(
+                "['.timeline', '.times', '.counters'].map((one) => document.querySelector(one).offsetTop).join()"
+            )
+        )
+    assert len(places) == 1
+
+
+def test_mouse_over_a_block_says_whose_it_is_and_what_it_holds(show, known):
+    lines, states = known
+    page = show(lines, at="#step=3")
+    block = states[3]["seqs"]["seq-0", 0][2][0]
+    canvas = page.locator(".pool canvas").first
+    size = int(canvas.get_attribute("data-size"))
+    canvas.hover(position={"x": (block - 0.5) * size, "y": size / 2})
+    text = page.locator(".tip").inner_text()
+    assert text.startswith(f"Block {block} · seq-0, seq-1.0, seq-1.1 · 4 of 4 slots hold tokens: ")
+    free = states[3]["free"][0]
+    canvas.hover(position={"x": (free - 0.5) * size, "y": size / 2})
+    assert "free; 0 others are handed out before it" in page.locator(".tip").inner_text()
+    page.mouse.move(5, 5)
+    page.locator(".tip").wait_for(state="detached")
+
+
+def test_block_that_would_be_evicted_next_is_the_first_free_one_that_is_cached(show, known):
+    lines, states = known
+    page = show(lines)
+    for step, state in states.items():
+        expected = next((block for block in state["free"] if block in state["cached"]), 0)
+        assert page.evaluate(f"nanovllm.runs[0].stateAt({step - 1}).nextEvicted()") == expected
+
+
+def test_times_of_the_median_decode_step_are_told(show):
+    lines = read_recording(STORY)
+    sums, only_decodes = [], False
+    for line in lines[1:]:
+        for event in line["events"]:
+            if event[0] == "schedule":
+                only_decodes = not event[4] and event[3] != []
+        sums += [sum(line["times"].values())] if only_decodes else []
+    median = sorted(sums)[(len(sums) - 1) // 2]
+    page = show(lines)
+    text = page.locator(".times b").inner_text()
+    assert f"in the median of {len(sums)}:" in text
+    assert f"takes {median / 1000:.3g} ms" in text.replace(".0 ms", " ms")
+
+
+def test_two_recordings_differ_in_one_line(show, known):
+    page = show(read_recording(STORY), known[0])
+    text = page.locator(".difference").inner_text()
+    count = sum(event[0] == "preempt" for line in known[0][1:] for event in line["events"])
+    assert text.startswith(f"34 → {len(known[1])} steps, prefix hits ")
+    assert f"preemptions 2 → {count}," in text
+
+
+def test_link_to_this_step_is_copied(show, known):
+    page = show(known[0], at="#step=4&seq=2")
+    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.get_by_role("button", name="Copy link to this step").click()
+    page.locator("#link", has_text="Copied").wait_for()
+    assert page.evaluate("copied").endswith("run.html#step=4&seq=2")
 
 
 # ---- how it is used

@@ -12,6 +12,7 @@ from nanovllm.trace.page import DECIDED_BY, find_symbol, make_page, read_sources
 from nanovllm.trace.perfetto import to_perfetto
 from nanovllm.trace.recording import TraceFile, read_recording
 from nanovllm.trace.replay import EVENTS, Replay
+from tools import story_recording
 
 PACKAGE = Path(view.__file__).parents[1]
 OPTIONS = {"num_kv_blocks": 12, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}
@@ -204,6 +205,22 @@ def test_perfetto_export_has_steps_requests_and_counters(recorded):
     assert {"queued", "prefill", "decode", "preempted"} <= {event["name"] for event in spans}
     assert all(event["dur"] >= 0 for event in spans)
     assert {event["name"] for event in events if event["ph"] == "C"} == {"sequences", "blocks", "waste, %"}
+
+
+def test_story_is_small_and_what_its_command_makes_today(tmp_path, capsys):
+    def events(path):
+        header, *lines = read_recording(path)
+        untimed = {"add": 2, "fork": 6, "schedule": 2, "update": 2, "finish": 5}  # where an event says when
+        found = [event for line in lines for event in line["events"]]
+        return header["config"], [[one for i, one in enumerate(event) if i != untimed.get(event[0])] for event in found]
+
+    assert view.STORY.stat().st_size < 100_000
+    story_recording.record(tmp_path / "story.jsonl")
+    (config, made), (kept_config, kept) = events(tmp_path / "story.jsonl"), events(view.STORY)
+    assert made == kept, "run python -m tools.story_recording"
+    assert config.keys() == kept_config.keys()
+    assert view.main(["-o", str(tmp_path / "story.html")]) == 0
+    assert 'data-name="story.jsonl"' in (tmp_path / "story.html").read_text(encoding="utf-8")
 
 
 def test_command_writes_what_it_is_asked_for(recorded, tmp_path, capsys, monkeypatch):

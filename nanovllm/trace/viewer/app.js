@@ -11,21 +11,24 @@ import { Pool } from "./pool.js";
 import { Replay } from "./replay.js";
 import { Run } from "./run.js";
 import { Step } from "./step.js";
+import { momentAt, Story, useMoments } from "./story.js";
 import { Timeline } from "./timeline.js";
-import { html, render, useCallback, useEffect, useMemo, useSettled, useState, View, useView } from "./ui.js";
+import { Times } from "./times.js";
+import { formatTime, html, render, useCallback, useEffect, useMemo, useSettled, useState, View, useView } from "./ui.js";
 
 function readHash(hash = location.hash) {
   const values = new URLSearchParams(hash.slice(1));
   const number = (name) => (values.has(name) && Number.isFinite(Number(values.get(name))) ? Number(values.get(name)) : null);
-  return { step: number("step"), seq: number("seq"), block: number("block"), lang: values.get("lang"), theme: values.get("theme") };
+  return { step: number("step"), seq: number("seq"), block: number("block"), story: values.get("story"), lang: values.get("lang"), theme: values.get("theme") };
 }
 
-function writeHash(step, choice, lang, theme, wasSet) {
+function hashOf(step, story, choice, lang, theme, wasSet) {
   const values = new URLSearchParams({ step });
+  if (story) values.set("story", story);
   for (const name of ["seq", "block"]) if (choice[name] != null) values.set(name, choice[name]);
   if (wasSet.lang) values.set("lang", lang);
   if (wasSet.theme) values.set("theme", theme);
-  history.replaceState(null, "", `#${values}`);
+  return `#${values}`;
 }
 
 const asked = readHash();
@@ -46,20 +49,32 @@ function App({ first, second, live }) {
   const [source, setSource] = useState(null);
   const [error, setError] = useState("");
   const [follows, setFollows] = useState(true);
+  const [story, setStory] = useState(asked.story);
   const t = useMemo(() => translator(lang), [lang]);
   const last = Math.max(0, ...runs.map((run) => run.lastFrame));
   const goTo = useCallback((to) => setFrame((from) => Math.min(last, Math.max(0, typeof to === "function" ? to(from) : to))), [last]);
+  const moments = useMoments(runs[0]);
+  const moment = momentAt(moments, story, frame);
+  const tell = useCallback((one) => { setStory(one.kind); setFollows(false); setFrame(one.frame); setChoice({ seq: null, block: null }); }, []);
   const choose = useCallback((one) => setChoice((before) => ({ ...before, ...one })), []);
 
+  const address = () => hashOf(runs[0].firstStep + frame, moment?.kind, choice, lang, theme, wasSet);
   useMemo(() => { document.documentElement.dataset.theme = theme; }, [theme]); // before anything is drawn with it
   useEffect(() => { [document.title, document.documentElement.lang] = [t("title"), lang]; }, [t]);
   useEffect(() => { // not in every frame: browsers refuse an address that changes too often
-    const timer = setTimeout(() => runs[0] && writeHash(runs[0].firstStep + frame, choice, lang, theme, wasSet), 150);
+    const timer = setTimeout(() => runs[0] && history.replaceState(null, "", address()), 150);
     return () => clearTimeout(timer);
-  }, [frame, choice, lang, theme, runs]);
+  }, [frame, moment, choice, lang, theme, runs]);
+  useEffect(() => { // a link to a story alone; a step beside it is the story's own
+    const one = asked.step === null && moments.find(({ kind }) => kind === asked.story);
+    if (one) tell(one);
+  }, []);
   useEffect(() => {
     const onHash = ({ newURL }) => { // location.hash may hold by now what the timer above has written
       const now = readHash(new URL(newURL).hash);
+      const told = now.step === null && moments.find(({ kind }) => kind === now.story);
+      if (told) return tell(told);
+      setStory(now.story);
       if (now.step !== null && runs[0]) goTo(runs[0].frameOf(now.step));
       if (now.seq !== null || now.block !== null) choose({ seq: now.seq, block: now.block });
       if (LANGUAGES.includes(now.lang)) setLang(now.lang);
@@ -67,7 +82,7 @@ function App({ first, second, live }) {
     };
     addEventListener("hashchange", onHash);
     return () => removeEventListener("hashchange", onHash);
-  }, [runs, goTo]);
+  }, [runs, moments, goTo]);
   useEffect(() => {
     if (!isPlaying) return undefined;
     const timer = setInterval(() => goTo((at) => at + 1), 400);
@@ -87,19 +102,20 @@ function App({ first, second, live }) {
   useEffect(() => { if (live && follows) setFrame(last); });
   const view = useMemo(() => ({ t, theme, choice, choose, showSource: setSource }), [t, theme, choice, choose]);
   return html`<${View.Provider} value=${view}>
-    <${Head} ...${{ runs, frame, last, goTo: (to) => { setFollows(false); goTo(to); }, isPlaying, setPlaying, changeLang, changeTheme, live, follows, setFollows }}
+    <${Head} ...${{ runs, frame, last, goTo: (to) => { setFollows(false); goTo(to); }, isPlaying, setPlaying, changeLang, changeTheme, live, follows, setFollows, address }}
       openSecond=${(file) => openFile(file, (run) => setRuns([runs[0], run]), setError, t)} closeSecond=${() => setRuns([runs[0]])} />
     ${error && html`<p class="error" role="alert">${error}</p>`}
     <main class=${runs.length > 1 ? "two" : "one"}>
       ${live && html`<${Live} grow=${grow} />`}
-      ${runs.map((run) => html`<${Recording} key=${run.name} run=${run} frame=${Math.min(frame, run.lastFrame)} goTo=${goTo} isAlone=${runs.length === 1} />`)}
+      ${runs.length > 1 && html`<${Difference} runs=${runs} />`}
+      ${runs.map((run, i) => html`<${Recording} key=${run.name} run=${run} moments=${i ? [] : moments} moment=${i ? null : moment} tell=${tell} frame=${Math.min(frame, run.lastFrame)} goTo=${goTo} isAlone=${runs.length === 1} />`)}
     </main>
     <footer class="soft">${t("keys")}: ${t("keysText")} ${!live && t("dropHint")}</footer>
     ${source && html`<${Source} code=${source} close=${() => setSource(null)} />`}
   </${View.Provider}>`;
 }
 
-function Head({ runs, frame, last, goTo, isPlaying, setPlaying, changeLang, changeTheme, openSecond, closeSecond, live, follows, setFollows }) {
+function Head({ runs, frame, last, goTo, isPlaying, setPlaying, changeLang, changeTheme, openSecond, closeSecond, live, follows, setFollows, address }) {
   const { t } = useView();
   const longest = runs.find((one) => one.lastFrame === last) ?? runs[0];
   const at = longest?.frames[Math.min(frame, longest.lastFrame)];
@@ -118,23 +134,48 @@ function Head({ runs, frame, last, goTo, isPlaying, setPlaying, changeLang, chan
       ${live && html`<label><input type="checkbox" checked=${follows} onChange=${(event) => setFollows(event.target.checked)} /> ${t("follow")}</label>`}
       ${!live && runs.length < 2 && html`<label class="button" title=${t("openSecondLabel")}>${t("openSecond")}<input type="file" accept=".jsonl,.json" class="hidden" aria-label=${t("openSecondLabel")} onChange=${(event) => event.target.files[0] && openSecond(event.target.files[0])} /></label>`}
       ${runs.length > 1 && html`<button onClick=${closeSecond}>${t("closeSecond")}</button>`}
+      ${at && html`<${CopyLink} address=${address} />`}
       ${button("languageLabel", t("language"), changeLang, { id: "language" })}${button("theme", "◐", changeTheme, { id: "theme" })}
     </div>
   </header>`;
 }
 
-function Recording({ run, frame, goTo, isAlone }) {
+// What sets two recordings apart, in one line.
+function Difference({ runs }) {
+  const { t } = useView();
+  const about = (of) => runs.map(of).join(" → ");
+  const count = (run, code) => run.highlights.filter(({ event }) => event[0] === code).length;
+  const ends = runs.map((run) => run.frames.at(-1));
+  return html`<p class="card difference">${t("difference", {
+    steps: about((run) => run.frames.length - 1),
+    hits: ends.map((at) => `${(100 * at.hitRate).toFixed(0)} %`).join(" → "),
+    preemptions: about((run) => count(run, "preempt")),
+    time: about((run) => formatTime(run.endTime - run.header.t)),
+  })}</p>`;
+}
+
+function CopyLink({ address }) {
+  const { t } = useView();
+  const [isDone, setDone] = useState(false);
+  const copy = () => navigator.clipboard.writeText(location.href.split("#")[0] + address()).then(() => { setDone(true); setTimeout(() => setDone(false), 1500); });
+  return html`<button id="link" onClick=${copy}>${t(isDone ? "linkCopied" : "copyLink")}</button>`;
+}
+
+function Recording({ run, frame, goTo, isAlone, moments, moment, tell }) {
   const { t } = useView();
   if (!run.frames.length) return html`<p class="card">${t("noSteps")}</p>`;
   const state = run.stateAt(frame);
-  const shared = { run, frame, state, goTo };
+  const shared = { run, frame, state, goTo, moment };
   return html`<div class=${`recording ${isAlone ? "alone" : ""}`} aria-label=${run.name}>
     ${!isAlone && html`<h2 class="name">${run.name}</h2>`}
-    <div class="columns">
-      <div class="column"><${Pool} ...${shared} /><${BlockCard} ...${shared} /><${SequenceCard} ...${shared} /></div>
-      <${Step} ...${shared} />
+    ${isAlone && html`<${Story} ...${shared} moments=${moments} tell=${tell} />`}
+    <div class="columns first">
+      <${Pool} ...${shared} />
+      <div class="beside"><${Step} ...${shared} /></div>
     </div>
     <${Timeline} ...${shared} />
+    <div class="columns"><${SequenceCard} ...${shared} /><${BlockCard} ...${shared} /></div>
+    <${Times} ...${shared} />
     <${Counters} ...${shared} />
     <div class="columns">
       <${Below} ...${shared} />
@@ -155,8 +196,8 @@ function Below(shared) {
 function Configuration({ run }) {
   const { t } = useView();
   const rows = { num_blocks: run.header.num_blocks, block_size: run.header.block_size, ...run.header.config };
-  return html`<section class="card config"><h2>${t("config")}</h2>
-    <dl>${Object.entries(rows).map(([name, value]) => html`<dt><code>${name}</code></dt><dd>${String(value)}</dd>`)}</dl></section>`;
+  return html`<section class="card config"><details><summary>${t("config")}</summary>
+    <dl>${Object.entries(rows).map(([name, value]) => html`<dt><code>${name}</code></dt><dd>${String(value)}</dd>`)}</dl></details></section>`;
 }
 
 function Source({ code, close }) {

@@ -8,7 +8,7 @@ const MANY = 64;
 
 export function SequenceCard({ run, frame, state }) {
   const { t, theme, choice, choose } = useView();
-  if (choice.seq === null || choice.seq === undefined) return html`<section class="card"><h2>${t("sequence", { seq: "" })}</h2><p class="soft">${t("chooseSequence")}</p></section>`;
+  if (choice.seq === null || choice.seq === undefined) return null;
   const seq = state.seqs.get(choice.seq);
   const name = run.label(choice.seq);
   if (!seq) return html`<section class="card"><h2>${t("sequence", { seq: name })}</h2><p class="soft">${t("status.unborn")}</p></section>`;
@@ -49,17 +49,17 @@ export function BlockCard({ run, state }) {
   const { t, choice, choose } = useView();
   const block = choice.block;
   const pick = (event) => choose({ block: event.target.valueAsNumber || null });
-  const input = html`<input type="number" min="1" max=${state.numBlocks} value=${block ?? ""} aria-label=${t("goToBlock")} title=${t("goToBlock")} onChange=${pick} />`;
-  if (!block || block > state.numBlocks) return html`<section class="card block"><h2>${t("block", { block: "" })} ${input}</h2><p class="soft">${t("chooseBlock")}</p></section>`;
+  const input = html`<input type="number" min="1" max=${state.numBlocks} value=${block ?? ""} aria-label=${t("goToBlock")} onChange=${pick} />`;
+  if (!block || block > state.numBlocks) return null;
   const size = run.header.block_size;
   const owners = state.owners().get(block) ?? [];
   const serial = state.serial[block];
   const rank = owners.length ? -1 : state.freeOrder.indexOf(block);
   const writer = state.seqs.get(state.writer[block]);
   const first = state.place[block] * size;
-  const holds = (owners.length || serial) && writer && state.filled[block] > 0;
+  const holds = (owners.length > 0 || serial > 0) && writer && state.filled[block] > 0;
   return html`<section class="card block">
-    <h2>${t("block", { block })} ${input}</h2>
+    <h2>${t("block", { block })}</h2><label class="soft">${t("goToBlock")} ${input}</label>
     <dl>
       <dt>${t("references")}</dt><dd>${state.refs[block]}</dd>
       <dt>${t("owners")}</dt><dd>${owners.length ? owners.map((number) => html`<${Seq} run=${run} number=${number} /> `) : t("freeRank", { count: rank })}</dd>

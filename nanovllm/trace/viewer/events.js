@@ -8,7 +8,7 @@ export function describeEvent(run, event, t, numFree) {
     case "fork": return t("event.fork", { seq, other: run.label(rest[0]) });
     case "tokens": return t("event.tokens", { seq, text: rest[1].map((id) => run.text(id)).join("") });
     case "finish": return t("event.finish", { seq, reason: t(`reason.${rest[0]}`) + (rest[1] === null ? "" : ` (${rest[1]})`) });
-    case "wait": return t(`event.wait.${rest[0]}`, { seq, needed: rest[1], free: rest[2] });
+    case "wait": return t(`event.wait.${rest[0]}`, { seq, needed: rest[1], free: rest[2], ...run.placesFor(number) });
     case "idle": return t(`event.idle.${rest[0]}`, { seq });
     case "admit": return t(`event.admit.${rest[0]}`, { seq, count: rest[1] });
     case "preempt": {

@@ -1,7 +1,8 @@
 // The pool as a grid: a cell a block. Only cells whose look has changed are drawn again, so that scrubbing stays smooth.
 
 import { blend, cssColor, inkOn, ownerColor } from "./colors.js";
-import { fitCanvas, html, useEffect, useLayoutEffect, useMemo, useRef, useView, useWidth } from "./ui.js";
+import { Motion } from "./story.js";
+import { fitCanvas, html, useEffect, useLayoutEffect, useMemo, useRef, useState, useView, useWidth } from "./ui.js";
 
 const GAP = 1;
 const LABELLED = 15; // a cell that is larger than this says whose it is
@@ -19,10 +20,11 @@ export function layOut(numCells, width) {
 }
 
 // How each block looks, as numbers that are quickly compared: up to three owners, how many there are, whose contents it
-// holds, and in one number: filled slots, the rank among the free ones (1 … 9), cached, chosen, dimmed.
+// holds, and in one number: filled slots, the rank among the free ones (1 … 9), cached, chosen, dimmed, lit up, next to be
+// evicted.
 const FIELDS = ["own1", "own2", "own3", "count", "writer", "bits"];
 
-export function looksOf(state, numCells, choice) {
+export function looksOf(state, numCells, choice, lit = []) {
   const looks = Object.fromEntries(FIELDS.map((name) => [name, new Int32Array(numCells + 1)]));
   const isChosen = new Uint8Array(numCells + 1);
   for (const seq of state.seqs.values()) {
@@ -33,11 +35,12 @@ export function looksOf(state, numCells, choice) {
     }
   }
   const ranks = new Map(state.firstFree(9).map((b, i) => [b, i + 1]));
+  const evicted = state.nextEvicted();
   for (let b = 1; b <= numCells; b++) {
     const holds = looks.count[b] || state.serial[b];
     if (!looks.count[b]) looks.writer[b] = state.writer[b];
-    const flags = (state.serial[b] ? 1 : 0) | (choice.block === b ? 2 : 0) | (choice.seq != null && !isChosen[b] ? 4 : 0);
-    looks.bits[b] = (((holds ? state.filled[b] : 0) << 4) | (ranks.get(b) ?? 0)) * 8 + flags;
+    const flags = (state.serial[b] ? 1 : 0) | (choice.block === b ? 2 : 0) | (choice.seq != null && !isChosen[b] ? 4 : 0) | (lit.includes(b) ? 8 : 0) | (b === evicted ? 16 : 0);
+    looks.bits[b] = (((holds ? state.filled[b] : 0) << 4) | (ranks.get(b) ?? 0)) * 32 + flags;
   }
   return looks;
 }
@@ -47,18 +50,20 @@ function lookAt(looks, b, blockSize) {
   return {
     owners: [looks.own1[b], looks.own2[b], looks.own3[b]].filter(Boolean),
     count: looks.count[b],
-    filled: (bits >> 7) / blockSize,
-    rank: (bits >> 3) & 15,
+    filled: (bits >> 9) / blockSize,
+    rank: (bits >> 5) & 15,
     cached: (bits & 1) > 0,
     chosen: (bits & 2) > 0,
     dimmed: (bits & 4) > 0,
+    lit: (bits & 8) > 0,
+    isNext: (bits & 16) > 0,
     writer: looks.writer[b],
   };
 }
 
-// What drawCell needs besides the cell: {theme, surface, empty, soft, text}; isSharp: cells begin and end with pixels.
+// What drawCell needs besides the cell: {theme, surface, empty, soft, text, …}; isSharp: cells begin and end with pixels.
 function inkOf(theme) {
-  const names = ["surface", "empty", "soft", "text"];
+  const names = ["surface", "empty", "soft", "text", "accent", "bad"];
   return { theme, ...Object.fromEntries(names.map((name) => [name, cssColor(name)])) };
 }
 
@@ -81,6 +86,20 @@ function drawCell(context, look, x, y, size, ink) {
     context.fillStyle = ink.soft;
     context.font = `${Math.min(11, size * 0.4)}px system-ui, sans-serif`;
     context.fillText(`#${look.rank}`, x + inner / 2, y + inner / 2);
+  }
+  if (look.isNext && inner > 5) {
+    context.fillStyle = ink.bad; // a corner is turned down
+    const turned = Math.min(9, inner * 0.4);
+    context.beginPath();
+    context.moveTo(x + inner - turned, y);
+    context.lineTo(x + inner, y);
+    context.lineTo(x + inner, y + turned);
+    context.fill();
+  }
+  if (look.lit) {
+    context.strokeStyle = ink.bad;
+    context.lineWidth = Math.min(4, inner / 4);
+    context.strokeRect(x + context.lineWidth / 2, y + context.lineWidth / 2, inner - context.lineWidth, inner - context.lineWidth);
   }
   if (look.chosen) {
     context.strokeStyle = ink.text;
@@ -114,7 +133,12 @@ function drawOwned(context, look, left, top, inner, ink) {
 function drawLabel(context, look, left, top, inner, ink, several) {
   const font = Math.min(12, inner * 0.42);
   context.font = `600 ${font}px system-ui, sans-serif`;
-  context.fillStyle = look.filled > 0.45 && !look.dimmed ? inkOn(ownerColor(look.owners[0], ink.theme)) : ink.text;
+  const isOnColor = look.filled > 0.7 && !look.dimmed;
+  context.fillStyle = isOnColor ? inkOn(ownerColor(look.owners[0], ink.theme)) : ink.text;
+  if (!several && !isOnColor && look.filled > 0.3) { // half of the letters is on the colour
+    [context.strokeStyle, context.lineWidth] = [ink.surface, 3];
+    context.strokeText(look.label, left + inner / 2, top + inner / 2 + 0.5, inner - 2);
+  }
   if (!several) context.fillText(look.label, left + inner / 2, top + inner / 2 + 0.5, inner - 2);
   if (!several) return;
   const badge = Math.max(9, inner * 0.42); // how many own it
@@ -137,11 +161,12 @@ function drawCached(context, look, left, top, inner, ink) {
   context.setLineDash([]);
 }
 
-export function Pool({ run, frame, state }) {
+export function Pool({ run, frame, state, moment }) {
   const { t, theme, choice, choose } = useView();
   const [ref, width] = useWidth();
   const canvas = useRef(null);
   const drawn = useRef(null);
+  const [under, setUnder] = useState(null); // {block, x, y} of the mouse
   const numCells = Math.max(1, Math.min(run.replay.numBlocks, Math.max(24, run.replay.top)));
   const grid = useMemo(() => layOut(numCells, width || 300), [numCells, width]);
 
@@ -153,7 +178,8 @@ export function Pool({ run, frame, state }) {
     ink.isSharp = Number.isInteger(window.devicePixelRatio);
     const style = `${theme} ${grid.size} ${grid.columns} ${run.name}`;
     const old = isNew || drawn.current?.style !== style ? null : drawn.current.looks;
-    const looks = looksOf(state, numCells, choice);
+    const owner = under && choice.seq == null ? state.ownerOf(under.block) : null; // all of its cells light up
+    const looks = looksOf(state, numCells, owner ? { ...choice, seq: owner } : choice, moment?.blocks);
     for (let b = 1; b <= numCells; b++) {
       if (old && FIELDS.every((name) => old[name][b] === looks[name][b])) continue;
       const look = lookAt(looks, b, state.blockSize);
@@ -170,7 +196,12 @@ export function Pool({ run, frame, state }) {
     return column < grid.columns && block <= numCells ? block : null;
   };
   const pick = (event) => blockAt(event) && choose({ block: blockAt(event) });
-  const name = (event) => { canvas.current.title = blockAt(event) ? t("block", { block: blockAt(event) }) : ""; };
+  const point = (event) => {
+    const block = blockAt(event);
+    const box = canvas.current.getBoundingClientRect();
+    if (block !== under?.block) setUnder(block && { block, x: event.clientX - box.left, y: event.clientY - box.top });
+  };
+  const colorOf = (number) => ownerColor(number, theme);
   const move = (event) => {
     const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -grid.columns, ArrowDown: grid.columns }[event.key];
     if (!by || event.shiftKey) return;
@@ -181,10 +212,12 @@ export function Pool({ run, frame, state }) {
   const rest = run.replay.numBlocks - numCells;
   return html`<section class="card pool">
     <h2>${t("pool")}</h2>
-    <div class="wide" ref=${ref}>
+    <div class="wide" ref=${ref}><div class="grid">
       <canvas ref=${canvas} tabindex="0" role="application" aria-label=${t("poolLabel")} data-size=${grid.size} data-columns=${grid.columns}
-        style=${{ width: `${grid.columns * grid.size}px`, height: `${grid.height}px` }} onClick=${pick} onMouseMove=${name} onKeyDown=${move}></canvas>
-    </div>
+        style=${{ width: `${grid.columns * grid.size}px`, height: `${grid.height}px` }} onClick=${pick} onMouseMove=${point} onMouseLeave=${() => setUnder(null)} onKeyDown=${move}></canvas>
+      <${Motion} moment=${moment} grid=${grid} colorOf=${colorOf} />
+      ${under && html`<div class="tip" style=${{ left: `${Math.max(0, Math.min(under.x, grid.columns * grid.size - 230))}px`, top: `${under.y + 18}px` }}>${describeBlock(run, state, under.block, t)}</div>`}
+    </div></div>
     ${rest > 0 && html`<p class="soft">${t("poolRest", { count: rest.toLocaleString() })}</p>`}
     <${Counts} run=${run} frame=${frame} />
     <${Legend} />
@@ -192,18 +225,32 @@ export function Pool({ run, frame, state }) {
   </section>`;
 }
 
+// A block in a few words: whose it is, what it holds, when it is handed out.
+export function describeBlock(run, state, block, t) {
+  const owners = state.owners().get(block) ?? [];
+  const writer = state.seqs.get(state.writer[block]);
+  const holds = writer && state.filled[block] > 0 && (owners.length > 0 || state.serial[block] > 0);
+  const first = state.place[block] * run.header.block_size;
+  const text = holds ? writer.tokens.slice(first, first + state.filled[block]).map((id) => run.text(id)).join("") : "";
+  const parts = [t("block", { block }), owners.map((number) => run.label(number)).join(", ") || t("freeRank", { count: state.freeOrder.indexOf(block) })];
+  if (block === state.nextEvicted()) parts.push(t("nextEvicted"));
+  parts.push(holds ? `${t("filled", { filled: state.filled[block], size: run.header.block_size })}: “${text.trim().slice(0, 80)}”` : t("neverWritten"));
+  return parts.join(" · ");
+}
+
 function Counts({ run, frame }) {
   const { t } = useView();
   const at = run.frames[frame];
   const slots = at.owned * run.header.block_size;
+  const local = (value) => value.toLocaleString();
   const one = (name, value, title, rest) => html`<div title=${title}><b>${value}</b><span>${name}</span>${rest && html`<small>${rest}</small>`}</div>`;
   return html`<div class="counts">
-    ${one(t("owned"), at.owned, "", t("ofBlocks", { count: run.replay.numBlocks.toLocaleString() }))}
-    ${one(t("ofThemShared"), at.shared)}
-    ${one(t("cachedFree"), at.cachedFree)}
-    ${one(t("freeInAll"), at.free.toLocaleString())}
-    ${one(t("wasteShort"), `${(100 * at.waste).toFixed(1)} %`, t("waste"), t("ofSlots", { empty: slots - at.stored, slots }))}
-    ${one(t("hitRateShort"), `${(100 * at.hitRate).toFixed(0)} %`, t("hitRate"), t("ofPrompts", { hit: at.hit, queried: at.queried }))}
+    ${one(t("owned"), local(at.owned), "", t("ofBlocks", { count: run.replay.numBlocks.toLocaleString() }))}
+    ${one(t("ofThemShared"), local(at.shared))}
+    ${one(t("cachedFree"), local(at.cachedFree))}
+    ${one(t("freeInAll"), local(at.free))}
+    ${one(t("wasteShort"), `${(100 * at.waste).toFixed(1)} %`, t("waste"), t("ofSlots", { empty: local(slots - at.stored), slots: local(slots) }))}
+    ${one(t("hitRateShort"), `${(100 * at.hitRate).toFixed(0)} %`, t("hitRate"), t("ofPrompts", { hit: local(at.hit), queried: local(at.queried) }))}
     ${one(t("running"), at.running)}
     ${one(t("waiting"), at.waiting)}
   </div>`;
@@ -218,6 +265,7 @@ function Legend() {
     ["legendShared", { owners: [1, 2], count: 2, filled: 1 }],
     ["legendCached", { owners: [], filled: 1, cached: true, writer: 1 }],
     ["legendNext", { owners: [], filled: 0, rank: 1 }],
+    ["legendEvicted", { owners: [], filled: 1, cached: true, writer: 2, isNext: true }],
   ];
   useEffect(() => {
     const { context } = fitCanvas(canvas.current, looks.length * size, size);

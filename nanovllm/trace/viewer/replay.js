@@ -275,6 +275,19 @@ export class Replay {
 
   // ---- counts
 
+  // The free block whose contents the pool forgets first; 0 if none holds any.
+  nextEvicted() {
+    let b = this.next[0];
+    while (b > 0 && !this.serial[b]) b = this.next[b];
+    return Math.max(0, b);
+  }
+
+  // Of one of its owners the number, or null.
+  ownerOf(block) {
+    for (const seq of this.seqs.values()) if (seq.table.includes(block)) return seq.number;
+    return null;
+  }
+
   get freeOrder() {
     return this.firstFree(this.numBlocks + 1);
   }

@@ -212,6 +212,11 @@ export class Run {
     return this.replay.seqs.get(number).reason === "abort";
   }
 
+  // A request runs with all of its samples or not at all: {places, most}, those that it needs and max_num_seqs.
+  placesFor(number) {
+    return { places: this.requestOf(number)?.seqs.length ?? 1, most: this.header.config.max_num_seqs };
+  }
+
   label(number) {
     const seq = this.replay.seqs.get(number);
     if (!seq || number < 0) return "?";

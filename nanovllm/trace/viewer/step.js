@@ -76,7 +76,7 @@ export function reasonsOf(run, at, state) {
 function reasonText(run, seq, event, t) {
   if (!event) return t("wait.next");
   if (event[0] === "behind") return t("wait.behind", { other: run.label(event[1]) });
-  return t(`${event[0]}.${event[2]}`, { needed: event[3], free: event[4] });
+  return t(`${event[0]}.${event[2]}`, { needed: event[3], free: event[4], ...run.placesFor(seq.number) });
 }
 
 function Waiting({ run, at, state }) {
@@ -98,7 +98,7 @@ function Events({ run, frame, at }) {
     <ol class="events">
       ${shown.map((event) => html`<li class=${`is-${event[0]}`}>
         <button class="text" onClick=${() => choose(subjectOf(event))}>${describeEvent(run, event, t, before.get(event))}</button>
-        <button class="source" disabled=${!window.SOURCES[event[0]]} onClick=${() => showSource(event[0])} aria-label=${`${t("showSource")}: ${event[0]}`}>${event[0]}</button>
+        <button class="source" title=${t("showSourceLong")} disabled=${!window.SOURCES[event[0]]} onClick=${() => showSource(event[0])} aria-label=${`${t("showSource")}: ${event[0]}`}>{ } ${event[0]}</button>
       </li>`)}
     </ol>
     ${at.events.length > shown.length && html`<button onClick=${() => setOpen(true)}>${t("more", { count: at.events.length - shown.length })}</button>`}`;

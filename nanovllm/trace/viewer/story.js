@@ -1,0 +1,93 @@
+// The story of a recording: the first moment of each kind that a reader should see, told in a sentence, with its blocks.
+//
+// A moment is {kind, frame, values, blocks, moves}: `values` fills its sentence in; `blocks` light up in the pool; a move
+// is {from, to, seq}: what is in block `from` comes to `to`, in the colour of `seq`, or `to` only changes its owner.
+
+import { html, useEffect, useMemo, useRef, useView } from "./ui.js";
+
+export const MOMENTS = ["chunked-prefill", "prefix-hit", "fork", "copy", "preemption", "swap", "eviction", "admission"];
+
+export function momentsOf(run) {
+  const found = new Map();
+  const meet = (kind, frame, moment) => {
+    const one = !found.has(kind) && moment();
+    if (one) found.set(kind, { kind, frame, blocks: [], moves: [], ...one });
+  };
+  const hasWaited = new Set();
+  run.frames.forEach((at, frame) => {
+    const { events } = at;
+    const ended = events.find(([code, , reason]) => code === "finish" && reason !== "abort");
+    const blocksOf = (number, code) => events.filter((event) => event[0] === code && event[1] === number && event[2]).map((event) => event[2]);
+    for (const event of events) {
+      const [code, number, ...rest] = event;
+      if (code === "wait" && number) hasWaited.add(number);
+      if (code === "admit" && rest[0] === "new" && rest[1]) meet("prefix-hit", frame, () => ({ values: { seq: number, count: rest[1] }, blocks: blocksOf(number, "share") }));
+      if (code === "fork") meet("fork", frame, () => ({ values: { seq: number, other: rest[0] }, blocks: blocksOf(rest[0], "share") }));
+      if (code === "copy") meet("copy", frame, () => ({ values: { seq: number, block: rest[0], to: rest[1] }, blocks: rest.slice(0, 2), moves: [{ from: rest[0], to: rest[1], seq: number }] }));
+      if (code === "take" && rest[1]) meet("eviction", frame, () => ({ values: { seq: number, block: rest[0] }, blocks: [rest[0]], moves: [{ to: rest[0], seq: number }] }));
+      if (code === "preempt") {
+        meet(rest[2].length ? "swap" : "preemption", frame, () => {
+          const taken = blocksOf(rest[0], "take");
+          const lost = frame ? (run.stateAt(frame - 1).seqs.get(number)?.table ?? []).filter(Boolean) : [];
+          return { values: { seq: number, other: rest[0], count: rest[2].length }, isItself: rest[0] === number, blocks: [...lost, ...taken], moves: taken.map((to) => ({ to, seq: rest[0] })) };
+        });
+      }
+      if (code === "admit" && ended && hasWaited.has(number) && events.indexOf(event) > events.indexOf(ended)) {
+        meet("admission", frame, () => {
+          const blocks = blocksOf(number, "take");
+          return { values: { seq: ended[1], other: number }, blocks, moves: blocks.map((to) => ({ to, seq: number })) };
+        });
+      }
+    }
+    const chunk = !at.isEnd && at.decodes.length > 0 && events.at(-1)[4].find(([, , numNew, code]) => numNew > 1 && code !== "all");
+    if (chunk) meet("chunked-prefill", frame, () => ({ values: { seq: chunk[0], count: chunk[2], decodes: at.decodes.length }, blocks: run.stateAt(frame).seqs.get(chunk[0]).table.filter(Boolean) }));
+  });
+  return [...found.values()].sort((a, b) => a.frame - b.frame || MOMENTS.indexOf(a.kind) - MOMENTS.indexOf(b.kind));
+}
+
+export const momentAt = (moments, kind, frame) => moments.find((one) => one.kind === kind && one.frame === frame) ?? null;
+
+function sentence(run, { kind, values, isItself }, t) {
+  const names = Object.fromEntries(["seq", "other"].filter((name) => name in values).map((name) => [name, run.label(values[name])]));
+  return t(`story.${kind}${isItself ? ".itself" : ""}`, { ...values, ...names });
+}
+
+export function Story({ run, frame, moments, moment, tell }) {
+  const { t } = useView();
+  const steps = run.frames.length - 1;
+  const at = moment ? moments.indexOf(moment) : moments.findLastIndex((one) => one.frame <= frame - 1);
+  const [before, after] = moment ? [at - 1, at + 1] : [at, at + 1];
+  const button = (label, text, to) => html`<button class="turn" disabled=${!moments[to]} aria-label=${t(label)} onClick=${() => tell(moments[to])}>${text}</button>`;
+  return html`<section class="card story">
+    <h2>${t("storyOf", { requests: run.requests.size, steps, blocks: run.header.num_blocks.toLocaleString(), size: run.header.block_size })}</h2>
+    ${moments.length > 0 && html`<p class="moments">
+      ${button("momentBefore", `◀ ${t("back")}`, before)}
+      ${moments.map((one) => html`<button class=${one === moment ? "on" : ""} aria-pressed=${one === moment} onClick=${() => tell(one)}><small>${run.frames[one.frame].step}</small> ${t(`moment.${one.kind}`)}</button>`)}
+      ${button("momentAfter", `${t("nextMoment")} ▶`, after)}
+    </p>`}
+    <p class="told" aria-live="polite">${moment ? sentence(run, moment, t) : t(moments.length ? "storyHint" : "storyNone")}</p>
+  </section>`;
+}
+
+// What moves over the pool's canvas while a moment is told. With reduced motion nothing does: the cells are lit anyway.
+export function Motion({ moment, grid, colorOf }) {
+  const layer = useRef(null);
+  useEffect(() => {
+    const box = layer.current;
+    box.replaceChildren();
+    if (!moment || matchMedia("(prefers-reduced-motion: reduce)").matches) return;
+    const place = (block) => [((block - 1) % grid.columns) * grid.size, Math.floor((block - 1) / grid.columns) * grid.size];
+    moment.moves.slice(0, 32).forEach(({ from, to, seq }, i) => {
+      const cell = document.createElement("i");
+      Object.assign(cell.style, { width: `${grid.size - 1}px`, height: `${grid.size - 1}px`, background: colorOf(seq) });
+      box.append(cell);
+      const [[x, y], [fromX, fromY]] = [place(to), place(from ?? to)];
+      const begin = from ? `translate(${fromX}px, ${fromY}px)` : `translate(${x}px, ${y}px) scale(2.2)`;
+      const frames = [{ transform: begin, opacity: 0.2 }, { transform: begin, opacity: 1, offset: 0.3 }, { transform: `translate(${x}px, ${y}px)`, opacity: 1, offset: 0.9 }, { transform: `translate(${x}px, ${y}px)`, opacity: 0 }];
+      cell.animate(frames, { duration: 1600, delay: 60 * i, easing: "ease-in-out", fill: "both" }).onfinish = () => cell.remove();
+    });
+  }, [moment, grid]);
+  return html`<div class="motion" ref=${layer} aria-hidden="true"></div>`;
+}
+
+export const useMoments = (run) => useMemo(() => (run ? momentsOf(run) : []), [run, run?.frames.length]);

@@ -1,0 +1,56 @@
+// Where the time of a step goes: its parts in each step, and in words for the decode step in the middle.
+
+import { cssColor } from "./colors.js";
+import { formatTime, html, useMemo, useRef, useLayoutEffect, useView, useWidth, fitCanvas } from "./ui.js";
+
+const PARTS = ["schedule", "build", "run", "update", "output"];
+const PART_COLORS = ["line3", "line2", "line1", "soft", "text"];
+const TALL = 90;
+
+const sumOf = (times) => PARTS.reduce((sum, part) => sum + (times[part] ?? 0), 0);
+
+// {count, times}: how many steps only decode, and the times of the one whose time is their median; null without any.
+export function medianDecode(run) {
+  const decodes = run.frames.filter((at) => !at.isEnd && at.decodes.length > 0 && at.events.at(-1)[4].length === 0);
+  const timed = decodes.map((at) => run.times.get(at.step)).filter(Boolean).sort((a, b) => sumOf(a) - sumOf(b));
+  return timed.length ? { count: timed.length, times: timed[Math.floor((timed.length - 1) / 2)] } : null;
+}
+
+export const Times = (shared) => (shared.run.times.size ? html`<${TimesCard} ...${shared} />` : null);
+
+function TimesCard({ run, frame, goTo }) {
+  const { t, theme } = useView();
+  const [ref, width] = useWidth();
+  const canvas = useRef(null);
+  const numSteps = run.frames.length;
+  const median = useMemo(() => medianDecode(run), [run, run.times.size]);
+  const scale = width / Math.max(1, numSteps);
+  useLayoutEffect(() => {
+    if (!width) return;
+    const { context } = fitCanvas(canvas.current, width, TALL);
+    context.clearRect(0, 0, width, TALL);
+    const sums = run.frames.map((at) => sumOf(run.times.get(at.step) ?? {}));
+    const most = Math.max(1, [...sums].sort((a, b) => a - b)[Math.floor(0.98 * (sums.length - 1))] * 1.15); // one slow step would flatten the others
+    run.frames.forEach((at, i) => {
+      let y = TALL;
+      PARTS.forEach((part, k) => {
+        const high = (TALL * (run.times.get(at.step)?.[part] ?? 0)) / most;
+        context.fillStyle = cssColor(PART_COLORS[k]);
+        context.fillRect(i * scale, (y -= high), Math.max(1, scale - (scale > 3 ? 1 : 0)), high);
+      });
+    });
+    if (!median) return;
+    context.fillStyle = cssColor("bad");
+    for (let x = 0; x < width; x += 8) context.fillRect(x, TALL - (TALL * sumOf(median.times)) / most, 4, 1.5);
+  }, [run, numSteps, run.times.size, width, theme]);
+  const jump = (event) => goTo(Math.floor((event.clientX - canvas.current.getBoundingClientRect().left) / scale));
+  const of = run.times.get(run.frames[frame].step);
+  const split = (times) => PARTS.filter((part) => times[part] !== undefined).map((part) => `${t(`part.${part}`)} ${formatTime(times[part])}`).join(", ");
+  return html`<section class="card times"><h2>${t("timesOfSteps")}</h2>
+    <div class="wide" ref=${ref}><div class="plot"><canvas ref=${canvas} style=${{ width: `${width}px`, height: `${TALL}px` }} onClick=${jump} role="img" aria-label=${t("timesOfSteps")}></canvas>
+      <div class="now" style=${{ transform: `translateX(${frame * scale}px)`, width: `${Math.max(2, scale)}px` }}></div></div></div>
+    <div class="legend">${PARTS.map((part, k) => html`<span><i style=${{ background: `var(--${PART_COLORS[k]})` }}></i>${t(`part.${part}`)}</span>`)}<span>┄ ${t("medianLine")}</span></div>
+    <p class="line">${of ? t("timesOfThis", { time: formatTime(sumOf(of)), split: split(of) }) : t("timesUnknown")}</p>
+    ${median && html`<p><b>${t("timesOfDecode", { count: median.count, time: formatTime(sumOf(median.times)), split: split(median.times) })}</b></p>`}
+  </section>`;
+}
