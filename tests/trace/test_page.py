@@ -410,7 +410,9 @@ def test_mouse_over_a_block_says_whose_it_is_and_what_it_holds(show, known):
     canvas.hover(position={"x": (block - 0.5) * size, "y": size / 2})
     text = page.locator(".tip").inner_text()
     assert text.startswith(f"Block {block} · seq-0, seq-1.0, seq-1.1 · 4 of 4 slots hold tokens: ")
-    free = states[3]["free"][0]
+    step, free = next((step, state["free"][0]) for step, state in states.items() if state["free"])
+    page.evaluate(f"location.hash = 'step={step}'")
+    page.locator("#step", has_text=f"Step {step} ").wait_for()
     canvas.hover(position={"x": (free - 0.5) * size, "y": size / 2})
     assert "free; 0 others are handed out before it" in page.locator(".tip").inner_text()
     page.mouse.move(5, 5)
