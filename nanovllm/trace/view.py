@@ -4,6 +4,7 @@ nanovllm view                                # opens a recording that comes with
 nanovllm view run.jsonl                      # opens it
 nanovllm view run.jsonl -o run.html          # writes it
 nanovllm view with.jsonl without.jsonl       # two recordings side by side, scrubbed together
+nanovllm view run.jsonl --gif story.gif      # a moving picture of its story
 nanovllm view run.jsonl --perfetto run.json  # for https://ui.perfetto.dev
 """
 
@@ -13,6 +14,7 @@ import tempfile
 import webbrowser
 from pathlib import Path
 
+from nanovllm.trace.gif import write_gif
 from nanovllm.trace.page import make_page
 from nanovllm.trace.perfetto import to_perfetto
 from nanovllm.trace.recording import read_recording
@@ -32,7 +34,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("second", type=Path, nargs="?", help="another one, shown beside it and scrubbed with it")
     parser.add_argument("-o", "--output", type=Path, metavar="HTML", help="write the page here, and do not open it")
     parser.add_argument("--perfetto", type=Path, metavar="JSON", help="write Chrome's trace format here instead")
+    parser.add_argument("--gif", type=Path, help="write a moving picture of its story here instead (extra: browser)")
+    parser.add_argument("--steps", type=steps_of, metavar="12-16,20", help="steps for --gif, in place of the story")
     return parser
+
+
+def steps_of(text: str) -> list[int]:
+    """ "12-14,20" -> [12, 13, 14, 20]"""
+    ranges = [[int(one) for one in part.split("-")] for part in text.split(",")]
+    return [step for one in ranges for step in range(one[0], one[-1] + 1)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,9 +55,12 @@ def main(arguments: list[str] | None = None) -> int:
             write(args.perfetto, json.dumps(to_perfetto(recordings[0]), separators=(",", ":")))
         if args.output:
             write(args.output, make_page(paths))
+        if args.gif:
+            write_gif(make_page(paths), args.gif, args.steps)
+            print(args.gif)
     except ValueError as error:
         parser.error(str(error))
-    if not args.output and not args.perfetto:
+    if not (args.output or args.perfetto or args.gif):
         open_page(paths)
     return 0
 

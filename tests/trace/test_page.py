@@ -7,6 +7,9 @@ import gzip
 import json
 import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -456,6 +459,41 @@ def test_link_to_this_step_is_copied(show, known):
     page.get_by_role("button", name="Copy link to this step").click()
     page.locator("#link", has_text="Copied").wait_for()
     assert page.evaluate("copied").endswith("run.html#step=4&seq=2")
+
+
+@pytest.mark.parametrize("steps", [None, "2-4,13"])
+def test_moving_picture_shows_the_story_or_the_steps(tmp_path, steps):
+    from PIL import Image
+
+    path = tmp_path / "story.gif"
+    assert run_view("--gif", path, *(["--steps", steps] if steps else [])) == (0, f"{path}\n", "")
+    picture = Image.open(path)
+    durations = []
+    for i in range(picture.n_frames):
+        picture.seek(i)
+        durations.append(picture.info["duration"])
+    assert durations.count(3500) == (0 if steps else len(KINDS))
+    assert durations.count(900) == (4 if steps else 0)
+    assert (steps is None) == any(ms < 900 for ms in durations), "what moves"
+    assert path.stat().st_size < 400_000
+
+
+def test_moving_picture_of_a_run_without_moments_asks_for_steps(tmp_path):
+    run = RecordedRun(Lines(), num_blocks=8, block_size=4, budget=12)
+    run.add([1] * 3, max_tokens=2)
+    run.finish()
+    [lines] = run.stats._sink.segments
+    (tmp_path / "dull.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status, _, said = run_view(tmp_path / "dull.jsonl", "--gif", tmp_path / "dull.gif")
+    assert status == 2
+    assert "nothing of note happens in this recording; choose steps by --steps" in said
+
+
+def run_view(*arguments):
+    """As a process: this one has an event loop of Playwright."""
+    command = [sys.executable, "-m", "nanovllm", "view", *map(str, arguments)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=100)
+    return done.returncode, done.stdout, done.stderr
 
 
 # ---- how it is used
