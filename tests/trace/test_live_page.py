@@ -1,14 +1,21 @@
-"""`nanovllm serve --ui` in Chromium: type, and watch the blocks fill; with a key and without."""
+"""`nanovllm serve --ui` in Chromium: type, and watch the blocks fill; with a key and without.
 
+Where a test needs a certain step or refusal, a `Stage` plays the server: the test steps its run, and says what a chat gets.
+"""
+
+import json
 import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.trace.test_page import Recorder, chromium  # noqa: F401 (a fixture)
+from tests.trace.test_page import Recorder, chromium, step_of  # noqa: F401 (a fixture)
+from tests.trace_traffic import RecordedRun
 
 pytestmark = pytest.mark.browser
 
@@ -37,6 +44,68 @@ def serve():
         process.stdout.close()
 
 
+class Stage:
+    """The page over a run that goes on when the test says so. `answer` is what the next chats get: (status, body)."""
+
+    def __init__(self, **options):
+        import uvicorn
+        from fastapi import FastAPI, Request, Response
+
+        from nanovllm.serve.state import get_ready_server
+        from nanovllm.serve.ui import LiveLines, make_router
+
+        self.live = LiveLines()
+        self.run = RecordedRun(self.live, **options)
+        self.answer, self.asked = (200, says("Yes.")), []
+        app = FastAPI()
+        app.dependency_overrides[get_ready_server] = lambda: None
+        app.include_router(make_router(self.live))
+
+        @app.post("/v1/chat/completions")
+        async def chat(request: Request):
+            self.asked.append([(one["role"], one["content"]) for one in (await request.json())["messages"]])
+            status, body = self.answer
+            return Response(body, status)
+
+        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
+        self._thread = threading.Thread(target=self._server.run)
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        self.address = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+
+    def steps(self, count):
+        for _ in range(count):
+            self.run.step()
+
+    def end(self):
+        self.live.close()
+        self._server.should_exit = True
+        self._thread.join()
+
+
+def says(text):
+    """The events of an answer."""
+    chunk = json.dumps({"choices": [{"delta": {"content": text}}]})
+    return f"data: {chunk}\n\ndata: [DONE]\n\n"
+
+
+@pytest.fixture
+def stage(chromium):  # noqa: F811
+    """(stage, page): two of its four requests run, two wait; the page follows."""
+    stage = Stage(num_blocks=64, block_size=4, budget=16, max_num_seqs=2)
+    for i in range(4):
+        stage.run.add([i + 1] * 6, max_tokens=24)
+    stage.steps(3)
+    page = chromium.new_page(locale="en-US")
+    page.set_default_timeout(5000)
+    page.goto(f"{stage.address}/ui#lang=en")
+    page.locator("#step").wait_for()
+    yield stage, page
+    page.close()
+    stage.end()
+
+
 def counts(page):
     """{name: number} of the pool."""
     texts = page.locator(".counts div").evaluate_all("(all) => all.map((one) => one.innerText.split('\\n'))")
@@ -61,8 +130,10 @@ def test_page_follows_a_chat(chromium, serve):  # noqa: F811
     page.locator(".scrub output").wait_for()
     page.locator(".timeline .labels button").first.wait_for()
     page.get_by_text("Send").wait_for()  # the answer is whole
+    page.keyboard.press("Escape")
+    page.keyboard.press("End")
     page.locator(".counts div", has_text=re.compile(r"^0\s*owned")).wait_for()
-    last = int(re.search(r"(\d+)", page.locator("#step").inner_text())[1])
+    last = int(re.search(r"The end, after step (\d+)", step_of(page))[1])
     assert last > 5
     assert counts(page)["owned"] == "0"
     page.get_by_label("Previous step").click()
@@ -81,6 +152,94 @@ def test_page_follows_a_chat(chromium, serve):  # noqa: F811
     for one in (page, other):
         one.close()
     assert troubles == []
+
+
+def test_page_that_follows_shows_the_newest_step_and_who_waits(stage):
+    stage, page = stage
+    for last in (3, 4, 5):
+        page.locator("#step", has_text=f"Step {last} of {last}").wait_for()
+        page.locator(".step p", has_text="Budget: 2 of 16 tokens").wait_for()
+        assert page.locator(".step .rows tr").count() == 2
+        assert page.locator(".step .plain li").all_inner_texts() == [
+            "seq-2 waits: max_num_seqs sequences run already", "seq-3 waits behind seq-2"
+        ]  # fmt: skip
+        assert counts(page)["waiting"] == "2"
+        stage.steps(1)
+    stage.run.add([9] * 6, max_tokens=4)
+    page.keyboard.press("End")
+    page.locator("#step", has_text="The end, after step 6").wait_for()
+    assert counts(page)["waiting"] == "2", "an arrival is told with the step after it"
+    stage.run.stats.flush()
+    page.locator(".counts div", has_text=re.compile(r"^3\s*waiting")).wait_for()
+    assert page.locator(".step .plain li").all_inner_texts() == [
+        "seq-2 waits: max_num_seqs sequences run already", "seq-3 waits behind seq-2", "seq-4 waits behind seq-2"
+    ]  # fmt: skip
+    stage.run.abort(stage.run.requests[2])
+    page.locator(".counts div", has_text=re.compile(r"^2\s*waiting")).wait_for()
+    assert page.locator(".step .plain li").all_inner_texts() == [
+        "seq-3 waits for the next step", "seq-4 waits for the next step"
+    ]  # fmt: skip
+
+
+def test_whatever_goes_to_a_step_stops_following(stage):
+    stage, page = stage
+    follow = page.get_by_label("Follow the newest step")
+    stage.steps(9)
+
+    def press(key):
+        return lambda: page.keyboard.press(key)
+
+    ways = {
+        "left": (press("ArrowLeft"), -1),
+        "page back": (press("Shift+ArrowLeft"), -10),
+        "home": (press("Home"), "1"),
+        "previous of note": (press("p"), "1"),
+        "space": (press(" "), 0),
+        "slider": (lambda: page.get_by_label("step", exact=True).fill("4"), "5"),
+        "button": (lambda: page.get_by_label("Previous step").click(), -1),
+        "timeline": (lambda: page.locator(".timeline .plot canvas").click(position={"x": 2, "y": 5}), "1"),
+        "span": (lambda: [page.keyboard.press("ArrowDown"), page.locator(".facts button", has_text="decode").click()], "2"),
+        "chart": (lambda: page.locator(".u-over").first.click(position={"x": 5, "y": 20}), "1"),
+        "event": (lambda: page.locator(".events button.text").first.click(), 0),
+        "highlight": (lambda: page.locator(".highlights li button").first.click(), "1"),
+        "address": (lambda: page.evaluate("location.hash = 'step=7'"), "7"),
+    }
+    for name, (go, place) in ways.items():
+        last = stage.run.stats._num_steps
+        page.locator("#step", has_text=f"Step {last} of {last}").wait_for()
+        assert follow.is_checked(), name
+        go()
+        step = int(place) if isinstance(place, str) else last + place
+        page.locator("#step", has_text=f"Step {step} of").wait_for()
+        stage.steps(1)
+        page.locator("#step", has_text=f"Step {step} of {last + 1}").wait_for()
+        assert not follow.is_checked(), name
+        follow.check()
+        page.keyboard.press("Escape")
+
+
+def test_playing_up_to_the_newest_step_follows(stage):
+    stage, page = stage
+    page.keyboard.press("ArrowLeft")
+    page.locator("#step", has_text="Step 2 of 3").wait_for()
+    page.keyboard.press(" ")
+    page.locator("#step", has_text="Step 3 of 3").wait_for()
+    stage.steps(1)
+    page.locator("#step", has_text="Step 4 of 4").wait_for()
+    assert page.get_by_label("Follow the newest step").is_checked()
+
+
+def test_address_keeps_the_step_only_where_the_page_does_not_follow(stage):
+    stage, page = stage
+    page.wait_for_url("**/ui#lang=en")
+    page.reload()
+    stage.steps(1)
+    page.locator("#step", has_text="Step 4 of 4").wait_for()
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_url("**/ui#step=3&lang=en")
+    page.reload()
+    stage.steps(1)
+    page.locator("#step", has_text="Step 3 of 5").wait_for()
 
 
 def test_example_writes_and_opens_the_page_of_its_own_run(chromium, tmp_path):  # noqa: F811

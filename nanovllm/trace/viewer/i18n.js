@@ -75,6 +75,7 @@ const WORDS = {
   "wait.preemption": ["waits: in a step that preempts, none is admitted", "等待：发生抢占的步不接纳新序列"],
   "wait.behind": ["waits behind {other}", "排在 {other} 之后"],
   "wait.next": ["arrived after this step was decided", "在本步决定之后到达"],
+  "wait.end": ["waits for the next step", "等待下一步"],
   "idle.budget": ["runs, gets nothing: the budget is spent", "运行中，未得 token：预算用完"],
   "idle.caught_up": ["runs, gets nothing: it has caught up", "运行中，未得 token：已追上"],
   whatHappened: ["What happened since the step before", "上一步之后发生了什么"],
