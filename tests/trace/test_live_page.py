@@ -1,6 +1,7 @@
 """`nanovllm serve --ui` in Chromium: type, and watch the blocks fill; with a key and without.
 
-Where a test needs a certain step or refusal, a `Stage` plays the server: the test steps its run, and says what a chat gets.
+Where a test needs a certain step or refusal, a `Stage` plays the server: the test steps its run, and says what a chat
+gets.
 """
 
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trace.test_page import Recorder, chromium, step_of  # noqa: F401 (a fixture)
+from tests.trace.test_page import Recorder, chromium, known, show, step_of  # noqa: F401 (fixtures)
 from tests.trace_traffic import RecordedRun
 
 pytestmark = pytest.mark.browser
@@ -189,6 +190,10 @@ def test_whatever_goes_to_a_step_stops_following(stage):
     def press(key):
         return lambda: page.keyboard.press(key)
 
+    def click_span():
+        page.keyboard.press("ArrowDown")
+        page.locator(".facts button", has_text="decode").click()
+
     ways = {
         "left": (press("ArrowLeft"), -1),
         "page back": (press("Shift+ArrowLeft"), -10),
@@ -198,7 +203,7 @@ def test_whatever_goes_to_a_step_stops_following(stage):
         "slider": (lambda: page.get_by_label("step", exact=True).fill("4"), "5"),
         "button": (lambda: page.get_by_label("Previous step").click(), -1),
         "timeline": (lambda: page.locator(".timeline .plot canvas").click(position={"x": 2, "y": 5}), "1"),
-        "span": (lambda: [page.keyboard.press("ArrowDown"), page.locator(".facts button", has_text="decode").click()], "2"),
+        "span": (click_span, "2"),
         "chart": (lambda: page.locator(".u-over").first.click(position={"x": 5, "y": 20}), "1"),
         "event": (lambda: page.locator(".events button.text").first.click(), 0),
         "highlight": (lambda: page.locator(".highlights li button").first.click(), "1"),
@@ -240,6 +245,31 @@ def test_address_keeps_the_step_only_where_the_page_does_not_follow(stage):
     page.reload()
     stage.steps(1)
     page.locator("#step", has_text="Step 3 of 5").wait_for()
+
+
+def test_long_ids_have_short_names_and_stand_in_titles(show, known):  # noqa: F811
+    lines = json.dumps(known[0])
+    ids = [f"chatcmpl-{'0123456789abcdef' * 2}", "cmpl-" + "f" * 32 + "-0", "a" * 128]
+    for i, request_id in enumerate(ids):
+        lines = lines.replace(f'"seq-{i}"', f'"{request_id}"')
+    page = show(json.loads(lines), at="#step=3", width=390)
+    page.locator(".timeline .labels b").nth(2).wait_for()
+    assert page.locator(".timeline .labels b").all_inner_texts() == ["#1", "#2", "#3"]
+    titles = [one.get_attribute("title") for one in page.locator(".timeline .labels button").all()]
+    assert titles == ids
+    seen = set()
+    for _ in known[1]:
+        assert not re.search("[0-9a-f]{20}", page.locator("main").inner_text().replace("\n", " "))
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        for chip in page.locator(".step .seq").all():
+            seen.add((chip.inner_text(), chip.get_attribute("title")))
+        page.keyboard.press("ArrowRight")
+    assert seen == {("#1", ids[0]), ("#2.0", ids[1]), ("#2.1", ids[1]), ("#3", ids[2])}
+    event = page.locator(".highlights button", has_text="#2.0").first
+    assert event.get_attribute("title") == ids[1]
+    page.keyboard.press("ArrowDown")
+    page.locator(".sequence h2", has_text="Sequence #1").wait_for()
+    assert page.locator(".sequence h2").get_attribute("title") == ids[0]
 
 
 def test_example_writes_and_opens_the_page_of_its_own_run(chromium, tmp_path):  # noqa: F811

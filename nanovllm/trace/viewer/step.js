@@ -9,7 +9,7 @@ const FEW = 12;
 // The chip of a sequence: its colour and its name; a click chooses it.
 export function Seq({ run, number }) {
   const { theme, choose, choice } = useView();
-  return html`<button class=${`seq ${choice.seq === number ? "on" : ""}`} onClick=${() => choose({ seq: number })}>
+  return html`<button class=${`seq ${choice.seq === number ? "on" : ""}`} title=${run.longName(number)} onClick=${() => choose({ seq: number })}>
     <i style=${{ background: ownerColor(number, theme) }}></i>${run.label(number)}</button>`;
 }
 
@@ -36,7 +36,7 @@ function Budget({ run, at, chunks }) {
     <p>${all ? t("budget", { used, all }) : t("budgetUnknown", { used })}: ${split.join(", ")}</p>
     <div class="budget" role="img" aria-label=${`${used} / ${all ?? "?"}`}>
       ${numDecodes > 0 && html`<span class="decodes" style=${{ width: `${(100 * numDecodes) / scale}%` }}>${numDecodes > scale / 12 ? numDecodes : ""}</span>`}
-      ${parts.map((one) => html`<span style=${{ width: `${(100 * one.numNew) / scale}%`, background: ownerColor(one.number, theme) }} title=${`${run.label(one.number)}: ${one.numNew}`}></span>`)}
+      ${parts.map((one) => html`<span style=${{ width: `${(100 * one.numNew) / scale}%`, background: ownerColor(one.number, theme) }} title=${`${run.longName(one.number) ?? run.label(one.number)}: ${one.numNew}`}></span>`)}
     </div>
   </div>`;
 }
@@ -105,7 +105,7 @@ function Events({ run, frame, at, goTo }) {
     ${at.events.length === 0 && html`<p class="soft">${t("nothing")}</p>`}
     <ol class="events">
       ${shown.map((event) => html`<li class=${`is-${event[0]}`}>
-        <button class="text" onClick=${() => { goTo((here) => here); choose(subjectOf(event)); }}>${describeEvent(run, event, t, before.get(event))}</button>
+        <button class="text" title=${run.longName(subjectOf(event).seq)} onClick=${() => { goTo((here) => here); choose(subjectOf(event)); }}>${describeEvent(run, event, t, before.get(event))}</button>
         <button class="source" disabled=${!window.SOURCES[event[0]]} onClick=${() => showSource(event[0])} aria-label=${`${t("showSource")}: ${event[0]}`}>${event[0]}</button>
       </li>`)}
     </ol>
