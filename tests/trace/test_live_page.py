@@ -6,6 +6,7 @@ gets.
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -38,6 +39,7 @@ def serve():
                 return found[1]
         raise AssertionError(said)
 
+    start.processes = processes
     yield start
     for process in processes:
         process.terminate()
@@ -166,6 +168,7 @@ def test_page_that_follows_shows_the_newest_step_and_who_waits(stage):
         ]  # fmt: skip
         assert counts(page)["waiting"] == "2"
         stage.steps(1)
+    page.locator("#step", has_text="Step 6 of 6").wait_for()
     stage.run.add([9] * 6, max_tokens=4)
     page.keyboard.press("End")
     page.locator("#step", has_text="The end, after step 6").wait_for()
@@ -247,6 +250,75 @@ def test_address_keeps_the_step_only_where_the_page_does_not_follow(stage):
     page.locator("#step", has_text="Step 3 of 5").wait_for()
 
 
+def talk(page):
+    return page.locator(".messages p").all_inner_texts()
+
+
+def test_refused_message_is_taken_back_and_the_next_is_answered(stage):
+    stage, page = stage
+    page.set_viewport_size({"width": 900, "height": 400})
+    ask(page, "First?")
+    page.locator(".assistant", has_text="Yes.").wait_for()
+    for status, said in [(400, "at most 8 tokens fit"), (429, "wait 3 s")]:
+        stage.answer = (status, json.dumps({"error": {"message": said}}))
+        page.locator("#message").fill("Too long?")
+        page.evaluate("document.querySelector('form:has(#message)').requestSubmit(); scrollTo(0, 1e6)")
+        alert = page.locator(".chat [role=alert]", has_text=f"Not answered: {status} {said}.")
+        alert.wait_for()
+        page.wait_for_function("document.querySelector('[role=alert]').getBoundingClientRect().top > 0")
+        assert page.locator("#message").input_value() == "Too long?"
+        assert talk(page) == ["First?", "Yes."]
+    stage.answer = (200, says("No."))
+    ask(page, "Second?")
+    page.locator(".assistant", has_text="No.").wait_for()
+    assert alert.count() == 0
+    assert stage.asked[-1] == [("user", "First?"), ("assistant", "Yes."), ("user", "Second?")]
+    page.get_by_role("button", name="New chat").click()
+    page.locator(".messages p").first.wait_for(state="detached")
+    ask(page, "Third?")
+    page.locator(".assistant", has_text="No.").wait_for()
+    assert stage.asked[-1] == [("user", "Third?")]
+
+
+def test_answer_that_breaks_off_stays_and_says_so(stage):
+    stage, page = stage
+    error = json.dumps({"error": {"message": "the engine has failed"}})
+    stage.answer = (200, says("Well").replace("data: [DONE]", f"data: {error}"))
+    ask(page, "First?")
+    page.locator(".chat [role=alert]", has_text="The answer is cut short: the engine has failed.").wait_for()
+    assert talk(page) == ["First?", "Well"]
+    assert page.locator("#message").input_value() == ""
+
+
+def test_reload_keeps_the_conversation(stage):
+    stage, page = stage
+    ask(page, "First?")
+    page.locator(".assistant", has_text="Yes.").wait_for()
+    page.locator("#message").fill("Half a")
+    page.reload()
+    page.locator(".assistant", has_text="Yes.").wait_for()
+    assert talk(page) == ["First?", "Yes."]
+    page.locator("#message").press("End")
+    page.locator("#message").press_sequentially(" question")
+    page.locator("#message").press("Enter")
+    page.locator(".assistant").nth(1).wait_for()
+    assert stage.asked[-1][2:] == [("user", "Half a question")]
+
+
+def test_server_that_has_ended_is_named_and_the_message_stays(stage):
+    stage, page = stage
+    page.locator(".chat", has_text="connected. Submits").wait_for()
+    assert page.locator("#key").count() == 0, "nobody has asked for it"
+    stage.end()
+    page.locator(".chat", has_text="not connected: ").wait_for()
+    ask(page, "Still there?")
+    page.locator(".chat [role=alert]", has_text="Not answered: the server cannot be reached").wait_for()
+    assert "Failed to fetch" not in page.locator(".chat").inner_text()
+    assert page.locator("#message").input_value() == "Still there?"
+    page.locator("#language").click()
+    page.locator(".chat [role=alert]", has_text="无法连接服务器").wait_for()
+
+
 def test_long_ids_have_short_names_and_stand_in_titles(show, known):  # noqa: F811
     lines = json.dumps(known[0])
     ids = [f"chatcmpl-{'0123456789abcdef' * 2}", "cmpl-" + "f" * 32 + "-0", "a" * 128]
@@ -294,7 +366,63 @@ def test_page_asks_for_the_key(chromium, serve):  # noqa: F811
     page.locator("#key").fill("secret")
     page.locator("#key").press("Tab")
     page.locator(".chat p", has_text=re.compile("^connected")).wait_for()
+    assert page.locator("#key").count() == 0
     ask(page, "What is a block table?")
     page.locator(".messages .assistant", has_text="block ids").wait_for()
     page.locator("#step").wait_for()
     page.close()
+
+
+def test_three_pages_chat_reload_and_are_played_with_until_the_server_ends(chromium, serve):  # noqa: F811
+    """Whatever is pressed and clicked at any time, nothing is complained about."""
+    rng, troubles, is_over = random.Random(5), Recorder(), False
+    address = serve("--num-kv-blocks", "24")
+    pages = [chromium.new_page(locale="en-US") for _ in range(3)]
+    for page in pages:
+        # Chromium itself notes every request that fails, and no page can keep it from that.
+        page.on(
+            "console",
+            lambda one: (
+                troubles.append(one.text)
+                if one.type == "error" and not (is_over and one.text.startswith("Failed to load resource"))
+                else None
+            ),
+        )
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.goto(f"{address}/ui#lang=en")
+        page.locator(".chat", has_text="connected. Submits").wait_for()
+    places = ["#play", "#theme", "#language", ".scrub button", ".timeline button", ".timeline .plot canvas", ".u-over"]
+    places += [".events button.text", ".highlights button", ".pool canvas", ".sequence .table button", ".facts button"]
+    places += [".filters button", ".seq", "[type=checkbox]", ".scrub input"]
+    keys = ["ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown", "Home", "End", "n", "p", "l", "d", " ", "Escape"]
+    click = """([place, at]) => {
+      const found = document.querySelectorAll(place), one = found[Math.floor(at * found.length)];
+      if (!one) return;
+      const box = one.getBoundingClientRect(), where = { clientX: box.left + at * box.width, clientY: box.top + 5 };
+      for (const type of ["mousemove", "mousedown", "mouseup", "click"])
+        one.dispatchEvent(new MouseEvent(type, { ...where, bubbles: true }));
+    }"""
+    stop = time.monotonic() + 6
+    while time.monotonic() < stop:
+        page = rng.choice(pages)
+        what = rng.random()
+        if what < 0.1 and page.get_by_text(re.compile("^(Send|发送)$")).count():
+            ask(page, rng.choice(["What is a block table?", "Who are you?", "Why is the KV cache cut into blocks?"]))
+            page.keyboard.press("Escape")
+        elif what < 0.13:
+            page.reload()
+        elif what < 0.6:
+            page.keyboard.press(rng.choice(keys))
+        else:
+            page.evaluate(click, [rng.choice(places), rng.random()])
+    ask(pages[0], "What is a block table?")
+    is_over = True
+    serve.processes[0].terminate()
+    for page in pages:
+        page.locator(".chat p", has_text=re.compile("^(not connected|未连接)")).wait_for()
+        for key in keys:
+            page.keyboard.press(key)
+        assert page.locator(".invariants .bad").count() == 0
+    for page in pages:
+        page.close()
+    assert troubles == []
