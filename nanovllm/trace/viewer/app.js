@@ -14,7 +14,7 @@ import { Step } from "./step.js";
 import { momentAt, Story, useMoments } from "./story.js";
 import { Timeline } from "./timeline.js";
 import { Times } from "./times.js";
-import { formatTime, html, render, useCallback, useEffect, useMemo, useSettled, useState, View, useView } from "./ui.js";
+import { formatTime, html, render, useCallback, useEffect, useMemo, useRef, useSettled, useState, View, useView } from "./ui.js";
 
 function readHash(hash = location.hash) {
   const values = new URLSearchParams(hash.slice(1));
@@ -23,7 +23,7 @@ function readHash(hash = location.hash) {
 }
 
 function hashOf(step, story, choice, lang, theme, wasSet) {
-  const values = new URLSearchParams({ step });
+  const values = new URLSearchParams(step === null ? {} : { step });
   if (story) values.set("story", story);
   for (const name of ["seq", "block"]) if (choice[name] != null) values.set(name, choice[name]);
   if (wasSet.lang) values.set("lang", lang);
@@ -43,36 +43,45 @@ function App({ first, second, live }) {
   const [lang, setLang] = useState(preferred.lang);
   const [theme, setTheme] = useState(preferred.theme);
   const [wasSet, setWasSet] = useState({ lang: !!asked.lang, theme: !!asked.theme });
-  const [frame, setFrame] = useState(() => (runs[0] && asked.step !== null ? runs[0].frameOf(asked.step) : 0));
+  const [place, setPlace] = useState(() => ({ frame: runs[0] ? runs[0].frameOf(asked.step ?? 0) : asked.step ?? 0, follows: live && asked.step === null }));
   const [choice, setChoice] = useState({ seq: asked.seq, block: asked.block });
   const [isPlaying, setPlaying] = useState(false);
   const [source, setSource] = useState(null);
   const [error, setError] = useState("");
-  const [follows, setFollows] = useState(true);
   const [story, setStory] = useState(asked.story);
   const t = useMemo(() => translator(lang), [lang]);
   const last = Math.max(0, ...runs.map((run) => run.lastFrame));
-  const goTo = useCallback((to) => setFrame((from) => Math.min(last, Math.max(0, typeof to === "function" ? to(from) : to))), [last]);
-  const moments = useMoments(runs[0]);
-  const moment = momentAt(moments, story, frame);
-  const tell = useCallback((one) => { setStory(one.kind); setFollows(false); setFrame(one.frame); setChoice({ seq: null, block: null }); }, []);
+  const newest = live ? Math.max(0, (runs[0]?.lastFrame ?? 0) - 1) : last; // a live run's last frame is no step yet
+  const { follows } = place;
+  const frame = follows ? newest : place.frame;
+  const ends = useRef(null);
+  ends.current = { last, newest };
+  const goTo = useCallback((to) => setPlace((before) => { // nothing that goes to a step follows the newest one any more
+    const from = before.follows ? ends.current.newest : before.frame;
+    return { frame: Math.min(ends.current.last, Math.max(0, typeof to === "function" ? to(from) : to)), follows: false };
+  }), []);
+  const moments = useMoments(follows ? null : runs[0]); // a live run that is followed grows too fast
+  const moment = follows ? null : momentAt(moments, story, frame);
+  const tell = useCallback((one) => { setStory(one.kind); goTo(one.frame); setChoice({ seq: null, block: null }); }, [goTo]);
+  const stay = () => goTo((at) => at);
+  const follow = () => { setPlaying(false); setPlace((before) => ({ ...before, follows: true })); };
   const choose = useCallback((one) => setChoice((before) => ({ ...before, ...one })), []);
 
-  const address = () => hashOf(runs[0].firstStep + frame, moment?.kind, choice, lang, theme, wasSet);
+  const address = () => hashOf(follows ? null : runs[0].firstStep + frame, moment?.kind, choice, lang, theme, wasSet);
   useMemo(() => { document.documentElement.dataset.theme = theme; }, [theme]); // before anything is drawn with it
   useEffect(() => { [document.title, document.documentElement.lang] = [t("title"), lang]; }, [t]);
   useEffect(() => { // not in every frame: browsers refuse an address that changes too often
     const timer = setTimeout(() => runs[0] && history.replaceState(null, "", address()), 150);
     return () => clearTimeout(timer);
-  }, [frame, moment, choice, lang, theme, runs]);
+  }, [frame, follows, moment, choice, lang, theme, runs]);
   useEffect(() => { // a link to a story alone; a step beside it is the story's own
-    const one = asked.step === null && moments.find(({ kind }) => kind === asked.story);
+    const one = asked.step === null && moments?.find(({ kind }) => kind === asked.story);
     if (one) tell(one);
   }, []);
   useEffect(() => {
     const onHash = ({ newURL }) => { // location.hash may hold by now what the timer above has written
       const now = readHash(new URL(newURL).hash);
-      const told = now.step === null && moments.find(({ kind }) => kind === now.story);
+      const told = now.step === null && moments?.find(({ kind }) => kind === now.story);
       if (told) return tell(told);
       setStory(now.story);
       if (now.step !== null && runs[0]) goTo(runs[0].frameOf(now.step));
@@ -88,21 +97,28 @@ function App({ first, second, live }) {
     const timer = setInterval(() => goTo((at) => at + 1), 400);
     return () => clearInterval(timer);
   }, [isPlaying, goTo]);
-  useEffect(() => { if (frame >= last && !live) setPlaying(false); }, [frame, last]);
+  useEffect(() => { if (isPlaying && frame >= newest) live ? follow() : setPlaying(false); }, [frame, newest]);
 
   const changeLang = () => { setLang(lang === "en" ? "zh" : "en"); setWasSet({ ...wasSet, lang: true }); };
   const changeTheme = () => { setTheme(theme === "light" ? "dark" : "light"); setWasSet({ ...wasSet, theme: true }); };
-  useKeys({ run: runs[0], frame, goTo, choice, choose, setChoice, setPlaying, changeLang, changeTheme, setSource });
+  const play = (is) => (follows ? stay() : setPlaying(is)); // to follow is to play
+  useKeys({ run: runs[0], frame, goTo, choice, choose, setChoice, setPlaying: play, changeLang, changeTheme, setSource });
   useDrop((file) => openFile(file, (run) => setRuns((before) => [before[0] ?? run, before[0] ? run : undefined].filter(Boolean)), setError, t));
 
+  const firstStep = useRef(0);
+  useEffect(() => { // a live run may begin anew, at a later step
+    if (!live || !runs[0]) return;
+    const passed = runs[0].firstStep - firstStep.current;
+    firstStep.current = runs[0].firstStep;
+    setPlace((before) => ({ ...before, frame: Math.max(0, before.frame - passed) }));
+  }, [runs]);
   const grow = useCallback((run) => {
     setRuns((before) => (before[0] === run ? before : [run]));
     setVersion((version) => version + 1);
   }, []);
-  useEffect(() => { if (live && follows) setFrame(last); });
   const view = useMemo(() => ({ t, theme, choice, choose, showSource: setSource }), [t, theme, choice, choose]);
   return html`<${View.Provider} value=${view}>
-    <${Head} ...${{ runs, frame, last, goTo: (to) => { setFollows(false); goTo(to); }, isPlaying, setPlaying, changeLang, changeTheme, live, follows, setFollows, address }}
+    <${Head} ...${{ runs, frame, last, goTo, isPlaying: isPlaying || follows, setPlaying: play, changeLang, changeTheme, live, address, follows, setFollows: (is) => (is ? follow() : stay()) }}
       openSecond=${(file) => openFile(file, (run) => setRuns([runs[0], run]), setError, t)} closeSecond=${() => setRuns([runs[0]])} />
     ${error && html`<p class="error" role="alert">${error}</p>`}
     <main class=${runs.length > 1 ? "two" : "one"}>
@@ -168,7 +184,7 @@ function Recording({ run, frame, goTo, isAlone, moments, moment, tell }) {
   const shared = { run, frame, state, goTo, moment };
   return html`<div class=${`recording ${isAlone ? "alone" : ""}`} aria-label=${run.name}>
     ${!isAlone && html`<h2 class="name">${run.name}</h2>`}
-    ${isAlone && html`<${Story} ...${shared} moments=${moments} tell=${tell} />`}
+    ${isAlone && moments && html`<${Story} ...${shared} moments=${moments} tell=${tell} />`}
     <div class="columns first">
       <${Pool} ...${shared} />
       <div class="beside"><${Step} ...${shared} /></div>
@@ -213,7 +229,7 @@ function Source({ code, close }) {
 function useKeys({ run, frame, goTo, choice, choose, setChoice, setPlaying, changeLang, changeTheme, setSource }) {
   useEffect(() => {
     const onKey = (event) => {
-      const isTyping = ["INPUT", "TEXTAREA"].includes(event.target.tagName) && event.target.type !== "range";
+      const isTyping = ["INPUT", "TEXTAREA"].includes(event.target.tagName) && !["range", "checkbox"].includes(event.target.type);
       const isPool = event.target.getAttribute?.("role") === "application"; // there, arrows choose a block
       if (event.key === "Escape" && (isTyping || isPool)) return event.target.blur();
       if (isTyping || event.ctrlKey || event.metaKey || event.altKey || !run) return;
@@ -230,7 +246,7 @@ function useKeys({ run, frame, goTo, choice, choose, setChoice, setPlaying, chan
         Escape: () => { setSource(null); setChoice({ seq: null, block: null }); },
       };
       const action = actions[event.key];
-      if (!action || (event.key === " " && event.target.tagName === "BUTTON")) return;
+      if (!action || (event.key === " " && (event.target.tagName === "BUTTON" || event.target.type === "checkbox"))) return;
       event.preventDefault();
       action();
     };

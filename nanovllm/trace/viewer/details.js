@@ -15,7 +15,7 @@ export function SequenceCard({ run, frame, state }) {
   const chunk = chunksOf(run.frames[frame], state).find((one) => one.number === seq.number);
   const isOver = seq.status === "finished"; // without blocks nothing is computed, whatever was
   return html`<section class="card sequence">
-    <h2><i style=${{ background: ownerColor(seq.number, theme) }}></i> ${t("sequence", { seq: name })}</h2>
+    <h2 title=${run.longName(seq.number)}><i style=${{ background: ownerColor(seq.number, theme) }}></i> ${t("sequence", { seq: name })}</h2>
     <p>${t("status")}: <b>${t(isOver && run.isAborted(seq.number) ? "status.aborted" : `status.${seq.status}`)}</b>. ${t(isOver ? "tokensKnown" : "tokensComputed", { computed: seq.computed, known: seq.known })} (${t("promptAndOutput", { prompt: seq.numPrompt, output: seq.known - seq.numPrompt })}).
       ${seq.host.length > 0 && t("onHost", { blocks: seq.host.join(", ") })}</p>
     <h3>${t("blockTable")}</h3>

@@ -22,7 +22,7 @@ export function Highlights({ run, frame, goTo }) {
     <h2>${t("highlights")}</h2>
     ${run.highlights.length === 0 && html`<p class="soft">${t("noHighlights")}</p>`}
     <p class="filters">${[...counts.keys()].map(filter)}</p>
-    <ul class="plain">${shown.map((one) => html`<li><button class=${one.frame === frame ? "on" : ""} onClick=${() => { goTo(one.frame); choose(subjectOf(one.event)); }}>
+    <ul class="plain">${shown.map((one) => html`<li><button class=${one.frame === frame ? "on" : ""} title=${run.longName(subjectOf(one.event).seq)} onClick=${() => { goTo(one.frame); choose(subjectOf(one.event)); }}>
       <b>${run.frames[Math.min(one.frame, run.lastFrame)].step}</b> ${describeEvent(run, one.event, t, one.numFree)}</button></li>`)}</ul>
     ${all.length > shown.length && html`<p class="soft">${t("more", { count: all.length - shown.length })}</p>`}
   </section>`;

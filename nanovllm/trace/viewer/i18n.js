@@ -114,6 +114,7 @@ const WORDS = {
   "wait.preemption": ["waits: in a step that preempts, none is admitted", "等待：发生抢占的步不接纳新序列"],
   "wait.behind": ["waits behind {other}", "排在 {other} 之后"],
   "wait.next": ["arrived after this step was decided", "在本步决定之后到达"],
+  "wait.end": ["waits for the next step", "等待下一步"],
   "idle.budget": ["runs, gets nothing: the budget is spent", "运行中，未得 token：预算用完"],
   "idle.caught_up": ["runs, gets nothing: it has caught up", "运行中，未得 token：已追上"],
   whatHappened: ["What happened since the step before", "上一步之后发生了什么"],
@@ -226,8 +227,14 @@ const WORDS = {
   stop: ["Stop", "停止"],
   yourMessage: ["Your message", "你的消息"],
   apiKey: ["API key", "API 密钥"],
+  newChat: ["New chat", "新对话"],
+  notAnswered: ["Not answered: {error}. The message is in the field again.", "未得到回答：{error}。消息已放回输入框。"],
+  cutShort: ["The answer is cut short: {error}.", "回答中断：{error}。"],
+  connecting: ["connecting", "正在连接"],
   connected: ["connected", "已连接"],
   disconnected: ["not connected: {error}", "未连接：{error}"],
+  ended: ["not connected: the server has ended", "未连接：服务器已结束"],
+  unreachable: ["the server cannot be reached; it may have ended", "无法连接服务器，它可能已结束"],
   noSteps: ["No step yet: send a message.", "还没有步：发送一条消息。"],
 };
 

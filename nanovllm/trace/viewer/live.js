@@ -1,18 +1,39 @@
 // A server's run as it happens: lines come as server-sent events, read by fetch, because that can send a key; and a chat
-// box that submits requests as any client does.
+// box that submits requests as any client does. The conversation and the key last as long as the browser's tab.
 
 import { Run } from "./run.js";
-import { html, useEffect, useRef, useState, useView } from "./ui.js";
+import { html, useEffect, useLayoutEffect, useRef, useState, useView } from "./ui.js";
 
-const headersOf = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
+// Why there is no answer. status: that of HTTP; 0 if the server cannot be reached.
+class Refusal extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function reach(promise) {
+  try {
+    return await promise;
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Refusal(0);
+  }
+}
+
+async function submit(path, key, options) {
+  const headers = new Headers(options.headers);
+  if (key) headers.set("Authorization", `Bearer ${key}`);
+  const response = await reach(fetch(path, { ...options, headers }));
+  if (response.ok) return response;
+  throw new Refusal(response.status, (await response.json().catch(() => null))?.error?.message ?? response.statusText);
+}
 
 // The `data:` of each server-sent event of a response, as it arrives.
 async function* readEvents(response) {
-  if (!response.ok) throw new Error(`${response.status} ${(await response.json().catch(() => null))?.error?.message ?? response.statusText}`);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reach(reader.read());
     if (done) return;
     const parts = (rest + value).split("\n\n");
     rest = parts.pop();
@@ -23,12 +44,17 @@ async function* readEvents(response) {
   }
 }
 
+function reasonOf(problem, t) {
+  if (problem.status === 0) return t("unreachable");
+  return problem.status ? `${problem.status} ${problem.message}` : problem.message;
+}
+
 const MAX_FRAMES = 10000; // then the page begins anew, with the next header
 
 // Read the recording until it breaks off; a header begins a run anew.
-async function follow(key, signal, grow) {
+async function follow(response, grow) {
   let run = null;
-  for await (const data of readEvents(await fetch("ui/events", { headers: headersOf(key), signal }))) {
+  for await (const data of readEvents(response)) {
     const line = JSON.parse(data);
     if (line.format && (!run || line.num_steps_before !== run.replay.step || run.frames.length > MAX_FRAMES)) {
       run = new Run("live", line);
@@ -41,23 +67,40 @@ async function follow(key, signal, grow) {
   }
 }
 
+// `draw` once before the screen shows the next picture, with the newest value; lines may come faster.
+function atMostOncePerPicture(draw) {
+  let [newest, isDue] = [null, false];
+  return (value) => {
+    newest = value;
+    if (!isDue) requestAnimationFrame(() => { isDue = false; draw(newest); });
+    isDue = true;
+  };
+}
+
 export function Live({ grow }) {
   const { t } = useView();
   const [key, setKey] = useState(sessionStorage.getItem("nanovllm-key") ?? "");
-  const [error, setError] = useState(null);
+  const [asksForKey, setAsksForKey] = useState(false);
+  const [state, setState] = useState({ word: "connecting" });
+  const note = (problem) => { if (problem.status === 401) setAsksForKey(true); };
   useEffect(() => {
     const controller = new AbortController();
+    const draw = atMostOncePerPicture((run) => { if (!controller.signal.aborted) grow(run); });
     let timer = 0;
     const connect = async () => {
+      let problem = null;
       try {
-        setError(null);
-        await follow(key, controller.signal, grow);
-        throw new Error("the server has closed the stream");
-      } catch (problem) {
-        if (controller.signal.aborted) return;
-        setError(problem.message);
-        timer = setTimeout(connect, 2000);
+        const response = await submit("ui/events", key, { signal: controller.signal });
+        setState({ word: "connected" });
+        setAsksForKey(false);
+        await follow(response, draw);
+      } catch (error) {
+        problem = error;
       }
+      if (controller.signal.aborted) return;
+      setState(problem ? { word: "disconnected", problem } : { word: "ended" });
+      if (problem) note(problem);
+      if (problem?.status !== 401) timer = setTimeout(connect, 2000); // the same key would be refused again
     };
     connect();
     return () => { controller.abort(); clearTimeout(timer); };
@@ -65,45 +108,72 @@ export function Live({ grow }) {
   const changeKey = (event) => { sessionStorage.setItem("nanovllm-key", event.target.value); setKey(event.target.value); };
   return html`<section class="card chat">
     <h2>${t("chat")}</h2>
-    <p class="soft">${error ? t("disconnected", { error }) : t("connected")}. ${t("chatHelp")}</p>
-    <label>${t("apiKey")} <input type="password" id="key" value=${key} autocomplete="off" onChange=${changeKey} /></label>
-    <${Chat} apiKey=${key} />
+    <p class="soft">${t(state.word, { error: state.problem && reasonOf(state.problem, t) })}. ${t("chatHelp")}</p>
+    ${asksForKey && html`<form onSubmit=${(event) => event.preventDefault()}>
+      <label>${t("apiKey")} <input type="password" id="key" value=${key} autocomplete="off" onChange=${changeKey} /></label></form>`}
+    <${Chat} apiKey=${key} note=${note} />
   </section>`;
 }
 
-function Chat({ apiKey }) {
+// The conversation before a reload: {messages, text}
+const readConversation = () => JSON.parse(sessionStorage.getItem("nanovllm-chat")) ?? { messages: [], text: "" };
+
+function Chat({ apiKey, note }) {
   const { t } = useView();
-  const [messages, setMessages] = useState([]);
-  const [text, setText] = useState("");
-  const controller = useRef(null);
-  const [isBusy, setBusy] = useState(false);
+  const [messages, setMessages] = useState(() => readConversation().messages); // all that have been answered, and the answers
+  const [text, setText] = useState(() => readConversation().text);
+  const [asking, setAsking] = useState(null); // {question, answer, controller}: the message that is being answered
+  const [failure, setFailure] = useState(null); // {problem, answer} of the last message
+  const [box, alarm] = [useRef(null), useRef(null)];
+  const atEnd = useRef(true); // a reader who has scrolled up stays there
+  const talk = asking ? [...messages, ...exchange(asking.question, asking.answer)] : messages;
+  const isUnheard = asking?.answer === "";
+  useLayoutEffect(() => { // at once: a reload may be next
+    const kept = isUnheard ? { messages, text: [asking.question, text].filter(Boolean).join(" ") } : { messages: talk, text };
+    sessionStorage.setItem("nanovllm-chat", JSON.stringify(kept));
+  }, [messages, text, asking]);
+  useLayoutEffect(() => { if (atEnd.current) box.current.scrollTop = box.current.scrollHeight; }, [messages, asking]);
+  useLayoutEffect(() => alarm.current?.scrollIntoView({ block: "center" }), [failure]);
+
   const send = async (event) => {
     event.preventDefault();
-    if (!text.trim() || isBusy) return;
-    const asked = [...messages, { role: "user", content: text }];
+    if (!text.trim() || asking) return;
+    const [question, controller] = [text, new AbortController()];
+    let [answer, problem] = ["", null];
+    const show = () => setAsking({ question, answer, controller });
     setText("");
-    setBusy(true);
-    setMessages([...asked, { role: "assistant", content: "" }]);
-    controller.current = new AbortController();
-    let answer = "";
+    setFailure(null);
+    atEnd.current = true;
+    show();
     try {
-      const body = JSON.stringify({ messages: asked, stream: true });
-      const options = { method: "POST", headers: { "Content-Type": "application/json", ...headersOf(apiKey) }, body, signal: controller.current.signal };
-      for await (const data of readEvents(await fetch("v1/chat/completions", options))) {
+      const body = JSON.stringify({ messages: [...messages, { role: "user", content: question }], stream: true });
+      const options = { method: "POST", headers: { "Content-Type": "application/json" }, body, signal: controller.signal };
+      for await (const data of readEvents(await submit("v1/chat/completions", apiKey, options))) {
         if (data === "[DONE]") break;
         const chunk = JSON.parse(data);
         if (chunk.error) throw new Error(chunk.error.message);
         answer += chunk.choices[0]?.delta?.content ?? "";
-        setMessages([...asked, { role: "assistant", content: answer }]);
+        show();
       }
-    } catch (problem) {
-      if (!controller.current.signal.aborted) setMessages([...asked, { role: "assistant", content: `${answer} [${problem.message}]` }]);
+    } catch (error) {
+      problem = error;
     }
-    setBusy(false);
+    setAsking(null);
+    if (problem && !answer) setText((now) => [question, now].filter(Boolean).join(" ")); // it is not sent with the next
+    else setMessages([...messages, ...exchange(question, answer)]);
+    if (!problem || controller.signal.aborted) return;
+    setFailure({ problem, answer });
+    note(problem);
   };
-  return html`<div class="messages" aria-live="polite">${messages.map((one) => html`<p class=${one.role}>${one.content}</p>`)}</div>
+  const begin = () => { setMessages([]); setFailure(null); };
+  const scrolled = ({ target }) => { atEnd.current = target.scrollTop + target.clientHeight > target.scrollHeight - 8; };
+  return html`<div class="messages" aria-live="polite" ref=${box} onScroll=${scrolled}>${talk.map((one) => html`<p class=${one.role}>${one.content}</p>`)}</div>
+    ${failure && html`<p class="bad" role="alert" ref=${alarm}>${t(failure.answer ? "cutShort" : "notAnswered", { error: reasonOf(failure.problem, t) })}</p>`}
     <form onSubmit=${send}>
       <input id="message" value=${text} onInput=${(event) => setText(event.target.value)} aria-label=${t("yourMessage")} placeholder=${t("yourMessage")} autocomplete="off" />
-      ${isBusy ? html`<button type="button" onClick=${() => controller.current.abort()}>${t("stop")}</button>` : html`<button>${t("send")}</button>`}
+      ${asking ? html`<button type="button" onClick=${() => asking.controller.abort()}>${t("stop")}</button>` : html`<button>${t("send")}</button>`}
+      ${messages.length > 0 && !asking && html`<button type="button" onClick=${begin}>${t("newChat")}</button>`}
     </form>`;
 }
+
+const exchange = (question, answer) => [{ role: "user", content: question }, { role: "assistant", content: answer }];

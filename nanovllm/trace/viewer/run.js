@@ -101,7 +101,7 @@ export class Run {
 
   meet(seq, time) {
     if (!this.requests.has(seq.request) || this.requests.get(seq.request).isOver) {
-      this.requests.set(seq.request, { name: nameOf(seq.request), number: seq.number, arrival: time, first: null, last: null, numTokens: 0, numPrompt: seq.numPrompt, living: new Set(), spans: [], marks: [], seqs: [] });
+      this.requests.set(seq.request, { name: nameOf(seq.request, seq.number), number: seq.number, arrival: time, first: null, last: null, numTokens: 0, numPrompt: seq.numPrompt, living: new Set(), spans: [], marks: [], seqs: [] });
     }
     const request = this.requests.get(seq.request);
     request.living.add(seq.number);
@@ -220,8 +220,14 @@ export class Run {
   label(number) {
     const seq = this.replay.seqs.get(number);
     if (!seq || number < 0) return "?";
-    const several = (this.requests.get(seq.request)?.seqs.length ?? 1) > 1;
-    return several ? `${nameOf(seq.request)}.${seq.sample}` : nameOf(seq.request);
+    const { name, seqs } = this.requests.get(seq.request);
+    return seqs.length > 1 ? `${name}.${seq.sample}` : name;
+  }
+
+  // What a label leaves out, for those who point at it.
+  longName(number) {
+    const request = number > 0 ? this.replay.seqs.get(number)?.request : undefined;
+    return request?.length > MAX_NAME ? request : undefined;
   }
 
   text(id) {
@@ -229,8 +235,14 @@ export class Run {
   }
 }
 
-// `LLM` numbers its requests; a bare number would be mistaken for a count.
-const nameOf = (request) => (/^\d+$/.test(request) ? `r${request}` : request);
+const MAX_NAME = 12; // characters
+
+// `LLM` numbers its requests; a bare number would be mistaken for a count. A server's ids are too long for cells and
+// sentences: #7 is the request whose first sequence has number 7, on every page that watches.
+function nameOf(request, number) {
+  if (request.length > MAX_NAME) return `#${number}`;
+  return /^\d+$/.test(request) ? `r${request}` : request;
+}
 
 function parseLine(line, isLast) {
   try {

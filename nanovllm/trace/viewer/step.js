@@ -9,7 +9,7 @@ const FEW = 12;
 // The chip of a sequence: its colour and its name; a click chooses it.
 export function Seq({ run, number }) {
   const { theme, choose, choice } = useView();
-  return html`<button class=${`seq ${choice.seq === number ? "on" : ""}`} onClick=${() => choose({ seq: number })}>
+  return html`<button class=${`seq ${choice.seq === number ? "on" : ""}`} title=${run.longName(number)} onClick=${() => choose({ seq: number })}>
     <i style=${{ background: ownerColor(number, theme) }}></i>${run.label(number)}</button>`;
 }
 
@@ -36,7 +36,7 @@ function Budget({ run, at, chunks }) {
     <p>${all ? t("budget", { used, all }) : t("budgetUnknown", { used })}: ${split.join(", ")}</p>
     <div class="budget" role="img" aria-label=${`${used} / ${all ?? "?"}`}>
       ${numDecodes > 0 && html`<span class="decodes" style=${{ width: `${(100 * numDecodes) / scale}%` }}>${numDecodes > scale / 12 ? numDecodes : ""}</span>`}
-      ${parts.map((one) => html`<span style=${{ width: `${(100 * one.numNew) / scale}%`, background: ownerColor(one.number, theme) }} title=${`${run.label(one.number)}: ${one.numNew}`}></span>`)}
+      ${parts.map((one) => html`<span style=${{ width: `${(100 * one.numNew) / scale}%`, background: ownerColor(one.number, theme) }} title=${`${run.longName(one.number) ?? run.label(one.number)}: ${one.numNew}`}></span>`)}
     </div>
   </div>`;
 }
@@ -73,22 +73,30 @@ export function reasonsOf(run, at, state) {
     .map((seq) => ({ seq, event: said.get(seq.number) ?? (first ? ["behind", first] : forAll) }));
 }
 
+// At the end no step has been decided since `before`, the last one: what it said holds for whoever still waits.
+function reasonsAtEnd(run, before, state) {
+  const isWaiting = (number) => state.seqs.get(number)?.status === "waiting";
+  const events = (before?.events ?? []).filter((event) => event[0] === "wait" && isWaiting(event[1]));
+  return reasonsOf(run, { events }, state).map(({ seq, event }) => ({ seq, event: event ?? ["end"] }));
+}
+
 function reasonText(run, seq, event, t) {
   if (!event) return t("wait.next");
+  if (event[0] === "end") return t("wait.end");
   if (event[0] === "behind") return t("wait.behind", { other: run.label(event[1]) });
   return t(`${event[0]}.${event[2]}`, { needed: event[3], free: event[4], ...run.placesFor(seq.number) });
 }
 
-function Waiting({ run, at, state }) {
+function Waiting({ run, at, state, before }) {
   const { t } = useView();
-  const reasons = at.isEnd ? [] : reasonsOf(run, at, state);
+  const reasons = at.isEnd ? reasonsAtEnd(run, before, state) : reasonsOf(run, at, state);
   return html`<h3>${t("waits")}</h3>
     ${reasons.length === 0 && html`<p class="soft">${t("nobodyWaits")}</p>`}
     <ul class="plain">${reasons.slice(0, FEW).map(({ seq, event }) => html`<li><${Seq} run=${run} number=${seq.number} /> ${reasonText(run, seq, event, t)}</li>`)}
     ${reasons.length > FEW && html`<li class="soft">${t("more", { count: reasons.length - FEW })}</li>`}</ul>`;
 }
 
-function Events({ run, frame, at }) {
+function Events({ run, frame, at, goTo }) {
   const { t, choose, showSource } = useView();
   const [isOpen, setOpen] = useState(false);
   const before = freeBefore(run, frame);
@@ -97,14 +105,14 @@ function Events({ run, frame, at }) {
     ${at.events.length === 0 && html`<p class="soft">${t("nothing")}</p>`}
     <ol class="events">
       ${shown.map((event) => html`<li class=${`is-${event[0]}`}>
-        <button class="text" onClick=${() => choose(subjectOf(event))}>${describeEvent(run, event, t, before.get(event))}</button>
+        <button class="text" title=${run.longName(subjectOf(event).seq)} onClick=${() => { goTo((here) => here); choose(subjectOf(event)); }}>${describeEvent(run, event, t, before.get(event))}</button>
         <button class="source" title=${t("showSourceLong")} disabled=${!window.SOURCES[event[0]]} onClick=${() => showSource(event[0])} aria-label=${`${t("showSource")}: ${event[0]}`}>{ } ${event[0]}</button>
       </li>`)}
     </ol>
     ${at.events.length > shown.length && html`<button onClick=${() => setOpen(true)}>${t("more", { count: at.events.length - shown.length })}</button>`}`;
 }
 
-export function Step({ run, frame, state }) {
+export function Step({ run, frame, state, goTo }) {
   const { t } = useView();
   const at = run.frames[frame];
   const chunks = chunksOf(at, state);
@@ -114,7 +122,7 @@ export function Step({ run, frame, state }) {
     <h2>${t("theStep")}: ${at.isEnd ? t("atEnd", { last: at.step - 1 }) : at.step}</h2>
     ${times && !at.isEnd && html`<p class="soft">${t("times", { time: formatTime(sum) })} (${Object.entries(times).map(([name, value]) => `${name} ${formatTime(value)}`).join(", ")})</p>`}
     ${!at.isEnd && html`<${Budget} run=${run} at=${at} chunks=${chunks} /><${Chunks} run=${run} state=${state} chunks=${chunks} />`}
-    <${Waiting} run=${run} at=${at} state=${state} />
-    <${Events} run=${run} frame=${frame} at=${at} />
+    <${Waiting} run=${run} at=${at} state=${state} before=${run.frames[frame - 1]} />
+    <${Events} run=${run} frame=${frame} at=${at} goTo=${goTo} />
   </section>`;
 }

@@ -45,7 +45,7 @@ export function momentsOf(run) {
   return [...found.values()].sort((a, b) => a.frame - b.frame || MOMENTS.indexOf(a.kind) - MOMENTS.indexOf(b.kind));
 }
 
-export const momentAt = (moments, kind, frame) => moments.find((one) => one.kind === kind && one.frame === frame) ?? null;
+export const momentAt = (moments, kind, frame) => moments?.find((one) => one.kind === kind && one.frame === frame) ?? null;
 
 function sentence(run, { kind, values, isItself }, t) {
   const names = Object.fromEntries(["seq", "other"].filter((name) => name in values).map((name) => [name, run.label(values[name])]));
@@ -90,4 +90,4 @@ export function Motion({ moment, grid, colorOf }) {
   return html`<div class="motion" ref=${layer} aria-hidden="true"></div>`;
 }
 
-export const useMoments = (run) => useMemo(() => (run ? momentsOf(run) : []), [run, run?.frames.length]);
+export const useMoments = (run) => useMemo(() => run && momentsOf(run), [run, run?.frames.length]);

@@ -92,7 +92,7 @@ export function Timeline({ run, frame, goTo }) {
     const request = shown[Math.floor((event.clientY - box.top) / ROW)];
     if (request) choose({ seq: request.number });
   };
-  const labels = useMemo(() => html`<div class="labels">${shown.map((request) => html`<button class=${chosen === request ? "on" : ""} style=${{ height: `${ROW}px` }} onClick=${() => choose({ seq: request.number })}>
+  const labels = useMemo(() => html`<div class="labels">${shown.map((request) => html`<button class=${chosen === request ? "on" : ""} style=${{ height: `${ROW}px` }} title=${run.longName(request.number)} onClick=${() => choose({ seq: request.number })}>
     <i style=${{ background: ownerColor(request.number, theme) }}></i><b>${request.name}</b>
     <small>${inTime(run.ttft(request))} · ${inTime(run.tpot(request))}</small></button>`)}</div>`, [run, run.frames.length, theme, chosen, shown]);
   const key = useMemo(() => html`<${Key} theme=${theme} />`, [theme, t]);
@@ -115,7 +115,7 @@ export function Timeline({ run, frame, goTo }) {
 // The chosen request in words: when it was what, and its latencies.
 function Facts({ run, request, goTo }) {
   const { t } = useView();
-  return html`<p class="facts"><b>${t("request")} ${request.name}</b>:
+  return html`<p class="facts"><b title=${run.longName(request.number)}>${t("request")} ${request.name}</b>:
     ${request.spans.map(({ kind, start, stop }) => html`<button onClick=${() => goTo(start)}>${t(`kind.${kind}`)} ${run.frames[start].step}${stop - start > 1 ? `–${run.frames[stop - 1].step}` : ""}</button>`)}
     ${request.isOver && html`<button onClick=${() => goTo(request.end)}>${t(`reason.${request.reason}`)} ${run.frames[Math.min(request.end, run.lastFrame)].step - 1}</button>`}
     <span>${t("ttft")} ${inTime(run.ttft(request))}, ${t("tpot")} ${inTime(run.tpot(request))}</span></p>`;
