@@ -123,11 +123,22 @@ def read_recording(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[Any]:
-    """The parsed lines. A last line without a newline was cut by a crash, and is skipped."""
-    with path.open(encoding="utf-8") as file:
+    """The parsed lines. A last line without a newline was cut by a crash, and is skipped with a warning."""
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                yield json.loads(line)
+                yield DECODER.decode(line.decode())
+            except RecursionError as error:
+                raise ValueError(f"{path}, line {number} is nested too deeply") from error
             except ValueError as error:
-                if line.endswith("\n"):
+                if line.endswith(b"\n"):
                     raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+                logger.warning("%s was cut in its last line, line %d, which is skipped", path, number)
+
+
+def refuse_constant(name: str) -> None:
+    """NaN and Infinity are Python's: browsers do not read them."""
+    raise ValueError(f"{name} is no JSON number")
+
+
+DECODER = json.JSONDecoder(parse_constant=refuse_constant)

@@ -72,7 +72,9 @@ class Replay:
             raise ReplayError(f"step {self.step}: unknown event {event!r}")
         try:
             getattr(self, f"_{event[0]}")(*event[1:])
-        except (KeyError, IndexError, TypeError) as error:  # it names what is not there, or has other arguments
+        except ReplayError:
+            raise
+        except (KeyError, IndexError, TypeError, ValueError) as error:  # it names what is not there
             raise ReplayError(f"step {self.step}: {event!r} does not fit: {error!r}") from error
 
     def _check(self, holds: bool, message: str) -> None:
@@ -157,6 +159,9 @@ class Replay:
             self._check(start in (None, seq.num_computed_tokens), f"the chunk of sequence {number} begins elsewhere")
             seq.num_computed_tokens += num_new
         self.in_flight[step] = self.decodes if isinstance(samples, int) else samples
+        self._compare(num_free, num_stored)
+
+    def _compare(self, num_free: int, num_stored: int) -> None:
         self._check(len(self.free) == num_free, f"{len(self.free)} blocks are free, the engine says {num_free}")
         self._check(self.num_stored == num_stored, f"{self.num_stored} tokens are stored, the engine says {num_stored}")
 
@@ -174,9 +179,10 @@ class Replay:
     # ---- blocks
 
     def _take(self, number: int, block_id: int, is_evicted: int) -> None:
-        first, _ = self.free.popitem(last=False)
+        first = next(iter(self.free), None)
         self._check(first == block_id, f"block {block_id} is taken, and block {first} is the first free one")
         self._check((block_id in self.cached) == bool(is_evicted), f"block {block_id} is evicted: {bool(is_evicted)}")
+        self.free.pop(block_id, None)
         self._own(number, block_id)
 
     def _share(self, number: int, block_id: int) -> None:

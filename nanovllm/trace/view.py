@@ -13,11 +13,14 @@ import json
 import tempfile
 import webbrowser
 from pathlib import Path
+from typing import Any
 
+from nanovllm.trace.check import check_recording
 from nanovllm.trace.gif import write_gif
 from nanovllm.trace.page import make_page
 from nanovllm.trace.perfetto import to_perfetto
 from nanovllm.trace.recording import read_recording
+from nanovllm.trace.replay import ReplayError
 
 STORY = Path(__file__).with_name("story.jsonl")  # made by tools/story_recording.py
 
@@ -33,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("second", type=Path, nargs="?", help="another one, shown beside it and scrubbed with it")
     parser.add_argument("-o", "--output", type=Path, metavar="HTML", help="write the page here, and do not open it")
-    parser.add_argument("--perfetto", type=Path, metavar="JSON", help="write Chrome's trace format here instead")
+    parser.add_argument("--perfetto", type=Path, metavar="JSON", help="write Chrome's trace format of one recording")
     parser.add_argument("--gif", type=Path, help="write a moving picture of its story here instead (extra: browser)")
     parser.add_argument("--steps", type=steps_of, metavar="12-16,20", help="steps for --gif, in place of the story")
     return parser
@@ -48,11 +51,15 @@ def steps_of(text: str) -> list[int]:
 def main(arguments: list[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(arguments)
+    if args.perfetto and args.second:
+        parser.error(f"--perfetto exports one recording, got {args.recording} and {args.second}")
     paths = [path for path in (args.recording, args.second) if path is not None]
     try:
         recordings = [read_recording(path) for path in paths]
+        for path, lines in zip(paths, recordings, strict=True):
+            check_recording(path, lines)
         if args.perfetto:
-            write(args.perfetto, json.dumps(to_perfetto(recordings[0]), separators=(",", ":")))
+            write(args.perfetto, export(args.recording, recordings[0]))
         if args.output:
             write(args.output, make_page(paths))
         if args.gif:
@@ -63,6 +70,13 @@ def main(arguments: list[str] | None = None) -> int:
     if not (args.output or args.perfetto or args.gif):
         open_page(paths)
     return 0
+
+
+def export(path: Path, lines: list[dict[str, Any]]) -> str:
+    try:
+        return json.dumps(to_perfetto(lines), separators=(",", ":"))
+    except ReplayError as error:
+        raise ValueError(f"{path} cannot be exported: {error}") from error
 
 
 def write(path: Path, text: str) -> None:

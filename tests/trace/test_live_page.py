@@ -164,7 +164,7 @@ def test_page_that_follows_shows_the_newest_step_and_who_waits(stage):
         page.locator(".step p", has_text="Budget: 2 of 16 tokens").wait_for()
         assert page.locator(".step .rows tr").count() == 2
         assert page.locator(".step .plain li").all_inner_texts() == [
-            "seq-2 waits: max_num_seqs sequences run already", "seq-3 waits behind seq-2"
+            "seq-2 waits: needs 1 of the places (max_num_seqs), fewer are free", "seq-3 waits behind seq-2"
         ]  # fmt: skip
         assert counts(page)["waiting"] == "2"
         stage.steps(1)
@@ -176,7 +176,7 @@ def test_page_that_follows_shows_the_newest_step_and_who_waits(stage):
     stage.run.stats.flush()
     page.locator(".counts div", has_text=re.compile(r"^3\s*waiting")).wait_for()
     assert page.locator(".step .plain li").all_inner_texts() == [
-        "seq-2 waits: max_num_seqs sequences run already", "seq-3 waits behind seq-2", "seq-4 waits behind seq-2"
+        "seq-2 waits: needs 1 of the places (max_num_seqs), fewer are free", "seq-3 waits behind seq-2", "seq-4 waits behind seq-2"
     ]  # fmt: skip
     stage.run.abort(stage.run.requests[2])
     page.locator(".counts div", has_text=re.compile(r"^2\s*waiting")).wait_for()

@@ -577,7 +577,7 @@ def test_two_recordings_are_scrubbed_together(show, known, tmp_path):
     alone.get_by_text("Close the second").click()
     alone.set_input_files("input[type=file]", {"name": "c.jsonl", "mimeType": "text/plain", "buffer": b"not json"})
     alone.wait_for_selector("[role=alert]")
-    assert "c.jsonl is not a recording" in alone.locator("[role=alert]").inner_text()
+    assert "c.jsonl is not a recording, or cannot be replayed: line 1: " in alone.locator("[role=alert]").inner_text()
 
 
 @pytest.mark.parametrize("lang", ["en", "zh"])

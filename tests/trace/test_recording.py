@@ -120,10 +120,14 @@ def test_file_never_grows_above_its_limit_and_both_parts_can_be_read(tmp_path):
     assert replay_of(now).step == len(run.stats.states)
 
 
-def test_last_line_that_a_crash_has_cut_is_passed_over(recorded, tmp_path):
+@pytest.mark.parametrize("end", [b"", "二".encode()[:2]], ids=["ascii", "inside a character"])
+def test_last_line_that_a_crash_has_cut_is_skipped_with_a_word(recorded, tmp_path, caplog, end):
     cut = tmp_path / "cut.jsonl"
-    cut.write_bytes(recorded[0].read_bytes()[:-40])
-    assert len(read_recording(cut)) == len(read_recording(recorded[0])) - 1
+    cut.write_bytes(recorded[0].read_bytes()[:-40] + end)
+    lines = read_recording(recorded[0])
+    assert caplog.messages == []
+    assert len(read_recording(cut)) == len(lines) - 1
+    assert caplog.messages == [f"{cut} was cut in its last line, line {len(lines)}, which is skipped"]
 
 
 @pytest.mark.parametrize(
@@ -132,13 +136,16 @@ def test_last_line_that_a_crash_has_cut_is_passed_over(recorded, tmp_path):
         ("", "not a recording"),
         ("{}\n", "not a recording"),
         ("[1]\n", "not a recording"),
-        ("not json\n", "line 1 is not JSON"),
+        ("not json\n", "bad.jsonl, line 1 is not JSON"),
+        ("\x80\n", "bad.jsonl, line 1 is not JSON: 'utf-8' codec"),
+        ("[" * 10**5 + "]" * 10**5 + "\n", "bad.jsonl, line 1 is nested too deeply"),
+        ('{"t":NaN}\n', "bad.jsonl, line 1 is not JSON: NaN"),
         ('{"format":"nanovllm-trace","version":99}\n', "version 99"),
     ],
 )
 def test_what_is_no_recording_is_refused(tmp_path, text, message):
     path = tmp_path / "bad.jsonl"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
         read_recording(path)
 
@@ -228,7 +235,8 @@ def test_command_writes_what_it_is_asked_for(recorded, tmp_path, capsys, monkeyp
     monkeypatch.setattr(view.webbrowser, "open", opened.append)
     path = str(recorded[0])
     page, perfetto = tmp_path / "run.html", tmp_path / "run.json"
-    assert view.main([path, path, "-o", str(page), "--perfetto", str(perfetto)]) == 0
+    assert view.main([path, path, "-o", str(page)]) == 0
+    assert view.main([path, "--perfetto", str(perfetto)]) == 0
     assert page.read_text(encoding="utf-8").count('data-name="run.jsonl"') == 2
     assert json.loads(perfetto.read_text())["traceEvents"]
     assert opened == []
@@ -237,6 +245,9 @@ def test_command_writes_what_it_is_asked_for(recorded, tmp_path, capsys, monkeyp
     assert len(opened) == 1
     assert opened[0].startswith("file://")
     for bad in ([str(tmp_path / "none.jsonl")], [path, "-o", str(tmp_path / "no" / "such.html")]):
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit, match="2"):
             view.main(bad)
-    assert "cannot be" in capsys.readouterr().err
+        assert "cannot be" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        view.main([path, path, "--perfetto", str(perfetto)])
+    assert "--perfetto exports one recording, got" in capsys.readouterr().err

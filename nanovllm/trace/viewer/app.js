@@ -7,6 +7,7 @@ import { Invariants } from "./invariants.js";
 import { LANGUAGES, translator } from "./i18n.js";
 import { Live } from "./live.js";
 import { Mask } from "./mask.js";
+import { Boundary, Notices } from "./notices.js";
 import { Pool } from "./pool.js";
 import { Replay } from "./replay.js";
 import { Run } from "./run.js";
@@ -37,8 +38,8 @@ const preferred = {
   theme: ["light", "dark"].includes(asked.theme) ? asked.theme : matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light",
 };
 
-function App({ first, second, live }) {
-  const [runs, setRuns] = useState([first, second].filter(Boolean));
+function App({ read, unread, live }) {
+  const [runs, setRuns] = useState(read);
   const [, setVersion] = useState(0); // a live run grows in place
   const [lang, setLang] = useState(preferred.lang);
   const [theme, setTheme] = useState(preferred.theme);
@@ -47,7 +48,7 @@ function App({ first, second, live }) {
   const [choice, setChoice] = useState({ seq: asked.seq, block: asked.block });
   const [isPlaying, setPlaying] = useState(false);
   const [source, setSource] = useState(null);
-  const [error, setError] = useState("");
+  const [bad, setBad] = useState(unread); // files: [{name, error}]
   const [story, setStory] = useState(asked.story);
   const t = useMemo(() => translator(lang), [lang]);
   const last = Math.max(0, ...runs.map((run) => run.lastFrame));
@@ -103,7 +104,7 @@ function App({ first, second, live }) {
   const changeTheme = () => { setTheme(theme === "light" ? "dark" : "light"); setWasSet({ ...wasSet, theme: true }); };
   const play = (is) => (follows ? stay() : setPlaying(is)); // to follow is to play
   useKeys({ run: runs[0], frame, goTo, choice, choose, setChoice, setPlaying: play, changeLang, changeTheme, setSource });
-  useDrop((file) => openFile(file, (run) => setRuns((before) => [before[0] ?? run, before[0] ? run : undefined].filter(Boolean)), setError, t));
+  useDrop((file) => openFile(file, (run) => setRuns((before) => (before[0] ? beside(before[0], run) : [run])), setBad));
 
   const firstStep = useRef(0);
   useEffect(() => { // a live run may begin anew, at a later step
@@ -119,12 +120,12 @@ function App({ first, second, live }) {
   const view = useMemo(() => ({ t, theme, choice, choose, showSource: setSource }), [t, theme, choice, choose]);
   return html`<${View.Provider} value=${view}>
     <${Head} ...${{ runs, frame, last, goTo, isPlaying: isPlaying || follows, setPlaying: play, changeLang, changeTheme, live, address, follows, setFollows: (is) => (is ? follow() : stay()) }}
-      openSecond=${(file) => openFile(file, (run) => setRuns([runs[0], run]), setError, t)} closeSecond=${() => setRuns([runs[0]])} />
-    ${error && html`<p class="error" role="alert">${error}</p>`}
+      openSecond=${(file) => openFile(file, (run) => setRuns(runs[0] ? beside(runs[0], run) : [run]), setBad)} closeSecond=${() => setRuns([runs[0]])} />
+    <${Notices} bad=${bad} runs=${runs} frame=${frame} />
     <main class=${runs.length > 1 ? "two" : "one"}>
       ${live && html`<${Live} grow=${grow} />`}
       ${runs.length > 1 && html`<${Difference} runs=${runs} />`}
-      ${runs.map((run, i) => html`<${Recording} key=${run.name} run=${run} moments=${i ? [] : moments} moment=${i ? null : moment} tell=${tell} frame=${Math.min(frame, run.lastFrame)} goTo=${goTo} isAlone=${runs.length === 1} />`)}
+      ${runs.map((run, i) => html`<${Boundary} key=${run.name} name=${run.name} frame=${frame}><${Recording} run=${run} moments=${i ? [] : moments} moment=${i ? null : moment} tell=${tell} frame=${Math.min(frame, run.lastFrame)} goTo=${goTo} isAlone=${runs.length === 1} /></${Boundary}>`)}
     </main>
     <footer class="soft">${t("keys")}: ${t("keysText")} ${!live && t("dropHint")}</footer>
     ${source && html`<${Source} code=${source} close=${() => setSource(null)} />`}
@@ -265,31 +266,44 @@ function useDrop(open) {
   });
 }
 
-async function openFile(file, add, setError, t) {
+async function openFile(file, add, setBad) {
   try {
     add(Run.parse(file.name, await file.text()));
-    setError("");
+    setBad([]);
   } catch (error) {
-    setError(t("badFile", { name: file.name, error: error.message }));
+    setBad([{ name: file.name, error: error.message }]);
   }
 }
 
-// The recordings in the page: base64 of gzip, so that a long run is a small file.
+// Two recordings, whose names differ.
+function beside(first, second) {
+  if (second.name === first.name) second.name += " (2)";
+  return [first, second];
+}
+
+// The recordings in the page, base64 of gzip, so that a long run is a small file: {read: runs, unread: [{name, error}]}
 async function readEmbedded() {
-  const found = document.querySelectorAll("script[type='application/x-nanovllm-trace']");
-  return Promise.all([...found].map(async (element) => {
-    const bytes = Uint8Array.from(atob(element.textContent.trim()), (letter) => letter.charCodeAt(0));
-    const text = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
-    return Run.parse(element.dataset.name, text);
-  }));
+  const [read, unread] = [[], []];
+  for (const element of document.querySelectorAll("script[type='application/x-nanovllm-trace']")) {
+    try {
+      const bytes = Uint8Array.from(atob(element.textContent.trim()), (letter) => letter.charCodeAt(0));
+      const text = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+      read.push(Run.parse(element.dataset.name, text));
+    } catch (error) {
+      unread.push({ name: element.dataset.name, error: error.message });
+    }
+  }
+  return { read: read.length > 1 ? beside(...read) : read, unread };
 }
 
 async function main() {
-  const runs = await readEmbedded();
+  const { read, unread } = await readEmbedded();
   const live = document.body.dataset.live !== undefined;
-  window.nanovllm = { runs, Run, Replay }; // for tests, and for the curious
-  render(html`<${App} first=${runs[0]} second=${runs[1]} live=${live} />`, document.getElementById("app"));
+  window.nanovllm = { runs: read, Run, Replay }; // for tests, and for the curious
+  render(html`<${App} read=${read} unread=${unread} live=${live} />`, document.getElementById("app"));
   document.body.dataset.ready = "";
 }
 
-main();
+main().catch((error) => {
+  document.getElementById("app").textContent = translator(preferred.lang)("cannotShow", { name: document.title, error: error.message });
+});

@@ -19,17 +19,22 @@ export function brokenInvariants(state) {
   return found;
 }
 
+// [name, where it fails]: `replay` is about the whole recording.
+export function failedChecks(run, state) {
+  const found = brokenInvariants(state);
+  const broken = run.replay.broken.map((one) => `step ${one.step}: ${one.message}`);
+  return [["replay", broken], ...["refs", "free", "full", "tables"].map((name) => [name, found.filter((one) => one[0] === name).map((one) => one[1])])];
+}
+
 export function Invariants({ run, state, frame }) {
   const { t } = useView();
-  const found = useMemo(() => brokenInvariants(state), [run, frame, run.frames.length]);
-  const broken = run.replay.broken;
+  const checks = useMemo(() => failedChecks(run, state), [run, frame, run.frames.length]);
   const line = (name, where, values) => html`<li class=${where.length ? "bad" : "good"}><b aria-hidden="true">${where.length ? "✗" : "✓"}</b> ${t(`inv.${name}`, values)}
     ${where.slice(0, 3).map((one) => html`<code>${one}</code> `)}</li>`;
-  return html`<section class="card invariants">
+  return html`<section class="card invariants" id=${`checks-${run.name}`} tabindex="-1">
     <h2>${t("invariants")}</h2>
     <ul class="plain">
-      ${line("replay", broken.map((one) => `${one.step}: ${one.message}`), { count: run.frames.length - 1 })}
-      ${["refs", "free", "full", "tables"].map((name) => line(name, found.filter((one) => one[0] === name).map((one) => one[1])))}
+      ${checks.map(([name, where]) => line(name, where, { count: run.frames.length - 1 }))}
     </ul>
     <p class="soft">${t("invariantsHelp")}</p>
   </section>`;

@@ -10,9 +10,10 @@ const MAX_COLUMNS = 256;
 export function Mask({ run, frame, state }) {
   const { t, theme } = useView();
   const chunks = chunksOf(run.frames[frame], state);
-  const rows = chunks.flatMap(({ number, start, numNew }) => Array.from({ length: numNew }, (_, i) => ({ number, position: start + i })));
-  const columns = Math.max(1, ...rows.map((row) => row.position + 1));
-  const isSmall = rows.length <= MAX_ROWS && columns <= MAX_COLUMNS;
+  const numRows = chunks.reduce((sum, one) => sum + one.numNew, 0);
+  const columns = Math.max(1, ...chunks.map((one) => one.start + one.numNew));
+  const isSmall = numRows <= MAX_ROWS && columns <= MAX_COLUMNS;
+  const rows = isSmall ? chunks.flatMap(({ number, start, numNew }) => Array.from({ length: numNew }, (_, i) => ({ number, position: start + i }))) : [];
   const cell = Math.max(2, Math.min(12, Math.floor(560 / columns)));
   const high = Math.max(4, Math.min(12, cell * 2));
   const size = run.header.block_size;
@@ -21,7 +22,7 @@ export function Mask({ run, frame, state }) {
   const borders = Array.from({ length: Math.floor(columns / size) }, (_, i) => (i + 1) * size * cell);
   return html`<section class="card mask">
     <h2>${t("mask")}</h2>
-    ${!isSmall && html`<p class="soft">${t("maskTooLarge", { rows: rows.length, columns })}</p>`}
+    ${!isSmall && html`<p class="soft">${t("maskTooLarge", { rows: numRows, columns })}</p>`}
     ${isSmall && rows.length > 0 && html`<div class="wide"><svg width=${columns * cell + 1} height=${rows.length * high + 1} role="img" aria-label=${t("maskHelp")}>
       ${rows.map(({ number, position }, i) => html`<g fill=${ownerColor(number, theme)}>
         <rect x=${firstSeen(position) * cell} y=${i * high} width=${(position - firstSeen(position)) * cell} height=${high - 1} opacity="0.4" />

@@ -154,7 +154,7 @@ export class Replay {
   // Tokens [start, stop) of `seq` are in its blocks.
   fill(seq, start, stop) {
     const size = this.blockSize;
-    for (let i = Math.floor(start / size); i * size < stop; i++) {
+    for (let i = Math.floor(start / size); i * size < stop && i < seq.table.length; i++) {
       const b = seq.table[i];
       if (b === 0) continue;
       [this.filled[b], this.writer[b], this.place[b]] = [Math.min(size, stop - i * size), seq.number, i];

@@ -12,6 +12,7 @@ export class Run {
     this.name = name;
     this.header = header;
     this.texts = {};
+    this.isCut = false; // its last line is not whole
     this.frames = []; // {step, events, time, sizes…}; frames[i].step is frames[0].step + i
     this.requests = new Map(); // request -> what it did
     this.highlights = []; // {frame, event}: where a reader may jump to; a step's evictions are one entry
@@ -26,10 +27,20 @@ export class Run {
     for (const seq of this.replay.living) this.meet(seq, header.t);
   }
 
+  // Throws an Error that names the line if the text is no recording, or cannot be replayed.
   static parse(name, text) {
-    const lines = text.split("\n").filter((line) => line.trim());
-    const run = new Run(name, JSON.parse(lines[0]));
-    lines.slice(1).forEach((line, i) => run.append(parseLine(line, i === lines.length - 2)));
+    const lines = text.split("\n");
+    let run = null;
+    lines.forEach((line, i) => {
+      try {
+        if (!run) run = new Run(name, checkHeader(JSON.parse(line)));
+        else if (line.trim()) run.append(JSON.parse(line));
+      } catch (error) {
+        const isLast = run && i === lines.length - 1; // without a newline at its end: a crash has cut it
+        if (!isLast || !(error instanceof SyntaxError)) throw new Error(`line ${i + 1}: ${error.message}`);
+        run.isCut = true;
+      }
+    });
     run.end();
     return run;
   }
@@ -48,7 +59,6 @@ export class Run {
 
   // A line of the recording. In a live page, `end` is called after each, and the frame that it made goes again.
   append(line) {
-    if (!line) return;
     if (this.ended) {
       this.frames.pop();
       this.ended = false;
@@ -244,11 +254,11 @@ function nameOf(request, number) {
   return /^\d+$/.test(request) ? `r${request}` : request;
 }
 
-function parseLine(line, isLast) {
-  try {
-    return JSON.parse(line);
-  } catch (error) {
-    if (isLast) return null; // a crash has cut it
-    throw error;
+// As check.py: with another pool the page would stand still, and say nothing.
+function checkHeader(header) {
+  if (header?.format !== "nanovllm-trace" || header.version !== 1) throw new Error('it must have the format "nanovllm-trace", version 1');
+  for (const [name, most] of [["num_blocks", 1e7], ["block_size", 2 ** 20]]) {
+    if (!(Number.isInteger(header[name]) && header[name] >= 1 && header[name] <= most)) throw new Error(`${name} must be from 1 to ${most}, got ${header[name]}`);
   }
+  return header;
 }

@@ -1,7 +1,7 @@
 // preact with htm: components are functions, and html`…` makes their elements. No build step.
 
 const { h, render, createContext } = preact;
-const { useState, useEffect, useLayoutEffect, useMemo, useRef, useContext, useCallback } = preactHooks;
+const { useState, useEffect, useErrorBoundary, useLayoutEffect, useMemo, useRef, useContext, useCallback } = preactHooks;
 const html = htm.bind(h);
 
 // What every component may read: {t, theme, choice: {seq, block}, choose, showSource}
@@ -48,4 +48,4 @@ function formatTime(microseconds) {
   return `${(microseconds / 1e6).toPrecision(3)} s`;
 }
 
-export { html, render, useState, useEffect, useLayoutEffect, useMemo, useRef, useCallback, View, useView, useWidth, useSettled, fitCanvas, formatTime };
+export { html, render, useState, useEffect, useErrorBoundary, useLayoutEffect, useMemo, useRef, useCallback, View, useView, useWidth, useSettled, fitCanvas, formatTime };
