@@ -1,6 +1,7 @@
 // The pool as a grid: a cell a block. Only cells whose look has changed are drawn again, so that scrubbing stays smooth.
 
 import { blend, cssColor, inkOn, ownerColor } from "./colors.js";
+import { SpokenBlock } from "./details.js";
 import { fitCanvas, html, useEffect, useLayoutEffect, useMemo, useRef, useView, useWidth } from "./ui.js";
 
 const GAP = 1;
@@ -185,6 +186,7 @@ export function Pool({ run, frame, state }) {
       <canvas ref=${canvas} tabindex="0" role="application" aria-label=${t("poolLabel")} data-size=${grid.size} data-columns=${grid.columns}
         style=${{ width: `${grid.columns * grid.size}px`, height: `${grid.height}px` }} onClick=${pick} onMouseMove=${name} onKeyDown=${move}></canvas>
     </div>
+    <${SpokenBlock} run=${run} state=${state} />
     ${rest > 0 && html`<p class="soft">${t("poolRest", { count: rest.toLocaleString() })}</p>`}
     <${Counts} run=${run} frame=${frame} />
     <${Legend} />
@@ -230,7 +232,7 @@ function Legend() {
       one.style.backgroundSize = `${looks.length * size}px ${size}px`;
     });
   }, [theme]);
-  return html`<div class="legend" aria-label=${t("legend")}>
+  return html`<div class="legend" role="group" aria-label=${t("legend")}>
     <canvas ref=${canvas} hidden></canvas>
     ${looks.map(([key]) => html`<span><i class="cell"></i>${t(key)}</span>`)}
   </div>`;
