@@ -137,6 +137,7 @@ function Head({ runs, frame, last, goTo, isPlaying, setPlaying, changeLang, chan
   const longest = runs.find((one) => one.lastFrame === last) ?? runs[0];
   const at = longest?.frames[Math.min(frame, longest.lastFrame)];
   const lasts = new Set(runs.map((one) => one.firstStep + one.lastFrame - 1));
+  const words = at && (at.isEnd ? t("atEnd", { last: at.step - 1 }) : t("stepOf", { step: at.step, last: [...lasts].join(" | ") }));
   const button = (label, text, onClick, extra = {}) => html`<button aria-label=${t(label)} title=${t(label)} onClick=${onClick} ...${extra}>${text}</button>`;
   return html`<header>
     <h1>nanovllm <small>${live ? t("live") : runs.map((one) => one.name).join(" | ")}</small></h1>
@@ -144,8 +145,8 @@ function Head({ runs, frame, last, goTo, isPlaying, setPlaying, changeLang, chan
       ${button("first", "|◀", () => goTo(0))}${button("previous", "◀", () => goTo((i) => i - 1))}
       ${button(isPlaying ? "pause" : "play", t(isPlaying ? "pause" : "play"), () => setPlaying(!isPlaying), { id: "play" })}
       ${button("next", "▶", () => goTo((i) => i + 1))}${button("last", "▶|", () => goTo(last))}
-      <input type="range" min="0" max=${last} value=${frame} aria-label=${t("step")} onInput=${(event) => goTo(Number(event.target.value))} />
-      <output id="step">${at.isEnd ? t("atEnd", { last: at.step - 1 }) : t("stepOf", { step: at.step, last: [...lasts].join(" | ") })}</output>
+      <input type="range" min="0" max=${last} value=${frame} aria-label=${t("step")} aria-valuetext=${words} onInput=${(event) => goTo(Number(event.target.value))} />
+      <output id="step">${words}</output>
     </div>`}
     <div class="tools">
       ${live && html`<label><input type="checkbox" checked=${follows} onChange=${(event) => setFollows(event.target.checked)} /> ${t("follow")}</label>`}
@@ -183,7 +184,7 @@ function Recording({ run, frame, goTo, isAlone, moments, moment, tell }) {
   if (!run.frames.length) return html`<p class="card">${t("noSteps")}</p>`;
   const state = run.stateAt(frame);
   const shared = { run, frame, state, goTo, moment };
-  return html`<div class=${`recording ${isAlone ? "alone" : ""}`} aria-label=${run.name}>
+  return html`<div class=${`recording ${isAlone ? "alone" : ""}`} role="group" aria-label=${run.name}>
     ${!isAlone && html`<h2 class="name">${run.name}</h2>`}
     ${isAlone && moments && html`<${Story} ...${shared} moments=${moments} tell=${tell} />`}
     <div class="columns first">
@@ -222,7 +223,7 @@ function Source({ code, close }) {
   const one = window.SOURCES[code];
   return html`<div class="dialog" role="dialog" aria-modal="true" aria-label=${one.symbol}>
     <h2>${t("sourceOf", { symbol: one.symbol })}</h2><p class="soft">nanovllm/${one.path}:${one.line}</p>
-    <pre><code>${one.text}</code></pre>
+    <pre tabindex="0"><code>${one.text}</code></pre>
     <button ref=${(button) => button?.focus()} onClick=${close}>${t("closeIt")}</button>
   </div>`;
 }

@@ -2,7 +2,7 @@
 
 import { ownerColor } from "./colors.js";
 import { chunksOf, Seq } from "./step.js";
-import { html, useView } from "./ui.js";
+import { html, useMemo, useView } from "./ui.js";
 
 const MANY = 64;
 
@@ -45,6 +45,28 @@ function Tokens({ run, seq, first, stop, numComputed }) {
 
 const visible = (text) => text.replace(/\n/g, "⏎").replace(/^$/, "∅");
 
+// {owners, rank among the free blocks or -1, writer, holds: whether tokens of `writer` are in it}
+export function lookInto(state, block) {
+  const owners = state.owners().get(block) ?? [];
+  const rank = owners.length ? -1 : state.freeOrder.indexOf(block);
+  const writer = state.seqs.get(state.writer[block]);
+  return { owners, rank, writer, holds: (owners.length > 0 || state.serial[block] > 0) && writer && state.filled[block] > 0 };
+}
+
+// For screen readers: what the arrows have chosen in the pool. Steps do not repeat it.
+export function SpokenBlock({ run, state }) {
+  const { t, choice } = useView();
+  const { block } = choice;
+  const text = useMemo(() => {
+    if (!block || block > state.numBlocks) return "";
+    const { owners, rank, holds } = lookInto(state, block);
+    const who = owners.length ? `${t("owners")}: ${owners.map((number) => run.label(number)).join(", ")}` : t("freeRank", { count: rank });
+    const what = holds ? t("filled", { filled: state.filled[block], size: run.header.block_size }) : t("neverWritten");
+    return [t("block", { block }), who, what].join(". ");
+  }, [run, block, t]);
+  return html`<p class="spoken" aria-live="polite">${text}</p>`;
+}
+
 export function BlockCard({ run, state }) {
   const { t, choice, choose } = useView();
   const block = choice.block;
@@ -52,12 +74,9 @@ export function BlockCard({ run, state }) {
   const input = html`<input type="number" min="1" max=${state.numBlocks} value=${block ?? ""} aria-label=${t("goToBlock")} onChange=${pick} />`;
   if (!block || block > state.numBlocks) return null;
   const size = run.header.block_size;
-  const owners = state.owners().get(block) ?? [];
+  const { owners, rank, writer, holds } = lookInto(state, block);
   const serial = state.serial[block];
-  const rank = owners.length ? -1 : state.freeOrder.indexOf(block);
-  const writer = state.seqs.get(state.writer[block]);
   const first = state.place[block] * size;
-  const holds = (owners.length > 0 || serial > 0) && writer && state.filled[block] > 0;
   return html`<section class="card block">
     <h2>${t("block", { block })}</h2><label class="soft">${t("goToBlock")} ${input}</label>
     <dl>

@@ -1,6 +1,7 @@
 // The pool as a grid: a cell a block. Only cells whose look has changed are drawn again, so that scrubbing stays smooth.
 
 import { blend, cssColor, inkOn, ownerColor } from "./colors.js";
+import { lookInto, SpokenBlock } from "./details.js";
 import { Motion } from "./story.js";
 import { fitCanvas, html, useEffect, useLayoutEffect, useMemo, useRef, useState, useView, useWidth } from "./ui.js";
 
@@ -218,6 +219,7 @@ export function Pool({ run, frame, state, moment }) {
       <${Motion} moment=${moment} grid=${grid} colorOf=${colorOf} />
       ${under && html`<div class="tip" style=${{ left: `${Math.max(0, Math.min(under.x, grid.columns * grid.size - 230))}px`, top: `${under.y + 18}px` }}>${describeBlock(run, state, under.block, t)}</div>`}
     </div></div>
+    <${SpokenBlock} run=${run} state=${state} />
     ${rest > 0 && html`<p class="soft">${t("poolRest", { count: rest.toLocaleString() })}</p>`}
     <${Counts} run=${run} frame=${frame} />
     <${Legend} />
@@ -227,12 +229,10 @@ export function Pool({ run, frame, state, moment }) {
 
 // A block in a few words: whose it is, what it holds, when it is handed out.
 export function describeBlock(run, state, block, t) {
-  const owners = state.owners().get(block) ?? [];
-  const writer = state.seqs.get(state.writer[block]);
-  const holds = writer && state.filled[block] > 0 && (owners.length > 0 || state.serial[block] > 0);
+  const { owners, rank, writer, holds } = lookInto(state, block);
   const first = state.place[block] * run.header.block_size;
   const text = holds ? writer.tokens.slice(first, first + state.filled[block]).map((id) => run.text(id)).join("") : "";
-  const parts = [t("block", { block }), owners.map((number) => run.label(number)).join(", ") || t("freeRank", { count: state.freeOrder.indexOf(block) })];
+  const parts = [t("block", { block }), owners.map((number) => run.label(number)).join(", ") || t("freeRank", { count: rank })];
   if (block === state.nextEvicted()) parts.push(t("nextEvicted"));
   parts.push(holds ? `${t("filled", { filled: state.filled[block], size: run.header.block_size })}: “${text.trim().slice(0, 80)}”` : t("neverWritten"));
   return parts.join(" · ");
@@ -278,7 +278,7 @@ function Legend() {
       one.style.backgroundSize = `${looks.length * size}px ${size}px`;
     });
   }, [theme]);
-  return html`<div class="legend" aria-label=${t("legend")}>
+  return html`<div class="legend" role="group" aria-label=${t("legend")}>
     <canvas ref=${canvas} hidden></canvas>
     ${looks.map(([key]) => html`<span><i class="cell"></i>${t(key)}</span>`)}
   </div>`;

@@ -3,7 +3,7 @@
 import { cssColor, ownerColor } from "./colors.js";
 import { fitCanvas, formatTime, html, useEffect, useMemo, useRef, useSettled, useState, useView, useWidth } from "./ui.js";
 
-const ROW = 18;
+const ROW = 24; // of what can be touched
 const LABEL = 150;
 const ROWS = 22; // more than fit into the box
 const KINDS = ["queued", "prefill", "decode", "idle", "preempted", "swapped"];
