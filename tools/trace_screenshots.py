@@ -1,7 +1,8 @@
-"""Pictures of the page of recordings, in both themes, two widths and two languages, and the picture of README.
+"""Pictures of the page of recordings, in both themes, two widths and two languages, to be looked at.
 
-    python tools/trace_screenshots.py pictures/           # all of them, to be looked at
-    python tools/trace_screenshots.py --readme            # docs/images/trace_page.png
+    python tools/trace_screenshots.py pictures/
+
+README's moving picture is made by `nanovllm view --gif docs/images/story.gif`.
 
 Records the bundled model with a pool so small that requests wait, share, copy, are preempted and swapped; and the same
 without prefix caching, for the picture of two runs side by side. Needs the extra `browser`, and Chromium.
@@ -18,7 +19,6 @@ from typing import Any
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.trace.page import make_page
 
-README_PICTURE = Path(__file__).parents[1] / "docs" / "images" / "trace_page.png"
 MARGIN = 10  # pixels below the last element
 QUESTIONS = [
     "What is paged attention?",
@@ -33,21 +33,15 @@ QUESTIONS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Take pictures of the page of recordings.")
-    parser.add_argument("folder", type=Path, nargs="?", help="where the pictures go")
-    parser.add_argument("--readme", action="store_true", help="take README's picture")
+    parser.add_argument("folder", type=Path, help="where the pictures go")
     args = parser.parse_args()
-    if args.folder is None and not args.readme:
-        parser.error("name a folder, or say --readme")
     with tempfile.TemporaryDirectory() as work:
         recordings = [record(Path(work) / "shared.jsonl", True), record(Path(work) / "alone.jsonl", False)]
         one, two = Path(work) / "one.html", Path(work) / "two.html"
         one.write_text(make_page(recordings[:1]), encoding="utf-8")
         two.write_text(make_page(recordings), encoding="utf-8")
-        if args.readme:
-            take([(one, README_PICTURE, 1440, "#step=27&theme=light&lang=en&block=4")], height=980)
-        if args.folder:
-            args.folder.mkdir(parents=True, exist_ok=True)
-            take(all_pictures(one, two, args.folder))
+        args.folder.mkdir(parents=True, exist_ok=True)
+        take(all_pictures(one, two, args.folder))
 
 
 def all_pictures(one: Path, two: Path, folder: Path) -> list[tuple[Path, Path, int, str]]:

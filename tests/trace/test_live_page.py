@@ -176,8 +176,9 @@ def test_page_that_follows_shows_the_newest_step_and_who_waits(stage):
     stage.run.stats.flush()
     page.locator(".counts div", has_text=re.compile(r"^3\s*waiting")).wait_for()
     assert page.locator(".step .plain li").all_inner_texts() == [
-        "seq-2 waits: needs 1 of the places (max_num_seqs), fewer are free", "seq-3 waits behind seq-2", "seq-4 waits behind seq-2"
-    ]  # fmt: skip
+        "seq-2 waits: needs 1 of the places (max_num_seqs), fewer are free",
+        *(f"{name} waits behind seq-2" for name in ("seq-3", "seq-4")),
+    ]
     stage.run.abort(stage.run.requests[2])
     page.locator(".counts div", has_text=re.compile(r"^2\s*waiting")).wait_for()
     assert page.locator(".step .plain li").all_inner_texts() == [
@@ -301,7 +302,7 @@ def test_reload_keeps_the_conversation(stage):
     page.locator("#message").press("End")
     page.locator("#message").press_sequentially(" question")
     page.locator("#message").press("Enter")
-    page.locator(".assistant").nth(1).wait_for()
+    page.locator(".assistant", has_text="Yes.").nth(1).wait_for()
     assert stage.asked[-1][2:] == [("user", "Half a question")]
 
 
