@@ -82,7 +82,7 @@ def test_failed_check_is_a_banner_at_the_top_that_leads_to_the_checks(show, widt
     page = show(LINES, changed(set_field("schedule", 7, 7)), width=width)
     [banner] = page.get_by_role("alert").all()
     assert banner.inner_text().startswith("b.jsonl: 1 of 5 checks have failed.")
-    assert "step 1: 3 blocks are free, the engine says 7" in banner.inner_text()
+    assert "step 1: 3 blocks are free, the engine says 7 Show the checks" in banner.inner_text()
     header, box = page.locator("header").bounding_box(), banner.bounding_box()
     assert 0 <= box["y"] - header["y"] - header["height"] < 20, "below the header, above all else"
     banner.get_by_role("button").click()

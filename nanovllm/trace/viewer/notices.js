@@ -32,6 +32,6 @@ function FailedChecks({ run, frame }) {
     card.scrollIntoView({ block: "center" });
     card.focus();
   };
-  return html`<p class="notice alarm" role="alert"><b>${t("checksFailed", { name: run.name, count: failed.length, all: checks.length })}</b> <code>${failed[0][1][0]}</code>
+  return html`<p class="notice alarm" role="alert"><b>${t("checksFailed", { name: run.name, count: failed.length, all: checks.length })}</b> <code>${failed[0][1][0]}</code>${" "}
     <button onClick=${show}>${t("showChecks")}</button></p>`;
 }
