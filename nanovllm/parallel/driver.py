@@ -126,13 +126,14 @@ def interrupts_held_back(peers: Peers) -> Iterator[None]:
         if len(held) > 1:  # the step takes too long, or another rank hangs
             handler(number, frame)
 
-    peers.num_interrupts = 0
     signal.signal(signal.SIGINT, hold)
     other_fd = signal.set_wakeup_fd(peers.signal_fd, warn_on_full_buffer=False)
     try:
         yield
     finally:
         signal.set_wakeup_fd(other_fd)
+        if held:
+            peers.forget_interrupts()
         signal.signal(signal.SIGINT, handler)
         if len(held) == 1:
             handler(*held[0])

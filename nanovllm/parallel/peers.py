@@ -50,9 +50,11 @@ class Peers:
         self._ready: set[int] = set()
         self._is_stopping = False
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.num_interrupts = 0  # that came while `signal_fd` heard of signals
         self._waker, self._wakes = socket.socketpair()
-        self._waker.setblocking(False)
+        self._signals, self._hears = socket.socketpair()
+        self._signals.setblocking(False)
+        self._hears.setblocking(False)
+        self._num_interrupts = 0
         self._thread = threading.Thread(target=self._watch, name="nanovllm-ranks", daemon=True)
         self._thread.start()
 
@@ -138,13 +140,19 @@ class Peers:
         self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-            self._close_wakers()
+            self._close_signals()
 
     @property
     def signal_fd(self) -> int:
         """For `signal.set_wakeup_fd`. The thread hears of a ^C at once, while Python waits for C code to return: a
         second one ends the engine. Open until `stop`."""
-        return self._waker.fileno()
+        return self._signals.fileno()
+
+    def forget_interrupts(self) -> None:
+        """They have been handled, also those that the thread has not heard of yet."""
+        with self._lock, suppress(BlockingIOError):
+            self._num_interrupts = 0
+            self._hears.recv(1 << 10)
 
     def _wake(self) -> None:
         with suppress(OSError):  # the thread has ended
@@ -159,14 +167,14 @@ class Peers:
             poll, ranks = select.poll(), {peer.fileno(): rank for rank, peer in self._sockets.items()}
             lines = dict.fromkeys(self._sockets, b"")
             port = -1 if self._listening is None else self._listening.fileno()
-            for number in (*ranks, self._wakes.fileno(), port):
+            for number in (*ranks, self._wakes.fileno(), self._hears.fileno(), port):
                 if number >= 0:
                     poll.register(number, select.POLLIN)
             while not self._is_stopping and self.failure is None:
                 for number, _ in poll.poll():
                     if number in ranks and not self._read(ranks[number], lines):
                         poll.unregister(number)
-                    if number == self._wakes.fileno():
+                    if number == self._hears.fileno():
                         self._hear_signals()
                     if number == port and self._listening is not None:
                         turn_away(self._listening)
@@ -176,8 +184,9 @@ class Peers:
             self._end()
 
     def _hear_signals(self) -> None:
-        self.num_interrupts += self._wakes.recv(1 << 10).count(signal.SIGINT)
-        if self.num_interrupts > 1:
+        with self._lock, suppress(BlockingIOError):  # they have been forgotten
+            self._num_interrupts += self._hears.recv(1 << 10).count(signal.SIGINT)
+        if self._num_interrupts > 1:
             self.fail("KeyboardInterrupt, twice in one step")
 
     def _read(self, rank: int, lines: dict[int, bytes]) -> bool:
@@ -225,9 +234,11 @@ class Peers:
         if self._listening is not None:
             self._listening.close()
         self._on_failure = []
-        if self._is_stopping:  # else rank 0 may be in a step, and hear of signals by them
-            self._close_wakers()
-
-    def _close_wakers(self) -> None:
         self._waker.close()
         self._wakes.close()
+        if self._is_stopping:  # else rank 0 may be in a step
+            self._close_signals()
+
+    def _close_signals(self) -> None:
+        self._signals.close()
+        self._hears.close()
