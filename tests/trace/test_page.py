@@ -453,6 +453,35 @@ def test_two_recordings_differ_in_one_line(show, known):
     assert f"preemptions 2 → {count}," in text
 
 
+def test_waiting_is_cut_into_segments_by_reason(show):
+    lines = read_recording(STORY)
+    reasons, step = {}, 1
+    for event in (event for line in lines[1:] for event in line["events"]):
+        if event[0] == "wait" and event[1] == 5:
+            reasons[step] = event[2]
+        step += event[0] == "schedule"
+    first = [step for step in sorted(reasons) if reasons[step] == "max_num_seqs"]
+    assert first == list(range(first[0], first[-1] + 1))
+    facts = show(lines, at="#seq=5").locator(".facts").inner_text()
+    assert f"queued (for a place (max_num_seqs)) {first[0]}–{first[-1]}" in facts
+    assert f"queued (a step preempts) {first[-1] + 1}" in facts
+
+
+def test_step_numbers_stand_over_their_columns_also_of_two_recordings(show, known):
+    page = show(read_recording(STORY), at="#step=10")
+    edges = [page.locator(".axis").get_by_text("10", exact=True), page.locator(".timeline .now")]
+    middles = [box["x"] + box["width"] / 2 for box in (one.bounding_box() for one in edges)]
+    assert abs(middles[0] - middles[1]) < 1
+    both = show(read_recording(STORY), known[0])
+    places = both.evaluate(
+        "[...document.querySelectorAll('.axis')].map((axis) => Object.fromEntries("
+        "[...axis.children].map((one) => [one.textContent, one.style.left])))"
+    )
+    assert len(places) == 2
+    assert len(places[1]) > 1
+    assert places[1].items() <= places[0].items()
+
+
 def test_link_to_this_step_is_copied(show, known):
     page = show(known[0], at="#step=4&seq=2")
     page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")

@@ -125,7 +125,7 @@ function App({ read, unread, live }) {
     <main class=${runs.length > 1 ? "two" : "one"}>
       ${live && html`<${Live} grow=${grow} />`}
       ${runs.length > 1 && html`<${Difference} runs=${runs} />`}
-      ${runs.map((run, i) => html`<${Boundary} key=${run.name} name=${run.name} frame=${frame}><${Recording} run=${run} moments=${i ? [] : moments} moment=${i ? null : moment} tell=${tell} frame=${Math.min(frame, run.lastFrame)} goTo=${goTo} isAlone=${runs.length === 1} /></${Boundary}>`)}
+      ${runs.map((run, i) => html`<${Boundary} key=${run.name} name=${run.name} frame=${frame}><${Recording} run=${run} moments=${i ? [] : moments} moment=${i ? null : moment} tell=${tell} frame=${Math.min(frame, run.lastFrame)} goTo=${goTo} isAlone=${runs.length === 1} columns=${runs.length > 1 ? last + 1 : undefined} /></${Boundary}>`)}
     </main>
     <footer class="soft">${t("keys")}: ${t("keysText")} ${!live && t("dropHint")}</footer>
     ${source && html`<${Source} code=${source} close=${() => setSource(null)} />`}
@@ -179,11 +179,11 @@ function CopyLink({ address }) {
   return html`<button id="link" onClick=${copy}>${t(isDone ? "linkCopied" : "copyLink")}</button>`;
 }
 
-function Recording({ run, frame, goTo, isAlone, moments, moment, tell }) {
+function Recording({ run, frame, goTo, isAlone, moments, moment, tell, columns }) {
   const { t } = useView();
   if (!run.frames.length) return html`<p class="card">${t("noSteps")}</p>`;
   const state = run.stateAt(frame);
-  const shared = { run, frame, state, goTo, moment };
+  const shared = { run, frame, state, goTo, moment, columns };
   return html`<div class=${`recording ${isAlone ? "alone" : ""}`} role="group" aria-label=${run.name}>
     ${!isAlone && html`<h2 class="name">${run.name}</h2>`}
     ${isAlone && moments && html`<${Story} ...${shared} moments=${moments} tell=${tell} />`}

@@ -16,12 +16,12 @@ function dataOf(run, chart) {
   return [run.frames.map((one) => one.step), ...chart.series.map(([name]) => run.frames.map((one) => factor * one[name]))];
 }
 
-function optionsOf(chart, width, place) {
+function optionsOf(chart, width, place, columns) {
   const axis = { stroke: cssColor("soft"), grid: { stroke: cssColor("line"), width: 1 }, ticks: { show: false }, font: "11px system-ui" };
   return {
     width,
     height: 130,
-    scales: { x: { time: false }, y: { range: (_, low, high) => [0, Math.max(1, high * 1.05)] } },
+    scales: { x: { time: false, range: (_, low, high) => [low, columns ? low + columns - 1 : high] }, y: { range: (_, low, high) => [0, Math.max(1, high * 1.05)] } },
     axes: [{ ...axis, size: 24 }, { ...axis, size: 44 }],
     legend: { show: false },
     cursor: { drag: { setScale: false, x: false, y: false } },
@@ -33,19 +33,19 @@ function optionsOf(chart, width, place) {
   };
 }
 
-function Chart({ run, frame, goTo, chart }) {
+function Chart({ run, frame, goTo, chart, columns }) {
   const { t, theme } = useView();
   const [ref, width] = useWidth();
   const plot = useRef(null);
   const line = useRef(null); // the present step: moved, because to draw the chart anew would take longer
   useEffect(() => {
     if (!width) return undefined;
-    plot.current = new uPlot(optionsOf(chart, width, (one) => placeLine(one)), dataOf(run, chart), ref.current);
+    plot.current = new uPlot(optionsOf(chart, width, (one) => placeLine(one), columns), dataOf(run, chart), ref.current);
     const over = plot.current.over;
     const click = () => plot.current.cursor.idx != null && goTo(plot.current.cursor.idx);
     over.addEventListener("click", click);
     return () => plot.current.destroy();
-  }, [run, width, theme]);
+  }, [run, width, theme, columns]);
   useEffect(() => plot.current?.setData(dataOf(run, chart)), [run.frames.length]);
   const at = useRef(0);
   at.current = run.frames[frame].step;
@@ -63,9 +63,9 @@ function Chart({ run, frame, goTo, chart }) {
       ${t(NAMES[name] ?? name)} <b>${value(name)}</b></span>`)}</p></div>`;
 }
 
-export function Counters({ run, frame, goTo }) {
+export function Counters({ run, frame, goTo, columns }) {
   const { t } = useView();
   return html`<section class="card counters"><h2>${t("counters")}</h2><div class="charts">
-    ${CHARTS.map((chart) => html`<${Chart} key=${chart.unit} run=${run} frame=${frame} goTo=${goTo} chart=${chart} />`)}
+    ${CHARTS.map((chart) => html`<${Chart} key=${chart.unit} run=${run} frame=${frame} goTo=${goTo} chart=${chart} columns=${columns} />`)}
   </div></section>`;
 }

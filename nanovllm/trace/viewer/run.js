@@ -188,13 +188,16 @@ export class Run {
       kinds.set(number, computed < known ? "prefill" : "decode"); // a chunk of one token need not be a decode
     }
     for (const [number] of schedule[4]) kinds.set(number, "prefill");
+    const waits = this.frames[frame].events.filter(([code]) => code === "wait");
+    const whyOf = (number) => (waits.find((event) => event[1] === number) ?? (waits[0]?.[1] ? [, , "behind"] : waits[0]))?.[2] ?? "next";
     for (const request of this.requests.values()) {
       if (request.isOver) continue;
       const found = [...request.living].map((number) => kinds.get(number) ?? this.idleKind(number));
       const kind = ["prefill", "decode", "idle", "swapped", "preempted", "queued"].find((one) => found.includes(one)) ?? "queued";
+      const why = ["queued", "preempted", "swapped"].includes(kind) ? whyOf([...request.living][0]) : "";
       const span = request.spans.at(-1);
-      if (span?.kind === kind && span.stop === frame) span.stop = frame + 1;
-      else request.spans.push({ kind, start: frame, stop: frame + 1 });
+      if (span?.kind === kind && span.why === why && span.stop === frame) span.stop = frame + 1;
+      else request.spans.push({ kind, why, start: frame, stop: frame + 1 });
     }
   }
 

@@ -6,13 +6,14 @@ import { fitCanvas, formatTime, html, useEffect, useMemo, useRef, useSettled, us
 const ROW = 24; // of what can be touched
 const LABEL = 150;
 const ROWS = 22; // more than fit into the box
+const WHY_COLORS = { blocks: "bad", max_num_seqs: "accent" }; // what it waits for; all else is grey
 const KINDS = ["queued", "prefill", "decode", "idle", "preempted", "swapped"];
 
 function drawRow(context, run, request, y, scale, theme, width) {
   const color = ownerColor(request.number, theme);
-  for (const { kind, start, stop } of request.spans) {
+  for (const { kind, why, start, stop } of request.spans) {
     const [x, w] = [start * scale, Math.max(1, (stop - start) * scale)];
-    drawSpan(context, kind, color, x, y + 3, w, ROW - 6);
+    drawSpan(context, kind, color, x, y + 3, w, ROW - 6, WHY_COLORS[why]);
   }
   context.fillStyle = cssColor("text");
   for (const { frame } of request.marks) {
@@ -39,7 +40,7 @@ function drawCross(context, x, y) {
 }
 
 // Each kind has a shape of its own, so that colour is not all: full, half, hatched, a line, …
-export function drawSpan(context, kind, color, x, y, w, height) {
+export function drawSpan(context, kind, color, x, y, w, height, why = "soft") {
   context.fillStyle = color;
   if (kind === "prefill") context.fillRect(x, y, w, height);
   else if (kind === "decode") {
@@ -48,10 +49,10 @@ export function drawSpan(context, kind, color, x, y, w, height) {
     context.globalAlpha = 1;
   } else if (kind === "idle") context.fillRect(x, y + height / 2 - 1, w, 2);
   else if (kind === "queued") {
-    context.fillStyle = cssColor("soft");
+    context.fillStyle = cssColor(why);
     for (let i = 0; i < w; i += 4) context.fillRect(x + i, y + height / 2 - 1, Math.min(2, w - i), 2);
   } else {
-    context.fillStyle = cssColor("soft");
+    context.fillStyle = cssColor(why);
     context.globalAlpha = 0.25;
     context.fillRect(x, y, w, height);
     context.globalAlpha = 1;
@@ -62,7 +63,14 @@ export function drawSpan(context, kind, color, x, y, w, height) {
 
 const inTime = (seconds) => formatTime(seconds === null ? null : 1e6 * seconds);
 
-export function Timeline({ run, frame, goTo }) {
+// [frame] of the step numbers that have room, 60 pixels apart.
+function ticksOf(run, scale) {
+  let by = 1;
+  for (let i = 0; by * scale < 60; i++) by *= i % 3 === 1 ? 2.5 : 2; // 1, 2, 5, 10, …
+  return run.frames.map((_, frame) => frame).filter((frame) => !run.frames[frame].isEnd && run.frames[frame].step % by === 0);
+}
+
+export function Timeline({ run, frame, goTo, columns }) {
   const { t, theme, choice, choose } = useView();
   const [ref, width] = useWidth();
   const canvas = useRef(null);
@@ -70,7 +78,7 @@ export function Timeline({ run, frame, goTo }) {
   const requests = useMemo(() => [...run.requests.values()].filter((one) => one.number > 0), [run, run.requests.size]);
   const shown = useMemo(() => requests.slice(top, top + ROWS), [requests, top]);
   const plot = Math.max(60, width - LABEL);
-  const scale = plot / Math.max(1, run.frames.length);
+  const scale = plot / Math.max(1, columns ?? run.frames.length);
   const height = Math.max(1, shown.length) * ROW;
   const chosen = choice.seq === null || choice.seq === undefined ? null : run.requestOf(choice.seq);
   useEffect(() => {
@@ -98,6 +106,7 @@ export function Timeline({ run, frame, goTo }) {
   const key = useMemo(() => html`<${Key} theme=${theme} />`, [theme, t]);
   return html`<section class="card timeline">
     <h2>${t("timeline")}</h2>
+    <div class="axis" aria-hidden="true">${ticksOf(run, scale).map((at) => html`<span style=${{ left: `${LABEL + (at + 0.5) * scale}px` }}>${run.frames[at].step}</span>`)}</div>
     <div class="scroll" ref=${ref} tabindex="0" onScroll=${(event) => setTop(Math.max(0, Math.floor(event.target.scrollTop / ROW) - 2))}>
       <div style=${{ height: `${requests.length * ROW}px` }}><div class="chart" style=${{ transform: `translateY(${top * ROW}px)`, height: `${height}px` }}>
         ${labels}
@@ -116,7 +125,7 @@ export function Timeline({ run, frame, goTo }) {
 function Facts({ run, request, goTo }) {
   const { t } = useView();
   return html`<p class="facts"><b title=${run.longName(request.number)}>${t("request")} ${request.name}</b>:
-    ${request.spans.map(({ kind, start, stop }) => html`<button onClick=${() => goTo(start)}>${t(`kind.${kind}`)} ${run.frames[start].step}${stop - start > 1 ? `–${run.frames[stop - 1].step}` : ""}</button>`)}
+    ${request.spans.map(({ kind, why, start, stop }) => html`<button onClick=${() => goTo(start)}>${t(`kind.${kind}`)}${why && ` (${t(`why.${why}`)})`} ${run.frames[start].step}${stop - start > 1 ? `–${run.frames[stop - 1].step}` : ""}</button>`)}
     ${request.isOver && html`<button onClick=${() => goTo(request.end)}>${t(`reason.${request.reason}`)} ${run.frames[Math.min(request.end, run.lastFrame)].step - 1}</button>`}
     <span>${t("ttft")} ${inTime(run.ttft(request))}, ${t("tpot")} ${inTime(run.tpot(request))}</span></p>`;
 }
@@ -130,6 +139,7 @@ function Key({ theme }) {
   }), [theme]);
   return html`<div class="legend">
     ${KINDS.map((kind, i) => html`<span><img src=${pictures[i]} width="28" height="12" alt="" />${t(`kind.${kind}`)}</span>`)}
+    ${Object.keys(WHY_COLORS).map((why) => html`<span><b style=${{ color: `var(--${WHY_COLORS[why]})` }}>┄</b> ${t(`why.${why}`)}</span>`)}
     <span>▼ ${t("kind.preempted")}</span><span>▏${t("kind.finished")}</span><span>✕ ${t("reason.abort")}</span>
   </div>`;
 }

@@ -18,13 +18,13 @@ export function medianDecode(run) {
 
 export const Times = (shared) => (shared.run.times.size ? html`<${TimesCard} ...${shared} />` : null);
 
-function TimesCard({ run, frame, goTo }) {
+function TimesCard({ run, frame, goTo, columns }) {
   const { t, theme } = useView();
   const [ref, width] = useWidth();
   const canvas = useRef(null);
   const numSteps = run.frames.length;
   const median = useMemo(() => medianDecode(run), [run, run.times.size]);
-  const scale = width / Math.max(1, numSteps);
+  const scale = width / Math.max(1, columns ?? numSteps);
   useLayoutEffect(() => {
     if (!width) return;
     const { context } = fitCanvas(canvas.current, width, TALL);
@@ -42,7 +42,7 @@ function TimesCard({ run, frame, goTo }) {
     if (!median) return;
     context.fillStyle = cssColor("bad");
     for (let x = 0; x < width; x += 8) context.fillRect(x, TALL - (TALL * sumOf(median.times)) / most, 4, 1.5);
-  }, [run, numSteps, run.times.size, width, theme]);
+  }, [run, numSteps, run.times.size, scale, theme]);
   const jump = (event) => goTo(Math.floor((event.clientX - canvas.current.getBoundingClientRect().left) / scale));
   const of = run.times.get(run.frames[frame].step);
   const split = (times) => PARTS.filter((part) => times[part] !== undefined).map((part) => `${t(`part.${part}`)} ${formatTime(times[part])}`).join(", ");
