@@ -94,6 +94,19 @@ class RecordedRun(Run):
         return out
 
 
+def known_run():
+    """(lines, states) of a run in which a prefix is shared, a fork copies, and a request is preempted and waits."""
+    lines = Lines()
+    run = RecordedRun(lines, num_blocks=8, block_size=4, budget=12, max_num_seqs=4)
+    run.add([1] * 9, max_tokens=16)
+    run.add([1] * 6, n=2, max_tokens=6)
+    run.add([2] * 10, max_tokens=4)
+    run.finish()
+    run.stats.close()
+    [segment] = lines.segments
+    return segment, run.stats.states
+
+
 def random_run(seed, limit=10**9, window=None):
     """A finished run of some thirty requests in a pool of a few blocks, in which all kinds of events occur."""
     rng = random.Random(seed)

@@ -18,7 +18,7 @@ MOVING_PICTURES = 6
 NUM_COLORS = 64
 
 
-def write_gif(page_text: str, path: Path, steps: list[int] | None = None) -> None:
+def make_gif(page_text: str, steps: list[int] | None = None) -> bytes:
     """The moments of the first recording's story, or the steps. Raises ValueError without the extra `browser`."""
     try:
         from PIL import Image
@@ -26,23 +26,23 @@ def write_gif(page_text: str, path: Path, steps: list[int] | None = None) -> Non
     except ImportError as error:
         raise ValueError(f"--gif needs the package {error.name}: pip install 'nanovllm[browser]' brings it") from None
     with tempfile.TemporaryDirectory(prefix="nanovllm-") as folder, sync_playwright() as playwright:
-        file = Path(folder) / "run.html"
-        file.write_text(page_text, encoding="utf-8")
+        html = Path(folder) / "run.html"
+        html.write_text(page_text, encoding="utf-8")
         try:
             browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         except Error as error:
             raise ValueError(f"--gif needs the browser Chromium: {error.message.splitlines()[0]}") from None
         page = browser.new_page(viewport={"width": WIDTH, "height": 1200}, color_scheme="light", locale="en-US")
-        page.goto(file.as_uri())
+        page.goto(html.as_uri())
         page.wait_for_selector("body[data-ready]")
         shots = list(shots_of_steps(page, steps) if steps else shots_of_moments(page))
         browser.close()
     drawn = [Image.open(io.BytesIO(shot)).convert("RGB") for shot, _ in shots]
     palette = colors_of(drawn)
     pictures = [one.quantize(palette=palette, dither=Image.Dither.NONE) for one in drawn]
-    pictures[0].save(
-        path, save_all=True, append_images=pictures[1:], duration=[ms for _, ms in shots], loop=0, optimize=True
-    )
+    durations, file = [ms for _, ms in shots], io.BytesIO()
+    pictures[0].save(file, "GIF", save_all=True, append_images=pictures[1:], duration=durations, loop=0, optimize=True)
+    return file.getvalue()
 
 
 def colors_of(drawn: list[Any]) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.trace.check import check_recording
-from nanovllm.trace.gif import write_gif
+from nanovllm.trace.gif import make_gif
 from nanovllm.trace.page import make_page
 from nanovllm.trace.perfetto import to_perfetto
 from nanovllm.trace.recording import read_recording
@@ -63,8 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.output:
             write(args.output, make_page(paths))
         if args.gif:
-            write_gif(make_page(paths), args.gif, args.steps)
-            print(args.gif)
+            write(args.gif, make_gif(make_page(paths), args.steps))
     except ValueError as error:
         parser.error(str(error))
     if not (args.output or args.perfetto or args.gif):
@@ -79,9 +78,9 @@ def export(path: Path, lines: list[dict[str, Any]]) -> str:
         raise ValueError(f"{path} cannot be exported: {error}") from error
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, content: str | bytes) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
     print(path)

@@ -10,23 +10,9 @@ from nanovllm.trace import check, view
 from nanovllm.trace.check import check_recording
 from nanovllm.trace.recording import read_recording
 from nanovllm.trace.replay import EVENTS, Replay, ReplayError
-from tests.trace_traffic import Lines, RecordedRun, random_run
+from tests.trace_traffic import known_run, random_run
 
-
-def make_lines():
-    """A header, and the lines of a run in which a prefix is shared, a fork copies, and a request is preempted."""
-    lines = Lines()
-    run = RecordedRun(lines, num_blocks=8, block_size=4, budget=12, max_num_seqs=4)
-    run.add([1] * 9, max_tokens=16)
-    run.add([1] * 6, n=2, max_tokens=6)
-    run.add([2] * 10, max_tokens=4)
-    run.finish()
-    run.stats.close()
-    [segment] = lines.segments
-    return segment
-
-
-LINES = make_lines()
+LINES, _ = known_run()  # a header, and the lines of the run
 
 
 def write(path, lines):

@@ -18,7 +18,7 @@ from nanovllm.trace.page import make_page
 from nanovllm.trace.recording import read_recording
 from nanovllm.trace.view import STORY
 from tests.models.architectures import Checkpoints
-from tests.trace_traffic import Lines, RecordedRun, random_run
+from tests.trace_traffic import Lines, RecordedRun, known_run, random_run
 
 pytestmark = pytest.mark.browser
 
@@ -93,16 +93,7 @@ def show(chromium, tmp_path):
 
 @pytest.fixture(scope="module")
 def known():
-    """(lines, states) of a run in which a prefix is shared, a fork copies, and a request is preempted and waits."""
-    lines = Lines()
-    run = RecordedRun(lines, num_blocks=8, block_size=4, budget=12, max_num_seqs=4)
-    run.add([1] * 9, max_tokens=16)
-    run.add([1] * 6, n=2, max_tokens=6)
-    run.add([2] * 10, max_tokens=4)
-    run.finish()
-    run.stats.close()
-    [segment] = lines.segments
-    return segment, run.stats.states
+    return known_run()
 
 
 def step_of(page):

@@ -70,15 +70,15 @@ export function SpokenBlock({ run, state }) {
 export function BlockCard({ run, state }) {
   const { t, choice, choose } = useView();
   const block = choice.block;
-  const pick = (event) => choose({ block: event.target.valueAsNumber || null });
-  const input = html`<input type="number" min="1" max=${state.numBlocks} value=${block ?? ""} aria-label=${t("goToBlock")} onChange=${pick} />`;
   if (!block || block > state.numBlocks) return null;
   const size = run.header.block_size;
   const { owners, rank, writer, holds } = lookInto(state, block);
   const serial = state.serial[block];
   const first = state.place[block] * size;
+  const pick = (event) => choose({ block: event.target.valueAsNumber || null });
   return html`<section class="card block">
-    <h2>${t("block", { block })}</h2><label class="soft">${t("goToBlock")} ${input}</label>
+    <h2>${t("block", { block })}</h2>
+    <label class="soft">${t("goToBlock")} <input type="number" min="1" max=${state.numBlocks} value=${block} aria-label=${t("goToBlock")} onChange=${pick} /></label>
     <dl>
       <dt>${t("references")}</dt><dd>${state.refs[block]}</dd>
       <dt>${t("owners")}</dt><dd>${owners.length ? owners.map((number) => html`<${Seq} run=${run} number=${number} /> `) : t("freeRank", { count: rank })}</dd>

@@ -50,3 +50,13 @@ export function subjectOf([code, number, ...rest]) {
   if (["schedule", "update", "start", "roll_back", "reset"].includes(code) || !number) return {};
   return { seq: number };
 }
+
+// Of a step's events, a function: why does a sequence wait? What the scheduler said of it, or, behind the first that waits,
+// ["behind", that one], or what it said of all; undefined if it came later.
+export function waitsOf(events) {
+  const own = new Map();
+  let all;
+  for (const event of events) if (event[0] === "wait") event[1] ? own.set(event[1], event) : (all = event);
+  const [first] = own.keys();
+  return (number) => own.get(number) ?? (first ? ["behind", first] : all);
+}

@@ -3,6 +3,7 @@
 // A frame is a step, from when the step before it was scheduled to when it is itself scheduled; the last frame, after the
 // last step, is the end of the recording. `stateAt(i)` is the state of the pool at the end of frame i.
 
+import { waitsOf } from "./events.js";
 import { Replay } from "./replay.js";
 
 const KEYFRAME_BYTES = 64e6;
@@ -188,8 +189,11 @@ export class Run {
       kinds.set(number, computed < known ? "prefill" : "decode"); // a chunk of one token need not be a decode
     }
     for (const [number] of schedule[4]) kinds.set(number, "prefill");
-    const waits = this.frames[frame].events.filter(([code]) => code === "wait");
-    const whyOf = (number) => (waits.find((event) => event[1] === number) ?? (waits[0]?.[1] ? [, , "behind"] : waits[0]))?.[2] ?? "next";
+    const waitOf = waitsOf(this.frames[frame].events);
+    const whyOf = (number) => {
+      const [code, , why] = waitOf(number) ?? ["next"];
+      return why ?? code; // or behind
+    };
     for (const request of this.requests.values()) {
       if (request.isOver) continue;
       const found = [...request.living].map((number) => kinds.get(number) ?? this.idleKind(number));

@@ -1,7 +1,7 @@
 // The step: how its budget was split, which sequences wait and why, and every event since the step before, each with its source.
 
 import { ownerColor } from "./colors.js";
-import { describeEvent, freeBefore, subjectOf } from "./events.js";
+import { describeEvent, freeBefore, subjectOf, waitsOf } from "./events.js";
 import { formatTime, html, useState, useView } from "./ui.js";
 
 const FEW = 12;
@@ -58,26 +58,20 @@ function Chunks({ run, state, chunks }) {
   </tbody></table>`;
 }
 
-// Why each waiting or idle sequence got nothing: what the scheduler said, or, behind the first, that it waits behind it.
-export function reasonsOf(run, at, state) {
-  const said = new Map();
-  let forAll = null;
-  for (const event of at.events) {
-    if (event[0] === "wait" && event[1]) said.set(event[1], event);
-    else if (event[0] === "wait") forAll = event;
-    else if (event[0] === "idle") said.set(event[1], event);
-  }
-  const first = [...said.values()].find((event) => event[0] === "wait")?.[1];
+// Why each waiting or idle sequence got nothing.
+function reasonsOf(events, state) {
+  const waitOf = waitsOf(events);
+  const idle = new Map(events.filter(([code]) => code === "idle").map((event) => [event[1], event]));
   return state.living
-    .filter((seq) => said.has(seq.number) || seq.status === "waiting")
-    .map((seq) => ({ seq, event: said.get(seq.number) ?? (first ? ["behind", first] : forAll) }));
+    .filter((seq) => idle.has(seq.number) || seq.status === "waiting")
+    .map((seq) => ({ seq, event: idle.get(seq.number) ?? waitOf(seq.number) }));
 }
 
 // At the end no step has been decided since `before`, the last one: what it said holds for whoever still waits.
-function reasonsAtEnd(run, before, state) {
+function reasonsAtEnd(before, state) {
   const isWaiting = (number) => state.seqs.get(number)?.status === "waiting";
   const events = (before?.events ?? []).filter((event) => event[0] === "wait" && isWaiting(event[1]));
-  return reasonsOf(run, { events }, state).map(({ seq, event }) => ({ seq, event: event ?? ["end"] }));
+  return reasonsOf(events, state).map(({ seq, event }) => ({ seq, event: event ?? ["end"] }));
 }
 
 function reasonText(run, seq, event, t) {
@@ -89,7 +83,7 @@ function reasonText(run, seq, event, t) {
 
 function Waiting({ run, at, state, before }) {
   const { t } = useView();
-  const reasons = at.isEnd ? reasonsAtEnd(run, before, state) : reasonsOf(run, at, state);
+  const reasons = at.isEnd ? reasonsAtEnd(before, state) : reasonsOf(at.events, state);
   return html`<h3>${t("waits")}</h3>
     ${reasons.length === 0 && html`<p class="soft">${t("nobodyWaits")}</p>`}
     <ul class="plain">${reasons.slice(0, FEW).map(({ seq, event }) => html`<li><${Seq} run=${run} number=${seq.number} /> ${reasonText(run, seq, event, t)}</li>`)}

@@ -29,13 +29,14 @@ function TimesCard({ run, frame, goTo, columns }) {
     if (!width) return;
     const { context } = fitCanvas(canvas.current, width, TALL);
     context.clearRect(0, 0, width, TALL);
+    const colors = PART_COLORS.map(cssColor); // once: each asks the browser
     const sums = run.frames.map((at) => sumOf(run.times.get(at.step) ?? {}));
     const most = Math.max(1, [...sums].sort((a, b) => a - b)[Math.floor(0.98 * (sums.length - 1))] * 1.15); // one slow step would flatten the others
     run.frames.forEach((at, i) => {
       let y = TALL;
       PARTS.forEach((part, k) => {
         const high = (TALL * (run.times.get(at.step)?.[part] ?? 0)) / most;
-        context.fillStyle = cssColor(PART_COLORS[k]);
+        context.fillStyle = colors[k];
         context.fillRect(i * scale, (y -= high), Math.max(1, scale - (scale > 3 ? 1 : 0)), high);
       });
     });
