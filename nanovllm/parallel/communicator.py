@@ -165,9 +165,9 @@ class GlooCommunicator(Communicator):
 def free_group(group: list[Any], works: list[Work], pid: int) -> None:
     """End a group's threads: when its communicator is closed or garbage, at the latest when the interpreter ends.
 
-    They must end before the interpreter does. A thread that drops the last reference to a tensor takes Python's lock. An
-    interpreter that ends gives the lock to no thread: it ends the thread by force. That happens inside a destructor, and
-    so aborts the process.
+    They must end before the interpreter does. A thread that drops the last reference to a tensor takes Python's lock.
+    An interpreter that ends gives the lock to no thread: it ends the thread by force. That happens inside a
+    destructor, and so aborts the process.
     pid: the process that made the group; a fork has none of its threads.
     """
     is_at_end = not threading.main_thread().is_alive()
