@@ -5,8 +5,8 @@
     python example.py --stream                           # see the answers grow
     python example.py --model Qwen/Qwen3-0.6B            # a local folder, or a hub id
     python example.py --tensor-parallel-size 2           # two processes share each step
-    python example.py --view                             # replay every step of this run in a browser
-    python example.py --trace run.jsonl                  # record the run; `nanovllm view run.jsonl` replays it
+    python example.py --view                             # then see, step by step, a run in which everything happens
+    python example.py --trace run.jsonl --view           # record this run, and replay it in a browser
 
 All questions are answered in one batch, which changes at every step. The table shows what a serving engine is judged
 by: how soon the first token came (TTFT), the pace after it (TPOT), and how little of the KV cache was wasted.
@@ -14,13 +14,12 @@ by: how soon the first token came (TTFT), the pace after it (TPOT), and how litt
 
 import argparse
 import sys
-import tempfile
 import textwrap
 from pathlib import Path
 from statistics import median
 
 from nanovllm import LLM, TINY_QWEN3, CompletionOutput, RequestOutput, SamplingParams
-from nanovllm.checks import MissingExtra
+from nanovllm.checks import MissingExtra, extra
 
 QUESTIONS = [
     "What is paged attention?",
@@ -55,7 +54,11 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks that share each step")
     parser.add_argument("--stream", action="store_true", help="print answers as they grow, one line each")
     parser.add_argument("--trace", type=Path, metavar="JSONL", help="record each step of the run in this file")
-    parser.add_argument("--view", action="store_true", help="replay the run in a browser when it is over")
+    parser.add_argument(
+        "--view",
+        action="store_true",
+        help="then replay a run in a browser: that of --trace, or one made to be instructive",
+    )
     args = parser.parse_args()
     try:
         ask_with_options(args)
@@ -64,12 +67,12 @@ def main() -> None:
 
 
 def ask_with_options(args: argparse.Namespace) -> None:
-    trace = args.trace
-    if args.view and trace is None:
-        trace = Path(tempfile.mkdtemp(prefix="nanovllm-")) / "example.jsonl"
+    if args.view:  # before the work, so that a missing extra is named at once
+        with extra("trace", "--view"):
+            from nanovllm.trace.view import STORY, open_page
     questions = args.prompt or QUESTIONS
     sampling_params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    with LLM(args.model, trace=trace, tensor_parallel_size=args.tensor_parallel_size) as llm:
+    with LLM(args.model, trace=args.trace, tensor_parallel_size=args.tensor_parallel_size) as llm:
         prompts = make_prompts(llm, questions)
         if args.stream:
             outputs = stream_answers(llm, questions, prompts, sampling_params)
@@ -78,10 +81,8 @@ def ask_with_options(args: argparse.Namespace) -> None:
             for question, output in zip(questions, outputs, strict=True):
                 print_answer(question, output.outputs[0])
         print_costs(llm, outputs)
-    if args.view:  # `LLM(…, trace=…)` has shown that `nanovllm/trace` is there
-        from nanovllm.trace.view import open_page
-
-        open_page([trace])
+    if args.view:
+        open_page([args.trace or STORY])
 
 
 def make_prompts(llm: LLM, questions: list[str]) -> list:

@@ -44,8 +44,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def steps_of(text: str) -> list[int]:
     """ "12-14,20" -> [12, 13, 14, 20]"""
-    ranges = [[int(one) for one in part.split("-")] for part in text.split(",")]
-    return [step for one in ranges for step in range(one[0], one[-1] + 1)]
+    ranges = [part.partition("-") for part in text.split(",")]
+    return [step for first, _, last in ranges for step in range(int(first), int(last or first) + 1)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,10 +60,11 @@ def main(arguments: list[str] | None = None) -> int:
             check_recording(path, lines)
         if args.perfetto:
             write(args.perfetto, export(args.recording, recordings[0]))
+        page = make_page(paths) if args.output or args.gif else ""
         if args.output:
-            write(args.output, make_page(paths))
+            write(args.output, page)
         if args.gif:
-            write(args.gif, make_gif(make_page(paths), args.steps))
+            write(args.gif, make_gif(page, args.steps))
     except ValueError as error:
         parser.error(str(error))
     if not (args.output or args.perfetto or args.gif):

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from nanovllm.trace.recording import read_recording
+from nanovllm.trace.view import STORY
 from tests.trace.test_page import Recorder, chromium, known, show, step_of  # noqa: F401 (fixtures)
 from tests.trace_traffic import RecordedRun
 
@@ -227,6 +229,20 @@ def test_whatever_goes_to_a_step_stops_following(stage):
         page.keyboard.press("Escape")
 
 
+def test_page_of_a_server_without_a_step_says_so(chromium):  # noqa: F811
+    stage = Stage(num_blocks=64, block_size=4)
+    page = chromium.new_page(locale="en-US")
+    page.goto(f"{stage.address}/ui#lang=en")
+    page.locator("#step", has_text="No step yet").wait_for()
+    assert page.locator(".recording").count() == 0
+    stage.run.add([1] * 6, max_tokens=24)
+    stage.steps(2)
+    page.locator("#step", has_text="Step 2 of 2").wait_for()
+    assert page.locator(".recording").count() == 1
+    page.close()
+    stage.end()
+
+
 def test_playing_up_to_the_newest_step_follows(stage):
     stage, page = stage
     page.keyboard.press("ArrowLeft")
@@ -326,10 +342,10 @@ def test_long_ids_have_short_names_and_stand_in_titles(show, known):  # noqa: F8
     for i, request_id in enumerate(ids):
         lines = lines.replace(f'"seq-{i}"', f'"{request_id}"')
     page = show(json.loads(lines), at="#step=3", width=390)
-    page.locator(".timeline .labels b").nth(2).wait_for()
-    assert page.locator(".timeline .labels b").all_inner_texts() == ["#1", "#2", "#3"]
+    page.locator(".timeline .labels b").nth(3).wait_for()
+    assert page.locator(".timeline .labels b").all_inner_texts() == ["#1", "#2.0", "#2.1", "#3"]
     titles = [one.get_attribute("title") for one in page.locator(".timeline .labels button").all()]
-    assert titles == ids
+    assert titles == [ids[0], ids[1], ids[1], ids[2]]
     seen = set()
     for _ in known[1]:
         assert not re.search("[0-9a-f]{20}", page.locator("main").inner_text().replace("\n", " "))
@@ -345,16 +361,18 @@ def test_long_ids_have_short_names_and_stand_in_titles(show, known):  # noqa: F8
     assert page.locator(".sequence h2").get_attribute("title") == ids[0]
 
 
-def test_example_writes_and_opens_the_page_of_its_own_run(chromium, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("trace", [True, False])
+def test_example_opens_the_page_of_its_own_run_or_of_an_instructive_one(chromium, tmp_path, trace):  # noqa: F811
     root = Path(__file__).parents[2]
     env = {**os.environ, "BROWSER": "true", "TMPDIR": str(tmp_path)}
     command = [sys.executable, "example.py", "--view", "--max-tokens", "12"]
+    command += ["--trace", str(tmp_path / "run.jsonl")] if trace else []
     said = subprocess.run(command, cwd=root, env=env, check=True, capture_output=True, text=True).stdout
-    steps = re.search(r"(\d+) steps", said)[1]
+    steps = re.search(r"(\d+) steps", said)[1] if trace else len(read_recording(STORY)) - 1
     page = chromium.new_page(locale="en-US")
     page.goto(Path(re.search(r"(/\S+\.html)", said)[1]).as_uri())
     page.locator("#step", has_text=f"Step 1 of {steps}").wait_for()
-    assert page.locator(".timeline .labels button").count() == 6
+    assert page.locator(".timeline .labels button").count() == (6 if trace else 7)
     assert page.locator(".invariants .bad").count() == 0
     page.close()
 

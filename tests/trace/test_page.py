@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, TINY_QWEN3, BeamSearchParams, SamplingParams
 from nanovllm.trace.page import make_page
 from nanovllm.trace.recording import read_recording
 from nanovllm.trace.view import STORY
@@ -442,6 +442,42 @@ def test_two_recordings_differ_in_one_line(show, known):
     count = sum(event[0] == "preempt" for line in known[0][1:] for event in line["events"])
     assert text.startswith(f"34 → {len(known[1])} steps, prefix hits ")
     assert f"preemptions 2 → {count}," in text
+
+
+def test_each_sample_has_a_row_that_says_when_it_was_what(show, known):
+    lines, states = known
+    page = show(lines, at="#seq=2")
+    rows = page.locator(".timeline .labels button")
+    assert rows.locator("b").all_inner_texts() == ["seq-0", "seq-1.0", "seq-1.1", "seq-2"]
+    assert rows.locator("small").count() == 3, "the latencies of a request stand once"
+    assert page.evaluate("nanovllm.runs[0].rows.length") == 4
+    told = {}
+    for i in range(4):
+        rows.nth(i).click()
+        page.locator(".facts b", has_text=re.compile(rf"^{rows.nth(i).locator('b').inner_text()}$")).wait_for()
+        for one in page.locator(".facts button").all_inner_texts():
+            if one.startswith("length limit"):  # its end
+                continue
+            kind, first, last = re.fullmatch(r"(\w+)\D* (\d+)(?:–(\d+))?", one).groups()
+            told.update({(i, step): kind for step in range(int(first), int(last or first) + 1)})
+    numbers = {("seq-0", 0): 0, ("seq-1", 0): 1, ("seq-1", 1): 2, ("seq-2", 0): 3}
+    computing = {"prefill", "decode", "runs"}
+    for step, state in states.items():
+        for name, (status, *_) in state["seqs"].items():
+            assert (told[numbers[name], step] in computing) == (status == "running"), (step, name)
+
+
+def test_rows_of_beams_that_have_ended_go_to_new_beams(show, tmp_path):
+    """The search makes many sequences, `2 * beam_width` of which live at a time at most."""
+    with LLM(TINY_QWEN3, device="cpu", trace=tmp_path / "run.jsonl", block_size=4, num_kv_blocks=64) as llm:
+        llm.beam_search(["Paged"], BeamSearchParams(beam_width=2, max_tokens=16, ignore_eos=True))
+    lines = read_recording(tmp_path / "run.jsonl")
+    num_seqs = sum(event[0] in ("add", "fork") for line in lines[1:] for event in line["events"])
+    page = show(lines)
+    num_rows = page.locator(".timeline .labels button").count()
+    assert 2 <= num_rows <= 4 < num_seqs
+    last = page.evaluate("nanovllm.runs[0].rows.map((row) => Math.max(...row.spans.map((one) => one.stop)))")
+    assert max(last) == len(lines) - 1
 
 
 def test_waiting_is_cut_into_segments_by_reason(show):

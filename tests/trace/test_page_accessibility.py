@@ -1,10 +1,12 @@
 """The page in Chromium for readers who touch it, or hear it: axe-core finds nothing, targets are large enough."""
 
 import copy
+import json
 
 import pytest
 
 from tests.trace.test_check import LINES, set_field
+from tests.trace.test_live_page import ask, stage  # noqa: F401 (a fixture)
 from tests.trace.test_page import chromium, show  # noqa: F401 (fixtures)
 
 pytestmark = pytest.mark.browser
@@ -45,6 +47,26 @@ def test_axe_finds_nothing(show, recordings, width, lang):  # noqa: F811
             page.get_by_role("dialog").wait_for()
 
 
+@pytest.mark.parametrize("width", [390, 1440])
+def test_axe_finds_nothing_on_the_live_page(stage, width):  # noqa: F811
+    from axe_playwright_python.sync_playwright import Axe
+
+    stage, page = stage
+    page.set_viewport_size({"width": width, "height": 900})
+    ask(page, "Hello?")
+    page.locator(".messages .assistant", has_text="Yes.").wait_for()
+    stage.answer = (400, json.dumps({"error": {"message": "too long"}}))
+    ask(page, "And now?")
+    page.locator(".chat [role=alert]", has_text="too long").wait_for()
+    page.add_style_tag(content=ALL_SHOWN)
+    for theme in ("light", "dark"):
+        page.locator(f":root[data-theme={theme}]").wait_for()
+        found = Axe().run(page, options={"rules": {"target-size": {"enabled": True}}}).response
+        wrong = found["violations"] + [one for one in found["incomplete"] if one["id"] != "color-contrast"]
+        assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in wrong] == []
+        page.locator("#theme").click()
+
+
 @pytest.mark.parametrize("lang", ["en", "zh"])
 def test_on_a_phone_targets_are_large_and_the_header_leaves_room(show, lang):  # noqa: F811
     page = show(LINES, contradicted(), at=f"#step=4&seq=2&block=1&lang={lang}", width=390)
@@ -71,7 +93,7 @@ def test_screen_readers_hear_the_step_and_the_chosen_block(show):  # noqa: F811
     heard = page.locator(".pool [aria-live]")
     assert heard.inner_text() == ""
     page.keyboard.press("ArrowRight")
-    heard.filter(has_text="Block 1. owners: seq-0, seq-1.0, seq-1.1. 4 of 4 slots hold tokens").wait_for(timeout=5000)
+    heard.filter(has_text="Block 1. seq-0, seq-1.0, seq-1.1. 4 of 4 slots hold tokens").wait_for(timeout=5000)
     for block in range(2, 9):
         page.keyboard.press("ArrowRight")
         heard.filter(has_text=f"Block {block}. ").wait_for(timeout=5000)

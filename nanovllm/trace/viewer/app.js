@@ -137,7 +137,7 @@ function Head({ runs, frame, last, goTo, isPlaying, setPlaying, changeLang, chan
   const longest = runs.find((one) => one.lastFrame === last) ?? runs[0];
   const at = longest?.frames[Math.min(frame, longest.lastFrame)];
   const lasts = new Set(runs.map((one) => one.firstStep + one.lastFrame - 1));
-  const words = at && (at.isEnd ? t("atEnd", { last: at.step - 1 }) : t("stepOf", { step: at.step, last: [...lasts].join(" | ") }));
+  const words = at && (longest.isEmpty ? t("noSteps") : at.isEnd ? t("atEnd", { last: at.step - 1 }) : t("stepOf", { step: at.step, last: [...lasts].join(" | ") }));
   const button = (label, text, onClick, extra = {}) => html`<button aria-label=${t(label)} title=${t(label)} onClick=${onClick} ...${extra}>${text}</button>`;
   return html`<header>
     <h1>nanovllm <small>${live ? t("live") : runs.map((one) => one.name).join(" | ")}</small></h1>
@@ -181,7 +181,7 @@ function CopyLink({ address }) {
 
 function Recording({ run, frame, goTo, isAlone, moments, moment, tell, columns }) {
   const { t } = useView();
-  if (!run.frames.length) return html`<p class="card">${t("noSteps")}</p>`;
+  if (run.isEmpty) return html`<p class="card">${t("noSteps")}</p>`;
   const state = run.stateAt(frame);
   const shared = { run, frame, state, goTo, moment, columns };
   return html`<div class=${`recording ${isAlone ? "alone" : ""}`} role="group" aria-label=${run.name}>
@@ -214,7 +214,7 @@ function Below(shared) {
 function Configuration({ run }) {
   const { t } = useView();
   const rows = { num_blocks: run.header.num_blocks, block_size: run.header.block_size, ...run.header.config };
-  return html`<section class="card config"><details><summary>${t("config")}</summary>
+  return html`<section class="card config drawer"><details><summary>${t("config")}</summary>
     <dl>${Object.entries(rows).map(([name, value]) => html`<dt><code>${name}</code></dt><dd>${String(value)}</dd>`)}</dl></details></section>`;
 }
 
@@ -236,7 +236,7 @@ function useKeys({ run, frame, goTo, choice, choose, setChoice, setPlaying, chan
       if (event.key === "Escape" && (isTyping || isPool)) return event.target.blur();
       if (isTyping || event.ctrlKey || event.metaKey || event.altKey || !run) return;
       const by = event.shiftKey ? 10 : 1;
-      const numbers = [...run.requests.values()].map((one) => one.number).filter((one) => one > 0);
+      const numbers = run.rows.map((row) => row.number);
       const turn = (d) => choose({ seq: numbers[(numbers.indexOf(choice.seq) + d + numbers.length + (choice.seq == null && d < 0 ? 1 : 0)) % numbers.length] });
       const marked = run.highlights.filter(isOfNote).map((one) => one.frame);
       const actions = {

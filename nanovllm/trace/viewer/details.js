@@ -53,17 +53,22 @@ export function lookInto(state, block) {
   return { owners, rank, writer, holds: (owners.length > 0 || state.serial[block] > 0) && writer && state.filled[block] > 0 };
 }
 
+// A block in a few words: whose it is, what it holds, when it is handed out.
+export function describeBlock(run, state, block, t) {
+  const { owners, rank, writer, holds } = lookInto(state, block);
+  const first = state.place[block] * run.header.block_size;
+  const text = holds ? writer.tokens.slice(first, first + state.filled[block]).map((id) => run.text(id)).join("") : "";
+  const parts = [t("block", { block }), owners.map((number) => run.label(number)).join(", ") || t("freeRank", { count: rank })];
+  if (block === state.nextEvicted()) parts.push(t("nextEvicted"));
+  parts.push(holds ? `${t("filled", { filled: state.filled[block], size: run.header.block_size })}: “${text.trim().slice(0, 80)}”` : t("neverWritten"));
+  return parts;
+}
+
 // For screen readers: what the arrows have chosen in the pool. Steps do not repeat it.
 export function SpokenBlock({ run, state }) {
   const { t, choice } = useView();
   const { block } = choice;
-  const text = useMemo(() => {
-    if (!block || block > state.numBlocks) return "";
-    const { owners, rank, holds } = lookInto(state, block);
-    const who = owners.length ? `${t("owners")}: ${owners.map((number) => run.label(number)).join(", ")}` : t("freeRank", { count: rank });
-    const what = holds ? t("filled", { filled: state.filled[block], size: run.header.block_size }) : t("neverWritten");
-    return [t("block", { block }), who, what].join(". ");
-  }, [run, block, t]);
+  const text = useMemo(() => (block && block <= state.numBlocks ? describeBlock(run, state, block, t).join(". ") : ""), [run, block, t]);
   return html`<p class="spoken" aria-live="polite">${text}</p>`;
 }
 

@@ -50,7 +50,7 @@ const WORDS = {
   legendOwned: ["owned by one", "一个所有者"],
   legendShared: ["shared by two", "两个共享"],
   legendCached: ["free, still cached", "空闲但仍缓存"],
-  legendNext: ["handed out next: #1, #2, #3 …", "接下来分配的次序：#1、#2、#3…"],
+  legendNext: ["handed out next, in this order", "接下来按此次序分配"],
   legendEvicted: ["its contents are evicted next", "下一个被淘汰的内容"],
   nextEvicted: ["its contents are evicted next", "其内容下一个被淘汰"],
   storyOf: ["{requests} requests, {steps} steps, a pool of {blocks} blocks of {size} tokens", "{requests} 个请求，{steps} 步，块池有 {blocks} 块，每块 {size} 个 token"],
@@ -161,7 +161,7 @@ const WORDS = {
   mask: ["The ragged mask", "不规则掩码"],
   maskHelp: ["A row is a token that this step computes; filled: the tokens whose K and V it reads; its own is dark. Lines are the borders of blocks.", "每行是本步计算的一个 token；填充：读取其 K、V 的 token；深色是它自己。竖线是块的边界。"],
   maskTooLarge: ["{rows} new tokens, {columns} positions: too many to draw. Steps of up to 48 tokens have a picture.", "{rows} 个新 token，{columns} 个位置，太大不画。不超过 48 个 token 的步有图。"],
-  timeline: ["Timeline: a row a request, with its time to the first token (TTFT) · time for each token after it (TPOT)", "时间线：每行一个请求，附首 token 时间（TTFT）· 之后每个 token 的时间（TPOT）"],
+  timeline: ["Timeline: a row for each sample; after a request's name its time to the first token (TTFT) · time for each token after it (TPOT)", "时间线：每行一个样本；请求名后是首 token 时间（TTFT）· 之后每个 token 的时间（TPOT）"],
   "why.blocks": ["for blocks", "等待块"],
   "why.max_num_seqs": ["for a place (max_num_seqs)", "等待位置（max_num_seqs）"],
   "why.budget": ["for budget", "等待预算"],
@@ -177,7 +177,6 @@ const WORDS = {
   "kind.finished": ["finished", "完成"],
   ttft: ["TTFT", "TTFT"],
   tpot: ["TPOT", "TPOT"],
-  request: ["request", "请求"],
   counters: ["Counters over the steps", "各步的计数"],
   sequence: ["Sequence {seq}", "序列 {seq}"],
   status: ["status", "状态"],
@@ -204,7 +203,7 @@ const WORDS = {
   filled: ["{filled} of {size} slots hold tokens", "{size} 个槽位中 {filled} 个有 token"],
   freeRank: ["free; {count} others are handed out before it", "空闲；在它之前还有 {count} 块先分配"],
   neverWritten: ["holds nothing", "没有内容"],
-  invariants: ["Checks", "检查"],
+  invariants: ["Checks: {held} of {all} hold", "检查：{all} 项中有 {held} 项通过"],
   invariantsHelp: ["The page replays every event with its own block manager, and compares with what the engine counted.", "本页用自己的块管理器重放每个事件，并与引擎的计数比较。"],
   "inv.replay": ["all {count} steps: taken blocks, evictions, free blocks and stored tokens agree with the engine", "全部 {count} 步：取块、淘汰、空闲块数、存储的 token 数与引擎一致"],
   "inv.refs": ["reference counts are the numbers of owners", "引用计数等于所有者数"],
@@ -245,7 +244,7 @@ const WORDS = {
   disconnected: ["not connected: {error}", "未连接：{error}"],
   ended: ["not connected: the server has ended", "未连接：服务器已结束"],
   unreachable: ["the server cannot be reached; it may have ended", "无法连接服务器，它可能已结束"],
-  noSteps: ["No step yet: send a message.", "还没有步：发送一条消息。"],
+  noSteps: ["No step yet", "还没有步"],
 };
 
 export const LANGUAGES = ["en", "zh"];

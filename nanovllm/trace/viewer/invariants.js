@@ -31,11 +31,12 @@ export function Invariants({ run, state, frame }) {
   const checks = useMemo(() => failedChecks(run, state), [run, frame, run.frames.length]);
   const line = (name, where, values) => html`<li class=${where.length ? "bad" : "good"}><b aria-hidden="true">${where.length ? "✗" : "✓"}</b> ${t(`inv.${name}`, values)}
     ${where.slice(0, 3).map((one) => html`<code>${one}</code> `)}</li>`;
-  return html`<section class="card invariants" id=${`checks-${run.name}`} tabindex="-1">
-    <h2>${t("invariants")}</h2>
-    <ul class="plain">
-      ${checks.map(([name, where]) => line(name, where, { count: run.frames.length - 1 }))}
-    </ul>
-    <p class="soft">${t("invariantsHelp")}</p>
+  const held = checks.filter(([, where]) => !where.length).length;
+  return html`<section class="card invariants drawer" id=${`checks-${run.name}`} tabindex="-1">
+    <details open=${held < checks.length}><summary>${t("invariants", { held, all: checks.length })}</summary>
+      <ul class="plain">
+        ${checks.map(([name, where]) => line(name, where, { count: run.frames.length - 1 }))}
+      </ul>
+      <p class="soft">${t("invariantsHelp")}</p></details>
   </section>`;
 }

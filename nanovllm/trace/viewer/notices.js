@@ -29,6 +29,7 @@ function FailedChecks({ run, frame }) {
   if (!failed.length) return null;
   const show = () => {
     const card = document.getElementById(`checks-${run.name}`);
+    card.querySelector("details").open = true;
     card.scrollIntoView({ block: "center" });
     card.focus();
   };

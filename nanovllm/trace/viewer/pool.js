@@ -1,7 +1,7 @@
 // The pool as a grid: a cell a block. Only cells whose look has changed are drawn again, so that scrubbing stays smooth.
 
 import { blend, cssColor, inkOn, ownerColor } from "./colors.js";
-import { lookInto, SpokenBlock } from "./details.js";
+import { describeBlock, SpokenBlock } from "./details.js";
 import { Motion } from "./story.js";
 import { fitCanvas, html, useEffect, useLayoutEffect, useMemo, useRef, useState, useView, useWidth } from "./ui.js";
 
@@ -86,7 +86,7 @@ function drawCell(context, look, x, y, size, ink) {
   if (look.rank && size >= 16) {
     context.fillStyle = ink.soft;
     context.font = `${Math.min(11, size * 0.4)}px system-ui, sans-serif`;
-    context.fillText(`#${look.rank}`, x + inner / 2, y + inner / 2);
+    context.fillText(`${look.rank}.`, x + inner / 2, y + inner / 2);
   }
   if (look.isNext && inner > 5) {
     context.fillStyle = ink.bad; // a corner is turned down
@@ -217,7 +217,7 @@ export function Pool({ run, frame, state, moment }) {
       <canvas ref=${canvas} tabindex="0" role="application" aria-label=${t("poolLabel")} data-size=${grid.size} data-columns=${grid.columns}
         style=${{ width: `${grid.columns * grid.size}px`, height: `${grid.height}px` }} onClick=${pick} onMouseMove=${point} onMouseLeave=${() => setUnder(null)} onKeyDown=${move}></canvas>
       <${Motion} moment=${moment} grid=${grid} colorOf=${colorOf} />
-      ${under && html`<div class="tip" style=${{ left: `${Math.max(0, Math.min(under.x, grid.columns * grid.size - 230))}px`, top: `${under.y + 18}px` }}>${describeBlock(run, state, under.block, t)}</div>`}
+      ${under && html`<div class="tip" style=${{ left: `${Math.max(0, Math.min(under.x, grid.columns * grid.size - 230))}px`, top: `${under.y + 18}px` }}>${describeBlock(run, state, under.block, t).join(" · ")}</div>`}
     </div></div>
     <${SpokenBlock} run=${run} state=${state} />
     ${rest > 0 && html`<p class="soft">${t("poolRest", { count: rest.toLocaleString() })}</p>`}
@@ -225,17 +225,6 @@ export function Pool({ run, frame, state, moment }) {
     <${Legend} />
     <p class="soft">${t("poolHelp", { size: run.header.block_size })}</p>
   </section>`;
-}
-
-// A block in a few words: whose it is, what it holds, when it is handed out.
-export function describeBlock(run, state, block, t) {
-  const { owners, rank, writer, holds } = lookInto(state, block);
-  const first = state.place[block] * run.header.block_size;
-  const text = holds ? writer.tokens.slice(first, first + state.filled[block]).map((id) => run.text(id)).join("") : "";
-  const parts = [t("block", { block }), owners.map((number) => run.label(number)).join(", ") || t("freeRank", { count: rank })];
-  if (block === state.nextEvicted()) parts.push(t("nextEvicted"));
-  parts.push(holds ? `${t("filled", { filled: state.filled[block], size: run.header.block_size })}: “${text.trim().slice(0, 80)}”` : t("neverWritten"));
-  return parts.join(" · ");
 }
 
 function Counts({ run, frame }) {

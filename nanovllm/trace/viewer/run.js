@@ -16,6 +16,8 @@ export class Run {
     this.isCut = false; // its last line is not whole
     this.frames = []; // {step, events, time, sizes…}; frames[i].step is frames[0].step + i
     this.requests = new Map(); // request -> what it did
+    this.rows = []; // what each sequence did, those of a request one below the other
+    this.rowOf = new Map(); // sequence -> row
     this.highlights = []; // {frame, event}: where a reader may jump to; a step's evictions are one entry
     this.times = new Map(); // step -> microseconds of each of its parts
     this.replay = new Replay(header);
@@ -48,6 +50,10 @@ export class Run {
 
   get firstStep() {
     return this.header.num_steps_before + 1;
+  }
+
+  get isEmpty() {
+    return this.frames.length < 2 && this.firstStep === 1;
   }
 
   get lastFrame() {
@@ -112,12 +118,29 @@ export class Run {
 
   meet(seq, time) {
     if (!this.requests.has(seq.request) || this.requests.get(seq.request).isOver) {
-      this.requests.set(seq.request, { name: nameOf(seq.request, seq.number), number: seq.number, arrival: time, first: null, last: null, numTokens: 0, numPrompt: seq.numPrompt, living: new Set(), spans: [], marks: [], seqs: [] });
+      this.requests.set(seq.request, { name: nameOf(seq.request, seq.number), number: seq.number, arrival: time, first: null, last: null, numTokens: 0, numPrompt: seq.numPrompt, living: new Set(), seqs: [], rows: [] });
     }
     const request = this.requests.get(seq.request);
     request.living.add(seq.number);
     request.seqs.push(seq.number);
-    return request;
+    this.giveRow(request, seq.number);
+  }
+
+  // A row for each sample. A new beam goes on in the row of one that has ended, so that a search has few rows.
+  giveRow(request, number) {
+    let row = request.rows.find((one) => one.isOver);
+    if (!row) {
+      row = { request, spans: [], marks: [], isFirst: !request.rows.length };
+      const above = row.isFirst ? this.rows.length : this.rows.lastIndexOf(request.rows.at(-1)) + 1;
+      this.rows = [...this.rows.slice(0, above), row, ...this.rows.slice(above)];
+      request.rows.push(row);
+    }
+    Object.assign(row, { number, isOver: false });
+    this.rowOf.set(number, row);
+  }
+
+  endRow(number, frame, reason) {
+    Object.assign(this.rowOf.get(number), { isOver: true, isAborted: this.isAborted(number), end: frame, reason });
   }
 
   requestOf(number) {
@@ -133,8 +156,8 @@ export class Run {
     else if (code === "free") this.numFreeBefore = numFree;
     else if (code === "finish") this.followEnd(number, rest);
     else if (code === "update") this.followTokens(number, rest[0]);
-    else if (code === "start") for (const one of this.requests.values()) one.living.clear();
-    if (code === "preempt") this.requestOf(number).marks.push({ frame, code });
+    else if (code === "start") this.followStart(frame);
+    if (code === "preempt") this.rowOf.get(number).marks.push({ frame, code });
     if (["preempt", "copy", "roll_back", "start"].includes(code) || (code === "finish" && this.isAborted(number))) this.highlights.push({ frame, event, numFree: this.numFreeBefore });
     if (code === "take" && rest[1]) this.followEviction(frame, rest[0]);
     if (code === "wait" && number && this.waitsFor.get(number) !== rest[0]) {
@@ -162,9 +185,17 @@ export class Run {
   followEnd(number, [reason, , , time]) {
     const request = this.requestOf(number);
     request.living.delete(number);
-    if (request.living.size) return;
-    Object.assign(request, { isOver: true, isAborted: this.isAborted(number), finished: time, reason });
-    this.close(request, this.frames.length);
+    this.endRow(number, this.frames.length, reason);
+    if (!request.living.size) Object.assign(request, { isOver: true, finished: time });
+  }
+
+  // A new scheduler: all that lived is gone.
+  followStart(frame) {
+    for (const request of this.requests.values()) {
+      for (const number of request.living) this.endRow(number, frame, "abort");
+      request.living.clear();
+      request.isOver = true;
+    }
   }
 
   followTokens(step, time) {
@@ -177,7 +208,7 @@ export class Run {
     }
   }
 
-  // What each unfinished request does in this frame; equal neighbours are one span of its row.
+  // What each living sequence does in this frame; equal neighbours are one span of its row.
   followRequests(frame) {
     const { decodes, inFlight, step } = this.replay;
     const schedule = this.frames[frame].events.at(-1);
@@ -194,14 +225,13 @@ export class Run {
       const [code, , why] = waitOf(number) ?? ["next"];
       return why ?? code; // or behind
     };
-    for (const request of this.requests.values()) {
-      if (request.isOver) continue;
-      const found = [...request.living].map((number) => kinds.get(number) ?? this.idleKind(number));
-      const kind = ["prefill", "decode", "idle", "swapped", "preempted", "queued"].find((one) => found.includes(one)) ?? "queued";
-      const why = ["queued", "preempted", "swapped"].includes(kind) ? whyOf([...request.living][0]) : "";
-      const span = request.spans.at(-1);
+    for (const row of this.rows) {
+      if (row.isOver) continue;
+      const kind = kinds.get(row.number) ?? this.idleKind(row.number);
+      const why = ["queued", "preempted", "swapped"].includes(kind) ? whyOf(row.number) : "";
+      const span = row.spans.at(-1);
       if (span?.kind === kind && span.why === why && span.stop === frame) span.stop = frame + 1;
-      else request.spans.push({ kind, why, start: frame, stop: frame + 1 });
+      else row.spans.push({ kind, why, start: frame, stop: frame + 1 });
     }
   }
 
@@ -209,10 +239,6 @@ export class Run {
     const seq = this.replay.seqs.get(number);
     if (seq.status === "running") return "idle";
     return seq.host.length ? "swapped" : seq.preempted ? "preempted" : "queued";
-  }
-
-  close(request, frame) {
-    request.end = frame;
   }
 
   // Seconds to the first token, and for each token after it; null while they are not known.

@@ -1,4 +1,4 @@
-// A row a request, a column a step. The rows are drawn once; the line of the present step moves over them.
+// A row for each sample, a column for each step. The rows are drawn once; the line of the present step moves over them.
 
 import { cssColor, ownerColor } from "./colors.js";
 import { fitCanvas, formatTime, html, useEffect, useMemo, useRef, useSettled, useState, useView, useWidth } from "./ui.js";
@@ -9,14 +9,14 @@ const ROWS = 22; // more than fit into the box
 const WHY_COLORS = { blocks: "bad", max_num_seqs: "accent" }; // what it waits for; all else is grey
 const KINDS = ["queued", "prefill", "decode", "idle", "preempted", "swapped"];
 
-function drawRow(context, run, request, y, scale, theme, width) {
-  const color = ownerColor(request.number, theme);
-  for (const { kind, why, start, stop } of request.spans) {
+function drawRow(context, run, row, y, scale, theme, width) {
+  const color = ownerColor(row.number, theme);
+  for (const { kind, why, start, stop } of row.spans) {
     const [x, w] = [start * scale, Math.max(1, (stop - start) * scale)];
     drawSpan(context, kind, color, x, y + 3, w, ROW - 6, WHY_COLORS[why]);
   }
   context.fillStyle = cssColor("text");
-  for (const { frame } of request.marks) {
+  for (const { frame } of row.marks) {
     const x = frame * scale; // a preemption: a triangle that points down
     context.beginPath();
     context.moveTo(x - 4, y);
@@ -24,8 +24,8 @@ function drawRow(context, run, request, y, scale, theme, width) {
     context.lineTo(x, y + 7);
     context.fill();
   }
-  if (request.isAborted) drawCross(context, Math.max(5, Math.min(width - 5, request.end * scale)), y + ROW / 2);
-  else if (request.isOver) context.fillRect(Math.min(width - 2, request.end * scale), y + 3, 2, ROW - 6);
+  if (row.isAborted) drawCross(context, Math.max(5, Math.min(width - 5, row.end * scale)), y + ROW / 2);
+  else if (row.isOver) context.fillRect(Math.min(width - 2, row.end * scale), y + 3, 2, ROW - 6);
 }
 
 function drawCross(context, x, y) {
@@ -75,40 +75,40 @@ export function Timeline({ run, frame, goTo, columns }) {
   const [ref, width] = useWidth();
   const canvas = useRef(null);
   const [top, setTop] = useState(0); // the first row that can be seen; rows out of sight are not drawn
-  const requests = useMemo(() => [...run.requests.values()].filter((one) => one.number > 0), [run, run.requests.size]);
-  const shown = useMemo(() => requests.slice(top, top + ROWS), [requests, top]);
+  const { rows } = run;
+  const shown = useMemo(() => rows.slice(top, top + ROWS), [rows, top]);
   const plot = Math.max(60, width - LABEL);
   const scale = plot / Math.max(1, columns ?? run.frames.length);
   const height = Math.max(1, shown.length) * ROW;
-  const chosen = choice.seq === null || choice.seq === undefined ? null : run.requestOf(choice.seq);
+  const chosen = choice.seq === null || choice.seq === undefined ? null : run.rowOf.get(choice.seq);
   useEffect(() => {
     if (!width) return;
     const { context } = fitCanvas(canvas.current, plot, height);
     context.clearRect(0, 0, plot, height);
-    shown.forEach((request, i) => drawRow(context, run, request, i * ROW, scale, theme, plot));
+    shown.forEach((row, i) => drawRow(context, run, row, i * ROW, scale, theme, plot));
   }, [run, run.frames.length, width, theme, shown]);
-  const bringIntoSight = (row) => {
+  const bringIntoSight = (i) => {
     const box = ref.current;
-    if (row >= 0 && (row * ROW < box.scrollTop || (row + 1) * ROW > box.scrollTop + box.clientHeight)) box.scrollTop = (row - 5) * ROW;
+    if (i >= 0 && (i * ROW < box.scrollTop || (i + 1) * ROW > box.scrollTop + box.clientHeight)) box.scrollTop = (i - 5) * ROW;
   };
   const settled = useSettled(frame);
-  useEffect(() => bringIntoSight(requests.indexOf(chosen)), [chosen]);
-  useEffect(() => { if (!chosen) bringIntoSight(requests.findIndex((one) => !(one.end < settled))); }, [settled]); // the oldest that lives
+  useEffect(() => bringIntoSight(rows.indexOf(chosen)), [chosen]);
+  useEffect(() => { if (!chosen) bringIntoSight(rows.findIndex((one) => !(one.isOver && one.end < settled))); }, [settled]); // the oldest that lives
   const jump = (event) => {
     const box = canvas.current.getBoundingClientRect();
     goTo(Math.min(run.lastFrame, Math.max(0, Math.floor((event.clientX - box.left) / scale))));
-    const request = shown[Math.floor((event.clientY - box.top) / ROW)];
-    if (request) choose({ seq: request.number });
+    const row = shown[Math.floor((event.clientY - box.top) / ROW)];
+    if (row) choose({ seq: row.number });
   };
-  const labels = useMemo(() => html`<div class="labels">${shown.map((request) => html`<button class=${chosen === request ? "on" : ""} style=${{ height: `${ROW}px` }} title=${run.longName(request.number)} onClick=${() => choose({ seq: request.number })}>
-    <i style=${{ background: ownerColor(request.number, theme) }}></i><b>${request.name}</b>
-    <small>${inTime(run.ttft(request))} · ${inTime(run.tpot(request))}</small></button>`)}</div>`, [run, run.frames.length, theme, chosen, shown]);
+  const labels = useMemo(() => html`<div class="labels">${shown.map((row) => html`<button class=${chosen === row ? "on" : ""} style=${{ height: `${ROW}px` }} title=${run.longName(row.number)} onClick=${() => choose({ seq: row.number })}>
+    <i style=${{ background: ownerColor(row.number, theme) }}></i><b>${run.label(row.number)}</b>
+    ${row.isFirst && html`<small>${inTime(run.ttft(row.request))} · ${inTime(run.tpot(row.request))}</small>`}</button>`)}</div>`, [run, run.frames.length, theme, chosen, shown]);
   const key = useMemo(() => html`<${Key} theme=${theme} />`, [theme, t]);
   return html`<section class="card timeline">
     <h2>${t("timeline")}</h2>
     <div class="axis" aria-hidden="true">${ticksOf(run, scale).map((at) => html`<span style=${{ left: `${LABEL + (at + 0.5) * scale}px` }}>${run.frames[at].step}</span>`)}</div>
     <div class="scroll" ref=${ref} tabindex="0" onScroll=${(event) => setTop(Math.max(0, Math.floor(event.target.scrollTop / ROW) - 2))}>
-      <div style=${{ height: `${requests.length * ROW}px` }}><div class="chart" style=${{ transform: `translateY(${top * ROW}px)`, height: `${height}px` }}>
+      <div style=${{ height: `${rows.length * ROW}px` }}><div class="chart" style=${{ transform: `translateY(${top * ROW}px)`, height: `${height}px` }}>
         ${labels}
         <div class="plot">
           <canvas ref=${canvas} style=${{ width: `${plot}px`, height: `${height}px` }} onClick=${jump} role="img" aria-label=${t("timeline")}></canvas>
@@ -117,17 +117,17 @@ export function Timeline({ run, frame, goTo, columns }) {
       </div></div>
     </div>
     ${key}
-    ${chosen && html`<${Facts} run=${run} request=${chosen} goTo=${goTo} />`}
+    ${chosen && html`<${Facts} run=${run} row=${chosen} goTo=${goTo} />`}
   </section>`;
 }
 
-// The chosen request in words: when it was what, and its latencies.
-function Facts({ run, request, goTo }) {
+// The chosen row in words: when it was what, and the latencies of its request.
+function Facts({ run, row, goTo }) {
   const { t } = useView();
-  return html`<p class="facts"><b title=${run.longName(request.number)}>${t("request")} ${request.name}</b>:
-    ${request.spans.map(({ kind, why, start, stop }) => html`<button onClick=${() => goTo(start)}>${t(`kind.${kind}`)}${why && ` (${t(`why.${why}`)})`} ${run.frames[start].step}${stop - start > 1 ? `–${run.frames[stop - 1].step}` : ""}</button>`)}
-    ${request.isOver && html`<button onClick=${() => goTo(request.end)}>${t(`reason.${request.reason}`)} ${run.frames[Math.min(request.end, run.lastFrame)].step - 1}</button>`}
-    <span>${t("ttft")} ${inTime(run.ttft(request))}, ${t("tpot")} ${inTime(run.tpot(request))}</span></p>`;
+  return html`<p class="facts"><b title=${run.longName(row.number)}>${run.label(row.number)}</b>:
+    ${row.spans.map(({ kind, why, start, stop }) => html`<button onClick=${() => goTo(start)}>${t(`kind.${kind}`)}${why && ` (${t(`why.${why}`)})`} ${run.frames[start].step}${stop - start > 1 ? `–${run.frames[stop - 1].step}` : ""}</button>`)}
+    ${row.isOver && html`<button onClick=${() => goTo(row.end)}>${t(`reason.${row.reason}`)} ${run.frames[Math.min(row.end, run.lastFrame)].step - 1}</button>`}
+    <span>${t("ttft")} ${inTime(run.ttft(row.request))}, ${t("tpot")} ${inTime(run.tpot(row.request))}</span></p>`;
 }
 
 function Key({ theme }) {
