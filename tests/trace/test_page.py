@@ -4,6 +4,7 @@ nothing is loaded or complained about.
 
 import base64
 import gzip
+import io
 import json
 import re
 import shutil
@@ -643,6 +644,43 @@ def test_nothing_runs_over_the_side(show, known, width, lang):
     for _ in range(3):
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         page.keyboard.press("Shift+ArrowRight")
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_no_line_of_a_list_is_cut(show, width):
+    page = show(read_recording(STORY), at="#step=13&seq=3&block=5&lang=en", width=width)
+    page.add_style_tag(content=".card, .scroll { content-visibility: visible !important; }")
+    page.locator(".highlights li").first.wait_for()
+    lines = page.locator(".events li, .highlights li button, .rows td, .facts button, .plain li, .story .told")
+    assert lines.count() > 30
+    cut = "(all) => all.filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.textContent)"
+    assert lines.evaluate_all(cut) == []
+
+
+@pytest.mark.parametrize(
+    "place", [".pool canvas", ".timeline .scroll", ".labels button", ".events button.text", ".highlights li button"]
+)
+def test_ring_of_what_has_the_focus_is_whole(show, place):
+    from PIL import Image
+
+    page = show(read_recording(STORY), at="#step=13&seq=3&theme=light&lang=en")
+    one = page.locator(place).first
+    one.scroll_into_view_if_needed()
+    page.keyboard.press("Shift")  # the focus that follows is one of the keyboard
+    one.focus()
+    page.wait_for_timeout(100)
+    box = one.bounding_box()
+    clip = {"x": box["x"] - 6, "y": box["y"] - 6, "width": box["width"] + 12, "height": box["height"] + 12}
+    image = Image.open(io.BytesIO(page.screenshot(clip=clip))).convert("RGB")
+    width, height = image.size
+    blue = (0, 114, 178)  # --accent
+    for side in ("left", "top", "right", "bottom"):
+        depth = range(14)
+        if side in ("left", "right"):
+            found = [(x if side == "left" else width - 1 - x, height // 2) for x in depth]
+        else:
+            found = [(width // 2, y if side == "top" else height - 1 - y) for y in depth]
+        assert sum(image.getpixel(place) == blue for place in found) >= 2, side
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
