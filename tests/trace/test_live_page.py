@@ -426,6 +426,9 @@ def test_three_pages_chat_reload_and_are_played_with_until_the_server_ends(chrom
         page = rng.choice(pages)
         what = rng.random()
         if what < 0.1 and page.get_by_text(re.compile("^(Send|发送)$")).count():
+            fresh = page.get_by_text(re.compile("^(New chat|新对话)$"))  # else the conversation outgrows the model
+            if fresh.count() and rng.random() < 0.5:
+                fresh.click()
             ask(page, rng.choice(["What is a block table?", "Who are you?", "Why is the KV cache cut into blocks?"]))
             page.keyboard.press("Escape")
         elif what < 0.13:
