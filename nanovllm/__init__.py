@@ -5,10 +5,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
-    # libgomp, which torch loads, reads this once. A thread that waits for the others then sleeps after some 0.3 ms, and
+if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+    # libgomp reads this once, as torch loads it. A thread that waits for the others then sleeps after some 0.3 ms, and
     # not after the 4 ms that 300,000 turns take: beside another busy process it would spin while they need its core.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    os.environ["GOMP_SPINCOUNT"] = "20000"
+    import torch  # noqa: F401
+
+    del os.environ["GOMP_SPINCOUNT"]  # programs that this process starts decide for themselves
 
 from nanovllm.checks import names_of_extras
 from nanovllm.config import Config

@@ -762,8 +762,10 @@ def test_bad_options(checkpoint, options, exception, says):
 def test_the_cache_is_sized_by_bytes(tiny_checkpoint):
     """A block of 16 tokens: K and V of 2 layers, 2 kv heads of 32, float32."""
     bytes_per_block = 2 * 2 * 16 * 2 * 32 * 4
-    stats = make_llm(tiny_checkpoint[0], num_kv_blocks=None, kv_cache_memory_bytes=20 * bytes_per_block).get_stats()
-    assert stats.num_kv_blocks in (19, 20)  # the null block may be paid from the same purse
+    size = {"num_kv_blocks": None, "kv_cache_memory_bytes": 20 * bytes_per_block}
+    for limits in ({}, {"max_num_seqs": 1, "max_model_len": 32}):  # what does not run may be cached
+        stats = make_llm(tiny_checkpoint[0], **size, **limits).get_stats()
+        assert stats.num_kv_blocks in (19, 20)  # the null block may be paid from the same purse
 
 
 def test_the_cache_is_never_more_than_can_be_used(checkpoint):

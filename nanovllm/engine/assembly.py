@@ -182,7 +182,7 @@ def start_runner(
 
 
 def num_blocks_that_fit(runner: ModelRunner, config: Config, max_model_len: int, kind: Device) -> int:
-    """Blocks for sequences: as configured, or as many as memory allows, but no more than sequences can ever fill."""
+    """Blocks for sequences: as configured, or of the free memory no more than running sequences can ever fill."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     num_bytes, knob = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
@@ -194,6 +194,8 @@ def num_blocks_that_fit(runner: ModelRunner, config: Config, max_model_len: int,
             f"{max(num_bytes, 0)} bytes are left for the KV cache, but its least size, two blocks, takes "
             f"{2 * runner.kv_cache.bytes_per_block}: raise {knob}, or lower block_size or max_num_batched_tokens"
         )
+    if config.kv_cache_memory_bytes is not None:  # the prefix cache may keep more than what runs
+        return num_blocks
     return min(num_blocks, config.max_num_seqs * -(-max_model_len // runner.backend.block_size))
 
 

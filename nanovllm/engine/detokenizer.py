@@ -81,9 +81,7 @@ def is_context_free(tokenizer: Any) -> bool:
         if last["start"] > 1 or last["stop"] > 0:
             return False
         kinds.pop()
-    return (
-        set(kinds) <= {"Replace", "ByteFallback", "Fuse"} and kinds.index("Fuse") == len(kinds) - 1 if kinds else False
-    )
+    return kinds[-1:] == ["Fuse"] and set(kinds[:-1]) <= {"Replace", "ByteFallback"}
 
 
 def make_detokenizer(decoder: TokenDecoder | None, params: SamplingParams) -> "Detokenizer":

@@ -85,8 +85,7 @@ class Counters:
         self.num_finished += 1
         num_output_tokens = sum([seq.num_output_tokens for seq in request.seqs]) if request.gives_tokens else 0
         reason = request.seqs[0].finish_reason
-        # of a beam search, the first beam may have been dropped long before
-        reason = reason if reason in ("stop", "length") else "stop"
+        assert reason is not None
         self.observed.observe(request.make_metrics(), len(request.prompt_token_ids), num_output_tokens, reason)
 
     def count_step(self, scheduled: SchedulerOutput, num_advanced: int, time_s: float) -> None:

@@ -9,6 +9,9 @@ held back forgotten; a stop string searched in the newest text only; nothing hel
 character off; the stop string that begins first taken instead of the one that is complete first; `min_tokens` ignored.
 """
 
+import copy
+import random
+
 import pytest
 import tokenizers
 import transformers
@@ -475,6 +478,11 @@ def test_which_decoders_are_known_to_be_free_of_context():
         tokenizers.decoders.Sequence([replace, fallback, fuse, strip(" ", 2, 0)]),
         tokenizers.decoders.Sequence([replace, fallback, fuse, strip(" ", 1, 1)]),
         tokenizers.decoders.Sequence([replace, fallback, strip(" ", 1, 0), fuse]),
+        tokenizers.decoders.Sequence([replace, fallback]),
+        tokenizers.decoders.Sequence([replace, fallback, strip(" ", 1, 0)]),  # takes a space from each token
+        tokenizers.decoders.Sequence([fuse, replace, fuse]),
+        replace,
+        fallback,
     ]
     for decoder in unknown:
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -482,6 +490,22 @@ def test_which_decoders_are_known_to_be_free_of_context():
         assert not is_context_free(tokenizer)
     assert not is_context_free(tokenizers.Tokenizer(tokenizers.models.BPE()))
     assert not is_context_free(object()), "a tokenizer that is not in Rust"
+
+
+@pytest.mark.parametrize("has_strip", [False, True])
+def test_decoder_that_never_joins_its_pieces(has_strip):
+    """Without `Fuse`, bytes of one character are still joined, and `Strip` takes a space from every token."""
+    decoders = tokenizers.decoders
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), *([decoders.Strip(" ", 1, 0)] if has_strip else [])]
+    tokenizer = copy.deepcopy(SENTENCEPIECE)
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence(steps)
+    rng = random.Random(3)
+    for _ in range(40):
+        token_ids = [rng.randrange(3, len(tokenizer)) for _ in range(rng.randrange(1, 12))]
+        detokenizer = make_detokenizer(TokenDecoder(tokenizer), SamplingParams(max_tokens=20))
+        for i, token_id in enumerate(token_ids):
+            detokenizer.append([token_id], i == len(token_ids) - 1)
+        assert detokenizer.text(True) == tokenizer.decode(token_ids)
 
 
 def test_a_decoder_that_is_not_known_is_asked_about_every_token():
