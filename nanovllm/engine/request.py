@@ -101,8 +101,7 @@ class Completion:
 class Request:
     """`seqs` are its samples; with `stream` every step that advances it gives an output, else only its last."""
 
-    gives_tokens = True
-    """Whether the user sees the tokens that are drawn."""
+    gives_tokens = True  # whether the user sees the tokens that are drawn
 
     def __init__(
         self,
@@ -225,10 +224,7 @@ def note_admitted(requests: dict[str, Request], scheduled: SchedulerOutput, now:
 
 
 def read_tokens(
-    requests: dict[str, Request],
-    scheduled: SchedulerOutput,
-    advanced: list[tuple[int, Sequence]],
-    tokens: StepTokens,
+    requests: dict[str, Request], scheduled: SchedulerOutput, advanced: list[tuple[int, Sequence]], tokens: StepTokens
 ) -> list[Request]:
     """Give a step's results to taps and requests, and return the requests that advanced."""
     for tapped in tokens.tapped:

@@ -1,0 +1,209 @@
+"""Drafts in random traffic without a model: each step's blocks, what the prefix cache knows, and the tokens at the end.
+
+`tests/scheduling_traffic.py` has the traffic, and what holds in every step. Here a proposer guesses the next tokens,
+and is wrong now and then; the tokens that come out are those that follow from each prompt without it.
+
+Broken by hand, and seen here: blocks that are not given back; `num_computed_tokens` that stays behind a wrong draft, or
+goes back only after the sequence has ended, so that a wrong draft's block is registered; drafts behind a stop token;
+drafts beyond the end; drafts that are counted after a failed step; drafts for a sequence that is about to be forked.
+"""
+
+import random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from nanovllm.extras.speculation.scheduler import SpeculativeScheduler
+from nanovllm.scheduling.step import SchedulerOutput
+from tests.conftest import examples
+from tests.extras.test_scheduling import BeamMachine
+from tests.fake_kv_cache import tokens_of
+from tests.scheduling_traffic import (
+    SETTINGS,
+    VOCAB_SIZE,
+    Before,
+    Flight,
+    Run,
+    SchedulerMachine,
+    next_token,
+    swap_ins,
+    swap_outs,
+)
+
+
+class Guesser:
+    """Knows the rule of `next_token`; some guesses are wrong, too many, or no tokens at all."""
+
+    def __init__(self, share_right=0.75, is_erratic=True):
+        self.share_right = share_right
+        self.is_erratic = is_erratic
+
+    def propose(self, wanted):
+        return [self.guess(seq, count) for seq, count in wanted]
+
+    def guess(self, seq, count):
+        tokens = tokens_of(seq)
+        assert count >= 1
+        rng = random.Random(f"{tokens} {seq.sample_index}")
+        drafts = []
+        for _ in range(rng.randint(0, count + 2) if self.is_erratic else count):
+            right = next_token(tokens + drafts, seq.sample_index)
+            wrong = [(right + 1) % VOCAB_SIZE, *((-1, VOCAB_SIZE) if self.is_erratic else ())]
+            drafts.append(right if rng.random() < self.share_right else rng.choice(wrong))
+        return drafts
+
+
+class SpeculativeRun(Run):
+    """`Run`, whose steps may have several rows of a sequence."""
+
+    def __init__(self, max_drafts=4, max_rows=24, proposer=None, **options):
+        super().__init__(**options)
+        old = self.scheduler
+        threshold = 0 if old.max_chunk_len == old.max_num_batched_tokens else old.max_chunk_len
+        limits = old.max_num_seqs, old.max_num_batched_tokens, old.max_model_len, old.waiting.policy, threshold
+        self.scheduler = SpeculativeScheduler(
+            *(self.manager, *limits, old.preemption),
+            proposer=proposer or Guesser(), max_drafts=max_drafts, max_rows=max_rows, vocab_size=VOCAB_SIZE,
+        )  # fmt: skip
+
+    def launch(self):
+        before = Before(self)
+        out = self.scheduler.schedule()
+        underway = self.scheduler._underway
+        planned = out if underway is None else underway.planned
+        if underway is not None:
+            assert planned.preempted == planned.admitted == [], "drafts cost no other sequence anything"
+            assert out.num_prefill_tokens == 0
+            assert out.num_scheduled_tokens <= self.scheduler.max_rows
+            for seq, token_ids in underway.drafts.items():
+                before.num_tokens[seq] += len(token_ids)
+                assert 1 <= len(token_ids) <= self.scheduler.max_drafts
+                assert not any(token_id in seq.stop_token_ids for token_id in token_ids)
+                assert seq.num_tokens < seq.max_num_tokens
+        before.check(planned)
+        self.check_scheduled(planned)
+        if not out.chunks:
+            return
+        writes = [(seq, start, start + num_new) for seq, start, num_new in planned.chunks]
+        before.writers.check(writes, self.manager.block_size)
+        journal = self.cache.move(swap_outs(out), swap_ins(out), out.moves.copies)
+        for write in writes:
+            journal += self.cache.write(*write)
+        for seq, _, stop in writes:
+            self.cache.check(seq, stop)
+        drawn = []
+        for seq, i in zip(out.samples, out.sampled_chunks, strict=True):
+            owner, start, num_new = out.chunks[i]
+            drawn.append(next_token(self.cache.tokens_of(owner, start + num_new), seq.sample_index))
+        self.cache.newest = drawn
+        self.flights.append(Flight(out, planned.samples, drawn, {}, journal, before.children))
+
+    def update(self, flight):
+        known = {seq: tokens_of(seq) for seq in flight.samples}
+        living = [seq for seq in dict.fromkeys(flight.samples) if seq.finish_reason is None]
+        advanced = self.scheduler.update(flight.out, flight.tokens)
+        assert list(dict.fromkeys(seq for _, seq in advanced)) == living, "each gets one token at least"
+        for row, seq in advanced:
+            known[seq].append(flight.tokens[row])
+        assert all(tokens_of(seq) == known[seq] for seq in living)
+        for search in self.searches:
+            search.end_step([seq for _, seq in advanced])
+
+
+class SpeculativeMachine(SchedulerMachine):
+    make_run = SpeculativeRun
+
+
+class SpeculativeBeamMachine(BeamMachine):
+    """Beams among other requests: they get no drafts, and their neighbours do."""
+
+    make_run = SpeculativeRun
+
+
+class SpeculativeWindowMachine(SchedulerMachine):
+    make_run = SpeculativeRun
+    windows = st.sampled_from([1, 2, 5, 9])
+
+
+TestTrafficWithDrafts = pytest.mark.examples(SpeculativeMachine.TestCase)
+TestTrafficWithDrafts.settings = settings(SETTINGS, max_examples=examples(160))
+TestTrafficWithDraftsAndBeams = pytest.mark.examples(SpeculativeBeamMachine.TestCase)
+TestTrafficWithDraftsAndBeams.settings = settings(SETTINGS, max_examples=examples(48))
+TestTrafficWithDraftsAndWindows = pytest.mark.examples(SpeculativeWindowMachine.TestCase)
+TestTrafficWithDraftsAndWindows.settings = settings(SETTINGS, max_examples=examples(48))
+
+
+# ---- what happens when
+
+
+def test_right_drafts_save_steps_and_wrong_ones_cost_none():
+    steps = {}
+    for share_right in (0, 1):
+        run = SpeculativeRun(proposer=Guesser(share_right, is_erratic=False))
+        run.add([1] * 5, max_tokens=21)
+        steps[share_right] = run.finish()
+    assert steps == {0: 21, 1: 1 + 20 / 5}, "a token at least in each step, five at most"
+
+
+def test_a_step_with_drafts_is_many_decodes_of_one_sequence():
+    run = SpeculativeRun(proposer=Guesser(1, is_erratic=False), max_drafts=2)
+    seq = run.add([1] * 5, max_tokens=9)
+    run.step()
+    out = run.step()
+    assert out.chunks == [(seq, 5, 1), (seq, 6, 1), (seq, 7, 1)]
+    assert (out.num_decodes, out.num_scheduled_tokens, out.samples) == (3, 3, [seq] * 3)
+    assert (seq.num_known_tokens, seq.num_computed_tokens) == (9, 8)
+
+
+def test_blocks_behind_wrong_drafts_are_given_back():
+    """Blocks of 2, six known tokens: four drafts reach into two more blocks, and all are wrong."""
+    run = SpeculativeRun(proposer=Guesser(0, is_erratic=False), block_size=2)
+    seq = run.add([1] * 5, max_tokens=9)
+    run.step()
+    run.launch()
+    assert (seq.num_computed_tokens, seq.block_table.length, seq.num_tokens) == (10, 5, 10)
+    flight = run.flights.pop()
+    run.update(flight)
+    assert (seq.num_computed_tokens, seq.block_table.length, seq.num_tokens) == (6, 3, 7)
+    run.check_state()
+    run.finish()
+
+
+def test_drafts_preempt_nobody_and_wait_for_those_that_may_be_admitted():
+    run = SpeculativeRun(num_blocks=4, block_size=2, proposer=Guesser(1, is_erratic=False))
+    run.add([1] * 3, max_tokens=4)
+    run.add([2] * 3, max_tokens=4)
+    run.finish()
+    assert run.stats.num_preemptions == plain_preemptions(num_blocks=4, block_size=2)
+
+
+def plain_preemptions(**options):
+    run = Run(**options)
+    run.add([1] * 3, max_tokens=4)
+    run.add([2] * 3, max_tokens=4)
+    run.finish()
+    return run.stats.num_preemptions
+
+
+def test_a_step_has_no_more_rows_than_are_nearly_free():
+    run = SpeculativeRun(proposer=Guesser(1, is_erratic=False), max_rows=4)
+    seqs = [run.add([i] * 3, max_tokens=30) for i in range(3)]
+    run.step()
+    assert [chunk[0] for chunk in run.step().chunks] == [seqs[1], seqs[2], seqs[0], seqs[0]], "plain decodes first"
+    run.add([5] * 3, max_tokens=30)
+    run.step()
+    assert len(run.step().chunks) == 4, "four sequences, four rows"
+    assert run.step() != SchedulerOutput()
+    run.finish()
+
+
+def test_a_sequence_whose_drafts_fail_gets_ever_fewer():
+    run = SpeculativeRun(proposer=Guesser(0, is_erratic=False))
+    run.add([1] * 3, max_tokens=100, ignore_eos=True)
+    run.scheduler.max_model_len = 200
+    has_drafts = []
+    while run.scheduler.has_unfinished():
+        has_drafts.append(len(run.step().chunks) > 1)
+    tries = [i for i, has in enumerate(has_drafts) if has]
+    assert [later - earlier for earlier, later in zip(tries, tries[1:], strict=False)] == [2, 4, 8, 16]
