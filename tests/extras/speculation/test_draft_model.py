@@ -40,7 +40,7 @@ def test_a_model_that_drafts_for_itself_is_right(with_tokenizer, options):
     outputs, engine = serve(with_tokenizer, made, drafting, **options)
     assert {i: visible(one) for i, one in outputs.items()} == {i: visible(one) for i, one in plain.items()}
     stats = engine.get_stats()
-    assert stats.num_draft_tokens == stats.num_accepted_tokens > 20
+    assert stats.num_draft_tokens == stats.num_accepted_tokens > 10
     assert (stats.num_preemptions > 0) == ("num_kv_blocks" in options)
 
 
