@@ -24,8 +24,7 @@ from nanovllm.execution.checkpoint import read_model_config, resolve_model
 from nanovllm.execution.model_runner import ModelRunner, SampledTokens
 from nanovllm.extras.speculation.blocks import reserve
 from nanovllm.extras.speculation.options import Speculation
-from nanovllm.extras.speculation.scheduler import as_if
-from nanovllm.scheduling.block_manager import BlockManager
+from nanovllm.extras.speculation.scheduler import SpeculativeScheduler, as_if
 from nanovllm.scheduling.sequence import Sequence
 from nanovllm.scheduling.step import SchedulerOutput
 
@@ -38,18 +37,20 @@ class DraftModel:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
-        self._blocks: BlockManager | None = None
+        self._scheduler: SpeculativeScheduler | None = None
 
-    def bind(self, blocks: BlockManager) -> None:
-        self._blocks = blocks
+    def bind(self, scheduler: SpeculativeScheduler) -> None:
+        self._scheduler = scheduler
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
         """Each sequence as many drafts as are wanted. A sequence that still shares its last block gets none."""
-        assert self._blocks is not None
+        assert self._scheduler is not None
         drafts: list[list[int]] = [[] for _ in wanted]
+        if not self._scheduler.has_blocks_for(wanted):
+            return drafts
         growing = [(i, seq) for i, (seq, _) in enumerate(wanted) if not seq.has_shared_tail]
         for i, seq in growing:
-            reserve(self._blocks, seq, seq.num_known_tokens + wanted[i][1])
+            reserve(self._scheduler.block_manager, seq, seq.num_known_tokens + wanted[i][1])
         while growing:
             for (i, _), token_id in zip(growing, self._draw(growing, drafts), strict=True):
                 drafts[i].append(token_id)
@@ -58,13 +59,13 @@ class DraftModel:
 
     def _draw(self, growing: list[tuple[int, Sequence]], drafts: list[list[int]]) -> list[int]:
         """The next token of each sequence behind its drafts so far, which a copy of the sequence holds."""
-        assert self._blocks is not None
+        assert self._scheduler is not None
         seqs = [with_tokens(seq, drafts[i]) for i, seq in growing]
         count = len(seqs)
         step = SchedulerOutput(
             [(seq, seq.num_known_tokens - 1, 1) for seq in seqs], count, count, seqs, [*range(count)]
         )
-        return self.runner.run(build_batch(step, self._blocks.block_tables)).wait().token_ids
+        return self.runner.run(build_batch(step, self._scheduler.block_manager.block_tables)).wait().token_ids
 
     def compute_along(self, runner: ModelRunner) -> None:
         """Wrap the `compute` of the large model's runner: this model computes each batch too, for its K and V."""

@@ -26,6 +26,7 @@ the user); steps that compute prompts, or whose tokens would be more than `max_r
 up on. Drafts end before a token that would end the sequence.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
@@ -75,12 +76,10 @@ class SpeculativeScheduler(Scheduler):
     def schedule(self) -> SchedulerOutput:
         drafts = self._draft()
         planned = super().schedule()
-        scheduled = {seq for seq, _, num_new_tokens in planned.chunks if num_new_tokens > 1} if drafts else set()
-        for seq in drafts.keys() - scheduled:
-            forget_drafts(seq)
-        drafts = {seq: token_ids for seq, token_ids in drafts.items() if seq in scheduled}
         if not drafts:
             return planned
+        scheduled = {seq for seq, _, num_new_tokens in planned.chunks if num_new_tokens > 1}
+        assert drafts.keys() <= scheduled, "there was room for all of them"
         step, rows = one_row_each(planned, drafts)
         self._underway = Verification(planned, drafts, rows)
         return step
@@ -123,9 +122,13 @@ class SpeculativeScheduler(Scheduler):
         """Put drafts behind the known tokens of running sequences."""
         drafts: Drafts = {}
         wanted = self._choose()
-        for (seq, count), proposed in zip(wanted, self.proposer.propose(wanted) if wanted else (), strict=True):
-            allowed = self._allow(seq, proposed[:count])
-            if allowed:
+        if not wanted:
+            return drafts
+        all_proposed = self.proposer.propose(wanted)
+        if not any(all_proposed) or not self.has_blocks_for(wanted):
+            return drafts
+        for (seq, count), proposed in zip(wanted, all_proposed, strict=True):
+            if allowed := self._allow(seq, proposed[:count]):
                 place_drafts(seq, allowed)
                 drafts[seq] = allowed
             if self.block_manager.num_missing_blocks(seq) < 0:  # a draft model has reserved too many
@@ -135,25 +138,39 @@ class SpeculativeScheduler(Scheduler):
     def _choose(self) -> list[tuple[Sequence, int]]:
         """Sequences that are worth drafts, and how many each may have in this step."""
         running = self.running
-        may_admit = self.waiting and running.num_places + self.waiting.first.num_places <= self.max_num_seqs
-        num_tokens = sum([seq.num_tokens - seq.num_computed_tokens for seq in running])
-        room = self.max_rows - num_tokens
-        if may_admit or room <= 0 or num_tokens > len(running):  # a step with prompts is no step of few tokens
+        room = self.max_rows - len(running)
+        if room <= 0 or (self.waiting and self._may_admit()):
             return []
         wanted = []
         for seq in running:
-            count = min(self.max_drafts, seq.max_num_tokens - seq.num_known_tokens - 1)
-            if count > 0 and can_be_guessed(seq) and self._patience.setdefault(seq, Patience()).wants_drafts():
-                wanted.append((seq, count))
-        share = max(1, room // max(1, len(wanted)))
-        wanted = [(seq, min(count, share)) for seq, count in wanted[:room]]
-        return wanted if self._has_blocks_for(wanted) else []
+            if seq.num_tokens - seq.num_computed_tokens > 1:  # a step with prompts is no step of few tokens
+                return []
+            earned = (self._patience.get(seq) or self._meet(seq)).next_count()
+            if earned:
+                count = min(earned, self.max_drafts, seq.max_num_tokens - seq.num_known_tokens - 1)
+                if count > 0:
+                    wanted.append((seq, count))
+        share = room // len(wanted) if wanted else room
+        if share >= self.max_drafts:
+            return wanted
+        return [(seq, min(count, max(1, share))) for seq, count in wanted[:room]]
 
-    def _has_blocks_for(self, wanted: list[tuple[Sequence, int]]) -> bool:
-        """Whether no sequence would be preempted for the sake of drafts."""
-        blocks = self.block_manager
-        num_needed = sum([max(0, blocks.num_missing_blocks(seq)) + seq.has_shared_tail for seq in self.running])
-        num_needed += sum([-(-count // blocks.block_size) for _, count in wanted])
+    def _meet(self, seq: Sequence) -> Patience:
+        """The patience with a sequence that has not been asked for before."""
+        if seq.children:  # they will share its blocks, and these must hold no drafts
+            return Patience(math.inf)
+        patience = self._patience[seq] = Patience(0 if can_be_guessed(seq) else math.inf)
+        return patience
+
+    def _may_admit(self) -> bool:
+        return self.running.num_places + self.waiting.first.num_places <= self.max_num_seqs
+
+    def has_blocks_for(self, wanted: list[tuple[Sequence, int]]) -> bool:
+        """Whether no sequence would be preempted for the sake of so many drafts."""
+        blocks, counts, num_needed = self.block_manager, dict(wanted), 0
+        for seq in self.running:
+            num_blocks = -(-(seq.num_known_tokens + counts.get(seq, 0)) // blocks.block_size)
+            num_needed += max(0, num_blocks - seq.block_table.length) + seq.has_shared_tail
         return num_needed <= blocks.num_free_blocks
 
     def _allow(self, seq: Sequence, proposed: list[int]) -> list[int]:
@@ -179,7 +196,7 @@ class SpeculativeScheduler(Scheduler):
         forget_drafts(seq)
         seq.num_computed_tokens -= len(drafts) - num_accepted
         given_back = shrink(self.block_manager, seq, seq.num_computed_tokens)
-        self._patience[seq].note(num_accepted)
+        self._patience[seq].note(len(drafts), num_accepted)
         self.observer.on_verify(seq, len(drafts), num_accepted, given_back)
         return num_accepted
 
@@ -188,13 +205,11 @@ class SpeculativeScheduler(Scheduler):
 
 
 def can_be_guessed(seq: Sequence) -> bool:
-    """Whether the logits after a draft follow from the tokens before it, and no other sample waits for this step.
+    """Whether the logits after a draft follow from the tokens before it.
 
     Penalties and bad words read the output, which `as_if` provides. A grammar keeps a state, a beam search chooses
     otherwise, and a logits processor of the user may do both: their sequences get no drafts.
     """
-    if seq.children:  # they will share its blocks, and these must hold no drafts
-        return False
     return all([not stage.reads_output or isinstance(stage, BadWords | Penalties) for stage in seq.stages])
 
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NEARLY_FREE = 1.25  # twice the tokens may take so many times the time
+NEARLY_FREE = 4 / 3  # twice the tokens may take so many times the time
 MAX_MEASURED_ROWS = 64
-MIN_RUNS, MIN_SECONDS = 3, 0.02  # of each number of rows: the fastest run counts
+MIN_RUNS, MIN_SECONDS = 3, 0.1  # of each number of rows
 
 
 class Ready(NamedTuple):
@@ -54,7 +54,7 @@ def make_speculation(
     )
     bind: Any = getattr(ready.proposer, "bind", None)  # a draft model reads the block tables of this scheduler
     if bind is not None:
-        bind(scheduler.block_manager)
+        bind(scheduler)
     return scheduler, KnowsRequests(launch, scheduler)
 
 
@@ -84,35 +84,37 @@ def make_proposer(parts: "Parts", options: Speculation) -> Proposer:
 
 
 def measure_rows(runner: ModelRunner, most: int) -> int:
-    """The most rows of decodes that are nearly free: doubling the rows up to there costs at most a quarter each time.
+    """The most rows of decodes that are nearly free: each doubling up to there takes at most a third longer.
 
-    A step that waits for memory, or for Python, takes hardly longer with more rows; one that computes takes twice as
+    A step that waits for memory, or for Python, takes hardly longer with more rows. One that computes takes twice as
     long with twice the rows, and then a draft costs as much as the token that it may save.
     """
-    num_rows, seconds = 1, time_rows(runner, 1)
-    while 2 * num_rows <= most:
-        longer = time_rows(runner, 2 * num_rows)
-        if longer > NEARLY_FREE * seconds:
-            break
-        num_rows, seconds = 2 * num_rows, longer
+    num_rows = 1
+    while 2 * num_rows <= most and cost_of_doubling(runner, num_rows) <= NEARLY_FREE:
+        num_rows *= 2
     return num_rows
 
 
-def time_rows(runner: ModelRunner, num_rows: int) -> float:
-    """Seconds that a step with so many decodes takes, which read and write only the null block."""
-    size = runner.backend.block_size
-    tables = BlockTables(size)
+def cost_of_doubling(runner: ModelRunner, num_rows: int) -> float:
+    """How many times as long a step with twice as many rows takes: the fastest runs count, timed in turns."""
+    batches = [decodes_of_nobody(count, runner.backend.block_size) for count in (num_rows, 2 * num_rows)]
+    for step, tables in batches:
+        runner.run(build_batch(step, tables)).wait()  # kernels may be compiled, memory touched
+    times: tuple[list[float], list[float]] = ([], [])
+    while len(times[0]) < MIN_RUNS or sum(times[0]) < MIN_SECONDS:
+        for (step, tables), taken in zip(batches, times, strict=True):
+            start = time.perf_counter()
+            runner.run(build_batch(step, tables)).wait()
+            taken.append(time.perf_counter() - start)
+    return min(times[1]) / min(times[0])
+
+
+def decodes_of_nobody(num_rows: int, block_size: int) -> tuple[SchedulerOutput, BlockTables]:
+    """A step with so many decodes, which read and write only the null block."""
+    tables = BlockTables(block_size)
     seq = Sequence("measured", [0] * num_rows, SamplingParams(temperature=0))
     tables.bind(seq.block_table)
-    for _ in range(-(-num_rows // size)):
+    for _ in range(-(-num_rows // block_size)):
         seq.block_table.append(0)
-    step = SchedulerOutput(
-        [(seq, i, 1) for i in range(num_rows)], num_rows, num_rows, [seq] * num_rows, [*range(num_rows)]
-    )
-    runner.run(build_batch(step, tables)).wait()  # kernels may be compiled, memory touched
-    times: list[float] = []
-    while len(times) < MIN_RUNS or sum(times) < MIN_SECONDS:
-        start = time.perf_counter()
-        runner.run(build_batch(step, tables)).wait()
-        times.append(time.perf_counter() - start)
-    return min(times)
+    chunks = [(seq, position, 1) for position in range(num_rows)]
+    return SchedulerOutput(chunks, num_rows, num_rows, [seq] * num_rows, [*range(num_rows)]), tables
