@@ -46,8 +46,7 @@ class PositionLogprobs(Mapping[int, Logprob]):
 class Completion:
     """One sample: a sequence, its text, and the log-probabilities if they are wanted."""
 
-    has_news = True
-    """Whether the request's next output shows it."""
+    has_news = True  # whether the request's next output shows it
 
     def __init__(self, seq: Sequence, decoder: TokenDecoder | None) -> None:
         self.seq = seq

@@ -61,12 +61,12 @@ def make_speculation(
 def get_ready(parts: "Parts") -> Ready:
     assert parts.config.speculative_config is not None
     options = read_options(parts.config.speculative_config)
+    proposer = make_proposer(parts, options)  # first: what a draft model computes along is part of a step
     if options.disable_by_batch_size is not None:
         max_rows = options.disable_by_batch_size * (1 + options.num_speculative_tokens)
     else:
         max_rows = measure_rows(parts.runner, min(MAX_MEASURED_ROWS, parts.max_num_batched_tokens))
         logger.info("speculation: up to %d tokens a step are nearly free, drafts included", max_rows)
-    proposer = make_proposer(parts, options)
     return Ready(options, proposer, max_rows)
 
 
