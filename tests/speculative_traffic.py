@@ -32,14 +32,15 @@ class Guesser:
 class SpeculativeRun(Run):
     """`Run`, whose steps may have several rows of a sequence."""
 
-    def __init__(self, max_drafts=4, max_rows=24, proposer=None, **options):
+    def __init__(self, max_drafts=4, max_rows=24, max_seqs=99, proposer=None, **options):
         super().__init__(**options)
         old = self.scheduler
         threshold = 0 if old.max_chunk_len == old.max_num_batched_tokens else old.max_chunk_len
         limits = old.max_num_seqs, old.max_num_batched_tokens, old.max_model_len, old.waiting.policy, threshold
         self.scheduler = SpeculativeScheduler(
             *(self.manager, *limits, old.preemption),
-            proposer=proposer or Guesser(), max_drafts=max_drafts, max_rows=max_rows, vocab_size=VOCAB_SIZE,
+            proposer=proposer or Guesser(), max_drafts=max_drafts, max_rows=max_rows, max_seqs=max_seqs,
+            vocab_size=VOCAB_SIZE,
         )  # fmt: skip
 
     def launch(self):

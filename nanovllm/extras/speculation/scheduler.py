@@ -61,11 +61,14 @@ class Verification(NamedTuple):
 
 
 class SpeculativeScheduler(Scheduler):
-    """`max_rows` bounds the tokens of a step that has drafts; `max_drafts` those of one sequence."""
+    """`max_rows` bounds the tokens of a step that has drafts, `max_seqs` its sequences, `max_drafts` those of one."""
 
-    def __init__(self, *arguments: Any, proposer: Proposer, max_drafts: int, max_rows: int, vocab_size: int) -> None:
+    def __init__(
+        self, *arguments: Any, proposer: Proposer, max_drafts: int, max_rows: int, max_seqs: int, vocab_size: int
+    ) -> None:
         super().__init__(*arguments)
         self.proposer = proposer
+        self.max_seqs = max_seqs
         self.max_drafts = min(max_drafts, self.max_chunk_len - 1)
         self.max_rows = min(max_rows, self.max_num_batched_tokens)
         self.vocab_size = vocab_size
@@ -78,8 +81,6 @@ class SpeculativeScheduler(Scheduler):
         planned = super().schedule()
         if not drafts:
             return planned
-        scheduled = {seq for seq, _, num_new_tokens in planned.chunks if num_new_tokens > 1}
-        assert drafts.keys() <= scheduled, "there was room for all of them"
         step, rows = one_row_each(planned, drafts)
         self._underway = Verification(planned, drafts, rows)
         return step
@@ -139,7 +140,7 @@ class SpeculativeScheduler(Scheduler):
         """Sequences that are worth drafts, and how many each may have in this step."""
         running = self.running
         room = self.max_rows - len(running)
-        if room <= 0 or (self.waiting and self._may_admit()):
+        if room <= 0 or len(running) > self.max_seqs or (self.waiting and self._may_admit()):
             return []
         wanted = []
         for seq in running:
@@ -257,32 +258,24 @@ def before_stop_string(request: Request, seq: Sequence, drafts: list[int]) -> li
 def one_row_each(planned: SchedulerOutput, drafts: Drafts) -> tuple[SchedulerOutput, list[range]]:
     """The step in which each draft is a decode; and for each of `planned.samples`, its rows among those of the step.
 
-    planned     chunks [(A, 19, 1), (B, 7, 3)]             samples [A, B]        B has two drafts
-    step        chunks [(A, 19, 1), (B, 7, 1), (B, 8, 1), (B, 9, 1)]     samples [A, B, B, B]     rows [0 … 0], [1 … 3]
+    planned     chunks [(A, 19, 1), (B, 7, 3)]                         samples [A, B]          B has two drafts
+    step        chunks [(A, 19, 1), (B, 7, 1), (B, 8, 1), (B, 9, 1)]   samples [A, B, B, B]    rows [0 … 0], [1 … 3]
     """
-    decodes: list[Chunk] = []
-    prefills: list[Chunk] = []
-    places = []  # of each chunk: among the decodes, or among the prefills
+    assert all([num_new_tokens == 1 or seq in drafts for seq, _, num_new_tokens in planned.chunks])
+    chunks: list[Chunk] = []
+    firsts = []  # of each chunk: where its rows begin
     for seq, start, num_new_tokens in planned.chunks:
-        if num_new_tokens == 1 or seq in drafts:
-            places.append(len(decodes))
-            decodes += [(seq, start + i, 1) for i in range(num_new_tokens)]
-        else:
-            places.append(len(prefills))
-            prefills.append((seq, start, num_new_tokens))
+        firsts.append(len(chunks))
+        chunks += [(seq, start + i, 1) for i in range(num_new_tokens)]
     samples: list[Sequence] = []
     sampled_chunks: list[int] = []
     rows: list[range] = []
     for seq, i in zip(planned.samples, planned.sampled_chunks, strict=True):
-        chunk_of, _, num_new_tokens = planned.chunks[i]
-        num_rows = num_new_tokens if chunk_of in drafts else 1
-        first = places[i] if num_new_tokens == 1 or chunk_of in drafts else len(decodes) + places[i]
+        num_rows = planned.chunks[i][2]
         rows.append(range(len(samples), len(samples) + num_rows))
         samples += [seq, *(as_if(seq, seq.num_known_tokens + j) if seq.stages else seq for j in range(1, num_rows))]
-        sampled_chunks += range(first, first + num_rows)
-    step = replace(
-        planned, chunks=decodes + prefills, num_decodes=len(decodes), samples=samples, sampled_chunks=sampled_chunks
-    )
+        sampled_chunks += range(firsts[i], firsts[i] + num_rows)
+    step = replace(planned, chunks=chunks, num_decodes=len(chunks), samples=samples, sampled_chunks=sampled_chunks)
     return step, rows
 
 

@@ -50,6 +50,7 @@ def make_speculation(
         proposer=ready.proposer,
         max_drafts=ready.options.num_speculative_tokens,
         max_rows=ready.max_rows,
+        max_seqs=ready.options.disable_by_batch_size or parts.config.max_num_seqs,
         vocab_size=parts.model_config.vocab_size,
     )
     bind: Any = getattr(ready.proposer, "bind", None)  # a draft model reads the block tables of this scheduler

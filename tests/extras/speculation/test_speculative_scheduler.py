@@ -106,6 +106,17 @@ def test_a_step_has_no_more_rows_than_are_nearly_free():
     run.finish()
 
 
+def test_no_drafts_beside_more_sequences_than_allowed():
+    run = SpeculativeRun(proposer=Guesser(1, is_erratic=False), max_seqs=1)
+    run.add([1] * 3, max_tokens=30)
+    run.step()
+    assert len(run.step().chunks) == 3, "one row, and two drafts"
+    run.add([2] * 3, max_tokens=30)
+    run.step()
+    assert len(run.step().chunks) == 2
+    run.finish()
+
+
 def test_a_sequence_whose_drafts_fail_gets_ever_fewer():
     run = SpeculativeRun(proposer=Guesser(0, is_erratic=False))
     run.add([1] * 3, max_tokens=100, ignore_eos=True)
