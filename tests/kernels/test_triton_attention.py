@@ -17,6 +17,7 @@ from packaging.version import Version
 from nanovllm import LLM
 from nanovllm.kernels.choices import select_backend
 from nanovllm.layers.backends import TorchAttention
+from nanovllm.models.masking import AttentionOptions
 from tests.conftest import KERNEL_TESTS
 
 pytest.importorskip("triton")
@@ -73,6 +74,25 @@ def test_kernels_in_the_interpreter(names, sweep):
     done = run_job("pytest", "-x", "-p", "no:cacheprovider", "-m", sweep, *files, interpret="1")
     assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
+
+
+def test_windowed_steps_lie_where_the_kernels_run(monkeypatch):
+    """A card's kernels cannot read a CPU's tensors, the interpreter can. Here `meta` stands for the card."""
+    from tests.kernels import test_triton_kernels as tests
+
+    class Launched:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: places.update(arg.device.type for arg in args if torch.is_tensor(arg))
+
+    places = set()
+    for name in ("decode_kernel", "merge_kernel", "prefill_kernel"):
+        monkeypatch.setattr(paged_attention, name, Launched())
+    monkeypatch.setattr(store_kv, "store_kv", Launched()[()])
+    monkeypatch.setattr(tests, "DEVICE", torch.device("meta"))
+    monkeypatch.setattr(tests, "check_close", lambda *_: None)
+    monkeypatch.setattr(torch.testing, "assert_close", lambda *_, **__: None)
+    tests.test_windows_and_soft_caps_equal_the_reference(options=AttentionOptions(window=7), block_size=16)
+    assert places == {"meta"}
 
 
 # ---- what the kernels compile to

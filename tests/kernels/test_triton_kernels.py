@@ -25,8 +25,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends import TorchAttention
 from nanovllm.scheduling.sequence import Sequence
 from tests.attention_options import OPTIONS
-from tests.attention_steps import Step as StepOnCpu
-from tests.attention_steps import check_close
+from tests.attention_steps import Step, check_close
 from tests.steps import batch_of
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -319,7 +318,8 @@ def test_prefill_with_its_own_launch_equals_the_reference(dtype):
 def test_windows_and_soft_caps_equal_the_reference(options, block_size):
     """Decodes, also in splits, and chunks; windows begin and end inside a tile, and blocks before are not read."""
     backend = TritonAttention(2, 1, 32, block_size)
-    step = StepOnCpu(backend, [(100, 1), (5, 1), (33, 1), (0, 70), (90, 40), (60, 3)], options=options)
+    lens = [(100, 1), (5, 1), (33, 1), (0, 70), (90, 40), (60, 3)]
+    step = Step(backend, lens, options=options, device=DEVICE)
     out = step.run(backend)
     check_close(out, step)
     rows, metadata = slice(0, 3), step.batch.metadata
@@ -532,6 +532,7 @@ LONG = {
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (32, 4, 64), (16, 1, 128)])
 @pytest.mark.parametrize("lens", LONG.values(), ids=LONG)
+@pytest.mark.sparse  # each is compiled anew
 def test_real_sizes_equal_the_other_backends(lens, num_heads, num_kv_heads, head_dim, block_size, dtype):
     backend = TritonAttention(num_heads, num_kv_heads, head_dim, block_size)
     step = fill(backend, lens, dtype)
