@@ -5,8 +5,10 @@ real GPUs, how the work is divided, and where it may be chosen.
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
+import sysconfig
 from importlib.metadata import version
 from pathlib import Path
 
@@ -277,6 +279,39 @@ def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ValueError, match="needs the package triton"):
         choose("triton", CUDA)
+
+
+@pytest.mark.parametrize("missing", ["compiler", "CC", "header"])
+def test_triton_is_refused_where_it_cannot_build_what_launches_kernels(monkeypatch, tmp_path, missing):
+    """As in a slim container: `auto` serves with PyTorch's attention, and says what to install."""
+    for variable in ("CC", "CPATH", "C_INCLUDE_PATH", "TRITON_INTERPRET"):
+        monkeypatch.delenv(variable, raising=False)
+    for module in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, module, None)
+    if missing == "compiler":
+        monkeypatch.setenv("PATH", str(tmp_path))
+        reason = "triton needs a C compiler, and there is no gcc or clang: install gcc, or set CC"
+    elif missing == "CC":
+        monkeypatch.setenv("CC", "no-such-compiler")
+        reason = "triton needs a C compiler, and there is no no-such-compiler"
+    else:
+        monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+        reason = f"triton needs Python's headers, and there is no {tmp_path}/Python.h: install python3-dev"
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        choose("triton", CUDA)
+    backend_class, reasons = select_backend("auto", CUDA, torch.bfloat16, 128)
+    assert backend_class is TorchAttention
+    assert reason in reasons
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter launches nothing
+    assert choose("triton", CUDA) is TritonAttention
+
+
+def test_python_headers_may_lie_where_the_compiler_looks(monkeypatch, tmp_path):
+    (tmp_path / "headers").mkdir()
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    (tmp_path / "headers" / "Python.h").touch()
+    monkeypatch.setenv("CPATH", f"/nowhere:{tmp_path / 'headers'}")
+    assert choose("triton", CUDA) is TritonAttention
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 15, 17, 24, 384])

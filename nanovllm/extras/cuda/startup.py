@@ -57,9 +57,11 @@ class CudaDevice(Device):
 
 
 def choose_draw(config: Config, device: torch.device) -> Draw | None:
-    """On CUDA, with triton: kernels that neither sort nor make the host wait."""
+    """On CUDA, where kernels in Triton can be launched: those that neither sort nor make the host wait."""
     if config.enforce_eager or device.type != "cuda":
         return None
-    with suppress(ImportError):
-        return importlib.import_module("nanovllm.kernels.cuda.sample").draw_tokens
+    with suppress(ImportError):  # the folder of kernels has been deleted, or triton is of another torch
+        requirements = importlib.import_module("nanovllm.kernels.cuda.requirements")
+        if requirements.why_no_triton() is None:
+            return importlib.import_module("nanovllm.kernels.cuda.sample").draw_tokens
     return None

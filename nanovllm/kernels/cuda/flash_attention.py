@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.backend import KernelBackend
-from nanovllm.kernels.cuda.requirements import gpu_capability, is_installed, why_too_old
+from nanovllm.kernels.cuda.requirements import gpu_capability, is_installed, why_no_triton, why_too_old
 from nanovllm.layers import attention
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.models.masking import PLAIN, AttentionOptions
@@ -153,7 +153,7 @@ class FlashAttention(KernelBackend):
         return None if error < 0.05 else f"{version.name} ignores {options}: it was built without that"
 
     def replace_layers(self, model: nn.Module) -> None:
-        if is_installed("triton"):  # which flash-attn itself can do without
+        if why_no_triton() is None:  # flash-attn itself can do without
             from nanovllm.kernels.cuda.decoder_layer import replace_layers
 
             replace_layers(model, self)

@@ -13,7 +13,7 @@ from torch import nn
 
 from nanovllm.kernels.backend import KernelBackend
 from nanovllm.kernels.cuda.launch import Launch, choose_splits, decode_launch, describe_gpu, prefill_launch
-from nanovllm.kernels.cuda.requirements import is_installed, why_too_old
+from nanovllm.kernels.cuda.requirements import why_no_triton, why_too_old
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.models.masking import PLAIN, AttentionOptions
 
@@ -48,9 +48,8 @@ class TritonAttention(KernelBackend):
             return f"the model's head_dim must be a power of two from 16 to 256, it is {head_dim}"
         if block_size is not None and (block_size < 16 or block_size & (block_size - 1)):
             return f"block_size must be a power of two and at least 16, got {block_size}"
-        if not is_installed("triton"):
-            return "it needs the package triton, which comes with torch's CUDA build on Linux"
-        return why_too_old((8, 0), "Ampere")  # on older GPUs the tiles are larger than shared memory
+        # on GPUs before Ampere the tiles are larger than shared memory
+        return why_no_triton() or why_too_old((8, 0), "Ampere")
 
     @classmethod
     def why_no_fp8_kv_cache(cls) -> str | None:
