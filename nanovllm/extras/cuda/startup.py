@@ -1,4 +1,4 @@
-"""What an engine on CUDA adds at its start: a kernel that draws, pinned buffers, CUDA graphs, and all free memory.
+"""What an engine on CUDA adds at its start: a kernel that draws, pinned buffers, free memory, a warm-up, CUDA graphs.
 
 Made by `engine/assembly.py` in its branch for CUDA, which calls the methods in their order here.
 """
@@ -15,6 +15,7 @@ from nanovllm.execution.sampler import Draw
 from nanovllm.extras.cuda.graphs import StepSizes, choose_graphs, replay_decodes
 from nanovllm.extras.cuda.input_buffer import InputBuffer
 from nanovllm.extras.cuda.memory import advice_on_start_memory, advised, measure_free_bytes
+from nanovllm.extras.cuda.warm_up import warm_up
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.layers.backends import AttentionBackend
 from nanovllm.models.config import ModelConfig
@@ -50,7 +51,11 @@ class CudaDevice(Device):
         return measure_free_bytes(runner, self.config, self.sizes, self.has_graphs)
 
     def wrap(self, runner: ModelRunner, newest: NewestTokens | None) -> None:
-        """Wrap `compute`; graphs read the newest tokens on the device, with or without overlap."""
+        """Compile what requests will run, and wrap `compute`.
+
+        Graphs read the newest tokens on the device, with or without overlap.
+        """
+        warm_up(runner, self.sizes)
         if self.has_graphs:
             replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
         runner.compute = advised(runner.compute)
