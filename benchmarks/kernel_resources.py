@@ -77,8 +77,12 @@ class Case:
         return POINTERS[self.dtype]
 
     @property
+    def cache_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.is_fp8 else self.dtype
+
+    @property
     def cache_pointer(self) -> str:
-        return POINTERS[torch.float8_e4m3fn if self.is_fp8 else self.dtype]
+        return POINTERS[self.cache_dtype]
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def build_prefill(case: Case) -> Build:
 
 
 def build_attention(case: Case, kernel: Any, choose: Callable[..., Launch], pointers: dict[str, str]) -> Build:
-    launch = choose(HEADS_OF_A_GROUP, case.head_dim, case.dtype, GPUS[case.arch])
+    launch = choose(HEADS_OF_A_GROUP, case.head_dim, case.dtype, case.cache_dtype, GPUS[case.arch])
     pointers = {**pointers, "out": case.pointer, "q": case.pointer}
     pointers |= dict.fromkeys(("k_cache", "v_cache"), case.cache_pointer)
     constants: dict[str, Any] = {"NUM_KV_HEADS": NUM_KV_HEADS, "GROUP": HEADS_OF_A_GROUP, "HEAD_DIM": case.head_dim}

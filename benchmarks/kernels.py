@@ -184,7 +184,7 @@ def sweep(backend: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prefills = [(f"prefill {name}", PREFILLS[name], False) for name in SWEPT_PREFILLS]
     for name, lens, is_decode in decodes + prefills:
         choose = decode_launch if is_decode else prefill_launch
-        chosen = choose(backend.group, backend.head_dim, args.dtype, gpu)
+        chosen = choose(backend.group, backend.head_dim, args.dtype, backend.kv_cache_dtype or args.dtype, gpu)
         rows = [chosen.rows] if is_decode else [64, 128]
         grid = itertools.product(rows, (32, 64, 128), (2, 4, 8) if is_decode else (4, 8), (1, 3, 5, 7))
         step = make_step(backend, lens, is_decode, args.dtype)

@@ -36,7 +36,7 @@ from nanovllm.kernels.cuda import (
     truncate,
 )
 from nanovllm.kernels.cuda.flash_attention import FlashAttention
-from nanovllm.kernels.cuda.launch import GPU, choose_splits, decode_launch, prefill_launch
+from nanovllm.kernels.cuda.launch import GPU, Launch, choose_splits, decode_launch, prefill_launch
 from nanovllm.kernels.cuda.triton_attention import TritonAttention
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -200,17 +200,32 @@ def test_splits_of_well_known_cases():
 
 
 @pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [*((d, d) for d in (torch.bfloat16, torch.float32)), (torch.bfloat16, torch.float8_e4m3fn)],
+)
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 4, 16, 64])
-def test_launches_are_powers_of_two_that_hold_a_group(group, head_dim, dtype, shared_memory):
+def test_launches_are_powers_of_two_that_hold_a_group(group, head_dim, dtype, cache_dtype, shared_memory):
     for choose in (decode_launch, prefill_launch):
-        launch = choose(group, head_dim, dtype, GPU(132, shared_memory))
+        launch = choose(group, head_dim, dtype, cache_dtype, GPU(132, shared_memory))
         assert launch.rows >= max(16, group)
         for n in (launch.rows, launch.tile, launch.num_warps):
             assert n & (n - 1) == 0
         assert 128 % launch.tile == 0, "splits are whole tiles"
         assert launch.num_stages >= 1
+
+
+def test_launches_of_well_known_cases():
+    bf16, fp8, small = torch.bfloat16, torch.float8_e4m3fn, GPU(128, 99 * 1024)  # an RTX 4090
+    # two tiles are loaded while one is computed with: 98,816 bytes. Heads of 256 would take 102,656
+    assert prefill_launch(4, 128, bf16, bf16, small) == Launch(128, 64, 8, num_stages=5)
+    assert prefill_launch(4, 256, bf16, bf16, small) == Launch(64, 32, 8, num_stages=3)
+    assert prefill_launch(4, 128, bf16, bf16, GPU()) == Launch(128, 64, 8, num_stages=5)
+    assert decode_launch(4, 128, bf16, bf16, small) == Launch(16, 64, 4, num_stages=3)
+    # over an fp8 cache, tiles of more tokens, which take fewer instructions each
+    assert decode_launch(4, 128, bf16, fp8, small) == Launch(16, 128, 4, num_stages=3)
+    assert decode_launch(4, 128, bf16, fp8, GPU()) == Launch(16, 128, 4, num_stages=5)
 
 
 @pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])

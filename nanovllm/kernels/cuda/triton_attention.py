@@ -109,7 +109,7 @@ class TritonAttention(KernelBackend):
         """
         num_seqs, table_width = block_tables.shape
         gpu = describe_gpu(q.device)
-        launch = launch or decode_launch(self.group, self.head_dim, q.dtype, gpu)
+        launch = launch or decode_launch(self.group, self.head_dim, q.dtype, layer_cache.dtype, gpu)
         num_splits, min_split_len = splits or choose_splits(
             num_seqs * self.num_kv_heads, table_width * self.block_size, gpu
         )
@@ -160,7 +160,7 @@ class TritonAttention(KernelBackend):
         options: AttentionOptions = PLAIN,
     ) -> None:
         """Chunks of new tokens end to end. q, out: [num_tokens, num_heads, head_dim]"""
-        launch = launch or prefill_launch(self.group, self.head_dim, q.dtype, describe_gpu(q.device))
+        launch = launch or prefill_launch(self.group, self.head_dim, q.dtype, layer_cache.dtype, describe_gpu(q.device))
         num_seqs = len(block_tables)
         num_q_tiles = q.shape[0] // (launch.rows // self.group) + num_seqs
         k_cache, v_cache = layer_cache
