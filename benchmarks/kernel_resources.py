@@ -13,7 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,17 @@ def build_decode(case: Case) -> Build:
 
 
 def build_prefill(case: Case) -> Build:
-    return build_attention(case, paged_attention.prefill_kernel, prefill_launch, {})
+    return build_chunks(case, is_split=False)
+
+
+def build_split_prefill(case: Case) -> Build:
+    return build_chunks(case, is_split=True)
+
+
+def build_chunks(case: Case, is_split: bool) -> Build:
+    pointers = {"part": "*fp32", "part_lse": "*fp32"}
+    build = build_attention(case, paged_attention.prefill_kernel, prefill_launch, pointers)
+    return replace(build, constants={**build.constants, "IS_SPLIT": is_split})
 
 
 def build_attention(case: Case, kernel: Any, choose: Callable[..., Launch], pointers: dict[str, str]) -> Build:
@@ -141,6 +151,11 @@ def build_merge(case: Case) -> Build:
     pointers = {"out": case.pointer, "part": "*fp32", "part_lse": "*fp32"}
     constants = {"HEAD_DIM": case.head_dim, "TILE": 64, "WINDOW": 0, "SPLITS": 16}
     return Build(paged_attention.merge_kernel, pointers, constants)
+
+
+def build_merge_chunks(case: Case) -> Build:
+    pointers = {"out": case.pointer, "part": "*fp32", "part_lse": "*fp32"}
+    return Build(paged_attention.merge_chunks_kernel, pointers, {"HEAD_DIM": case.head_dim, "SPLITS": 16})
 
 
 def build_norm_rotary_store(case: Case) -> Build:
@@ -220,7 +235,9 @@ BUILDS: dict[str, Callable[[Case], Build]] = {
     "store_kv": build_store_kv,
     "decode": build_decode,
     "prefill": build_prefill,
+    "split_prefill": build_split_prefill,
     "merge": build_merge,
+    "merge_chunks": build_merge_chunks,
     "norm_rotary_store": build_norm_rotary_store,
     "rms_norm": build_rms_norm,
     "silu_and_mul": build_silu_and_mul,
@@ -242,8 +259,10 @@ def all_cases(arch: int, is_quick: bool = False) -> Iterator[Case]:
                 for block_size in (16, 256):
                     yield Case("decode", arch, dtype, head_dim, block_size, is_fp8=is_fp8)
                     yield Case("prefill", arch, dtype, head_dim, block_size, is_fp8=is_fp8)
+                yield Case("split_prefill", arch, dtype, head_dim, 16, is_fp8=is_fp8)
                 yield Case("norm_rotary_store", arch, dtype, head_dim, is_fp8=is_fp8)
             yield Case("merge", arch, dtype, head_dim)
+            yield Case("merge_chunks", arch, dtype, head_dim)
         for hidden_size in (1024, 5120):
             yield Case("rms_norm", arch, dtype, num_columns=hidden_size)
         yield Case("silu_and_mul", arch, dtype, num_columns=3072)

@@ -36,13 +36,14 @@ from nanovllm.kernels.cuda import (
     truncate,
 )
 from nanovllm.kernels.cuda.flash_attention import FlashAttention
-from nanovllm.kernels.cuda.launch import GPU, Launch, choose_splits, decode_launch, prefill_launch
+from nanovllm.kernels.cuda.launch import GPU, Launch, choose_chunk_splits, choose_splits, decode_launch, prefill_launch
 from nanovllm.kernels.cuda.triton_attention import TritonAttention
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (activation, few_tokens, inverse_cdf, logit_weights, norm, paged_attention, store_kv, truncate)
 KERNELS = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
 FEW_TOKENS = {"norm_linear", "norm_gate_up", "add_linear"}  # what one kernel, `few_tokens_kernel`, is compiled to
+PREFILLS = {"prefill", "split_prefill"}  # the same, of `prefill_kernel`
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -87,7 +88,7 @@ def test_windowed_steps_lie_where_the_kernels_run(monkeypatch):
             return lambda *args, **constants: places.update(arg.device.type for arg in args if torch.is_tensor(arg))
 
     places = set()
-    for name in ("decode_kernel", "merge_kernel", "prefill_kernel"):
+    for name in ("decode_kernel", "merge_kernel", "prefill_kernel", "merge_chunks_kernel"):
         monkeypatch.setattr(paged_attention, name, Launched())
     monkeypatch.setattr(store_kv, "store_kv", Launched()[()])
     monkeypatch.setattr(tests, "DEVICE", torch.device("meta"))
@@ -111,8 +112,11 @@ def test_each_kernel_is_described_as_it_is():
         assert build.constants.keys() == constants, case
     assert named <= pointers
     built = {case.kernel for case in one_of_each(90)}
-    assert {f"{name}_kernel" for name in built - FEW_TOKENS} == KERNELS - {"few_tokens_kernel"}
-    assert built >= FEW_TOKENS
+    assert {f"{name}_kernel" for name in built - FEW_TOKENS - PREFILLS} == KERNELS - {
+        "few_tokens_kernel",
+        "prefill_kernel",
+    }
+    assert built >= FEW_TOKENS | PREFILLS
 
 
 def may_spill(arch):
@@ -150,14 +154,13 @@ def test_programs_fit_a_multiprocessor(resources):
     for used in resources:
         kernel, arch, dtype = used["case"].split()[:3]
         is_large = kernel in FEW_TOKENS and (arch, dtype) != ("sm_90", "bfloat16")
-        least = 1 if is_large or kernel in ("prefill", "truncate") else 2
+        least = 1 if is_large or kernel in {*PREFILLS, "truncate"} else 2
         assert used["programs"] >= least, used
 
 
 def test_all_kernels_are_compiled(resources):
     compiled = {used["case"].split()[0] for used in resources}
-    assert {f"{name}_kernel" for name in compiled - FEW_TOKENS} == KERNELS - {"few_tokens_kernel"}
-    assert compiled >= FEW_TOKENS
+    assert compiled == set(BUILDS)
 
 
 @pytest.mark.parametrize(("arch", "logits_dtype"), LAUNCHED)
@@ -197,6 +200,9 @@ def test_splits_of_well_known_cases():
     assert choose_splits(8, 256, gpu) == (2, 128)
     assert choose_splits(256 * 8, 1024, gpu) == (1, 4096)
     assert choose_splits(40 * 8, 32_768, gpu) == (6, 4096)
+    assert choose_chunk_splits(8, 32_768, gpu) == (16, 512)  # 50 new tokens of one sequence, 8 K and V heads
+    assert choose_chunk_splits(8, 1000, gpu) == (1, 512)
+    assert choose_chunk_splits(8 * 17, 32_768, gpu) == (1, 512)  # 1,024 new tokens
 
 
 @pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])

@@ -304,6 +304,29 @@ def test_prefill_equals_the_reference(group, num_kv_heads, head_dim, block_size,
     check(run_prefill(backend, step, launch=Launch(rows, tile, 4, 3)), step.expected, dtype)
 
 
+@pytest.mark.parametrize(("num_splits", "at_a_time"), [(2, 16), (5, 2), pytest.param(17, 16, marks=pytest.mark.slow)])
+def test_prefill_in_splits_equals_the_reference(monkeypatch, num_splits, at_a_time):
+    """Tiles of 16: contexts that fill all splits, some, one and none; 17 splits are more than are joined at a time."""
+    monkeypatch.setattr(triton_attention, "SPLITS_AT_A_TIME", at_a_time)
+    backend = TritonAttention(4, 2, 16, 16)
+    lens = [(0, 1), (0, 20), (15, 2), (16 * num_splits, 9), (16 * num_splits - 1, 17), (90, 3), (33, 1)]
+    step = make_step(backend, lens)
+    backend.store_kv(step.k, step.v, step.cache, step.slot_mapping)
+    out = run_prefill(backend, step, launch=Launch(16, 16, 4, 3), splits=(num_splits, 16))
+    check(out, step.expected, torch.float32)
+
+
+def test_short_chunks_over_long_contexts_are_split(monkeypatch):
+    """By the batch's longest context, which the host knows: the answer is that of one split."""
+    backend = TritonAttention(2, 1, 16, 256)
+    step = Step(backend, [(1100, 2), (3, 5)], device=DEVICE)
+    launched = []
+    choose = triton_attention.choose_chunk_splits
+    monkeypatch.setattr(triton_attention, "choose_chunk_splits", lambda *a: launched.append(choose(*a)) or launched[-1])
+    check_close(step.run(backend), step)
+    assert launched == [(2, 512)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prefill_with_its_own_launch_equals_the_reference(dtype):
     backend = TritonAttention(4, 2, 64, 16)
@@ -328,6 +351,11 @@ def test_windows_and_soft_caps_equal_the_reference(options, block_size):
         args = (step.layer_cache, metadata.block_tables[rows], metadata.seq_lens[rows])
         backend.decode(parts, step.q[rows].contiguous(), *args, Launch(16, 16, 4, 3), splits, options)
         torch.testing.assert_close(parts, out[rows], rtol=5e-6, atol=5e-6)
+    step_of_chunks = (step.layer_cache, metadata.block_tables[3:], metadata.seq_lens[3:], metadata.prefill_cu_seqlens_q)
+    for splits in ((2, 16), (7, 16)):
+        parts = torch.empty_like(step.q[3:])
+        backend.prefill(parts, step.q[3:], *step_of_chunks, 0, Launch(16, 16, 4, 3), splits, options)
+        torch.testing.assert_close(parts, out[3:], rtol=5e-6, atol=5e-6)
 
 
 def test_every_chunk_finds_its_tiles():

@@ -15,7 +15,7 @@ from nanovllm.extras.cuda.graphs import StepSizes
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.scheduling.step import BlockMoves
 
-CONTEXT = 512  # tokens: long enough to be split
+CONTEXT = 1024  # tokens: long enough to be split
 CHUNK = 32  # tokens: more than `few_tokens.py` takes
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 MIN_SPLIT_LEN = 128  # below this, merging costs more than splitting gains
+MIN_CHUNK_SPLIT_LEN = 512  # the same for prefill, whose parts are those of many rows
 LONG_SPLIT_LEN = 4096  # a context longer than this is worth splitting even where there is work enough for all
 
 
@@ -93,3 +94,11 @@ def choose_splits(num_programs: int, max_len: int, gpu: GPU) -> tuple[int, int]:
     # an empty split is still a program, so their number has a limit
     affordable = max(1, 16 * gpu.num_multiprocessors // num_programs)
     return max(1, min(affordable, -(-max_len // LONG_SPLIT_LEN))), LONG_SPLIT_LEN
+
+
+def choose_chunk_splits(num_programs: int, max_len: int, gpu: GPU) -> tuple[int, int]:
+    """As `choose_splits`, for prefill: chunks of a few tokens over a long context are too few programs.
+
+    One program fills a multiprocessor, and all of them should run at the same time.
+    """
+    return max(1, min(gpu.num_multiprocessors // num_programs, max_len // MIN_CHUNK_SPLIT_LEN)), MIN_CHUNK_SPLIT_LEN

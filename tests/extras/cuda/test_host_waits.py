@@ -111,7 +111,7 @@ def kernels(monkeypatch):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             kernels[name] = KernelStandIn(getattr(module, name))
             monkeypatch.setattr(module, name, kernels[name])
-    assert len(kernels) == 11
+    assert len(kernels) == 12
     return kernels
 
 
@@ -224,7 +224,7 @@ def test_requests_compile_nothing_that_the_warm_up_has_not(kernels, batches, mon
     runner, _ = make_runner(make_backend("triton"), True)
     monkeypatch.setattr(ArrivingTokens, "wait", lambda self: None)  # there are no numbers
     monkeypatch.setattr(ArrivingTokens, "__init__", lambda self, sampled: None)
-    warm_up(runner, StepSizes(max_num_batched_tokens=40, max_num_seqs=7, max_model_len=512))
+    warm_up(runner, StepSizes(max_num_batched_tokens=40, max_num_seqs=7, max_model_len=2048))
     warm = {name: set(kernel.variants) for name, kernel in kernels.items()}
     assert {name for name, variants in warm.items() if not variants} == {"store_kv_kernel"}  # of PyTorch's layers
     for batch in batches:
