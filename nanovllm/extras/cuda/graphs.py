@@ -237,6 +237,7 @@ class DecodeInputs:
                 num_decodes=size,
                 max_seqlen_q=0,
                 max_seqlen_k=0,
+                num_prefix_tokens=0,
             ),
             logits_indices=self._offsets[:size],
             sampling=SamplingBatch(**column),

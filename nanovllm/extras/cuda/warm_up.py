@@ -62,6 +62,7 @@ def null_batch(
             num_decodes=len(new_lens) if are_decodes else 0,
             max_seqlen_q=0 if are_decodes else max(new_lens),
             max_seqlen_k=0 if are_decodes else max(seq_lens),
+            num_prefix_tokens=0 if are_decodes else sum(seq_lens) - sum(new_lens),
         ),
         logits_indices=cu[1:] - 1,
         sampling=sampling,
