@@ -7,14 +7,16 @@ import importlib
 from contextlib import AbstractContextManager, suppress
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.config import Config
 from nanovllm.engine.assembly import Device
-from nanovllm.execution.model_runner import ModelRunner
+from nanovllm.execution.batch import Batch
+from nanovllm.execution.model_runner import ModelRunner, SampledTokens
 from nanovllm.execution.sampler import Draw
 from nanovllm.extras.cuda.graphs import StepSizes, choose_graphs, replay_decodes
 from nanovllm.extras.cuda.input_buffer import InputBuffer
-from nanovllm.extras.cuda.memory import advice_on_start_memory, advised, measure_free_bytes
+from nanovllm.extras.cuda.memory import Compute, advice_on_start_memory, advised, measure_free_bytes
 from nanovllm.extras.cuda.warm_up import warm_up
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.layers.backends import AttentionBackend
@@ -42,6 +44,8 @@ class CudaDevice(Device):
 
     def prepare(self, runner: ModelRunner) -> None:
         runner.draw = self.draw or runner.draw
+        if runner.backend.instructions == AttentionBackend.instructions:  # PyTorch's
+            runner.compute = without_plans(runner.compute)
         runner.send = InputBuffer(self.device, 1 << 16).send_record
 
     def advice(self) -> AbstractContextManager[None]:
@@ -59,6 +63,17 @@ class CudaDevice(Device):
         if self.has_graphs:
             replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
         runner.compute = advised(runner.compute)
+
+
+def without_plans(compute: Compute) -> Compute:
+    """`compute` without cuDNN's attention, which plans anew for each shape, and steps differ in theirs."""
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+    def compute_without_plans(runner: ModelRunner, batch: Batch) -> SampledTokens:
+        with sdpa_kernel(kernels):
+            return compute(runner, batch)
+
+    return compute_without_plans
 
 
 def choose_draw(config: Config, device: torch.device) -> Draw | None:
