@@ -1,6 +1,10 @@
 """What the Triton kernels take of a GPU: registers, spills and shared memory, found by compiling them without one.
 
     python -m benchmarks.kernel_resources [--arch 80 86 89 90 100 120] [--quick] [--json]
+    python -m benchmarks.kernel_resources --table --write     # benchmarks/results/kernel-resources.json
+
+The table holds one row for each kernel as Qwen3-8B launches it in bfloat16, by GPU. The sweep of the tests compares it
+with what the kernels compile to: whoever changes a kernel sees what it costs, and writes the table anew.
 
 Triton compiles for any target, and the machine code says what came out. A spill is a value that found no register and
 goes through memory: a few bytes before a loop are nothing, hundreds in one are slow. Shared memory and registers decide
@@ -12,7 +16,7 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +53,7 @@ REGISTERS, RESERVED_SHARED = 65536, 1024  # of a multiprocessor; of each program
 NUM_KV_HEADS, HEADS_OF_A_GROUP = 8, 4  # Qwen3-8B's
 CHUNKS = 128  # a power of two, of Qwen3's 151,936 tokens
 
+TABLE = Path(__file__).parent / "results" / "kernel-resources.json"
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv"}
 
 
@@ -285,6 +290,17 @@ def one_of_each(arch: int) -> list[Case]:
     return list(first.values())
 
 
+def table_cases(arch: int) -> list[Case]:
+    """The rows of the table: each kernel in bfloat16, with heads of 128 and blocks of 16, and over an fp8 cache."""
+    sizes = (0, 128), (0, 16), (0, 1024, 3072)
+    cases = [case for case in all_cases(arch, is_quick=True) if case.dtype == torch.bfloat16]
+    return [
+        case
+        for case in cases
+        if all(n in of for n, of in zip((case.head_dim, case.block_size, case.num_columns), sizes, strict=True))
+    ]
+
+
 def compile_case(case: Case) -> tuple[Any, Resources]:
     """The compiled kernel (its `asm` holds every stage) and what it takes."""
     build = BUILDS[case.kernel](case)
@@ -323,20 +339,38 @@ def main() -> None:
     parser.add_argument("--arch", type=int, nargs="+", choices=list(GPUS), default=list(GPUS))
     parser.add_argument("--quick", action="store_true", help="only the specialisations that differ most")
     parser.add_argument("--once", action="store_true", help="only one specialisation of each kernel")
+    parser.add_argument("--table", action="store_true", help="only the rows of the table")
+    parser.add_argument("--write", action="store_true", help="the table, as a file")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if not args.json:
         print("| kernel | registers | spilled bytes | shared bytes | warps | stages | programs per multiprocessor |")
         print("|---|---|---|---|---|---|---|")
+    rows = {}
     for arch in args.arch:
-        for case in one_of_each(arch) if args.once else all_cases(arch, args.quick):
+        for case in choose_cases(arch, args):
             _, used = compile_case(case)
-            programs = used.programs_per_multiprocessor(GPUS[arch])
+            row = {**asdict(used), "programs": used.programs_per_multiprocessor(GPUS[arch])}
+            rows[str(case)] = list(row.values())
             if args.json:
-                print(json.dumps({"case": str(case), **asdict(used), "programs": programs}), flush=True)
+                print(json.dumps({"case": str(case), **row}), flush=True)
             else:
-                columns = [*asdict(used).values(), programs]
-                print(f"| {case} | {' | '.join(map(str, columns))} |", flush=True)
+                print(f"| {case} | {' | '.join(map(str, row.values()))} |", flush=True)
+    if args.write:
+        TABLE.write_text(as_text(rows), encoding="utf-8")
+
+
+def choose_cases(arch: int, args: argparse.Namespace) -> Iterable[Case]:
+    if args.table or args.write:
+        return table_cases(arch)
+    return one_of_each(arch) if args.once else all_cases(arch, args.quick)
+
+
+def as_text(rows: dict[str, list[int]]) -> str:
+    """JSON with a line for each kernel."""
+    lines = ",\n".join(f"  {json.dumps(case)}: {json.dumps(row)}" for case, row in rows.items())
+    columns = json.dumps([*Resources.__dataclass_fields__, "programs"])
+    return f'{{\n "triton": "{triton.__version__}",\n "columns": {columns},\n "rows": {{\n{lines}\n }}\n}}\n'
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from tests.conftest import KERNEL_TESTS
 
 pytest.importorskip("triton")
 
-from benchmarks.kernel_resources import BUILDS, GPUS, all_cases, one_of_each
+from benchmarks.kernel_resources import BUILDS, GPUS, TABLE, all_cases, one_of_each, table_cases
 from nanovllm.kernels.cuda import (
     activation,
     few_tokens,
@@ -41,6 +41,7 @@ from nanovllm.kernels.cuda.triton_attention import TritonAttention
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (activation, few_tokens, inverse_cdf, logit_weights, norm, paged_attention, store_kv, truncate)
+TABLE_OF_RESOURCES = json.loads(TABLE.read_text(encoding="utf-8"))
 KERNELS = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
 FEW_TOKENS = {"norm_linear", "norm_gate_up", "add_linear"}  # what one kernel, `few_tokens_kernel`, is compiled to
 PREFILLS = {"prefill", "split_prefill"}  # the same, of `prefill_kernel`
@@ -49,7 +50,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 LAUNCHED = [(90, "bfloat16"), *(pytest.param(arch, "float32", marks=pytest.mark.slow) for arch in (80, 90, 100, 120))]
 """H100; then A100, H100, B200, and an RTX 5090, which has least shared memory. With a dtype of logits."""
-SWEPT = [(80, "--once"), (90, "--quick"), (100, "--once"), (120, "--quick")]
+SWEPT = [("--quick", "90"), ("--table", "80", "86", "89"), ("--table", "90", "100", "120")]
 PARTS = [(KERNEL_TESTS, "not slow"), *((KERNEL_TESTS[part::2], "slow") for part in (0, 1))]
 SPILLS_NOTHING = Version(version("triton")).release[:2] in ((3, 6), (3, 9))  # on the first two; others up to 96 bytes
 
@@ -119,22 +120,29 @@ def test_each_kernel_is_described_as_it_is():
     assert built >= FEW_TOKENS | PREFILLS
 
 
-def may_spill(arch):
+def may_spill(arch, kernel=""):
     """Bytes of a thread. A few before a loop are nothing; hundreds would be slow."""
-    return 0 if arch in (80, 90) and SPILLS_NOTHING else 96
+    return 0 if arch in (80, 90) and SPILLS_NOTHING and kernel != "split_prefill" else 96
+
+
+def test_the_table_of_resources_has_all_kernels_and_gpus():
+    """`python -m benchmarks.kernel_resources --table --write` writes it, in a minute or two."""
+    cases = [case for arch in GPUS for case in table_cases(arch)]
+    assert list(TABLE_OF_RESOURCES["rows"]) == list(map(str, cases))
+    assert {case.kernel for case in cases} == set(BUILDS)
 
 
 @pytest.fixture(
     scope="module",
     params=[pytest.param(case, marks=pytest.mark.slow) for case in SWEPT],
-    ids=lambda param: f"{param[0]}{param[1]}",
+    ids=lambda param: " ".join(param),
 )
 def resources(request):
     """What `benchmarks.kernel_resources` compiles: by default, `test_what_is_launched_compiles` makes the same claims.
 
-    One dict for each kernel, or for each specialisation but float16, which differs from bfloat16 in a type only."""
-    arch, which = request.param
-    done = run_job("benchmarks.kernel_resources", which, "--json", "--arch", str(arch))
+    One dict for each kernel of the table, or for each specialisation but float16, which differs in a type only."""
+    which, *arches = request.param
+    done = run_job("benchmarks.kernel_resources", which, "--json", "--arch", *arches)
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -142,7 +150,18 @@ def resources(request):
 def test_kernels_hardly_spill(resources):
     assert len(resources) >= len(KERNELS)
     for used in resources:
-        assert used["spill_bytes"] <= may_spill(int(used["case"].split()[1].removeprefix("sm_"))), used
+        kernel, arch, *_ = used["case"].split()
+        assert used["spill_bytes"] <= may_spill(int(arch.removeprefix("sm_")), kernel), used
+
+
+def test_resources_are_those_of_the_table(resources):
+    """Registers, spills, shared memory: what they cost a GPU shows without one."""
+    if TABLE_OF_RESOURCES["triton"] != version("triton"):
+        pytest.skip(f"the table is of Triton {TABLE_OF_RESOURCES['triton']}: write it anew")
+    columns, table = TABLE_OF_RESOURCES["columns"], TABLE_OF_RESOURCES["rows"]
+    found = {used["case"]: [used[name] for name in columns] for used in resources}
+    assert found.keys() & table.keys()
+    assert {case: row for case, row in found.items() if case in table and row != table[case]} == {}
 
 
 def test_programs_fit_a_multiprocessor(resources):
