@@ -95,7 +95,7 @@ def test_windowed_steps_lie_where_the_kernels_run(monkeypatch):
     monkeypatch.setattr(tests, "DEVICE", torch.device("meta"))
     monkeypatch.setattr(tests, "check_close", lambda *_: None)
     monkeypatch.setattr(torch.testing, "assert_close", lambda *_, **__: None)
-    tests.test_windows_and_soft_caps_equal_the_reference(options=AttentionOptions(window=7), block_size=16)
+    tests.test_windows_and_soft_caps_equal_the_reference(monkeypatch, AttentionOptions(window=7), block_size=16)
     assert places == {"meta"}
 
 

@@ -294,11 +294,9 @@ def prefill_kernel(
         score_scale, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW > 0, SOFTCAP, IS_MASKED=True,
     )
     # fmt: on
-    if IS_SPLIT:
-        row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # 0 where a window ends before this split
-        out = acc * (v_scale / row_sum)[:, None]
+    out = acc * (v_scale / row_sum)[:, None]
+    if IS_SPLIT:  # a row that sees nothing of this split has an lse of -inf, and its part is not read
         tl.store(part_ptr + first_part * HEAD_DIM + elements, out, mask=is_row[:, None])
         tl.store(part_lse_ptr + first_part + q_rows, row_max + tl.log2(row_sum), mask=is_row)
     else:
-        out = acc * (v_scale / row_sum)[:, None]
         tl.store(out_ptr + elements, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
