@@ -80,7 +80,7 @@ export function BlockCard({ run, state }) {
   const { owners, rank, writer, holds } = lookInto(state, block);
   const serial = state.serial[block];
   const first = state.place[block] * size;
-  const pick = (event) => choose({ block: event.target.valueAsNumber || null });
+  const pick = ({ target }) => choose({ block: Math.min(state.numBlocks, Math.max(1, Math.round(target.valueAsNumber) || block)) });
   return html`<section class="card block">
     <h2>${t("block", { block })}</h2>
     <label class="soft">${t("goToBlock")} <input type="number" min="1" max=${state.numBlocks} value=${block} aria-label=${t("goToBlock")} onChange=${pick} /></label>
