@@ -9,7 +9,7 @@ about memory or order. `LLM` drives it, or your own loop over `add_request` and 
 """
 
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nanovllm.checks import OfExtra
 from nanovllm.config import Config
@@ -45,6 +45,8 @@ class LLMEngine:
         self.config = config
         self.parts = assemble(config)
         self.runner = self.parts.runner
+        self.tokenizer = self.parts.tokenizer
+        self.description = self.parts.description  # what computes, and why that was chosen
         self.observer = SchedulingStats() if observer is None else watched_by(observer)
         self.observed = Observations()
         self._begin()
@@ -59,15 +61,6 @@ class LLMEngine:
         self._is_stepping = False
         self._aborted_meanwhile: list[Request] = []  # by a logits processor, during a step
         self._has_failed = False  # the last step
-
-    @property
-    def description(self) -> str:
-        """What computes, and why that was chosen."""
-        return self.parts.description
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.parts.tokenizer
 
     # ---- the loop
 
