@@ -95,6 +95,9 @@ def parse_args() -> argparse.Namespace:
     ours.add_argument("--num-kv-blocks", type=int)
     ours.add_argument("--attention-backend", default="auto")
     ours.add_argument("--kv-cache-dtype", default="auto", help="auto (the model's) or fp8")
+    ours.add_argument(
+        "--speculative-config", type=json.loads, metavar="JSON", help="who guesses tokens (default: nobody)"
+    )
     ours.add_argument("--overlap", action=argparse.BooleanOptionalAction, help="launch steps ahead (default: on CUDA)")
     ours.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, help="of decodes (default: on CUDA)")
     theirs = parser.add_argument_group("hf, vllm, llamacpp")
@@ -144,6 +147,7 @@ def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> M
         enforce_eager=args.enforce_eager,
         enable_overlap=args.overlap,
         enable_cuda_graphs=args.cuda_graphs,
+        speculative_config=args.speculative_config,
         seed=args.seed,
         trace=args.trace,
     )
@@ -161,6 +165,8 @@ def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> M
     stats = llm.get_stats()
     print(f"prefix-cache hit rate {stats.prefix_cache_hit_rate:.1%}, KV waste {stats.waste:.2%}, "
           f"{stats.num_preemptions} preemptions, {stats.num_kv_blocks} KV blocks")  # fmt: skip
+    if stats.num_draft_tokens:
+        print(f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} drafts accepted")
     generated = [len(output.outputs[0].token_ids) for output in outputs]
     assert generated == workload.output_lens, "every request must do its whole work"
     return Measurement(

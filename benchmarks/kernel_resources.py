@@ -1,6 +1,10 @@
 """What the Triton kernels take of a GPU: registers, spills and shared memory, found by compiling them without one.
 
     python -m benchmarks.kernel_resources [--arch 80 86 89 90 100 120] [--quick] [--json]
+    python -m benchmarks.kernel_resources --table --write     # benchmarks/results/kernel-resources.json
+
+The table holds one row for each kernel as Qwen3-8B launches it in bfloat16, by GPU. The sweep of the tests compares it
+with what the kernels compile to: whoever changes a kernel sees what it costs, and writes the table anew.
 
 Triton compiles for any target, and the machine code says what came out. A spill is a value that found no register and
 goes through memory: a few bytes before a loop are nothing, hundreds in one are slow. Shared memory and registers decide
@@ -12,8 +16,8 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,7 @@ REGISTERS, RESERVED_SHARED = 65536, 1024  # of a multiprocessor; of each program
 NUM_KV_HEADS, HEADS_OF_A_GROUP = 8, 4  # Qwen3-8B's
 CHUNKS = 128  # a power of two, of Qwen3's 151,936 tokens
 
+TABLE = Path(__file__).parent / "results" / "kernel-resources.json"
 POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv"}
 
 
@@ -77,8 +82,12 @@ class Case:
         return POINTERS[self.dtype]
 
     @property
+    def cache_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.is_fp8 else self.dtype
+
+    @property
     def cache_pointer(self) -> str:
-        return POINTERS[torch.float8_e4m3fn if self.is_fp8 else self.dtype]
+        return POINTERS[self.cache_dtype]
 
 
 @dataclass(frozen=True)
@@ -121,11 +130,21 @@ def build_decode(case: Case) -> Build:
 
 
 def build_prefill(case: Case) -> Build:
-    return build_attention(case, paged_attention.prefill_kernel, prefill_launch, {})
+    return build_chunks(case, is_split=False)
+
+
+def build_split_prefill(case: Case) -> Build:
+    return build_chunks(case, is_split=True)
+
+
+def build_chunks(case: Case, is_split: bool) -> Build:
+    pointers = {"part": "*fp32", "part_lse": "*fp32"}
+    build = build_attention(case, paged_attention.prefill_kernel, prefill_launch, pointers)
+    return replace(build, constants={**build.constants, "IS_SPLIT": is_split})
 
 
 def build_attention(case: Case, kernel: Any, choose: Callable[..., Launch], pointers: dict[str, str]) -> Build:
-    launch = choose(HEADS_OF_A_GROUP, case.head_dim, case.dtype, GPUS[case.arch])
+    launch = choose(HEADS_OF_A_GROUP, case.head_dim, case.dtype, case.cache_dtype, GPUS[case.arch])
     pointers = {**pointers, "out": case.pointer, "q": case.pointer}
     pointers |= dict.fromkeys(("k_cache", "v_cache"), case.cache_pointer)
     constants: dict[str, Any] = {"NUM_KV_HEADS": NUM_KV_HEADS, "GROUP": HEADS_OF_A_GROUP, "HEAD_DIM": case.head_dim}
@@ -137,6 +156,11 @@ def build_merge(case: Case) -> Build:
     pointers = {"out": case.pointer, "part": "*fp32", "part_lse": "*fp32"}
     constants = {"HEAD_DIM": case.head_dim, "TILE": 64, "WINDOW": 0, "SPLITS": 16}
     return Build(paged_attention.merge_kernel, pointers, constants)
+
+
+def build_merge_chunks(case: Case) -> Build:
+    pointers = {"out": case.pointer, "part": "*fp32", "part_lse": "*fp32"}
+    return Build(paged_attention.merge_chunks_kernel, pointers, {"HEAD_DIM": case.head_dim, "SPLITS": 16})
 
 
 def build_norm_rotary_store(case: Case) -> Build:
@@ -216,7 +240,9 @@ BUILDS: dict[str, Callable[[Case], Build]] = {
     "store_kv": build_store_kv,
     "decode": build_decode,
     "prefill": build_prefill,
+    "split_prefill": build_split_prefill,
     "merge": build_merge,
+    "merge_chunks": build_merge_chunks,
     "norm_rotary_store": build_norm_rotary_store,
     "rms_norm": build_rms_norm,
     "silu_and_mul": build_silu_and_mul,
@@ -238,8 +264,10 @@ def all_cases(arch: int, is_quick: bool = False) -> Iterator[Case]:
                 for block_size in (16, 256):
                     yield Case("decode", arch, dtype, head_dim, block_size, is_fp8=is_fp8)
                     yield Case("prefill", arch, dtype, head_dim, block_size, is_fp8=is_fp8)
+                yield Case("split_prefill", arch, dtype, head_dim, 16, is_fp8=is_fp8)
                 yield Case("norm_rotary_store", arch, dtype, head_dim, is_fp8=is_fp8)
             yield Case("merge", arch, dtype, head_dim)
+            yield Case("merge_chunks", arch, dtype, head_dim)
         for hidden_size in (1024, 5120):
             yield Case("rms_norm", arch, dtype, num_columns=hidden_size)
         yield Case("silu_and_mul", arch, dtype, num_columns=3072)
@@ -260,6 +288,17 @@ def one_of_each(arch: int) -> list[Case]:
     for case in all_cases(arch, is_quick=True):
         first.setdefault(case.kernel, case)
     return list(first.values())
+
+
+def table_cases(arch: int) -> list[Case]:
+    """The rows of the table: each kernel in bfloat16, with heads of 128 and blocks of 16, and over an fp8 cache."""
+    sizes = (0, 128), (0, 16), (0, 1024, 3072)
+    cases = [case for case in all_cases(arch, is_quick=True) if case.dtype == torch.bfloat16]
+    return [
+        case
+        for case in cases
+        if all(n in of for n, of in zip((case.head_dim, case.block_size, case.num_columns), sizes, strict=True))
+    ]
 
 
 def compile_case(case: Case) -> tuple[Any, Resources]:
@@ -300,20 +339,38 @@ def main() -> None:
     parser.add_argument("--arch", type=int, nargs="+", choices=list(GPUS), default=list(GPUS))
     parser.add_argument("--quick", action="store_true", help="only the specialisations that differ most")
     parser.add_argument("--once", action="store_true", help="only one specialisation of each kernel")
+    parser.add_argument("--table", action="store_true", help="only the rows of the table")
+    parser.add_argument("--write", action="store_true", help="the table, as a file")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if not args.json:
         print("| kernel | registers | spilled bytes | shared bytes | warps | stages | programs per multiprocessor |")
         print("|---|---|---|---|---|---|---|")
+    rows = {}
     for arch in args.arch:
-        for case in one_of_each(arch) if args.once else all_cases(arch, args.quick):
+        for case in choose_cases(arch, args):
             _, used = compile_case(case)
-            programs = used.programs_per_multiprocessor(GPUS[arch])
+            row = {**asdict(used), "programs": used.programs_per_multiprocessor(GPUS[arch])}
+            rows[str(case)] = list(row.values())
             if args.json:
-                print(json.dumps({"case": str(case), **asdict(used), "programs": programs}), flush=True)
+                print(json.dumps({"case": str(case), **row}), flush=True)
             else:
-                columns = [*asdict(used).values(), programs]
-                print(f"| {case} | {' | '.join(map(str, columns))} |", flush=True)
+                print(f"| {case} | {' | '.join(map(str, row.values()))} |", flush=True)
+    if args.write:
+        TABLE.write_text(as_text(rows), encoding="utf-8")
+
+
+def choose_cases(arch: int, args: argparse.Namespace) -> Iterable[Case]:
+    if args.table or args.write:
+        return table_cases(arch)
+    return one_of_each(arch) if args.once else all_cases(arch, args.quick)
+
+
+def as_text(rows: dict[str, list[int]]) -> str:
+    """JSON with a line for each kernel."""
+    lines = ",\n".join(f"  {json.dumps(case)}: {json.dumps(row)}" for case, row in rows.items())
+    columns = json.dumps([*Resources.__dataclass_fields__, "programs"])
+    return f'{{\n "triton": "{triton.__version__}",\n "columns": {columns},\n "rows": {{\n{lines}\n }}\n}}\n'
 
 
 if __name__ == "__main__":

@@ -61,10 +61,16 @@ def make_step(backend: AttentionBackend, lens: list[tuple[int, int]], is_decode:
         return torch.tensor([0, *itertools.accumulate(of)], dtype=torch.int32, device=DEVICE)
 
     new = [n for n, _ in lens]
+    slots = [  # of the new tokens
+        tables[row, positions // size] * size + positions % size
+        for row, (n, computed) in enumerate(lens)
+        for positions in [torch.arange(computed, computed + n, device=DEVICE)]
+    ]
     return SimpleNamespace(
         q=torch.randn(sum(new), backend.num_heads, backend.head_dim, dtype=dtype, device=DEVICE),
         layer_cache=cache[:, 0],
         lens=lens,
+        slot_mapping=torch.cat(slots).int(),
         block_tables=tables,
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
         prefill_cu_seqlens_q=offsets([] if is_decode else new),
@@ -72,6 +78,7 @@ def make_step(backend: AttentionBackend, lens: list[tuple[int, int]], is_decode:
         num_decodes=len(lens) if is_decode else 0,
         max_seqlen_q=0 if is_decode else max(new),
         max_seqlen_k=0 if is_decode else max(seq_lens),
+        num_prefix_tokens=0 if is_decode else sum(computed for _, computed in lens),
     )
 
 
@@ -184,7 +191,7 @@ def sweep(backend: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prefills = [(f"prefill {name}", PREFILLS[name], False) for name in SWEPT_PREFILLS]
     for name, lens, is_decode in decodes + prefills:
         choose = decode_launch if is_decode else prefill_launch
-        chosen = choose(backend.group, backend.head_dim, args.dtype, gpu)
+        chosen = choose(backend.group, backend.head_dim, args.dtype, backend.kv_cache_dtype or args.dtype, gpu)
         rows = [chosen.rows] if is_decode else [64, 128]
         grid = itertools.product(rows, (32, 64, 128), (2, 4, 8) if is_decode else (4, 8), (1, 3, 5, 7))
         step = make_step(backend, lens, is_decode, args.dtype)

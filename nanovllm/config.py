@@ -1,8 +1,7 @@
 """Every option of the engine, frozen and checked once.
 
 Decides what a user may set and which values are legal. What is found out later (the number of KV blocks that fit, the
-end-of-sequence ids) is a constructor argument of the class that needs it. Made by `LLM`, or by a user of `LLMEngine`;
-read by `assembly.py`.
+end-of-sequence ids) is a constructor argument of the class that needs it. Made by users, read by `assembly.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from nanovllm.checks import (
     check_str,
     checked,
     checks_of,
+    extra,
     translate_options,
 )
 
@@ -51,8 +51,7 @@ class Config:
     max_num_seqs: int = checked(256, check_int, minimum=1)
     """Sequences that run at the same time."""
     max_num_batched_tokens: int | None = checked(None, check_int, minimum=1, optional=True)
-    """Token budget of one step: longer prompts are prefilled in chunks. None is 8192 on CUDA and 2048 on CPU, where
-    larger steps fall out of its caches."""
+    """Token budget of one step: longer prompts are prefilled in chunks. None is 8192 on CUDA, 2048 on CPU."""
     block_size: int | None = checked(None, check_int, minimum=1, optional=True)
     """Tokens in a block of the KV cache; None is the attention backend's default."""
     num_kv_blocks: int | None = checked(None, check_int, minimum=1, optional=True)
@@ -81,6 +80,8 @@ class Config:
     """Whether decode steps are replayed from CUDA graphs; None replays them wherever possible."""
     enable_overlap: bool | None = checked(None, check_bool, optional=True)
     """Whether the next step is launched while one is in flight; None means only on CUDA. Outputs are the same."""
+    speculative_config: Mapping[str, Any] | None = checked(None, check_dict)
+    """Who guesses tokens that a step verifies together, as `{"method": "ngram", "num_speculative_tokens": 5}`."""
     tensor_parallel_size: int = checked(1, check_int, minimum=1)
     """Ranks that share each forward pass: CUDA devices, or processes on a CPU."""
     nnodes: int = checked(1, check_int, minimum=1)
@@ -122,6 +123,10 @@ class Config:
                 f"preemption_mode='swap' and swap_space_bytes > 0 go together, "
                 f"got {self.preemption_mode!r} and {self.swap_space_bytes}"
             )
+        if self.speculative_config is not None:
+            with extra("extras/speculation", "speculative_config"):
+                from nanovllm.extras.speculation.options import check_speculation
+            check_speculation(self)
 
     @classmethod
     def from_options(cls, model: str | Path, options: dict[str, Any]) -> "Config":

@@ -61,8 +61,7 @@ class CompletionOutput(LazyRecord):
     text: str
     token_ids: list[int]
     finish_reason: str | None
-    """`stop` (end token, stop token or stop string), `length` (`max_tokens`, `max_model_len`, the whole cache) or
-    `abort`; None while the completion grows."""
+    """`stop` (token or string), `length` (`max_tokens`, `max_model_len`, the whole cache), `abort`; None: it grows."""
     stop_reason: int | str | None
     """The token of `stop_token_ids` or the string of `stop` that ended it, or `kv_cache` when the whole cache was too
     small to go on; None for the model's own end token."""
@@ -215,6 +214,10 @@ class EngineStats:
     decode_step_tokens: int
     """Tokens computed in steps without a prefill chunk; `decode_step_time_s` is how long these steps took."""
     decode_step_time_s: float
+    num_drafts: int
+    """Verifications of guessed tokens; of `num_draft_tokens` guesses, `num_accepted_tokens` were right."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
     num_failed_observers: int
     """Observers that have failed, and see nothing any more: a recording whose disk is full."""
 

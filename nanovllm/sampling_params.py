@@ -71,8 +71,7 @@ class SamplingParams:
     frequency_penalty: float = checked(0.0, check_number, low=-2, high=2)
     """Subtracted from the logit of a token as many times as the output holds it; in [-2, 2]."""
     repetition_penalty: float = checked(1.0, check_number, low=0, open_low=True)
-    """Logits of tokens in prompt or output are divided by it if positive, else multiplied (CTRL,
-    https://arxiv.org/abs/1909.05858)."""
+    """Divides positive logits of tokens in prompt or output, multiplies others (CTRL, https://arxiv.org/abs/1909.05858)."""
     temperature: float = checked(1.0, check_number, low=0)
     """Logits are divided by it before the draw; 0 takes the likeliest token (greedy)."""
     top_p: float = checked(1.0, check_number, low=0, high=1, open_low=True)

@@ -43,23 +43,24 @@ class Step:
     """Random Q, K and V of sequences that have `num_computed` tokens in the cache and `num_new` in this step.
 
     Their blocks lie anywhere in the cache; those that no token's window reaches have been given back, and the null
-    block takes their places, which holds NaN. `expected` is the reference's answer: [num_tokens, num_heads, head_dim].
+    block takes their places, which holds NaN. `expected` is the reference's answer, on CPU:
+    [num_tokens, num_heads, head_dim].
     """
 
-    def __init__(self, backend, lens, seed=0, dtype=torch.float32, options=None):
+    def __init__(self, backend, lens, seed=0, dtype=torch.float32, options=None, device="cpu"):
         self.options, asked = (options,) if options else (), vars(options) if options else {}
         window = asked.get("window")
         generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
         size, num_kv_heads, head_dim = backend.block_size, backend.num_kv_heads, backend.head_dim
 
         def normal(num_tokens, num_heads):
-            return torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype)
+            return torch.randn(num_tokens, num_heads, head_dim, generator=generator).to(dtype)  # on CPU
 
         lens = sorted(lens, key=lambda computed_and_new: computed_and_new[1] > 1)
         num_blocks = [-(-sum(pair) // size) for pair in lens]
         ids = list(range(1, sum(num_blocks) + 4))
         rng.shuffle(ids)
-        cache = torch.full(backend.kv_cache_shape(2, len(ids) + 1), math.nan, dtype=dtype)
+        cache = torch.full(backend.kv_cache_shape(2, len(ids) + 1), math.nan, dtype=dtype, device=device)
         self.cache, self.layer_cache = cache, cache[:, 1]
         chunks, qs, ks, vs, expected = [], [], [], [], []
         for (num_computed, num_new), needed in zip(lens, num_blocks, strict=True):
@@ -69,9 +70,8 @@ class Step:
             v = self.values_of(k, normal)
             slots = [table[i // size] * size + i % size for i in range(num_computed)]
             if slots:  # earlier steps
-                backend.store_kv(
-                    k[:num_computed], v[:num_computed], self.layer_cache, torch.tensor(slots, dtype=torch.int32)
-                )
+                old = (k[:num_computed].to(device), v[:num_computed].to(device))
+                backend.store_kv(*old, self.layer_cache, torch.tensor(slots, dtype=torch.int32, device=device))
             seq = Sequence("seq", [0] * (num_computed + num_new), SamplingParams())
             seq.num_computed_tokens = num_computed
             num_behind = max(0, num_computed - window + 1) // size if window else 0
@@ -82,8 +82,8 @@ class Step:
             ks.append(k[num_computed:])
             vs.append(v[num_computed:])
             expected.append(attend_with_loops(q, k, v, **asked))
-        self.batch = batch_of(chunks, size)
-        self.q, self.k, self.v = torch.cat(qs), torch.cat(ks), torch.cat(vs)
+        self.batch = on_device(batch_of(chunks, size), torch.device(device))
+        self.q, self.k, self.v = (torch.cat(parts).to(device) for parts in (qs, ks, vs))
         self.expected = torch.cat(expected)
 
     def values_of(self, k, normal):
@@ -91,6 +91,14 @@ class Step:
 
     def run(self, backend):
         return Attention(backend, *self.options)(self.q, self.k, self.v, self.layer_cache, self.batch.metadata)
+
+
+def on_device(batch, device):
+    if device.type == "cpu":  # also where no extra is
+        return batch
+    from nanovllm.extras.cuda.input_buffer import map_tensors
+
+    return map_tensors(batch, lambda tensor: tensor.to(device))
 
 
 class LatentStep(Step):
@@ -108,7 +116,7 @@ def check_close(out, step):
     assert out.shape == step.q.shape
     assert out.dtype == step.q.dtype
     tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}[out.dtype]
-    torch.testing.assert_close(out.double(), step.expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(out.double().cpu(), step.expected, rtol=tolerance, atol=tolerance)
 
 
 def random_lens(block_size, seed):

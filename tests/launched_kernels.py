@@ -68,10 +68,11 @@ def launch_all(kv_cache_dtypes, logits_dtypes):
     empty = torch.empty
     torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).zero_()  # it is used as token ids
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    options = {"device": "cpu", "dtype": "bfloat16", "num_kv_blocks": 64, "attention_backend": "triton"}
+    options = {"device": "cpu", "dtype": "bfloat16", "num_kv_blocks": 99, "attention_backend": "triton"}
     for kv_cache_dtype in kv_cache_dtypes:
         llm = LLM(TINY_QWEN3, kv_cache_dtype=kv_cache_dtype, **options)
-        for prompts in ([[1, 2, 3]], [[5] * 40, [7] * 9], [[8] * 300, [9]]):  # few tokens and many, decodes and mixed
+        # few tokens and many, decodes and mixed, a context that is split
+        for prompts in ([[1, 2, 3]], [[5] * 40, [7] * 9], [[8] * 300, [9]], [[6] * 1100]):
             llm.generate(prompts, params, use_tqdm=False)
     temperatures, uniforms = torch.ones(2), torch.zeros(2, dtype=torch.float64)
     for dtype in logits_dtypes:

@@ -30,6 +30,7 @@ DEFAULTS = {
     "enforce_eager": False,
     "enable_cuda_graphs": None,
     "enable_overlap": None,
+    "speculative_config": None,
     "tensor_parallel_size": 1,
     "nnodes": 1,
     "node_rank": 0,
@@ -72,6 +73,7 @@ GOOD = [
     ("seed", [0, 1, 2**63, 2**64 - 1]),
     ("revision", [None, "main"]),
     ("hf_overrides", [None, {}, {"rope_theta": 1e6}]),
+    ("speculative_config", [None]),  # tests/extras/speculation/test_options.py has the others
     ("tokenizer", [None, "folder", Path("/some/where")]),
     ("tokenizer_revision", [None, "main"]),
     ("skip_tokenizer_init", [True, False]),
@@ -101,6 +103,7 @@ BAD_TYPES = [
     ("seed", [None, *NO_INTEGERS]),
     ("revision", ["", 1, Path("main")]),
     ("hf_overrides", ["{}", [1], {1: 2}]),
+    ("speculative_config", ["ngram", [1], {1: 2}]),
     ("tokenizer", ["", 1, b"folder"]),
     ("tokenizer_revision", ["", 1]),
     ("skip_tokenizer_init", [None, 0, "yes"]),

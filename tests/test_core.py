@@ -49,6 +49,7 @@ REFUSED = {  # what is asked for -> the extra that the error names
     "Config.from_options(TINY_QWEN3, {'pipeline_parallel_size': 1})": "extras/vllm",
     "LLM(TINY_QWEN3, tensor_parallel_size=2)": "parallel",
     "LLM(TINY_QWEN3, enable_overlap=True)": "extras/overlap.py",
+    "LLM(TINY_QWEN3, speculative_config={'method': 'ngram', 'num_speculative_tokens': 5})": "extras/speculation",
     "LLM(TINY_QWEN3, scheduling_policy='sjf')": "extras/policies.py",
     "LLM(TINY_QWEN3, preemption_mode='swap', swap_space_bytes=1 << 20)": "extras/swap",
     "LLM(TINY_QWEN3, attention_backend='cpu')": "kernels",

@@ -197,12 +197,25 @@ def test_what_is_said_of_a_gpu(monkeypatch):
 # ---- which jobs run
 
 
+def test_only_the_sweep_runs_slow_tests():
+    """A `-m` of the command line takes the place of pyproject's, and with it of its "not slow"."""
+    marks = {
+        job.name: job.command[job.command.index("-m", 2) + 1]
+        for job in gpu_jobs()
+        if "benchmarks.gpu.tests" in job.command
+    }
+    assert marks.pop("sweep") == "slow"  # these words make the examples more as well: tests/conftest.py
+    assert marks
+    assert all(" and not slow" in mark for mark in marks.values())
+
+
 def test_the_jobs_of_a_card():
     jobs = gpu_jobs()
     names = [job.name for job in jobs]
     assert len(set(names)) == len(names)
     stages = list(dict.fromkeys(job.stage for job in jobs))
-    assert stages == ["machine", "tests", "kernels", "sampling", "offline", "latency", "profile", "picture"]
+    figures, checks = ["machine", "offline", "profile", "latency", "picture"], ["tests", "kernels", "sampling"]
+    assert stages == [*figures, *checks, "sweep"], "a first run that is cut short has the figures"
     assert {"offline/eager", "offline/layers", "offline/graphs", "offline/overlap", "offline/fp8"} < set(names)
     rehearsed = {job.name for job in rehearsal_jobs()} - {"latency/torch"}  # there is no triton
     assert rehearsed < set(names)

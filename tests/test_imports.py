@@ -21,6 +21,7 @@ FORBIDDEN = {  # beyond the order: a layer sees tensors, and no sequences
 COMPOSITION = {
     "checks",  # options by vLLM's names
     "sampling_params",  # fields that an extra reads are checked by it
+    "config",  # speculation, whose options an extra checks
     "llm",  # `embed`, `beam_search`, `get_metrics`, `trace=`
     "__main__",  # commands
     "engine.assembly",  # kernels, CUDA, overlap, policies, swap, windows

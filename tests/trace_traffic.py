@@ -5,6 +5,7 @@ import random
 
 from nanovllm.trace.recorder import Recorder
 from tests.scheduling_traffic import RecordingStats, Run
+from tests.speculative_traffic import SpeculativeRun
 
 
 class Lines:
@@ -94,6 +95,10 @@ class RecordedRun(Run):
         return out
 
 
+class RecordedSpeculativeRun(RecordedRun, SpeculativeRun):
+    """The same with drafts."""
+
+
 def known_run():
     """(lines, states) of a run in which a prefix is shared, a fork copies, and a request is preempted and waits."""
     lines = Lines()
@@ -107,11 +112,12 @@ def known_run():
     return segment, run.stats.states
 
 
-def random_run(seed, limit=10**9, window=None):
+def random_run(seed, limit=10**9, window=None, has_drafts=False):
     """A finished run of some thirty requests in a pool of a few blocks, in which all kinds of events occur."""
     rng = random.Random(seed)
     lines = Lines(limit)
-    run = RecordedRun(
+    make_run = RecordedSpeculativeRun if has_drafts else RecordedRun
+    run = make_run(
         lines,
         num_blocks=rng.randint(8, 14),
         block_size=rng.choice([1, 2, 4]),
@@ -120,7 +126,7 @@ def random_run(seed, limit=10**9, window=None):
         max_model_len=40,
         threshold=rng.choice([0, 3]),
         num_swap_blocks=rng.choice([None, 12]),
-        overlap=rng.random() < 0.5,
+        overlap=rng.random() < 0.5 and not has_drafts,
         window=window,
     )
     longest = min(run.manager.capacity, run.scheduler.max_model_len - 1, 16)

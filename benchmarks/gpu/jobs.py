@@ -17,6 +17,7 @@ from nanovllm.kernels.cuda.flash_attention import FlashAttention
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY_MODEL = str(ROOT / "nanovllm" / "assets" / "tiny-qwen3")
+RECORD = ["-m", "benchmarks.gpu.tests", "--output", "{out}", "--"]
 HF_REQUESTS = 64  # of the 256: `transformers` would take minutes for all of them
 # Step by step: what is switched off yet, then what else is tried. All in bfloat16 but the fp8 cache.
 ABLATION = {
@@ -45,9 +46,21 @@ class Job:
 
 
 def gpu_jobs() -> list[Job]:
-    """In the order in which they run. Their limits leave room for Triton, which first compiles for 10 to 30 seconds."""
+    """In the order in which they run: whole-engine figures, tests, figures of single kernels, the tests' sweep.
+
+    A first run may not reach the end, so what is wanted most comes first. Limits leave room for Triton, which first
+    compiles for 10 to 30 seconds.
+    """
     return [
         Job("machine", ["-m", "benchmarks.gpu.machine", "--output", "{out}"], 60),
+        *offline_jobs(),
+        Job(
+            "profile",
+            ["-m", "benchmarks.gpu.profile", "--attention-backend", "triton", "--output", "{out}", "--trace", "{stem}"],
+            100,
+        ),
+        *[latency_job(backend, []) for backend in ("triton", "flash_attn")],
+        picture_job(),
         *test_jobs(),
         Job(
             "kernels",
@@ -55,30 +68,39 @@ def gpu_jobs() -> list[Job]:
             200,
         ),  # fmt: skip
         sampling_job(["--num-rows", "256", "--device", "cuda"]),
-        *offline_jobs(),
-        *[latency_job(backend, []) for backend in ("triton", "flash_attn")],
-        Job(
-            "profile",
-            ["-m", "benchmarks.gpu.profile", "--attention-backend", "triton", "--output", "{out}", "--trace", "{stem}"],
-            100,
-        ),
-        picture_job(),
+        sweep_job(),
     ]
 
 
 def test_jobs() -> list[Job]:
-    """The tests of the engine on the card, then those of the kernels by themselves."""
-    record = ["-m", "benchmarks.gpu.tests", "--output", "{out}", "--"]
-    # they wait for compilers more than for the card
-    workers = ["-n", str(max(2, min(12, (os.cpu_count() or 1) * 3 // 4)))] if importlib.util.find_spec("xdist") else []
-    # without a GPU, the tests of these files run kernels in Triton's interpreter, so they lack the mark `gpu`
-    files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "IS_INTERPRETED" in file.read_text()]
-    kernels = [*files, "-m", "not gpu"]
+    """The tests of the engine on the card, then those of the kernels by themselves.
+
+    A `-m` takes the place of the one in pyproject.toml, so it repeats "not slow".
+    """
     return [
-        Job("tests/engine", [*record, "-m", "gpu and not alone", *workers], 240),
-        Job("tests/memory", [*record, "-m", "gpu and alone"], 60),
-        Job("tests/kernels", [*record, *kernels, *workers], 180),
+        Job("tests/engine", [*RECORD, "-m", "gpu and not alone and not slow", *workers()], 240),
+        Job("tests/memory", [*RECORD, "-m", "gpu and alone and not slow"], 60),
+        Job("tests/kernels", [*RECORD, *kernel_test_files(), "-m", "not gpu and not slow", *workers()], 180),
     ]
+
+
+def sweep_job() -> Job:
+    """The long form of the same tests; Triton compiles a hundred variants for them."""
+    return Job(
+        "sweep", [*RECORD, str(ROOT / "tests" / "test_gpu.py"), *kernel_test_files(), "-m", "slow", *workers()], 240
+    )
+
+
+def workers() -> list[str]:
+    """The tests wait for compilers more than for the card."""
+    count = max(2, min(12, (os.cpu_count() or 1) * 3 // 4))
+    return ["-n", str(count)] if importlib.util.find_spec("xdist") else []
+
+
+def kernel_test_files() -> list[str]:
+    """Without a GPU, the tests of these files run kernels in Triton's interpreter, so they lack the mark `gpu`."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(file) for file in files if "IS_INTERPRETED" in file.read_text()]
 
 
 def sampling_job(options: list[str]) -> Job:
@@ -130,7 +152,7 @@ def rehearsal_jobs() -> list[Job]:
     bench = ["bench.py", "--json", "{out}", "{rates}", *tiny, "--load-format", "auto", "--num-requests", "6"]
     bench += ["--input-len", "4", "12", "--output-len", "4", "8", "--max-model-len", "64"]
     ours = [*bench, "--attention-backend", "torch"]
-    record = ["-m", "benchmarks.gpu.tests", "--output", "{out}", "--", "--noconftest", "tests/test_config.py"]
+    record = [*RECORD, "--noconftest", "tests/test_config.py"]
     hf = ["--engine", "hf", "--first", "4", "--hf-batch-size", "4"]
     latency = [*tiny, "--input-len", "8", "--output-len", "8", "--long-len", "100"]
     profile = ["-m", "benchmarks.gpu.profile", "--output", "{out}", "--trace", "{stem}", *tiny, "--num-seqs", "4", "1"]

@@ -88,7 +88,8 @@ def assemble(config: Config) -> Parts:
     shape = replace(shape, max_position_embeddings=max_model_len)  # the model need not know longer positions
     is_cuda = resolve_device(config.device).type == "cuda"
     max_num_batched_tokens = config.max_num_batched_tokens or (8192 if is_cuda else 2048)
-    enable_overlap = is_cuda if config.enable_overlap is None else config.enable_overlap
+    can_overlap = is_cuda and config.speculative_config is None
+    enable_overlap = can_overlap if config.enable_overlap is None else config.enable_overlap
     clock = LapClock()
     start: Callable[..., tuple[ModelRunner, str]] = start_runner
     if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
@@ -117,10 +118,7 @@ def assemble(config: Config) -> Parts:
 class Device:
     """What a kind of device adds to the start, by default nothing; `extras/cuda/startup.py` has a subclass."""
 
-    note = ""
-    """For the log."""
-    memory_knob = "kv_cache_memory_bytes"
-    """What to raise if memory does not suffice."""
+    note, memory_knob = "", "kv_cache_memory_bytes"  # for the log; what to raise if memory does not suffice
 
     def prepare(self, runner: ModelRunner) -> None:
         """Before the first forward pass."""
@@ -229,11 +227,7 @@ def make_kv_cache(
 
 
 def make_device(
-    config: Config,
-    device: torch.device,
-    backend: AttentionBackend,
-    shape: ModelConfig,
-    max_num_batched_tokens: int,
+    config: Config, device: torch.device, backend: AttentionBackend, shape: ModelConfig, max_num_batched_tokens: int
 ) -> Device:
     """CUDA brings more along. Elsewhere it refuses `enable_cuda_graphs=True`."""
     if device.type != "cuda" and not config.enable_cuda_graphs:
@@ -271,6 +265,10 @@ def make_scheduler(
         config.long_prefill_token_threshold,
         make_preemption(parts, blocks),
     )
+    if config.speculative_config is not None:
+        with extra("extras/speculation", "speculative_config"):
+            from nanovllm.extras.speculation.start import make_speculation
+        return make_speculation(parts, arguments, launch)
     if not parts.enable_overlap:
         return Scheduler(*arguments), launch
     with extra("extras/overlap.py", "enable_overlap"):

@@ -46,9 +46,7 @@ class TokenDecoder:
         return token_id < self._num_tokens and not (skip_special_tokens and token_id in self._special_ids)
 
     def is_byte(self, token_id: int) -> bool:
-        """Whether the token is one byte: a run of such tokens is decoded as a whole, and its text may change until it
-        ends.
-        """
+        """Whether the token is one byte: a run of such tokens is decoded as a whole, and may change until it ends."""
         return token_id in self._byte_ids
 
     def find_own_text(self, token_id: int, skip_special_tokens: bool) -> str | None:

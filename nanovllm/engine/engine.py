@@ -124,7 +124,7 @@ class LLMEngine:
             num_scheduled_tokens=scheduled.num_scheduled_tokens,
             num_prefill_tokens=scheduled.num_prefill_tokens,
             num_decode_tokens=scheduled.num_decodes,
-            num_seqs=len(scheduled.chunks),
+            num_seqs=len({seq for seq, _, _ in scheduled.chunks}),
             num_preempted=len(scheduled.preempted),
             **clock.seconds,
         )

@@ -42,8 +42,7 @@ Params = SamplingParams | OtherParams | TakenParams
 
 
 class InputProcessor:
-    """Makes requests for one engine. Raises a TypeError or ValueError that names the field, the value and what is
-    allowed.
+    """Makes requests for one engine. A TypeError or ValueError names the field, the value and what is allowed.
 
     `capacity`: tokens that one sequence can have in the cache when no other has any.
     """

@@ -46,8 +46,7 @@ class PositionLogprobs(Mapping[int, Logprob]):
 class Completion:
     """One sample: a sequence, its text, and the log-probabilities if they are wanted."""
 
-    has_news = True
-    """Whether the request's next output shows it."""
+    has_news = True  # whether the request's next output shows it
 
     def __init__(self, seq: Sequence, decoder: TokenDecoder | None) -> None:
         self.seq = seq
@@ -101,8 +100,7 @@ class Completion:
 class Request:
     """`seqs` are its samples; with `stream` every step that advances it gives an output, else only its last."""
 
-    gives_tokens = True
-    """Whether the user sees the tokens that are drawn."""
+    gives_tokens = True  # whether the user sees the tokens that are drawn
 
     def __init__(
         self,
@@ -225,10 +223,7 @@ def note_admitted(requests: dict[str, Request], scheduled: SchedulerOutput, now:
 
 
 def read_tokens(
-    requests: dict[str, Request],
-    scheduled: SchedulerOutput,
-    advanced: list[tuple[int, Sequence]],
-    tokens: StepTokens,
+    requests: dict[str, Request], scheduled: SchedulerOutput, advanced: list[tuple[int, Sequence]], tokens: StepTokens
 ) -> list[Request]:
     """Give a step's results to taps and requests, and return the requests that advanced."""
     for tapped in tokens.tapped:

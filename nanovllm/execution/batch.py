@@ -54,8 +54,7 @@ def build_batch(scheduled: SchedulerOutput, block_tables: BlockTables) -> Batch:
     rows_in_chunk = np.arange(len(owners), dtype=np.int32) - cu_seqlens_q[owners]  # [num_tokens]: 0 | 0 1 2
     positions = starts[owners] + rows_in_chunk  # [num_tokens]: 5 | 4 5 6
     max_num_blocks = -(-int(seq_lens.max()) // block_size)
-    rows = [seq.block_table.row for seq in seqs]
-    tables = block_tables.rows[rows, :max_num_blocks]  # [num_seqs, max_num_blocks], a copy
+    tables = block_tables.rows[[seq.block_table.row for seq in seqs], :max_num_blocks]  # [num_seqs, max_num_blocks]
     slot_mapping = tables[owners, positions // block_size] * block_size + positions % block_size  # [num_tokens]
 
     sampled = np.array(scheduled.sampled_chunks, dtype=np.intp)  # [num_samples], indices of sequences
@@ -74,6 +73,7 @@ def build_batch(scheduled: SchedulerOutput, block_tables: BlockTables) -> Batch:
             num_decodes=nd,
             max_seqlen_q=int(num_new[nd:].max(initial=0)),
             max_seqlen_k=int(seq_lens[nd:].max(initial=0)),
+            num_prefix_tokens=int(starts[nd:].sum()),
         ),
         logits_indices=torch.from_numpy(cu_seqlens_q[1:][sampled] - 1),
         sampling=build_sampling_batch(scheduled.samples, seq_lens[sampled]),

@@ -9,8 +9,7 @@ A decode of sequence A, which has 6 tokens in the blocks [7, 2], with block_size
     store_kv    k, v of position 5          -> slot 2*4 + 5%4 = 9       slot_mapping [9]
     attend      q of position 5             over the first 6 slots of the blocks 7 and 2: positions 0 … 5
 
-The K and V of the whole batch are stored before any token attends: a sequence may share blocks that another sequence
-fills in the same step.
+K and V of the whole batch are stored before any token attends: sequences may share blocks filled in the same step.
 """
 
 from collections.abc import Callable
@@ -42,6 +41,7 @@ class AttentionMetadata:
     num_decodes: int  # the first so many sequences have one new token each
     max_seqlen_q: int  # longest prefill chunk, 0 if there is none
     max_seqlen_k: int  # most tokens that a prefill chunk attends to
+    num_prefix_tokens: int  # before the prefill chunks, all of them together; 0 if each begins its sequence
 
 
 class Attention(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nanovllm.layers import attention
 from nanovllm.layers.attention import AttentionMetadata, Weigh
 
-GATHERED_ELEMENTS = 1 << 20  # of K and V that are gathered at a time on CPU: as many as fit its L2 cache
+GATHERED_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # of K and V at a time: what an L2 cache holds; 128 MiB in bf16
 
 
 class AttentionBackend(ABC):
@@ -68,7 +68,7 @@ class TorchAttention(AttentionBackend):
     """PyTorch's, for any device, dtype and block size: the definition, with decodes as padded batches.
 
     A step of 256 decodes would call the definition 256 times in each layer. Here their K and V are gathered together,
-    as many at a time as fit the processor's caches. Prefill chunks are computed by the definition, one by one.
+    as many at a time as `slices_that_fit` says. Prefill chunks are computed by the definition, one by one.
     """
 
     default_block_size = 16
@@ -101,9 +101,9 @@ def attend_decodes(q: Tensor, layer_cache: Tensor, tables: Tensor, seq_lens: Ten
 
 
 def slices_that_fit(num_decodes: int, max_len: int, layer_cache: Tensor) -> list[slice]:
-    """Decodes that are padded and gathered together: all of them on a GPU, as many as its caches hold on a CPU."""
-    num_elements = 2 * max_len * layer_cache[0, 0, 0].numel()  # of one sequence's K and V
-    step = max(1, num_decodes if layer_cache.is_cuda else GATHERED_ELEMENTS // num_elements)
+    """Decodes that are padded and gathered together: few on a CPU, more on a GPU, where each launch costs time."""
+    num_elements = 2 * max_len * layer_cache.shape[3:].numel()  # of one sequence's K and V
+    step = max(1, GATHERED_ELEMENTS[layer_cache.device.type] // num_elements)
     return [slice(i, min(i + step, num_decodes)) for i in range(0, num_decodes, step)]
 
 

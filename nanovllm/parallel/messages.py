@@ -28,7 +28,7 @@ from nanovllm.scheduling.step import BlockMoves
 MAX_LINE = 1 << 20  # bytes of a line of JSON
 STEP, LOGITS = 1, 2  # compute a batch; compute the logits of hidden states that rank 0 sends
 ARRAYS = ("slot_mapping", "block_tables", "seq_lens", "cu_seqlens_q", "prefill_cu_seqlens_q", "prefill_cu_seqlens_k")
-NUMBERS = ("num_decodes", "max_seqlen_q", "max_seqlen_k")
+NUMBERS = ("num_decodes", "max_seqlen_q", "max_seqlen_k", "num_prefix_tokens")
 
 
 class Header(NamedTuple):
@@ -44,6 +44,7 @@ class Header(NamedTuple):
     num_decodes: int = 0
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    num_prefix_tokens: int = 0
     hidden_size: int = 0
     num_copies: int = 0
     num_swap_outs: int = -1  # there is no swap

@@ -34,7 +34,10 @@ from nanovllm.parallel.joined import join
 from nanovllm.parallel.meeting import Meeting, choose_kind, connect, make_meeting
 from nanovllm.parallel.processes import accept_other_machines, run_node, share_threads, start_peers
 
-NOT_OF_WORKERS = ("scheduling_policy", "tokenizer", "chat_template", "generation_config", "override_generation_config")
+NOT_OF_WORKERS = (
+    *("scheduling_policy", "speculative_config"),
+    *("tokenizer", "chat_template", "generation_config", "override_generation_config"),
+)
 
 
 class Plan(NamedTuple):

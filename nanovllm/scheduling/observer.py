@@ -60,17 +60,16 @@ class Observer:
         """`seq` owns a block that was free; with `is_evicted` the prefix cache forgets the block's contents."""
 
     def on_share_block(self, seq: Sequence, block_id: int) -> None:
-        """`seq` owns a block whose contents it needs: found in the prefix cache, or shared with a fork.
-
-        Or its next entry is the null block, 0, because the entry lies behind the window (`extras/windows.py`).
-        """
+        """`seq` owns a block whose contents it needs: cached, or of a fork. 0 is the null block, behind the window."""
 
     def on_copy_block(self, seq: Sequence, source: int, destination: int) -> None:
         """`seq` writes to a copy of a block that others own too."""
 
     def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
-        """`seq` gives up blocks that lie behind the window of all layers; in its block table the null block takes their
-        places."""
+        """`seq` gives up blocks behind the window of all layers; in its block table the null block replaces them."""
+
+    def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
+        """A step has computed drafts (`extras/speculation`): `seq` keeps the accepted ones, and gives up blocks."""
 
     def on_free(self, seq: Sequence) -> None:
         """`seq` owns no blocks any more: they have lost an owner each, the last one first."""
@@ -98,6 +97,7 @@ class SchedulingStats(Observer):
         self.peak_used_blocks = 0
         self.num_window_blocks = 0
         self.num_failed_observers = 0
+        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self._in_flight: deque[tuple[int, int, int]] = deque()  # of each step: tokens stored, slots, used blocks
 
     def on_admit(self, seq: Sequence) -> None:
@@ -114,6 +114,11 @@ class SchedulingStats(Observer):
 
     def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
         self.num_window_blocks += len(block_ids)
+
+    def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
+        self.num_drafts += num_drafts > 0
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
 
     def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: "BlockManager") -> None:
         num_used_blocks, size = blocks.num_used_blocks, blocks.block_size

@@ -15,6 +15,7 @@ from nanovllm.trace.replay import Replay, ReplayError
 
 MAX_BLOCKS = 10_000_000  # the page has 28 bytes for each, several times
 MAX_BLOCK_SIZE = 2**20
+MAX_DRAFTS = 64  # of a sequence in a step
 MAX_INT = 2**53  # above, a browser's numbers have gaps
 
 
@@ -139,6 +140,13 @@ EVENTS = {  # code -> field -> what it is, in the order of docs/trace.md
         "num_free": "an integer",
         "num_stored": "an integer",
     },
+    "draft": {"seq": "a known sequence", "token_ids": "a list of integers >= 0"},
+    "verify": {
+        "seq": "a known sequence",
+        "num_drafts": "an integer >= 0",
+        "num_accepted": "an integer >= 0",
+        "blocks": "a list of blocks of the pool",
+    },
     "update": {"step": "an integer >= 0", "t": "a number", "token_ids": "a list of integers >= 0"},
     "tokens": {"seq": "a known sequence", "first": "an integer >= 0", "token_ids": "a list of integers >= 0"},
     "finish": {
@@ -224,7 +232,7 @@ class Checker(Replay):
         if not isinstance(value, list) or len(value) != 4:
             return False
         number, start, num_new_tokens, code = value
-        is_known = self.knows(number) and code in ("all", "budget", "threshold")
+        is_known = self.knows(number) and code in ("all", "budget", "threshold", "drafts")
         return is_known and is_count(start) and is_count(num_new_tokens)
 
     def is_cached(self, value: Any) -> bool:
@@ -270,9 +278,16 @@ class Checker(Replay):
         if step != self.step + 1:
             raise ReplayError(f"step {self.step + 1} comes next, got {step}")
         for number, start, num_new_tokens, _ in chunks:  # each step in flight draws a token
-            bound = len(self.seqs[number].tokens) + len(self.in_flight)
+            bound = len(self.seqs[number].tokens) + len(self.seqs[number].drafts) + len(self.in_flight)
             self._check_bound(f"the end of the chunk of sequence {number}", start + num_new_tokens, bound)
         super()._schedule(step, time, decodes, chunks, *rest)
+
+    def _verify(self, number: int, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
+        self._check_bound("num_drafts of verify", num_drafts, min(MAX_DRAFTS, self.seqs[number].num_computed_tokens))
+        self._check_bound("num_accepted of verify", num_accepted, num_drafts)
+        if num_accepted and self.step not in self.in_flight:
+            raise ReplayError(f"no step is in flight whose drafts sequence {number} could accept")
+        super()._verify(number, num_drafts, num_accepted, block_ids)
 
     def _update(self, step: int, time: int, token_ids: list[int]) -> None:
         if step not in self.in_flight:

@@ -54,11 +54,12 @@ class Exporter:
 
     def _schedule(self, event: list) -> None:
         replay, time = self.replay, event[2]
-        prefills = {chunk[0] for chunk in event[4]}
+        prefills = {chunk[0] for chunk in event[4] if chunk[3] != "drafts"}
+        decodes = {*replay.decodes, *(chunk[0] for chunk in event[4] if chunk[3] == "drafts")}
         for number, seq in replay.seqs.items():
             if number not in self._since:
                 continue
-            kind = "prefill" if number in prefills else "decode" if number in replay.decodes else "idle"
+            kind = "prefill" if number in prefills else "decode" if number in decodes else "idle"
             if kind == "decode" and seq.num_computed_tokens < len(seq.tokens):
                 kind = "prefill"  # a chunk of one token need not be a decode
             if seq.status == "waiting":

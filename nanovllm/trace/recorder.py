@@ -198,6 +198,7 @@ class Recorder(SchedulingStats):
         super().on_schedule(step, running, blocks)
         self._note_replaced()
         self._note_idle(step, running)
+        self._note_drafts(step)
         self._num_steps += 1
         self._flights.append((self._num_steps, step.samples))
         decodes = [chunk[0] for chunk in step.chunks[: step.num_decodes]]
@@ -218,8 +219,16 @@ class Recorder(SchedulingStats):
         seq, start, num_new_tokens = chunk
         code = "threshold" if num_new_tokens == self._config.get("long_prefill_token_threshold") else "budget"
         if start + num_new_tokens >= seq.num_known_tokens:
-            code = "all"
+            code = "all" if start + num_new_tokens == seq.num_known_tokens else "drafts"
         return [self._number(seq), start, num_new_tokens, code]
+
+    def _note_drafts(self, step: SchedulerOutput) -> None:
+        """Tokens behind the known ones, which a chunk computes. (Without a chunk they are those of steps in flight.)"""
+        for seq, start, num_new_tokens in step.chunks[step.num_decodes :]:
+            drafts = seq.token_ids.data[seq.num_known_tokens : start + num_new_tokens].tolist()
+            if drafts:
+                self._new_ids.update(drafts)
+                self._events.append(["draft", self._number(seq), drafts])
 
     def _note_idle(self, step: SchedulerOutput, running: list[Sequence]) -> None:
         """Why running sequences get nothing, and why no waiting one has been looked at."""
@@ -241,9 +250,10 @@ class Recorder(SchedulingStats):
         number, _ = self._flights.popleft()
         self._new_ids.update(new_token_ids)
         self._events.append(["update", number, self._now(), list(new_token_ids)])
+        newest = dict(zip(step.samples, new_token_ids, strict=True))  # of several, the last
         self._drawn = [
             (seq, seq.num_known_tokens - 1, token_id)
-            for seq, token_id in zip(step.samples, new_token_ids, strict=True)
+            for seq, token_id in newest.items()
             if seq.stages and seq in self._seqs
         ]
 
@@ -270,6 +280,10 @@ class Recorder(SchedulingStats):
     def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
         super().on_give_back(seq, block_ids)
         self._events.append(["give_back", self._number(seq), list(block_ids)])
+
+    def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
+        super().on_verify(seq, num_drafts, num_accepted, block_ids)
+        self._events.append(["verify", self._number(seq), num_drafts, num_accepted, block_ids])
 
     def on_free(self, seq: Sequence) -> None:
         self._host_block_ids.pop(seq, None)

@@ -22,7 +22,9 @@ EVENTS = {
         "idle",
         "admit",
         "preempt",
+        "draft",
         "schedule",
+        "verify",
         "update",
         "roll_back",
     ),
@@ -48,6 +50,7 @@ class ReplayedSequence:
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     host_block_ids: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)  # behind `tokens`, while a step verifies them
     num_final_tokens: int | None = None  # set when it finishes
     finish_reason: str | None = None
 
@@ -165,6 +168,21 @@ class Replay:
         self._check(len(self.free) == num_free, f"{len(self.free)} blocks are free, the engine says {num_free}")
         self._check(self.num_stored == num_stored, f"{self.num_stored} tokens are stored, the engine says {num_stored}")
 
+    def _draft(self, number: int, token_ids: list[int]) -> None:
+        self.seqs[number].drafts = token_ids
+
+    def _verify(self, number: int, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
+        """The newest step draws a token for each draft that was right, besides the one that follows."""
+        seq = self.seqs[number]
+        seq.drafts = []
+        seq.num_computed_tokens -= num_drafts - num_accepted
+        for block_id in block_ids:
+            self._check(seq.block_table.pop() == block_id, f"block {block_id} is not the last of sequence {number}")
+            self._disown(block_id)
+        if num_accepted:
+            samples = self.in_flight[self.step]
+            self.in_flight[self.step] = [i for i in samples for _ in range(num_accepted + 1 if i == number else 1)]
+
     def _update(self, step: int, time: int, token_ids: list[int]) -> None:
         for number, token_id in zip(self.in_flight.pop(step), token_ids, strict=True):
             if not number:  # it had finished before the recording began
@@ -222,7 +240,7 @@ class Replay:
         for block_id in reversed(seq.block_table):
             self._disown(block_id)
         seq.block_table, seq.num_computed_tokens, seq.status = [], 0, "waiting"
-        seq.host_block_ids = []
+        seq.host_block_ids, seq.drafts = [], []
 
     def _disown(self, block_id: int) -> None:
         if block_id == NULL_BLOCK:

@@ -28,7 +28,7 @@ def expected_batch(chunks, block_size):
     want = {name: [] for name in ("input_ids", "positions", "slot_mapping", "seq_lens", "logits_indices")}
     want |= {"temperatures": [], "block_tables": [], "cu_seqlens_q": [0]}
     want |= {"prefill_cu_seqlens_q": [0], "prefill_cu_seqlens_k": [0]}
-    want |= {"max_seqlen_q": 0, "max_seqlen_k": 0, "num_decodes": 0}
+    want |= {"max_seqlen_q": 0, "max_seqlen_k": 0, "num_decodes": 0, "num_prefix_tokens": 0}
     width = max(len(seq.block_table.view()) for seq, _ in chunks)
     for seq, num_new_tokens in chunks:
         tokens, table = seq.token_ids.view().tolist(), seq.block_table.view().tolist()
@@ -47,6 +47,7 @@ def expected_batch(chunks, block_size):
             want["prefill_cu_seqlens_k"].append(want["prefill_cu_seqlens_k"][-1] + stop)
             want["max_seqlen_q"] = max(want["max_seqlen_q"], num_new_tokens)
             want["max_seqlen_k"] = max(want["max_seqlen_k"], stop)
+            want["num_prefix_tokens"] += seq.num_computed_tokens
         if stop == len(tokens):
             want["logits_indices"].append(len(want["input_ids"]) - 1)
             want["temperatures"].append(seq.sampling_params.temperature)

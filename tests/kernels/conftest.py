@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.kernels.processors import DTYPES, PROCESSORS, need_a_compiler, pretend
 
@@ -21,3 +22,17 @@ def processor(request, monkeypatch):
 @pytest.fixture(params=DTYPES, ids=str)
 def dtype(request):
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def _attention_of_pytorch(request):
+    """On a card, what kernels are compared with: float32 without products of three TF32 numbers, which PyTorch's fused
+    attention takes there, and nothing by cuDNN, which plans for seconds at each new shape."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    is_half = parameters.get("dtype") in (torch.float16, torch.bfloat16)  # whose longest prompts need a fused one
+    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION] if is_half else []
+    with sdpa_kernel([*fused, SDPBackend.MATH]):
+        yield

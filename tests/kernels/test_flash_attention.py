@@ -128,7 +128,11 @@ def flash_attn_varlen_func(
     assert not return_attn_probs
     total_q, _, _ = q.shape
     batch_size = len(cu_seqlens_q) - 1
-    check_paged_inputs(q, k, v, block_table, batch_size)
+    if block_table is None:
+        assert k.shape == v.shape == (int(cu_seqlens_k[-1]), *k.shape[1:])
+        assert all(t.stride(-1) == 1 for t in (q, k, v))
+    else:
+        check_paged_inputs(q, k, v, block_table, batch_size)
     lens = []
     for cu in (cu_seqlens_q, cu_seqlens_k):
         assert cu.dtype == torch.int32
@@ -144,7 +148,10 @@ def flash_attn_varlen_func(
     for i, (num_new, seq_len) in enumerate(zip(*lens, strict=True)):
         assert 1 <= num_new <= seq_len
         rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
-        keys, values = gather(k, block_table[i], seq_len), gather(v, block_table[i], seq_len)
+        if block_table is None:
+            keys, values = (t[int(cu_seqlens_k[i]) : int(cu_seqlens_k[i + 1])] for t in (k, v))
+        else:
+            keys, values = gather(k, block_table[i], seq_len), gather(v, block_table[i], seq_len)
         out[rows] = stand_in_attend(q[rows], keys, values, softmax_scale, causal, window_size, softcap)
     return out
 
@@ -273,6 +280,27 @@ def test_flash_attention_equals_the_reference(flash_attn, num_heads, num_kv_head
     assert flash_attn.calls == calls
     same = TorchAttention(num_heads, num_kv_heads, 16, 256).attend(step.q, step.layer_cache, step.batch.metadata)
     torch.testing.assert_close(out, same, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("lens", "is_paged"),
+    [
+        ([(0, 5), (0, 256), (0, 257)], False),
+        ([(40, 1), (0, 30)], False),  # a decode reads the cache by itself
+        ([(0, 256), (7, 3)], True),
+        ([(5, 4)], True),
+    ],
+)
+def test_block_tables_are_given_only_where_a_chunk_has_a_prefix(flash_attn, monkeypatch, lens, is_paged):
+    """The library's kernel for them is the slower one."""
+    tables = []
+    function = flash_attn.flash_attn_varlen_func
+    monkeypatch.setattr(
+        flash_attn, CHUNKS, lambda *args, **named: tables.append(named["block_table"]) or function(*args, **named)
+    )
+    step = Step(FlashAttention(4, 2, 16, 256), lens)
+    check_close(step.run(FlashAttention(4, 2, 16, 256)), step)
+    assert [table is not None for table in tables] == [is_paged]
 
 
 @pytest.mark.parametrize(("lens", "calls"), STEPS.values(), ids=STEPS)

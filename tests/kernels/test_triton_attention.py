@@ -5,8 +5,10 @@ real GPUs, how the work is divided, and where it may be chosen.
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
+import sysconfig
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,11 +19,12 @@ from packaging.version import Version
 from nanovllm import LLM
 from nanovllm.kernels.choices import select_backend
 from nanovllm.layers.backends import TorchAttention
+from nanovllm.models.masking import AttentionOptions
 from tests.conftest import KERNEL_TESTS
 
 pytest.importorskip("triton")
 
-from benchmarks.kernel_resources import BUILDS, GPUS, all_cases, one_of_each
+from benchmarks.kernel_resources import BUILDS, GPUS, TABLE, all_cases, one_of_each, table_cases
 from nanovllm.kernels.cuda import (
     activation,
     few_tokens,
@@ -33,19 +36,21 @@ from nanovllm.kernels.cuda import (
     truncate,
 )
 from nanovllm.kernels.cuda.flash_attention import FlashAttention
-from nanovllm.kernels.cuda.launch import GPU, choose_splits, decode_launch, prefill_launch
+from nanovllm.kernels.cuda.launch import GPU, Launch, choose_chunk_splits, choose_splits, decode_launch, prefill_launch
 from nanovllm.kernels.cuda.triton_attention import TritonAttention
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (activation, few_tokens, inverse_cdf, logit_weights, norm, paged_attention, store_kv, truncate)
+TABLE_OF_RESOURCES = json.loads(TABLE.read_text(encoding="utf-8"))
 KERNELS = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
 FEW_TOKENS = {"norm_linear", "norm_gate_up", "add_linear"}  # what one kernel, `few_tokens_kernel`, is compiled to
+PREFILLS = {"prefill", "split_prefill"}  # the same, of `prefill_kernel`
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 LAUNCHED = [(90, "bfloat16"), *(pytest.param(arch, "float32", marks=pytest.mark.slow) for arch in (80, 90, 100, 120))]
 """H100; then A100, H100, B200, and an RTX 5090, which has least shared memory. With a dtype of logits."""
-SWEPT = [(80, "--once"), (90, "--quick"), (100, "--once"), (120, "--quick")]
+SWEPT = [("--quick", "90"), ("--table", "80", "86", "89"), ("--table", "90", "100", "120")]
 PARTS = [(KERNEL_TESTS, "not slow"), *((KERNEL_TESTS[part::2], "slow") for part in (0, 1))]
 SPILLS_NOTHING = Version(version("triton")).release[:2] in ((3, 6), (3, 9))  # on the first two; others up to 96 bytes
 
@@ -75,6 +80,25 @@ def test_kernels_in_the_interpreter(names, sweep):
     assert " passed" in done.stdout
 
 
+def test_windowed_steps_lie_where_the_kernels_run(monkeypatch):
+    """A card's kernels cannot read a CPU's tensors, the interpreter can. Here `meta` stands for the card."""
+    from tests.kernels import test_triton_kernels as tests
+
+    class Launched:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: places.update(arg.device.type for arg in args if torch.is_tensor(arg))
+
+    places = set()
+    for name in ("decode_kernel", "merge_kernel", "prefill_kernel", "merge_chunks_kernel"):
+        monkeypatch.setattr(paged_attention, name, Launched())
+    monkeypatch.setattr(store_kv, "store_kv", Launched()[()])
+    monkeypatch.setattr(tests, "DEVICE", torch.device("meta"))
+    monkeypatch.setattr(tests, "check_close", lambda *_: None)
+    monkeypatch.setattr(torch.testing, "assert_close", lambda *_, **__: None)
+    tests.test_windows_and_soft_caps_equal_the_reference(monkeypatch, AttentionOptions(window=7), block_size=16)
+    assert places == {"meta"}
+
+
 # ---- what the kernels compile to
 
 
@@ -89,26 +113,36 @@ def test_each_kernel_is_described_as_it_is():
         assert build.constants.keys() == constants, case
     assert named <= pointers
     built = {case.kernel for case in one_of_each(90)}
-    assert {f"{name}_kernel" for name in built - FEW_TOKENS} == KERNELS - {"few_tokens_kernel"}
-    assert built >= FEW_TOKENS
+    assert {f"{name}_kernel" for name in built - FEW_TOKENS - PREFILLS} == KERNELS - {
+        "few_tokens_kernel",
+        "prefill_kernel",
+    }
+    assert built >= FEW_TOKENS | PREFILLS
 
 
-def may_spill(arch):
+def may_spill(arch, kernel=""):
     """Bytes of a thread. A few before a loop are nothing; hundreds would be slow."""
-    return 0 if arch in (80, 90) and SPILLS_NOTHING else 96
+    return 0 if arch in (80, 90) and SPILLS_NOTHING and kernel != "split_prefill" else 96
+
+
+def test_the_table_of_resources_has_all_kernels_and_gpus():
+    """`python -m benchmarks.kernel_resources --table --write` writes it, in a minute or two."""
+    cases = [case for arch in GPUS for case in table_cases(arch)]
+    assert list(TABLE_OF_RESOURCES["rows"]) == list(map(str, cases))
+    assert {case.kernel for case in cases} == set(BUILDS)
 
 
 @pytest.fixture(
     scope="module",
     params=[pytest.param(case, marks=pytest.mark.slow) for case in SWEPT],
-    ids=lambda param: f"{param[0]}{param[1]}",
+    ids=lambda param: " ".join(param),
 )
 def resources(request):
     """What `benchmarks.kernel_resources` compiles: by default, `test_what_is_launched_compiles` makes the same claims.
 
-    One dict for each kernel, or for each specialisation but float16, which differs from bfloat16 in a type only."""
-    arch, which = request.param
-    done = run_job("benchmarks.kernel_resources", which, "--json", "--arch", str(arch))
+    One dict for each kernel of the table, or for each specialisation but float16, which differs in a type only."""
+    which, *arches = request.param
+    done = run_job("benchmarks.kernel_resources", which, "--json", "--arch", *arches)
     assert done.returncode == 0, done.stderr[-5000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
@@ -116,7 +150,18 @@ def resources(request):
 def test_kernels_hardly_spill(resources):
     assert len(resources) >= len(KERNELS)
     for used in resources:
-        assert used["spill_bytes"] <= may_spill(int(used["case"].split()[1].removeprefix("sm_"))), used
+        kernel, arch, *_ = used["case"].split()
+        assert used["spill_bytes"] <= may_spill(int(arch.removeprefix("sm_")), kernel), used
+
+
+def test_resources_are_those_of_the_table(resources):
+    """Registers, spills, shared memory: what they cost a GPU shows without one."""
+    if TABLE_OF_RESOURCES["triton"] != version("triton"):
+        pytest.skip(f"the table is of Triton {TABLE_OF_RESOURCES['triton']}: write it anew")
+    columns, table = TABLE_OF_RESOURCES["columns"], TABLE_OF_RESOURCES["rows"]
+    found = {used["case"]: [used[name] for name in columns] for used in resources}
+    assert found.keys() & table.keys()
+    assert {case: row for case, row in found.items() if case in table and row != table[case]} == {}
 
 
 def test_programs_fit_a_multiprocessor(resources):
@@ -128,14 +173,13 @@ def test_programs_fit_a_multiprocessor(resources):
     for used in resources:
         kernel, arch, dtype = used["case"].split()[:3]
         is_large = kernel in FEW_TOKENS and (arch, dtype) != ("sm_90", "bfloat16")
-        least = 1 if is_large or kernel in ("prefill", "truncate") else 2
+        least = 1 if is_large or kernel in {*PREFILLS, "truncate"} else 2
         assert used["programs"] >= least, used
 
 
 def test_all_kernels_are_compiled(resources):
     compiled = {used["case"].split()[0] for used in resources}
-    assert {f"{name}_kernel" for name in compiled - FEW_TOKENS} == KERNELS - {"few_tokens_kernel"}
-    assert compiled >= FEW_TOKENS
+    assert compiled == set(BUILDS)
 
 
 @pytest.mark.parametrize(("arch", "logits_dtype"), LAUNCHED)
@@ -175,20 +219,38 @@ def test_splits_of_well_known_cases():
     assert choose_splits(8, 256, gpu) == (2, 128)
     assert choose_splits(256 * 8, 1024, gpu) == (1, 4096)
     assert choose_splits(40 * 8, 32_768, gpu) == (6, 4096)
+    assert choose_chunk_splits(8, 32_768, gpu) == (16, 512)  # 50 new tokens of one sequence, 8 K and V heads
+    assert choose_chunk_splits(8, 1000, gpu) == (1, 512)
+    assert choose_chunk_splits(8 * 17, 32_768, gpu) == (1, 512)  # 1,024 new tokens
 
 
 @pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [*((d, d) for d in (torch.bfloat16, torch.float32)), (torch.bfloat16, torch.float8_e4m3fn)],
+)
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 4, 16, 64])
-def test_launches_are_powers_of_two_that_hold_a_group(group, head_dim, dtype, shared_memory):
+def test_launches_are_powers_of_two_that_hold_a_group(group, head_dim, dtype, cache_dtype, shared_memory):
     for choose in (decode_launch, prefill_launch):
-        launch = choose(group, head_dim, dtype, GPU(132, shared_memory))
+        launch = choose(group, head_dim, dtype, cache_dtype, GPU(132, shared_memory))
         assert launch.rows >= max(16, group)
         for n in (launch.rows, launch.tile, launch.num_warps):
             assert n & (n - 1) == 0
         assert 128 % launch.tile == 0, "splits are whole tiles"
         assert launch.num_stages >= 1
+
+
+def test_launches_of_well_known_cases():
+    bf16, fp8, small = torch.bfloat16, torch.float8_e4m3fn, GPU(128, 99 * 1024)  # an RTX 4090
+    # two tiles are loaded while one is computed with: 98,816 bytes. Heads of 256 would take 102,656
+    assert prefill_launch(4, 128, bf16, bf16, small) == Launch(128, 64, 8, num_stages=5)
+    assert prefill_launch(4, 256, bf16, bf16, small) == Launch(64, 32, 8, num_stages=3)
+    assert prefill_launch(4, 128, bf16, bf16, GPU()) == Launch(128, 64, 8, num_stages=5)
+    assert decode_launch(4, 128, bf16, bf16, small) == Launch(16, 64, 4, num_stages=3)
+    # over an fp8 cache, tiles of more tokens, which take fewer instructions each
+    assert decode_launch(4, 128, bf16, fp8, small) == Launch(16, 128, 4, num_stages=3)
+    assert decode_launch(4, 128, bf16, fp8, GPU()) == Launch(16, 128, 4, num_stages=5)
 
 
 @pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
@@ -257,6 +319,39 @@ def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ValueError, match="needs the package triton"):
         choose("triton", CUDA)
+
+
+@pytest.mark.parametrize("missing", ["compiler", "CC", "header"])
+def test_triton_is_refused_where_it_cannot_build_what_launches_kernels(monkeypatch, tmp_path, missing):
+    """As in a slim container: `auto` serves with PyTorch's attention, and says what to install."""
+    for variable in ("CC", "CPATH", "C_INCLUDE_PATH", "TRITON_INTERPRET"):
+        monkeypatch.delenv(variable, raising=False)
+    for module in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, module, None)
+    if missing == "compiler":
+        monkeypatch.setenv("PATH", str(tmp_path))
+        reason = "triton needs a C compiler, and there is no gcc or clang: install gcc, or set CC"
+    elif missing == "CC":
+        monkeypatch.setenv("CC", "no-such-compiler")
+        reason = "triton needs a C compiler, and there is no no-such-compiler"
+    else:
+        monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+        reason = f"triton needs Python's headers, and there is no {tmp_path}/Python.h: install python3-dev"
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        choose("triton", CUDA)
+    backend_class, reasons = select_backend("auto", CUDA, torch.bfloat16, 128)
+    assert backend_class is TorchAttention
+    assert reason in reasons
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter launches nothing
+    assert choose("triton", CUDA) is TritonAttention
+
+
+def test_python_headers_may_lie_where_the_compiler_looks(monkeypatch, tmp_path):
+    (tmp_path / "headers").mkdir()
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    (tmp_path / "headers" / "Python.h").touch()
+    monkeypatch.setenv("CPATH", f"/nowhere:{tmp_path / 'headers'}")
+    assert choose("triton", CUDA) is TritonAttention
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 15, 17, 24, 384])

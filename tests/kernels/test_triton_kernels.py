@@ -25,8 +25,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends import TorchAttention
 from nanovllm.scheduling.sequence import Sequence
 from tests.attention_options import OPTIONS
-from tests.attention_steps import Step as StepOnCpu
-from tests.attention_steps import check_close
+from tests.attention_steps import Step, check_close
 from tests.steps import batch_of
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -305,6 +304,29 @@ def test_prefill_equals_the_reference(group, num_kv_heads, head_dim, block_size,
     check(run_prefill(backend, step, launch=Launch(rows, tile, 4, 3)), step.expected, dtype)
 
 
+@pytest.mark.parametrize(("num_splits", "at_a_time"), [(2, 16), (5, 2), pytest.param(17, 16, marks=pytest.mark.slow)])
+def test_prefill_in_splits_equals_the_reference(monkeypatch, num_splits, at_a_time):
+    """Tiles of 16: contexts that fill all splits, some, one and none; 17 splits are more than are joined at a time."""
+    monkeypatch.setattr(triton_attention, "SPLITS_AT_A_TIME", at_a_time)
+    backend = TritonAttention(4, 2, 16, 16)
+    lens = [(0, 1), (0, 20), (15, 2), (16 * num_splits, 9), (16 * num_splits - 1, 17), (90, 3), (33, 1)]
+    step = make_step(backend, lens)
+    backend.store_kv(step.k, step.v, step.cache, step.slot_mapping)
+    out = run_prefill(backend, step, launch=Launch(16, 16, 4, 3), splits=(num_splits, 16))
+    check(out, step.expected, torch.float32)
+
+
+def test_short_chunks_over_long_contexts_are_split(monkeypatch):
+    """By the batch's longest context, which the host knows: the answer is that of one split."""
+    backend = TritonAttention(2, 1, 16, 256)
+    step = Step(backend, [(1100, 2), (3, 5)], device=DEVICE)
+    launched = []
+    choose = triton_attention.choose_chunk_splits
+    monkeypatch.setattr(triton_attention, "choose_chunk_splits", lambda *a: launched.append(choose(*a)) or launched[-1])
+    check_close(step.run(backend), step)
+    assert launched == [(2, 512)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prefill_with_its_own_launch_equals_the_reference(dtype):
     backend = TritonAttention(4, 2, 64, 16)
@@ -316,10 +338,11 @@ def test_prefill_with_its_own_launch_equals_the_reference(dtype):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.sparse
-def test_windows_and_soft_caps_equal_the_reference(options, block_size):
+def test_windows_and_soft_caps_equal_the_reference(monkeypatch, options, block_size):
     """Decodes, also in splits, and chunks; windows begin and end inside a tile, and blocks before are not read."""
     backend = TritonAttention(2, 1, 32, block_size)
-    step = StepOnCpu(backend, [(100, 1), (5, 1), (33, 1), (0, 70), (90, 40), (60, 3)], options=options)
+    lens = [(100, 1), (5, 1), (33, 1), (0, 70), (90, 40), (60, 3)]
+    step = Step(backend, lens, options=options, device=DEVICE)
     out = step.run(backend)
     check_close(out, step)
     rows, metadata = slice(0, 3), step.batch.metadata
@@ -328,6 +351,11 @@ def test_windows_and_soft_caps_equal_the_reference(options, block_size):
         args = (step.layer_cache, metadata.block_tables[rows], metadata.seq_lens[rows])
         backend.decode(parts, step.q[rows].contiguous(), *args, Launch(16, 16, 4, 3), splits, options)
         torch.testing.assert_close(parts, out[rows], rtol=5e-6, atol=5e-6)
+    step_of_chunks = (step.layer_cache, metadata.block_tables[3:], metadata.seq_lens[3:], metadata.prefill_cu_seqlens_q)
+    monkeypatch.setattr(triton_attention, "SPLITS_AT_A_TIME", 1)  # some rows see nothing of the first
+    parts = torch.empty_like(step.q[3:])
+    backend.prefill(parts, step.q[3:], *step_of_chunks, 0, Launch(32, 16, 4, 3), (4, 16), options)
+    torch.testing.assert_close(parts, out[3:], rtol=5e-6, atol=5e-6)
 
 
 def test_every_chunk_finds_its_tiles():
@@ -532,6 +560,7 @@ LONG = {
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (32, 4, 64), (16, 1, 128)])
 @pytest.mark.parametrize("lens", LONG.values(), ids=LONG)
+@pytest.mark.sparse  # each is compiled anew
 def test_real_sizes_equal_the_other_backends(lens, num_heads, num_kv_heads, head_dim, block_size, dtype):
     backend = TritonAttention(num_heads, num_kv_heads, head_dim, block_size)
     step = fill(backend, lens, dtype)

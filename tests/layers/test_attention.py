@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.backends import TorchAttention
+from nanovllm.layers.backends import TorchAttention, slices_that_fit
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduling.sequence import Sequence
 from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
@@ -46,6 +47,18 @@ def test_a_chunk_is_computed_without_all_of_its_scores(attention_class, dtype):
     with LargestTensor() as largest:
         step.run(backend)
     assert 0 < largest.num_bytes < num_heads * n * seq_len * dtype.itemsize / 2
+
+
+def test_decodes_on_a_gpu_are_gathered_by_the_quarter_gibibyte_at_most():
+    """256 of 32k tokens, all at once, would be 34 GB; 64 of 512 are one batch, since each launch costs time."""
+    with FakeTensorMode():  # a device without memory
+        cache = torch.empty(2, 8, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    for num_decodes, length in [(256, 32_768), (256, 1000), (1, 1 << 20), (64, 512)]:
+        slices = slices_that_fit(num_decodes, length, cache)
+        assert [i for rows in slices for i in range(num_decodes)[rows]] == list(range(num_decodes))
+        widest = max(rows.stop - rows.start for rows in slices)
+        assert widest == 1 or widest * length * 2 * 8 * 128 * 2 <= 1 << 28
+    assert len(slices) == 1
 
 
 @both

@@ -61,6 +61,7 @@ def batches(draw):
         num_decodes=num_decodes,
         max_seqlen_q=draw(st.integers(0, 2**31 - 1)),
         max_seqlen_k=draw(st.integers(0, 2**31 - 1)),
+        num_prefix_tokens=draw(st.integers(0, 2**31 - 1)),
     )
     temperatures = torch.rand(num_samples)
     sampling = SamplingBatch(temperatures, None, num_logprobs=draw(st.sampled_from([None, 0, 5])))
@@ -122,10 +123,10 @@ def test_256_decodes_are_some_kilobytes():
     n = 256
     ids = torch.zeros(n, dtype=torch.int32)
     offsets = torch.zeros(n + 1, dtype=torch.int32)
-    metadata = AttentionMetadata(ids, torch.zeros(n, 64, dtype=torch.int32), ids, offsets, ids[:1], ids[:1], n, 0, 0)
+    metadata = AttentionMetadata(ids, torch.zeros(n, 64, dtype=torch.int32), ids, offsets, ids[:1], ids[:1], n, 0, 0, 0)
     message = pack_step(Batch(ids, ids, metadata, ids, SamplingBatch(torch.zeros(n), None), (), BlockMoves()), True)
     num_values = len(Header._fields) + 5 * n + 64 * n + (n + 1) + 2
-    assert message.nbytes == 4 * num_values == 71_748
+    assert message.nbytes == 4 * num_values == 71_752
 
 
 def test_a_line_of_json_leaves_what_follows():

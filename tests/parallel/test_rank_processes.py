@@ -51,6 +51,18 @@ def test_the_bundled_model(nothing_left):
 
 
 @pytest.mark.slow
+def test_drafts(nothing_left):
+    """How many tokens are nearly free is measured on all ranks together."""
+    expected = answers(LLM(TINY_QWEN3, dtype="float32", device="cpu"))
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    with LLM(TINY_QWEN3, dtype="float32", device="cpu", tensor_parallel_size=2, speculative_config=drafts) as llm:
+        assert llm.engine.scheduler.max_rows >= 1
+        llm.engine.scheduler.max_rows = 64
+        assert answers(llm) == expected
+        assert llm.get_stats().num_draft_tokens > 0
+
+
+@pytest.mark.slow
 def test_three_ranks_by_gloo(shareable, nothing_left):
     folder, _ = shareable.make("llama", "biases", 1)
     options = {"attention_backend": "torch", "device": "cpu", "enable_overlap": True, "block_size": 4}

@@ -19,6 +19,17 @@ ENGINES = {
     "chunks": {"max_num_batched_tokens": 17, "block_size": 3, "num_kv_blocks": 120},
     "overlap": {"max_num_batched_tokens": 40, "block_size": 8, "num_kv_blocks": 60, "enable_overlap": True},
     "preemption": {"max_num_batched_tokens": 64, "block_size": 4, "num_kv_blocks": 26},
+    "drafts": {
+        "max_num_batched_tokens": 64,
+        "block_size": 4,
+        "num_kv_blocks": 60,
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_min": 1,
+            "disable_by_batch_size": 99,
+        },
+    },
     "swap": {
         "max_num_batched_tokens": 64,
         "block_size": 4,

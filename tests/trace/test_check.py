@@ -81,6 +81,10 @@ CORRUPT = {
     "large number": (set_field("admit", 3, 10**400), "num_computed of admit must be an integer >= 0"),
     "step": (set_field("schedule", 1, 5), "line 2 .*step 1 comes next, got 5"),
     "not in flight": (set_field("update", 1, 9), "step 9 of update is not in flight"),
+    "many drafts": (append("verify", 1, 65, 65, []), "num_drafts of verify must be <= "),
+    "more right than drafts": (append("verify", 1, 0, 1, []), "num_accepted of verify must be <= 0, got 1"),
+    "blocks of drafts": (append("verify", 1, 0, 0, [0]), "blocks of verify must be a list of blocks of the pool"),
+    "drafts": (append("draft", 1, ["a"]), "token_ids of draft must be a list of integers"),
     "draws": (set_field("update", 3, []), "step 1 samples 3 tokens, got 0"),
 }
 
@@ -121,9 +125,9 @@ def replay(lines):
 
 def test_all_that_is_recorded_is_opened():
     assert set(check.EVENTS) == EVENTS
-    for seed, window in enumerate([None, None, None, 2, 5]):
+    for seed, window in enumerate([None, None, None, 2, 5, None]):
         for limit in (10**9, 25):
-            for segment in random_run(seed, limit, window).stats._sink.segments:
+            for segment in random_run(seed, limit, window, has_drafts=seed == 5).stats._sink.segments:
                 check_recording("run.jsonl", segment)
 
 

@@ -8,8 +8,10 @@ import io
 import json
 import re
 import shutil
+import statistics
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ import pytest
 from nanovllm import LLM, TINY_QWEN3, BeamSearchParams, SamplingParams
 from nanovllm.trace.page import make_page
 from nanovllm.trace.recording import read_recording
+from nanovllm.trace.replay import Replay
 from nanovllm.trace.view import STORY
 from tests.models.architectures import Checkpoints
 from tests.trace_traffic import Lines, RecordedRun, known_run, random_run
@@ -122,8 +125,8 @@ def cell_color(page, block):
 def test_pages_own_replay_is_the_state_of_the_engine_at_every_step(show, known, limit):
     page = show(known[0])
     codes, num_steps = set(), 0
-    for seed, window in enumerate([None, None, None, None, None, 2, 5]):
-        run = random_run(seed, limit, window)
+    for seed, window in enumerate([None, None, None, None, None, 2, 5, None, None]):
+        run = random_run(seed, limit, window, has_drafts=seed > 6)
         segments = run.stats._sink.segments
         codes |= {event[0] for segment in segments for line in segment[1:] for event in line["events"]}
         found = page.evaluate(STATES, [segments])
@@ -138,7 +141,7 @@ def test_pages_own_replay_is_the_state_of_the_engine_at_every_step(show, known, 
             assert mine["seqs"] == names
             num_steps += 1
     assert len(codes) > 15
-    assert "give_back" in codes
+    assert codes >= {"give_back", "draft", "verify"}
     assert num_steps > 200
 
 
@@ -250,7 +253,7 @@ def test_evictions_are_named_in_their_order(show, known):
     events = [event for line in lines[1:] for event in line["events"]]
     page.locator(".highlights").get_by_role("button", name="steps that evict").click()
     page.locator(".highlights [aria-pressed=true]").wait_for()
-    said = [one.split("blocks ")[1].split(", ") for one in page.locator(".highlights li").all_inner_texts()]
+    said = [one.split("order: ")[1].split(", ") for one in page.locator(".highlights li").all_inner_texts()]
     evicted = [event[2] for event in events if event[0] == "take" and event[3]]
     assert len(evicted) > 2
     assert [int(block) for step in said for block in step] == evicted
@@ -409,7 +412,7 @@ def test_mouse_over_a_block_says_whose_it_is_and_what_it_holds(show, known):
     page.evaluate(f"location.hash = 'step={step}'")
     page.locator("#step", has_text=f"Step {step} ").wait_for()
     canvas.hover(position={"x": (free - 0.5) * size, "y": size / 2})
-    assert "free; 0 others are handed out before it" in page.locator(".tip").inner_text()
+    assert "free; handed out before it: 0" in page.locator(".tip").inner_text()
     page.mouse.move(5, 5)
     page.locator(".tip").wait_for(state="detached")
 
@@ -424,16 +427,18 @@ def test_block_that_would_be_evicted_next_is_the_first_free_one_that_is_cached(s
 
 def test_times_of_the_median_decode_step_are_told(show):
     lines = read_recording(STORY)
-    sums, only_decodes = [], False
+    timed, only_decodes = [], False
     for line in lines[1:]:
         for event in line["events"]:
             if event[0] == "schedule":
                 only_decodes = not event[4] and event[3] != []
-        sums += [sum(line["times"].values())] if only_decodes else []
-    median = sorted(sums)[(len(sums) - 1) // 2]
+        timed += [line["times"]] if only_decodes else []
+    median = statistics.median_low(sum(times.values()) for times in timed)
+    build = statistics.median_low(times["build"] for times in timed)
     page = show(lines)
     text = page.locator(".times b").inner_text()
-    assert f"in the median of {len(sums)}:" in text
+    assert f"Of {len(timed)} steps that only decode" in text
+    assert f"build the batch {build} µs" in text
     assert f"takes {median / 1000:.3g} ms" in text.replace(".0 ms", " ms")
 
 
@@ -493,6 +498,30 @@ def test_waiting_is_cut_into_segments_by_reason(show):
     facts = show(lines, at="#seq=5").locator(".facts").inner_text()
     assert f"queued (for a place (max_num_seqs)) {first[0]}–{first[-1]}" in facts
     assert f"queued (a step preempts) {first[-1] + 1}" in facts
+
+
+def test_who_waited_longest_is_said_with_the_reasons(show):
+    """The oracle counts the steps in which a sequence was not running."""
+    lines = read_recording(STORY)
+    replay, waited = Replay(lines[0]), Counter()
+    for line in lines[1:]:
+        for event in line["events"]:
+            replay.apply(event)
+            if event[0] == "schedule":
+                waited.update(seq.request for seq in replay.seqs.values() if seq.status == "waiting")
+    said = show(lines, at="#lang=en").locator(".longest button").all_inner_texts()
+    expected = [f"{request} {count} steps" for request, count in waited.most_common(3)]
+    assert len(said) == 3
+    assert sorted(one.split(" (")[0] for one in said) == sorted(expected)
+    assert [sum(map(int, re.findall(r" (\d+)(?:,|\))", one))) for one in said] == [int(one.split()[1]) for one in said]
+
+
+def test_space_plays_after_a_moment_was_clicked(show, known):
+    page = show(known[0])
+    page.locator(".story .moments button:not(.turn)").first.click()
+    page.keyboard.press("Home")
+    page.keyboard.press(" ")
+    page.locator("#step", has_text=re.compile("^Step [2-9] ")).wait_for(timeout=5000)
 
 
 def test_step_numbers_stand_over_their_columns_also_of_two_recordings(show, known):

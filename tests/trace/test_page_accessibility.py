@@ -97,6 +97,6 @@ def test_screen_readers_hear_the_step_and_the_chosen_block(show):  # noqa: F811
     for block in range(2, 9):
         page.keyboard.press("ArrowRight")
         heard.filter(has_text=f"Block {block}. ").wait_for(timeout=5000)
-    heard.filter(has_text="Block 8. free; 2 others are handed out before it. holds nothing").wait_for(timeout=5000)
+    heard.filter(has_text="Block 8. free; handed out before it: 2. holds nothing").wait_for(timeout=5000)
     page.locator("#language").click()
     heard.filter(has_text="块 8. 空闲").wait_for(timeout=5000)

@@ -10,7 +10,7 @@ from tests.conftest import examples
 from tests.extras.test_scheduling import BeamMachine, OverlapBeamMachine
 from tests.extras.test_windows import OverlapWindowMachine, WindowMachine
 from tests.scheduling_traffic import SETTINGS
-from tests.trace_traffic import Lines, RecordedRun, random_run, state_of_replay
+from tests.trace_traffic import Lines, RecordedRun, RecordedSpeculativeRun, random_run, state_of_replay
 
 
 def check_segments(segments, states):
@@ -57,10 +57,18 @@ class RecordedOverlapWindowMachine(RecordedTraffic, OverlapWindowMachine):
     pass
 
 
+class RecordedSpeculativeMachine(RecordedTraffic, BeamMachine):
+    def make_run(self, **options):
+        self.lines = Lines(limit=7)
+        return RecordedSpeculativeRun(self.lines, **options)
+
+
 TestTraffic = pytest.mark.examples(RecordedBeamMachine.TestCase)
 TestTraffic.settings = settings(SETTINGS, max_examples=examples(100))
 TestTrafficWithOverlap = pytest.mark.examples(RecordedOverlapMachine.TestCase)
 TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(100))
+TestTrafficWithDrafts = pytest.mark.examples(RecordedSpeculativeMachine.TestCase)
+TestTrafficWithDrafts.settings = settings(SETTINGS, max_examples=examples(60))
 TestTrafficWithWindow = pytest.mark.examples(RecordedWindowMachine.TestCase)
 TestTrafficWithWindow.settings = settings(SETTINGS, max_examples=examples(40))
 TestTrafficWithWindowAndOverlap = pytest.mark.examples(RecordedOverlapWindowMachine.TestCase)
@@ -72,8 +80,8 @@ TestTrafficWithWindowAndOverlap.settings = settings(SETTINGS, max_examples=examp
 
 def test_each_kind_of_event_is_met_and_replayed():
     codes = set()
-    for seed, window in enumerate([None, None, None, None, 2, 5]):
-        run = random_run(seed, 40, window)
+    for seed, window in enumerate([None, None, None, None, 2, 5, None, None, 5]):
+        run = random_run(seed, 40, window, has_drafts=seed > 5)
         check_segments(run.stats._sink.segments, run.stats.states)
         codes |= {event[0] for segment in run.stats._sink.segments for line in segment[1:] for event in line["events"]}
     assert codes == EVENTS - {"start"}  # which is in test_recording.py

@@ -21,7 +21,8 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -54,6 +55,7 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "top_p": np.dtype(np.float32),
     "min_p": np.dtype(np.float32),
 }
+NUM_STREAMS = 32
 ROW_BYTES = sum(dtype.itemsize for dtype in COLUMNS.values())
 OF_ATTENTION = ("slot_mapping", "seq_lens")
 OF_SAMPLING = ("uniforms", "top_k", "temperatures", "top_p", "min_p")
@@ -87,14 +89,17 @@ def graph_sizes(max_batch_size: int) -> list[int]:
 class Recorder:
     """Records what a function launches. All graphs share their working memory: only one of them runs at a time.
 
-    No other recorder uses its stream. PyTorch keeps a cuBLAS workspace for each stream (32 MiB on Hopper), and frees
-    that of a graph's stream together with the graph: graphs of another engine, recorded in the same stream, would still
-    write to the freed workspace (https://github.com/pytorch/pytorch/issues/193402).
+    No other living recorder uses its stream. PyTorch keeps a cuBLAS workspace for each stream (32 MiB on Hopper), and
+    frees that of a graph's stream together with the graph: graphs of another engine, recorded in the same stream, would
+    still write to the freed workspace (https://github.com/pytorch/pytorch/issues/193402).
     """
+
+    _living: ClassVar[WeakSet["Recorder"]] = WeakSet()  # of the process, as PyTorch's streams are
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._stream: torch.cuda.Stream = unused_stream([recorder._stream for recorder in self._living])
+        self._living.add(self)
 
     def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
         """(a function that replays `function`, what `function` returned); a replay writes the returned tensors anew."""
@@ -106,6 +111,15 @@ class Recorder:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             results = function()
         return graph.replay, results
+
+
+def unused_stream(used: list[torch.cuda.Stream]) -> torch.cuda.Stream:
+    """PyTorch has NUM_STREAMS for each device, and gives them in turn. RuntimeError if `used` are all of them."""
+    for _ in range(NUM_STREAMS):
+        stream = torch.cuda.Stream()
+        if stream not in used:
+            return stream
+    raise RuntimeError(f"{NUM_STREAMS} engines with CUDA graphs are alive on this device: there are no more streams")
 
 
 class Recorded(NamedTuple):
@@ -237,6 +251,7 @@ class DecodeInputs:
                 num_decodes=size,
                 max_seqlen_q=0,
                 max_seqlen_k=0,
+                num_prefix_tokens=0,
             ),
             logits_indices=self._offsets[:size],
             sampling=SamplingBatch(**column),

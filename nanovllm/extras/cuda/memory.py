@@ -3,16 +3,15 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.execution.batch import Batch
 from nanovllm.execution.model_runner import ModelRunner, SampledTokens
-from nanovllm.execution.sampling_batch import SamplingBatch
 from nanovllm.extras.cuda.graphs import StepSizes, measure_graph_bytes
-from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.scheduling.step import BlockMoves
+from nanovllm.extras.cuda.warm_up import draws, null_batch
 
 Compute = Callable[[ModelRunner, Batch], SampledTokens]
 
@@ -74,32 +73,6 @@ def widest_batch(sizes: StepSizes, block_size: int) -> Batch:
     """The batch that needs most memory: a full budget over as many samples as there can be, in the null block."""
     max_num_tokens = sizes.max_num_batched_tokens
     num_seqs = max(sizes.max_decodes, -(-max_num_tokens // sizes.max_model_len))
-    lens = torch.full((num_seqs,), max_num_tokens // num_seqs, dtype=torch.int32)
-    lens[: max_num_tokens % num_seqs] += 1
-    num_tokens = int(lens.sum())
-    cu = torch.cat([torch.zeros(1, dtype=torch.int32), lens.cumsum(0, dtype=torch.int32)])
-    zeros = torch.zeros(num_tokens, dtype=torch.int32)
-    return Batch(
-        input_ids=zeros,
-        positions=zeros,
-        metadata=AttentionMetadata(
-            slot_mapping=zeros,
-            block_tables=torch.zeros(num_seqs, -(-int(lens.max()) // block_size), dtype=torch.int32),
-            seq_lens=lens,
-            cu_seqlens_q=cu,
-            prefill_cu_seqlens_q=cu,
-            prefill_cu_seqlens_k=cu,
-            num_decodes=0,
-            max_seqlen_q=int(lens.max()),
-            max_seqlen_k=int(lens.max()),
-        ),
-        logits_indices=cu[1:] - 1,
-        sampling=SamplingBatch(
-            temperatures=torch.ones(num_seqs),
-            uniforms=torch.full((num_seqs,), 0.5, dtype=torch.float64),
-            top_p=torch.full((num_seqs,), 0.5),
-            num_logprobs=1,
-        ),
-        taps=(),
-        moves=BlockMoves(),
-    )
+    lens = [max_num_tokens // num_seqs + (i < max_num_tokens % num_seqs) for i in range(num_seqs)]
+    sampling = replace(draws("limited", num_seqs), num_logprobs=1)
+    return null_batch(lens, lens, False, -(-max(lens) // block_size), sampling)

@@ -1,4 +1,4 @@
-"""What an engine on CUDA adds at its start: a kernel that draws, pinned buffers, CUDA graphs, and all free memory.
+"""What an engine on CUDA adds at its start: a kernel that draws, pinned buffers, free memory, a warm-up, CUDA graphs.
 
 Made by `engine/assembly.py` in its branch for CUDA, which calls the methods in their order here.
 """
@@ -7,14 +7,17 @@ import importlib
 from contextlib import AbstractContextManager, suppress
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.config import Config
 from nanovllm.engine.assembly import Device
-from nanovllm.execution.model_runner import ModelRunner
+from nanovllm.execution.batch import Batch
+from nanovllm.execution.model_runner import ModelRunner, SampledTokens
 from nanovllm.execution.sampler import Draw
 from nanovllm.extras.cuda.graphs import StepSizes, choose_graphs, replay_decodes
 from nanovllm.extras.cuda.input_buffer import InputBuffer
-from nanovllm.extras.cuda.memory import advice_on_start_memory, advised, measure_free_bytes
+from nanovllm.extras.cuda.memory import Compute, advice_on_start_memory, advised, measure_free_bytes
+from nanovllm.extras.cuda.warm_up import warm_up
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.layers.backends import AttentionBackend
 from nanovllm.models.config import ModelConfig
@@ -41,6 +44,8 @@ class CudaDevice(Device):
 
     def prepare(self, runner: ModelRunner) -> None:
         runner.draw = self.draw or runner.draw
+        if runner.backend.instructions == AttentionBackend.instructions:  # PyTorch's
+            runner.compute = without_plans(runner.compute)
         runner.send = InputBuffer(self.device, 1 << 16).send_record
 
     def advice(self) -> AbstractContextManager[None]:
@@ -50,16 +55,33 @@ class CudaDevice(Device):
         return measure_free_bytes(runner, self.config, self.sizes, self.has_graphs)
 
     def wrap(self, runner: ModelRunner, newest: NewestTokens | None) -> None:
-        """Wrap `compute`; graphs read the newest tokens on the device, with or without overlap."""
+        """Compile what requests will run, and wrap `compute`.
+
+        Graphs read the newest tokens on the device, with or without overlap.
+        """
+        warm_up(runner, self.sizes)
         if self.has_graphs:
             replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
         runner.compute = advised(runner.compute)
 
 
+def without_plans(compute: Compute) -> Compute:
+    """`compute` without cuDNN's attention, which plans anew for each shape, and steps differ in theirs."""
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+    def compute_without_plans(runner: ModelRunner, batch: Batch) -> SampledTokens:
+        with sdpa_kernel(kernels):
+            return compute(runner, batch)
+
+    return compute_without_plans
+
+
 def choose_draw(config: Config, device: torch.device) -> Draw | None:
-    """On CUDA, with triton: kernels that neither sort nor make the host wait."""
+    """On CUDA, where kernels in Triton can be launched: those that neither sort nor make the host wait."""
     if config.enforce_eager or device.type != "cuda":
         return None
-    with suppress(ImportError):
-        return importlib.import_module("nanovllm.kernels.cuda.sample").draw_tokens
+    with suppress(ImportError):  # the folder of kernels has been deleted, or triton is of another torch
+        requirements = importlib.import_module("nanovllm.kernels.cuda.requirements")
+        if requirements.why_no_triton() is None:
+            return importlib.import_module("nanovllm.kernels.cuda.sample").draw_tokens
     return None

@@ -27,7 +27,7 @@ GROUPS: Mapping[str, str] = {
     "KV cache": "block_size num_kv_blocks kv_cache_memory_bytes gpu_memory_utilization enable_prefix_caching "
     "kv_cache_dtype",
     "scheduling": "max_model_len max_num_seqs max_num_batched_tokens long_prefill_token_threshold scheduling_policy "
-    "preemption_mode swap_space_bytes",
+    "preemption_mode swap_space_bytes speculative_config",
     "parallelism": "tensor_parallel_size nnodes node_rank master_addr master_port",
 }
 """Title -> the options of `Config` that `--help` shows together."""

@@ -131,12 +131,10 @@ ENGINE_OPTIONS = (
         },
     ),
     Refused(
-        "each step draws one token for a sequence",
-        off(
-            "speculative_config speculative_model num_speculative_tokens spec_method spec_model spec_tokens "
-            "diffusion_config"
-        ),
+        "use speculative_config={'method': …, 'num_speculative_tokens': …}",
+        off("speculative_model num_speculative_tokens spec_method spec_model spec_tokens"),
     ),
+    Refused("tokens are drawn one after the other", off("diffusion_config")),
     Refused(
         "use preemption_mode='swap' with swap_space_bytes",
         off("swap_space kv_offloading_size kv_transfer_config kv_events_config ec_transfer_config"),

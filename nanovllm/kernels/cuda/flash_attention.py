@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.backend import KernelBackend
-from nanovllm.kernels.cuda.requirements import gpu_capability, is_installed, why_too_old
+from nanovllm.kernels.cuda.requirements import gpu_capability, is_installed, why_no_triton, why_too_old
 from nanovllm.layers import attention
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.models.masking import PLAIN, AttentionOptions
@@ -49,16 +49,24 @@ class FlashAttention2:
     def prefill(
         self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, options: AttentionOptions
     ) -> torch.Tensor:
-        """q: [num_prefill_tokens, num_heads, head_dim], of the sequences behind the decodes -> as q"""
+        """q: [num_prefill_tokens, num_heads, head_dim], of the sequences behind the decodes -> as q
+
+        With block tables the library takes a kernel that is made for few queries. Where no chunk has a prefix in the
+        cache, a copy of its own K and V costs less: [num_prefill_tokens, num_kv_heads, head_dim] each.
+        """
+        if metadata.num_prefix_tokens:
+            kv, tables = layer_cache, metadata.block_tables[metadata.num_decodes :]
+        else:
+            kv, tables = layer_cache.flatten(1, 2).index_select(1, metadata.slot_mapping[-len(q) :]), None
         return self._prefill(
             q,
-            *layer_cache,
+            *kv,
             cu_seqlens_q=metadata.prefill_cu_seqlens_q,
             cu_seqlens_k=metadata.prefill_cu_seqlens_k,
             max_seqlen_q=metadata.max_seqlen_q,
             max_seqlen_k=metadata.max_seqlen_k,
             **masking(options, self.scale),
-            block_table=metadata.block_tables[metadata.num_decodes :],
+            block_table=tables,
         )
 
 
@@ -153,7 +161,7 @@ class FlashAttention(KernelBackend):
         return None if error < 0.05 else f"{version.name} ignores {options}: it was built without that"
 
     def replace_layers(self, model: nn.Module) -> None:
-        if is_installed("triton"):  # which flash-attn itself can do without
+        if why_no_triton() is None:  # flash-attn itself can do without
             from nanovllm.kernels.cuda.decoder_layer import replace_layers
 
             replace_layers(model, self)
@@ -193,16 +201,16 @@ def error_on_few_tokens(
     dtype: torch.dtype,
     head_dim: int,
 ) -> float:
-    """Largest difference to the definition in PyTorch: a decode and a chunk of one sequence, longer than its window."""
+    """Largest difference to the definition in PyTorch: a decode, a sequence longer than its window, its last chunk."""
     options = replace(options, window=options.window and min(options.window, 3))
     generator = torch.Generator().manual_seed(0)
     cache = torch.randn(2, 2, 256, 1, head_dim, generator=generator).to(device, dtype)
     queries = torch.randn(9, 2, head_dim, generator=generator).to(device, dtype)
     errors = []
-    for num_decodes, num_new in ((1, 1), (0, 8)):
+    for num_decodes, num_new in ((1, 1), (0, 8), (0, 5)):
         lens = {name: torch.tensor([0, n], dtype=torch.int32, device=device) for name, n in (("q", num_new), ("k", 8))}
         metadata = AttentionMetadata(
-            slot_mapping=lens["q"],
+            slot_mapping=torch.arange(256 + 8 - num_new, 256 + 8, dtype=torch.int32, device=device),
             block_tables=torch.ones(1, 1, dtype=torch.int32, device=device),
             seq_lens=lens["k"][1:],
             cu_seqlens_q=lens["q"],
@@ -211,6 +219,7 @@ def error_on_few_tokens(
             num_decodes=num_decodes,
             max_seqlen_q=num_new,
             max_seqlen_k=8,
+            num_prefix_tokens=8 - num_new,
         )
         q = queries[:num_new]
         found = (library.decode if num_decodes else library.prefill)(q, cache, metadata, options)

@@ -1,4 +1,4 @@
-"""Attention over a paged cache: a decode kernel, one that merges its parts, and a prefill kernel.
+"""Attention over a paged cache: a decode kernel, a prefill kernel, and those that merge their parts.
 
 All are FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135) with one more look-up. A program keeps a few
 rows of queries and walks along the sequence, a tile of tokens at a time; the scores of a tile live in registers only.
@@ -131,11 +131,7 @@ def merge_kernel(
     WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,  # at a time
 ):
-    """Grid: (num_heads, num_seqs). Joins the parts of one head of one sequence.
-
-    This is attention once more: the parts are the values, and the logarithm of what their weights add up to (lse) is
-    their score. Parts of empty splits were never written, and are not read.
-    """
+    """Grid: (num_heads, num_seqs). Joins the parts of one head of one sequence."""
     head, seq = tl.program_id(0), tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + seq)
     num_seen = seq_len - first_tile(seq_len - 1, WINDOW, TILE)
@@ -143,27 +139,60 @@ def merge_kernel(
     if num_used <= 1:
         return  # decode_kernel has written the output
     row = (seq * tl.num_programs(0) + head).to(tl.int64)
+    out = joined(part_ptr, part_lse_ptr, row * num_splits, 1, num_used, HEAD_DIM, SPLITS)
+    tl.store(out_ptr + row * HEAD_DIM + tl.arange(0, HEAD_DIM), out.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def merge_chunks_kernel(
+    out_ptr,  # [num_tokens, num_heads, HEAD_DIM]
+    part_ptr,  # [num_splits, num_tokens, num_heads, HEAD_DIM] float32
+    part_lse_ptr,  # [num_splits, num_tokens, num_heads] float32
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    SPLITS: tl.constexpr,  # at a time
+):
+    """Grid: (num_tokens * num_heads,). The same for one head of one token; an empty split has an lse of -inf."""
+    row = tl.program_id(0).to(tl.int64)
+    out = joined(part_ptr, part_lse_ptr, row, tl.num_programs(0), num_splits, HEAD_DIM, SPLITS)
+    tl.store(out_ptr + row * HEAD_DIM + tl.arange(0, HEAD_DIM), out.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def joined(part_ptr, part_lse_ptr, first, stride, num_used, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr):
+    """[HEAD_DIM] of the parts first, first + stride, …: num_used of them.
+
+    This is attention once more: the parts are the values, and the logarithm of what their weights add up to (lse) is
+    their score. Parts of empty splits were never written, and are not read.
+    """
     dims = tl.arange(0, HEAD_DIM)
     acc = tl.zeros([HEAD_DIM], tl.float32)
     lse_max, weight_sum = float("-inf"), 0.0
-    for first in range(0, num_used, SPLITS):
-        splits = first + tl.arange(0, SPLITS)
-        is_used = splits < num_used
-        lse = tl.load(part_lse_ptr + row * num_splits + splits, mask=is_used, other=float("-inf"))  # [SPLITS]
-        offsets = (row * num_splits + splits)[:, None] * HEAD_DIM + dims[None, :]
-        parts = tl.load(part_ptr + offsets, mask=is_used[:, None], other=0.0)  # [SPLITS, HEAD_DIM]
+    for done in range(0, num_used, SPLITS):
+        splits = done + tl.arange(0, SPLITS)
+        rows = first + splits.to(tl.int64) * stride  # [SPLITS]
+        lse = tl.load(part_lse_ptr + rows, mask=splits < num_used, other=float("-inf"))  # [SPLITS]
+        offsets = rows[:, None] * HEAD_DIM + dims[None, :]
+        parts = tl.load(part_ptr + offsets, mask=(lse > float("-inf"))[:, None], other=0.0)  # [SPLITS, HEAD_DIM]
         new_max = tl.maximum(lse_max, tl.max(lse, 0))
-        weights = tl.exp2(lse - new_max)
-        shrink = tl.exp2(lse_max - new_max)
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf is NaN
+        weights = tl.exp2(lse - base)
+        shrink = tl.exp2(lse_max - base)
         acc = acc * shrink + tl.sum(parts * weights[:, None], 0)
         weight_sum = weight_sum * shrink + tl.sum(weights, 0)
         lse_max = new_max
-    tl.store(out_ptr + row * HEAD_DIM + dims, (acc / weight_sum).to(out_ptr.dtype.element_ty))
+    return acc / weight_sum
 
 
-@triton.jit(do_not_specialize=["block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr", "table_stride", "num_seqs"])
+@triton.jit(
+    do_not_specialize=[
+        "block_tables_ptr", "seq_lens_ptr", "cu_seqlens_q_ptr", "table_stride", "num_seqs", "min_split_len"
+    ]
+)  # fmt: skip
 def prefill_kernel(
     out_ptr,  # [num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM]
+    part_ptr,  # [num_splits, num_tokens, NUM_KV_HEADS * GROUP, HEAD_DIM] float32, only written if IS_SPLIT
+    part_lse_ptr,  # [num_splits, num_tokens, NUM_KV_HEADS * GROUP] float32
     q_ptr,  # as out
     k_cache_ptr,  # [num_slots, NUM_KV_HEADS, HEAD_DIM], as v_cache
     v_cache_ptr,
@@ -174,6 +203,7 @@ def prefill_kernel(
     num_seqs,
     score_scale,
     v_scale,
+    min_split_len,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -182,13 +212,18 @@ def prefill_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    IS_SPLIT: tl.constexpr,  # a variant of its own: its registers are not taken where nothing is split
 ):
-    """Grid: (NUM_KV_HEADS * num_q_tiles,). TOKENS new tokens of one sequence with the GROUP heads of one K and V head.
+    """Grid: (NUM_KV_HEADS * num_q_tiles, num_splits). TOKENS new tokens of one sequence, with the GROUP heads of one K
+    and V head, over one split of their context.
 
     Chunks differ in length, so a grid of (chunks, tiles of the longest) would be mostly empty. Instead chunk i owns the
     q tiles from cu[i] // TOKENS + i on: each chunk has enough of them, and num_tokens // TOKENS + num_seqs are enough
     for all, a number that follows from shapes. Programs of surplus tiles return at once. Tiles late in a chunk have
     more to attend to, so they are started first, and short ones fill the gaps at the end.
+
+    Where these are too few programs, what lies before the diagonal is split, as in `decode_kernel`, and the last split
+    takes the diagonal too. All parts go to `part` and `part_lse`, for `merge_chunks_kernel`.
     """
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(0) % NUM_KV_HEADS  # neighbours read neighbouring memory
@@ -212,9 +247,29 @@ def prefill_kernel(
     is_row = (rows < TOKENS * GROUP) & (tokens < num_new)
     q_rows = (q_start + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
     elements = q_rows[:, None] * HEAD_DIM + dims[None, :]
+
+    # Most tiles lie before the first of these tokens, and need no mask; then come those on the diagonal. With a window,
+    # the tiles at its edge come first.
+    split, num_splits = tl.program_id(1), tl.num_programs(1)
+    diagonal = (num_computed + first_token + 1) // TILE * TILE
+    end = num_computed + tl.minimum(first_token + TOKENS, num_new)
+    begin = first_tile(num_computed + first_token, WINDOW, TILE)
+    edge = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE, diagonal)  # from here on, all rows see all
+    if IS_SPLIT:
+        num_tokens = tl.load(cu_seqlens_q_ptr + num_seqs)
+        first_part = split * num_tokens.to(tl.int64) * (NUM_KV_HEADS * GROUP)
+        split_len = split_length(diagonal - begin, num_splits, min_split_len, TILE)
+        last_split = tl.maximum(tl.cdiv(diagonal - begin, split_len) - 1, 0)
+        if split > last_split:
+            tl.store(part_lse_ptr + first_part + q_rows, float("-inf"), mask=is_row)
+            return
+        begin += split * split_len
+        if split < last_split:
+            diagonal = begin + split_len
+            end = diagonal
+
     q = tl.load(q_ptr + elements, mask=is_row[:, None], other=0.0)  # [ROWS, HEAD_DIM]
     q = as_computed_with(q, k_cache_ptr.dtype.element_ty == tl.float8e4nv)
-
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
@@ -222,14 +277,9 @@ def prefill_kernel(
     block_table_ptr = block_tables_ptr + tl.cast(seq, tl.int64) * table_stride
     last_seen = num_computed + tokens  # a token sees what is not behind it, and with a window, not too far before it
     first_seen = last_seen - WINDOW + 1
-    # Most tiles lie before the first of these tokens, and need no mask; then come those on the diagonal. With a window,
-    # the tiles at its edge come first.
-    diagonal = (num_computed + first_token + 1) // TILE * TILE
-    end = num_computed + tl.minimum(first_token + TOKENS, num_new)
-    begin = first_tile(num_computed + first_token, WINDOW, TILE)
     # fmt: off
     if WINDOW > 0:
-        edge = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE, diagonal)  # from here on, all rows see all
+        edge = tl.minimum(tl.maximum(edge, begin), diagonal)
         acc, row_max, row_sum = attend_to_tokens(
             acc, row_max, row_sum, q, first_seen, last_seen, k_head_ptr, v_head_ptr, block_table_ptr, begin, edge,
             score_scale, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, True, SOFTCAP, IS_MASKED=True,
@@ -245,4 +295,8 @@ def prefill_kernel(
     )
     # fmt: on
     out = acc * (v_scale / row_sum)[:, None]
-    tl.store(out_ptr + elements, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
+    if IS_SPLIT:  # a row that sees nothing of this split has an lse of -inf, and its part is not read
+        tl.store(part_ptr + first_part * HEAD_DIM + elements, out, mask=is_row[:, None])
+        tl.store(part_lse_ptr + first_part + q_rows, row_max + tl.log2(row_sum), mask=is_row)
+    else:
+        tl.store(out_ptr + elements, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None])

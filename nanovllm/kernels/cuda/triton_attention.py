@@ -12,8 +12,15 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.backend import KernelBackend
-from nanovllm.kernels.cuda.launch import Launch, choose_splits, decode_launch, describe_gpu, prefill_launch
-from nanovllm.kernels.cuda.requirements import is_installed, why_too_old
+from nanovllm.kernels.cuda.launch import (
+    Launch,
+    choose_chunk_splits,
+    choose_splits,
+    decode_launch,
+    describe_gpu,
+    prefill_launch,
+)
+from nanovllm.kernels.cuda.requirements import why_no_triton, why_too_old
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.models.masking import PLAIN, AttentionOptions
 
@@ -48,9 +55,8 @@ class TritonAttention(KernelBackend):
             return f"the model's head_dim must be a power of two from 16 to 256, it is {head_dim}"
         if block_size is not None and (block_size < 16 or block_size & (block_size - 1)):
             return f"block_size must be a power of two and at least 16, got {block_size}"
-        if not is_installed("triton"):
-            return "it needs the package triton, which comes with torch's CUDA build on Linux"
-        return why_too_old((8, 0), "Ampere")  # on older GPUs the tiles are larger than shared memory
+        # on GPUs before Ampere the tiles are larger than shared memory
+        return why_no_triton() or why_too_old((8, 0), "Ampere")
 
     @classmethod
     def why_no_fp8_kv_cache(cls) -> str | None:
@@ -88,9 +94,8 @@ class TritonAttention(KernelBackend):
                 self.decode(out[:nd], q[:nd], layer_cache, *rows, options=options)
             if metadata.max_seqlen_q:
                 tables, seq_lens = metadata.block_tables[nd:], metadata.seq_lens[nd:]
-                self.prefill(
-                    out[nd:], q[nd:], layer_cache, tables, seq_lens, metadata.prefill_cu_seqlens_q, None, options
-                )
+                cu, max_len = metadata.prefill_cu_seqlens_q, metadata.max_seqlen_k
+                self.prefill(out[nd:], q[nd:], layer_cache, tables, seq_lens, cu, max_len, options=options)
         return out
 
     def decode(
@@ -110,7 +115,7 @@ class TritonAttention(KernelBackend):
         """
         num_seqs, table_width = block_tables.shape
         gpu = describe_gpu(q.device)
-        launch = launch or decode_launch(self.group, self.head_dim, q.dtype, gpu)
+        launch = launch or decode_launch(self.group, self.head_dim, q.dtype, layer_cache.dtype, gpu)
         num_splits, min_split_len = splits or choose_splits(
             num_seqs * self.num_kv_heads, table_width * self.block_size, gpu
         )
@@ -157,16 +162,30 @@ class TritonAttention(KernelBackend):
         block_tables: torch.Tensor,
         seq_lens: torch.Tensor,
         cu_seqlens_q: torch.Tensor,
+        max_len: int = 0,
         launch: Launch | None = None,
+        splits: tuple[int, int] | None = None,
         options: AttentionOptions = PLAIN,
     ) -> None:
-        """Chunks of new tokens end to end. q, out: [num_tokens, num_heads, head_dim]"""
-        launch = launch or prefill_launch(self.group, self.head_dim, q.dtype, describe_gpu(q.device))
+        """Chunks of new tokens end to end. q, out: [num_tokens, num_heads, head_dim]
+
+        No sequence has more than `max_len` tokens; 0 if unknown. `launch` and `splits` as in `decode`.
+        """
+        gpu = describe_gpu(q.device)
+        launch = launch or prefill_launch(self.group, self.head_dim, q.dtype, layer_cache.dtype, gpu)
         num_seqs = len(block_tables)
-        num_q_tiles = q.shape[0] // (launch.rows // self.group) + num_seqs
+        num_programs = self.num_kv_heads * (q.shape[0] // (launch.rows // self.group) + num_seqs)
+        num_splits, min_split_len = splits or choose_chunk_splits(
+            num_programs, min(max_len, options.window or max_len), gpu
+        )
+        shape = (num_splits, len(q) if num_splits > 1 else 0, self.num_heads)
+        parts = torch.empty(*shape, self.head_dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
         k_cache, v_cache = layer_cache
-        self._kernels.prefill_kernel[(self.num_kv_heads * num_q_tiles,)](
+        self._kernels.prefill_kernel[(num_programs, num_splits)](
             out,
+            parts,
+            lse,
             q,
             k_cache,
             v_cache,
@@ -177,8 +196,21 @@ class TritonAttention(KernelBackend):
             num_seqs,
             self.score_scale(options),
             self.v_scale,
+            min_split_len,
+            IS_SPLIT=num_splits > 1,
             **self.constants(launch, options),
         )
+        if num_splits > 1:
+            self._kernels.merge_chunks_kernel[(self.num_heads * len(q),)](
+                out,
+                parts,
+                lse,
+                num_splits,
+                HEAD_DIM=self.head_dim,
+                SPLITS=SPLITS_AT_A_TIME,
+                num_warps=4,
+                enable_fp_fusion=True,
+            )
 
     def score_scale(self, options: AttentionOptions) -> float:
         """The factor that turns q k^T over the cached K into exponents of two."""

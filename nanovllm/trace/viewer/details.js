@@ -23,7 +23,7 @@ export function SequenceCard({ run, frame, state }) {
     <div class="table">${seq.table.slice(0, MANY).map((block, i) => html`<button disabled=${!block} class=${block && choice.block === block ? "on" : ""} onClick=${() => choose({ block })} aria-label=${`${i} → ${block}`}>
       <small>${i}</small><b>${block}</b></button>`)}${seq.table.length > MANY && html`<span class="soft">${t("more", { count: seq.table.length - MANY })}</span>`}</div>
     ${chunk && html`<h3>${t("slotMapping")}</h3><${Slots} run=${run} seq=${seq} chunk=${chunk} />`}
-    <${Tokens} run=${run} seq=${seq} first=${0} stop=${seq.known} numComputed=${seq.computed} />
+    <${Tokens} run=${run} seq=${seq} first=${0} stop=${seq.known} numComputed=${seq.computed} drafts=${seq.drafts} />
   </section>`;
 }
 
@@ -37,10 +37,10 @@ function Slots({ run, seq, chunk }) {
     ${chunk.numNew > MANY && html`<span class="soft">${t("more", { count: chunk.numNew - MANY })}</span>`}</div>`;
 }
 
-function Tokens({ run, seq, first, stop, numComputed }) {
+function Tokens({ run, seq, first, stop, numComputed, drafts = [] }) {
   const ids = seq.tokens.slice(first, Math.min(stop, first + 400));
   return html`<p class="tokens">${ids.map((id, i) => html`<span class=${`${first + i < numComputed ? "done" : "todo"} ${first + i < seq.numPrompt ? "" : "output"}`} title=${`${first + i}: ${id}`}>${visible(run.text(id))}</span>`)}
-    ${stop > first + 400 && html`<span class="soft"> …</span>`}</p>`;
+    ${stop > first + 400 && html`<span class="soft"> …</span>`}${drafts.map((id, i) => html`<span class="todo draft" title=${`${stop + i}: ${id}`}>${visible(run.text(id))}</span>`)}</p>`;
 }
 
 const visible = (text) => text.replace(/\n/g, "⏎").replace(/^$/, "∅");
@@ -80,7 +80,7 @@ export function BlockCard({ run, state }) {
   const { owners, rank, writer, holds } = lookInto(state, block);
   const serial = state.serial[block];
   const first = state.place[block] * size;
-  const pick = (event) => choose({ block: event.target.valueAsNumber || null });
+  const pick = ({ target }) => choose({ block: Math.min(state.numBlocks, Math.max(1, Math.round(target.valueAsNumber) || block)) });
   return html`<section class="card block">
     <h2>${t("block", { block })}</h2>
     <label class="soft">${t("goToBlock")} <input type="number" min="1" max=${state.numBlocks} value=${block} aria-label=${t("goToBlock")} onChange=${pick} /></label>

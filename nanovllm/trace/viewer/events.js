@@ -16,6 +16,8 @@ export function describeEvent(run, event, t, numFree) {
       return t(host.length ? "event.preempt.swap" : "event.preempt", { seq, other: rest[0] === number ? t("itself") : run.label(rest[0]), free: numFree ?? 0, count: host.length });
     }
     case "schedule": return t("event.schedule", { step: number, count: scheduledTokens(run, event) });
+    case "draft": return t("event.draft", { seq, text: rest[0].map((id) => run.text(id)).join("") });
+    case "verify": return t("event.verify", { seq, count: rest[1], all: rest[0] }) + (rest[2].length ? t("event.verify.blocks", { blocks: rest[2].join(", ") }) : "");
     case "update": return t("event.update", { step: number, count: rest[1].length });
     case "take": return t(rest[1] ? "event.take.evict" : "event.take", { seq, block: rest[0] });
     case "evictions": return t("event.evictions", { blocks: number.join(", ") });

@@ -88,6 +88,12 @@ function drawCell(context, look, x, y, size, ink) {
     context.font = `${Math.min(11, size * 0.4)}px system-ui, sans-serif`;
     context.fillText(`${look.rank}.`, x + inner / 2, y + inner / 2);
   }
+  if (look.lit) {
+    context.strokeStyle = ink.bad;
+    context.lineWidth = ringOf(inner);
+    context.strokeRect(x + context.lineWidth / 2, y + context.lineWidth / 2, inner - context.lineWidth, inner - context.lineWidth);
+  }
+  if (look.block && size >= 28) drawNumber(context, look, x, y, inner, ink);
   if (look.isNext && inner > 5) {
     context.fillStyle = ink.bad; // a corner is turned down
     const turned = Math.min(9, inner * 0.4);
@@ -97,16 +103,24 @@ function drawCell(context, look, x, y, size, ink) {
     context.lineTo(x + inner, y + turned);
     context.fill();
   }
-  if (look.lit) {
-    context.strokeStyle = ink.bad;
-    context.lineWidth = Math.min(4, inner / 4);
-    context.strokeRect(x + context.lineWidth / 2, y + context.lineWidth / 2, inner - context.lineWidth, inner - context.lineWidth);
-  }
   if (look.chosen) {
     context.strokeStyle = ink.text;
     context.lineWidth = 2;
     context.strokeRect(x + 1, y + 1, inner - 2, inner - 2);
   }
+}
+
+const ringOf = (inner) => Math.min(4, inner / 4);
+
+// The block's number, small, in the upper left.
+function drawNumber(context, look, x, y, inner, ink) {
+  const edge = look.lit ? ringOf(inner) : 1;
+  const isOnColor = look.owners.length && look.filled > 0.85 && !look.dimmed;
+  context.fillStyle = isOnColor ? inkOn(ownerColor(look.owners[0], ink.theme)) : ink.text;
+  context.font = `${Math.min(9, inner * 0.24)}px system-ui, sans-serif`;
+  [context.textAlign, context.textBaseline] = ["left", "top"];
+  context.fillText(look.block, x + edge + 1, y + edge + 1);
+  [context.textAlign, context.textBaseline] = ["center", "middle"];
 }
 
 function drawOwned(context, look, left, top, inner, ink) {
@@ -143,6 +157,7 @@ function drawLabel(context, look, left, top, inner, ink, several) {
   if (!several) context.fillText(look.label, left + inner / 2, top + inner / 2 + 0.5, inner - 2);
   if (!several) return;
   const badge = Math.max(9, inner * 0.42); // how many own it
+  if (look.lit) [left, top] = [left - ringOf(inner), top + ringOf(inner)];
   context.fillStyle = ink.text;
   context.fillRect(left + inner - badge, top, badge, badge);
   context.fillStyle = ink.surface;
@@ -183,7 +198,7 @@ export function Pool({ run, frame, state, moment }) {
     const looks = looksOf(state, numCells, owner ? { ...choice, seq: owner } : choice, moment?.blocks);
     for (let b = 1; b <= numCells; b++) {
       if (old && FIELDS.every((name) => old[name][b] === looks[name][b])) continue;
-      const look = lookAt(looks, b, state.blockSize);
+      const look = { ...lookAt(looks, b, state.blockSize), block: b };
       if (look.owners.length && grid.size > LABELLED) look.label = run.label(look.owners[0]);
       drawCell(context, look, ((b - 1) % grid.columns) * grid.size, Math.floor((b - 1) / grid.columns) * grid.size, grid.size, ink);
     }
@@ -254,6 +269,7 @@ function Legend() {
     ["legendShared", { owners: [1, 2], count: 2, filled: 1 }],
     ["legendCached", { owners: [], filled: 1, cached: true, writer: 1 }],
     ["legendNext", { owners: [], filled: 0, rank: 1 }],
+    ["legendLit", { owners: [], filled: 0, lit: true }],
     ["legendEvicted", { owners: [], filled: 1, cached: true, writer: 2, isNext: true }],
   ];
   useEffect(() => {

@@ -92,7 +92,7 @@ export class Replay {
 
   fork(parent, number, sample, numKnown, numComputed) {
     const one = this.seqs.get(parent);
-    const child = { ...one, number, sample, tokens: one.tokens.slice(0, numKnown), table: [], host: [], known: numKnown };
+    const child = { ...one, number, sample, tokens: one.tokens.slice(0, numKnown), table: [], host: [], drafts: [], known: numKnown };
     child.computed = numComputed;
     child.status = "waiting";
     child.parent = parent;
@@ -161,6 +161,26 @@ export class Replay {
     }
   }
 
+  draft(number, ids) {
+    this.seqs.get(number).drafts = ids;
+  }
+
+  // The newest step draws a token for each draft that was right, besides the one that follows.
+  verify(number, numDrafts, numAccepted, blocks) {
+    const seq = this.seqs.get(number);
+    seq.drafts = [];
+    seq.computed -= numDrafts - numAccepted;
+    for (const b of blocks) {
+      this.check(seq.table.at(-1) === b, `block ${b} is not the last of sequence ${number}`);
+      seq.table.pop();
+      this.disown(b);
+    }
+    const last = Math.ceil(seq.computed / this.blockSize) - 1;
+    if (seq.table[last]) this.filled[seq.table[last]] = seq.computed - last * this.blockSize;
+    const samples = this.inFlight.get(this.step);
+    if (numAccepted && samples) this.inFlight.set(this.step, samples.flatMap((one) => Array(one === number ? numAccepted + 1 : 1).fill(one)));
+  }
+
   update(step, time, ids) {
     const samples = this.inFlight.get(step);
     this.check(samples?.length === ids.length, `step ${step} draws another number of tokens`);
@@ -225,7 +245,7 @@ export class Replay {
   free(number) {
     const seq = this.seqs.get(number);
     for (let i = seq.table.length - 1; i >= 0; i--) this.disown(seq.table[i]);
-    Object.assign(seq, { table: [], computed: 0, status: "waiting", host: [] });
+    Object.assign(seq, { table: [], computed: 0, status: "waiting", host: [], drafts: [] });
   }
 
   disown(b) {
@@ -334,7 +354,7 @@ export class Replay {
 }
 
 const EVENTS = new Set([
-  "start", "add", "fork", "tokens", "finish", "wait", "idle", "admit", "preempt", "schedule", "update", "roll_back",
+  "start", "add", "fork", "tokens", "finish", "wait", "idle", "admit", "preempt", "draft", "schedule", "verify", "update", "roll_back",
   "take", "share", "copy", "give_back", "free", "register", "forget", "reset",
 ]);
 
@@ -351,6 +371,7 @@ function makeSequence(number, about) {
     computed: about.num_computed_tokens ?? 0,
     table: about.block_table?.slice() ?? [],
     host: about.host_block_ids ?? [],
+    drafts: [], // behind the known tokens, while a step verifies them
     final: null,
     preempted: false,
   };

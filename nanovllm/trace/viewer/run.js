@@ -219,7 +219,7 @@ export class Run {
       const { computed, known } = this.replay.seqs.get(number);
       kinds.set(number, computed < known ? "prefill" : "decode"); // a chunk of one token need not be a decode
     }
-    for (const [number] of schedule[4]) kinds.set(number, "prefill");
+    for (const [number, , , code] of schedule[4]) kinds.set(number, code === "drafts" ? "decode" : "prefill");
     const waitOf = waitsOf(this.frames[frame].events);
     const whyOf = (number) => {
       const [code, , why] = waitOf(number) ?? ["next"];

@@ -64,7 +64,8 @@ function reasonsOf(events, state) {
   const idle = new Map(events.filter(([code]) => code === "idle").map((event) => [event[1], event]));
   return state.living
     .filter((seq) => idle.has(seq.number) || seq.status === "waiting")
-    .map((seq) => ({ seq, event: idle.get(seq.number) ?? waitOf(seq.number) }));
+    .map((seq) => ({ seq, event: idle.get(seq.number) ?? waitOf(seq.number) }))
+    .sort((a, b) => (a.event?.[0] === "behind") - (b.event?.[0] === "behind")); // the first of the queue above those behind it
 }
 
 // At the end no step has been decided since `before`, the last one: what it said holds for whoever still waits.
@@ -114,7 +115,7 @@ export function Step({ run, frame, state, goTo }) {
   const sum = times && Object.values(times).reduce((a, b) => a + b, 0);
   return html`<section class="card step">
     <h2>${t("theStep")}: ${at.isEnd ? t("atEnd", { last: at.step - 1 }) : at.step}</h2>
-    ${times && !at.isEnd && html`<p class="soft">${t("times", { time: formatTime(sum) })} (${Object.entries(times).map(([name, value]) => `${name} ${formatTime(value)}`).join(", ")})</p>`}
+    ${times && !at.isEnd && html`<p class="soft">${t("times", { time: formatTime(sum) })} (${Object.entries(times).map(([name, value]) => `${t(`part.${name}`)} ${formatTime(value)}`).join(", ")})</p>`}
     ${!at.isEnd && html`<${Budget} run=${run} at=${at} chunks=${chunks} /><${Chunks} run=${run} state=${state} chunks=${chunks} />`}
     <${Waiting} run=${run} at=${at} state=${state} before=${run.frames[frame - 1]} />
     <${Events} run=${run} frame=${frame} at=${at} goTo=${goTo} />

@@ -39,7 +39,7 @@ export function momentsOf(run) {
         });
       }
     }
-    const chunk = !at.isEnd && at.decodes.length > 0 && events.at(-1)[4].find(([, , numNew, code]) => numNew > 1 && code !== "all");
+    const chunk = !at.isEnd && at.decodes.length > 0 && events.at(-1)[4].find(([, , numNew, code]) => numNew > 1 && code !== "all" && code !== "drafts");
     if (chunk) meet("chunked-prefill", frame, () => ({ values: { seq: chunk[0], count: chunk[2], decodes: at.decodes.length }, blocks: run.stateAt(frame).seqs.get(chunk[0]).table.filter(Boolean) }));
   });
   return [...found.values()].sort((a, b) => a.frame - b.frame || MOMENTS.indexOf(a.kind) - MOMENTS.indexOf(b.kind));
@@ -57,12 +57,16 @@ export function Story({ run, frame, moments, moment, tell }) {
   const steps = run.frames.length - 1;
   const at = moment ? moments.indexOf(moment) : moments.findLastIndex((one) => one.frame <= frame - 1);
   const [before, after] = moment ? [at - 1, at + 1] : [at, at + 1];
-  const button = (label, text, to) => html`<button class="turn" disabled=${!moments[to]} aria-label=${t(label)} onClick=${() => tell(moments[to])}>${text}</button>`;
+  const pick = (one, { detail, currentTarget }) => {
+    if (detail) currentTarget.blur(); // clicked with a mouse: the space bar plays, and does not click again
+    tell(one);
+  };
+  const button = (label, text, to) => html`<button class="turn" disabled=${!moments[to]} aria-label=${t(label)} onClick=${(event) => pick(moments[to], event)}>${text}</button>`;
   return html`<section class="card story">
     <h2>${t("storyOf", { requests: run.requests.size, steps, blocks: run.header.num_blocks.toLocaleString(), size: run.header.block_size })}</h2>
     ${moments.length > 0 && html`<p class="moments">
       ${button("momentBefore", `◀ ${t("back")}`, before)}
-      ${moments.map((one) => html`<button class=${one === moment ? "on" : ""} aria-pressed=${one === moment} onClick=${() => tell(one)}><small>${run.frames[one.frame].step}</small> ${t(`moment.${one.kind}`)}</button>`)}
+      ${moments.map((one) => html`<button class=${one === moment ? "on" : ""} aria-pressed=${one === moment} onClick=${(event) => pick(one, event)}><small>${run.frames[one.frame].step}</small> ${t(`moment.${one.kind}`)}</button>`)}
       ${button("momentAfter", `${t("nextMoment")} ▶`, after)}
     </p>`}
     <p class="told" aria-live="polite">${moment ? sentence(run, moment, t) : t(moments.length ? "storyHint" : "storyNone")}</p>

@@ -7,13 +7,14 @@ const ROW = 24; // of what can be touched
 const LABEL = 150;
 const ROWS = 22; // more than fit into the box
 const WHY_COLORS = { blocks: "bad", max_num_seqs: "accent" }; // what it waits for; all else is grey
+const WHY_DASHES = { blocks: [6, 2], max_num_seqs: [3, 3] }; // and the dashes of its line: [drawn, left out], else [1, 3]
 const KINDS = ["queued", "prefill", "decode", "idle", "preempted", "swapped"];
 
 function drawRow(context, run, row, y, scale, theme, width) {
   const color = ownerColor(row.number, theme);
   for (const { kind, why, start, stop } of row.spans) {
     const [x, w] = [start * scale, Math.max(1, (stop - start) * scale)];
-    drawSpan(context, kind, color, x, y + 3, w, ROW - 6, WHY_COLORS[why]);
+    drawSpan(context, kind, color, x, y + 3, w, ROW - 6, why);
   }
   context.fillStyle = cssColor("text");
   for (const { frame } of row.marks) {
@@ -40,7 +41,7 @@ function drawCross(context, x, y) {
 }
 
 // Each kind has a shape of its own, so that colour is not all: full, half, hatched, a line, …
-export function drawSpan(context, kind, color, x, y, w, height, why = "soft") {
+export function drawSpan(context, kind, color, x, y, w, height, why) {
   context.fillStyle = color;
   if (kind === "prefill") context.fillRect(x, y, w, height);
   else if (kind === "decode") {
@@ -49,10 +50,11 @@ export function drawSpan(context, kind, color, x, y, w, height, why = "soft") {
     context.globalAlpha = 1;
   } else if (kind === "idle") context.fillRect(x, y + height / 2 - 1, w, 2);
   else if (kind === "queued") {
-    context.fillStyle = cssColor(why);
-    for (let i = 0; i < w; i += 4) context.fillRect(x + i, y + height / 2 - 1, Math.min(2, w - i), 2);
+    const [dash, gap] = WHY_DASHES[why] ?? [1, 3];
+    context.fillStyle = cssColor(WHY_COLORS[why] ?? "soft");
+    for (let i = 0; i < w; i += dash + gap) context.fillRect(x + i, y + height / 2 - 1, Math.min(dash, w - i), 2);
   } else {
-    context.fillStyle = cssColor(why);
+    context.fillStyle = cssColor(WHY_COLORS[why] ?? "soft");
     context.globalAlpha = 0.25;
     context.fillRect(x, y, w, height);
     context.globalAlpha = 1;
@@ -117,8 +119,27 @@ export function Timeline({ run, frame, goTo, columns }) {
       </div></div>
     </div>
     ${key}
+    <${Longest} run=${run} />
     ${chosen && html`<${Facts} run=${run} row=${chosen} goTo=${goTo} />`}
   </section>`;
+}
+
+// The rows that waited longest, and for what: {row, count, whys: Map of reason -> steps}, at most three.
+export function longestWaits(run) {
+  const found = run.rows.map((row) => {
+    const whys = new Map();
+    for (const { why, start, stop } of row.spans) if (why) whys.set(why, (whys.get(why) ?? 0) + stop - start);
+    return { row, whys, count: [...whys.values()].reduce((a, b) => a + b, 0) };
+  });
+  return found.filter((one) => one.count).sort((a, b) => b.count - a.count).slice(0, 3);
+}
+
+function Longest({ run }) {
+  const { t, choose } = useView();
+  const longest = useMemo(() => longestWaits(run), [run, run.frames.length]);
+  if (!longest.length) return null;
+  const split = (whys) => [...whys].sort((a, b) => b[1] - a[1]).map(([why, count]) => `${t(`why.${why}`)} ${count}`).join(", ");
+  return html`<p class="longest">${t("waitedLongest")}: ${longest.map(({ row, count, whys }) => html`<button onClick=${() => choose({ seq: row.number })}><b>${run.label(row.number)}</b> ${t("waitedSteps", { count, split: split(whys) })}</button>`)}</p>`;
 }
 
 // The chosen row in words: when it was what, and the latencies of its request.
@@ -132,14 +153,16 @@ function Facts({ run, row, goTo }) {
 
 function Key({ theme }) {
   const { t } = useView();
-  const pictures = useMemo(() => KINDS.map((kind) => {
+  const picture = (kind, why) => {
     const canvas = document.createElement("canvas");
-    drawSpan(fitCanvas(canvas, 28, 12).context, kind, ownerColor(1, theme), 0, 0, 28, 12);
+    drawSpan(fitCanvas(canvas, 28, 12).context, kind, ownerColor(1, theme), 0, 0, 28, 12, why);
     return canvas.toDataURL();
-  }), [theme]);
+  };
+  const pictures = useMemo(() => KINDS.map((kind) => picture(kind)), [theme]);
+  const lines = useMemo(() => Object.keys(WHY_COLORS).map((why) => picture("queued", why)), [theme]);
   return html`<div class="legend">
     ${KINDS.map((kind, i) => html`<span><img src=${pictures[i]} width="28" height="12" alt="" />${t(`kind.${kind}`)}</span>`)}
-    ${Object.keys(WHY_COLORS).map((why) => html`<span><b style=${{ color: `var(--${WHY_COLORS[why]})` }}>┄</b> ${t(`why.${why}`)}</span>`)}
+    ${Object.keys(WHY_COLORS).map((why, i) => html`<span><img src=${lines[i]} width="28" height="12" alt="" />${t(`why.${why}`)}</span>`)}
     <span>▼ ${t("kind.preempted")}</span><span>▏${t("kind.finished")}</span><span>✕ ${t("reason.abort")}</span>
   </div>`;
 }

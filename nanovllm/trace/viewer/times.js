@@ -9,12 +9,18 @@ const TALL = 90;
 
 const sumOf = (times) => PARTS.reduce((sum, part) => sum + (times[part] ?? 0), 0);
 
-// {count, times}: how many steps only decode, and the times of the one whose time is their median; null without any.
+// {count, sum, times}: how many steps only decode, the median of their times, and of each part; null without any.
 export function medianDecode(run) {
   const decodes = run.frames.filter((at) => !at.isEnd && at.decodes.length > 0 && at.events.at(-1)[4].length === 0);
-  const timed = decodes.map((at) => run.times.get(at.step)).filter(Boolean).sort((a, b) => sumOf(a) - sumOf(b));
-  return timed.length ? { count: timed.length, times: timed[Math.floor((timed.length - 1) / 2)] } : null;
+  const timed = decodes.map((at) => run.times.get(at.step)).filter(Boolean);
+  if (!timed.length) return null;
+  const parts = PARTS.filter((part) => timed.some((times) => times[part] !== undefined));
+  const times = Object.fromEntries(parts.map((part) => [part, middleOf(timed.map((one) => one[part] ?? 0))]));
+  return { count: timed.length, sum: middleOf(timed.map(sumOf)), times };
 }
+
+// The median; of an even number, the lower of the two in the middle.
+const middleOf = (values) => Float64Array.from(values).sort()[Math.floor((values.length - 1) / 2)];
 
 export const Times = (shared) => (shared.run.times.size ? html`<${TimesCard} ...${shared} />` : null);
 
@@ -39,10 +45,13 @@ function TimesCard({ run, frame, goTo, columns }) {
         context.fillStyle = colors[k];
         context.fillRect(i * scale, (y -= high), Math.max(1, scale - (scale > 3 ? 1 : 0)), high);
       });
+      if (y >= 0) return;
+      context.fillStyle = colors.at(-1); // it is taller than the chart
+      context.fillText("↑", i * scale, 10);
     });
     if (!median) return;
     context.fillStyle = cssColor("bad");
-    for (let x = 0; x < width; x += 8) context.fillRect(x, TALL - (TALL * sumOf(median.times)) / most, 4, 1.5);
+    for (let x = 0; x < width; x += 8) context.fillRect(x, TALL - (TALL * median.sum) / most, 4, 1.5);
   }, [run, numSteps, run.times.size, scale, theme]);
   const jump = (event) => goTo(Math.floor((event.clientX - canvas.current.getBoundingClientRect().left) / scale));
   const of = run.times.get(run.frames[frame].step);
@@ -52,6 +61,6 @@ function TimesCard({ run, frame, goTo, columns }) {
       <div class="now" style=${{ transform: `translateX(${frame * scale}px)`, width: `${Math.max(2, scale)}px` }}></div></div></div>
     <div class="legend">${PARTS.map((part, k) => html`<span><i style=${{ background: `var(--${PART_COLORS[k]})` }}></i>${t(`part.${part}`)}</span>`)}<span>┄ ${t("medianLine")}</span></div>
     <p class="line">${of ? t("timesOfThis", { time: formatTime(sumOf(of)), split: split(of) }) : t("timesUnknown")}</p>
-    ${median && html`<p><b>${t("timesOfDecode", { count: median.count, time: formatTime(sumOf(median.times)), split: split(median.times) })}</b></p>`}
+    ${median && html`<p><b>${t("timesOfDecode", { count: median.count, time: formatTime(median.sum), split: split(median.times) })}</b></p>`}
   </section>`;
 }

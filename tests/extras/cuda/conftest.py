@@ -57,7 +57,7 @@ class FakeCuda:
 
     def make_stream(self, device=None):
         self.num_streams += 1
-        return FakeStream()
+        return FakeStream(self.num_streams % 32)
 
     @contextlib.contextmanager
     def side_stream(self, stream):
@@ -70,6 +70,12 @@ class FakeCuda:
 
 
 class FakeStream:
+    def __init__(self, number=-1):
+        self.number = number
+
+    def __eq__(self, other):
+        return self.number == other.number
+
     def wait_stream(self, other):
         assert isinstance(other, FakeStream)
 

@@ -1,4 +1,4 @@
-"""Which function draws the tokens on which device."""
+"""Which function draws the tokens on which device, and what is run before the first request."""
 
 import sys
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nanovllm import Config
-from nanovllm.extras.cuda.startup import choose_draw
+from nanovllm.extras.cuda.startup import CudaDevice, choose_draw
+from nanovllm.models.config import ModelConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -18,6 +19,36 @@ def test_who_draws_with_triton(monkeypatch):
     assert choose_draw(Config("model", enforce_eager=True), CUDA) is None
     pytest.importorskip("triton")
     assert choose_draw(Config("model"), CUDA).__module__ == "nanovllm.kernels.cuda.sample"
+    with monkeypatch.context() as bare:
+        bare.setenv("CC", "no-such-compiler")
+        assert choose_draw(Config("model"), CUDA) is None
     monkeypatch.delitem(sys.modules, "nanovllm.kernels.cuda.sample")
     monkeypatch.setitem(sys.modules, "triton", None)
     assert choose_draw(Config("model"), CUDA) is None
+
+
+def test_pytorchs_attention_is_not_cudnns(runner):
+    """It plans for seconds at each new shape."""
+    shape = ModelConfig(300, 64, 96, 2, 4, 2, 32, 512, tie_word_embeddings=False)
+    seen = []
+    runner.compute = lambda runner, batch: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    CudaDevice(Config("model"), CPU, runner.backend, shape, 64).prepare(runner)
+    runner.compute(runner, None)
+    assert seen == [False]
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+@pytest.mark.parametrize(("max_num_batched_tokens", "max_model_len"), [(64, 512), (1, 512), (64, 3)])
+def test_each_kind_of_step_is_run_at_the_start(runner, max_num_batched_tokens, max_model_len):
+    """On CPU here; `test_host_waits.py` shows that requests launch no other variants of kernels."""
+    shape = ModelConfig(300, 64, 96, 2, 4, 2, 32, max_model_len, tie_word_embeddings=False)
+    seen, compute, draw = [], runner.compute, runner.draw
+    runner.compute = lambda runner, batch: seen.append(batch) or compute(runner, batch)
+    cache = runner.kv_cache.tensor.clone()
+    CudaDevice(Config("model"), CPU, runner.backend, shape, max_num_batched_tokens).wrap(runner, None)
+    assert [batch.metadata.num_decodes for batch in seen] == [1, 1, 0, 0]
+    assert all(len(batch.input_ids) <= max_num_batched_tokens for batch in seen)
+    assert all(batch.metadata.seq_lens <= max_model_len for batch in seen)
+    assert runner.draw is draw
+    assert torch.equal(runner.kv_cache.tensor[:, :, 1:], cache[:, :, 1:]), "only the null block is written"

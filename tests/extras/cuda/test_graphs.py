@@ -135,6 +135,19 @@ def test_a_function_is_run_once_before_it_is_recorded(fake_cuda):
     assert fake_cuda.events[-1] == "replay"
 
 
+def test_recorders_that_live_at_a_time_have_streams_of_their_own(fake_cuda):
+    """PyTorch has 32 streams, which come round again."""
+    first = Recorder()
+    for _ in range(70):
+        assert Recorder()._stream != first._stream
+    living = [Recorder() for _ in range(31)]
+    assert all(living[i]._stream != other._stream for i in range(31) for other in [first, *living[:i]])
+    with pytest.raises(RuntimeError, match="32 engines with CUDA graphs are alive on this device"):
+        Recorder()
+    del first
+    assert all(Recorder()._stream != one._stream for one in living)
+
+
 def test_graphs_are_recorded_and_measured(fake_cuda, runner):
     sizes = graph_sizes(20)
     recorded = (runner.model, runner.kv_cache.tensor, runner.draw, 20, 32)

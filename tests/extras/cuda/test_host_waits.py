@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves
 
 from nanovllm import Config, LLMEngine, SamplingParams
 from nanovllm.execution.kv_cache import KVCache
-from nanovllm.execution.model_runner import ModelRunner
-from nanovllm.extras.cuda.graphs import CudaGraphs
+from nanovllm.execution.model_runner import ArrivingTokens, ModelRunner
+from nanovllm.extras.cuda.graphs import CudaGraphs, StepSizes
 from nanovllm.extras.cuda.input_buffer import InputBuffer
+from nanovllm.extras.cuda.warm_up import warm_up
 from nanovllm.extras.overlap import NewestTokens, has_placeholders
 from nanovllm.kernels.cuda.flash_attention import FlashAttention
 from nanovllm.models.config import ModelConfig
@@ -75,8 +76,8 @@ def flash_attn(monkeypatch):
 class KernelStandIn:
     """Launched as Triton's kernels are, with a grid of numbers that the host knows."""
 
-    def __init__(self):
-        self.num_launches = 0
+    def __init__(self, kernel):
+        self.num_launches, self.variants, self._params = 0, set(), kernel.params
 
     def __getitem__(self, grid):
         assert all(type(n) is int for n in grid)
@@ -84,8 +85,19 @@ class KernelStandIn:
         def launch(*args, **constants):
             assert_on_device(args)
             self.num_launches += 1
+            arguments = tuple(map(specialised, args, self._params))
+            self.variants.add((arguments, frozenset(constants.items())))
 
         return launch
+
+
+def specialised(arg, param):
+    """What Triton compiles anew for: types, and of integers whether they are one, or multiples of 16."""
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype
+    if type(arg) is int and not param.do_not_specialize:
+        return 1 if arg == 1 else "16" if arg % 16 == 0 else "int"
+    return type(arg)
 
 
 @pytest.fixture
@@ -97,9 +109,9 @@ def kernels(monkeypatch):
     kernels = {}
     for module in (activation, few_tokens, norm, paged_attention, sample, store_kv, truncate):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            kernels[name] = KernelStandIn()
+            kernels[name] = KernelStandIn(getattr(module, name))
             monkeypatch.setattr(module, name, kernels[name])
-    assert len(kernels) == 11
+    assert len(kernels) == 12
     return kernels
 
 
@@ -204,6 +216,22 @@ def test_a_recorded_step_waits_for_nothing_and_reads_nothing_of_the_host(flash_a
         "pick_kernel": 5,
     }
     assert {name: kernels[name].num_launches for name in expected} == expected
+
+
+@torch.inference_mode()
+def test_requests_compile_nothing_that_the_warm_up_has_not(kernels, batches, monkeypatch):
+    """Also where the number of blocks is given, so that no forward pass measures memory."""
+    runner, _ = make_runner(make_backend("triton"), True)
+    monkeypatch.setattr(ArrivingTokens, "wait", lambda self: None)  # there are no numbers
+    monkeypatch.setattr(ArrivingTokens, "__init__", lambda self, sampled: None)
+    warm_up(runner, StepSizes(max_num_batched_tokens=40, max_num_seqs=7, max_model_len=2048))
+    warm = {name: set(kernel.variants) for name, kernel in kernels.items()}
+    assert {name for name, variants in warm.items() if not variants} == {"store_kv_kernel"}  # of PyTorch's layers
+    for batch in batches:
+        runner.compute(runner, batch)
+    assert {
+        name: kernel.variants - warm[name] for name, kernel in kernels.items() if kernel.variants - warm[name]
+    } == {}
 
 
 class DeviceRecorder:

@@ -1,0 +1,28 @@
+"""Blocks for drafts: taken before it is known whether the drafts are right, and given back if they are not."""
+
+from nanovllm.scheduling.block_manager import BlockManager
+from nanovllm.scheduling.sequence import Sequence
+
+
+def reserve(blocks: BlockManager, seq: Sequence, num_tokens: int) -> None:
+    """Let the block table of `seq` cover `num_tokens` tokens; there must be free blocks.
+
+    Unlike `try_allocate` it registers no block that these tokens fill: `schedule()` has not begun the step yet.
+    """
+    assert not seq.has_shared_tail
+    while seq.block_table.length * blocks.block_size < num_tokens:
+        blocks._append(seq, blocks._take(seq))
+
+
+def shrink(blocks: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
+    """Let the block table of `seq` cover `num_tokens` tokens and no more; returns the other blocks, the last one first.
+
+    No other sequence owns them, and the prefix cache does not know them: they were for drafts.
+    """
+    table, num_blocks = seq.block_table, -(-num_tokens // blocks.block_size)
+    given_back = table.view(num_blocks)[::-1].tolist()
+    for block_id in given_back:
+        blocks._disown(block_id)
+    table.data[num_blocks : table.length] = 0  # rows are zero behind their tables' ends
+    table.length = num_blocks
+    return given_back

@@ -1,0 +1,130 @@
+"""Drafts by a small model of the same vocabulary, one token after the other.
+
+The small model has a KV cache of its own, with as many blocks of the same size, and shares the block tables: the block
+that holds a token's K and V in one cache holds them in the other. So prefix hits, forks and preemption need no second
+bookkeeping. It only has to compute each token that the large model computes, in the same step (`compute`); what it
+computed while it proposed is among these tokens once more.
+
+    the step runs   t6                    large model and small model; t7 is drawn
+    proposals       t7 -> d1 -> d2        small model, a step for each draft
+    the step runs   t7 d1 d2              large model and small model
+
+A draft is drawn as its position will be: with the same parameters, by the same random number. Where both models have
+nearly the same probabilities, they draw the same token, at any temperature.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nanovllm.engine import assembly
+from nanovllm.engine.stats import LapClock
+from nanovllm.execution.batch import Batch, build_batch
+from nanovllm.execution.checkpoint import read_model_config, resolve_model
+from nanovllm.execution.model_runner import ModelRunner, SampledTokens
+from nanovllm.extras.speculation.blocks import reserve
+from nanovllm.extras.speculation.options import Speculation
+from nanovllm.extras.speculation.scheduler import SpeculativeScheduler, as_if
+from nanovllm.scheduling.sequence import Sequence
+from nanovllm.scheduling.step import SchedulerOutput
+
+if TYPE_CHECKING:
+    from nanovllm.engine.assembly import Parts
+
+
+class DraftModel:
+    """A `Proposer`. `bind` tells it whose block tables it reads."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self._scheduler: SpeculativeScheduler | None = None
+
+    def bind(self, scheduler: SpeculativeScheduler) -> None:
+        self._scheduler = scheduler
+
+    def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
+        """Each sequence as many drafts as are wanted. A sequence that still shares its last block gets none."""
+        assert self._scheduler is not None
+        drafts: list[list[int]] = [[] for _ in wanted]
+        if not self._scheduler.has_blocks_for(wanted):
+            return drafts
+        growing = [(i, seq) for i, (seq, _) in enumerate(wanted) if not seq.has_shared_tail]
+        for i, seq in growing:
+            reserve(self._scheduler.block_manager, seq, seq.num_known_tokens + wanted[i][1])
+        while growing:
+            for (i, _), token_id in zip(growing, self._draw(growing, drafts), strict=True):
+                drafts[i].append(token_id)
+            growing = [(i, seq) for i, seq in growing if len(drafts[i]) < wanted[i][1]]
+        return drafts
+
+    def _draw(self, growing: list[tuple[int, Sequence]], drafts: list[list[int]]) -> list[int]:
+        """The next token of each sequence behind its drafts so far, which a copy of the sequence holds."""
+        assert self._scheduler is not None
+        seqs = [with_tokens(seq, drafts[i]) for i, seq in growing]
+        count = len(seqs)
+        step = SchedulerOutput(
+            [(seq, seq.num_known_tokens - 1, 1) for seq in seqs], count, count, seqs, [*range(count)]
+        )
+        return self.runner.run(build_batch(step, self._scheduler.block_manager.block_tables)).wait().token_ids
+
+    def compute_along(self, runner: ModelRunner) -> None:
+        """Wrap the `compute` of the large model's runner: this model computes each batch too, for its K and V."""
+        inner: Callable[[ModelRunner, Batch], SampledTokens] = runner.compute
+
+        def compute(runner: ModelRunner, batch: Batch) -> SampledTokens:
+            own = self.runner
+            own.kv_cache.move_blocks(batch.moves)
+            sent = own.send(batch)
+            own.model(sent.input_ids, sent.positions, sent.metadata, own.kv_cache.tensor)
+            return inner(runner, batch)
+
+        runner.compute = compute
+
+
+def with_tokens(seq: Sequence, token_ids: list[int]) -> Sequence:
+    """A copy of `seq` that knows these tokens; they are written behind those of `seq`, where its drafts belong."""
+    ids = seq.token_ids
+    while ids.length + len(token_ids) > len(ids.data):
+        ids.grow()
+    ids.data[ids.length : ids.length + len(token_ids)] = token_ids
+    return as_if(seq, ids.length + len(token_ids))
+
+
+def load_draft_model(parts: "Parts", options: Speculation) -> DraftModel:
+    """Raises ValueError or TypeError if the model cannot be loaded, or cannot draft for the large one."""
+    assert options.model is not None
+    config = replace(
+        parts.config,
+        model=options.model,
+        revision=None,
+        hf_overrides=None,
+        block_size=parts.block_size,
+        num_kv_blocks=parts.num_kv_blocks,
+        enable_overlap=False,
+        speculative_config=None,
+    )
+    folder = resolve_model(config.model, config.load_format != "dummy", config.revision)
+    model_class, shape = read_model_config(folder, config.hf_overrides)
+    large = parts.model_config
+    if shape.vocab_size != large.vocab_size:
+        raise ValueError(
+            f"speculative_config['model'] must have the vocabulary of the model, {large.vocab_size} tokens; "
+            f"{options.model} has {shape.vocab_size}"
+        )
+    if shape.max_position_embeddings < parts.max_model_len:
+        raise ValueError(
+            f"speculative_config['model'] must take max_model_len {parts.max_model_len} tokens; "
+            f"{options.model} takes {shape.max_position_embeddings}"
+        )
+    if large.widest_window is not None:
+        raise ValueError(
+            "speculative_config['model'] cannot draft for a model whose layers all have a window: "
+            "blocks behind the window are given back"
+        )
+    shape = replace(shape, max_position_embeddings=parts.max_model_len)
+    runner, _ = assembly.start_runner(
+        config, folder, model_class, shape, parts.max_num_batched_tokens, False, LapClock()
+    )
+    proposer = DraftModel(runner)
+    proposer.compute_along(parts.runner)
+    return proposer

@@ -1,0 +1,67 @@
+"""A draft model shares block tables with the model that it drafts for: the same outputs, and its own K and V are right.
+
+A model that drafts for itself is always right, if its cache holds what it should: after prefix hits, forks,
+preemption, at any temperature.
+"""
+
+import random
+
+import pytest
+
+from nanovllm import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
+from tests.engine.test_engine import ids
+from tests.extras.speculation.test_speculation import serve
+from tests.extras.test_overlap import visible
+
+
+def requests(rng):
+    stem, made = ids(20), []
+    for i in range(10):
+        prompt = stem[: rng.choice([0, 9, 17])] + ids(rng.randint(1, 9), seed=i)
+        kind = [
+            {"temperature": 0},
+            {"seed": i},
+            {"seed": i, "top_k": 9, "n": 2},
+            {"seed": i, "repetition_penalty": 1.2},
+        ]
+        stop = rng.choice([{}, {}, {"stop_token_ids": list(range(0, 256, 5))}])
+        made.append((prompt, SamplingParams(max_tokens=rng.randint(1, 20), ignore_eos=True, **kind[i % 4], **stop)))
+    return made
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"block_size": 4}, {"num_kv_blocks": 22, "block_size": 4}, {"block_size": 4, "max_num_batched_tokens": 24}],
+)
+def test_a_model_that_drafts_for_itself_is_right(with_tokenizer, options):
+    made = requests(random.Random(2))
+    plain, _ = serve(with_tokenizer, made, **options)
+    drafting = {"model": str(with_tokenizer), "num_speculative_tokens": 3, "disable_by_batch_size": 256}
+    outputs, engine = serve(with_tokenizer, made, drafting, **options)
+    assert {i: visible(one) for i, one in outputs.items()} == {i: visible(one) for i, one in plain.items()}
+    stats = engine.get_stats()
+    assert stats.num_draft_tokens == stats.num_accepted_tokens > 10
+    assert (stats.num_preemptions > 0) == ("num_kv_blocks" in options)
+
+
+def test_another_model_changes_no_output(checkpoints, with_tokenizer):
+    """A smaller one of the same vocabulary: mostly wrong."""
+    other, _ = checkpoints.make(num_hidden_layers=1, vocab_size=300)
+    made = requests(random.Random(3))
+    plain, _ = serve(with_tokenizer, made)
+    drafting = {"model": str(other), "num_speculative_tokens": 2, "disable_by_batch_size": 256}
+    outputs, engine = serve(with_tokenizer, made, drafting)
+    assert {i: visible(one) for i, one in outputs.items()} == {i: visible(one) for i, one in plain.items()}
+    assert 0 <= engine.get_stats().num_accepted_tokens < engine.get_stats().num_draft_tokens
+
+
+def test_a_model_of_another_vocabulary_is_refused(with_tokenizer):
+    drafting = {"model": TINY_QWEN3, "num_speculative_tokens": 2}
+    with pytest.raises(ValueError, match="must have the vocabulary of the model, 300 tokens"):
+        LLMEngine(Config(with_tokenizer, device="cpu", speculative_config=drafting))
+
+
+def test_a_model_that_takes_fewer_tokens_is_refused(checkpoints, with_tokenizer):
+    short, _ = checkpoints.make(num_hidden_layers=1, vocab_size=300, max_position_embeddings=64)
+    with pytest.raises(ValueError, match=r"must take max_model_len \d+ tokens; .* takes 64"):
+        LLM(with_tokenizer, device="cpu", speculative_config={"model": str(short), "num_speculative_tokens": 2})

@@ -1,0 +1,60 @@
+"""How many tokens a step verifies almost for nothing, and what an engine keeps of that."""
+
+import pytest
+
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm.extras.speculation import start
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+
+
+@pytest.mark.parametrize(
+    ("costs", "most", "num_rows"),
+    [
+        ({1: 1.0, 2: 1.1, 4: 1.3, 8: 1.5}, 64, 8),
+        ({1: 1.9}, 64, 1),
+        ({1: 1.0, 2: 1.0, 4: 1.0}, 7, 4),
+        ({}, 1, 1),
+    ],
+)
+def test_rows_are_doubled_as_long_as_this_is_cheap(monkeypatch, costs, most, num_rows):
+    monkeypatch.setattr(start, "cost_of_doubling", lambda runner, count: costs[count])
+    assert start.measure_rows(None, most) == num_rows
+
+
+def test_a_start_measures_once(monkeypatch):
+    """Timed steps leave no trace: nothing is owned, and the first block that is handed out is the first."""
+    counts = []
+    monkeypatch.setattr(
+        start, "measure_rows", lambda runner, most, measure=start.measure_rows: counts.append(most) or 4
+    )
+    llm = LLM(TINY_QWEN3, speculative_config=NGRAM, max_num_batched_tokens=32)
+    engine = llm.engine
+    assert counts == [32]
+    assert engine.scheduler.max_rows == 4
+    engine.recover()
+    assert counts == [32]
+    assert engine.scheduler.max_rows == 4
+    assert engine.get_stats().num_free_blocks == engine.get_stats().num_kv_blocks
+
+
+def test_real_steps_are_timed():
+    llm = LLM(TINY_QWEN3, speculative_config={**NGRAM, "disable_by_batch_size": 3})
+    assert llm.engine.scheduler.max_rows == 3 * (1 + 3)
+    cache = llm.engine.runner.kv_cache.tensor
+    assert 0.2 < start.cost_of_doubling(llm.engine.runner, 2) < 20
+    assert not cache[:, :, 1:].any(), "only the null block is written"
+
+
+def test_overlap_is_off():
+    llm = LLM(TINY_QWEN3, speculative_config={**NGRAM, "disable_by_batch_size": 3})
+    assert not llm.engine.parts.enable_overlap
+
+
+def test_metrics_have_the_names_of_vllm():
+    llm = LLM(TINY_QWEN3, speculative_config={**NGRAM, "disable_by_batch_size": 3})
+    llm.generate("a a a a a a a a", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), use_tqdm=False)
+    stats, values = llm.get_stats(), {one.name: getattr(one, "value", None) for one in llm.get_metrics()}
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert values[f"nanovllm:spec_decode_{name}"] == getattr(stats, name)
+    assert stats.num_draft_tokens > 0

@@ -1,0 +1,87 @@
+"""Runs of a scheduler without a model, whose sequences get drafts: see `scheduling_traffic.py`."""
+
+import random
+
+from nanovllm.extras.speculation.scheduler import SpeculativeScheduler
+from tests.fake_kv_cache import tokens_of
+from tests.scheduling_traffic import VOCAB_SIZE, Before, Flight, Run, next_token, swap_ins, swap_outs
+
+
+class Guesser:
+    """Knows the rule of `next_token`; some guesses are wrong, too many, or no tokens at all."""
+
+    def __init__(self, share_right=0.75, is_erratic=True):
+        self.share_right = share_right
+        self.is_erratic = is_erratic
+
+    def propose(self, wanted):
+        return [self.guess(seq, count) for seq, count in wanted]
+
+    def guess(self, seq, count):
+        tokens = tokens_of(seq)
+        assert count >= 1
+        rng = random.Random(f"{tokens} {seq.sample_index}")
+        drafts = []
+        for _ in range(rng.randint(0, count + 2) if self.is_erratic else count):
+            right = next_token(tokens + drafts, seq.sample_index)
+            wrong = [(right + 1) % VOCAB_SIZE, *((-1, VOCAB_SIZE) if self.is_erratic else ())]
+            drafts.append(right if rng.random() < self.share_right else rng.choice(wrong))
+        return drafts
+
+
+class SpeculativeRun(Run):
+    """`Run`, whose steps may have several rows of a sequence."""
+
+    def __init__(self, max_drafts=4, max_rows=24, max_seqs=99, proposer=None, **options):
+        super().__init__(**options)
+        old = self.scheduler
+        threshold = 0 if old.max_chunk_len == old.max_num_batched_tokens else old.max_chunk_len
+        limits = old.max_num_seqs, old.max_num_batched_tokens, old.max_model_len, old.waiting.policy, threshold
+        self.scheduler = SpeculativeScheduler(
+            *(self.manager, *limits, old.preemption),
+            proposer=proposer or Guesser(), max_drafts=max_drafts, max_rows=max_rows, max_seqs=max_seqs,
+            vocab_size=VOCAB_SIZE,
+        )  # fmt: skip
+
+    def launch(self):
+        before = Before(self)
+        out = self.scheduler.schedule()
+        underway = self.scheduler._underway
+        planned = out if underway is None else underway.planned
+        if underway is not None:
+            assert planned.preempted == planned.admitted == [], "drafts cost no other sequence anything"
+            assert out.num_prefill_tokens == 0
+            assert out.num_scheduled_tokens <= self.scheduler.max_rows
+            for seq, token_ids in underway.drafts.items():
+                before.num_tokens[seq] += len(token_ids)
+                assert 1 <= len(token_ids) <= self.scheduler.max_drafts
+                assert not any(token_id in seq.stop_token_ids for token_id in token_ids)
+                assert seq.num_tokens < seq.max_num_tokens
+        before.check(planned)
+        self.check_scheduled(planned)
+        if not out.chunks:
+            return
+        writes = [(seq, start, start + num_new) for seq, start, num_new in planned.chunks]
+        before.writers.check(writes, self.manager.block_size)
+        journal = self.cache.move(swap_outs(out), swap_ins(out), out.moves.copies)
+        for write in writes:
+            journal += self.cache.write(*write)
+        for seq, _, stop in writes:
+            self.cache.check(seq, stop)
+        drawn = []
+        for seq, i in zip(out.samples, out.sampled_chunks, strict=True):
+            owner, start, num_new = out.chunks[i]
+            drawn.append(next_token(self.cache.tokens_of(owner, start + num_new), seq.sample_index))
+        self.cache.newest = drawn
+        self.flights.append(Flight(out, planned.samples, drawn, {}, journal, before.children))
+
+    def update(self, flight):
+        known = {seq: tokens_of(seq) for seq in flight.samples}
+        living = [seq for seq in dict.fromkeys(flight.samples) if seq.finish_reason is None]
+        advanced = self.scheduler.update(flight.out, flight.tokens)
+        assert list(dict.fromkeys(seq for _, seq in advanced)) == living, "each gets one token at least"
+        for row, seq in advanced:
+            known[seq].append(flight.tokens[row])
+        assert all(tokens_of(seq) == known[seq] for seq in living)
+        for search in self.searches:
+            search.end_step([seq for _, seq in advanced])
