@@ -4,6 +4,7 @@ A prompt is text, token ids, or a dict of one of the two. What this engine could
 changes. Called by `LLM`, and by `LLMEngine` when requests are added.
 """
 
+import re
 import time
 from collections.abc import Mapping
 from functools import cached_property
@@ -129,17 +130,14 @@ class InputProcessor:
         return GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
 
     def _check_prompt_len(self, num_tokens: int) -> None:
-        parts, most = self.parts, self.parts.max_model_len - 1
+        parts, most, has = self.parts, self.parts.max_model_len - 1, f"the prompt has {num_tokens} tokens"
         if num_tokens == 0:
             raise ValueError("the prompt is empty; it must have at least 1 token")
         if num_tokens > most:
-            raise ValueError(
-                f"the prompt has {num_tokens} tokens; at most {most} are allowed "
-                f"(max_model_len {parts.max_model_len}, less one for the output)"
-            )
+            raise ValueError(f"{has}; at most {most} are allowed (max_model_len {most + 1}, less one for the output)")
         if num_tokens > self.capacity:
             raise ValueError(
-                f"the prompt has {num_tokens} tokens; the whole KV cache holds {self.capacity} ({parts.num_kv_blocks} "
+                f"{has}; the whole KV cache holds {self.capacity} ({parts.num_kv_blocks} "
                 f"blocks of {parts.block_size}): give more num_kv_blocks or kv_cache_memory_bytes"
             )
 
@@ -184,6 +182,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[str 
     if isinstance(token_ids, str):
         if tokenizer is None:
             raise ValueError("this model has no tokenizer, so a prompt must be token ids, got text")
+        if half := re.search("[\ud800-\udfff]", token_ids):
+            raise ValueError(f"a prompt must not hold half of a surrogate pair, got {half[0]!r} at {half.start()}")
         text, token_ids = token_ids, tokenizer.encode(token_ids)
     return text, check_token_ids(token_ids, vocab_size)
 

@@ -4,11 +4,12 @@ On one machine they meet by a file in a private folder, and share memory that ha
 several machines, rank 0 opens a TCP port.
 
     cuda                                     nccl
-    cpu, one machine, a C compiler           shared_memory
+    cpu, one Linux machine, a C compiler     shared_memory
     cpu, else, or attention_backend=torch    gloo
 """
 
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +43,7 @@ class Meeting(NamedTuple):
 def choose_kind(config: Config, device: torch.device, dtype: torch.dtype) -> str:
     if device.type == "cuda":
         return "nccl"
-    if config.nnodes > 1 or config.attention_backend == "torch":
+    if config.nnodes > 1 or config.attention_backend == "torch" or sys.platform != "linux":  # memory with futexes
         return "gloo"
     try:
         load_library(dtype)

@@ -161,6 +161,8 @@ const char *instructions(void) {
     return "AVX-512";
 #elif defined __AVX2__
     return "AVX2";
+#elif defined __ARM_FEATURE_BF16_VECTOR_ARITHMETIC && defined BFLOAT16
+    return "NEON BF16";
 #elif defined __ARM_NEON
     return "NEON";
 #else

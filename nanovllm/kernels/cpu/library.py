@@ -1,15 +1,16 @@
 """`cpu.c` as a library: compiled on first use, for this processor and one dtype, and kept in the user's cache folder.
 
-It takes some seconds and a C compiler. Without one, `load_library` says why, and the engine runs the PyTorch layers.
+It takes some seconds and a C compiler (`toolchain.py`). Without one, `load_library` says why, and the engine runs the
+PyTorch layers. Where the cache folder cannot be used, every process compiles for itself.
 """
 
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
-import shutil
 import subprocess
 import tempfile
 from ctypes import c_float, c_int, c_long, c_void_p
@@ -17,12 +18,24 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.kernels.cpu.toolchain import (
+    SYSTEMS,
+    cpu_flags,
+    describe_processor,
+    find_compiler,
+    flags,
+    loaded_openmp,
+    offer_openmp,
+    openmp_of_torch,
+)
 from nanovllm.models.masking import AttentionOptions
+
+logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu.c")
 SOURCES = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
 LANES = 16  # floats in a vector, columns in a panel
-FLAGS = ("-std=gnu11", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi")
+FLAGS = flags(platform.system(), platform.machine())
 DTYPES = (torch.bfloat16, torch.float32)
 LONG_MAX = (1 << 63) - 1
 
@@ -52,6 +65,10 @@ class NoLibraryError(RuntimeError):
     """Why `cpu.c` cannot be used here."""
 
 
+class CacheError(RuntimeError):
+    """Why the cache folder is not to be used."""
+
+
 class Library(ctypes.CDLL):
     """`cpu.c`, compiled. Its functions are `FUNCTIONS`."""
 
@@ -72,9 +89,12 @@ def load_library(dtype: torch.dtype) -> Library:
     """`cpu.c`, compiled for `dtype`. NoLibraryError if that is not possible."""
     if dtype not in DTYPES:
         raise NoLibraryError(f"the CPU kernels know bfloat16 and float32, not {dtype}")
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if platform.system() != "Linux" or not compiler:
-        raise NoLibraryError(f"there is no C compiler (cc, gcc, clang or $CC) on this {platform.system()} machine")
+    system = platform.system()
+    if system not in SYSTEMS:
+        raise NoLibraryError(f"the CPU kernels are for {' and '.join(SYSTEMS)}, not for {system}")
+    compiler = find_compiler(system)
+    if not compiler:
+        raise NoLibraryError("there is no C compiler (cc, gcc, clang or $CC) on this machine")
     command = [*shlex.split(compiler), *FLAGS, *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
     if dtype != torch.bfloat16:
         return compile_and_load(command)
@@ -96,14 +116,39 @@ def masking(options: AttentionOptions, default_scale: float) -> tuple[int, float
 
 
 def compile_and_load(command: list[str], why_no_tiles: str | None = None) -> Library:
-    command = [*command, str(SOURCE), *openmp_of_torch(), "-lm"]
+    """From the cache folder; where that is not possible, from a private folder that does not outlive the call."""
+    on_mac = platform.system() == "Darwin"
+    command = [*command, str(SOURCE), *([] if on_mac else openmp_of_torch()), "-lm"]
     try:
-        path = cache_folder() / f"cpu-{fingerprint(command)}.so"
-        if not path.is_file():
-            compile_to(path, command)
-        return Library(path, why_no_tiles)
-    except OSError as error:  # a folder that cannot be written, a compiler that is not there, ...
+        if on_mac:
+            offer_openmp()
+        name = f"cpu-{fingerprint(command)}.so"
+        try:
+            library = load_from(cache_folder(), name, command, why_no_tiles)
+        except (OSError, CacheError) as error:  # foreign, read-only, without the right to execute, no home, ...
+            logger.warning("the CPU kernels are compiled for this process only: %s", error)
+            with tempfile.TemporaryDirectory(prefix="nanovllm-") as folder:
+                library = load_from(Path(folder), name, command, why_no_tiles)
+    except OSError as error:  # a compiler that is not there, no folder at all, ...
         raise NoLibraryError(f"{SOURCE.name} could not be compiled and loaded: {error}") from error
+    warn_of_a_second_pool()
+    return library
+
+
+def load_from(folder: Path, name: str, command: list[str], why_no_tiles: str | None) -> Library:
+    if not (folder / name).is_file():
+        compile_to(folder / name, command)
+    return Library(folder / name, why_no_tiles)
+
+
+@functools.cache
+def warn_of_a_second_pool() -> None:
+    """Once: clang's OpenMP beside PyTorch's, for example."""
+    maps = Path("/proc/self/maps")
+    found = loaded_openmp(maps.read_text(encoding="utf-8", errors="replace")) if maps.exists() else []
+    if len(found) > 1:
+        text = "%s keep a pool of threads each, which wait for each other's cores; CC=gcc uses one pool"
+        logger.warning(text, " and ".join(found))
 
 
 def has_tiles() -> bool:
@@ -127,37 +172,26 @@ def ask_for_tiles(feature: int = 18) -> str | None:
     return f"Linux does not allow it: {os.strerror(ctypes.get_errno())}"
 
 
-def cpu_flags() -> list[str]:
-    """What Linux says that the first processor can do."""
-    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8") if platform.system() == "Linux" else ""
-    line = next((line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))), "")
-    return line.partition(":")[2].split()
-
-
 def keep_freed_memory() -> None:
     """Have malloc keep what one step frees for the next: fresh memory is cleared page by page, a tenth of a prefill.
 
     Called when the weights lie where they stay. What is as large as a KV cache still comes fresh, and untouched."""
     m_trim_threshold, m_mmap_threshold = -1, -3  # of <malloc.h>
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
+    if platform.system() == "Linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(m_mmap_threshold, 1 << 28)
         libc.mallopt(m_trim_threshold, (1 << 31) - 1)
 
 
-def openmp_of_torch() -> list[str]:
-    """Linked first, so that torch and `cpu.c` share one pool of threads: two would wait for each other's cores."""
-    found = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
-    return ["-Wl,--as-needed", str(found[0])] if found else []
-
-
 def cache_folder() -> Path:
-    """Only its owner may write into it: the engine runs the code that lies there."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """Only its owner may write into it: the engine runs the code that lies there. OSError or CacheError if not."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:  # a user without an entry, as in some containers
+        raise CacheError(f"{error} Set HOME or XDG_CACHE_HOME.") from error
     folder = Path(base) / "nanovllm"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
-        raise NoLibraryError(f"others than you can write into {folder}: chmod 700 it, or set XDG_CACHE_HOME")
+        raise CacheError(f"others than you can write into {folder}: chmod 700 it, or set XDG_CACHE_HOME")
     return folder
 
 
@@ -165,8 +199,8 @@ def fingerprint(command: list[str]) -> str:
     """Changes with the source, the command, the compiler and the processor."""
     version = subprocess.run([command[0], "--version"], capture_output=True).stdout
     sources = [source.read_bytes() for source in SOURCES]
-    processor = " ".join([platform.machine(), *cpu_flags()])
-    parts = [*sources, "\0".join(command).encode(), version, processor.encode()]
+    processor = describe_processor(platform.system()).encode()
+    parts = [*sources, "\0".join(command).encode(), version, processor]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

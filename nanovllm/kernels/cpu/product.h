@@ -1,7 +1,8 @@
 // The matrix product: a few rows of x times a few panels, for projections, q k^T and p v alike. cpu.c has the layout.
 //
-// Twice: on vectors, for any processor, and on AMX's tiles, which multiply ten times as many numbers in a cycle. One of
-// them is compiled; `ROWS`, `FEW_ROWS` and `WIDTH` tell callers how much it takes at a time.
+// Three times: on vectors of 16 floats, for any processor; on ARM's own, since GCC puts wider ones on the stack (neon.h); and
+// on AMX's tiles, which multiply ten times as many numbers in a cycle. One of them is compiled; `ROWS`, `FEW_ROWS` and
+// `WIDTH` tell callers how much it takes at a time.
 
 #pragma once
 #include "vectors.h"
@@ -20,6 +21,17 @@
 #define ROWS 12
 #define FEW_ROWS 3
 #define PANELS 8
+#elif defined __aarch64__
+#if defined BFLOAT16 && !defined __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#define WIDENS  // bfloat16 to float32, for each multiplication
+#endif
+#if defined WIDENS && !defined __clang__
+#define ROWS 3  // GCC 12 puts some sums of a fourth on the stack
+#else
+#define ROWS 4
+#endif
+#define FEW_ROWS 2
+#define PANELS 2
 #else
 #define ROWS 3
 #define FEW_ROWS 3
@@ -207,6 +219,10 @@ static inline long rows_at_a_time(long num_rows) {
     return (num_rows + num_parts - 1) / (num_parts + !num_rows);
 }
 
+#ifdef __aarch64__
+#include "neon.h"
+#else
+
 static inline __attribute__((always_inline)) void multiply_vectors(
     const struct product *p, const int num_rows, const int num_panels) {
     floats sums[ROWS][PANELS];
@@ -242,6 +258,8 @@ static inline __attribute__((always_inline)) void multiply_vectors(
         for (int i = 0; i < num_panels; i++) *(floats *)(p->out + row * p->out_stride + i * LANES) = sums[row][i];
 }
 
+#endif
+
 // With both counts known to the compiler, all sums stay in registers.
 static void multiply(const struct product *p, int num_rows, int num_panels) {
 #define CASE(rows, panels) \
@@ -250,8 +268,11 @@ static void multiply(const struct product *p, int num_rows, int num_panels) {
 #define FEW(rows) CASE(rows, 3) CASE(rows, 4) CASE(rows, 5) CASE(rows, 6) CASE(rows, 7) CASE(rows, 8)
     switch (num_rows * 16 + num_panels) {
         MANY(1) MANY(2) MANY(3)
-#if ROWS > FEW_ROWS
-        FEW(1) FEW(2) FEW(3) MANY(4) MANY(5) MANY(6) MANY(7) MANY(8) MANY(9) MANY(10) MANY(11) MANY(12)
+#if ROWS >= 4
+        MANY(4)
+#endif
+#if ROWS > 4
+        FEW(1) FEW(2) FEW(3) MANY(5) MANY(6) MANY(7) MANY(8) MANY(9) MANY(10) MANY(11) MANY(12)
 #endif
     }
 }

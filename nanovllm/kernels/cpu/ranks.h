@@ -15,18 +15,20 @@
 // see it arrive (acquire).
 
 #pragma once
+#include <sched.h>
+#include <time.h>
+#include "vectors.h"
+#ifdef __linux__
 #include <errno.h>
 #include <poll.h>
-#include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
-#include "vectors.h"
 
 #define FUTEX_WAIT 0  // of <linux/futex.h>
 #define FUTEX_WAKE 1
 #define PIDFD_OPEN 434  // of <asm/unistd.h>, the same on all processors
+#endif
 
 struct post {
     _Alignas(128) uint32_t round;  // the last in which its rank has arrived; a futex
@@ -67,12 +69,13 @@ static inline bool has_arrived(const struct post *post, uint32_t round) {
 
 static inline bool is_aborted(const struct ranks *r) { return __atomic_load_n(&r->posts->is_aborted, __ATOMIC_ACQUIRE); }
 
+#ifdef __linux__
 static inline void wake(struct post *post) { syscall(SYS_futex, &post->round, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
-// Every rank's waits and later calls fail.
-void abort_ranks(struct ranks *r) {
-    __atomic_store_n(&r->posts->is_aborted, 1, __ATOMIC_SEQ_CST);
-    for (long rank = 0; rank < r->size; rank++) wake(&r->posts[rank]);
+// Until `round` is not `seen` any more, or LOOK_AGAIN_NS. -> whether the time is over
+static inline bool sleep_on(struct post *post, uint32_t seen) {
+    const struct timespec timeout = {.tv_nsec = LOOK_AGAIN_NS};
+    return syscall(SYS_futex, &post->round, FUTEX_WAIT, seen, &timeout, NULL, 0) && errno == ETIMEDOUT;
 }
 
 // Whether the process has ended. A zombie has: `kill` alone would find it as long as nobody has waited for it.
@@ -84,6 +87,17 @@ static bool has_ended(int32_t pid) {
     const bool result = poll(&ended, 1, 0) > 0;
     close(fd);
     return result;
+}
+#else  // cpu.c compiles, and ranks speak through Gloo (parallel/meeting.py)
+static inline void wake(struct post *post) { (void)post; }
+static inline bool sleep_on(struct post *post, uint32_t seen) { return (void)post, (void)seen, true; }
+static bool has_ended(int32_t pid) { return (void)pid, true; }
+#endif
+
+// Every rank's waits and later calls fail.
+void abort_ranks(struct ranks *r) {
+    __atomic_store_n(&r->posts->is_aborted, 1, __ATOMIC_SEQ_CST);
+    for (long rank = 0; rank < r->size; rank++) wake(&r->posts[rank]);
 }
 
 // Whether a peer has ended without arriving in this round.
@@ -101,13 +115,11 @@ static inline void arrive(struct ranks *r) {
 }
 
 static void sleep_until_arrived(struct ranks *r, struct post *peer) {
-    const struct timespec timeout = {.tv_nsec = LOOK_AGAIN_NS};
     __atomic_add_fetch(&peer->num_sleepers, 1, __ATOMIC_SEQ_CST);
     for (;;) {
         const uint32_t seen = __atomic_load_n(&peer->round, __ATOMIC_SEQ_CST);
         if ((int32_t)(seen - r->round) >= 0 || is_aborted(r)) break;
-        const long error = syscall(SYS_futex, &peer->round, FUTEX_WAIT, seen, &timeout, NULL, 0);
-        if (error && errno == ETIMEDOUT && has_lost_one(r)) abort_ranks(r);
+        if (sleep_on(peer, seen) && has_lost_one(r)) abort_ranks(r);
     }
     __atomic_sub_fetch(&peer->num_sleepers, 1, __ATOMIC_SEQ_CST);
 }

@@ -4,6 +4,12 @@
 // the compiler does not find them: above all `dpbf16ps`, which multiplies 16 pairs of bfloat16 and adds each to a sum.
 
 #pragma once
+#if defined __aarch64__ && !defined __clang__
+// With SVE, GCC 12 computes vectors of 64 bytes number by number. Its scheduler loads so far ahead that no registers are
+// left for sums.
+#pragma GCC target("+nosve")
+#pragma GCC optimize("no-schedule-insns")
+#endif
 #include <limits.h>
 #include <math.h>
 #include <stdbool.h>
