@@ -497,7 +497,7 @@ def test_waiting_is_cut_into_segments_by_reason(show):
     assert first == list(range(first[0], first[-1] + 1))
     facts = show(lines, at="#seq=5").locator(".facts").inner_text()
     assert f"queued (for a place (max_num_seqs)) {first[0]}–{first[-1]}" in facts
-    assert f"queued (a step preempts) {first[-1] + 1}" in facts
+    assert f"queued (a step with a preemption admits none) {first[-1] + 1}" in facts
 
 
 def test_who_waited_longest_is_said_with_the_reasons(show):
