@@ -577,6 +577,7 @@ BAD_PROMPTS = {
     "huge id": ([10**15], ValueError, ["1000000000000000", "299"]),
     "negative id": ([5, -1], ValueError, ["-1", "299"]),
     "id beyond in a dict": ({"prompt_token_ids": [VOCAB_SIZE + 7]}, ValueError, ["307", "299"]),
+    "half a character": ("a\ud83d!", ValueError, [r"'\ud83d'", "at 1", "surrogate"]),
     "too long": ([7] * MAX_MODEL_LEN, ValueError, ["512", "511"]),
     "much too long": ([7] * 123456, ValueError, ["123456", "511"]),
     "float id": ([1.0, 2.0], TypeError, ["1.0"]),
