@@ -176,49 +176,41 @@ class StepOutput:
         return self.outputs[index]
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """Counts over the engine's life, and gauges of this moment."""
+@dataclass
+class Counts:
+    """Over an engine's life. The scheduler's observer counts decisions, the engine requests and steps."""
 
-    # gauges
-    num_kv_blocks: int
-    num_free_blocks: int
-    num_running: int
-    num_waiting: int
-    # counters
-    steps: int
-    peak_used_blocks: int
+    steps: int = 0
+    peak_used_blocks: int = 0
     """Most blocks that were owned in any one step."""
-    num_window_blocks: int
+    num_window_blocks: int = 0
     """Blocks that sequences have given back because they lay behind the window of all layers."""
-    num_preemptions: int
-    num_swaps: int
+    num_preemptions: int = 0
+    num_swaps: int = 0
     """Preemptions that copied K and V to host memory."""
-    budget_used: float
-    """Share of the steps' token budgets that was scheduled."""
-    num_requests: int
-    num_finished: int
-    scheduled_tokens: int
+    num_requests: int = 0
+    num_finished: int = 0
+    scheduled_tokens: int = 0
     """Tokens computed in all steps: prompts, outputs, and what was computed again after preemption."""
-    prompt_tokens: int
-    generation_tokens: int
-    prefix_cache_query_tokens: int
-    prefix_cache_hit_tokens: int
-    kv_tokens_stored: int
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_query_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0
+    kv_tokens_stored: int = 0
     """Summed over the steps: tokens in the cache; a shared block counts once."""
-    kv_slots_reserved: int
+    kv_slots_reserved: int = 0
     """Summed over the steps: slots of the blocks that sequences own."""
-    prefill_step_tokens: int
+    prefill_step_tokens: int = 0
     """Tokens computed in steps that held a prefill chunk; `prefill_step_time_s` is how long these steps took."""
-    prefill_step_time_s: float
-    decode_step_tokens: int
+    prefill_step_time_s: float = 0.0
+    decode_step_tokens: int = 0
     """Tokens computed in steps without a prefill chunk; `decode_step_time_s` is how long these steps took."""
-    decode_step_time_s: float
-    num_drafts: int
+    decode_step_time_s: float = 0.0
+    num_drafts: int = 0
     """Verifications of guessed tokens; of `num_draft_tokens` guesses, `num_accepted_tokens` were right."""
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    num_failed_observers: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_failed_observers: int = 0
     """Observers that have failed, and see nothing any more: a recording whose disk is full."""
 
     @property
@@ -229,3 +221,15 @@ class EngineStats:
     @property
     def prefix_cache_hit_rate(self) -> float:
         return self.prefix_cache_hit_tokens / self.prefix_cache_query_tokens if self.prefix_cache_query_tokens else 0.0
+
+
+@dataclass(kw_only=True)
+class EngineStats(Counts):
+    """What the engine has counted so far, and gauges of this moment."""
+
+    num_kv_blocks: int
+    num_free_blocks: int
+    num_running: int
+    num_waiting: int
+    budget_used: float
+    """Share of the steps' token budgets that was scheduled."""

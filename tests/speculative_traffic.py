@@ -36,7 +36,7 @@ class SpeculativeRun(Run):
         super().__init__(**options)
         old = self.scheduler
         threshold = 0 if old.max_chunk_len == old.max_num_batched_tokens else old.max_chunk_len
-        limits = old.max_num_seqs, old.max_num_batched_tokens, old.max_model_len, old.waiting.policy, threshold
+        limits = old.max_num_seqs, old.max_num_batched_tokens, old.max_model_len, old.policy, threshold
         self.scheduler = SpeculativeScheduler(
             *(self.manager, *limits, old.preemption),
             proposer=proposer or Guesser(), max_drafts=max_drafts, max_rows=max_rows, max_seqs=max_seqs,

@@ -4,7 +4,7 @@ import numpy as np
 
 from nanovllm.execution.batch import build_batch
 from nanovllm.execution.sampling_batch import build_sampling_batch, draw_uniforms
-from nanovllm.scheduling.block_tables import BlockTables
+from nanovllm.scheduling.block_tables import BlockTable, BlockTables
 from nanovllm.scheduling.step import BlockMoves, make_step
 
 
@@ -22,14 +22,14 @@ def step_of(chunks):
 def build_step(scheduled, block_size):
     """As `build_batch`; block tables get rows of a pool of their own."""
     tables = BlockTables(block_size, num_rows=2, width=1)  # small, so that it grows
-    for seq, _, _ in scheduled.chunks:
-        tables.bind(seq.block_table)
+    filled = [(seq, seq.block_table) for seq, _, _ in scheduled.chunks]
+    for seq, own in filled:
+        seq.block_table = BlockTable()
+        for block_id in own.view().tolist():
+            tables.append(seq.block_table, block_id)
     batch = build_batch(scheduled, tables)
-    for seq, _, _ in scheduled.chunks:
-        ids = seq.block_table.view().tolist()
-        seq.block_table.clear()
-        for block_id in ids:
-            seq.block_table.append(block_id)
+    for seq, own in filled:
+        seq.block_table = own
     return batch
 
 

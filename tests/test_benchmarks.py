@@ -28,6 +28,7 @@ from benchmarks import (
     preemption,
     roofline,
     sampling,
+    speculation,
     step_overhead,
 )
 from benchmarks.common import QWEN3_06B, ModelShape
@@ -115,6 +116,16 @@ def test_step_overhead_is_the_sum_of_its_parts(run_main, monkeypatch, tmp_path):
         assert row["sum"] == pytest.approx(row["schedule"] + row["build_batch"] + row["update"], abs=0.3)
         assert row["build_batch"] >= 20_000  # the sleep, in microseconds
         assert min(row["schedule"], row["update"], row["outputs"]) > 0
+
+
+@pytest.mark.slow
+def test_speculation_compares_the_same_answers(run_main):
+    """Twelve prompts and four sums; drafts are right where the answer repeats its prompt."""
+    rows = [line for line in run_main(speculation, "--rounds", 1) if re.search(r"\d\.\d\dx ", line)]
+    assert len(rows) == 12 + 4
+    sums = {row[:12].strip(): row.split()[-1] for row in rows if " all " in row}
+    assert sums.keys() == {"asked again", "passage", "explanation", "fact"}
+    assert sums["asked again"] == "100%"
 
 
 def test_preemption_moves_and_computes_the_whole_context(run_main, monkeypatch):

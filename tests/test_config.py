@@ -73,7 +73,7 @@ GOOD = [
     ("seed", [0, 1, 2**63, 2**64 - 1]),
     ("revision", [None, "main"]),
     ("hf_overrides", [None, {}, {"rope_theta": 1e6}]),
-    ("speculative_config", [None]),  # tests/extras/speculation/test_options.py has the others
+    ("speculative_config", [None]),  # tests/extras/speculation/test_speculation_options.py has the others
     ("tokenizer", [None, "folder", Path("/some/where")]),
     ("tokenizer_revision", [None, "main"]),
     ("skip_tokenizer_init", [True, False]),

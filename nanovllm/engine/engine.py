@@ -9,14 +9,14 @@ about memory or order. `LLM` drives it, or your own loop over `add_request` and 
 """
 
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nanovllm.checks import OfExtra
 from nanovllm.config import Config
 from nanovllm.engine.assembly import assemble, make_scheduler, watched_by
 from nanovllm.engine.input_processor import InputProcessor, Params, Prompt
 from nanovllm.engine.request import Request, note_admitted, read_tokens
-from nanovllm.engine.stats import Counters, LapClock, make_stats
+from nanovllm.engine.stats import LapClock, Observations, make_stats
 from nanovllm.execution.batch import build_batch
 from nanovllm.execution.model_runner import ArrivingTokens, StepTokens
 from nanovllm.outputs import EngineStats, RequestOutput, StepOutput
@@ -45,8 +45,10 @@ class LLMEngine:
         self.config = config
         self.parts = assemble(config)
         self.runner = self.parts.runner
+        self.tokenizer = self.parts.tokenizer
+        self.description = self.parts.description  # what computes, and why that was chosen
         self.observer = SchedulingStats() if observer is None else watched_by(observer)
-        self.counters = Counters()
+        self.observed = Observations()
         self._begin()
         self.input_processor = InputProcessor(self.parts, self.scheduler.block_manager.capacity)
 
@@ -59,15 +61,6 @@ class LLMEngine:
         self._is_stepping = False
         self._aborted_meanwhile: list[Request] = []  # by a logits processor, during a step
         self._has_failed = False  # the last step
-
-    @property
-    def description(self) -> str:
-        """What computes, and why that was chosen."""
-        return self.parts.description
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.parts.tokenizer
 
     # ---- the loop
 
@@ -115,7 +108,7 @@ class LLMEngine:
         clock.lap("run_time_s")
         advanced = self.scheduler.update(scheduled, tokens.token_ids)
         clock.lap("update_time_s")
-        self.counters.count_step(scheduled, len(advanced), sum(clock.seconds.values()))
+        self.observer.count_step(scheduled, len(advanced), sum(clock.seconds.values()))
         outputs = self._make_outputs(scheduled, advanced, tokens, clock.now)
         clock.lap("output_time_s")
         self.observer.on_step_end(scheduled, clock.seconds)
@@ -162,12 +155,12 @@ class LLMEngine:
         Raises ValueError or TypeError before anything changes.
         """
         self._check_request_id(request_id)
-        number = self.counters.num_requests
+        number = self.observer.num_requests
         request = self.input_processor.make_request(request_id, prompt, sampling_params, priority, stream, number)
         self.scheduler.add(request.seqs[0])
         self._requests[request_id] = request
-        self.counters.num_requests += 1
-        self.counters.prompt_tokens += len(request.prompt_token_ids)
+        self.observer.num_requests += 1
+        self.observer.prompt_tokens += len(request.prompt_token_ids)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """End a request and free its blocks; returns its output so far, or None if it is unknown or over.
@@ -189,7 +182,7 @@ class LLMEngine:
             self._begin()
 
     def get_stats(self) -> EngineStats:
-        return make_stats(self.counters, self.observer, self.scheduler)
+        return make_stats(self.observer, self.scheduler)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, as before a fair measurement. Requests that run are not disturbed."""
@@ -209,7 +202,8 @@ class LLMEngine:
         for request in requests:
             if is_finished := request.is_finished:
                 request.finished_time = now
-                self.counters.count_finished(request)
+                self.observer.num_finished += 1
+                self.observed.observe_request(request)
                 del self._requests[request.request_id]
             if request.stream or is_finished:
                 outputs.append(request.make_output())

@@ -1,15 +1,13 @@
-"""What the engine has done so far: counts over its life, gauges of this moment, and the times of a step's parts."""
+"""What the engine has done so far: how large the values of its requests were, gauges, the times of a step's parts."""
 
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 
 from nanovllm.engine.request import Request
-from nanovllm.outputs import EngineStats, RequestMetrics
-from nanovllm.scheduling.observer import SchedulingStats
+from nanovllm.outputs import Counts, EngineStats, RequestMetrics
 from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.step import SchedulerOutput
 
 LADDER = [float(f"{digits}e{power}") for power in range(-5, 6) for digits in range(10, 100)]
 """0.0001, 0.00011 … 9,900,000: all numbers of two digits. No bound of two digits lies between two of them."""
@@ -27,8 +25,14 @@ class Observations:
         self.sums: defaultdict[str, float] = defaultdict(float)
         self.num_ended = {"stop": 0, "length": 0, "abort": 0}
 
+    def observe_request(self, request: Request) -> None:
+        """Its output tokens are those of all samples; the request for an embedding has none."""
+        num_output_tokens = sum([seq.num_output_tokens for seq in request.seqs]) if request.gives_tokens else 0
+        reason = request.seqs[0].finish_reason
+        assert reason is not None
+        self.observe(request.make_metrics(), len(request.prompt_token_ids), num_output_tokens, reason)
+
     def observe(self, times: RequestMetrics, num_prompt_tokens: int, num_output_tokens: int, reason: str) -> None:
-        """`num_output_tokens` are those of all samples; the request for an embedding has none."""
         self.num_ended[reason] += 1
         self._add("num_prompt_tokens", num_prompt_tokens)
         self._add("num_output_tokens", num_output_tokens)
@@ -65,49 +69,13 @@ class LapClock:
         self.now = time.monotonic()
 
 
-@dataclass
-class Counters:
-    """What the engine counts; `SchedulingStats` counts the scheduler's decisions. `EngineStats` explains the fields."""
-
-    steps: int = 0
-    num_requests: int = 0
-    scheduled_tokens: int = 0
-    num_finished: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefill_step_tokens: int = 0
-    prefill_step_time_s: float = 0.0
-    decode_step_tokens: int = 0
-    decode_step_time_s: float = 0.0
-    observed: Observations = field(default_factory=Observations)
-
-    def count_finished(self, request: Request) -> None:
-        self.num_finished += 1
-        num_output_tokens = sum([seq.num_output_tokens for seq in request.seqs]) if request.gives_tokens else 0
-        reason = request.seqs[0].finish_reason
-        assert reason is not None
-        self.observed.observe(request.make_metrics(), len(request.prompt_token_ids), num_output_tokens, reason)
-
-    def count_step(self, scheduled: SchedulerOutput, num_advanced: int, time_s: float) -> None:
-        self.steps += 1
-        self.scheduled_tokens += scheduled.num_scheduled_tokens
-        self.generation_tokens += num_advanced
-        if scheduled.num_prefill_tokens:
-            self.prefill_step_tokens += scheduled.num_scheduled_tokens
-            self.prefill_step_time_s += time_s
-        else:
-            self.decode_step_tokens += scheduled.num_scheduled_tokens
-            self.decode_step_time_s += time_s
-
-
-def make_stats(counters: Counters, decided: SchedulingStats, scheduler: Scheduler) -> EngineStats:
+def make_stats(counts: Counts, scheduler: Scheduler) -> EngineStats:
     blocks = scheduler.block_manager
-    counted = {**vars(decided), **vars(counters)}
     return EngineStats(
+        **{one.name: getattr(counts, one.name) for one in fields(Counts)},
         num_kv_blocks=blocks.num_blocks,
         num_free_blocks=blocks.num_free_blocks,
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
-        budget_used=counters.scheduled_tokens / max(1, counters.steps * scheduler.max_num_batched_tokens),
-        **{one.name: counted[one.name] for one in fields(EngineStats) if one.name in counted},
+        budget_used=counts.scheduled_tokens / max(1, counts.steps * scheduler.max_num_batched_tokens),
     )

@@ -104,9 +104,7 @@ class WindowBlockManager(BlockManager):
         if block_id != NULL_BLOCK:
             super()._share(seq, block_id)
             return
-        if not seq.block_table.length:
-            self.block_tables.bind(seq.block_table)
-        seq.block_table.append(NULL_BLOCK)
+        self.block_tables.append(seq.block_table, NULL_BLOCK)
         self.observer.on_share_block(seq, NULL_BLOCK)
 
     def _disown(self, block_id: int) -> None:

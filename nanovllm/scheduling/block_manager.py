@@ -131,9 +131,9 @@ class BlockManager:
         """
         if seq.block_table.length:  # else it owns nothing: it waits, or is swapped out
             self.prefix_cache.register(seq, seq.num_computed_tokens)
-        for block_id in seq.block_table.view()[::-1].tolist():
-            self._disown(block_id)
-        seq.block_table.clear()
+            for block_id in seq.block_table.view()[::-1].tolist():
+                self._disown(block_id)
+            self.block_tables.clear(seq.block_table)
         seq.has_shared_tail = False
         seq.num_registered_blocks = 0
         seq.parent_serial = ROOT_SERIAL
@@ -146,10 +146,8 @@ class BlockManager:
         return copies
 
     def _append(self, seq: Sequence, block_id: int) -> None:
-        if not seq.block_table.length:
-            self.block_tables.bind(seq.block_table)
         self._ref_counts[block_id] += 1
-        seq.block_table.append(block_id)
+        self.block_tables.append(seq.block_table, block_id)
 
     def _share(self, seq: Sequence, block_id: int) -> None:
         """One more owner for a block with contents, which may be free."""

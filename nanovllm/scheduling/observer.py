@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from nanovllm.outputs import Counts
 from nanovllm.scheduling.sequence import Sequence
 from nanovllm.scheduling.step import SchedulerOutput
 
@@ -84,20 +85,11 @@ class Observer:
         """The prefix cache has forgotten all blocks."""
 
 
-class SchedulingStats(Observer):
-    """Counts over the engine's life; `EngineStats` says what they mean."""
+class SchedulingStats(Counts, Observer):
+    """Counts what is scheduled; `LLMEngine` adds the requests."""
 
     def __init__(self) -> None:
-        self.num_preemptions = 0
-        self.num_swaps = 0
-        self.prefix_cache_query_tokens = 0
-        self.prefix_cache_hit_tokens = 0
-        self.kv_tokens_stored = 0
-        self.kv_slots_reserved = 0
-        self.peak_used_blocks = 0
-        self.num_window_blocks = 0
-        self.num_failed_observers = 0
-        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
+        super().__init__()
         self._in_flight: deque[tuple[int, int, int]] = deque()  # of each step: tokens stored, slots, used blocks
 
     def on_admit(self, seq: Sequence) -> None:
@@ -133,6 +125,18 @@ class SchedulingStats(Observer):
 
     def on_roll_back(self) -> None:
         self._in_flight.clear()
+
+    def count_step(self, step: SchedulerOutput, num_advanced: int, time_s: float) -> None:
+        """The step has run, and has brought a token to `num_advanced` sequences."""
+        self.steps += 1
+        self.scheduled_tokens += step.num_scheduled_tokens
+        self.generation_tokens += num_advanced
+        if step.num_prefill_tokens:
+            self.prefill_step_tokens += step.num_scheduled_tokens
+            self.prefill_step_time_s += time_s
+        else:
+            self.decode_step_tokens += step.num_scheduled_tokens
+            self.decode_step_time_s += time_s
 
 
 def count_empty_slots(running: list[Sequence], block_size: int) -> int:

@@ -1,4 +1,4 @@
-"""In which order are sequences served? The two queues, of waiting and of running sequences, in the order of a policy.
+"""In which order are sequences served? Those that wait and those that run are in the order of a policy.
 
 A policy gives each sequence a number as it arrives; smaller numbers go first, and earlier arrivals among equals. The
 order decides which sequence is admitted, which gets the budget, and, from its other end, which is preempted. It never
@@ -8,9 +8,7 @@ sequences between the queues.
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterator
-from heapq import heapify, heappop, heappush
-from itertools import count
+from collections.abc import Callable
 from operator import attrgetter
 
 from nanovllm.scheduling.sequence import Sequence, SequenceStatus
@@ -23,57 +21,28 @@ def fcfs(seq: Sequence) -> float:
     return 0
 
 
-class WaitingQueue:
-    """Ordered by `policy`, then by arrival, then by sample; `first` is admitted next."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
-        self._heap: list[tuple[tuple, Sequence]] = []  # (order, sequence)
-        self._arrivals = count()
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return (seq for _, seq in sorted(self._heap))
-
-    @property
-    def first(self) -> Sequence:
-        return self._heap[0][1]
-
-    def add_new(self, seq: Sequence) -> None:
-        """Give `seq` and its children their places in the order, and queue `seq`."""
-        arrival = next(self._arrivals)
-        for one in (seq, *seq.children):
-            one.arrival = arrival
-            rank = self.policy(one)
-            if not isinstance(rank, int | float) or rank != rank:
-                raise TypeError(f"scheduling_policy must return a number for each sequence, got {rank!r}")
-            one.order = (rank, arrival, one.sample_index)
-        self.add(seq)
-
-    def add(self, seq: Sequence) -> None:
-        seq.status = SequenceStatus.WAITING
-        heappush(self._heap, (seq.order, seq))
-
-    def pop(self) -> Sequence:
-        return heappop(self._heap)[1]
-
-    def discard(self, seq: Sequence) -> None:
-        """Remove `seq`, if it waits here."""
-        if any(other is seq for _, other in self._heap):
-            self._heap = [entry for entry in self._heap if entry[1] is not seq]
-            heapify(self._heap)
+def set_order(seq: Sequence, policy: Policy, arrival: int) -> None:
+    """Order `seq` and its children by `policy`, then by arrival, then by sample."""
+    for one in (seq, *seq.children):
+        one.arrival = arrival
+        rank = policy(one)
+        if not isinstance(rank, int | float) or rank != rank:
+            raise TypeError(f"scheduling_policy must return a number for each sequence, got {rank!r}")
+        one.order = (rank, arrival, one.sample_index)
 
 
-class RunningQueue(list[Sequence]):
-    """Ordered as the waiting queue; the last sequence is preempted first."""
+class Queue(list[Sequence]):
+    """All sequences of one status in their order: the first is admitted next, the last is preempted first."""
+
+    def __init__(self, status: SequenceStatus) -> None:
+        super().__init__()
+        self.status = status
 
     @property
     def num_places(self) -> int:
-        """Places of `max_num_seqs` that are taken, those of children to come included."""
+        """Places of `max_num_seqs` that they take, those of children to come included."""
         return sum([seq.num_places for seq in self])
 
     def add(self, seq: Sequence) -> None:
-        seq.status = SequenceStatus.RUNNING
+        seq.status = self.status
         insort(self, seq, key=attrgetter("order"))

@@ -10,9 +10,11 @@ This file decides admission, the share of each step, preemption, and when a sequ
 whether there is room. `LLMEngine.step()` calls `schedule()` before the forward pass and `update()` after it.
 """
 
+from itertools import count
+
 from nanovllm.scheduling.block_manager import BlockManager
 from nanovllm.scheduling.preemption import Recompute
-from nanovllm.scheduling.queues import Policy, RunningQueue, WaitingQueue, fcfs
+from nanovllm.scheduling.queues import Policy, Queue, fcfs, set_order
 from nanovllm.scheduling.sequence import Sequence, SequenceStatus
 from nanovllm.scheduling.step import Chunk, SchedulerOutput, make_step
 
@@ -41,8 +43,10 @@ class Scheduler:
         self.max_chunk_len = long_prefill_token_threshold or max_num_batched_tokens
         self.max_model_len = max_model_len
         self.preemption = preemption or Recompute(block_manager)
-        self.waiting = WaitingQueue(policy)
-        self.running = RunningQueue()
+        self.policy = policy
+        self.waiting = Queue(SequenceStatus.WAITING)
+        self.running = Queue(SequenceStatus.RUNNING)
+        self._arrivals = count()
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
@@ -52,7 +56,8 @@ class Scheduler:
         assert seq.num_tokens <= min(self.max_model_len - 1, self.block_manager.capacity)
         for one in (seq, *seq.children):
             one.limit_growth(self.max_model_len, self.block_manager.capacity)
-        self.waiting.add_new(seq)
+        set_order(seq, self.policy, next(self._arrivals))
+        self.waiting.add(seq)
         self.observer.on_add(seq)
 
     def schedule(self) -> SchedulerOutput:
@@ -128,8 +133,8 @@ class Scheduler:
         seq.status, seq.finish_reason, seq.stop_reason = SequenceStatus.FINISHED, finish_reason, stop_reason
         if seq in self.running:
             self.running.remove(seq)
-        else:
-            self.waiting.discard(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
         self.preemption.drop(seq)
         self.observer.on_finish(seq)
 
@@ -178,12 +183,12 @@ class Scheduler:
         # free blocks that the running sequences still need for the tokens they have (none, where tables are longer)
         num_reserved = sum([max(0, blocks.num_missing_blocks(seq)) for seq in self.running]) if self.waiting else 0
         while self.waiting and budget:
-            seq = self.waiting.first
+            seq = self.waiting[0]
             has_place = self.running.num_places + seq.num_places <= self.max_num_seqs
             if not has_place or not self.preemption.try_admit(seq, num_reserved):
                 self.observer.on_wait(seq, has_place, blocks.num_missing_blocks(seq), num_reserved)
                 break
-            self.running.add(self.waiting.pop())
+            self.running.add(self.waiting.pop(0))
             admitted.append(seq)
             self.observer.on_admit(seq)
             if seq.num_cached_tokens is None:  # it never ran before: what counts as computed is in the prefix cache

@@ -46,7 +46,7 @@ class Sequence:
 
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
     arrival: int = field(default=0, init=False)  # number of sequences that arrived before
-    order: tuple = field(default=(), init=False)  # its place in the policy's order; `WaitingQueue` sets both
+    order: tuple = field(default=(), init=False)  # its place in the policy's order; `set_order` sets both
     children: list["Sequence"] = field(default_factory=list, init=False)  # the other samples, until they start
 
     token_ids: IntArray = field(init=False)

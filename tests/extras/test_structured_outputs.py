@@ -245,9 +245,9 @@ def test_a_grammar_without_a_next_token_ends_its_request_alone(llm):
     b = llm.get_tokenizer().encode("b")[0]
     good = SamplingParams(structured_outputs={"regex": "[a-c]{4}"}, max_tokens=20, temperature=0)
     bad = SamplingParams(structured_outputs={"regex": "ab+c"}, stop_token_ids=[b], max_tokens=20, temperature=0)
-    ended = dict(llm.engine.counters.observed.num_ended)
+    ended = dict(llm.engine.observed.num_ended)
     completions = [output.outputs[0] for output in llm.generate([PROMPT] * 2, [good, bad], use_tqdm=False)]
-    assert llm.engine.counters.observed.num_ended == {**ended, "stop": ended["stop"] + 1, "abort": ended["abort"] + 1}
+    assert llm.engine.observed.num_ended == {**ended, "stop": ended["stop"] + 1, "abort": ended["abort"] + 1}
     assert completions[0].finish_reason == "stop"
     assert completions[1].finish_reason == "abort"
     assert "no token of the vocabulary" in completions[1].stop_reason

@@ -99,7 +99,7 @@ def test_an_embedding_is_observed_and_logged(client, caplog):
 def test_the_server_and_the_engine_observe_the_same_histograms(client, llm):
     families = text_string_to_metric_families(client.get("/metrics").text)
     served = {family.name: [sample.labels.get("le") for sample in family.samples] for family in families}
-    for metric in make_metrics(llm.get_stats(), llm.engine.counters.observed):
+    for metric in make_metrics(llm.get_stats(), llm.engine.observed):
         if isinstance(metric, Histogram):
             assert list(metric.buckets) == [bound for bound in served.pop(metric.name) if bound]
         else:

@@ -164,7 +164,7 @@ class SpeculativeScheduler(Scheduler):
         return patience
 
     def _may_admit(self) -> bool:
-        return self.running.num_places + self.waiting.first.num_places <= self.max_num_seqs
+        return self.running.num_places + self.waiting[0].num_places <= self.max_num_seqs
 
     def has_blocks_for(self, wanted: list[tuple[Sequence, int]]) -> bool:
         """Whether no sequence would be preempted for the sake of so many drafts."""

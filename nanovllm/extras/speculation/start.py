@@ -114,8 +114,7 @@ def decodes_of_nobody(num_rows: int, block_size: int) -> tuple[SchedulerOutput, 
     """A step with so many decodes, which read and write only the null block."""
     tables = BlockTables(block_size)
     seq = Sequence("measured", [0] * num_rows, SamplingParams(temperature=0))
-    tables.bind(seq.block_table)
     for _ in range(-(-num_rows // block_size)):
-        seq.block_table.append(0)
+        tables.append(seq.block_table, 0)
     chunks = [(seq, position, 1) for position in range(num_rows)]
     return SchedulerOutput(chunks, num_rows, num_rows, [seq] * num_rows, [*range(num_rows)]), tables

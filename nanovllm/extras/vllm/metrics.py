@@ -137,4 +137,4 @@ def make_metrics(stats: EngineStats, observed: Observations) -> list[Metric]:
 
 def get_metrics(self: "LLM") -> list[Metric]:
     """Counters, gauges and histograms, by vLLM's names with the prefix `nanovllm:`. A method of `LLM`."""
-    return make_metrics(self.engine.get_stats(), self.engine.counters.observed)
+    return make_metrics(self.engine.get_stats(), self.engine.observed)

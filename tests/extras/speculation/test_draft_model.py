@@ -44,6 +44,16 @@ def test_a_model_that_drafts_for_itself_is_right(with_tokenizer, options):
     assert (stats.num_preemptions > 0) == ("num_kv_blocks" in options)
 
 
+def test_samples_that_still_share_their_last_block(with_tokenizer):
+    """The first step behind the prompt copies that block; drafts come after it."""
+    made = [(ids(9), SamplingParams(n=3, seed=5, max_tokens=12, ignore_eos=True))]
+    plain, _ = serve(with_tokenizer, made, block_size=4)
+    drafting = {"model": str(with_tokenizer), "num_speculative_tokens": 3, "disable_by_batch_size": 256}
+    outputs, engine = serve(with_tokenizer, made, drafting, block_size=4)
+    assert visible(outputs["0"]) == visible(plain["0"])
+    assert engine.get_stats().num_draft_tokens == engine.get_stats().num_accepted_tokens > 10
+
+
 def test_another_model_changes_no_output(checkpoints, with_tokenizer):
     """A smaller one of the same vocabulary: mostly wrong."""
     other, _ = checkpoints.make(num_hidden_layers=1, vocab_size=300)

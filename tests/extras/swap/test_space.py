@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from nanovllm.extras.swap.space import SwapSpace
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduling.block_tables import BlockTable
 from nanovllm.scheduling.sequence import Sequence
 
 
@@ -21,7 +22,7 @@ def make_seq(num_tokens, block_ids, num_computed_tokens=None):
 
 
 def give_table(seq, block_ids):
-    seq.block_table.clear()
+    seq.block_table = BlockTable()
     for block_id in block_ids:
         seq.block_table.append(block_id)
 

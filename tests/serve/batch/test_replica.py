@@ -6,7 +6,7 @@ import json
 import pytest
 
 from nanovllm.serve.async_llm import AsyncLLM
-from nanovllm.serve.batch import inputs, replica
+from nanovllm.serve.batch import attempts, inputs, replica
 from nanovllm.serve.batch.one_machine import answer_here
 from nanovllm.serve.batch.parts import Parts, read_column
 from nanovllm.serve.batch.replica import Places, Replica, ReplicaSpec
@@ -205,7 +205,7 @@ def columns(path):
 
 
 def test_engines_that_always_die_end_the_run(with_tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("nanovllm.serve.batch.attempts.MAX_ENGINES", 2)
+    monkeypatch.setattr(attempts, "MAX_ENGINES", 2)
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": [5, 6, 7]}), encoding="utf-8")
     batch = inputs.scan(inputs.find_sources([tmp_path / "in.jsonl"]), Form("prompt", None), 5)
     with Parts.opened(tmp_path / "out") as parts:
