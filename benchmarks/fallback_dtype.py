@@ -2,7 +2,7 @@
 
     ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 python -m benchmarks.fallback_dtype
 
-These variables have a newer processor compute as one with AVX2 does. PyTorch's layers serve where there is no C compiler.
+These variables have a newer processor compute as one with AVX2 does.
 """
 
 import argparse

@@ -14,7 +14,7 @@ from typing import Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
-from prompt_toolkit.history import FileHistory
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
@@ -36,7 +36,7 @@ class Screen:
         self.console = Console(highlight=False)
         completer = WordCompleter(list(commands), meta_dict=dict(commands), sentence=True)
         self._session: PromptSession[str] = PromptSession(
-            history=FileHistory(str(history_file())),
+            history=open_history(),
             completer=completer,
             complete_while_typing=False,
             prompt_continuation="  ",
@@ -146,10 +146,13 @@ def make_key_bindings() -> KeyBindings:
     return bindings
 
 
-def history_file() -> Path:
-    """Where typed lines are remembered. Only the user may read the file."""
-    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "nanovllm"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = folder / "chat_history"
-    path.touch(mode=0o600)
-    return path
+def open_history() -> History:
+    """The lines that were typed before, in a file that only the user may read; where there can be none, of this run."""
+    try:
+        folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "nanovllm"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = folder / "chat_history"
+        path.touch(mode=0o600)
+    except (OSError, RuntimeError):  # a read-only home; a user without one
+        return InMemoryHistory()
+    return FileHistory(str(path))
