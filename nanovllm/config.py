@@ -51,7 +51,8 @@ class Config:
     max_num_seqs: int = checked(256, check_int, minimum=1)
     """Sequences that run at the same time."""
     max_num_batched_tokens: int | None = checked(None, check_int, minimum=1, optional=True)
-    """Token budget of one step: longer prompts are prefilled in chunks. None is 8192 on CUDA, 2048 on CPU."""
+    """Token budget of one step: longer prompts are prefilled in chunks. None is 8192 on CUDA and 2048 on CPU, where
+    larger steps fall out of its caches."""
     block_size: int | None = checked(None, check_int, minimum=1, optional=True)
     """Tokens in a block of the KV cache; None is the attention backend's default."""
     num_kv_blocks: int | None = checked(None, check_int, minimum=1, optional=True)

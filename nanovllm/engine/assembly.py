@@ -118,7 +118,10 @@ def assemble(config: Config) -> Parts:
 class Device:
     """What a kind of device adds to the start, by default nothing; `extras/cuda/startup.py` has a subclass."""
 
-    note, memory_knob = "", "kv_cache_memory_bytes"  # for the log; what to raise if memory does not suffice
+    note = ""
+    """For the log."""
+    memory_knob = "kv_cache_memory_bytes"
+    """What to raise if memory does not suffice."""
 
     def prepare(self, runner: ModelRunner) -> None:
         """Before the first forward pass."""

@@ -54,7 +54,8 @@ def build_batch(scheduled: SchedulerOutput, block_tables: BlockTables) -> Batch:
     rows_in_chunk = np.arange(len(owners), dtype=np.int32) - cu_seqlens_q[owners]  # [num_tokens]: 0 | 0 1 2
     positions = starts[owners] + rows_in_chunk  # [num_tokens]: 5 | 4 5 6
     max_num_blocks = -(-int(seq_lens.max()) // block_size)
-    tables = block_tables.rows[[seq.block_table.row for seq in seqs], :max_num_blocks]  # [num_seqs, max_num_blocks]
+    rows = [seq.block_table.row for seq in seqs]
+    tables = block_tables.rows[rows, :max_num_blocks]  # [num_seqs, max_num_blocks], a copy
     slot_mapping = tables[owners, positions // block_size] * block_size + positions % block_size  # [num_tokens]
 
     sampled = np.array(scheduled.sampled_chunks, dtype=np.intp)  # [num_samples], indices of sequences

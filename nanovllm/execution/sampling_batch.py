@@ -48,7 +48,9 @@ def build_sampling_batch(samples: list[Sequence], positions: np.ndarray) -> Samp
         temperatures=torch.from_numpy(temperatures),
         uniforms=torch.from_numpy(draw_uniforms(samples, positions)) if temperatures.any() else None,
     )
-    return plain if all([seq.is_plain_sampling for seq in samples]) else add_special(plain, samples, positions.tolist())
+    if all([seq.is_plain_sampling for seq in samples]):
+        return plain
+    return add_special(plain, samples, positions.tolist())
 
 
 def add_special(plain: SamplingBatch, samples: list[Sequence], positions: list[int]) -> SamplingBatch:

@@ -9,7 +9,8 @@ A decode of sequence A, which has 6 tokens in the blocks [7, 2], with block_size
     store_kv    k, v of position 5          -> slot 2*4 + 5%4 = 9       slot_mapping [9]
     attend      q of position 5             over the first 6 slots of the blocks 7 and 2: positions 0 … 5
 
-K and V of the whole batch are stored before any token attends: sequences may share blocks filled in the same step.
+The K and V of the whole batch are stored before any token attends: a sequence may share blocks that another sequence
+fills in the same step.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,8 @@
 """Rotary position embedding (RoFormer, Su et al. 2021, https://arxiv.org/abs/2104.09864).
 
 Pair i of a head, (x[i], x[i + rotary_dim/2]), is rotated by the angle position * frequency[i], so that the dot product
-of a query and a key depends only on their distance. With rotary_dim < head_dim, the rest of the head stays as it is.
+of a query and a key depends only on the distance between them. With partial rotary, rotary_dim < head_dim, the rest of
+the head stays as it is.
 """
 
 from dataclasses import dataclass

@@ -61,7 +61,8 @@ def read_common(
 ) -> dict[str, Any]:
     """The fields of `ModelConfig` but `rope`, `attention_options` and `widest_window`, checked.
 
-    The arguments are what the file may leave out: then query heads have K and V of their own, and share the width.
+    The arguments are what the file may leave out. A `num_key_value_heads` of None gives every query head its own K and
+    V, a `head_dim` of None shares out the width.
     """
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     if missing := [name for name in required if raw.get(name) is None]:

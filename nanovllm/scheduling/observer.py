@@ -61,7 +61,10 @@ class Observer:
         """`seq` owns a block that was free; with `is_evicted` the prefix cache forgets the block's contents."""
 
     def on_share_block(self, seq: Sequence, block_id: int) -> None:
-        """`seq` owns a block whose contents it needs: cached, or of a fork. 0 is the null block, behind the window."""
+        """`seq` owns a block whose contents it needs: found in the prefix cache, or shared with a fork.
+
+        Or its next entry is the null block, 0, because the entry lies behind the window (`extras/windows.py`).
+        """
 
     def on_copy_block(self, seq: Sequence, source: int, destination: int) -> None:
         """`seq` writes to a copy of a block that others own too."""
