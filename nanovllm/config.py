@@ -14,6 +14,7 @@ import torch
 
 from nanovllm.checks import (
     check_bool,
+    check_by_extra,
     check_choice,
     check_dict,
     check_int,
@@ -67,6 +68,8 @@ class Config:
     """`torch`, `flash_attn`, `triton` or `cpu`; `auto` is the fastest that this machine has."""
     kv_cache_dtype: str = checked("auto", check_choice, allowed=("auto", "fp8"))
     """`fp8` stores K and V in 8 bits, for twice the tokens (with `triton` or `torch`); `auto` is the model's dtype."""
+    quantization: str | Mapping[str, Any] | None = checked(None, check_by_extra, file="quantization/options")
+    """`int8` or `int4` keeps weights in so many bits, or a dict as `{"method": "int4", "group_size": 64}`."""
     scheduling_policy: str | Callable[[Any], float] = checked("fcfs", check_policy)
     """`fcfs`, `priority` or `sjf` (`extras/policies.py`), or a function of your own: see `scheduling/queues.py`."""
     long_prefill_token_threshold: int = checked(0, check_int, minimum=0)
@@ -131,10 +134,7 @@ class Config:
 
     @classmethod
     def from_options(cls, model: str | Path, options: dict[str, Any]) -> "Config":
-        """`Config(model, **options)`, where names and values may be vLLM's, too: `extras/vllm/options.py`.
-
-        An unknown name raises a TypeError that lists the legal ones.
-        """
+        """`Config(model, **options)`, names and values as here or as vLLM's; TypeError for a name of neither."""
         with suppress(TypeError, ValueError):
             return cls(model, **options)
         return cls(model, **translate_options(options, [field.name for field in fields(cls)], "engine"))

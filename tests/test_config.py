@@ -23,6 +23,7 @@ DEFAULTS = {
     "enable_prefix_caching": True,
     "attention_backend": "auto",
     "kv_cache_dtype": "auto",
+    "quantization": None,
     "scheduling_policy": "fcfs",
     "long_prefill_token_threshold": 0,
     "preemption_mode": "recompute",
@@ -73,6 +74,7 @@ GOOD = [
     ("seed", [0, 1, 2**63, 2**64 - 1]),
     ("revision", [None, "main"]),
     ("hf_overrides", [None, {}, {"rope_theta": 1e6}]),
+    ("quantization", [None, "int8"]),  # tests/extras/quantization/test_quantization_options.py has the others
     ("speculative_config", [None]),  # tests/extras/speculation/test_speculation_options.py has the others
     ("tokenizer", [None, "folder", Path("/some/where")]),
     ("tokenizer_revision", [None, "main"]),

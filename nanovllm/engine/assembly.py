@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.checks import MissingExtra, extra
+from nanovllm.checks import MissingExtra, extra, import_extra
 from nanovllm.config import Config, resolve_device, resolve_dtype
 from nanovllm.engine.stats import LapClock
 from nanovllm.execution.checkpoint import (
@@ -161,6 +161,8 @@ def start_runner(
     clock.lap("backend")
     seed = config.seed if config.load_format == "dummy" else None
     model = load(model_class, shape, backend, dtype, device, folder, seed)
+    if config.quantization is not None:
+        import_extra("quantization/load", "quantization").quantise(model, config.quantization)
     clock.lap("weights")
     if not config.enforce_eager:
         backend.replace_layers(model)

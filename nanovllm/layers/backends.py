@@ -111,7 +111,7 @@ def pytorch_layers(module: nn.Module) -> set[str]:
     """Classes of single layers that compute by their definition, because `replace_layers` found no twin."""
     if type(module).__module__.startswith("nanovllm.kernels."):
         return set()  # what a twin keeps of the layer in whose place it is
-    rooms = ("nanovllm.layers.", "nanovllm.models.")
+    rooms = ("nanovllm.layers.", "nanovllm.models.", "nanovllm.extras.quantization.")
     is_single = type(module).__module__.startswith(rooms) and not list(module.children())
     own = {type(module).__name__} if is_single and not isinstance(module, attention.Attention) else set()
     return own.union(*(pytorch_layers(child) for child in module.children()))

@@ -21,7 +21,7 @@ from nanovllm.extras.vllm.options import names_of_vllm
 from nanovllm.extras.vllm.tables import RENAMED
 
 GROUPS: Mapping[str, str] = {
-    "model and tokenizer": "model revision hf_overrides load_format dtype tokenizer tokenizer_revision "
+    "model and tokenizer": "model revision hf_overrides load_format dtype quantization tokenizer tokenizer_revision "
     "skip_tokenizer_init chat_template generation_config override_generation_config seed",
     "device and kernels": "device attention_backend enforce_eager enable_cuda_graphs enable_overlap",
     "KV cache": "block_size num_kv_blocks kv_cache_memory_bytes gpu_memory_utilization enable_prefix_caching "

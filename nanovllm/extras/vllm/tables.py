@@ -17,6 +17,7 @@ RENAMED: Mapping[str, str] = {
 VALUES: Mapping[str, Mapping[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "quantization": {"None": None},
     "attention_backend": {None: "auto", "FLASH_ATTN": "flash_attn", "TRITON_ATTN": "triton", "CPU_ATTN": "cpu"},
     "enable_prefix_caching": {None: True},
     "max_num_seqs": {None: 256},
@@ -114,9 +115,9 @@ ENGINE_OPTIONS = (
         },
     ),
     Refused(
-        "weights are kept in dtype, and kv_cache_dtype='fp8' is what can be smaller",
+        "quantization='int8' or 'int4' makes weights smaller, and kv_cache_dtype='fp8' K and V",
         off(
-            "quantization quantization_config allow_deprecated_quantization calculate_kv_scales load_in_4bit "
+            "quantization_config allow_deprecated_quantization calculate_kv_scales load_in_4bit "
             "kv_cache_dtype_skip_layers qlora_adapter_name_or_path"
         ),
     ),

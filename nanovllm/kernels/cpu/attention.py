@@ -14,6 +14,7 @@ from nanovllm.kernels.cpu.experts import fuse_experts
 from nanovllm.kernels.cpu.head_norms import fuse_head_norms
 from nanovllm.kernels.cpu.layers import replace_layers
 from nanovllm.kernels.cpu.library import LANES, NoLibraryError, load_library, masking
+from nanovllm.kernels.cpu.quantised import replace_quantised
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.models.masking import PLAIN, AttentionOptions
 
@@ -46,6 +47,7 @@ class CpuAttention(KernelBackend):
         return (2, num_layers, num_blocks, self.num_kv_heads, self.block_size * self.head_dim)
 
     def replace_layers(self, model: nn.Module) -> None:
+        replace_quantised(model, self.dtype)
         replace_layers(model, self.dtype)
         fuse_experts(model, self.dtype)
         fuse_layers(model, self)

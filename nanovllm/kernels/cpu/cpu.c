@@ -1,7 +1,7 @@
 // The layers of a decoder on CPU: what layers/*.py define in PyTorch, for a step's few to few thousand tokens.
 //
 // Compiled on first use by library.py, once for each dtype: -DBFLOAT16, or float32 without it. Plain loops on vectors of
-// 16 floats (vectors.h), so that any processor can run it. Products with weights are in linear.h, attention over the KV
+// 16 floats (vectors.h), so that any processor can run it. Products with weights are in linear.h (of 8 or 4 bits: quantised.h), attention over the KV
 // cache (kv_cache.h) in attention.h; here is what lies between them, and a layer of all parts.
 //
 // Everything that multiplies matrices (projections, q k^T, p v) is one function, `multiply` (product.h: on AMX's
@@ -18,6 +18,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "quantised.h"
 #include "ranks.h"
 
 // ---- what lies between the matrix products
@@ -101,6 +102,8 @@ struct layer {
     long hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, block_size, window, gate;
     float eps, scale, softcap;
     struct ranks *ranks;  // that have a share of this layer each, or NULL: alone
+    // the projections again where their weights are quantised, or NULL
+    const struct quantised *small_qkv, *small_o, *small_gate_up, *small_down;
 };
 
 struct step {
@@ -116,6 +119,13 @@ static bool add_shares(const struct layer *l, element *x, element *y, long count
     return true;
 }
 
+// `linear` with whichever of the two weights there is.
+static void project(const element *x, const uint32_t *weight, const struct quantised *small, const element *bias,
+                    element *y, long m, long n, long k) {
+    if (small) quantised_linear(x, small, bias, y, m, n, k, false);
+    else linear(x, weight, bias, y, m, n, k, false);
+}
+
 // x: [num_tokens, hidden_size], changed in place. The functions above in their order, without the way
 // through Python between them. -> 0, or 1 if the ranks were aborted, and x is of no use
 int decoder_layer(const struct layer *l, const struct step *s, element *x, uint32_t *k_cache, uint32_t *v_cache) {
@@ -125,7 +135,7 @@ int decoder_layer(const struct layer *l, const struct step *s, element *x, uint3
     element *product = aligned_alloc(64, (n * (qkv_size + wider + l->hidden_size) * sizeof(element) + 63) / 64 * 64);
     element *input = product + n * qkv_size, *normed = input + n * wider, *q = input, *k = q + n * q_size;
     rms_norm(x, l->input_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, false, l->eps);
-    linear(normed, l->qkv_proj, l->qkv_bias, product, n, qkv_size, l->hidden_size, false);
+    project(normed, l->qkv_proj, l->small_qkv, l->qkv_bias, product, n, qkv_size, l->hidden_size);
     rms_norm(product, l->q_norm, s->cos, s->sin, q, n, l->num_heads, head_dim, s->half, qkv_size, false, l->eps);
     rms_norm(product + q_size, l->k_norm, s->cos, s->sin, k, n, l->num_kv_heads, head_dim, s->half, qkv_size, false,
              l->eps);
@@ -133,12 +143,14 @@ int decoder_layer(const struct layer *l, const struct step *s, element *x, uint3
              head_dim, l->block_size);
     attend(q, product, k_cache, v_cache, s->block_tables, s->seq_lens, s->cu_seqlens_q, s->num_seqs, s->max_num_blocks,
            q_size, l->num_heads, l->num_kv_heads, head_dim, l->block_size, l->window, l->scale, l->softcap);
-    linear(product, l->o_proj, l->o_bias, normed, n, l->hidden_size, q_size, false);
+    project(product, l->o_proj, l->small_o, l->o_bias, normed, n, l->hidden_size, q_size);
     bool is_done = add_shares(l, x, normed, n * l->hidden_size);
     if (is_done) {
         rms_norm(x, l->post_attention_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, false, l->eps);
-        gated_linear(normed, l->gate_up_proj, l->gate_up_bias, input, n, size, l->hidden_size, l->gate);
-        linear(input, l->down_proj, l->down_bias, normed, n, l->hidden_size, size, false);
+        if (l->small_gate_up)
+            quantised_gated_linear(normed, l->small_gate_up, l->gate_up_bias, input, n, size, l->hidden_size, l->gate);
+        else gated_linear(normed, l->gate_up_proj, l->gate_up_bias, input, n, size, l->hidden_size, l->gate);
+        project(input, l->down_proj, l->small_down, l->down_bias, normed, n, l->hidden_size, size);
         is_done = add_shares(l, x, normed, n * l->hidden_size);
     }
     free(product);

@@ -6,6 +6,7 @@ A weight is packed once, when its layer is replaced: `F.linear` would reorder a 
 import contextlib
 import math
 import mmap
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -69,6 +70,8 @@ class CpuLinear(nn.Module):
 
     packed: torch.Tensor
     bias: torch.Tensor | None
+    quantised: int | None = None
+    """Address of `struct quantised`, if the weight is one (`quantised.py`)."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: HugePages) -> None:
         super().__init__()
@@ -200,18 +203,23 @@ class CpuGate(nn.Module):
 def replace_layers(model: nn.Module, dtype: torch.dtype) -> None:
     """Put the fast twin in the place of every layer that has one for its shape. The model's weights are loaded."""
     memory = HugePages(sum(packed_bytes(layer.weight) for layer in model.modules() if has_matrix(layer)))
+    put_twins(model, lambda layer: make_twin(layer, dtype, memory))
+    keep_freed_memory()
+
+
+def put_twins(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
+    """In the place of every layer for which `make` has a twin."""
     twins: dict[nn.Module, nn.Module | None] = {}  # a layer may have two places: tied embeddings
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):  # named_children() leaves out a second name
             if child is None:
                 continue
             if child not in twins:
-                twins[child] = make_twin(child, dtype, memory)
+                twins[child] = make(child)
                 if twins[child] is not None:  # the layer may live on in `twins`, but its weight is not needed twice
                     child._parameters.clear()
             if twins[child] is not None:
                 setattr(module, name, twins[child])
-    keep_freed_memory()
 
 
 def has_matrix(layer: nn.Module) -> TypeGuard[Linear | Embedding]:

@@ -45,6 +45,8 @@ FUNCTIONS = {  # pointers, then sizes, then the rest
     "attend": [c_void_p] * 7 + [c_long] * 8 + [c_float] * 2,
     "rms_norm": [c_void_p] * 5 + [c_long] * 5 + [c_int, c_float],
     "gated_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
+    "quantised_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
+    "quantised_gated_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
     "gate_and_mul": [c_void_p] * 3 + [c_long] * 3 + [c_int],
     "argmax": [c_void_p] * 2 + [c_long] * 2,
     "decoder_layer": [c_void_p] * 5,

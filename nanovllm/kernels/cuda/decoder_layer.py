@@ -170,6 +170,8 @@ def has_twin(parts: DenseParts, backend: AttentionBackend) -> bool:
     """Triton's blocks are powers of two: rows are padded to one, but the halves of heads must be powers of two."""
     if not isinstance(parts.activation, SiluAndMul) or parts.is_partly_rotated:
         return False
+    if not all(hasattr(product, "weight") for product in parts.products):  # quantised ones have none
+        return False
     head_dim = backend.head_dim
     fits = len(parts.input_norm.weight) <= MAX_SIZE and 2 <= head_dim <= 1024
     return fits and head_dim & (head_dim - 1) == 0

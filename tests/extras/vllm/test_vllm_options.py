@@ -44,7 +44,7 @@ REFUSED = [
     ("distributed_executor_backend", "ray", "tensor parallel ranks"),
     ("trust_remote_code", True, "no code of a checkpoint is run"),
     ("tokenizer_mode", "slow", "no code"),
-    ("quantization", "awq", "kv_cache_dtype='fp8'"),
+    ("quantization_config", {"bits": 4}, "quantization='int8'"),
     ("enable_lora", True, "merge the adapter"),
     ("num_speculative_tokens", 5, "speculative_config"),
     ("diffusion_config", {"steps": 4}, "one after the other"),
@@ -71,7 +71,7 @@ def test_other_values_are_refused_by_name_with_what_there_is_instead(name, value
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("pipeline_parallel_size", 1), ("trust_remote_code", False), ("quantization", None), ("swap_space", 0)],
+    [("pipeline_parallel_size", 1), ("trust_remote_code", False), ("quantization_config", None), ("swap_space", 0)],
 )
 def test_neutral_values_are_dropped(name, value):
     assert options(**{name: value, "seed": 3}) == {"seed": 3}

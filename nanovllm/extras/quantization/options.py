@@ -1,0 +1,58 @@
+"""`quantization`: what a user may set. `config.py` has it checked, `load.py` reads it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nanovllm.checks import check_bool, check_choice
+
+METHODS = {"int8": 8, "int4": 4}  # bits
+GROUP_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """A bad value raises a TypeError or ValueError that names the field, the value and what is allowed."""
+
+    method: Any = None
+    """`int8`, with a scale for each output, or `int4`, with a scale for each group of inputs of each output."""
+    group_size: int = 128
+    """Inputs that share a scale, of a token's activations too; 32, 64 or 128."""
+    embeddings: bool = True
+    """Whether the table of token vectors, and the product that scores the vocabulary, have 8 bits too."""
+
+    def __post_init__(self) -> None:
+        check_choice("quantization['method']", self.method, tuple(METHODS))
+        check_choice("quantization['group_size']", self.group_size, GROUP_SIZES)
+        check_bool("quantization['embeddings']", self.embeddings)
+
+    @property
+    def bits(self) -> int:
+        return METHODS[self.method]
+
+
+def read_options(given: Any) -> Quantization:
+    """A method's name, a dict of `Quantization`'s fields, or such a dict as JSON."""
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ValueError(f"quantization must be a method, a dict or JSON, got {given!r}: {error}") from error
+    if isinstance(given, str):
+        check_choice("quantization", given, tuple(METHODS))
+        return Quantization(given)
+    if not isinstance(given, Mapping):
+        raise TypeError(f"quantization must be one of {', '.join(METHODS)}, a dict or None, got {given!r}")
+    legal = [field.name for field in fields(Quantization)]
+    for name in given:
+        if name not in legal:
+            raise TypeError(f"quantization has no key {name!r}; legal are {', '.join(legal)}")
+    return Quantization(**given)
+
+
+def check_quantization(name: str, value: Any) -> None:
+    read_options(value)
+
+
+FIELD_CHECKS = {"quantization": check_quantization}

@@ -1,0 +1,279 @@
+// Products with weights of 8 or 4 bits: a weight is scale * (q - zero), and q takes one byte or half of one.
+//
+// A row of x is rounded to 8 bits too, with a scale for each group of inputs. Then a group's products are integers, exact in
+// any order, and one multiplication by both scales makes a float of their sum; a row's floats are added in the order of the
+// groups. So a row has the same bits in every batch, on every processor that rounds alike. extras/quantization/layers.py is
+// the definition.
+//
+//   word    32 bits of a panel: 4 inputs of 8 bits, or 8 of 4 bits; byte j has input j in its lower half, 4 + j in its upper
+//   panel   16 outputs: [words][16], as of other weights
+
+#pragma once
+#include "linear.h"
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#define SOME_ROWS 4  // up to so many, four panels at a time hide the wait for memory; more rows need the registers
+#ifdef __AVX512F__
+#define TILE_OF_ROWS 12
+#else
+#define TILE_OF_ROWS 4
+#endif
+#define ROWS_IN_CACHE 240  // rows of x that stay in the L2 cache while all panels pass
+
+struct quantised {
+    const uint32_t *panels;
+    const float *scales;   // [panels of 16 outputs][groups or 1][16]
+    const uint8_t *zeros;  // the same; NULL: all are half of the range, 128 or 8
+    long bits, group_size, has_groups;  // has_groups: each has a scale of its own, not only each output
+};
+
+// x, rounded: q: [m, k], the scale of each row and group, and the sum of its q
+struct rounded {
+    int8_t *q;
+    float *scales;  // [m, groups]
+    int32_t *sums;  // [m, groups]
+    long k, num_groups;
+};
+
+// sum + the products of the four bytes of each lane of `a`, without signs, and those of `b`, with signs
+static inline ints dot_bytes(ints sum, words a, uint32_t b) {
+#ifdef __AVX512VNNI__
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, _mm512_set1_epi32((int)b));
+#elif defined __AVX2__
+    // products of 16 bits, two to a lane: bytes 0 and 2, then 1 and 3
+    const __m256i bytes = _mm256_set1_epi32((int)b), odd_b = _mm256_srai_epi16(bytes, 8);
+    const __m256i even_b = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), low = _mm256_set1_epi16(0xff);
+    __m256i halves[2], sums[2];
+    memcpy(halves, &a, sizeof a);
+    memcpy(sums, &sum, sizeof sum);
+    for (int i = 0; i < 2; i++) {
+        sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(_mm256_and_si256(halves[i], low), even_b));
+        sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(_mm256_srli_epi16(halves[i], 8), odd_b));
+    }
+    memcpy(&sum, sums, sizeof sum);
+    return sum;
+#else
+    for (int byte = 0; byte < 4; byte++) sum += (ints)(a >> 8 * byte & 0xff) * (int32_t)(int8_t)(b >> 8 * byte);
+    return sum;
+#endif
+}
+
+// sum + n * scale, by one instruction wherever there is one: a compiler that fuses here and there would make a row's bits
+// depend on how many rows are multiplied with it.
+static inline floats add_scaled(floats sum, ints n, floats scale) {
+    const floats x = __builtin_convertvector(n, floats);
+#ifdef __AVX512F__
+    return (floats)_mm512_fmadd_ps((__m512)x, (__m512)scale, (__m512)sum);
+#elif defined __FMA__ || defined __aarch64__
+    for (int lane = 0; lane < LANES; lane++) sum[lane] = __builtin_fmaf(x[lane], scale[lane], sum[lane]);
+    return sum;
+#else
+    return sum + x * scale;
+#endif
+}
+
+// ---- x in 8 bits
+
+// The nearest integers, ties to even.
+static inline ints nearest(floats x) {
+#ifdef __AVX512F__
+    return (ints)_mm512_cvtps_epi32((__m512)x);
+#else
+    ints n;
+    for (int lane = 0; lane < LANES; lane++) n[lane] = (int32_t)rintf(x[lane]);
+    return n;
+#endif
+}
+
+static inline int32_t largest_lane(ints x) {
+    int32_t largest = 0;
+    for (int lane = 0; lane < LANES; lane++) largest = x[lane] > largest ? x[lane] : largest;
+    return largest;
+}
+
+// One group of a row: its largest magnitude becomes 127. A NaN makes the scale NaN, and so all of the row's results.
+static void round_group(const element *x, long count, int8_t *q, float *scale, int32_t *sum) {
+    ints bits = {0}, total = {0};  // as integers, magnitudes are in the order of the floats, and a NaN is above all
+    for (long i = 0; i < count; i += LANES) {
+        const ints magnitude = (ints)load(x + i) & INT_MAX;
+        const ints is_larger = magnitude > bits;
+        bits = (magnitude & is_larger) | (bits & ~is_larger);
+    }
+    union { int32_t bits; float value; } most = {largest_lane(bits)};
+    const float inverse = most.value >= 1e-30f ? 127 / most.value : 0;
+    for (long i = 0; i < count; i += LANES) {
+        const ints n = nearest(load(x + i) * inverse);
+        typedef int8_t bytes __attribute__((vector_size(LANES)));
+        const bytes b = __builtin_convertvector(n, bytes);
+        memcpy(q + i, &b, sizeof b);
+        total += n;
+    }
+    *scale = most.value / 127;
+    *sum = 0;
+    for (int lane = 0; lane < LANES; lane++) *sum += total[lane];
+}
+
+// x: [m, k]. The caller frees `q`, behind which the other arrays lie.
+static struct rounded round_rows(const element *x, long m, long k, long group_size) {
+    const long num_groups = (k + group_size - 1) / group_size, num_q = (m * k + 63) / 64 * 64;
+    int8_t *q = aligned_alloc(64, (num_q + m * num_groups * 8 + 63) / 64 * 64);
+    float *scales = (float *)(q + num_q);
+    const struct rounded r = {q, scales, (int32_t *)(scales + m * num_groups), k, num_groups};
+#pragma omp parallel for schedule(static) if (m * k > 1 << 14)
+    for (long row = 0; row < m; row++)
+        for (long group = 0; group < num_groups; group++) {
+            const long from = row * k + group * group_size, left = k - group * group_size, at = row * num_groups + group;
+            round_group(x + from, left < group_size ? left : group_size, q + from, r.scales + at, r.sums + at);
+        }
+    return r;
+}
+
+// ---- the product
+
+// Where panels `panel[0]`, … of a weight are: words, scales, zeros of the first group.
+struct quantised_panels {
+    const uint32_t *words[MOST_PANELS];
+    const float *scales[MOST_PANELS];
+    const uint8_t *zeros[MOST_PANELS];
+};
+
+// sums[row][i] of the group's inputs from `first`, `count` of them; `words`: of each panel, those of the group
+static inline __attribute__((always_inline)) void multiply_group(
+    const struct rounded *x, long row, long first, long count, const uint32_t *const *panels, const bool is_int4,
+    const int num_rows, const int num_panels, ints sums[TILE_OF_ROWS][MOST_PANELS]) {
+    const int8_t *from = x->q + row * x->k + first;
+    const int step = is_int4 ? 8 : 4;
+    for (long input = 0; input < count; input += step) {
+        words column[MOST_PANELS];
+        for (int i = 0; i < num_panels; i++) {
+            const uint32_t *word = panels[i] + (first + input) / step * LANES;
+            column[i] = *(const words *)word;
+            __builtin_prefetch(word + 64 * LANES, 0, 2);
+        }
+        for (int half = 0; half < (is_int4 ? 2 : 1); half++)
+            for (int r = 0; r < num_rows; r++) {
+                uint32_t four;
+                memcpy(&four, from + r * x->k + input + 4 * half, sizeof four);
+                for (int i = 0; i < num_panels; i++) {
+                    const words bytes = is_int4 ? column[i] >> 4 * half & 0x0f0f0f0f : column[i];
+                    sums[r][i] = dot_bytes(sums[r][i], bytes, four);
+                }
+            }
+    }
+}
+
+// out[row][16 * i + lane] = x's row times panel i, for the rows from `row`
+static inline __attribute__((always_inline)) void multiply_rounded(
+    const struct quantised *w, const struct rounded *x, const struct quantised_panels *p, long row, float *out,
+    long out_stride, const bool is_int4, const int num_rows, const int num_panels) {
+    const int32_t half_range = is_int4 ? 8 : 128;
+    for (long group = 0; group < x->num_groups; group++) {
+        const long first = group * w->group_size, left = x->k - first, own = w->has_groups ? group * LANES : 0;
+        ints sums[TILE_OF_ROWS][MOST_PANELS];
+        for (int i = 0; i < num_panels; i++) {
+            ints zeros = (ints){0} + half_range;
+            if (w->zeros)
+                for (int lane = 0; lane < LANES; lane++) zeros[lane] = p->zeros[i][own + lane];
+            for (int r = 0; r < num_rows; r++) sums[r][i] = zeros * -x->sums[(row + r) * x->num_groups + group];
+        }
+        multiply_group(x, row, first, left < w->group_size ? left : w->group_size, p->words, is_int4, num_rows,
+                       num_panels, sums);
+        for (int r = 0; r < num_rows; r++)
+            for (int i = 0; i < num_panels; i++) {
+                const floats scale = *(const floats *)(p->scales[i] + own) * x->scales[(row + r) * x->num_groups + group];
+                floats *sum = (floats *)(out + r * out_stride + i * LANES);
+                const floats before = group ? *sum : (floats){0};
+                *sum = add_scaled(before, sums[r][i], scale);
+            }
+    }
+}
+
+// With all counts known to the compiler, the sums of a group stay in registers.
+static void multiply_quantised(const struct quantised *w, const struct rounded *x, const struct quantised_panels *p,
+                               long row, float *out, long out_stride, int num_rows, int num_panels) {
+#define OF(bits, rows, panels) \
+    case (bits) * 256 + (rows) * 16 + (panels): \
+        multiply_rounded(w, x, p, row, out, out_stride, (bits) == 4, rows, panels); break;
+#define EACH(rows, panels) OF(8, rows, panels) OF(4, rows, panels)
+    switch (w->bits * 256 + num_rows * 16 + num_panels) {
+        EACH(1, 1) EACH(1, 2) EACH(1, 4) EACH(2, 1) EACH(2, 2) EACH(2, 4) EACH(4, 1) EACH(4, 2) EACH(4, 4)
+#if TILE_OF_ROWS > 4
+        EACH(8, 1) EACH(8, 2) EACH(12, 1) EACH(12, 2)
+#endif
+    }
+}
+
+// How many of `left` rows are multiplied together: one of the counts above.
+static inline int rows_together(long left) {
+    if (left >= 12 && TILE_OF_ROWS >= 12) return 12;
+    if (left >= 8 && TILE_OF_ROWS >= 8) return 8;
+    return left >= 4 ? 4 : left >= 2 ? 2 : 1;
+}
+
+// Rows `first` … `last - 1` of x times `count` times 16 columns of y from panel `panel`.
+static void multiply_rounded_rows(const struct quantised *w, const struct rounded *x, const struct matrix *y, long first,
+                                  long last, long panel, int count) {
+    _Alignas(64) float sums[TILE_OF_ROWS * MOST_PANELS * LANES];
+    const long num_panels = (y->num_columns + LANES - 1) / LANES, num_words = x->k * w->bits / 32;
+    const long scales = LANES * (w->has_groups ? x->num_groups : 1);
+    const int step = y->gate ? 2 : 1, width = count * step;
+    struct quantised_panels all;
+    for (int i = 0; i < width; i++) {
+        const long at = panel + i / step + i % step * num_panels;  // of a gate, panels of up follow all of its own
+        all.words[i] = w->panels + at * num_words * LANES;
+        all.scales[i] = w->scales + at * scales;
+        all.zeros[i] = w->zeros ? w->zeros + at * scales : NULL;
+    }
+    for (long row = first; row < last;) {
+        const int num_rows = rows_together(last - row);
+        const int most = num_rows <= SOME_ROWS ? 4 : 2;
+        for (int start = 0; start < width;) {
+            const int left = width - start, together = left >= most ? most : left >= 2 ? 2 : 1;
+            struct quantised_panels some;
+            for (int i = 0; i < together; i++) {
+                some.words[i] = all.words[start + i];
+                some.scales[i] = all.scales[start + i];
+                some.zeros[i] = all.zeros[start + i];
+            }
+            multiply_quantised(w, x, &some, row, sums + start * LANES, width * LANES, num_rows, together);
+            start += together;
+        }
+        finish_rows(y, sums, row, panel * LANES, num_rows, width);
+        row += num_rows;
+    }
+}
+
+static void multiply_all_quantised(const element *x, const struct quantised *w, const struct matrix *y, long m, long k) {
+    const struct rounded rows = round_rows(x, m, k, w->group_size);
+    const long num_panels = (y->num_columns + LANES - 1) / LANES;
+    const long most = y->gate ? 2 : m <= SOME_ROWS ? 4 : 2;
+#pragma omp parallel
+    {
+        for (long first = 0; first < m; first += ROWS_IN_CACHE) {
+            const long last = m - first < ROWS_IN_CACHE ? m : first + ROWS_IN_CACHE;
+#pragma omp for schedule(static) nowait
+            for (long panel = 0; panel < num_panels; panel += most)
+                multiply_rounded_rows(w, &rows, y, first, last, panel,
+                                      num_panels - panel < most ? num_panels - panel : most);
+        }
+        finish_streams();
+    }
+    free(rows.q);
+}
+
+// As `linear`, with a quantised weight. k is a multiple of 16.
+void quantised_linear(const element *x, const struct quantised *weight, const element *bias, void *y, long m, long n,
+                      long k, int wants_floats) {
+    const long row_bytes = n * (wants_floats ? sizeof(float) : sizeof(element));
+    const struct matrix out = {y, n, bias, wants_floats, streams(y, m, row_bytes), NO_GATE};
+    multiply_all_quantised(x, weight, &out, m, k);
+}
+
+// As `gated_linear`, with a quantised weight.
+void quantised_gated_linear(const element *x, const struct quantised *weight, const element *bias, element *y, long m,
+                            long n, long k, int gate) {
+    const struct matrix out = {y, n, bias, false, streams(y, m, n * sizeof(element)), gate};
+    multiply_all_quantised(x, weight, &out, m, k);
+}

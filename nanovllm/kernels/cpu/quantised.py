@@ -1,0 +1,117 @@
+"""Layers whose weights have 8 or 4 bits, on CPU: twins of what `extras/quantization/layers.py` defines in PyTorch.
+
+`CpuAttention.replace_layers` calls `replace_quantised` before all other layers get their twins. `quantised.h` has the
+arithmetic.
+"""
+
+from ctypes import Structure, addressof, c_long, c_void_p
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.kernels.classes import is_one
+from nanovllm.kernels.cpu.layers import (
+    CpuEmbedding,
+    CpuFusedLinear,
+    CpuLinear,
+    HugePages,
+    pack,
+    packed_bytes,
+    put_twins,
+)
+from nanovllm.kernels.cpu.library import LANES, load_library
+
+LAYERS = "extras.quantization.layers."  # a file that may be deleted
+LINEAR, FUSED, EMBEDDING = (LAYERS + name for name in ("QuantisedLinear", "QuantisedFusedLinear", "QuantisedEmbedding"))
+
+
+class QuantisedStruct(Structure):
+    """`struct quantised` of quantised.h"""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        *((name, c_void_p) for name in ("panels", "scales", "zeros")),
+        *((name, c_long) for name in ("bits", "group_size", "has_groups")),
+    ]
+
+
+def bytes_of(q: torch.Tensor, bits: int) -> torch.Tensor:
+    """q: [out, in] uint8 -> [out, in * bits / 8] uint8: of 4 bits, a byte has input 8 i + j and above it 8 i + 4 + j"""
+    if bits == 8:
+        return q
+    low, high = q.view(len(q), -1, 2, 4).unbind(2)  # [out, in / 8, 4] each
+    return (low | high << 4).flatten(1)
+
+
+def in_panels(of_groups: torch.Tensor) -> torch.Tensor:
+    """[out, groups] -> [ceil(out / 16), groups, 16], the last panel filled up with zeros"""
+    padded = F.pad(of_groups, (0, 0, 0, -len(of_groups) % LANES))
+    return padded.view(-1, LANES, of_groups.shape[1]).transpose(1, 2).contiguous()
+
+
+class QuantisedProduct(CpuLinear):
+    """What `CpuLinear` does, with a weight of `layer`, one of the definition."""
+
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+
+    def __init__(self, layer: Any, dtype: torch.dtype, memory: HugePages) -> None:
+        nn.Module.__init__(self)
+        self.library, self.dtype = load_library(dtype), dtype
+        weight = layer.quantised
+        self.out_features, self.in_features = weight.q.shape
+        self.register_buffer("packed", pack(bytes_of(weight.q, weight.bits), memory))
+        self.register_buffer("scales", in_panels(weight.scales))  # [panels, groups or 1, 16]
+        self.register_buffer("zeros", None if weight.zeros is None else in_panels(weight.zeros))
+        bias = getattr(layer, "bias", None)
+        self.register_buffer("bias", None if bias is None else F.pad(bias, (0, -len(bias) % LANES)))
+        zeros = None if self.zeros is None else self.zeros.data_ptr()
+        sizes = (weight.bits, weight.group_size, weight.scales.shape[1] > 1)
+        self.struct = QuantisedStruct(self.packed.data_ptr(), self.scales.data_ptr(), zeros, *sizes)
+        self.quantised = addressof(self.struct)
+
+    def product(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x, bias = x.contiguous(), None if self.bias is None else self.bias.data_ptr()
+        self.library.quantised_linear(
+            *(x.data_ptr(), self.quantised, bias, y.data_ptr()),
+            *(len(x), self.out_features, self.in_features, y.dtype == torch.float32),
+        )
+        return y
+
+
+class CpuQuantisedLinear(QuantisedProduct):
+    pass
+
+
+class CpuQuantisedFusedLinear(QuantisedProduct, CpuFusedLinear):
+    def __init__(self, layer: Any, dtype: torch.dtype, memory: HugePages) -> None:
+        super().__init__(layer, dtype, memory)
+        self.rows = tuple(layer.parts.values())
+
+
+class CpuQuantisedEmbedding(QuantisedProduct, CpuEmbedding):
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        q = super().forward(token_ids).float() - 128  # [num_tokens, hidden_size]
+        return (q * self.scales[token_ids // LANES, 0, token_ids % LANES, None]).to(self.dtype)
+
+
+TWINS = {LINEAR: CpuQuantisedLinear, FUSED: CpuQuantisedFusedLinear, EMBEDDING: CpuQuantisedEmbedding}
+
+
+def replace_quantised(model: nn.Module, dtype: torch.dtype) -> None:
+    """Put the fast twin in the place of every layer of the definition."""
+    layers: list[Any] = [layer for layer in model.modules() if is_one(layer, *TWINS)]
+    if not layers:
+        return
+    memory = HugePages(sum(packed_bytes(layer.quantised.q) * layer.quantised.bits // 8 for layer in layers))
+
+    def make(layer: Any) -> nn.Module | None:
+        twin = next((TWINS[name] for name in TWINS if is_one(layer, name)), None)
+        if twin is None:
+            return None
+        made = twin(layer, dtype, memory)
+        del layer.quantised  # which is not needed twice
+        return made
+
+    put_twins(model, make)

@@ -1,0 +1,68 @@
+"""A loaded network becomes quantised: which layers, and what is refused."""
+
+import pytest
+from torch import nn
+
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm.extras.quantization.layers import QuantisedEmbedding, QuantisedFusedLinear, QuantisedLinear
+from nanovllm.extras.quantization.load import quantise
+from nanovllm.layers.linear import Embedding, FusedLinear, Linear
+from nanovllm.models.moe import Router
+
+CHAT = [{"role": "user", "content": "What is a block table?"}]
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+
+
+class Network(nn.Module):
+    def __init__(self, size=32):
+        super().__init__()
+        self.table = Embedding(24, size)
+        self.head = self.table
+        self.layers = nn.ModuleList([Linear(size, 16, bias=True), FusedLinear(size, {"a": 8, "b": 8})])
+        self.router = Router(size, 4)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+        self.requires_grad_(False)
+
+
+def classes(network):
+    return [type(layer) for layer in (network.table, *network.layers, network.router)]
+
+
+def test_products_and_tables_are_quantised():
+    network = Network()
+    quantise(network, "int4")
+    assert classes(network) == [QuantisedEmbedding, QuantisedLinear, QuantisedFusedLinear, Router]
+    assert network.head is network.table
+    assert [layer.quantised.bits for layer in (network.table, *network.layers)] == [8, 4, 4]
+
+
+def test_tables_stay_as_they_are_where_that_is_asked():
+    network = Network()
+    quantise(network, {"method": "int8", "embeddings": False})
+    assert classes(network) == [Embedding, QuantisedLinear, QuantisedFusedLinear, Router]
+
+
+def test_what_does_not_fit_is_named_before_anything_changes():
+    network = Network(size=24)
+    with pytest.raises(ValueError, match=r"quantization='int8' needs .* a multiple of 16, but table has 24"):
+        quantise(network, "int8")
+    assert type(network.layers[0]) is Linear
+
+
+@pytest.mark.parametrize("quantization", ["int8", {"method": "int4", "group_size": 32}])
+def test_the_bundled_model_still_answers(quantization):
+    options = {"num_kv_blocks": 40, "dtype": "float32"}
+    definition = LLM(TINY_QWEN3, quantization=quantization, attention_backend="torch", enforce_eager=True, **options)
+    assert "QuantisedLinear" in definition.engine.description, "it says what PyTorch computes"
+    twins = LLM(TINY_QWEN3, quantization=quantization, **options)
+    plain = LLM(TINY_QWEN3, **options)
+    texts = [llm.chat(CHAT, GREEDY, use_tqdm=False)[0].outputs[0].text for llm in (plain, definition, twins)]
+    assert texts[1:] == texts[:1] * 2
+
+
+def test_ranks_quantise_their_shares():
+    llm = LLM(TINY_QWEN3, quantization="int8", num_kv_blocks=40, tensor_parallel_size=2)
+    plain = LLM(TINY_QWEN3, num_kv_blocks=40)
+    texts = [one.chat(CHAT, GREEDY, use_tqdm=False)[0].outputs[0].text for one in (plain, llm)]
+    assert texts[0] == texts[1]
