@@ -70,7 +70,7 @@ def quantised(weights: list[torch.Tensor], bits: int, group_size: int) -> list[A
 
 def bytes_of(layer: Any) -> int:
     """Read for one step."""
-    return layer.packed.nbytes + (0 if layer.quantised is None else layer.scales.nbytes)
+    return layer.packed.nbytes + (0 if layer.other is None else layer.scales.nbytes)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ def need_a_compiler(dtype):
 
 
 @functools.cache
-def load_once(command, why_no_tiles):
+def load_once(command, source, why_no_tiles):
     """The library of a pretended processor: to find it again takes longer than most of its tests."""
-    return compile_and_load(list(command), why_no_tiles)
+    return compile_and_load(list(command), source, why_no_tiles)
 
 
 @contextlib.contextmanager
@@ -45,7 +45,9 @@ def pretend(monkeypatch, processor):
     with monkeypatch.context() as patch:
         flags = [word for flag in cpu.FLAGS for word in flag.replace("=native", f"={PROCESSORS[processor]}").split()]
         patch.setattr(cpu, "FLAGS", tuple(flags))
-        patch.setattr(cpu, "compile_and_load", lambda command, reason=None: load_once(tuple(command), reason))
+        patch.setattr(
+            cpu, "compile_and_load", lambda command, source, reason=None: load_once(tuple(command), source, reason)
+        )
         if processor != "native":
             patch.setattr(cpu, "has_tiles", lambda: False)
             patch.setattr(cpu, "why_no_tiles_are_shown", lambda: None)

@@ -92,7 +92,7 @@ def test_servers_with_sve_compute_in_vectors(tmp_path, dtype):
     compile_with("gcc", "neoverse-v1", dtype, "-S", str(SOURCE), "-o", str(tmp_path / "cpu.s"))
     assembly = (tmp_path / "cpu.s").read_text()
     vectors, numbers = (len(re.findall(rf"\tf(?:mla|mls|m?add|mul|sub)\t{kind}\d", assembly)) for kind in "vs")
-    assert vectors > 2 * numbers  # the numbers are those of quantised.h, which is not tuned for ARM
+    assert vectors > 20 * numbers
 
 
 # ---- what they compute

@@ -125,9 +125,10 @@ float sqrtf(float), rintf(float);
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("source", cpu.FUNCTIONS, ids=lambda source: source.name)
 @pytest.mark.parametrize("options", [[], ["-DBFLOAT16"]], ids=["float32", "bfloat16"])
-def test_clang_compiles_the_source_for_a_mac(tmp_path, options):
-    """Apple's headers are not to be had: these are the functions that cpu.c takes of them, and there are no more."""
+def test_clang_compiles_the_source_for_a_mac(tmp_path, options, source):
+    """Apple's headers are not to be had: these are the functions that the sources take of them, and no more."""
     if not shutil.which("clang"):
         pytest.skip("there is no clang")
     (tmp_path / "posix.h").write_text(POSIX)
@@ -137,7 +138,7 @@ def test_clang_compiles_the_source_for_a_mac(tmp_path, options):
     flags = [flag for flag in flags if not flag.startswith("-Wl")]
     target = ["--target=arm64-apple-macos14", "-mcpu=apple-m1", "-ffreestanding", "-nostdlibinc", f"-I{tmp_path}"]
     strict = ["-Wall", "-Wextra", "-Werror"]
-    command = ["clang", *flags, *target, *strict, *options, "-c", str(cpu.SOURCE), "-o", str(tmp_path / "cpu.o")]
+    command = ["clang", *flags, *target, *strict, *options, "-c", str(source), "-o", str(tmp_path / "cpu.o")]
     subprocess.run(command, check=True)
     assert (tmp_path / "cpu.o").read_bytes()[:8] == bytes.fromhex("cffaedfe0c000001")  # Mach-O of 64 bits, arm64
 

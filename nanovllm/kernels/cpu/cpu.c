@@ -1,8 +1,9 @@
 // The layers of a decoder on CPU: what layers/*.py define in PyTorch, for a step's few to few thousand tokens.
 //
 // Compiled on first use by library.py, once for each dtype: -DBFLOAT16, or float32 without it. Plain loops on vectors of
-// 16 floats (vectors.h), so that any processor can run it. Products with weights are in linear.h (of 8 or 4 bits: quantised.h), attention over the KV
-// cache (kv_cache.h) in attention.h; here is what lies between them, and a layer of all parts.
+// 16 floats (vectors.h), so that any processor can run it. Products with weights are in linear.h, attention over the KV cache
+// (kv_cache.h) in attention.h; here is what lies between them, and a layer of all parts. quantised.c is a library of its
+// own, for weights of 8 and 4 bits.
 //
 // Everything that multiplies matrices (projections, q k^T, p v) is one function, `multiply` (product.h: on AMX's
 // tiles with -DAMX, on vectors without), and one layout:
@@ -18,7 +19,6 @@
 
 #include "attention.h"
 #include "linear.h"
-#include "quantised.h"
 #include "ranks.h"
 
 // ---- what lies between the matrix products
@@ -95,6 +95,15 @@ void argmax(const float *x, int64_t *ids, long num_rows, long num_columns) {
 
 // ---- a whole decoder layer
 
+// A weight that another library multiplies: each struct of such a weight begins with the two functions that do. They take
+// what `linear` and `gated_linear` take.
+struct other_weight {
+    void (*linear)(const element *x, const struct other_weight *weight, const element *bias, void *y, long m, long n,
+                   long k, int wants_floats);
+    void (*gated_linear)(const element *x, const struct other_weight *weight, const element *bias, element *y, long m,
+                         long n, long k, int gate);
+};
+
 struct layer {
     const uint32_t *qkv_proj, *o_proj, *gate_up_proj, *down_proj;  // as `linear` takes them
     const element *qkv_bias, *o_bias, *gate_up_bias, *down_bias;   // or NULL
@@ -102,8 +111,7 @@ struct layer {
     long hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, block_size, window, gate;
     float eps, scale, softcap;
     struct ranks *ranks;  // that have a share of this layer each, or NULL: alone
-    // the projections again where their weights are quantised, or NULL
-    const struct quantised *small_qkv, *small_o, *small_gate_up, *small_down;
+    const struct other_weight *other_qkv, *other_o, *other_gate_up, *other_down;  // in the place of those above, or NULL
 };
 
 struct step {
@@ -120,9 +128,9 @@ static bool add_shares(const struct layer *l, element *x, element *y, long count
 }
 
 // `linear` with whichever of the two weights there is.
-static void project(const element *x, const uint32_t *weight, const struct quantised *small, const element *bias,
+static void project(const element *x, const uint32_t *weight, const struct other_weight *other, const element *bias,
                     element *y, long m, long n, long k) {
-    if (small) quantised_linear(x, small, bias, y, m, n, k, false);
+    if (other) other->linear(x, other, bias, y, m, n, k, false);
     else linear(x, weight, bias, y, m, n, k, false);
 }
 
@@ -135,7 +143,7 @@ int decoder_layer(const struct layer *l, const struct step *s, element *x, uint3
     element *product = aligned_alloc(64, (n * (qkv_size + wider + l->hidden_size) * sizeof(element) + 63) / 64 * 64);
     element *input = product + n * qkv_size, *normed = input + n * wider, *q = input, *k = q + n * q_size;
     rms_norm(x, l->input_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, false, l->eps);
-    project(normed, l->qkv_proj, l->small_qkv, l->qkv_bias, product, n, qkv_size, l->hidden_size);
+    project(normed, l->qkv_proj, l->other_qkv, l->qkv_bias, product, n, qkv_size, l->hidden_size);
     rms_norm(product, l->q_norm, s->cos, s->sin, q, n, l->num_heads, head_dim, s->half, qkv_size, false, l->eps);
     rms_norm(product + q_size, l->k_norm, s->cos, s->sin, k, n, l->num_kv_heads, head_dim, s->half, qkv_size, false,
              l->eps);
@@ -143,14 +151,14 @@ int decoder_layer(const struct layer *l, const struct step *s, element *x, uint3
              head_dim, l->block_size);
     attend(q, product, k_cache, v_cache, s->block_tables, s->seq_lens, s->cu_seqlens_q, s->num_seqs, s->max_num_blocks,
            q_size, l->num_heads, l->num_kv_heads, head_dim, l->block_size, l->window, l->scale, l->softcap);
-    project(product, l->o_proj, l->small_o, l->o_bias, normed, n, l->hidden_size, q_size);
+    project(product, l->o_proj, l->other_o, l->o_bias, normed, n, l->hidden_size, q_size);
     bool is_done = add_shares(l, x, normed, n * l->hidden_size);
     if (is_done) {
         rms_norm(x, l->post_attention_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, false, l->eps);
-        if (l->small_gate_up)
-            quantised_gated_linear(normed, l->small_gate_up, l->gate_up_bias, input, n, size, l->hidden_size, l->gate);
+        const struct other_weight *other = l->other_gate_up;
+        if (other) other->gated_linear(normed, other, l->gate_up_bias, input, n, size, l->hidden_size, l->gate);
         else gated_linear(normed, l->gate_up_proj, l->gate_up_bias, input, n, size, l->hidden_size, l->gate);
-        project(input, l->down_proj, l->small_down, l->down_bias, normed, n, l->hidden_size, size);
+        project(input, l->down_proj, l->other_down, l->down_bias, normed, n, l->hidden_size, size);
         is_done = add_shares(l, x, normed, n * l->hidden_size);
     }
     free(product);
@@ -158,26 +166,5 @@ int decoder_layer(const struct layer *l, const struct step *s, element *x, uint3
 }
 
 #include "experts.h"
+#include "instructions.h"
 #include "latent.h"
-
-long element_bytes(void) { return sizeof(element); }
-
-const char *instructions(void) {
-#if defined HAS_TILES && defined AMX
-    return "AMX BF16";
-#elif defined HAS_TILES
-    return "AMX BF16, emulated";
-#elif defined __AVX512BF16__ && defined BFLOAT16
-    return "AVX-512 BF16";
-#elif defined __AVX512F__
-    return "AVX-512";
-#elif defined __AVX2__
-    return "AVX2";
-#elif defined __ARM_FEATURE_BF16_VECTOR_ARITHMETIC && defined BFLOAT16
-    return "NEON BF16";
-#elif defined __ARM_NEON
-    return "NEON";
-#else
-    return "generic";
-#endif
-}

@@ -30,7 +30,7 @@ class Layer(Structure):
         *((name, c_long) for name in ("head_dim", "block_size", "window", "gate")),
         *((name, c_float) for name in ("eps", "scale", "softcap")),
         ("ranks", c_void_p),
-        *((name, c_void_p) for name in ("small_qkv", "small_o", "small_gate_up", "small_down")),
+        *((name, c_void_p) for name in ("other_qkv", "other_o", "other_gate_up", "other_down")),
     ]
 
 
@@ -70,8 +70,8 @@ class CpuDecoderLayer(nn.Module):
             *(down_proj.out_features, down_proj.in_features, backend.num_heads, backend.num_kv_heads),
             *(backend.head_dim, backend.block_size, window, parts.activation.kind, norms[0].eps, scale, softcap),
         )
-        for name, product in zip(("small_qkv", "small_o", "small_gate_up", "small_down"), products, strict=True):
-            setattr(self.struct, name, product.quantised)
+        for name, product in zip(("other_qkv", "other_o", "other_gate_up", "other_down"), products, strict=True):
+            setattr(self.struct, name, product.other)
 
     def join(self, communicator: Any) -> bool:
         """From now on the layer's weights are one rank's share: what its two halves compute is summed over all ranks.

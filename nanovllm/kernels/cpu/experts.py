@@ -62,7 +62,7 @@ def fuse_experts(model: nn.Module, dtype: torch.dtype) -> None:
 def is_fast(expert: nn.Module) -> bool:
     """Whether every part of it has a twin, and its rows are whole vectors."""
     parts = parts_of(expert)
-    if not all(isinstance(part, CpuLinear) and part.bias is None and part.quantised is None for part in parts):
+    if not all(isinstance(part, CpuLinear) and part.bias is None and part.other is None for part in parts):
         return False
     down = parts[1]
     return isinstance(expert.activation, CpuGate) and not (down.in_features % LANES or down.out_features % LANES)

@@ -70,8 +70,8 @@ class CpuLinear(nn.Module):
 
     packed: torch.Tensor
     bias: torch.Tensor | None
-    quantised: int | None = None
-    """Address of `struct quantised`, if the weight is one (`quantised.py`)."""
+    other: int | None = None
+    """Address of the weight's `struct other_weight`, if another library multiplies by it (`quantised.py`)."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: HugePages) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
 """`cpu.c` as a library: compiled on first use, for this processor and one dtype, and kept in the user's cache folder.
 
+`quantised.c` is another, for models whose weights have 8 or 4 bits.
+
 It takes some seconds and a C compiler (`toolchain.py`). Without one, `load_library` says why, and the engine runs the
 PyTorch layers. Where the cache folder cannot be used, every process compiles for itself.
 """
@@ -33,20 +35,19 @@ from nanovllm.models.masking import AttentionOptions
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu.c")
-SOURCES = [SOURCE, *sorted(SOURCE.parent.glob("*.h"))]
+QUANTISED = SOURCE.with_name("quantised.c")  # a library of its own
+HEADERS = sorted(SOURCE.parent.glob("*.h"))
 LANES = 16  # floats in a vector, columns in a panel
 FLAGS = flags(platform.system(), platform.machine())
 DTYPES = (torch.bfloat16, torch.float32)
 LONG_MAX = (1 << 63) - 1
 
-FUNCTIONS = {  # pointers, then sizes, then the rest
+FUNCTIONS_OF_LAYERS = {  # pointers, then sizes, then the rest
     "linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
     "store_kv": [c_void_p] * 5 + [c_long] * 6,
     "attend": [c_void_p] * 7 + [c_long] * 8 + [c_float] * 2,
     "rms_norm": [c_void_p] * 5 + [c_long] * 5 + [c_int, c_float],
     "gated_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
-    "quantised_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
-    "quantised_gated_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
     "gate_and_mul": [c_void_p] * 3 + [c_long] * 3 + [c_int],
     "argmax": [c_void_p] * 2 + [c_long] * 2,
     "decoder_layer": [c_void_p] * 5,
@@ -60,6 +61,11 @@ FUNCTIONS = {  # pointers, then sizes, then the rest
     "gather": [c_void_p] * 3 + [c_long] * 2,
     "abort_ranks": [c_void_p],
 }
+FUNCTIONS_OF_QUANTISED = {
+    "quantised_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
+    "quantised_gated_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
+}
+FUNCTIONS = {SOURCE: FUNCTIONS_OF_LAYERS, QUANTISED: FUNCTIONS_OF_QUANTISED}
 CAN_FAIL = ("decoder_layer", "all_reduce", "broadcast", "gather")  # return 1 if the ranks were aborted
 
 
@@ -72,11 +78,11 @@ class CacheError(RuntimeError):
 
 
 class Library(ctypes.CDLL):
-    """`cpu.c`, compiled. Its functions are `FUNCTIONS`."""
+    """`cpu.c` or `quantised.c`, compiled."""
 
-    def __init__(self, path: Path, why_no_tiles: str | None) -> None:
+    def __init__(self, path: Path, source: Path, why_no_tiles: str | None) -> None:
         super().__init__(str(path))
-        for name, argtypes in FUNCTIONS.items():
+        for name, argtypes in FUNCTIONS[source].items():
             getattr(self, name).argtypes = argtypes
             getattr(self, name).restype = c_int if name in CAN_FAIL else None
         self.instructions.restype = ctypes.c_char_p
@@ -87,8 +93,8 @@ class Library(ctypes.CDLL):
 
 
 @functools.cache
-def load_library(dtype: torch.dtype) -> Library:
-    """`cpu.c`, compiled for `dtype`. NoLibraryError if that is not possible."""
+def load_library(dtype: torch.dtype, source: Path = SOURCE) -> Library:
+    """`source`, compiled for `dtype`. NoLibraryError if that is not possible."""
     if dtype not in DTYPES:
         raise NoLibraryError(f"the CPU kernels know bfloat16 and float32, not {dtype}")
     system = platform.system()
@@ -98,17 +104,17 @@ def load_library(dtype: torch.dtype) -> Library:
     if not compiler:
         raise NoLibraryError("there is no C compiler (cc, gcc, clang or $CC) on this machine")
     command = [*shlex.split(compiler), *FLAGS, *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
-    if dtype != torch.bfloat16:
-        return compile_and_load(command)
+    if dtype != torch.bfloat16 or source != SOURCE:  # which do not use tiles
+        return compile_and_load(command, source)
     if not has_tiles():
-        return compile_and_load(command, why_no_tiles_are_shown())
+        return compile_and_load(command, source, why_no_tiles_are_shown())
     reason = ask_for_tiles()
     if not reason:
         try:
-            return compile_and_load([*command, "-DAMX"])
+            return compile_and_load([*command, "-DAMX"], source)
         except NoLibraryError:  # if that has another cause, it comes back
             reason = f"{command[0]} cannot compile it"
-    return compile_and_load(command, reason)
+    return compile_and_load(command, source, reason)
 
 
 def masking(options: AttentionOptions, default_scale: float) -> tuple[int, float, float]:
@@ -117,30 +123,32 @@ def masking(options: AttentionOptions, default_scale: float) -> tuple[int, float
     return window, default_scale if options.scale is None else options.scale, options.softcap or 0.0
 
 
-def compile_and_load(command: list[str], why_no_tiles: str | None = None) -> Library:
+def compile_and_load(command: list[str], source: Path, why_no_tiles: str | None = None) -> Library:
     """From the cache folder; where that is not possible, from a private folder that does not outlive the call."""
     on_mac = platform.system() == "Darwin"
-    command = [*command, str(SOURCE), *([] if on_mac else openmp_of_torch()), "-lm"]
+    command = [*command, str(source), *([] if on_mac else openmp_of_torch()), "-lm"]
     try:
         if on_mac:
             offer_openmp()
-        name = f"cpu-{fingerprint(command)}.so"
+        name = f"{source.stem}-{fingerprint(command, source)}.so"
         try:
-            library = load_from(cache_folder(), name, command, why_no_tiles)
+            path = compile_in(cache_folder(), name, command)
+            library = Library(path, source, why_no_tiles)
         except (OSError, CacheError) as error:  # foreign, read-only, without the right to execute, no home, ...
             logger.warning("the CPU kernels are compiled for this process only: %s", error)
             with tempfile.TemporaryDirectory(prefix="nanovllm-") as folder:
-                library = load_from(Path(folder), name, command, why_no_tiles)
+                path = compile_in(Path(folder), name, command)
+                library = Library(path, source, why_no_tiles)
     except OSError as error:  # a compiler that is not there, no folder at all, ...
-        raise NoLibraryError(f"{SOURCE.name} could not be compiled and loaded: {error}") from error
+        raise NoLibraryError(f"{source.name} could not be compiled and loaded: {error}") from error
     warn_of_a_second_pool()
     return library
 
 
-def load_from(folder: Path, name: str, command: list[str], why_no_tiles: str | None) -> Library:
+def compile_in(folder: Path, name: str, command: list[str]) -> Path:
     if not (folder / name).is_file():
         compile_to(folder / name, command)
-    return Library(folder / name, why_no_tiles)
+    return folder / name
 
 
 @functools.cache
@@ -197,10 +205,10 @@ def cache_folder() -> Path:
     return folder
 
 
-def fingerprint(command: list[str]) -> str:
+def fingerprint(command: list[str], source: Path) -> str:
     """Changes with the source, the command, the compiler and the processor."""
     version = subprocess.run([command[0], "--version"], capture_output=True).stdout
-    sources = [source.read_bytes() for source in SOURCES]
+    sources = [path.read_bytes() for path in (source, *HEADERS)]
     processor = describe_processor(platform.system()).encode()
     parts = [*sources, "\0".join(command).encode(), version, processor]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
@@ -212,5 +220,7 @@ def compile_to(path: Path, command: list[str]) -> None:
         target = Path(folder) / path.name
         run = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True)
         if run.returncode:
-            raise NoLibraryError(f"{command[0]} could not compile {SOURCE.name}: {run.stderr.strip()[:500]}")
+            raise NoLibraryError(
+                f"{command[0]} could not compile {path.stem.partition('-')[0]}.c: {run.stderr.strip()[:500]}"
+            )
         os.replace(target, path)

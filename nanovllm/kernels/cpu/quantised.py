@@ -1,10 +1,10 @@
 """Layers whose weights have 8 or 4 bits, on CPU: twins of what `extras/quantization/layers.py` defines in PyTorch.
 
-`CpuAttention.replace_layers` calls `replace_quantised` before all other layers get their twins. `quantised.h` has the
+`CpuAttention.replace_layers` calls `replace_quantised` before all other layers get their twins. `quantised.c` has the
 arithmetic.
 """
 
-from ctypes import Structure, addressof, c_long, c_void_p
+from ctypes import Structure, addressof, c_long, c_void_p, cast
 from typing import Any, ClassVar
 
 import torch
@@ -21,16 +21,17 @@ from nanovllm.kernels.cpu.layers import (
     packed_bytes,
     put_twins,
 )
-from nanovllm.kernels.cpu.library import LANES, load_library
+from nanovllm.kernels.cpu.library import LANES, QUANTISED, load_library
 
 LAYERS = "extras.quantization.layers."  # a file that may be deleted
 LINEAR, FUSED, EMBEDDING = (LAYERS + name for name in ("QuantisedLinear", "QuantisedFusedLinear", "QuantisedEmbedding"))
 
 
 class QuantisedStruct(Structure):
-    """`struct quantised` of quantised.h"""
+    """`struct quantised` of quantised.c"""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
+        *((name, c_void_p) for name in ("linear", "gated_linear")),  # functions
         *((name, c_void_p) for name in ("panels", "scales", "zeros")),
         *((name, c_long) for name in ("bits", "group_size", "has_groups")),
     ]
@@ -58,7 +59,7 @@ class QuantisedProduct(CpuLinear):
 
     def __init__(self, layer: Any, dtype: torch.dtype, memory: HugePages) -> None:
         nn.Module.__init__(self)
-        self.library, self.dtype = load_library(dtype), dtype
+        self.library, self.dtype = load_library(dtype, QUANTISED), dtype
         weight = layer.quantised
         self.out_features, self.in_features = weight.q.shape
         self.register_buffer("packed", pack(bytes_of(weight.q, weight.bits), memory))
@@ -68,13 +69,15 @@ class QuantisedProduct(CpuLinear):
         self.register_buffer("bias", None if bias is None else F.pad(bias, (0, -len(bias) % LANES)))
         zeros = None if self.zeros is None else self.zeros.data_ptr()
         sizes = (weight.bits, weight.group_size, weight.scales.shape[1] > 1)
-        self.struct = QuantisedStruct(self.packed.data_ptr(), self.scales.data_ptr(), zeros, *sizes)
-        self.quantised = addressof(self.struct)
+        functions = (self.library.quantised_linear, self.library.quantised_gated_linear)
+        arrays = (self.packed.data_ptr(), self.scales.data_ptr(), zeros)
+        self.struct = QuantisedStruct(*(cast(function, c_void_p) for function in functions), *arrays, *sizes)
+        self.other = addressof(self.struct)
 
     def product(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x, bias = x.contiguous(), None if self.bias is None else self.bias.data_ptr()
         self.library.quantised_linear(
-            *(x.data_ptr(), self.quantised, bias, y.data_ptr()),
+            *(x.data_ptr(), self.other, bias, y.data_ptr()),
             *(len(x), self.out_features, self.in_features, y.dtype == torch.float32),
         )
         return y

@@ -5,11 +5,13 @@
 // groups. So a row has the same bits in every batch, on every processor that rounds alike. extras/quantization/layers.py is
 // the definition.
 //
+// A library of its own, which is compiled when a model with such weights is loaded.
+//
 //   word    32 bits of a panel: 4 inputs of 8 bits, or 8 of 4 bits; byte j has input j in its lower half, 4 + j in its upper
 //   panel   16 outputs: [words][16], as of other weights
 
-#pragma once
-#include "linear.h"
+#include "instructions.h"
+#include "results.h"
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -22,7 +24,10 @@
 #endif
 #define ROWS_IN_CACHE 240  // rows of x that stay in the L2 cache while all panels pass
 
+// `struct other_weight` of cpu.c, and what is behind it
 struct quantised {
+    void (*linear)(const element *, const struct quantised *, const element *, void *, long, long, long, int);
+    void (*gated_linear)(const element *, const struct quantised *, const element *, element *, long, long, long, int);
     const uint32_t *panels;
     const float *scales;   // [panels of 16 outputs][groups or 1][16]
     const uint8_t *zeros;  // the same; NULL: all are half of the range, 128 or 8

@@ -1,0 +1,50 @@
+// What becomes of a product's sums: a bias, a gate, the rounding, and the way to memory.
+
+#pragma once
+#include "gates.h"
+
+#define MOST_PANELS 4  // of 16 columns, whose sums are finished together
+
+struct matrix {
+    void *values;
+    long num_columns;
+    const element *bias;  // as many as the panels have columns, or NULL
+    bool is_float, streams;
+    enum gate gate;
+};
+
+static inline floats add_bias(const struct matrix *y, const float *sums, long column) {
+    const floats x = *(const floats *)sums;
+    return y->bias ? x + load(y->bias + column) : x;
+}
+
+// 16 columns of y from `column`. A gate's sums are followed by those of up, whose bias begins behind all of the gate's.
+static inline floats finish_sums(const struct matrix *y, const float *sums, long column) {
+    const floats x = add_bias(y, sums, column);
+    return y->gate ? gate_lanes(y->gate, x, add_bias(y, sums + LANES, y->num_columns + column)) : x;
+}
+
+// y's rows from `row` and columns from `column`, from sums: [num_rows, width * 16]
+static void finish_rows(const struct matrix *y, const float *sums, long row, long column, int num_rows, int width) {
+    const int step = y->gate ? 2 : 1, num_results = width / step;
+    const bool has_lines = y->streams && num_results == 2 && y->num_columns - column >= 2 * LANES;
+    for (int r = 0; r < num_rows; r++, sums += width * LANES)
+        for (int i = 0; i < num_results; i++) {
+            const long from = column + i * LANES, left = y->num_columns - from, count = left < LANES ? left : LANES;
+            const long to = (row + r) * y->num_columns + from;
+            const float *at = sums + i * step * LANES;
+            const floats x = finish_sums(y, at, from);
+            if (has_lines && y->is_float) stream_floats((float *)y->values + to, x);
+            else if (has_lines) {
+                stream_two((element *)y->values + to, x, finish_sums(y, at + step * LANES, from + LANES));
+                i++;
+            } else if (y->is_float) store_some_floats((float *)y->values + to, x, count);
+            else store_some((element *)y->values + to, x, count);
+        }
+}
+
+// Whether y: [m, row_bytes] is written past the caches, which could not keep it: many rows, whose lines of 64 bytes fall
+// on the same places of a cache, pushed one another out before they were whole.
+static bool streams(const void *y, long m, long row_bytes) {
+    return m * row_bytes > 1 << 20 && row_bytes >= 1 << 12 && row_bytes % 64 == 0 && (uintptr_t)y % 64 == 0;
+}
