@@ -58,7 +58,15 @@ def run_program(folder, header, spin_ns, rounds):
     source, program = folder / "races.c", folder / "races"
     source.write_text(PROGRAM)
     (folder / "ranks.h").write_text(header)
-    flags = ["-std=gnu11", "-O1", "-g", "-fsanitize=thread", "-Wno-psabi", f"-DROUNDS_SPIN={spin_ns}", f"-DROUNDS={rounds}"]
+    flags = [
+        "-std=gnu11",
+        "-O1",
+        "-g",
+        "-fsanitize=thread",
+        "-Wno-psabi",
+        f"-DROUNDS_SPIN={spin_ns}",
+        f"-DROUNDS={rounds}",
+    ]
     includes = [f"-I{folder}", f"-I{SOURCE.parent}"]
     built = subprocess.run(
         ["cc", *flags, *includes, str(source), "-o", str(program), "-lm", "-lpthread"], capture_output=True, text=True
