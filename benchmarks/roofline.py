@@ -37,6 +37,10 @@ CUDA_COPY_BYTES = 1 << 30
 CUDA_GEMM_SHAPES = [(8192, 4096, 4096), (8192, 8192, 8192)]
 
 
+Kinds = tuple[str, Any, str]
+"""dtype, quantization, kv_cache_dtype: options of nanovllm"""
+
+
 @dataclass(frozen=True)
 class Rates:
     """What a machine can do, measured or given."""
@@ -71,14 +75,16 @@ def roofline(
     bytes_per_value: int,
     rates: Rates,
     bytes_per_kv_value: int | None = None,
+    quantization: Any = None,
 ) -> Roofline:
     """The bound for requests that all start together and whose prompts agree in their first `shared_len` tokens.
 
-    `bytes_per_kv_value` is given where the KV cache is in another dtype than the weights, such as fp8.
+    `bytes_per_kv_value` is given where the KV cache is in another dtype than the weights, such as fp8. `quantization`
+    is nanovllm's option: fewer bytes for each weight, and the same rate of arithmetic.
     """
     check_lens(prompt_lens, output_lens, shared_len)
     kv_token_bytes = shape.kv_values_per_token * (bytes_per_kv_value or bytes_per_value)
-    weight_bytes = (shape.body_params + shape.head_params) * bytes_per_value
+    weight_bytes = count_weight_bytes(shape, bytes_per_value, quantization)
     prefill_flops = count_prefill_flops(shape, prompt_lens, shared_len)
     prefill_s = max(prefill_flops / rates.gemm_flops_per_s, weight_bytes / rates.read_bytes_per_s)
     decode_s, decode_flops, decode_bytes, memory_bound_steps = 0.0, 0, 0, 0
@@ -98,6 +104,16 @@ def roofline(
     return Roofline(
         prefill_s, decode_s, prefill_flops, decode_flops, decode_bytes, num_steps, memory_bound_steps, speed
     )
+
+
+def count_weight_bytes(shape: ModelShape, bytes_per_value: int, quantization: Any = None) -> int:
+    """Of a step. Scales of groups count, those of whole outputs (a thousandth) do not."""
+    options: dict[str, Any] = {"method": quantization} if isinstance(quantization, str) else dict(quantization or {})
+    body = head = float(bytes_per_value)
+    if options:
+        body = 1 if options["method"] == "int8" else 0.5 + 4 / options.get("group_size", 128)
+        head = 1 if options.get("embeddings", True) else head
+    return round(shape.body_params * body + shape.head_params * head)
 
 
 def check_lens(prompt_lens: Sequence[int], output_lens: Sequence[int], shared_len: int) -> None:
@@ -138,20 +154,19 @@ def shared_prefix_len(prompts: list[list[int]]) -> int:
     return next((i for i in range(limit) if first[i] != last[i]), limit)
 
 
-def workload_roofline(
-    shape: ModelShape, workload: Workload, dtype: str, rates: Rates, kv_cache_dtype: str = "auto"
-) -> Roofline:
+def workload_roofline(shape: ModelShape, workload: Workload, kinds: Kinds, rates: Rates) -> Roofline:
     prompt_lens = [len(prompt) for prompt in workload.prompts]
     shared = shared_prefix_len(workload.prompts)
-    kv_bytes = 1 if kv_cache_dtype == "fp8" else None
-    return roofline(shape, prompt_lens, workload.output_lens, shared, DTYPE_BYTES[dtype], rates, kv_bytes)
+    dtype, quantization, kv_cache_dtype = kinds
+    kv_bytes = 1 if kv_cache_dtype in ("fp8", "int8") else None
+    return roofline(shape, prompt_lens, workload.output_lens, shared, DTYPE_BYTES[dtype], rates, kv_bytes, quantization)
 
 
 def report_roofline(
-    shape: ModelShape, workload: Workload, dtype: str, rates: Rates, elapsed_s: float, kv_cache_dtype: str = "auto"
+    shape: ModelShape, workload: Workload, kinds: Kinds, rates: Rates, elapsed_s: float
 ) -> dict[str, object]:
     """Flat figures for bench.py's report: the fraction reached, and what the bound consists of."""
-    bound = workload_roofline(shape, workload, dtype, rates, kv_cache_dtype)
+    bound = workload_roofline(shape, workload, kinds, rates)
     figures = {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(bound).items()}
     return {
         "roofline_fraction": round(bound.total_s / elapsed_s, 4),
@@ -277,7 +292,7 @@ def main() -> None:
     print(f"{rates.read_bytes_per_s / 1e9:.1f} GB/s {verb}, {rates.gemm_flops_per_s / 1e9:.0f} GFLOP/s {dtype}")
     shape = ModelShape.from_folder(args.model)
     for name in ("W", "W2", "W3") if args.device == "cpu" else ("offline",):
-        bound = workload_roofline(shape, named_workload(name, shape.vocab_size), dtype, rates)
+        bound = workload_roofline(shape, named_workload(name, shape.vocab_size), (dtype, None, "auto"), rates)
         print(
             f"{name:<7} {bound.output_tokens_per_second:6.1f} tokens/s at most: prefill {bound.prefill_s:.2f} s, "
             f"decode {bound.decode_s:.2f} s ({bound.memory_bound_steps} of {bound.num_decode_steps} steps memory-bound)"

@@ -147,7 +147,7 @@ def test_top_kernels_are_the_longest_in_sum():
 def test_an_fp8_cache_halves_the_bytes_of_k_and_v_alone():
     shape = ModelShape.from_folder(QWEN3_06B)
     workload = named_workload("offline", shape.vocab_size)
-    bf16, fp8 = (workload_roofline(shape, workload, "bfloat16", H200, kv) for kv in ("auto", "fp8"))
+    bf16, fp8 = (workload_roofline(shape, workload, ("bfloat16", None, kv), H200) for kv in ("auto", "fp8"))
     weight_bytes = 2 * (shape.body_params + shape.head_params) * bf16.num_decode_steps
     assert fp8.decode_bytes - weight_bytes == (bf16.decode_bytes - weight_bytes) / 2
     assert fp8.decode_s < bf16.decode_s

@@ -83,7 +83,10 @@ def test_children_count_in_memory_and_time():
         child.wait()
 
 
-@pytest.mark.parametrize(("engine", "module"), [("hf", "transformers"), ("vllm", "vllm"), ("llamacpp", "llama_cpp")])
+@pytest.mark.parametrize(
+    ("engine", "module"),
+    [("hf", "transformers"), ("vllm", "vllm"), ("llamacpp", "llama_cpp"), ("openvino", "openvino")],
+)
 def test_a_missing_engine_says_what_to_do(engine, module, monkeypatch):
     real_import = builtins.__import__
 
@@ -93,10 +96,17 @@ def test_a_missing_engine_says_what_to_do(engine, module, monkeypatch):
         return real_import(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    for name in [name for name in sys.modules if name == "benchmarks.llamacpp"]:
+    for name in [name for name in sys.modules if name in ("benchmarks.llamacpp", "benchmarks.openvino")]:
         monkeypatch.delitem(sys.modules, name)
-    args = argparse.Namespace(dtype="auto", model=QWEN3_06B, load_format="dummy", engine_option=[])
+    args = argparse.Namespace(dtype="auto", model=QWEN3_06B, load_format="dummy", engine_option=[], quantization=None)
     with pytest.raises(ValueError, match=rf"--engine {engine} needs .*benchmarks/cpu_peers\.md"):
+        PEERS[engine](Workload("none", [[1]], [1]), args, "cpu")
+
+
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_quantised_weights_of_engines_that_are_not_measured_with_them_are_refused(engine):
+    args = argparse.Namespace(quantization="int8")
+    with pytest.raises(ValueError, match=f"--quantization is for .*, not for --engine {engine}"):
         PEERS[engine](Workload("none", [[1]], [1]), args, "cpu")
 
 

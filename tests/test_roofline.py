@@ -14,12 +14,14 @@ from benchmarks.roofline import (
     Rates,
     best_rates,
     count_prefill_flops,
+    count_weight_bytes,
     report_roofline,
     roofline,
     shared_prefix_len,
     token_flops,
     workload_roofline,
 )
+from nanovllm import LLM, TINY_QWEN3
 from tests.models.architectures import ARCHITECTURES
 
 TINY = ModelShape(
@@ -171,7 +173,9 @@ def test_what_qwen3_06b_reads_and_computes():
 def test_named_workloads(name, tokens_per_second):
     """With 32 GB/s and 430 GFLOP/s."""
     shape = ModelShape.from_folder(QWEN3_06B)
-    bound = workload_roofline(shape, named_workload(name, shape.vocab_size), "bfloat16", Rates(32e9, 430e9))
+    bound = workload_roofline(
+        shape, named_workload(name, shape.vocab_size), ("bfloat16", None, "auto"), Rates(32e9, 430e9)
+    )
     assert bound.output_tokens_per_second == pytest.approx(tokens_per_second, rel=0.04)
 
 
@@ -194,8 +198,8 @@ def test_shared_prefix():
 
 def test_report_is_json_and_names_the_fraction():
     workload = Workload("tiny", [[1, 2, 3], [4]], [2, 3])
-    bound = workload_roofline(TINY, workload, "float32", RATES)
-    report = report_roofline(TINY, workload, "float32", RATES, elapsed_s=2 * bound.total_s)
+    bound = workload_roofline(TINY, workload, ("float32", None, "auto"), RATES)
+    report = report_roofline(TINY, workload, ("float32", None, "auto"), RATES, elapsed_s=2 * bound.total_s)
     assert report["roofline_fraction"] == 0.5
     assert set(asdict(bound)) < set(json.loads(json.dumps(report))["roofline"])
 
@@ -217,3 +221,21 @@ def test_best_rates_are_taken_one_by_one():
 def test_bad_lengths_are_refused(lens, message):
     with pytest.raises(ValueError, match=message):
         roofline(TINY, *lens, 2, RATES)
+
+
+def test_quantised_weights_are_counted_as_the_engine_keeps_them():
+    shape = ModelShape.from_folder(TINY_QWEN3)
+    for given in ("int8", "int4", {"method": "int4", "group_size": 32, "embeddings": False}):
+        network = LLM(TINY_QWEN3, quantization=given, num_kv_blocks=4).engine.runner.model
+        stored, scales_of_outputs = 0, 0
+        for layer in network.modules():
+            weight = getattr(layer, "packed", None)
+            if weight is not None:
+                stored += weight.nbytes
+                scales = getattr(layer, "scales", torch.empty(0, 1))
+                stored, scales_of_outputs = (
+                    stored + scales.nbytes,
+                    scales_of_outputs + scales.nbytes * (scales.shape[1] == 1),
+                )
+        assert count_weight_bytes(shape, 2, given) == stored - scales_of_outputs
+    assert count_weight_bytes(shape, 2) == 2 * (shape.body_params + shape.head_params)
