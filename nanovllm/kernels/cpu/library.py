@@ -66,7 +66,7 @@ FUNCTIONS_OF_QUANTISED = {
     "quantised_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
     "quantised_gated_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
 }
-FUNCTIONS: dict[Path, dict[str, list[Any]]] = {SOURCE: FUNCTIONS_OF_LAYERS, QUANTISED: FUNCTIONS_OF_QUANTISED}
+FUNCTIONS: dict[Path, dict[str, Any]] = {SOURCE: FUNCTIONS_OF_LAYERS, QUANTISED: FUNCTIONS_OF_QUANTISED}
 CAN_FAIL = ("decoder_layer", "all_reduce", "broadcast", "gather")  # return 1 if the ranks were aborted
 
 
