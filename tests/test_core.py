@@ -9,8 +9,8 @@ import pytest
 
 from tests.core_alone import PACKAGE, ROOT, copy_core, core_files, run_in
 
-MAX_LINES = 5142  # of all Python files that are left when the extras are deleted
-MAX_LOADED_LINES = 5115  # of those that a plain greedy run loads; the aim is 4,500
+MAX_LINES = 5143  # of all Python files that are left when the extras are deleted
+MAX_LOADED_LINES = 5116  # of those that a plain greedy run loads; the aim is 4,500
 MAX_LOADED_FILES = 47
 
 LOADED = """

@@ -24,7 +24,7 @@ from nanovllm.models.config import ModelConfig
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OF_QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|input_scale)$")  # GPTQ, AWQ, FP8
 INDEX_FILE = "model.safetensors.index.json"
-Read = Callable[[Any, str], torch.Tensor]  # a tensor of an open file, or a part of it (`parallel/cut.py`)
+Read = Callable[[Any, str], torch.Tensor | None]  # a tensor of an open file, a part of it, or None: not needed
 
 
 def load_model(
@@ -143,7 +143,8 @@ def iterate_file(file: Path, read: Read) -> Iterator[tuple[str, torch.Tensor]]:
         for names in groups:
             with safe_open(file, framework="pt") as tensors:
                 for name in names:
-                    yield name, read(tensors, name)
+                    if (tensor := read(tensors, name)) is not None:
+                        yield name, tensor
     except SafetensorError as error:
         raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
 

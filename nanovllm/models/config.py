@@ -45,6 +45,8 @@ class ModelConfig:
     """In each layer's mixture of experts; 0 is one feed-forward network."""
     initializer_range: float = 0.02
     dtype: str = "float32"
+    quantization_config: Any = None
+    """How the checkpoint's weights are quantised; None: they are plain."""
 
     def options(self, layer: int) -> tuple[Any, ...]:
         """The options of `Attention` in this layer: one, or none."""
@@ -91,6 +93,7 @@ def read_common(
     known["hidden_act"] = raw.get("hidden_act") or "silu"
     refuse("hidden_act", known["hidden_act"], GATES)
     known["initializer_range"] = raw.get("initializer_range") or 0.02
+    known["quantization_config"] = raw.get("quantization_config")
     known["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     return known
 

@@ -7,7 +7,7 @@ Called by `execution/checkpoint.py`; docs/adding_a_model.md shows how an archite
 import importlib
 from typing import Any
 
-from nanovllm.checks import extra
+from nanovllm.checks import extra, import_extra
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 
@@ -27,7 +27,7 @@ ARCHITECTURES = {  # by the name that config.json has in `architectures`: module
 
 def find_architecture(raw: dict[str, Any]) -> tuple[type[CausalLM], ModelConfig]:
     """The class of the network, and its shape. ValueError for an architecture or a field that is not computed here."""
-    refuse_quantised(raw)
+    check_stored_weights(raw)
     for name in raw.get("architectures") or ():
         if name in ARCHITECTURES:
             module, _, class_name = ARCHITECTURES[name].partition(".")
@@ -40,13 +40,8 @@ def find_architecture(raw: dict[str, Any]) -> tuple[type[CausalLM], ModelConfig]
     )
 
 
-def refuse_quantised(raw: dict[str, Any]) -> None:
-    """Quantised weights would be read as if they were plain ones, or not find their places."""
+def check_stored_weights(raw: dict[str, Any]) -> None:
+    """ValueError if the checkpoint's weights are quantised in a way that is not known."""
     for field in ("quantization_config", "compression_config"):
-        if (found := raw.get(field)) is not None:
-            details = found if isinstance(found, dict) else {}
-            name = details.get("quant_method") or details.get("format") or found
-            raise ValueError(
-                f"config.json has a {field}: the weights are quantised with {name}, which is not supported; "
-                f"take the same model in bfloat16, float16 or float32"
-            )
+        if raw.get(field) is not None:
+            import_extra("quantization/stored", f"config.json's {field}").read_format(field, raw[field])

@@ -55,15 +55,8 @@ def test_code_in_a_checkpoint_is_not_run_and_the_refusal_says_so(broken):
 @pytest.mark.parametrize(
     ("field", "settings", "name"),
     [
-        ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
-        ("quantization_config", {"quant_method": "awq", "bits": 4}, "awq"),
-        ("quantization_config", {"quant_method": "gptq", "bits": 4}, "gptq"),
         ("quantization_config", {"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
-        (
-            "quantization_config",
-            {"quant_method": "compressed-tensors", "format": "int-quantized"},
-            "compressed-tensors",
-        ),
+        ("quantization_config", {"quant_method": "hqq"}, "hqq"),
         ("compression_config", {"format": "marlin-24"}, "marlin-24"),
         ("quantization_config", {"bits": 4}, "{'bits': 4}"),
     ],

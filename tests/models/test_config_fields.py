@@ -37,7 +37,7 @@ OTHER_VALUES = {  # where a number next to the old one would say little, or the 
     "final_logit_softcapping": [2.0],
     "attn_logit_softcapping": [2.0],
     "query_pre_attn_scalar": [50],
-    "quantization_config": [{"quant_method": "fp8"}],
+    "quantization_config": [{"quant_method": "hqq"}],
 }
 OF_5_ALONE = (  # fields of which transformers 4 makes something else than 5, which the engine follows
     {(name, "original_max_position_embeddings") for name in ("qwen3", "deepseek_v3")}

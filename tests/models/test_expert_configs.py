@@ -91,7 +91,7 @@ REFUSED = [
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid'"),
     ("deepseek_v3", {"topk_method": "greedy"}, "topk_method must be 'noaux_tc'"),
     ("deepseek_v3", {"n_group": 8}, "groups of at least 2"),
-    ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised with fp8"),
+    ("deepseek_v3", {"quantization_config": {"quant_method": "hqq"}}, "quantised with hqq"),
     ("deepseek_v3", {"routed_scaling_factor": "2"}, "routed_scaling_factor"),
 ]
 

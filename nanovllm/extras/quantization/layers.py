@@ -17,6 +17,7 @@ float32 holds their sums exactly, and a row's bits depend on no other row.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +34,13 @@ class QuantisedWeight:
     zeros: Tensor | None  # as scales, uint8; None: all are half of q's range
     bits: int
     group_size: int  # of the activations, and of the weight if it has a scale for each group
+    order: Tensor | None = None  # [in_features]: which input each column of q is for, where it is not its own (GPTQ)
 
     def dequantised(self) -> Tensor:
         """[out_features, in_features] float32"""
         zeros = 2 ** (self.bits - 1) if self.zeros is None else self.spread(self.zeros.float())
-        return self.spread(self.scales) * (self.q.float() - zeros)
+        weight = self.spread(self.scales) * (self.q.float() - zeros)
+        return weight if self.order is None else weight[:, self.order.argsort()]
 
     def spread(self, of_groups: Tensor) -> Tensor:
         """[out_features, num_groups or 1] -> what broadcasts to [out_features, in_features]"""
@@ -79,6 +82,7 @@ def round_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 def multiply(x: Tensor, weight: QuantisedWeight) -> Tensor:
     """x: [num_tokens, in_features] -> [num_tokens, out_features] float32"""
+    x = x if weight.order is None else x[:, weight.order]
     q, x_scales = round_rows(x, weight.group_size)
     has_groups = weight.scales.shape[1] > 1
     y = torch.zeros(len(x), len(weight.q), device=x.device)
@@ -94,9 +98,10 @@ def multiply(x: Tensor, weight: QuantisedWeight) -> Tensor:
 class QuantisedLinear(nn.Module):
     """x: [..., in_features] -> x @ weight.T + bias: [..., out_features]"""
 
-    def __init__(self, weight: QuantisedWeight, bias: Tensor | None) -> None:
+    def __init__(self, weight: QuantisedWeight | None, bias: Tensor | None) -> None:
+        """`weight`: None, if it is loaded later"""
         super().__init__()
-        self.quantised = weight
+        self.quantised: Any = weight
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,7 +112,7 @@ class QuantisedLinear(nn.Module):
 class QuantisedFusedLinear(QuantisedLinear):
     """As `FusedLinear`: several projections of the same input. `parts`: name -> number of rows."""
 
-    def __init__(self, weight: QuantisedWeight, bias: Tensor | None, parts: dict[str, int]) -> None:
+    def __init__(self, weight: QuantisedWeight | None, bias: Tensor | None, parts: dict[str, int]) -> None:
         super().__init__(weight, bias)
         self.parts = parts
 

@@ -116,7 +116,7 @@ def fuse_layers(model: nn.Module, backend: KernelBackend) -> None:
 
 def is_fast(parts: DenseParts) -> bool:
     """Whether every part of the layer has a twin for its shape."""
-    if not all(isinstance(product, CpuLinear) for product in parts.products):
+    if not all(isinstance(product, CpuLinear) and product.order is None for product in parts.products):
         return False
     if not all(norm is None or isinstance(norm, CpuRMSNorm) for norm in parts.norms):
         return False

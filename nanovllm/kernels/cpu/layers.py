@@ -72,6 +72,8 @@ class CpuLinear(nn.Module):
     bias: torch.Tensor | None
     other: int | None = None
     """Address of the weight's `struct other_weight`, if another library multiplies by it (`quantised.py`)."""
+    order: torch.Tensor | None = None
+    """[in_features]: the inputs in the order of the weight, if that is another."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: HugePages) -> None:
         super().__init__()

@@ -65,6 +65,7 @@ class QuantisedProduct(CpuLinear):
         self.register_buffer("packed", pack(bytes_of(weight.q, weight.bits), memory))
         self.register_buffer("scales", in_panels(weight.scales))  # [panels, groups or 1, 16]
         self.register_buffer("zeros", None if weight.zeros is None else in_panels(weight.zeros))
+        self.order = weight.order
         bias = getattr(layer, "bias", None)
         self.register_buffer("bias", None if bias is None else F.pad(bias, (0, -len(bias) % LANES)))
         zeros = None if self.zeros is None else self.zeros.data_ptr()
@@ -75,6 +76,8 @@ class QuantisedProduct(CpuLinear):
         self.other = addressof(self.struct)
 
     def product(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if self.order is not None:
+            x = x[:, self.order]
         x, bias = x.contiguous(), None if self.bias is None else self.bias.data_ptr()
         self.library.quantised_linear(
             *(x.data_ptr(), self.other, bias, y.data_ptr()),

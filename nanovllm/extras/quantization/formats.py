@@ -1,0 +1,151 @@
+"""How quantised weights lie in checkpoints: AWQ, GPTQ, compressed-tensors. Each becomes a `QuantisedWeight`.
+
+A format says which tensors a projection has in the checkpoint, and what they mean. `stored.py` reads them. In all of
+them a 32-bit word holds several small numbers, the first in its lowest bits:
+
+    AWQ      qweight [in, out / 8]    along the outputs, in the order 0 2 4 6 1 3 5 7
+             qzeros  [groups, out / 8]    the same; scales [groups, out]
+    GPTQ     qweight [in · bits / 32, out]    along the inputs
+             qzeros  [groups, out · bits / 32]    along the outputs, less 1 but in "gptq_v2"; scales [groups, out]
+             g_idx   [in]    the group of each input, in any order where `desc_act` is set
+    compressed-tensors
+      pack-quantized    weight_packed [out, in · bits / 32]    along the inputs; weight_scale [out, groups or 1]
+                        weight_zero_point [out · bits / 32, groups or 1]    along the outputs, where it is not symmetric
+      int-quantized     weight [out, in] int8, less 128; weight_scale, weight_zero_point: as above, not packed
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.extras.quantization.layers import QuantisedWeight
+from nanovllm.extras.quantization.options import GROUP_SIZES
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # of the outputs in a word
+ACTIVATIONS_GROUP = 128  # inputs of a token that share a scale, where the weight has one scale for each output
+BITS = (4, 8)
+
+
+@dataclass(frozen=True)
+class Format:
+    """What config.json says of the weights. `group_size` None: a scale for each output."""
+
+    name: str
+    bits: int
+    group_size: int | None
+    has_zeros: bool = True
+    zero_offset: int = 0  # of GPTQ's zeros
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Of a projection, by their names behind its own; `g_idx` may be missing."""
+        if self.name in ("awq", "gptq"):
+            return "qweight", "qzeros", "scales", *(["g_idx"] if self.name == "gptq" else [])
+        stored = "weight_packed" if self.name == "pack-quantized" else "weight"
+        more = ["weight_zero_point"] if self.has_zeros else []
+        return stored, "weight_scale", *more, *(["weight_shape"] if self.name == "pack-quantized" else [])
+
+    @property
+    def mark(self) -> str:
+        """The tensor that only a quantised projection has."""
+        return "qweight" if self.name in ("awq", "gptq") else "weight_scale"
+
+    def decode(self, tensors: Mapping[str, Tensor], num_inputs: int) -> QuantisedWeight:
+        """ValueError if shapes do not fit. `tensors`: by the names of `tensors`."""
+        q, scales, zeros = {"awq": self.awq, "gptq": self.gptq}.get(self.name, self.compressed)(tensors)
+        size = self.group_size or num_inputs
+        expected = (len(q), -(-num_inputs // size))
+        if q.shape[1] != num_inputs or scales.shape != expected or (zeros is not None and zeros.shape != expected):
+            shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+            raise ValueError(f"of shapes {shapes}, the model needs {num_inputs} inputs in groups of {size}")
+        order = self.find_order(tensors.get("g_idx"), size)
+        if order is not None:
+            q = q[:, order]
+        if zeros is not None and bool((zeros == 2 ** (self.bits - 1)).all()):
+            zeros = None
+        group_size = self.group_size or ACTIVATIONS_GROUP
+        return QuantisedWeight(q.contiguous(), scales.float().contiguous(), zeros, self.bits, group_size, order)
+
+    def awq(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        place = torch.tensor(AWQ_ORDER).argsort()
+        q, zeros = (unpack(tensors[name], 4).unflatten(1, (-1, 8))[..., place] for name in ("qweight", "qzeros"))
+        return q.flatten(1).T, tensors["scales"].T, zeros.flatten(1).T.contiguous()
+
+    def gptq(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        q = unpack(tensors["qweight"].T, self.bits)  # [out, in]
+        zeros = unpack(tensors["qzeros"], self.bits).T + self.zero_offset
+        return q, tensors["scales"].T, (zeros & 2**self.bits - 1).contiguous()
+
+    def compressed(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        packed, scales, zeros = tensors[self.tensors[0]], tensors["weight_scale"], tensors.get("weight_zero_point")
+        if self.name == "int-quantized":
+            return (packed + 128).to(torch.uint8), scales, zeros if zeros is None else (zeros + 128).to(torch.uint8)
+        if zeros is not None:
+            zeros = unpack(zeros.T, self.bits)[:, : len(packed)].T.contiguous()
+        return unpack(packed, self.bits)[:, : int(tensors["weight_shape"][1])], scales, zeros
+
+    def find_order(self, g_idx: Tensor | None, size: int) -> Tensor | None:
+        """Of GPTQ's inputs: the groups one after another. None: that is how they are."""
+        if g_idx is None or torch.equal(g_idx.long(), torch.arange(len(g_idx)) // size):
+            return None
+        order = g_idx.argsort(stable=True)
+        if not torch.equal(g_idx[order].long(), torch.arange(len(g_idx)) // size):
+            raise ValueError(f"g_idx has groups that are not of {size} inputs each")
+        return order
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """[n, m] int32 -> [n, m · 32 / bits] uint8; a word's lowest bits come first"""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    return (words[..., None] >> shifts & 2**bits - 1).to(torch.uint8).flatten(1)
+
+
+# ---- config.json
+
+
+def read_awq(raw: Mapping[str, Any]) -> Format:
+    check("version", str(raw.get("version", "gemm")).lower(), ("gemm",))
+    check("zero_point", raw.get("zero_point", True), (True,))
+    return Format("awq", check("bits", raw.get("bits", raw.get("w_bit")), (4,)), group_size(raw.get("group_size")))
+
+
+def read_gptq(raw: Mapping[str, Any]) -> Format:
+    form = check("checkpoint_format", raw.get("checkpoint_format", "gptq"), ("gptq", "gptq_v2"))
+    check("dynamic", raw.get("dynamic") or None, (None,))
+    bits = check("bits", raw.get("bits"), BITS)
+    return Format("gptq", bits, group_size(raw.get("group_size")), zero_offset=form == "gptq")
+
+
+def read_compressed(raw: Mapping[str, Any]) -> Format:
+    name = check("format", raw.get("format"), ("pack-quantized", "int-quantized"))
+    groups = list((raw.get("config_groups") or {}).values())
+    check("config_groups: their number", len(groups), (1,))
+    for field in ("kv_cache_scheme", "sparsity_config"):
+        check(field, raw.get(field) or None, (None,))
+    weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations")
+    check("weights: type", weights.get("type", "int"), ("int",))
+    check("weights: actorder", weights.get("actorder"), (None, False, "weight", "static"))  # without a g_idx
+    check("input_activations: dynamic", (inputs or {"dynamic": True}).get("dynamic"), (True,))
+    check("input_activations: num_bits", (inputs or {"num_bits": 8}).get("num_bits"), (8,))
+    strategy = check("weights: strategy", weights.get("strategy"), ("group", "channel"))
+    bits = check("weights: num_bits", weights.get("num_bits"), BITS if name == "pack-quantized" else (8,))
+    size = group_size(weights.get("group_size")) if strategy == "group" else None
+    return Format(name, bits, size, has_zeros=not weights.get("symmetric", True))
+
+
+def group_size(value: Any) -> int | None:
+    """None: a scale for each output."""
+    return None if check("group_size", value, (*GROUP_SIZES, -1)) == -1 else value
+
+
+def check(field: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+    if value not in allowed:
+        text = " or ".join(map(repr, allowed))
+        raise ValueError(f"the field {field} of a quantised checkpoint must be {text}, config.json has {value!r}")
+    return value
+
+
+READERS = {"awq": read_awq, "gptq": read_gptq, "compressed-tensors": read_compressed}

@@ -1,0 +1,189 @@
+"""Checkpoints that are quantised already: `models/registry.py` asks `read_format`, `engine/assembly.py` asks `loader`.
+
+Each projection that has the tensors of the format becomes a layer of `layers.py`; all others are loaded as always.
+Weights in fp8 (DeepSeek's, Qwen's) are widened to the model's dtype: no kernel here multiplies by them.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from nanovllm.execution.weights import checkpoint_files, load_model, load_weights
+from nanovllm.extras.quantization.formats import READERS, Format
+from nanovllm.extras.quantization.fp8 import Fp8, read_compressed_fp8, read_fp8
+from nanovllm.extras.quantization.layers import QuantisedFusedLinear, QuantisedLinear, QuantisedWeight
+from nanovllm.extras.quantization.load import VECTOR
+from nanovllm.layers.linear import FusedLinear, Linear
+
+logger = logging.getLogger(__name__)
+
+
+def read_format(field: str, raw: Any) -> Format | Fp8:
+    """`raw`: the value of `field` in config.json. ValueError, by the format's name, if it is not known."""
+    given = raw if isinstance(raw, Mapping) else {}
+    name = given.get("quant_method") or given.get("format") or raw
+    known: dict[str, Any] = {**READERS, "fp8": read_fp8}
+    if field != "quantization_config" or not isinstance(name, str) or name not in known:
+        raise ValueError(
+            f"config.json has a {field}: the weights are quantised with {name}, which is not supported; "
+            f"known are {', '.join(known)}. Take the same model in bfloat16, float16 or float32"
+        )
+    if name == "compressed-tensors" and given.get("format") in ("float-quantized", "naive-quantized"):
+        return read_compressed_fp8(given)
+    read: Callable[[Any], Format | Fp8] = known[name]
+    return read(given)
+
+
+def loader(raw: Any) -> Callable[..., Any]:
+    """What takes the place of `load_model`, for a checkpoint that `raw` describes."""
+    form = read_format("quantization_config", raw)
+
+    def load_stored(model_class: Any, config: Any, backend: Any, dtype: torch.dtype, device: torch.device,
+                    folder: Path, dummy_seed: int | None = None) -> Any:  # fmt: skip
+        if dummy_seed is not None:
+            raise ValueError("load_format='dummy' makes plain weights: quantization='int8' or 'int4' quantises them")
+        checkpoint = Checkpoint(folder)
+        if isinstance(form, Fp8):
+            logger.info("the checkpoint's weights in fp8 are widened to %s", dtype)
+            return load_model(model_class, config, backend, dtype, device, folder, read=form.reader(checkpoint, dtype))
+        return load_projections(form, checkpoint, model_class, config, backend, dtype, device)
+
+    return load_stored
+
+
+class Checkpoint:
+    """The tensors of a folder, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, Path] = {}
+        for file in checkpoint_files(folder):
+            with safe_open(file, framework="pt") as tensors:
+                self.files |= dict.fromkeys(tensors.keys(), file)
+
+    def read(self, name: str) -> Tensor:
+        with safe_open(self.files[name], framework="pt") as tensors:
+            return tensors.get_tensor(name)
+
+
+def load_projections(
+    form: Format,
+    checkpoint: Checkpoint,
+    model_class: Any,
+    config: Any,
+    backend: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Any:
+    with torch.device("meta"):
+        model = model_class(config, backend)
+    found = find_projections(form, checkpoint, model)
+    for path, layer in found.items():  # without weights: their memory is never taken
+        parent, _, name = path.rpartition(".")
+        bias = layer.bias
+        made = QuantisedLinear(None, bias) if type(layer) is Linear else QuantisedFusedLinear(None, bias, layer.parts)
+        setattr(model.get_submodule(parent), name, made)
+    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    consumed: set[str] = set()
+    for path, layer in found.items():
+        quantised = model.get_submodule(path)
+        parts = parts_of(path, layer)
+        weights = [decode(form, checkpoint, part, layer.weight.shape[1], rows) for part, rows in parts.items()]
+        quantised.quantised = joined(path, weights, device)
+        biases = [read_bias(checkpoint, part, layer.bias is not None) for part in parts]
+        if layer.bias is not None:
+            quantised.bias.copy_(torch.cat(biases))
+        consumed |= {f"{part}.{name}" for part in parts for name in (*form.tensors, "bias")}
+
+    def read_others(file: Any, name: str) -> Tensor | None:
+        return None if name in consumed else file.get_tensor(name)
+
+    load_weights(model, checkpoint.folder, read_others)
+    return model
+
+
+def parts_of(path: str, layer: Any) -> dict[str, int]:
+    """The projections of a layer by their names in the checkpoint, and their numbers of outputs."""
+    if not isinstance(layer, FusedLinear) or layer.is_stored_fused:
+        return {path: len(layer.weight)}
+    parent = path.rpartition(".")[0]
+    return {f"{parent}.{part}": rows for part, rows in layer.parts.items()}
+
+
+def find_projections(form: Format, checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
+    """By path, the layers that the checkpoint has quantised. ValueError for one of which it has a part so."""
+    found: dict[str, Any] = {}
+    for path, layer in model.named_modules():
+        if type(layer) not in (Linear, FusedLinear):
+            continue
+        parts = {part: f"{part}.{form.mark}" in checkpoint.files for part in parts_of(path, layer)}
+        if not any(parts.values()):
+            continue
+        if not all(parts.values()):
+            plain = ", ".join(part for part in parts if not parts[part])
+            raise ValueError(f"{plain} in {checkpoint.folder} is not quantised, but what is multiplied with it is")
+        if layer.weight.shape[1] % VECTOR:
+            raise ValueError(f"{path} has {layer.weight.shape[1]} inputs, quantised layers need a multiple of {VECTOR}")
+        found[path] = layer
+    if not found:
+        raise ValueError(f"config.json says {form.name}, but no projection in {checkpoint.folder} is quantised so")
+    return found
+
+
+def decode(form: Format, checkpoint: Checkpoint, part: str, num_inputs: int, num_outputs: int) -> QuantisedWeight:
+    names = [name for name in form.tensors if f"{part}.{name}" in checkpoint.files]
+    if missing := [name for name in form.tensors if name not in (*names, "g_idx")]:
+        raise ValueError(f"{part} in {checkpoint.folder} lacks {', '.join(missing)}")
+    tensors = {name: checkpoint.read(f"{part}.{name}") for name in names}
+    try:
+        weight = form.decode(tensors, num_inputs)
+    except ValueError as error:
+        raise ValueError(f"{part} in {checkpoint.folder}: {error}") from error
+    if len(weight.q) != num_outputs:
+        raise ValueError(f"{part} in {checkpoint.folder} has {len(weight.q)} outputs, the model needs {num_outputs}")
+    return weight
+
+
+def joined(path: str, weights: list[QuantisedWeight], device: torch.device) -> QuantisedWeight:
+    """The parts of a layer, one below the other."""
+    first = weights[0]
+    for other in weights[1:]:
+        if not equal(first.order, other.order):
+            raise ValueError(f"the projections in {path} have their inputs in different orders (desc_act, g_idx)")
+    zeros = [weight.zeros for weight in weights]
+    if any(one is not None for one in zeros):
+        half = 2 ** (first.bits - 1)
+        zeros = [
+            torch.full_like(weight.scales, half, dtype=torch.uint8) if weight.zeros is None else weight.zeros
+            for weight in weights
+        ]
+    return QuantisedWeight(
+        torch.cat([weight.q for weight in weights]).to(device),
+        torch.cat([weight.scales for weight in weights]).to(device),
+        None if zeros[0] is None else torch.cat([one for one in zeros if one is not None]).to(device),
+        first.bits,
+        first.group_size,
+        None if first.order is None else first.order.to(device),
+    )
+
+
+def equal(order: Tensor | None, other: Tensor | None) -> bool:
+    return order is other or (order is not None and other is not None and torch.equal(order, other))
+
+
+def read_bias(checkpoint: Checkpoint, part: str, is_wanted: bool) -> Tensor:
+    """Tools write zeros for layers that have no bias."""
+    name = f"{part}.bias"
+    if name not in checkpoint.files:
+        if is_wanted:
+            raise ValueError(f"{name} is missing in {checkpoint.folder}")
+        return torch.empty(0)
+    bias = checkpoint.read(name)
+    if not is_wanted and bool(bias.any()):
+        raise ValueError(f"unexpected tensor {name} in {checkpoint.folder}: the model's layer has no bias")
+    return bias
