@@ -9,6 +9,7 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm.extras.quantization.formats import Format
 from nanovllm.kernels.cpu.quantised import replace_quantised
 from tests.extras.quantization import packers
 from tests.extras.quantization.packers import awq, fp8, gptq, int_quantized, of_compressed, pack_quantized, write
@@ -32,6 +33,7 @@ FORMATS = {
     "awq, groups of 64": ({**AWQ, "group_size": 64}, partial(awq, group_size=64)),
     "gptq": (GPTQ, gptq),
     "gptq, symmetric, groups of 32": ({**GPTQ, "group_size": 32}, partial(gptq, group_size=32, symmetric=True)),
+    "gptq, zeros in some parts": (GPTQ, lambda weight: gptq(weight, symmetric=len(weight) == 128)),
     "gptq, 8 bits": ({**GPTQ, "bits": 8}, partial(gptq, bits=8)),
     "gptq, a scale for each output": ({**GPTQ, "group_size": -1}, partial(gptq, group_size=None)),
     "gptq_v2": ({**GPTQ, "checkpoint_format": "gptq_v2"}, partial(gptq, is_v2=True)),
@@ -107,6 +109,16 @@ def test_a_checkpoint_means_what_its_format_says(name, tmp_path, expected):
     for path, meaning in meanings.items():
         assert torch.equal(found[path].double(), meaning), path  # 11 bits of a scale times 9: exact in float32
     assert answer(llm) == expected
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gptqs_zeros_wrap(bits):
+    """A group without negative weights has a zero of 0, which is stored as the largest number."""
+    weight = torch.rand(64, 256, generator=torch.Generator().manual_seed(0))
+    tensors, meaning = gptq(weight, bits)
+    assert tensors["qzeros"].unique().tolist() == [-1]
+    decoded = Format("gptq", bits, 128, zero_offset=1).decode(tensors, 256)
+    assert torch.equal(decoded.dequantised().double(), meaning)
 
 
 @pytest.mark.parametrize("name", FLOATS)
