@@ -164,7 +164,7 @@ def start_runner(
         load = import_extra("quantization/stored", "a quantised checkpoint").loader(shape.quantization_config)
     model = load(model_class, shape, backend, dtype, device, folder, seed)
     if config.quantization is not None:
-        import_extra("quantization/load", "quantization").quantise(model, config.quantization)
+        import_extra("quantization/load", "quantization").quantise(model, config.quantization, shape)
     clock.lap("weights")
     if not config.enforce_eager:
         backend.replace_layers(model)

@@ -14,17 +14,24 @@ from nanovllm.extras.quantization.layers import (
     QuantisedLinear,
     quantise_weight,
 )
-from nanovllm.extras.quantization.options import Quantization, read_options
+from nanovllm.extras.quantization.options import STORED, Quantization, read_options
 from nanovllm.layers.linear import Embedding, FusedLinear, Linear
+from nanovllm.models.config import ModelConfig
 
 VECTOR = 16  # inputs come in whole vectors of so many
 
 
-def quantise(model: nn.Module, given: Any) -> None:
+def quantise(model: nn.Module, given: Any, shape: ModelConfig | None = None) -> None:
     """In place, one layer after another: no more than one weight is there twice. `given`: as `Config.quantization`.
 
-    ValueError, before anything changes, if a layer does not fit.
+    `shape` knows the checkpoint's format. ValueError, before anything changes, if a layer does not fit.
     """
+    if given in STORED:
+        stored = shape.quantization_config if shape else None
+        found = stored["quant_method"] if stored else "plain weights"
+        if given != found:
+            raise ValueError(f"quantization={given!r} needs a checkpoint in this format, config.json has {found}")
+        return
     options = read_options(given)
     for path, layer in model.named_modules():
         if is_quantised(layer, options) and layer.weight.shape[1] % VECTOR:

@@ -8,6 +8,7 @@ from typing import Any
 from nanovllm.checks import check_bool, check_choice
 
 METHODS = {"int8": 8, "int4": 4}  # bits
+STORED = ("awq", "gptq", "compressed-tensors", "fp8")  # formats of checkpoints: vLLM's users name them too
 GROUP_SIZES = (32, 64, 128)
 
 
@@ -40,7 +41,7 @@ def read_options(given: Any) -> Quantization:
         except ValueError as error:
             raise ValueError(f"quantization must be a method, a dict or JSON, got {given!r}: {error}") from error
     if isinstance(given, str):
-        check_choice("quantization", given, tuple(METHODS))
+        check_choice("quantization", given, (*METHODS, *STORED))
         return Quantization(given)
     if not isinstance(given, Mapping):
         raise TypeError(f"quantization must be one of {', '.join(METHODS)}, a dict or None, got {given!r}")
@@ -52,7 +53,8 @@ def read_options(given: Any) -> Quantization:
 
 
 def check_quantization(name: str, value: Any) -> None:
-    read_options(value)
+    if value not in STORED:
+        read_options(value)
 
 
 FIELD_CHECKS = {"quantization": check_quantization}

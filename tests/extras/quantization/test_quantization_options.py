@@ -23,12 +23,16 @@ def test_good_values(given, options):
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        ("int3", ValueError, "quantization must be one of int8, int4, got 'int3'"),
-        ("", ValueError, "quantization must be one of int8, int4, got ''"),
+        ("int3", ValueError, "quantization must be one of int8, int4, awq, gptq, compressed-tensors, fp8, got 'int3'"),
+        ("", ValueError, "quantization must be one of int8, int4, awq, gptq, compressed-tensors, fp8, got ''"),
         (8, TypeError, "quantization must be one of int8, int4, a dict or None, got 8"),
         (["int8"], TypeError, "a dict or None"),
         ("{", ValueError, "quantization must be a method, a dict or JSON, got '{'"),
-        ({}, ValueError, r"quantization\['method'\] must be one of int8, int4, got None"),
+        (
+            {},
+            ValueError,
+            r"quantization\['method'\] must be one of int8, int4, got None",
+        ),
         ({"method": "awq"}, ValueError, "got 'awq'"),
         ({"method": "int4", "group_size": 100}, ValueError, r"\['group_size'\] must be one of 32, 64, 128, got 100"),
         ({"method": "int4", "embeddings": 1}, TypeError, r"\['embeddings'\] must be True or False, got 1"),

@@ -167,6 +167,15 @@ def test_what_the_checkpoint_has_left_can_be_quantised_too(tmp_path, expected):
     assert "QuantisedLinear" in eager(tmp_path / "fp8", quantization="int8").engine.description
 
 
+def test_vllms_users_name_the_format_too(tmp_path, expected):
+    write(tmp_path / "model", AWQ, awq)
+    assert answer(eager(tmp_path / "model", quantization="awq")) == expected
+    with pytest.raises(ValueError, match="quantization='gptq' needs a checkpoint in this format, config.json has awq"):
+        eager(tmp_path / "model", quantization="gptq")
+    with pytest.raises(ValueError, match="quantization='fp8' needs .* config.json has plain weights"):
+        eager(TINY_QWEN3, quantization="fp8")
+
+
 def test_biases_of_zero_that_tools_write_are_dropped(tmp_path):
     def add_biases(value):
         return lambda tensors: tensors.update({"model.layers.0.mlp.down_proj.bias": torch.full((256,), value)})
