@@ -138,7 +138,7 @@ def test_each_prefix_is_shared_by_as_many_prompts():
 
 def test_times_are_those_of_the_server(server, tmp_path):
     """Sent before it was received, read after it was written, by little."""
-    server.texts, server.ttft, server.gap = ["a", "b", "c", "d"], 0.05, 0.02
+    server.texts, server.ttft, server.gap = ["a", "b", "c", "d"], 0.2, 0.06
     report = bench(server, tmp_path, "--num-prompts", 6, "--request-rate", 100)
     served = [one for one in server.served if one.path == "/v1/completions"]
     assert [report[name] for name in ("completed", "failed", "total_output_tokens")] == [6, 0, 24]
@@ -149,12 +149,13 @@ def test_times_are_those_of_the_server(server, tmp_path):
         "itl": [b - a for one in served for a, b in itertools.pairwise(one.written)],
         "e2el": [one.written[-1] - one.received for one in served],
     }.items():
-        # two threads on a busy machine: most answers are read at once
-        assert report[f"p50_{metric}_ms"] == pytest.approx(1e3 * statistics.median(truth), abs=15), metric
-    assert report["mean_ttft_ms"] > 50 - 0.1
-    assert report["mean_itl_ms"] > 20 - 5
+        # On a busy machine a thread is late by some 20 ms; between two tokens, mostly both are.
+        near = 60 if metric in ("ttft", "e2el") else 12
+        assert report[f"p50_{metric}_ms"] == pytest.approx(1e3 * statistics.median(truth), abs=near), metric
+    assert report["mean_ttft_ms"] > 200 - 0.1
+    assert report["mean_itl_ms"] > 60 - 12
     ends = max(one.written[-1] for one in served) - served[0].received
-    assert report["duration"] == pytest.approx(ends, abs=0.05)
+    assert report["duration"] == pytest.approx(ends, abs=0.1)
     assert report["output_throughput"] == pytest.approx(24 / report["duration"])
     assert report["generated_texts"] == ["abcd"] * 6
 
