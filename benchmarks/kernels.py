@@ -123,7 +123,7 @@ def make_backends(args: argparse.Namespace) -> dict[str, AttentionBackend]:
     backends: dict[str, AttentionBackend] = {}
     for size in args.block_size:
         backends[f"triton, blocks of {size}"] = TritonAttention(*shape, size)
-        if args.fp8 and TritonAttention.why_no_fp8_kv_cache() is None:
+        if args.fp8 and TritonAttention.why_no_kv_cache("fp8", shape[2]) is None:
             backends[f"triton, fp8, blocks of {size}"] = TritonAttention(*shape, size, kv_cache_dtype="fp8")
     for size in args.block_size:
         if FlashAttention.why_not(torch.device(DEVICE), args.dtype, args.head_dim, size) is None:

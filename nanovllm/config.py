@@ -66,8 +66,8 @@ class Config:
     """Whether prompts that begin alike share their KV blocks."""
     attention_backend: str = checked("auto", check_choice, allowed=("auto", "torch", "flash_attn", "triton", "cpu"))
     """`torch`, `flash_attn`, `triton` or `cpu`; `auto` is the fastest that this machine has."""
-    kv_cache_dtype: str = checked("auto", check_choice, allowed=("auto", "fp8"))
-    """`fp8` stores K and V in 8 bits, for twice the tokens (with `triton` or `torch`); `auto` is the model's dtype."""
+    kv_cache_dtype: str = checked("auto", check_choice, allowed=("auto", "fp8", "int8"))
+    """`fp8` (with `triton`, `torch`) and `int8` (`cpu`, `torch`) keep K and V in 8 bits; `auto` is the model's dtype."""
     quantization: str | Mapping[str, Any] | None = checked(None, check_by_extra, file="quantization/options")
     """`int8` or `int4` keeps weights in so many bits, or a dict as `{"method": "int4", "group_size": 64}`."""
     scheduling_policy: str | Callable[[Any], float] = checked("fcfs", check_policy)

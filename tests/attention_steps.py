@@ -60,7 +60,7 @@ class Step:
         num_blocks = [-(-sum(pair) // size) for pair in lens]
         ids = list(range(1, sum(num_blocks) + 4))
         rng.shuffle(ids)
-        cache = torch.full(backend.kv_cache_shape(2, len(ids) + 1), math.nan, dtype=dtype, device=device)
+        cache = self.empty_cache(backend.kv_cache_shape(2, len(ids) + 1), dtype).to(device)
         self.cache, self.layer_cache = cache, cache[:, 1]
         chunks, qs, ks, vs, expected = [], [], [], [], []
         for (num_computed, num_new), needed in zip(lens, num_blocks, strict=True):
@@ -81,13 +81,20 @@ class Step:
             qs.append(q)
             ks.append(k[num_computed:])
             vs.append(v[num_computed:])
-            expected.append(attend_with_loops(q, k, v, **asked))
+            expected.append(attend_with_loops(q, self.kept(k), self.kept(v), **asked))
         self.batch = on_device(batch_of(chunks, size), torch.device(device))
         self.q, self.k, self.v = (torch.cat(parts).to(device) for parts in (qs, ks, vs))
         self.expected = torch.cat(expected)
 
     def values_of(self, k, normal):
         return normal(*k.shape[:2])
+
+    def empty_cache(self, shape, dtype):
+        return torch.full(shape, math.nan, dtype=dtype)
+
+    def kept(self, x):
+        """K or V, as the cache keeps it."""
+        return x
 
     def run(self, backend):
         return Attention(backend, *self.options)(self.q, self.k, self.v, self.layer_cache, self.batch.metadata)
@@ -110,6 +117,18 @@ class LatentStep(Step):
 
     def values_of(self, k, normal):
         return k[..., : self.rank]
+
+
+class Int8Step(Step):
+    """Of a backend that keeps K and V in 8 bits (extras/int8_kv.py): each vector is rounded, its largest number to 127."""
+
+    def empty_cache(self, shape, dtype):
+        return torch.full(shape, -1, dtype=torch.int8)  # four of these bytes are a scale that is NaN
+
+    def kept(self, x):
+        largest = x.float().abs().amax(-1, keepdim=True)
+        numbers = (x.float() * (torch.tensor(127.0) / largest)).round()  # in float32, as there: near a half it matters
+        return numbers.double() * (largest / 127).double()
 
 
 def check_close(out, step):

@@ -61,7 +61,7 @@ GOOD = [
     ("gpu_memory_utilization", [0.01, 0.5, 1, 1.0]),
     ("enable_prefix_caching", [True, False]),
     ("attention_backend", ["auto", "torch", "triton", "flash_attn"]),
-    ("kv_cache_dtype", ["auto", "fp8"]),
+    ("kv_cache_dtype", ["auto", "fp8", "int8"]),
     ("enforce_eager", [True, False]),
     ("enable_cuda_graphs", [None, True, False]),
     ("enable_overlap", [None, True, False]),

@@ -54,6 +54,7 @@ REFUSED = {  # what is asked for -> the extra that the error names
     "LLM(TINY_QWEN3, preemption_mode='swap', swap_space_bytes=1 << 20)": "extras/swap",
     "LLM(TINY_QWEN3, attention_backend='cpu')": "kernels",
     "LLM(TINY_QWEN3, kv_cache_dtype='fp8', attention_backend='torch')": "kernels",
+    "LLM(TINY_QWEN3, kv_cache_dtype='int8', attention_backend='torch')": "kernels",
     "LLM(TINY_QWEN3, quantization='int8')": "extras/quantization",
     "LLM(TINY_QWEN3, enable_cuda_graphs=True)": "extras/cuda",
     "LLM(TINY_QWEN3, trace='run.jsonl')": "trace",

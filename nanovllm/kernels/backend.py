@@ -25,9 +25,9 @@ class KernelBackend(AttentionBackend):
         """Why this backend cannot serve such a model on this machine; None if it can. `block_size` None is open."""
 
     @classmethod
-    def why_no_fp8_kv_cache(cls) -> str | None:
-        """As `why_not`, for `kv_cache_dtype="fp8"`."""
-        return "it has no fp8 KV cache"
+    def why_no_kv_cache(cls, kv_cache_dtype: str, head_dim: int) -> str | None:
+        """As `why_not`, for a cache of 8 bits: `fp8` or `int8`."""
+        return f"it has no {kv_cache_dtype} KV cache"
 
     @classmethod
     def why_not_options(

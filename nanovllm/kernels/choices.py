@@ -39,18 +39,31 @@ def choose(
         limit_threads()
     choice = (config.attention_backend, device, dtype, shape.head_dim, config.block_size, config.kv_cache_dtype)
     is_latent = shape.latent_rank is not None
+    if is_latent and config.kv_cache_dtype == "int8":
+        allowed = "take kv_cache_dtype='auto', or 'fp8' with attention_backend='torch'"
+        raise ValueError(f"kv_cache_dtype='int8' is for K and V, and this model's cache holds latents: {allowed}")
     paths = LATENT_BACKENDS if is_latent else BACKENDS
     options = tuple(dict.fromkeys(shape.attention_options)) or (PLAIN,)
     backend_class, reasons = select_backend(*choice, options, paths)
-    if config.kv_cache_dtype == "fp8" and issubclass(backend_class, TorchAttention):
-        with extra("extras/fp8.py", "kv_cache_dtype='fp8' with attention_backend='torch'"):
-            from nanovllm.extras.fp8 import with_fp8_cache
-        backend_class = with_fp8_cache(backend_class)
+    if config.kv_cache_dtype != "auto" and issubclass(backend_class, TorchAttention):
+        backend_class = with_small_cache(backend_class, config.kv_cache_dtype)
     block_size = config.block_size or backend_class.default_block_size
     heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
     latent: dict[str, Any] = {"rank": shape.latent_rank} if is_latent else {}
     backend = backend_class(*heads, block_size, dtype, config.kv_cache_dtype, **latent)
     return backend, reasons
+
+
+def with_small_cache(backend_class: type[TorchAttention], kv_cache_dtype: str) -> type[TorchAttention]:
+    """PyTorch's attention with a cache of 8 bits."""
+    feature = f"kv_cache_dtype={kv_cache_dtype!r} with attention_backend='torch'"
+    if kv_cache_dtype == "fp8":
+        with extra("extras/fp8.py", feature):
+            from nanovllm.extras.fp8 import with_fp8_cache
+        return with_fp8_cache(backend_class)
+    with extra("extras/int8_kv.py", feature):
+        from nanovllm.extras.int8_kv import with_int8_cache
+    return with_int8_cache(backend_class)
 
 
 def select_backend(
@@ -78,14 +91,14 @@ def select_backend(
             if name == "auto":
                 reason = reason or backend_class.why_slow(device, dtype, kv_cache_dtype)
         else:  # PyTorch's attention always runs
-            is_slow = name == "auto" and device.type == "cuda" and kv_cache_dtype == "fp8"
+            is_slow = name == "auto" and device.type == "cuda" and kv_cache_dtype != "auto"
             reason = "there it is for comparisons, and slow" if is_slow else None
         if reason is None:
             return backend_class, "; ".join([f"attention_backend={candidate}", *reasons])
         reasons.append(f"not {candidate}: {reason}")
     wanted, advice = f"attention_backend={name!r}", "take attention_backend='torch'"
-    if kv_cache_dtype == "fp8":
-        wanted, advice = f"{wanted} with kv_cache_dtype='fp8'", f"{advice}, or kv_cache_dtype='auto'"
+    if kv_cache_dtype != "auto":
+        wanted, advice = f"{wanted} with kv_cache_dtype={kv_cache_dtype!r}", f"{advice}, or kv_cache_dtype='auto'"
     raise ValueError(f"{wanted} cannot be used ({'; '.join(reasons)}); {advice}")
 
 
@@ -102,6 +115,6 @@ def why_not(
     reason = backend_class.why_not(device, dtype, head_dim, block_size)
     for one in options:
         reason = reason or backend_class.why_not_options(one, device, dtype, head_dim)
-    if kv_cache_dtype == "fp8":
-        reason = reason or backend_class.why_no_fp8_kv_cache()
+    if kv_cache_dtype != "auto":
+        reason = reason or backend_class.why_no_kv_cache(kv_cache_dtype, head_dim)
     return reason

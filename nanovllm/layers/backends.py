@@ -36,7 +36,7 @@ class AttentionBackend(ABC):
         self.head_dim = head_dim
         self.block_size = block_size
         self.dtype = dtype
-        self.kv_cache_dtype = torch.float8_e4m3fn if kv_cache_dtype == "fp8" else None  # None: the model's
+        self.kv_cache_dtype = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(kv_cache_dtype)  # None: the model's
 
     def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
         """[parts, num_layers, num_blocks, …]: two parts, K and V, or one of latents (`latent_attention.py`).

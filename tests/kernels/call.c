@@ -1,4 +1,4 @@
-// Calls one function of cpu.c for a test in another process, as an ARM processor under qemu-user does.
+// Calls one function of cpu.c, or of int8_kv.c with -DINT8_KV, for a test in another process, as an ARM processor under qemu-user does.
 //
 // stdin: the function's name in 32 bytes, the number of arguments, and for each its kind, 'p', 'i' or 'f', and 8 bytes: the
 // number of bytes at a pointer (-1: NULL), which follow; an integer; a float. stdout: what then lies at the pointers.
@@ -6,15 +6,21 @@
 // Integers and pointers go to x0 … x7 and then the stack, floats to s0 and s1, in whatever order a function names them, and
 // what it does not take does no harm. So one prototype calls all.
 
+#ifdef INT8_KV
+#include "int8_kv.c"
+#else
 #include "cpu.c"
+#endif
 #include <stdio.h>
 
 #define MOST 20
 typedef void function(long, long, long, long, long, long, long, long, long, long, long, long, long, long, long, long, long,
                       long, long, long, float, float);
 static const struct { const char *name; void *address; } functions[] = {
-    {"linear", linear}, {"gated_linear", gated_linear}, {"store_kv", store_kv}, {"attend", attend},
-    {"rms_norm", rms_norm}, {"argmax", argmax},
+    {"store_kv", store_kv}, {"attend", attend},
+#ifndef INT8_KV
+    {"linear", linear}, {"gated_linear", gated_linear}, {"rms_norm", rms_norm}, {"argmax", argmax},
+#endif
 };
 
 static void read_all(void *to, long size) {

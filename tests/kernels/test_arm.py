@@ -19,7 +19,7 @@ from nanovllm.kernels.cpu.library import SOURCE, masking
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.masking import PLAIN
 from tests.attention_options import OPTIONS
-from tests.attention_steps import Step, check_close
+from tests.attention_steps import Int8Step, Step, check_close
 
 pytestmark = pytest.mark.slow
 
@@ -135,8 +135,8 @@ def as_bytes(tensor):
 
 
 class ArmAttention(CpuAttention):
-    def __init__(self, arm, *args):
-        super().__init__(*args, arm.dtype)
+    def __init__(self, arm, *args, **kwargs):
+        super().__init__(*args, arm.dtype, **kwargs)
         self.arm = arm
 
     def store_kv(self, k, v, layer_cache, slot_mapping):
@@ -155,17 +155,20 @@ class ArmAttention(CpuAttention):
         return out
 
 
-@pytest.fixture(scope="module", params=TARGETS, ids="-".join)
-def arm(request, tmp_path_factory):
-    compiler, processor, dtype = request.param
-    folder = tmp_path_factory.mktemp("arm")
+def program_for(folder, target, *options):
+    compiler, processor, dtype = target
     program, library = folder / "call", folder / "call.o"
     # of clang's OpenMP, Debian has no library for arm64: one thread
     openmp = ["-fopenmp"] if compiler == "gcc" else []
     source = Path(__file__).with_name("call.c")
-    compile_with(compiler, processor, dtype, *openmp, "-c", str(source), "-o", str(library))
+    compile_with(compiler, processor, dtype, *openmp, *options, "-c", str(source), "-o", str(library))
     subprocess.run([GCC, "-static", "-fopenmp", str(library), "-lm", "-o", str(program)], check=True)
     return Arm(program, dtype, num_threads=2 if openmp else 1)
+
+
+@pytest.fixture(scope="module", params=TARGETS, ids="-".join)
+def arm(request, tmp_path_factory):
+    return program_for(tmp_path_factory.mktemp("arm"), request.param)
 
 
 def randn(*shape, dtype, seed=1):
@@ -194,6 +197,15 @@ def test_attention_equals_the_reference(arm, block_size, options):
     lens = [(15, 1), (16, 1), (170, 1), (0, 17), (33, 20), (5, 3)]
     step = Step(backend, lens, dtype=arm.dtype, options=options)
     check_close(step.run(backend), step)
+
+
+@pytest.mark.parametrize("target", [TARGETS[1], TARGETS[4]], ids="-".join)
+@pytest.mark.parametrize("options", [PLAIN, OPTIONS["all"]], ids=["plain", "all"])
+def test_attention_over_8_bits_equals_the_reference(target, options, tmp_path):
+    backend = ArmAttention(program_for(tmp_path, target, "-DINT8_KV"), 8, 2, 64, 16, kv_cache_dtype="int8")
+    step = Int8Step(backend, [(15, 1), (16, 1), (170, 1), (0, 17), (33, 20), (5, 3)], dtype=backend.dtype, options=options)
+    tolerance = 1e-4 if backend.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(step.run(backend).double(), step.expected, rtol=tolerance, atol=tolerance)
 
 
 def test_norms_and_the_argmax_equal_the_definition(arm):

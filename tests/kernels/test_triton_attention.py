@@ -394,8 +394,8 @@ def test_older_gpus_get_pytorchs_attention(monkeypatch):
 
 
 def test_the_dtype_of_an_fp8_cache():
-    assert TritonAttention.why_no_fp8_kv_cache() is None
+    assert TritonAttention.why_no_kv_cache("fp8", 64) is None
     for backend_class in (TritonAttention, TorchAttention):
         assert backend_class(4, 2, 64, 16, kv_cache_dtype="fp8").kv_cache_dtype == torch.float8_e4m3fn
         assert backend_class(4, 2, 64, 16).kv_cache_dtype is None
-    assert FlashAttention.why_no_fp8_kv_cache() == "it has no fp8 KV cache"
+    assert FlashAttention.why_no_kv_cache("fp8", 64) == "it has no fp8 KV cache"

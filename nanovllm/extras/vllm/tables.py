@@ -115,7 +115,7 @@ ENGINE_OPTIONS = (
         },
     ),
     Refused(
-        "quantization='int8' or 'int4' makes weights smaller, and kv_cache_dtype='fp8' K and V",
+        "quantization='int8' or 'int4' makes weights smaller, and kv_cache_dtype='fp8' or 'int8' K and V",
         off(
             "quantization_config allow_deprecated_quantization calculate_kv_scales load_in_4bit "
             "kv_cache_dtype_skip_layers qlora_adapter_name_or_path"

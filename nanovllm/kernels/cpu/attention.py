@@ -13,7 +13,7 @@ from nanovllm.kernels.cpu.decoder_layer import fuse_layers
 from nanovllm.kernels.cpu.experts import fuse_experts
 from nanovllm.kernels.cpu.head_norms import fuse_head_norms
 from nanovllm.kernels.cpu.layers import replace_layers
-from nanovllm.kernels.cpu.library import LANES, NoLibraryError, load_library, masking
+from nanovllm.kernels.cpu.library import INT8_KV, LANES, NoLibraryError, load_library, masking
 from nanovllm.kernels.cpu.quantised import replace_quantised
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.models.masking import PLAIN, AttentionOptions
@@ -28,6 +28,9 @@ class CpuAttention(KernelBackend):
         super().__init__(*args, **kwargs)
         self.library = load_library(self.dtype)
         self.instructions = self.library.description
+        is_int8 = self.kv_cache_dtype == torch.int8
+        self.cache_library = load_library(self.dtype, INT8_KV) if is_int8 else self.library
+        self.scale_bytes = 4 if is_int8 else 0  # of a token and head, behind the head's panels
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
@@ -43,8 +46,14 @@ class CpuAttention(KernelBackend):
             return str(error)
         return None
 
+    @classmethod
+    def why_no_kv_cache(cls, kv_cache_dtype: str, head_dim: int) -> str | None:
+        if kv_cache_dtype != "int8":
+            return super().why_no_kv_cache(kv_cache_dtype, head_dim)
+        return f"for an int8 KV cache head_dim must be at most 512, it is {head_dim}" if head_dim > 512 else None
+
     def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-        return (2, num_layers, num_blocks, self.num_kv_heads, self.block_size * self.head_dim)
+        return (2, num_layers, num_blocks, self.num_kv_heads, self.block_size * (self.head_dim + self.scale_bytes))
 
     def replace_layers(self, model: nn.Module) -> None:
         replace_quantised(model, self.dtype)
@@ -62,7 +71,7 @@ class CpuAttention(KernelBackend):
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         k_cache, v_cache = layer_cache
-        self.library.store_kv(
+        self.cache_library.store_kv(
             *(t.data_ptr() for t in (k, v, k_cache, v_cache, slot_mapping)),
             *(len(k), k.stride(0), v.stride(0), self.num_kv_heads, self.head_dim, self.block_size),
         )
@@ -76,7 +85,7 @@ class CpuAttention(KernelBackend):
     ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
         tensors = (q, out, *layer_cache, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
-        self.library.attend(
+        self.cache_library.attend(
             *(t.data_ptr() for t in tensors),
             *(*metadata.block_tables.shape, q.stride(0), self.num_heads, self.num_kv_heads, self.head_dim),
             *(self.block_size, *masking(options, self.scale)),

@@ -2,8 +2,8 @@
 //
 // Compiled on first use by library.py, once for each dtype: -DBFLOAT16, or float32 without it. Plain loops on vectors of
 // 16 floats (vectors.h), so that any processor can run it. Products with weights are in linear.h, attention over the KV cache
-// (kv_cache.h) in attention.h; here is what lies between them, and a layer of all parts. quantised.c is a library of its
-// own, for weights of 8 and 4 bits.
+// (kv_cache.h) in attention.h; here is what lies between them, and a layer of all parts. quantised.c and int8_kv.c are
+// libraries of their own, for weights of 8 and 4 bits and for K and V of 8 bits.
 //
 // Everything that multiplies matrices (projections, q k^T, p v) is one function, `multiply` (product.h: on AMX's
 // tiles with -DAMX, on vectors without), and one layout:
@@ -105,6 +105,8 @@ struct other_weight {
 };
 
 struct layer {
+    __typeof__(store_kv) *store_kv;  // of this library, or of that for the cache's dtype
+    __typeof__(attend) *attend;
     const uint32_t *qkv_proj, *o_proj, *gate_up_proj, *down_proj;  // as `linear` takes them
     const element *qkv_bias, *o_bias, *gate_up_bias, *down_bias;   // or NULL
     const element *input_norm, *q_norm, *k_norm, *post_attention_norm;  // q_norm, k_norm: or NULL
@@ -147,10 +149,10 @@ int decoder_layer(const struct layer *l, const struct step *s, element *x, uint3
     rms_norm(product, l->q_norm, s->cos, s->sin, q, n, l->num_heads, head_dim, s->half, qkv_size, false, l->eps);
     rms_norm(product + q_size, l->k_norm, s->cos, s->sin, k, n, l->num_kv_heads, head_dim, s->half, qkv_size, false,
              l->eps);
-    store_kv(k, product + q_size + kv_size, k_cache, v_cache, s->slot_mapping, n, kv_size, qkv_size, l->num_kv_heads,
-             head_dim, l->block_size);
-    attend(q, product, k_cache, v_cache, s->block_tables, s->seq_lens, s->cu_seqlens_q, s->num_seqs, s->max_num_blocks,
-           q_size, l->num_heads, l->num_kv_heads, head_dim, l->block_size, l->window, l->scale, l->softcap);
+    l->store_kv(k, product + q_size + kv_size, k_cache, v_cache, s->slot_mapping, n, kv_size, qkv_size, l->num_kv_heads,
+                head_dim, l->block_size);
+    l->attend(q, product, k_cache, v_cache, s->block_tables, s->seq_lens, s->cu_seqlens_q, s->num_seqs, s->max_num_blocks,
+              q_size, l->num_heads, l->num_kv_heads, head_dim, l->block_size, l->window, l->scale, l->softcap);
     project(product, l->o_proj, l->other_o, l->o_bias, normed, n, l->hidden_size, q_size);
     bool is_done = add_shares(l, x, normed, n * l->hidden_size);
     if (is_done) {

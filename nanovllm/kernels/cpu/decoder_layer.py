@@ -5,24 +5,27 @@ the way through Python between 17 operations, in each of 28 layers.
 `CpuAttention.replace_layers` calls `fuse_layers`; the model file knows nothing of it.
 """
 
-from ctypes import Structure, byref, c_float, c_long, c_void_p
-from typing import Any, ClassVar, Protocol
+from ctypes import Structure, byref, c_float, c_long, c_void_p, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
-from nanovllm.kernels.backend import KernelBackend
 from nanovllm.kernels.cpu.layers import CpuGate, CpuLinear, CpuRMSNorm
 from nanovllm.kernels.cpu.library import LANES, load_library, masking
 from nanovllm.kernels.dense_layers import DenseParts, dense_parts
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.models.masking import PLAIN
 
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpu.attention import CpuAttention  # which imports this file
+
 
 class Layer(Structure):
     """`struct layer` of cpu.c"""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
+        *((name, c_void_p) for name in ("store_kv", "attend")),
         *((name, c_void_p) for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
         *((name, c_void_p) for name in ("qkv_bias", "o_bias", "gate_up_bias", "down_bias")),
         *((name, c_void_p) for name in ("input_norm", "q_norm", "k_norm", "post_attention_norm")),
@@ -55,7 +58,7 @@ class Ranks(Protocol):
 class CpuDecoderLayer(nn.Module):
     """Does what `layer` does, part by part, in one call."""
 
-    def __init__(self, layer: nn.Module, parts: DenseParts, backend: KernelBackend) -> None:
+    def __init__(self, layer: nn.Module, parts: DenseParts, backend: "CpuAttention") -> None:
         super().__init__()
         self.layer = layer
         self.library = load_library(backend.dtype)
@@ -63,7 +66,9 @@ class CpuDecoderLayer(nn.Module):
         products, norms = parts.products, parts.norms
         down_proj = products[-1]
         window, scale, softcap = masking((*parts.options, PLAIN)[0], backend.scale)
+        library = backend.cache_library
         self.struct = Layer(
+            *(cast(function, c_void_p) for function in (library.store_kv, library.attend)),
             *(product.packed.data_ptr() for product in products),
             *(None if product.bias is None else product.bias.data_ptr() for product in products),
             *(None if norm is None else norm.weight.data_ptr() for norm in norms),
@@ -107,7 +112,7 @@ class CpuDecoderLayer(nn.Module):
         return x
 
 
-def fuse_layers(model: nn.Module, backend: KernelBackend) -> None:
+def fuse_layers(model: nn.Module, backend: "CpuAttention") -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if (parts := dense_parts(child)) is not None and is_fast(parts):

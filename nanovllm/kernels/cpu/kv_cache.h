@@ -1,12 +1,8 @@
 // The paged KV cache: K and V lie in panels (cpu.c has the layout), so that they are multiplied as they are.
 
 #pragma once
-#include "vectors.h"
-
-struct cache {
-    uint32_t *k, *v;    // of one layer: [num_blocks, num_kv_heads, …] words
-    long num_kv_heads, head_dim, block_size;
-};
+#include "product.h"
+#include "spans.h"
 
 static inline long head_words(const struct cache *c) { return c->block_size * c->head_dim / PER_WORD; }
 

@@ -1,6 +1,6 @@
 """`cpu.c` as a library: compiled on first use, for this processor and one dtype, and kept in the user's cache folder.
 
-`quantised.c` is another, for models whose weights have 8 or 4 bits.
+`quantised.c` is another, for models whose weights have 8 or 4 bits, and `int8_kv.c` a third, for K and V of 8 bits.
 
 It takes some seconds and a C compiler (`toolchain.py`). Without one, `load_library` says why, and the engine runs the
 PyTorch layers. Where the cache folder cannot be used, every process compiles for itself.
@@ -36,7 +36,8 @@ from nanovllm.models.masking import AttentionOptions
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu.c")
-QUANTISED = SOURCE.with_name("quantised.c")  # a library of its own
+QUANTISED = SOURCE.with_name("quantised.c")  # a library of its own, as is
+INT8_KV = SOURCE.with_name("int8_kv.c")
 HEADERS = sorted(SOURCE.parent.glob("*.h"))
 LANES = 16  # floats in a vector, columns in a panel
 FLAGS = flags(platform.system(), platform.machine())
@@ -66,7 +67,11 @@ FUNCTIONS_OF_QUANTISED = {
     "quantised_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
     "quantised_gated_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
 }
-FUNCTIONS: dict[Path, dict[str, Any]] = {SOURCE: FUNCTIONS_OF_LAYERS, QUANTISED: FUNCTIONS_OF_QUANTISED}
+FUNCTIONS: dict[Path, dict[str, Any]] = {
+    SOURCE: FUNCTIONS_OF_LAYERS,
+    QUANTISED: FUNCTIONS_OF_QUANTISED,
+    INT8_KV: {name: FUNCTIONS_OF_LAYERS[name] for name in ("store_kv", "attend")},
+}
 CAN_FAIL = ("decoder_layer", "all_reduce", "broadcast", "gather")  # return 1 if the ranks were aborted
 
 
@@ -79,7 +84,7 @@ class CacheError(RuntimeError):
 
 
 class Library(ctypes.CDLL):
-    """`cpu.c` or `quantised.c`, compiled."""
+    """`cpu.c`, `quantised.c` or `int8_kv.c`, compiled."""
 
     def __init__(self, path: Path, source: Path, why_no_tiles: str | None) -> None:
         super().__init__(str(path))

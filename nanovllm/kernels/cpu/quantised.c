@@ -12,9 +12,7 @@
 
 #include "instructions.h"
 #include "results.h"
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
+#include "rounding.h"
 
 #define SOME_ROWS 4  // up to so many, four panels at a time hide the wait for memory; more rows need the registers
 #ifdef __AVX512F__
@@ -65,60 +63,7 @@ static inline ints dot_bytes(ints sum, words a, uint32_t b) {
 #endif
 }
 
-// sum + n * scale, by one instruction wherever there is one: a compiler that fuses here and there would make a row's bits
-// depend on how many rows are multiplied with it.
-static inline floats add_scaled(floats sum, ints n, floats scale) {
-    const floats x = __builtin_convertvector(n, floats);
-#ifdef __AVX512F__
-    return (floats)_mm512_fmadd_ps((__m512)x, (__m512)scale, (__m512)sum);
-#elif defined __FMA__ || defined __aarch64__
-    for (int lane = 0; lane < LANES; lane++) sum[lane] = __builtin_fmaf(x[lane], scale[lane], sum[lane]);
-    return sum;
-#else
-    return sum + x * scale;
-#endif
-}
-
 // ---- x in 8 bits
-
-// The nearest integers, ties to even.
-static inline ints nearest(floats x) {
-#ifdef __AVX512F__
-    return (ints)_mm512_cvtps_epi32((__m512)x);
-#else
-    ints n;
-    for (int lane = 0; lane < LANES; lane++) n[lane] = (int32_t)rintf(x[lane]);
-    return n;
-#endif
-}
-
-static inline int32_t largest_lane(ints x) {
-    int32_t largest = 0;
-    for (int lane = 0; lane < LANES; lane++) largest = x[lane] > largest ? x[lane] : largest;
-    return largest;
-}
-
-// One group of a row: its largest magnitude becomes 127. A NaN makes the scale NaN, and so all of the row's results.
-static void round_group(const element *x, long count, int8_t *q, float *scale, int32_t *sum) {
-    ints bits = {0}, total = {0};  // as integers, magnitudes are in the order of the floats, and a NaN is above all
-    for (long i = 0; i < count; i += LANES) {
-        const ints magnitude = (ints)load(x + i) & INT_MAX;
-        const ints is_larger = magnitude > bits;
-        bits = (magnitude & is_larger) | (bits & ~is_larger);
-    }
-    union { int32_t bits; float value; } most = {largest_lane(bits)};
-    const float inverse = most.value >= 1e-30f ? 127 / most.value : 0;
-    for (long i = 0; i < count; i += LANES) {
-        const ints n = nearest(load(x + i) * inverse);
-        typedef int8_t bytes __attribute__((vector_size(LANES)));
-        const bytes b = __builtin_convertvector(n, bytes);
-        memcpy(q + i, &b, sizeof b);
-        total += n;
-    }
-    *scale = most.value / 127;
-    *sum = 0;
-    for (int lane = 0; lane < LANES; lane++) *sum += total[lane];
-}
 
 // x: [m, k]. The caller frees `q`, behind which the other arrays lie.
 static struct rounded round_rows(const element *x, long m, long k, long group_size) {

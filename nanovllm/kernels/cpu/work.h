@@ -2,7 +2,7 @@
 
 #pragma once
 #include <omp.h>
-#include "product.h"
+#include "vectors.h"
 
 // The sequences of a step, as batch.py describes them.
 struct batch {

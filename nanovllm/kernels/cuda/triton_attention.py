@@ -59,7 +59,9 @@ class TritonAttention(KernelBackend):
         return why_no_triton() or why_too_old((8, 0), "Ampere")
 
     @classmethod
-    def why_no_fp8_kv_cache(cls) -> str | None:
+    def why_no_kv_cache(cls, kv_cache_dtype: str, head_dim: int) -> str | None:
+        if kv_cache_dtype != "fp8":
+            return super().why_no_kv_cache(kv_cache_dtype, head_dim)
         too_old = why_too_old((8, 9), "Ada, Hopper")  # Triton needs their instructions to convert e4m3
         return too_old and f"for an fp8 KV cache {too_old}"
 

@@ -1,0 +1,321 @@
+// K and V of 8 bits, with a scale for each token and head: how they lie in a block, and attention over them.
+//
+// extras/int8_kv.py is the definition: queries, and the weights of 16 tokens at a time, are rounded to 16 bits, so both
+// products are sums of whole numbers, exact in any order; a row's bits do not depend on how many rows are computed together.
+//
+// A library of its own, with the `store_kv` and the `attend` of cpu.c. It is compiled when a model with such a cache is loaded.
+//
+//   pair    16 bits of a panel: two numbers that are neighbours in the summed dimension
+//   panel   16 columns, tokens of K or channels of V: [pairs][16], as of other caches
+//
+// Of each head, a block holds the panels of K or V and behind them a scale for each token: block_size float32.
+
+#define ROWS 12  // that read the same tokens
+#include "instructions.h"
+#include "rounding.h"
+#include "spans.h"
+
+#define MOST_HEAD_DIM 512  // of more products of 8 and 16 bits, a sum could overflow
+#define PAIR_BYTES (2 * LANES)  // of 16 columns
+#define GROUP_ROWS 4  // computed together at most: of 4 rows and 4 panels, all sums of K stay in registers
+#define GROUP_PANELS 4
+#define SHORT (128 << 10)  // bytes of K, as in attention.h
+
+typedef int16_t shorts __attribute__((vector_size(2 * LANES)));
+
+static inline bool is_short(const struct cache *c, const struct span *span) {
+    return slots_of(span) * c->head_dim <= SHORT;
+}
+
+// ---- the cache
+
+static inline int8_t *at_head(uint32_t *part, const struct cache *c, long block, long head) {
+    const long num_bytes = c->block_size * (c->head_dim + (long)sizeof(float));
+    return (int8_t *)part + (block * c->num_kv_heads + head) * num_bytes;
+}
+
+// The same, of a span's block.
+static inline int8_t *in_span(uint32_t *part, const struct cache *c, const struct span *span, long block, long head) {
+    return at_head(part, c, span->block_table[block], head);
+}
+
+// The scales of a block's tokens, behind the panels of its head.
+static inline float *scales_of(const struct cache *c, const int8_t *head) {
+    return (float *)(head + c->block_size * c->head_dim);
+}
+
+void store_kv(const element *k, const element *v, uint32_t *k_cache, uint32_t *v_cache, const int32_t *slot_mapping,
+              long num_tokens, long k_stride, long v_stride, long num_kv_heads, long head_dim, long block_size) {
+    const struct cache c = {k_cache, v_cache, num_kv_heads, head_dim, block_size};
+#pragma omp parallel for schedule(static)
+    for (long i = 0; i < num_tokens * num_kv_heads; i++) {
+        const long token = i / num_kv_heads, head = i % num_kv_heads;
+        const long block = slot_mapping[token] / block_size, offset = slot_mapping[token] % block_size;
+        int8_t *to_k = at_head(k_cache, &c, block, head), *to_v = at_head(v_cache, &c, block, head);
+        int8_t numbers[MOST_HEAD_DIM];
+        int32_t sum;
+        round_group(k + token * k_stride + head * head_dim, head_dim, numbers, scales_of(&c, to_k) + offset, &sum);
+        int8_t *to = to_k + offset / LANES * LANES * head_dim + offset % LANES * 2;
+        for (long d = 0; d < head_dim; d += 2) memcpy(to + d * LANES, numbers + d, 2);
+        round_group(v + token * v_stride + head * head_dim, head_dim, numbers, scales_of(&c, to_v) + offset, &sum);
+        to = to_v + offset / 2 * PAIR_BYTES + offset % 2;
+        for (long d = 0; d < head_dim; d++) to[d / LANES * LANES * block_size + d % LANES * 2] = numbers[d];
+    }
+}
+
+// Where 16 tokens of a span are: in which of its blocks, and from which slot of it on. There is no division on the way.
+struct place { long block, offset; };
+
+static inline struct place place_after(struct place p, const struct cache *c) {
+    p.offset += LANES;
+    return p.offset < c->block_size ? p : (struct place){p.block + 1, 0};
+}
+
+// Blocks of V that stay in the L1 cache while all rows and channels pass.
+static inline long blocks_of_v(const struct cache *c) { return c->block_size < 128 ? 128 / c->block_size : 1; }
+
+// ---- numbers of 16 bits
+
+// x: [16] -> its nearest numbers, when its largest magnitude is to become 32,767; `inverse`: 32,767 / that
+static inline void round_16(int16_t *numbers, floats x, float inverse) {
+    const shorts n = __builtin_convertvector(nearest(x * inverse), shorts);
+    memcpy(numbers, &n, sizeof n);
+}
+
+static void round_query(struct tile *t, int row, const element *q, long head_dim) {
+    ints bits = {0};
+    for (long i = 0; i < head_dim; i += LANES) bits = larger_magnitudes(bits, load(q + i));
+    const float largest = largest_magnitude(bits), inverse = inverse_of(largest, 32767);
+    for (long i = 0; i < head_dim; i += LANES) round_16((int16_t *)t->q + row * head_dim + i, load(q + i), inverse);
+    t->q_scales[row] = largest / 32767;
+}
+
+// Of one row and span: weights = exponentials * one * the scales of V, by groups of 16 tokens.
+static void round_weights(const struct cache *c, const struct tile *t, const struct span *span, long kv_head, int row,
+                          float one, const struct masking *m) {
+    const long first = first_seen(t, row, m), last = t->last[row], num_slots = slots_of(span), far = 128 / c->block_size + 1;
+    struct place place = {0};
+    for (long i = 0; i < num_slots; i += LANES, place = place_after(place, c)) {
+        const long slot = span->first_token + i, at = row * t->num_slots + slot;
+        const float *scales = scales_of(c, in_span(c->v, c, span, place.block, kv_head)) + place.offset;
+        if (i + far * c->block_size < num_slots)
+            __builtin_prefetch(scales_of(c, in_span(c->v, c, span, place.block + far, kv_head)) + place.offset);
+        floats w = *(const floats *)(t->scores + at) * one * *(const floats *)scales;
+        if (slot < first || slot + LANES > last)
+            for (int lane = 0; lane < LANES; lane++)
+                if (slot + lane < first || slot + lane >= last) w[lane] = 0;  // an unseen scale may be NaN
+        const float largest = largest_magnitude(larger_magnitudes((ints){0}, w));
+        round_16((int16_t *)t->weights + at, w, inverse_of(largest, 32767));
+        t->weight_scales[at / LANES] = largest / 32767;
+    }
+}
+
+// ---- products of 8 and 16 bits
+
+// 32 numbers of 8 bits, widened.
+static inline words widen_pairs(const int8_t *p) {
+#ifdef __AVX512BW__
+    return (words)_mm512_cvtepi8_epi16(_mm256_load_si256((const __m256i *)p));
+#elif defined __AVX2__
+    __m256i halves[2];
+    words pairs;
+    for (int i = 0; i < 2; i++) halves[i] = _mm256_cvtepi8_epi16(_mm_load_si128((const __m128i *)p + i));
+    memcpy(&pairs, halves, sizeof pairs);
+    return pairs;
+#else
+    typedef int8_t bytes __attribute__((vector_size(2 * LANES)));
+    typedef int16_t wide __attribute__((vector_size(4 * LANES)));
+    return (words)__builtin_convertvector(*(const bytes *)p, wide);
+#endif
+}
+
+// sum + the products of both numbers of each lane's pair and those of x
+static inline ints dot_pairs(ints sum, words pairs, uint32_t x) {
+#ifdef __AVX512VNNI__
+    return (ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)pairs, _mm512_set1_epi32((int)x));
+#elif defined __AVX512BW__
+    const __m512i products = _mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32((int)x));
+    return (ints)_mm512_add_epi32((__m512i)sum, products);
+#elif defined __AVX2__
+    __m256i halves[2], sums[2];
+    memcpy(halves, &pairs, sizeof pairs);
+    memcpy(sums, &sum, sizeof sum);
+    for (int i = 0; i < 2; i++)
+        sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(halves[i], _mm256_set1_epi32((int)x)));
+    memcpy(&sum, sums, sizeof sum);
+    return sum;
+#else
+    return sum + ((ints)(pairs << 16) >> 16) * (int16_t)x + ((ints)pairs >> 16) * (int16_t)(x >> 16);
+#endif
+}
+
+// sums[row][i] += x[row]'s pairs times panel i's; `x_stride` numbers from one row to the next. Meanwhile memory is asked
+// for what lies at `next`.
+static inline __attribute__((always_inline)) void multiply_pairs(
+    ints sums[GROUP_ROWS][GROUP_PANELS], const int16_t *x, long x_stride, const int8_t *const *panels,
+    const int8_t *const *next, long num_pairs, const int num_rows, const int num_panels) {
+    for (long pair = 0; pair < num_pairs; pair += 2) {  // a line of 64 bytes
+        for (int i = 0; i < num_panels; i++) __builtin_prefetch(next[i] + pair * PAIR_BYTES, 0, 2);
+        for (int half = 0; half < 2; half++) {
+            words columns[GROUP_PANELS];
+            for (int i = 0; i < num_panels; i++) columns[i] = widen_pairs(panels[i] + (pair + half) * PAIR_BYTES);
+            for (int row = 0; row < num_rows; row++) {
+                uint32_t two;
+                memcpy(&two, x + row * x_stride + 2 * (pair + half), sizeof two);
+                for (int i = 0; i < num_panels; i++) sums[row][i] = dot_pairs(sums[row][i], columns[i], two);
+            }
+        }
+    }
+}
+
+// A part of one of both products: rows of a span, from `row` on, and what is read for them.
+struct part {
+    const struct cache *c;
+    const struct tile *t;
+    const struct span *span;
+    long kv_head, then;
+    int row;
+    struct place place;  // of the first tokens
+    long slot;           // the first of them
+    long num_blocks;     // of V
+    long channel;
+};
+
+// scores = q k^T, of panels of 16 tokens from `slot` on. What is asked for meanwhile: as multiply_k says.
+static inline __attribute__((always_inline)) void score_tokens(
+    const struct part *p, const int num_rows, const int num_panels) {
+    const struct cache *c = p->c;
+    const long head_dim = c->head_dim;
+    const bool asks_v = is_short(c, p->span) || p->slot + 2 * num_panels * LANES > slots_of(p->span);
+    struct place place = p->place, after = p->place;
+    for (int i = 0; i < num_panels && !asks_v; i++) after = place_after(after, c);
+    const int8_t *panels[GROUP_PANELS], *next[GROUP_PANELS];
+    const float *scales[GROUP_PANELS];
+    ints sums[GROUP_ROWS][GROUP_PANELS] = {0};
+    for (int i = 0; i < num_panels; i++) {
+        const int8_t *head = in_span(c->k, c, p->span, place.block, p->kv_head);
+        const int8_t *then = in_span(asks_v ? c->v : c->k, c, p->span, after.block, p->kv_head);
+        panels[i] = head + place.offset * head_dim;
+        next[i] = then + after.offset * head_dim;
+        scales[i] = scales_of(c, head) + place.offset;
+        __builtin_prefetch(scales_of(c, then) + after.offset);
+        place = place_after(place, c);
+        after = place_after(after, c);
+    }
+    const int16_t *q = (const int16_t *)p->t->q + p->row * head_dim;
+    multiply_pairs(sums, q, head_dim, panels, next, head_dim / 2, num_rows, num_panels);
+    float *out = p->t->scores + p->row * p->t->num_slots + p->span->first_token + p->slot;
+    for (int row = 0; row < num_rows; row++)
+        for (int i = 0; i < num_panels; i++) {
+            const floats scale = *(const floats *)scales[i] * p->t->q_scales[p->row + row];
+            *(floats *)(out + row * p->t->num_slots + i * LANES) = __builtin_convertvector(sums[row][i], floats) * scale;
+        }
+}
+
+// out = weights v, of `num_blocks` blocks and panels of 16 channels from `channel` on, added to the out of the blocks before
+// them. What is asked for meanwhile: as multiply_v says.
+static inline __attribute__((always_inline)) void sum_values(
+    const struct part *p, const int num_rows, const int num_panels) {
+    const struct cache *c = p->c;
+    const long head_dim = c->head_dim, num_slots = slots_of(p->span), panel_bytes = c->block_size * LANES;
+    const long stride = p->t->num_slots, all_blocks = (num_slots + c->block_size - 1) / c->block_size;
+    const long far = is_short(c, p->span) ? all_blocks : blocks_of_v(c);
+    const int16_t *weights = (const int16_t *)p->t->weights;
+    float *out = p->t->out + p->row * head_dim + p->channel;
+    const bool adds = p->span->first_token + p->slot > 0;
+    floats totals[GROUP_ROWS][GROUP_PANELS];
+    for (int row = 0; row < num_rows; row++)
+        for (int i = 0; i < num_panels; i++)
+            totals[row][i] = adds ? *(floats *)(out + row * head_dim + i * LANES) : (floats){0};
+    long at = p->row * stride + p->span->first_token + p->slot;
+    for (long block = p->place.block, left = num_slots - p->slot; block < p->place.block + p->num_blocks; block++) {
+        const long ahead = block + far, in_block = p->channel * c->block_size;
+        const int8_t *head = in_span(c->v, c, p->span, block, p->kv_head) + in_block, *after;
+        if (ahead < all_blocks) after = in_span(c->v, c, p->span, ahead, p->kv_head) + in_block;
+        else after = in_span(c->k, c, p->span, ahead - all_blocks, p->then) + in_block;
+        for (long offset = 0; offset < c->block_size && left > 0; offset += LANES, left -= LANES, at += LANES) {
+            const int8_t *panels[GROUP_PANELS], *next[GROUP_PANELS];
+            for (int i = 0; i < num_panels; i++) {
+                panels[i] = head + i * panel_bytes + offset * LANES;
+                next[i] = after + i * panel_bytes + offset * LANES;
+            }
+            ints sums[GROUP_ROWS][GROUP_PANELS] = {0};
+            multiply_pairs(sums, weights + at, stride, panels, next, LANES / 2, num_rows, num_panels);
+            for (int row = 0; row < num_rows; row++) {
+                const floats scale = (floats){0} + p->t->weight_scales[(at + row * stride) / LANES];
+                for (int i = 0; i < num_panels; i++) totals[row][i] = add_scaled(totals[row][i], sums[row][i], scale);
+            }
+        }
+    }
+    for (int row = 0; row < num_rows; row++)
+        for (int i = 0; i < num_panels; i++) *(floats *)(out + row * head_dim + i * LANES) = totals[row][i];
+}
+
+// With both counts known to the compiler, all sums stay in registers.
+#define WITH_ROWS(function, rows) \
+    case (rows) * 16 + 1: function(p, rows, 1); break; \
+    case (rows) * 16 + 2: function(p, rows, 2); break; \
+    case (rows) * 16 + 4: function(p, rows, 4); break;
+#define WITH_COUNTS(function) \
+    WITH_ROWS(function, 1) WITH_ROWS(function, 2) WITH_ROWS(function, 3) WITH_ROWS(function, 4)
+
+static void multiply_int8_k(const struct part *p, int num_rows, int num_panels) {
+    switch (num_rows * 16 + num_panels) { WITH_COUNTS(score_tokens) }
+}
+
+static void multiply_int8_v(const struct part *p, int num_rows, int num_panels) {
+    switch (num_rows * 16 + num_panels) { WITH_COUNTS(sum_values) }
+}
+
+static inline int panels_together(long left, int most) { return left >= most ? most : left >= 2 ? 2 : 1; }
+
+// All rows of the span, so many at a time, for the same panels.
+static inline void multiply_rows_of(void (*multiply)(const struct part *, int, int), struct part p, int num_panels) {
+    const int end = p.span->first_row + p.span->num_rows;
+    for (p.row = p.span->first_row; p.row < end; p.row += GROUP_ROWS)
+        multiply(&p, end - p.row < GROUP_ROWS ? end - p.row : GROUP_ROWS, num_panels);
+}
+
+static void score_span(const struct cache *c, const struct tile *t, const struct span *span, long kv_head) {
+    struct part p = {c, t, span, kv_head, .then = kv_head};
+    const long num_slots = slots_of(span);
+    while (p.slot < num_slots) {
+        const int count = panels_together((num_slots - p.slot) / LANES, 4);
+        multiply_rows_of(multiply_int8_k, p, count);
+        p.slot += count * LANES;
+        for (int i = 0; i < count; i++) p.place = place_after(p.place, p.c);
+    }
+}
+
+static void sum_span(const struct cache *c, const struct tile *t, const struct span *span, long kv_head, long then) {
+    struct part p = {c, t, span, kv_head, .then = then};
+    const long num_slots = slots_of(span), most = blocks_of_v(c);
+    for (; p.slot < num_slots; p.slot += most * p.c->block_size, p.place.block += most) {
+        const long left = (num_slots - p.slot + p.c->block_size - 1) / p.c->block_size;
+        p.num_blocks = left < most ? left : most;
+        p.channel = 0;
+        for (int count; p.channel < p.c->head_dim; p.channel += count * LANES) {
+            count = panels_together((p.c->head_dim - p.channel) / LANES, p.span->num_rows < GROUP_ROWS ? 4 : 2);
+            multiply_rows_of(multiply_int8_v, p, count);
+        }
+    }
+}
+
+static void weigh_row(const struct cache *c, const struct tile *t, const struct span *span, long kv_head, int row,
+                      const struct masking *m) {
+    const long num_slots = span->first_token + slots_of(span);
+    const float one = exponentials(t->scores + row * t->num_slots, first_seen(t, row, m), t->last[row], num_slots, m);
+    if (t->num_spans > 1) round_weights(c, t, &t->spans[0], kv_head, row, one, m);
+    round_weights(c, t, span, kv_head, row, one, m);
+}
+
+// As `attend` of cpu.c.
+void attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache, const int32_t *block_tables,
+            const int32_t *seq_lens, const int32_t *cu_seqlens_q, long num_seqs, long max_num_blocks, long q_stride,
+            long num_heads, long num_kv_heads, long head_dim, long block_size, long window, float scale, float softcap) {
+    static const struct way way = {round_query, score_span, weigh_row, sum_span};
+    const struct masking m = {window, scale, softcap};
+    const struct cache c = {k_cache, v_cache, num_kv_heads, head_dim, block_size};
+    const struct batch b = {block_tables, seq_lens, cu_seqlens_q, num_seqs, max_num_blocks};
+    attend_rows(&way, q, out, &c, &b, &m, q_stride, num_heads);
+}

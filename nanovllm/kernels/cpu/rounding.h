@@ -1,0 +1,74 @@
+// Numbers rounded to few bits, with a scale: for sums of products that are exact in any order.
+
+#pragma once
+#include "vectors.h"
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+// The nearest integers, ties to even.
+static inline ints nearest(floats x) {
+#ifdef __AVX512F__
+    return (ints)_mm512_cvtps_epi32((__m512)x);
+#else
+    ints n;
+    for (int lane = 0; lane < LANES; lane++) n[lane] = (int32_t)rintf(x[lane]);
+    return n;
+#endif
+}
+
+// Of lanes that are at least 0.
+static inline int32_t largest_lane(ints x) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    int32_t largest = 0;
+    for (int lane = 0; lane < LANES; lane++) largest = x[lane] > largest ? x[lane] : largest;
+    return largest;
+#endif
+}
+
+// As integers, magnitudes are in the order of the floats, and a NaN is above all.
+static inline ints larger_magnitudes(ints bits, floats x) {
+    const ints magnitude = (ints)x & INT_MAX, is_larger = magnitude > bits;
+    return (magnitude & is_larger) | (bits & ~is_larger);
+}
+
+static inline float largest_magnitude(ints bits) {
+    union { int32_t bits; float value; } largest = {largest_lane(bits)};
+    return largest.value;
+}
+
+// What makes `most` of the largest magnitude; 0 where the quotient could be infinite.
+static inline float inverse_of(float largest, float most) { return largest >= 1e-30f ? most / largest : 0; }
+
+// x: [count] -> q: [count], of which the largest magnitude is 127; its scale, and the sum of q. A NaN makes the scale NaN.
+static inline void round_group(const element *x, long count, int8_t *q, float *scale, int32_t *sum) {
+    ints bits = {0}, total = {0};
+    for (long i = 0; i < count; i += LANES) bits = larger_magnitudes(bits, load(x + i));
+    const float largest = largest_magnitude(bits), inverse = inverse_of(largest, 127);
+    for (long i = 0; i < count; i += LANES) {
+        const ints n = nearest(load(x + i) * inverse);
+        typedef int8_t bytes __attribute__((vector_size(LANES)));
+        const bytes b = __builtin_convertvector(n, bytes);
+        memcpy(q + i, &b, sizeof b);
+        total += n;
+    }
+    *scale = largest / 127;
+    *sum = 0;
+    for (int lane = 0; lane < LANES; lane++) *sum += total[lane];
+}
+
+// sum + n * scale, by one instruction wherever there is one: a compiler that fuses here and there would make a row's bits
+// depend on how many rows are multiplied with it.
+static inline floats add_scaled(floats sum, ints n, floats scale) {
+    const floats x = __builtin_convertvector(n, floats);
+#ifdef __AVX512F__
+    return (floats)_mm512_fmadd_ps((__m512)x, (__m512)scale, (__m512)sum);
+#elif defined __FMA__ || defined __aarch64__
+    for (int lane = 0; lane < LANES; lane++) sum[lane] = __builtin_fmaf(x[lane], scale[lane], sum[lane]);
+    return sum;
+#else
+    return sum + x * scale;
+#endif
+}

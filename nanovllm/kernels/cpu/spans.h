@@ -1,0 +1,184 @@
+// Attention over the paged KV cache: which rows read which tokens.
+//
+// Rows are query tokens times the query heads of one K and V head; some of them are computed together. They read spans
+// of tokens. Rows of one sequence read one span. Rows of several sequences that begin with the same blocks read the shared
+// span, once for all, and then a span of their own. A row's sums run over its spans in the order of its tokens, so its
+// bits do not depend on the other rows.
+//
+// What is multiplied is behind `struct way`: the model's own numbers in attention.h, numbers of 8 bits in int8_kv.c.
+
+#pragma once
+#include "gates.h"
+#include "work.h"
+
+struct cache {
+    uint32_t *k, *v;  // of one layer: [num_blocks, num_kv_heads, …] words
+    long num_kv_heads, head_dim, block_size;
+};
+
+// How a layer attends: `window` tokens at most, LONG_MAX for all; scores bounded by `softcap`, 0 for no bound.
+struct masking {
+    long window;
+    float scale, softcap;
+};
+
+// e^score, in place, of the scores `first` … `last - 1` of `num_slots`, relative to the largest; what lies before and
+// behind them becomes 0. -> 1 / their sum
+static float exponentials(float *scores, long first, long last, long num_slots, const struct masking *m) {
+    float scale = m->scale;
+    if (m->softcap > 0) {
+        for (long i = 0; i < num_slots; i += LANES)
+            *(floats *)(scores + i) = m->softcap * tanh_lanes(*(const floats *)(scores + i) * (scale / m->softcap));
+        scale = 1;
+    }
+    for (long i = 0; i < first; i++) scores[i] = -INFINITY;
+    for (long i = last; i < num_slots; i++) scores[i] = -INFINITY;
+    floats max = {0};
+    max += -INFINITY;
+    for (long i = 0; i < num_slots; i += LANES) max = max_of(*(const floats *)(scores + i), max);
+    float largest = max[0];
+    for (int i = 1; i < LANES; i++) largest = max[i] > largest ? max[i] : largest;
+    floats sum = {0};
+    for (long i = 0; i < num_slots; i += LANES) {
+        floats p = exp_lanes((*(const floats *)(scores + i) - largest) * scale);
+        if (i < first || i + LANES > last)
+            for (int lane = 0; lane < LANES; lane++)
+                if (i + lane < first || i + lane >= last) p[lane] = 0;
+        *(floats *)(scores + i) = p;
+        sum += p;
+    }
+    return 1 / sum_lanes(sum);
+}
+
+// Tokens that some rows see: all rows, or those of one sequence.
+struct span {
+    const int32_t *block_table;  // from the block of its first token on
+    int first_row, num_rows;
+    long first_token, num_tokens;  // the first is that of a block
+};
+
+// What a thread works on, and room for it. Tokens are counted from the first block that some row sees.
+struct tile {
+    int num_rows, num_spans;
+    struct span spans[SHARING_ROWS + 1];
+    long last[SHARING_ROWS];  // of the tokens that a row sees, excluded
+    long at[SHARING_ROWS];    // head and token: the row of q and out
+    long num_slots;           // places for scores in a row
+    float *scores;            // [num_rows, num_slots]
+    float *out;               // [num_rows, head_dim]
+    element *weights;         // [num_rows, num_slots]
+    element *q;               // [num_rows, head_dim]
+    // of a cache of 8 bits: weights and q are 16 bits wide, with scales
+    float *weight_scales;  // [num_rows, num_slots / 16]
+    float q_scales[SHARING_ROWS];
+};
+
+static inline long first_seen(const struct tile *t, int row, const struct masking *m) {
+    return t->last[row] > m->window ? t->last[row] - m->window : 0;
+}
+
+static inline long slots_of(const struct span *span) { return (span->num_tokens + LANES - 1) / LANES * LANES; }
+
+// How rows are attended; what the cache holds decides.
+struct way {
+    void (*take_query)(struct tile *t, int row, const element *q, long head_dim);
+    // scores = q k^T of a span
+    void (*score)(const struct cache *c, const struct tile *t, const struct span *span, long kv_head);
+    // weights = softmax(scores) of a row, whose last span this is
+    void (*weigh)(const struct cache *c, const struct tile *t, const struct span *span, long kv_head, int row,
+                  const struct masking *m);
+    // out = weights v of a span, added to the out of the spans before it. `then` is the K and V head whose turn comes
+    // afterwards, in the same blocks.
+    void (*sum)(const struct cache *c, const struct tile *t, const struct span *span, long kv_head, long then);
+};
+
+// The rows of one sequence, from `first_row` on, and their span, behind `shared` tokens that have a span already. Whole
+// blocks that no row sees are left out. Those that only some rows see weigh 0 for the others, which changes no bit of
+// their sums.
+static void add_rows(struct tile *t, const struct cache *c, const struct batch *b, long seq, long first_row, long group,
+                     long shared, const struct masking *m) {
+    const long num_new = count_new(b, seq), left = num_new * group - first_row, most = shared ? SHARING_ROWS : ROWS;
+    struct span span = {.first_row = t->num_rows, .num_rows = left < most ? left : most, .first_token = shared};
+    const long num_before = b->seq_lens[seq] - num_new + 1, first_last = num_before + first_row / group;
+    const long first_block = first_last > m->window ? (first_last - m->window) / c->block_size : 0;
+    for (long row = first_row; row < first_row + span.num_rows; row++, t->num_rows++) {
+        t->last[t->num_rows] = num_before + row / group - first_block * c->block_size;
+        t->at[t->num_rows] = (b->cu_seqlens_q[seq] + row / group) * group * c->num_kv_heads + row % group;
+    }
+    span.block_table = block_table(b, seq) + first_block + shared / c->block_size;
+    span.num_tokens = t->last[t->num_rows - 1] - shared;
+    t->spans[t->num_spans++] = span;
+    const long num_slots = shared + slots_of(&span);
+    t->num_slots = num_slots > t->num_slots ? num_slots : t->num_slots;
+}
+
+static void gather_rows(struct tile *t, const struct cache *c, const struct batch *b, const struct work *w, long group,
+                        const struct masking *m) {
+    const long shared = w->num_shared * c->block_size;
+    t->num_rows = t->num_slots = 0;
+    t->num_spans = shared > 0;
+    for (long seq = w->seq; seq < w->seq + w->num_seqs; seq++) add_rows(t, c, b, seq, w->first_row, group, shared, m);
+    if (shared) t->spans[0] = (struct span){block_table(b, w->seq), 0, t->num_rows, 0, shared};
+}
+
+static void attend_tile(const struct way *way, const struct cache *c, const struct tile *t, long kv_head, long then,
+                        const struct masking *m) {
+    for (int i = 0; i < t->num_spans; i++) way->score(c, t, &t->spans[i], kv_head);
+    for (int i = t->num_spans > 1; i < t->num_spans; i++) {  // a row's last span
+        const struct span *span = &t->spans[i];
+        for (int row = span->first_row; row < span->first_row + span->num_rows; row++)
+            way->weigh(c, t, span, kv_head, row, m);
+    }
+    for (int i = 0; i < t->num_spans; i++) way->sum(c, t, &t->spans[i], kv_head, then);
+}
+
+// q, out: [num_tokens, num_heads, head_dim]. Each new token attends to its sequence's tokens up to itself, or to `window`
+// of them.
+static void attend_rows(const struct way *way, const element *q, element *out, const struct cache *c, const struct batch *b,
+                        const struct masking *m, long q_stride, long num_heads) {
+    const long head_dim = c->head_dim, num_kv_heads = c->num_kv_heads, group = num_heads / num_kv_heads;
+    long most_work = 0, max_len = 0;
+    for (long seq = 0; seq < b->num_seqs; seq++) {
+        most_work += (count_new(b, seq) * group + ROWS - 1) / ROWS * num_kv_heads;
+        max_len = b->seq_lens[seq] > max_len ? b->seq_lens[seq] : max_len;
+    }
+    struct work *work = malloc(most_work * sizeof *work);
+    const long num_work = divide(b, work, num_kv_heads, group, c->block_size, max_len <= m->window);
+    // A thread takes several heads of the same rows one after the other, if there is enough for all threads.
+    const long most = num_work / (2 * omp_get_max_threads());
+    const long chunk = most < 1 ? 1 : most < num_kv_heads ? most : num_kv_heads;
+    const long max_slots = (max_len + LANES - 1) / LANES * LANES;
+    const long most_rows = num_work < most_work ? SHARING_ROWS : ROWS;
+    const size_t num_bytes = most_rows * ((max_slots + head_dim) * (sizeof(float) + sizeof(element))
+                                          + max_slots / LANES * sizeof(float));
+#pragma omp parallel
+    {
+        struct tile t = {.scores = aligned_alloc(64, (num_bytes + 63) / 64 * 64)};
+        t.out = t.scores + most_rows * max_slots;
+        t.weights = (element *)(t.out + most_rows * head_dim);
+        t.q = t.weights + most_rows * max_slots;
+        t.weight_scales = (float *)(t.q + most_rows * head_dim);
+#pragma omp for schedule(dynamic, chunk)
+        for (long i = 0; i < num_work; i++) {
+            const struct work *w = &work[i];
+            // what this thread takes next: the chunk behind those of the others, if all are equally long
+            const long next = (i + 1) % chunk ? i + 1 : i + 1 + chunk * (omp_get_num_threads() - 1);
+            const bool is_last = next >= num_work || work[next].seq != w->seq;
+            gather_rows(&t, c, b, w, group, m);
+            for (int row = 0; row < t.num_rows; row++) {
+                const long token = t.at[row] / num_heads, head = t.at[row] % num_heads + w->kv_head * group;
+                way->take_query(&t, row, q + token * q_stride + head * head_dim, head_dim);
+            }
+            attend_tile(way, c, &t, w->kv_head, work[is_last ? i : next].kv_head, m);
+            for (int row = 0; row < t.num_rows; row++)
+                for (long d = 0; d < head_dim; d += LANES)
+                    store(out + (t.at[row] + w->kv_head * group) * head_dim + d,
+                          *(const floats *)(t.out + row * head_dim + d));
+        }
+        free(t.scores);
+#ifdef HAS_TILES
+        release_tiles();
+#endif
+    }
+    free(work);
+}
