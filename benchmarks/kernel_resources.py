@@ -33,6 +33,7 @@ from nanovllm.kernels.cuda import (
     logit_weights,
     norm,
     paged_attention,
+    quantised,
     store_kv,
     truncate,
 )
@@ -51,6 +52,7 @@ GPUS = {
 REGISTERS, RESERVED_SHARED = 65536, 1024  # of a multiprocessor; of each program
 
 NUM_KV_HEADS, HEADS_OF_A_GROUP = 8, 4  # Qwen3-8B's
+QUANTISED_GROUP = 128
 CHUNKS = 128  # a power of two, of Qwen3's 151,936 tokens
 
 TABLE = Path(__file__).parent / "results" / "kernel-resources.json"
@@ -99,6 +101,7 @@ class Build:
     constants: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    has_fusion: bool = True  # of a product and a sum into one instruction
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,39 @@ def build_few_tokens(case: Case, **flags: bool) -> Build:
     return Build(few_tokens.few_tokens_kernel, pointers, {**sizes, **flags}, launch.num_warps, launch.num_stages)
 
 
+def build_round_rows(case: Case) -> Build:
+    pointers = {"q": "*i8", "scales": "*fp32", "x": case.pointer}
+    constants = {"GROUP": QUANTISED_GROUP, "GROUPS": quantised.GROUPS_AT_ONCE, "SMALLEST": quantised.SMALLEST}
+    return Build(quantised.round_rows_kernel, pointers, constants, has_fusion=False)
+
+
+def build_int8_few(case: Case) -> Build:
+    return build_quantised(case, bits=8, num_tokens=1)
+
+
+def build_int8_many(case: Case) -> Build:
+    return build_quantised(case, bits=8, num_tokens=1000)
+
+
+def build_int4_few(case: Case) -> Build:
+    return build_quantised(case, bits=4, num_tokens=1)
+
+
+def build_int4_many(case: Case) -> Build:
+    return build_quantised(case, bits=4, num_tokens=1000)
+
+
+def build_quantised(case: Case, bits: int, num_tokens: int) -> Build:
+    launch = quantised.choose_launch(num_tokens)
+    pointers = {"q": "*i8", "weight": "*i8" if bits == 8 else "*u8", "out": case.pointer, "bias": case.pointer}
+    pointers |= dict.fromkeys(("scales", "x_scales"), "*fp32")
+    constants: dict[str, Any] = {"GROUP": QUANTISED_GROUP}
+    constants |= {"OFFSET": 0 if bits == 8 else -8, "HAS_OFFSETS": False, "HAS_GROUPS": bits == 4, "HAS_BIAS": False}
+    constants |= {"IS_INT4": bits == 4, "ROWS": launch.rows, "OUTPUTS": launch.tile}
+    shape = (launch.num_warps, launch.num_stages)
+    return Build(quantised.quantised_linear_kernel, pointers, constants, *shape, has_fusion=False)
+
+
 def build_stats(case: Case) -> Build:
     return build_sampling(case, logit_weights.stats_kernel)
 
@@ -236,6 +272,12 @@ FEW_TOKENS: dict[str, Callable[[Case], Build]] = {
     "norm_gate_up": build_norm_gate_up,
     "add_linear": build_add_linear,
 }
+QUANTISED: dict[str, Callable[[Case], Build]] = {
+    "int8_few": build_int8_few,
+    "int8_many": build_int8_many,
+    "int4_few": build_int4_few,
+    "int4_many": build_int4_many,
+}
 BUILDS: dict[str, Callable[[Case], Build]] = {
     "store_kv": build_store_kv,
     "decode": build_decode,
@@ -246,6 +288,8 @@ BUILDS: dict[str, Callable[[Case], Build]] = {
     "norm_rotary_store": build_norm_rotary_store,
     "rms_norm": build_rms_norm,
     "silu_and_mul": build_silu_and_mul,
+    "round_rows": build_round_rows,
+    **QUANTISED,
     **FEW_TOKENS,
     **SAMPLING,
 }
@@ -271,6 +315,8 @@ def all_cases(arch: int, is_quick: bool = False) -> Iterator[Case]:
         for hidden_size in (1024, 5120):
             yield Case("rms_norm", arch, dtype, num_columns=hidden_size)
         yield Case("silu_and_mul", arch, dtype, num_columns=3072)
+        for kernel in ("round_rows", *QUANTISED):
+            yield Case(kernel, arch, dtype)
     for head_dim in (128,) if is_quick else (64, 128):
         yield Case("norm_rotary_store", arch, torch.float32, head_dim)
         yield Case("decode", arch, torch.float32, head_dim, 16)
@@ -314,7 +360,7 @@ def compile_case(case: Case) -> tuple[Any, Resources]:
         elif not is_float and name not in build.kernel.do_not_specialize:
             attributes[(i,)] = [["tt.divisibility", 16]]  # tensors are aligned, and so are whole rows
     source = ASTSource(build.kernel, signature, build.constants, attributes)
-    options = {"num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": True}
+    options = {"num_warps": build.num_warps, "num_stages": build.num_stages, "enable_fp_fusion": build.has_fusion}
     compiled = triton.compile(source, target=GPUTarget("cuda", case.arch, 32), options=options)
     registers, spill_bytes = read_cubin(compiled.asm["cubin"])
     shared_bytes = compiled.metadata.shared

@@ -32,6 +32,7 @@ KERNEL_TESTS = [
     "kernels/test_layer_kernels.py",
     "kernels/test_graph_kernels.py",
     "kernels/test_few_tokens_kernels.py",
+    "kernels/test_quantised_kernels.py",
 ]
 collect_ignore = []
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.kernel_resources import GPUS, Resources, read_cubin
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.kernels.cuda import decoder_layer, few_tokens, sample, triton_attention  # noqa: F401 (before the next line)
+from nanovllm.kernels.cuda import decoder_layer, few_tokens, quantised, sample, triton_attention  # noqa: F401 (before the next line)
 
 os.environ["TRITON_INTERPRET"] = "1"  # read by `LLM`, which would refuse the backend on CPU
 
@@ -69,6 +69,9 @@ def launch_all(kv_cache_dtypes, logits_dtypes):
     torch.empty = lambda *args, **kwargs: empty(*args, **kwargs).zero_()  # it is used as token ids
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     options = {"device": "cpu", "dtype": "bfloat16", "num_kv_blocks": 99, "attention_backend": "triton"}
+    for quantization in ("int8", {"method": "int4", "group_size": 128}):
+        llm = LLM(TINY_QWEN3, quantization=quantization, **options)
+        llm.generate([[5] * 40, [7] * 9], params, use_tqdm=False)
     for kv_cache_dtype in kv_cache_dtypes:
         llm = LLM(TINY_QWEN3, kv_cache_dtype=kv_cache_dtype, **options)
         # few tokens and many, decodes and mixed, a context that is split

@@ -32,6 +32,7 @@ from nanovllm.kernels.cuda import (
     logit_weights,
     norm,
     paged_attention,
+    quantised,
     store_kv,
     truncate,
 )
@@ -40,10 +41,11 @@ from nanovllm.kernels.cuda.launch import GPU, Launch, choose_chunk_splits, choos
 from nanovllm.kernels.cuda.triton_attention import TritonAttention
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = (activation, few_tokens, inverse_cdf, logit_weights, norm, paged_attention, store_kv, truncate)
+MODULES = (activation, few_tokens, inverse_cdf, logit_weights, norm, paged_attention, quantised, store_kv, truncate)
 TABLE_OF_RESOURCES = json.loads(TABLE.read_text(encoding="utf-8"))
 KERNELS = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
 FEW_TOKENS = {"norm_linear", "norm_gate_up", "add_linear"}  # what one kernel, `few_tokens_kernel`, is compiled to
+QUANTISED = {"int8_few", "int8_many", "int4_few", "int4_many"}  # the same, of `quantised_linear_kernel`
 PREFILLS = {"prefill", "split_prefill"}  # the same, of `prefill_kernel`
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -113,11 +115,13 @@ def test_each_kernel_is_described_as_it_is():
         assert build.constants.keys() == constants, case
     assert named <= pointers
     built = {case.kernel for case in one_of_each(90)}
-    assert {f"{name}_kernel" for name in built - FEW_TOKENS - PREFILLS} == KERNELS - {
+    several = FEW_TOKENS | PREFILLS | QUANTISED
+    assert {f"{name}_kernel" for name in built - several} == KERNELS - {
         "few_tokens_kernel",
         "prefill_kernel",
+        "quantised_linear_kernel",
     }
-    assert built >= FEW_TOKENS | PREFILLS
+    assert built >= several
 
 
 def may_spill(arch, kernel=""):

@@ -1,7 +1,7 @@
 """A whole decoder layer on CUDA in nine launches: four matrix products, attention, and four small kernels.
 
 For up to 16 tokens the products also do the work of three of these kernels (`few_tokens.py`): six launches. Where
-attention splits long contexts, one more launch joins the parts.
+attention splits long contexts, one more launch joins the parts. Quantised products (`quantised.py`) take two launches.
 
 Twins of the layers in `dense_layers.py`, of norms and of the rotary angles, with the same signatures. In PyTorch each
 operation between two products reads and writes the activations; here one kernel does all of them. Rounding is that of
@@ -11,7 +11,7 @@ rounds twice less.
 The attention backends for CUDA call `replace_layers` when the weights are loaded; the model file knows nothing of it.
 """
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch import nn
 from nanovllm.kernels.cuda import few_tokens
 from nanovllm.kernels.cuda.activation import silu_and_mul
 from nanovllm.kernels.cuda.norm import norm_rotary_store, rms_norm
+from nanovllm.kernels.cuda.quantised_layers import TritonQuantisedLinear, replace_quantised
 from nanovllm.kernels.dense_layers import DenseParts, dense_parts
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.backends import AttentionBackend
@@ -28,6 +29,7 @@ from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import Rotary
 
+Product: TypeAlias = Linear | TritonQuantisedLinear
 MAX_SIZE = 1 << 15  # of a row that one program normalises: what its registers hold
 
 
@@ -88,12 +90,18 @@ class TritonDecoderLayer(nn.Module):
         self.add_product(x, z, self.down_proj)
         return x
 
-    def add_product(self, x: torch.Tensor, y: torch.Tensor, linear: Linear) -> None:
+    def add_product(self, x: torch.Tensor, y: torch.Tensor, linear: Product) -> None:
         """x += linear(y), in place; of several ranks, each has a part of the sum"""
         if self.communicator is None:
             add_linear(x, y, linear)
         else:
-            x += self.communicator.all_reduce(F.linear(y, linear.weight, linear.bias))
+            x += self.communicator.all_reduce(product(y, linear))
+
+
+def product(x: torch.Tensor, linear: Product) -> torch.Tensor:
+    if isinstance(linear, TritonQuantisedLinear):
+        return linear.product(x)
+    return F.linear(x, linear.weight, linear.bias)
 
 
 def is_few(x: torch.Tensor) -> bool:
@@ -101,21 +109,24 @@ def is_few(x: torch.Tensor) -> bool:
     return len(x) <= few_tokens.MAX_TOKENS and few_tokens.takes(x.shape[1])
 
 
-def norm_linear(x: torch.Tensor, norm: RMSNorm, linear: Linear) -> torch.Tensor:
-    if is_few(x):
+def norm_linear(x: torch.Tensor, norm: RMSNorm, linear: Product) -> torch.Tensor:
+    if isinstance(linear, Linear) and is_few(x):
         return few_tokens.norm_linear(x, norm.weight, norm.eps, linear.weight, linear.bias)
-    return F.linear(rms_norm(x, norm.weight, norm.eps), linear.weight, linear.bias)
+    return product(rms_norm(x, norm.weight, norm.eps), linear)
 
 
-def norm_gate_up(x: torch.Tensor, norm: RMSNorm, linear: Linear) -> torch.Tensor:
+def norm_gate_up(x: torch.Tensor, norm: RMSNorm, linear: Product) -> torch.Tensor:
     """linear: gates, then ups"""
-    if is_few(x) and linear.bias is None:
+    if isinstance(linear, Linear) and is_few(x) and linear.bias is None:
         return few_tokens.norm_gate_up(x, norm.weight, norm.eps, linear.weight)
-    return silu_and_mul(F.linear(rms_norm(x, norm.weight, norm.eps), linear.weight, linear.bias))
+    return silu_and_mul(product(rms_norm(x, norm.weight, norm.eps), linear))
 
 
-def add_linear(x: torch.Tensor, y: torch.Tensor, linear: Linear) -> None:
+def add_linear(x: torch.Tensor, y: torch.Tensor, linear: Product) -> None:
     """x += linear(y), in place: the product's last step adds what is there already, instead of a kernel of its own."""
+    if isinstance(linear, TritonQuantisedLinear):
+        x += linear.product(y)
+        return
     if is_few(y):
         few_tokens.add_linear(x, y, linear.weight, linear.bias)
         return
@@ -154,6 +165,7 @@ class RotaryTable(nn.Module):
 
 def replace_layers(model: nn.Module, backend: AttentionBackend, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
     """Replace every layer that has a twin for its shape. The model's weights must be loaded."""
+    replace_quantised(model)
     weight = next(model.parameters())
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -169,8 +181,6 @@ def replace_layers(model: nn.Module, backend: AttentionBackend, k_scale: float =
 def has_twin(parts: DenseParts, backend: AttentionBackend) -> bool:
     """Triton's blocks are powers of two: rows are padded to one, but the halves of heads must be powers of two."""
     if not isinstance(parts.activation, SiluAndMul) or parts.is_partly_rotated:
-        return False
-    if not all(hasattr(product, "weight") for product in parts.products):  # quantised ones have none
         return False
     head_dim = backend.head_dim
     fits = len(parts.input_norm.weight) <= MAX_SIZE and 2 <= head_dim <= 1024

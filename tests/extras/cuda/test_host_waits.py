@@ -23,6 +23,7 @@ from nanovllm.extras.cuda.graphs import CudaGraphs, StepSizes
 from nanovllm.extras.cuda.input_buffer import InputBuffer
 from nanovllm.extras.cuda.warm_up import warm_up
 from nanovllm.extras.overlap import NewestTokens, has_placeholders
+from nanovllm.extras.quantization.load import quantise
 from nanovllm.kernels.cuda.flash_attention import FlashAttention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
@@ -104,14 +105,23 @@ def specialised(arg, param):
 def kernels(monkeypatch):
     """Stand-ins of all that are written in Triton, by name."""
     pytest.importorskip("triton")
-    from nanovllm.kernels.cuda import activation, few_tokens, norm, paged_attention, sample, store_kv, truncate
+    from nanovllm.kernels.cuda import (
+        activation,
+        few_tokens,
+        norm,
+        paged_attention,
+        quantised,
+        sample,
+        store_kv,
+        truncate,
+    )
 
     kernels = {}
-    for module in (activation, few_tokens, norm, paged_attention, sample, store_kv, truncate):
+    for module in (activation, few_tokens, norm, paged_attention, quantised, sample, store_kv, truncate):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             kernels[name] = KernelStandIn(getattr(module, name))
             monkeypatch.setattr(module, name, kernels[name])
-    assert len(kernels) == 12
+    assert len(kernels) == 14
     return kernels
 
 
@@ -142,9 +152,11 @@ def batches(with_tokenizer):
     return seen
 
 
-def make_runner(backend, has_twins):
+def make_runner(backend, has_twins, quantization=None):
     with META:
         model = Qwen3ForCausalLM(SHAPE, backend).to(torch.bfloat16)
+        if quantization:
+            quantise(model, quantization)
     model.model.rotary(torch.zeros(1, dtype=torch.int32, device=META), torch.bfloat16)  # the first call moves its table
     if has_twins:
         backend.replace_layers(model)
@@ -196,6 +208,19 @@ def test_an_eager_step_is_one_copy_and_no_wait(flash_attn, kernels, batches, bac
     assert kernels["truncate_kernel"].num_launches > 0
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@torch.inference_mode()
+def test_a_step_with_quantised_weights_does_not_wait_either(kernels, batches, quantization):
+    runner, buffer = make_runner(make_backend("triton"), True, quantization)
+    for batch in batches:
+        with DeviceCheck(buffer) as check:
+            runner.compute(runner, batch)
+        assert check.num_copies == 1
+    of_layers = 4 * 2 * len(batches)  # two layers; logits come on top
+    assert kernels["quantised_linear_kernel"].num_launches == kernels["round_rows_kernel"].num_launches > of_layers
+    assert kernels["norm_rotary_store_kernel"].num_launches == 2 * len(batches)
+
+
 @pytest.mark.parametrize("backend", ["flash_attn", "triton"])
 @torch.inference_mode()
 def test_a_recorded_step_waits_for_nothing_and_reads_nothing_of_the_host(flash_attn, kernels, backend):
@@ -218,15 +243,19 @@ def test_a_recorded_step_waits_for_nothing_and_reads_nothing_of_the_host(flash_a
     assert {name: kernels[name].num_launches for name in expected} == expected
 
 
+@pytest.mark.parametrize("quantization", [None, "int4"])
 @torch.inference_mode()
-def test_requests_compile_nothing_that_the_warm_up_has_not(kernels, batches, monkeypatch):
+def test_requests_compile_nothing_that_the_warm_up_has_not(kernels, batches, monkeypatch, quantization):
     """Also where the number of blocks is given, so that no forward pass measures memory."""
-    runner, _ = make_runner(make_backend("triton"), True)
+    runner, _ = make_runner(make_backend("triton"), True, quantization)
     monkeypatch.setattr(ArrivingTokens, "wait", lambda self: None)  # there are no numbers
     monkeypatch.setattr(ArrivingTokens, "__init__", lambda self, sampled: None)
     warm_up(runner, StepSizes(max_num_batched_tokens=40, max_num_seqs=7, max_model_len=2048))
     warm = {name: set(kernel.variants) for name, kernel in kernels.items()}
-    assert {name for name, variants in warm.items() if not variants} == {"store_kv_kernel"}  # of PyTorch's layers
+    quantised = {"round_rows_kernel", "quantised_linear_kernel"}
+    unused = quantised if quantization is None else {"few_tokens_kernel"}
+    unused |= {"store_kv_kernel"}  # of PyTorch's layers
+    assert {name for name, variants in warm.items() if not variants} == unused
     for batch in batches:
         runner.compute(runner, batch)
     assert {
