@@ -47,7 +47,9 @@ def main() -> None:
         for name, ms in times.items():
             per_token = num_bytes[name] // (args.batch * context)
             ratio, rate = times["bfloat16"] / ms, num_bytes[name] / ms / 1e6
-            print(f"{context:6d} tokens  {name:<10} {per_token:7,} bytes each {ms:9.2f} ms {rate:5.1f} GB/s {ratio:5.2f}x")
+            print(
+                f"{context:6d} tokens  {name:<10} {per_token:7,} bytes each {ms:9.2f} ms {rate:5.1f} GB/s {ratio:5.2f}x"
+            )
     if args.json:
         args.json.write_text(json.dumps({"rows": rows, "machine": describe_machine("cpu")}, indent=2) + "\n")
 

@@ -203,7 +203,9 @@ def test_attention_equals_the_reference(arm, block_size, options):
 @pytest.mark.parametrize("options", [PLAIN, OPTIONS["all"]], ids=["plain", "all"])
 def test_attention_over_8_bits_equals_the_reference(target, options, tmp_path):
     backend = ArmAttention(program_for(tmp_path, target, "-DINT8_KV"), 8, 2, 64, 16, kv_cache_dtype="int8")
-    step = Int8Step(backend, [(15, 1), (16, 1), (170, 1), (0, 17), (33, 20), (5, 3)], dtype=backend.dtype, options=options)
+    step = Int8Step(
+        backend, [(15, 1), (16, 1), (170, 1), (0, 17), (33, 20), (5, 3)], dtype=backend.dtype, options=options
+    )
     tolerance = 1e-4 if backend.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(step.run(backend).double(), step.expected, rtol=tolerance, atol=tolerance)
 

@@ -148,7 +148,9 @@ def test_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prompt(processor, 
 
 
 @pytest.mark.parametrize("families", FAMILIES.values(), ids=FAMILIES)
-@pytest.mark.parametrize("options", [PLAIN, OPTIONS["wide window"], OPTIONS["soft-cap"]], ids=["plain", "window", "cap"])
+@pytest.mark.parametrize(
+    "options", [PLAIN, OPTIONS["wide window"], OPTIONS["soft-cap"]], ids=["plain", "window", "cap"]
+)
 @pytest.mark.parametrize(("block_size", "num_kv_heads"), [(16, 4), (16, 1), (32, 2)])
 @pytest.mark.sparse(2)
 def test_sequences_that_share_blocks_have_the_bits_of_each_alone(

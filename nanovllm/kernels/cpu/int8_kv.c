@@ -3,7 +3,7 @@
 // extras/int8_kv.py is the definition: queries, and the weights of 16 tokens at a time, are rounded to 16 bits, so both
 // products are sums of whole numbers, exact in any order; a row's bits do not depend on how many rows are computed together.
 //
-// A library of its own, with the `store_kv` and the `attend` of cpu.c. It is compiled when a model with such a cache is loaded.
+// A library of its own, with the `store_kv` and the `attend` of cpu.c, for models with such a cache.
 //
 //   pair    16 bits of a panel: two numbers that are neighbours in the summed dimension
 //   panel   16 columns, tokens of K or channels of V: [pairs][16], as of other caches

@@ -32,13 +32,21 @@ struct quantised {
     long bits, group_size, has_groups;  // has_groups: each has a scale of its own, not only each output
 };
 
-// x, rounded: q: [m, k], the scale of each row and group, and the sum of its q
+// x, rounded. Rows that are multiplied together lie together (`struct tile`): [words of four bytes][rows of the tile].
 struct rounded {
-    int8_t *q;
-    float *scales;  // [m, groups]
-    int32_t *sums;  // [m, groups]
-    long k, num_groups;
+    int8_t *q;       // [m, k] bytes
+    float *scales;   // [m, groups]
+    int32_t *sums;   // [m, groups], of q
+    long m, k, num_groups;
 };
+
+// 16 bytes without signs
+static inline ints widen(const uint8_t *from) {
+    typedef uint8_t bytes __attribute__((vector_size(LANES)));
+    bytes b;
+    memcpy(&b, from, sizeof b);
+    return __builtin_convertvector(b, ints);
+}
 
 // sum + the products of the four bytes of each lane of `a`, without signs, and those of `b`, with signs
 static inline ints dot_bytes(ints sum, words a, uint32_t b) {
@@ -65,79 +73,103 @@ static inline ints dot_bytes(ints sum, words a, uint32_t b) {
 
 // ---- x in 8 bits
 
+// How many of `left` rows are multiplied together.
+static inline int rows_together(long left) {
+    if (left >= 12 && TILE_OF_ROWS >= 12) return 12;
+    if (left >= 8 && TILE_OF_ROWS >= 8) return 8;
+    return left >= 4 ? 4 : left >= 2 ? 2 : 1;
+}
+
+// The tile of a row, of m.
+struct tile { long row; int num_rows; };
+
+static inline struct tile tile_of(long row, long m) {
+    long first = row < m / TILE_OF_ROWS * TILE_OF_ROWS ? row / TILE_OF_ROWS * TILE_OF_ROWS : m / TILE_OF_ROWS * TILE_OF_ROWS;
+    while (first + rows_together(m - first) <= row) first += rows_together(m - first);
+    return (struct tile){first, rows_together(m - first)};
+}
+
 // x: [m, k]. The caller frees `q`, behind which the other arrays lie.
 static struct rounded round_rows(const element *x, long m, long k, long group_size) {
     const long num_groups = (k + group_size - 1) / group_size, num_q = (m * k + 63) / 64 * 64;
     int8_t *q = aligned_alloc(64, (num_q + m * num_groups * 8 + 63) / 64 * 64);
     float *scales = (float *)(q + num_q);
-    const struct rounded r = {q, scales, (int32_t *)(scales + m * num_groups), k, num_groups};
+    const struct rounded r = {q, scales, (int32_t *)(scales + m * num_groups), m, k, num_groups};
 #pragma omp parallel for schedule(static) if (m * k > 1 << 14)
-    for (long row = 0; row < m; row++)
+    for (long row = 0; row < m; row++) {
+        const struct tile t = tile_of(row, m);
+        int8_t *to = q + t.row * k + (row - t.row) * 4;
         for (long group = 0; group < num_groups; group++) {
-            const long from = row * k + group * group_size, left = k - group * group_size, at = row * num_groups + group;
-            round_group(x + from, left < group_size ? left : group_size, q + from, r.scales + at, r.sums + at);
+            const long first = group * group_size, left = k - first, count = left < group_size ? left : group_size;
+            const long at = row * num_groups + group;
+            int8_t of_group[128];
+            round_group(x + row * k + first, count, of_group, r.scales + at, r.sums + at);
+            for (long i = 0; i < count; i += 4) memcpy(to + (first + i) * t.num_rows, of_group + i, 4);
         }
+    }
     return r;
 }
 
 // ---- the product
 
+#define AHEAD 64  // words from those that are multiplied to those that memory is asked for: whole groups
+
 // Where panels `panel[0]`, … of a weight are: words, scales, zeros of the first group.
 struct quantised_panels {
     const uint32_t *words[MOST_PANELS];
+    const uint32_t *next[MOST_PANELS];  // words of the panels that are multiplied after these
     const float *scales[MOST_PANELS];
     const uint8_t *zeros[MOST_PANELS];
 };
 
-// sums[row][i] of the group's inputs from `first`, `count` of them; `words`: of each panel, those of the group
-static inline __attribute__((always_inline)) void multiply_group(
-    const struct rounded *x, long row, long first, long count, const uint32_t *const *panels, const bool is_int4,
-    const int num_rows, const int num_panels, ints sums[TILE_OF_ROWS][MOST_PANELS]) {
-    const int8_t *from = x->q + row * x->k + first;
-    const int step = is_int4 ? 8 : 4;
-    for (long input = 0; input < count; input += step) {
-        words column[MOST_PANELS];
-        for (int i = 0; i < num_panels; i++) {
-            const uint32_t *word = panels[i] + (first + input) / step * LANES;
-            column[i] = *(const words *)word;
-            __builtin_prefetch(word + 64 * LANES, 0, 2);
-        }
-        for (int half = 0; half < (is_int4 ? 2 : 1); half++)
-            for (int r = 0; r < num_rows; r++) {
-                uint32_t four;
-                memcpy(&four, from + r * x->k + input + 4 * half, sizeof four);
-                for (int i = 0; i < num_panels; i++) {
-                    const words bytes = is_int4 ? column[i] >> 4 * half & 0x0f0f0f0f : column[i];
-                    sums[r][i] = dot_bytes(sums[r][i], bytes, four);
-                }
-            }
-    }
-}
-
-// out[row][16 * i + lane] = x's row times panel i, for the rows from `row`
+// out[row][16 * i + lane] = x's row times panel i, for the rows of a tile. While a word is multiplied, memory is asked for
+// that which is AHEAD of it, in the panels that come next if these end before.
 static inline __attribute__((always_inline)) void multiply_rounded(
     const struct quantised *w, const struct rounded *x, const struct quantised_panels *p, long row, float *out,
     long out_stride, const bool is_int4, const int num_rows, const int num_panels) {
-    const int32_t half_range = is_int4 ? 8 : 128;
-    for (long group = 0; group < x->num_groups; group++) {
-        const long first = group * w->group_size, left = x->k - first, own = w->has_groups ? group * LANES : 0;
-        ints sums[TILE_OF_ROWS][MOST_PANELS];
+    const int step = is_int4 ? 8 : 4, halves = is_int4 ? 2 : 1;
+    const long num_words = x->k / step, group_words = w->group_size / step;
+    const int8_t *q = x->q + row * x->k;
+    const float *x_scales = x->scales + row * x->num_groups;
+    const int32_t *x_sums = x->sums + row * x->num_groups;
+    floats totals[TILE_OF_ROWS][MOST_PANELS] = {0};
+    for (long group = 0, at = 0; at < num_words; group++) {
+        const long end = num_words - at < group_words ? num_words : at + group_words, own = w->has_groups ? group * LANES : 0;
+        const uint32_t *panels[MOST_PANELS], *ask[MOST_PANELS];
         for (int i = 0; i < num_panels; i++) {
-            ints zeros = (ints){0} + half_range;
-            if (w->zeros)
-                for (int lane = 0; lane < LANES; lane++) zeros[lane] = p->zeros[i][own + lane];
-            for (int r = 0; r < num_rows; r++) sums[r][i] = zeros * -x->sums[(row + r) * x->num_groups + group];
+            panels[i] = p->words[i];
+            ask[i] = at + AHEAD < num_words ? panels[i] + AHEAD * LANES : p->next[i] + (AHEAD - num_words) * LANES;
         }
-        multiply_group(x, row, first, left < w->group_size ? left : w->group_size, p->words, is_int4, num_rows,
-                       num_panels, sums);
+        ints sums[TILE_OF_ROWS][MOST_PANELS];
+        for (int r = 0; r < num_rows; r++) {
+            const int32_t x_sum = x_sums[r * x->num_groups + group];
+            for (int i = 0; i < num_panels; i++) sums[r][i] = (ints){0} - (is_int4 ? 8 : 128) * x_sum;
+            for (int i = 0; w->zeros && i < num_panels; i++) sums[r][i] = widen(p->zeros[i] + own) * -x_sum;
+        }
+        for (; at < end; at++) {
+            words column[MOST_PANELS];
+            for (int i = 0; i < num_panels; i++) {
+                column[i] = *(const words *)(panels[i] + at * LANES);
+                __builtin_prefetch(ask[i] + at * LANES, 0, 2);
+            }
+            for (int half = 0; half < halves; half++)
+                for (int r = 0; r < num_rows; r++) {
+                    uint32_t four;
+                    memcpy(&four, q + ((at * halves + half) * num_rows + r) * 4, sizeof four);
+                    for (int i = 0; i < num_panels; i++) {
+                        const words bytes = is_int4 ? column[i] >> 4 * half & 0x0f0f0f0f : column[i];
+                        sums[r][i] = dot_bytes(sums[r][i], bytes, four);
+                    }
+                }
+        }
         for (int r = 0; r < num_rows; r++)
             for (int i = 0; i < num_panels; i++) {
-                const floats scale = *(const floats *)(p->scales[i] + own) * x->scales[(row + r) * x->num_groups + group];
-                floats *sum = (floats *)(out + r * out_stride + i * LANES);
-                const floats before = group ? *sum : (floats){0};
-                *sum = add_scaled(before, sums[r][i], scale);
+                const floats scale = *(const floats *)(p->scales[i] + own) * x_scales[r * x->num_groups + group];
+                totals[r][i] = add_scaled(totals[r][i], sums[r][i], scale);
             }
     }
+    for (int r = 0; r < num_rows; r++)
+        for (int i = 0; i < num_panels; i++) *(floats *)(out + r * out_stride + i * LANES) = totals[r][i];
 }
 
 // With all counts known to the compiler, the sums of a group stay in registers.
@@ -155,13 +187,6 @@ static void multiply_quantised(const struct quantised *w, const struct rounded *
     }
 }
 
-// How many of `left` rows are multiplied together: one of the counts above.
-static inline int rows_together(long left) {
-    if (left >= 12 && TILE_OF_ROWS >= 12) return 12;
-    if (left >= 8 && TILE_OF_ROWS >= 8) return 8;
-    return left >= 4 ? 4 : left >= 2 ? 2 : 1;
-}
-
 // Rows `first` … `last - 1` of x times `count` times 16 columns of y from panel `panel`.
 static void multiply_rounded_rows(const struct quantised *w, const struct rounded *x, const struct matrix *y, long first,
                                   long last, long panel, int count) {
@@ -177,13 +202,15 @@ static void multiply_rounded_rows(const struct quantised *w, const struct rounde
         all.zeros[i] = w->zeros ? w->zeros + at * scales : NULL;
     }
     for (long row = first; row < last;) {
-        const int num_rows = rows_together(last - row);
+        const int num_rows = tile_of(row, x->m).num_rows;
         const int most = num_rows <= SOME_ROWS ? 4 : 2;
         for (int start = 0; start < width;) {
             const int left = width - start, together = left >= most ? most : left >= 2 ? 2 : 1;
             struct quantised_panels some;
             for (int i = 0; i < together; i++) {
+                const int after = start + together + i;  // beyond these, the same of the next `count` panels
                 some.words[i] = all.words[start + i];
+                some.next[i] = after < width ? all.words[after] : all.words[after - width] + count * num_words * LANES;
                 some.scales[i] = all.scales[start + i];
                 some.zeros[i] = all.zeros[start + i];
             }
