@@ -96,8 +96,8 @@ class Config:
     """Address of machine 0, where it waits for the others."""
     master_port: int = checked(29501, check_int, minimum=1, maximum=65535)
     """Port of machine 0."""
-    load_format: str = checked("auto", check_choice, allowed=("auto", "safetensors", "dummy"))
-    """`safetensors` (the same as `auto`), or `dummy` for seeded random weights, which need only config.json."""
+    load_format: str = checked("auto", check_choice, allowed=("auto", "safetensors", "gguf", "dummy"))
+    """`safetensors` (the same as `auto`), `gguf`, or `dummy` for seeded random weights, which need only config.json."""
     seed: int = checked(0, check_int, minimum=0, maximum=2**64 - 1)
     """Seed of sampling and of dummy weights."""
     revision: str | None = checked(None, check_str, optional=True)

@@ -740,7 +740,7 @@ def test_bad_folders(checkpoint, tmp_path, change, says):
         pytest.param(
             {"attention_backend": "flash_attn", "device": "cpu"}, ValueError, ["flash_attn", "torch"], id="fa"
         ),
-        pytest.param({"load_format": "gguf"}, ValueError, ["gguf", "dummy"], id="load format"),
+        pytest.param({"load_format": "pickle"}, ValueError, ["pickle", "dummy"], id="load format"),
         pytest.param({"max_model_len": 513}, ValueError, ["513", "512"], id="beyond the model"),
         pytest.param({"max_num_seqs": 0}, ValueError, ["max_num_seqs", "0", "1"], id="no sequences"),
         pytest.param({"max_num_batched_tokens": 0}, ValueError, ["max_num_batched_tokens", "0", "1"], id="no budget"),

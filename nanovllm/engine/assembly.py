@@ -160,8 +160,8 @@ def start_runner(
     kind = adapt(make_device(config, device, backend, shape, max_num_batched_tokens))
     clock.lap("backend")
     seed = config.seed if config.load_format == "dummy" else None
-    if shape.quantization_config is not None:
-        load = import_extra("quantization/stored", "a quantised checkpoint").loader(shape.quantization_config)
+    if shape.quantization_config is not None or config.load_format == "gguf":
+        load = import_extra("quantization/stored", "a quantised checkpoint").loader(shape, config)
     model = load(model_class, shape, backend, dtype, device, folder, seed)
     if config.quantization is not None:
         import_extra("quantization/load", "quantization").quantise(model, config.quantization, shape)

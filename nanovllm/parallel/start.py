@@ -63,8 +63,8 @@ def start_ranks(
 ) -> tuple[ModelRunner, str]:
     """As `assembly.start_runner`, for all ranks. ValueError for what cannot be shared, before a process is started."""
     check_nodes(config)
-    if shape.quantization_config is not None:
-        raise ValueError("tensor_parallel_size > 1 does not go with a checkpoint that is quantised already")
+    if shape.quantization_config is not None or config.load_format == "gguf":
+        raise ValueError("tensor_parallel_size > 1 does not go with a checkpoint that is quantised already, or GGUF")
     share_of(shape, config.tensor_parallel_size)
     config = replace(config, model=folder, device=device_of(config, 0))
     if config.node_rank:

@@ -13,12 +13,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from nanovllm.config import Config
 from nanovllm.execution.weights import checkpoint_files, load_model, load_weights
 from nanovllm.extras.quantization.formats import READERS, Format
 from nanovllm.extras.quantization.fp8 import Fp8, read_compressed_fp8, read_fp8
 from nanovllm.extras.quantization.layers import QuantisedFusedLinear, QuantisedLinear, QuantisedWeight
 from nanovllm.extras.quantization.load import VECTOR
 from nanovllm.layers.linear import FusedLinear, Linear
+from nanovllm.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +41,13 @@ def read_format(field: str, raw: Any) -> Format | Fp8:
     return read(given)
 
 
-def loader(raw: Any) -> Callable[..., Any]:
-    """What takes the place of `load_model`, for a checkpoint that `raw` describes."""
-    form = read_format("quantization_config", raw)
+def loader(shape: ModelConfig, config: Config) -> Callable[..., Any]:
+    """What takes the place of `load_model`, for a checkpoint whose config.json names a format, or for a GGUF file."""
+    if config.load_format == "gguf":
+        from nanovllm.extras.quantization.gguf import load_gguf  # whose library may be missing
+
+        return load_gguf
+    form = read_format("quantization_config", shape.quantization_config)
 
     def load_stored(model_class: Any, config: Any, backend: Any, dtype: torch.dtype, device: torch.device,
                     folder: Path, dummy_seed: int | None = None) -> Any:  # fmt: skip
@@ -85,9 +91,7 @@ def load_projections(
     found = find_projections(form, checkpoint, model)
     for path, layer in found.items():  # without weights: their memory is never taken
         parent, _, name = path.rpartition(".")
-        bias = layer.bias
-        made = QuantisedLinear(None, bias) if type(layer) is Linear else QuantisedFusedLinear(None, bias, layer.parts)
-        setattr(model.get_submodule(parent), name, made)
+        setattr(model.get_submodule(parent), name, quantised_twin(layer))
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     consumed: set[str] = set()
     for path, layer in found.items():
@@ -105,6 +109,13 @@ def load_projections(
 
     load_weights(model, checkpoint.folder, read_others)
     return model
+
+
+def quantised_twin(layer: Any) -> nn.Module:
+    """The layer that takes its place, whose weight comes later."""
+    if type(layer) is Linear:
+        return QuantisedLinear(None, layer.bias)
+    return QuantisedFusedLinear(None, layer.bias, layer.parts)
 
 
 def parts_of(path: str, layer: Any) -> dict[str, int]:

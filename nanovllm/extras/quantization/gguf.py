@@ -1,0 +1,154 @@
+"""`load_format="gguf"`: weights of llama.cpp's files. `stored.py` asks `load_gguf`, in the place of `load_model`.
+
+The folder has config.json and a tokenizer, as always, and one file `*.gguf`. Both kinds that are kept as they are have blocks
+of 32 inputs, with a scale in float16:
+
+    Q8_0    scale, 32 × int8                    weight = scale · q
+    Q4_0    scale, 16 bytes: q[j] + 16 · q[16 + j]    weight = scale · (q − 8)
+
+Projections of other kinds (Q4_K, ...) are refused by name. What is no projection (embeddings, norms, biases) is widened to
+the model's dtype, whatever its kind.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.execution.weights import checkpoint_places
+from nanovllm.extras.quantization.layers import QuantisedWeight
+from nanovllm.extras.quantization.stored import joined, parts_of, quantised_twin
+from nanovllm.layers.linear import FusedLinear, Linear
+
+try:
+    from gguf import MODEL_ARCH_NAMES, GGUFReader, dequantize, get_tensor_name_map
+except ImportError as error:
+    raise ImportError("load_format='gguf' needs the package gguf: pip install 'nanovllm[gguf]'") from error
+
+BLOCK = 32
+KEPT = {"Q8_0": 8, "Q4_0": 4}  # bits
+FLOATS = ("F32", "F16", "BF16")
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # whose tensors are the checkpoint's, one for one
+UNUSED = {"rope_freqs.weight"}
+
+
+def load_gguf(
+    model_class: Any,
+    config: Any,
+    backend: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    folder: Path,
+    dummy_seed: int | None = None,
+) -> Any:
+    """The network on `device`. ValueError, by the tensor's name, if file and model do not match exactly."""
+    file = GgufFile(folder, config)
+    with torch.device("meta"):
+        model = model_class(config, backend)
+    found = {path: layer for path, layer in model.named_modules() if file.keeps(path, layer)}
+    for path, layer in found.items():  # without weights: their memory is never taken
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, quantised_twin(layer))
+    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    for path, layer in found.items():
+        twin, parts = model.get_submodule(path), parts_of(path, layer)
+        twin.quantised = joined(path, [file.quantised(part) for part in parts], device)
+        if layer.bias is not None:
+            twin.bias.copy_(torch.cat([file.floats(f"{part}.bias") for part in parts]))
+    fill(model, file)
+    return model
+
+
+def fill(model: nn.Module, file: "GgufFile") -> None:
+    """All parameters; of tied embeddings, a file has one."""
+    places, filled = checkpoint_places(model), set()
+    for name, place in places.items():
+        if not file.has(name):
+            continue
+        tensor = file.floats(name)
+        if tensor.shape != place.shape:
+            raise ValueError(f"tensor {name} in {file.path} is {list(tensor.shape)}, not {list(place.shape)}")
+        place.copy_(tensor)
+        filled.add(id(place))
+    if missing := [name for name, place in places.items() if id(place) not in filled]:
+        raise ValueError(f"{len(missing)} tensors are missing in {file.path}: {', '.join(missing[:5])}")
+    if unknown := sorted(file.tensors.keys() - file.used - UNUSED):
+        raise ValueError(f"unexpected tensor {unknown[0]} in {file.path}: the model has no place for it")
+
+
+class GgufFile:
+    """The one such file of a folder; its tensors by their names in other checkpoints."""
+
+    def __init__(self, folder: Path, config: Any) -> None:
+        files = sorted(folder.glob("*.gguf"))
+        if len(files) != 1:
+            names = ", ".join(file.name for file in files) or "none"
+            raise ValueError(f"load_format='gguf' needs one file *.gguf in {folder}, there is {names}")
+        self.path = files[0]
+        try:
+            reader = GGUFReader(self.path)
+        except (ValueError, IndexError, KeyError, OSError) as error:  # it checks little
+            raise ValueError(f"{self.path} is not a whole GGUF file: {error}") from error
+        field = reader.get_field("general.architecture")
+        name = field.contents() if field else None
+        if name not in ARCHITECTURES:
+            raise ValueError(f"{self.path} holds the architecture {name!r}, known are {', '.join(ARCHITECTURES)}")
+        kind = next(kind for kind, known in MODEL_ARCH_NAMES.items() if known == name)
+        self.names = get_tensor_name_map(kind, config.num_hidden_layers)
+        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.used: set[str] = set()
+        # llama.cpp rotates neighbours and not halves, so its Llamas have the rows of q and k in another order
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        self.heads = heads if name == "llama" else {}
+
+    def stored_name(self, name: str) -> str:
+        return str(self.names.get_name(name, (".weight", ".bias")))
+
+    def has(self, name: str) -> bool:
+        return self.stored_name(name) in self.tensors
+
+    def find(self, name: str) -> Any:
+        stored = self.stored_name(name)
+        if stored not in self.tensors:
+            raise ValueError(f"tensor {name} ({stored}) is missing in {self.path}")
+        self.used.add(stored)
+        return self.tensors[stored]
+
+    def keeps(self, path: str, layer: nn.Module) -> bool:
+        """Whether a layer's weights have 8 or 4 bits in the file. ValueError for other kinds, and for two in a layer."""
+        if type(layer) not in (Linear, FusedLinear):
+            return False
+        kinds = {part: self.find(f"{part}.weight").tensor_type.name for part in parts_of(path, layer)}
+        for part, kind in kinds.items():
+            if kind not in KEPT and kind not in FLOATS:
+                known = ", ".join([*KEPT, *FLOATS])
+                raise ValueError(f"tensor {part}.weight in {self.path} is {kind}; projections can be {known}")
+        if len(set(kinds.values()) - set(FLOATS)) + any(kind in FLOATS for kind in kinds.values()) > 1:
+            raise ValueError(f"{path} in {self.path} is multiplied at once, but its parts are {kinds}")
+        return any(kind in KEPT for kind in kinds.values())
+
+    def quantised(self, part: str) -> QuantisedWeight:
+        """Of a projection."""
+        tensor = self.find(f"{part}.weight")
+        bits = KEPT[tensor.tensor_type.name]
+        blocks = torch.tensor(tensor.data).unflatten(1, (-1, 2 + BLOCK * bits // 8))  # [out, in / 32, bytes]
+        scales = blocks[..., :2].contiguous().view(torch.float16)[..., 0].float()
+        if bits == 8:
+            q = (blocks[..., 2:].view(torch.int8).short() + 128).to(torch.uint8)
+        else:
+            q = torch.cat((blocks[..., 2:] & 15, blocks[..., 2:] >> 4), dim=-1)
+        return QuantisedWeight(self.in_order(part, q.flatten(1)), self.in_order(part, scales), None, bits, BLOCK)
+
+    def floats(self, name: str) -> Tensor:
+        """Any tensor, float32."""
+        tensor = self.find(name)
+        return self.in_order(name.rpartition(".")[0], torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)))
+
+    def in_order(self, path: str, rows: Tensor) -> Tensor:
+        """The rows of a projection, as other checkpoints have them."""
+        num_heads = self.heads.get(path.rpartition(".")[2])
+        if num_heads is None:
+            return rows
+        pairs = torch.arange(len(rows)).view(num_heads, -1, 2)  # [num_heads, head_dim / 2, 2]
+        return rows[pairs.transpose(1, 2).flatten()]

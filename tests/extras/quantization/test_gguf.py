@@ -1,0 +1,220 @@
+"""`load_format="gguf"`: files that the package gguf writes and quantises, read here, and what is refused by name."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from tests.extras.quantization.test_stored_weights import answer, eager, weights_of
+
+pytestmark = pytest.mark.slow  # the package is an extra
+gguf = pytest.importorskip("gguf")
+
+KINDS = gguf.GGMLQuantizationType
+NAMES = {  # llama.cpp's, as its files have them
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def stored_name(name):
+    path, _, kind = name.rpartition(".")
+    if path in OTHERS:
+        return f"{OTHERS[path]}.{kind}"
+    _, _, layer, rest = path.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest]}.{kind}"
+
+
+def in_llama_cpps_order(tensor, num_heads):
+    """Its Llamas rotate neighbours: of a head, the rows of both halves take turns."""
+    first, second = tensor.unflatten(0, (num_heads, 2, -1)).unbind(1)
+    return torch.stack((first, second), 2).flatten(0, 2)
+
+
+def write(folder, of, architecture="qwen3", kind="Q8_0", kinds=lambda name: None, change=lambda tensors: None):
+    """The model in `of` as one file -> what its projections mean, by the checkpoint's names"""
+    shutil.copytree(of, folder)
+    tensors, meanings = load_file(folder / "model.safetensors"), {}
+    (folder / "model.safetensors").unlink()
+    change(tensors)
+    raw = json.loads((folder / "config.json").read_text())
+    heads = {"q_proj": raw["num_attention_heads"], "k_proj": raw["num_key_value_heads"]}
+    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
+    for name, tensor in tensors.items():
+        path, stored = name.rpartition(".")[0], tensor.float()
+        num_heads = heads.get(path.rpartition(".")[2]) if architecture == "llama" else None
+        if num_heads:
+            stored = in_llama_cpps_order(stored, num_heads)
+        wanted = KINDS[kinds(name) or (kind if path.endswith("_proj") and name.endswith("weight") else "F32")]
+        data = gguf.quantize(stored.numpy(), wanted)
+        writer.add_tensor(stored_name(name), data, raw_dtype=wanted)
+        if path.endswith("_proj") and name.endswith("weight"):
+            meaning = torch.from_numpy(gguf.dequantize(data, wanted))
+            if num_heads:  # back, by another way
+                meaning = meaning.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+            meanings[path] = meaning
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return meanings
+
+
+def small(architecture, config_class, model_class, folder):
+    torch.manual_seed(0)
+    config = config_class(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=architecture == "qwen2",
+    )
+    model = model_class(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_()
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return small("llama", LlamaConfig, LlamaForCausalLM, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory):
+    return small("qwen2", Qwen2Config, Qwen2ForCausalLM, tmp_path_factory.mktemp("qwen2"))
+
+
+def tokens_of(llm):
+    return llm.generate([[5, 7, 11, 200], [3] * 20], GREEDY, use_tqdm=False)
+
+
+def read(folder, **options):
+    return eager(folder, load_format="gguf", **options)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_projections_mean_what_the_package_says(kind, tmp_path):
+    meanings = write(tmp_path / "model", TINY_QWEN3, kind=kind)
+    llm = read(tmp_path / "model")
+    found = weights_of(llm)
+    assert found.keys() == meanings.keys()
+    for path, meaning in meanings.items():
+        assert torch.equal(found[path], meaning), path
+    if kind == "Q8_0":
+        assert answer(llm) == answer(eager(TINY_QWEN3))
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_floats_are_those_of_the_checkpoint(kind, tmp_path):
+    """The bundled weights are bfloat16, which float32 holds, and float16 nearly."""
+    write(tmp_path / "model", TINY_QWEN3, kind=kind)
+    assert answer(read(tmp_path / "model")) == answer(eager(TINY_QWEN3))
+
+
+def test_a_llama_has_its_rows_back(llama, tmp_path):
+    write(tmp_path / "floats", llama, "llama", "F32")
+    expected, found = (tokens_of(llm) for llm in (eager(llama), read(tmp_path / "floats")))
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+    meanings = write(tmp_path / "small", llama, "llama", "Q4_0")
+    found = weights_of(read(tmp_path / "small"))
+    assert all(torch.equal(found[path], meaning) for path, meaning in meanings.items())
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_biases_and_tied_embeddings(qwen2, tmp_path, kind):
+    """With 8 bits the most likely token may be another: log-probabilities stay near."""
+    write(tmp_path / "model", qwen2, "qwen2", kind, change=lambda tensors: tensors.pop("lm_head.weight", None))
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=300)
+    both = [llm.generate([[5, 7, 11, 200]], params, use_tqdm=False)[0].outputs[0].logprobs[0] for llm in
+            (eager(qwen2, max_logprobs=300), read(tmp_path / "model", max_logprobs=300))]  # fmt: skip
+    differences = [abs(both[0][i].logprob - both[1][i].logprob) for i in range(300)]
+    assert max(differences) < (1e-5 if kind == "F32" else 0.05)
+
+
+def test_embeddings_of_any_kind_are_widened(tmp_path):
+    write(tmp_path / "model", TINY_QWEN3, kinds=lambda name: "Q5_0" if "embed" in name else None)
+    expected = load_file(f"{TINY_QWEN3}/model.safetensors")["model.embed_tokens.weight"].float()
+    expected = gguf.dequantize(gguf.quantize(expected.numpy(), KINDS.Q5_0), KINDS.Q5_0)
+    found = read(tmp_path / "model").engine.runner.model.model.embed_tokens.weight
+    assert torch.equal(found, torch.from_numpy(expected))
+
+
+def test_the_kernels_give_the_tokens_of_the_definition(tmp_path):
+    write(tmp_path / "model", TINY_QWEN3, kind="Q4_0")
+    fast = LLM(tmp_path / "model", load_format="gguf", dtype="float32", num_kv_blocks=40)
+    assert "CpuQuantised" in " ".join(type(layer).__name__ for layer in fast.engine.runner.model.modules())
+    assert answer(fast) == answer(read(tmp_path / "model"))
+
+
+REFUSED = {
+    "another kind": ({"kind": "Q4_1"}, r"tensor model\.layers\.0\..*\.weight in .* is Q4_1; projections can be Q8_0"),
+    "two kinds": (
+        {"kinds": lambda name: "Q4_0" if "k_proj.weight" in name else None},
+        r"qkv_proj in .* is multiplied at once, but its parts are .*'Q4_0'",
+    ),
+    "architecture": ({"architecture": "gemma3"}, "holds the architecture 'gemma3', known are llama, qwen2, qwen3"),
+    "missing": (
+        {"change": lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight")},
+        r"tensor model\.layers\.1\.mlp\.up_proj\.weight \(blk\.1\.ffn_up\.weight\) is missing",
+    ),
+    "a norm is missing": (
+        {"change": lambda tensors: tensors.pop("model.norm.weight")},
+        r"1 tensors are missing in .*: model\.norm\.weight",
+    ),
+    "unexpected": (
+        {"change": lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": torch.zeros(4)})},
+        r"unexpected tensor blk\.0\.ffn_up\.bias",
+    ),
+    "another shape": (
+        {"change": lambda tensors: tensors.update({"model.norm.weight": torch.zeros(64)})},
+        r"tensor model\.norm\.weight in .* is \[64\], not \[256\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused_by_its_name(name, tmp_path):
+    options, message = REFUSED[name]
+    write(tmp_path / "model", TINY_QWEN3, **options)
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / "model")
+
+
+def test_a_folder_has_one_whole_file(tmp_path):
+    with pytest.raises(ValueError, match=r"needs one file \*\.gguf in .*, there is none"):
+        read(TINY_QWEN3)
+    write(tmp_path / "model", TINY_QWEN3)
+    file = tmp_path / "model" / "model.gguf"
+    with pytest.raises(ValueError, match="tensor_parallel_size > 1 does not go with"):
+        read(tmp_path / "model", tensor_parallel_size=2)
+    for size in (3, 2000, file.stat().st_size - 1000):
+        file.write_bytes(file.read_bytes()[:size])
+        with pytest.raises(ValueError, match=r"model\.gguf is not a whole GGUF file"):
+            read(tmp_path / "model")
+        write(tmp_path / "again", TINY_QWEN3)
+        shutil.move(tmp_path / "again" / "model.gguf", file)
+        shutil.rmtree(tmp_path / "again")
+    shutil.copy(file, file.with_name("other.gguf"))
+    with pytest.raises(ValueError, match=r"there is model\.gguf, other\.gguf"):
+        read(tmp_path / "model")
