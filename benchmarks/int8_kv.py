@@ -2,8 +2,8 @@
 
     python -m benchmarks.int8_kv [--contexts 1024 8192 32768] [--batch 1] [--json out.json]
 
-All 28 layers of Qwen3-0.6B's shape, each with a cache of its own: the new token's K and V are stored, and its queries attend
-to all tokens. The contenders take turns; prints the median milliseconds of each, and the GB/s of K, V and scales it reads.
+All 28 layers of Qwen3-0.6B's shape, each with a cache of its own: the new token's K and V are stored, and its queries
+attend to all tokens. The contenders take turns; prints the median milliseconds of each, and the GB/s that it reads.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def decodes(batch: int, context: int) -> AttentionMetadata:
-    """`batch` sequences that decode their token number `context`; their blocks lie in any order, after the null block."""
+    """`batch` sequences that decode token number `context`; their blocks lie in any order, after the null block."""
     num_blocks = -(-context // BLOCK_SIZE)
     order = torch.randperm(batch * num_blocks, generator=torch.Generator().manual_seed(0)) + 1
     tables = order.view(batch, num_blocks).int()

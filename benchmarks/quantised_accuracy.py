@@ -28,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int4, groups of 128": {"quantization": {**INT4, "group_size": 128}},
     "int4, groups of 64": {"quantization": {**INT4, "group_size": 64}},
     "int4, groups of 32": {"quantization": {**INT4, "group_size": 32}},
+    "int8 K and V": {"kv_cache_dtype": "int8"},
     "int4, embeddings in bfloat16": {"quantization": {**INT4, "embeddings": False}},
 }
 HEADER = ("wordings", "sums", "rms error", "largest", "same likeliest")

@@ -67,7 +67,7 @@ class Config:
     attention_backend: str = checked("auto", check_choice, allowed=("auto", "torch", "flash_attn", "triton", "cpu"))
     """`torch`, `flash_attn`, `triton` or `cpu`; `auto` is the fastest that this machine has."""
     kv_cache_dtype: str = checked("auto", check_choice, allowed=("auto", "fp8", "int8"))
-    """`fp8` (with `triton`, `torch`) and `int8` (`cpu`, `torch`) keep K and V in 8 bits; `auto` is the model's dtype."""
+    """`fp8` (with `triton`, `torch`), `int8` (`cpu`, `torch`): K and V have 8 bits; `auto` is the model's dtype."""
     quantization: str | Mapping[str, Any] | None = checked(None, check_by_extra, file="quantization/options")
     """`int8` or `int4` keeps weights in so many bits, or a dict as `{"method": "int4", "group_size": 64}`."""
     scheduling_policy: str | Callable[[Any], float] = checked("fcfs", check_policy)

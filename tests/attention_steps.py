@@ -120,7 +120,7 @@ class LatentStep(Step):
 
 
 class Int8Step(Step):
-    """Of a backend that keeps K and V in 8 bits (extras/int8_kv.py): each vector is rounded, its largest number to 127."""
+    """Of a backend that keeps K and V in 8 bits (extras/int8_kv.py): the largest number of a vector becomes 127."""
 
     def empty_cache(self, shape, dtype):
         return torch.full(shape, -1, dtype=torch.int8)  # four of these bytes are a scale that is NaN

@@ -4,15 +4,15 @@ A slot holds, for each head, `head_dim` whole numbers and the 4 bytes of their s
 
     k ≈ scale · q        q in −127 … 127; the largest magnitude of the vector becomes 127, ties round to even
 
-Nothing is dequantised to be multiplied: both products of attention are sums of whole numbers. For them a query is rounded
-to 16 bits, with one scale, and so are the weights of each 16 tokens:
+Nothing is dequantised to be multiplied: both products of attention are sums of whole numbers. For them a query is
+rounded to 16 bits, with one scale, and so are the weights of each 16 tokens:
 
     score    = scale of the query · scale of k · Σ query's number · k's number       over head_dim
     weight   = softmax(scores) · scale of v
     out      = Σ scale of 16 weights · Σ weight's number · v's number                over tokens
 
-16 bits cost nothing to speak of beside the 8 of K and V, and sums of whole numbers are exact in any order: a token has the
-same bits in every batch and every chunk. `kernels/cpu/int8_kv.h` does the same arithmetic.
+16 bits cost nothing to speak of beside the 8 of K and V, and sums of whole numbers are exact in any order: a token has
+the same bits in every batch and every chunk. `kernels/cpu/int8_kv.c` does the same arithmetic.
 """
 
 from dataclasses import replace

@@ -1,10 +1,15 @@
 """K and V in 8 bits on CPU, against float64 arithmetic over rounded K and V, PyTorch's definition, and themselves."""
 
+import json
+import sys
+
 import pytest
 import torch
 
+from benchmarks import int8_kv
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.extras.int8_kv import with_int8_cache
+from nanovllm.kernels.choices import select_backend
 from nanovllm.kernels.cpu.attention import CpuAttention
 from nanovllm.kernels.cpu.decoder_layer import CpuDecoderLayer, fuse_layers
 from nanovllm.kernels.cpu.layers import replace_layers
@@ -221,8 +226,17 @@ def test_the_same_memory_has_nearly_twice_the_tokens():
 
 def test_what_cannot_be_kept_in_8_bits_is_refused(tiny_checkpoint):
     with pytest.raises(ValueError, match="head_dim must be at most 512, it is 544"):
-        from nanovllm.kernels.choices import select_backend
-
         select_backend("cpu", torch.device("cpu"), torch.float32, 544, 16, "int8")
     with pytest.raises(ValueError, match="'cpu' with kv_cache_dtype='fp8' cannot be used .* it has no fp8 KV cache"):
         LLM(tiny_checkpoint[0], device="cpu", attention_backend="cpu", kv_cache_dtype="fp8")
+
+
+def test_the_benchmark_measures(monkeypatch, tmp_path, capsys):
+    report = tmp_path / "out.json"
+    options = ["--contexts", "40", "--batch", "2", "--repeats", "1", "--json", str(report)]
+    monkeypatch.setattr(sys, "argv", ["int8_kv", *options])
+    int8_kv.main()
+    (row,) = json.loads(report.read_text())["rows"]
+    # 28 layers, 8 heads of 128: K and V, of 2 sequences in 3 blocks of 16 each
+    assert row["bytes"] == {"bfloat16": 28 * 2 * 8 * 128 * 2 * 96, "int8": 28 * 2 * 8 * 132 * 96}
+    assert "int8" in capsys.readouterr().out

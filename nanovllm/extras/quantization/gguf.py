@@ -1,13 +1,13 @@
 """`load_format="gguf"`: weights of llama.cpp's files. `stored.py` asks `load_gguf`, in the place of `load_model`.
 
-The folder has config.json and a tokenizer, as always, and one file `*.gguf`. Both kinds that are kept as they are have blocks
-of 32 inputs, with a scale in float16:
+The folder has config.json and a tokenizer, as always, and one file `*.gguf`. Both kinds that are kept as they are have
+blocks of 32 inputs, with a scale in float16:
 
     Q8_0    scale, 32 × int8                    weight = scale · q
     Q4_0    scale, 16 bytes: q[j] + 16 · q[16 + j]    weight = scale · (q − 8)
 
-Projections of other kinds (Q4_K, ...) are refused by name. What is no projection (embeddings, norms, biases) is widened to
-the model's dtype, whatever its kind.
+Projections of other kinds (Q4_K, ...) are refused by name. What is no projection (embeddings, norms, biases) is
+widened to the model's dtype, whatever its kind.
 """
 
 from pathlib import Path
@@ -116,7 +116,7 @@ class GgufFile:
         return self.tensors[stored]
 
     def keeps(self, path: str, layer: nn.Module) -> bool:
-        """Whether a layer's weights have 8 or 4 bits in the file. ValueError for other kinds, and for two in a layer."""
+        """Whether a layer's weights have 8 or 4 bits in the file. ValueError for other kinds, or two in a layer."""
         if type(layer) not in (Linear, FusedLinear):
             return False
         kinds = {part: self.find(f"{part}.weight").tensor_type.name for part in parts_of(path, layer)}
