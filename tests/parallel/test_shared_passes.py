@@ -157,3 +157,16 @@ def test_ranks_give_what_one_gives(shareable, request, name, variant, size, num_
     if window is None or window > 60:  # else the few blocks suffice
         assert (stats.num_preemptions > 0) == (ENGINES[engine]["num_kv_blocks"] in FEW)
         assert (stats.num_swaps > 0) == ("swap_space_bytes" in ENGINES[engine])
+
+
+def test_ranks_keep_k_and_v_in_8_bits(shareable, rank_threads):
+    """Each its own heads, with their scales: what is rounded is what one rank rounds."""
+    need_a_compiler(torch.float32)
+    folder, _ = shareable.make("qwen3", "biases", 2, num_heads=6)
+    options = {**shareable.options("qwen3", "biases"), **ENGINES["cpu"], "kv_cache_dtype": "int8"}
+    outputs = []
+    for size in (1, 2):
+        with LLM(folder, tensor_parallel_size=size, **options) as llm:
+            outputs.append([one.outputs[0].token_ids for one in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
+    assert outputs[0] == outputs[1]
+    assert [rank.wait(10) for rank in rank_threads] == [0]
