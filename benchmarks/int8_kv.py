@@ -39,7 +39,7 @@ def main() -> None:
         num_bytes = {}
         for name, kind in KINDS.items():
             backend = CpuAttention(*heads, BLOCK_SIZE, torch.bfloat16, kv_cache_dtype=kind)
-            cache = filled_cache(backend, shape.num_layers, args.batch * context)
+            cache = filled_cache(backend, shape.num_layers, metadata.block_tables.numel() + 1)
             num_bytes[name] = cache[:, :, 1:].nbytes
             contenders[name] = partial(run_step, backend, cache, metadata)
         times = race(contenders, args.repeats)
@@ -74,8 +74,7 @@ def decodes(batch: int, context: int) -> AttentionMetadata:
     )
 
 
-def filled_cache(backend: CpuAttention, num_layers: int, num_tokens: int) -> torch.Tensor:
-    num_blocks = -(-num_tokens // BLOCK_SIZE) + 1
+def filled_cache(backend: CpuAttention, num_layers: int, num_blocks: int) -> torch.Tensor:
     cache = torch.zeros(backend.kv_cache_shape(num_layers, num_blocks), dtype=backend.kv_cache_dtype or torch.bfloat16)
     slots = torch.arange(BLOCK_SIZE, num_blocks * BLOCK_SIZE, dtype=torch.int32)
     k, v = torch.randn(2, len(slots), backend.num_kv_heads, backend.head_dim).bfloat16()

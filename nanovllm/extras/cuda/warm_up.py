@@ -5,6 +5,7 @@ All slots are in the null block, which no sequence reads.
 """
 
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -25,13 +26,18 @@ def warm_up(runner: ModelRunner, sizes: StepSizes) -> None:
     context = min(CONTEXT, sizes.max_model_len)
     chunk, short = min(CHUNK, most), min(2, most)
     table_width = -(-sizes.max_model_len // runner.backend.block_size)
-    draw = runner.draw
+    model: Any = runner.model
+    draw, compute_logits = runner.draw, model.compute_logits
+
+    def logits_of_many(hidden: torch.Tensor) -> torch.Tensor:
+        compute_logits(hidden[:1].repeat(CHUNK, 1))  # as of a large batch, or of a prompt's log-probabilities
+        return compute_logits(hidden)
 
     def draw_from_both(logits: torch.Tensor, *asked: torch.Tensor | None) -> torch.Tensor:
         draw(logits.float(), *asked)  # as logits are that a request has changed
         return draw(logits, *asked)
 
-    runner.draw = draw_from_both
+    runner.draw, model.compute_logits = draw_from_both, logits_of_many
     for num_new, seq_len, is_decode, kind in [
         (1, context, True, "greedy"),
         (1, context, True, "plain"),
@@ -40,6 +46,7 @@ def warm_up(runner: ModelRunner, sizes: StepSizes) -> None:
     ]:
         runner.run(null_batch([num_new], [seq_len], is_decode, table_width, draws(kind, 1))).wait()
     runner.draw = draw
+    del model.compute_logits  # the class has its own
 
 
 def null_batch(
