@@ -98,8 +98,8 @@ class CpuQuantisedFusedLinear(QuantisedProduct, CpuFusedLinear):
 
 class CpuQuantisedEmbedding(QuantisedProduct, CpuEmbedding):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        q = super().forward(token_ids).float() - 128  # [num_tokens, hidden_size]
-        return (q * self.scales[token_ids // LANES, 0, token_ids % LANES, None]).to(self.dtype)
+        q = super().forward(token_ids).float().sub_(128)  # [num_tokens, hidden_size]
+        return q.mul_(self.scales.view(-1).index_select(0, token_ids)[:, None]).to(self.dtype)
 
 
 TWINS = {LINEAR: CpuQuantisedLinear, FUSED: CpuQuantisedFusedLinear, EMBEDDING: CpuQuantisedEmbedding}
