@@ -22,6 +22,7 @@ PROCESSORS = {
     "SSE": "x86-64" + QUICKLY,
     "AMX, emulated": "native -DAMX_EMULATED" + QUICKLY,
 }
+WITHOUT_TILES = ("native", "AVX2", "SSE")  # all that differ for code that uses none
 
 
 def need_a_compiler(dtype):

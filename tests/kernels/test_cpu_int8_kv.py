@@ -21,11 +21,19 @@ from nanovllm.models.qwen3 import Qwen3DecoderLayer
 from nanovllm.scheduling.sequence import Sequence
 from tests.attention_options import OPTIONS
 from tests.attention_steps import HEADS, Int8Step, random_lens
+from tests.kernels.processors import WITHOUT_TILES, pretend
 from tests.kernels.test_cpu_kernels import filled, randn
 from tests.kernels.test_cpu_sharing import FAMILIES, LENS, begin_alike, run_alone
 from tests.steps import batch_of
 
 pytestmark = pytest.mark.usefixtures("needs_a_compiler")
+
+
+@pytest.fixture(params=WITHOUT_TILES)
+def processor(request, monkeypatch):
+    """As in conftest.py, without those that differ in tiles only: there are none here."""
+    with pretend(monkeypatch, request.param):
+        yield request.param
 
 
 def int8_attention(*sizes):
@@ -34,7 +42,7 @@ def int8_attention(*sizes):
 
 def check_close(out, expected):
     """Queries and weights are rounded to 16 bits besides."""
-    tolerance = 1e-4 if out.dtype == torch.float32 else 2e-2
+    tolerance = 3e-4 if out.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -93,6 +101,7 @@ def test_the_definition_does_the_same(processor, dtype, options):
 
 
 @pytest.mark.parametrize("head_dim", [256, 512])
+@pytest.mark.sparse
 def test_no_sum_overflows(processor, dtype, head_dim):
     """All numbers are the largest, 127 and 32,767, in every product."""
     backend = int8_attention(2, 1, head_dim, 16, dtype)

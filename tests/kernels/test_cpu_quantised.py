@@ -17,10 +17,18 @@ from nanovllm.extras.quantization.layers import (
 )
 from nanovllm.kernels.cpu.decoder_layer import CpuDecoderLayer
 from nanovllm.kernels.cpu.quantised import bytes_of, replace_quantised
+from tests.kernels.processors import WITHOUT_TILES, pretend
 
 pytestmark = pytest.mark.usefixtures("needs_a_compiler")
 
 FORMATS = [(8, 128, False), (4, 128, False), (4, 64, True), (4, 32, False), (8, 32, True)]  # bits, group_size, zeros
+
+
+@pytest.fixture(params=WITHOUT_TILES)
+def processor(request, monkeypatch):
+    """As in conftest.py, without those that differ in tiles only: there are none here."""
+    with pretend(monkeypatch, request.param):
+        yield request.param
 
 
 def randn(*shape, dtype=torch.float32, seed=1):

@@ -143,7 +143,7 @@ class GgufFile:
     def floats(self, name: str) -> Tensor:
         """Any tensor, float32."""
         tensor = self.find(name)
-        return self.in_order(name.rpartition(".")[0], torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)))
+        return self.in_order(name.rpartition(".")[0], torch.tensor(dequantize(tensor.data, tensor.tensor_type)))
 
     def in_order(self, path: str, rows: Tensor) -> Tensor:
         """The rows of a projection, as other checkpoints have them."""
