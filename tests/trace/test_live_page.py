@@ -254,6 +254,19 @@ def test_playing_up_to_the_newest_step_follows(stage):
     assert page.get_by_label("Follow the newest step").is_checked()
 
 
+def test_key_at_the_moment_that_a_run_is_first_drawn_is_heard(stage):
+    stage, page = stage
+    page.add_init_script("""
+        new MutationObserver((_, observer) => {
+          if (!document.querySelector("#step")?.textContent.includes(" of ")) return;
+          observer.disconnect();
+          dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowLeft" }));
+        }).observe(document, { childList: true, subtree: true, characterData: true });
+    """)
+    page.reload()
+    page.locator("#step", has_text="Step 2 of 3").wait_for()
+
+
 def test_address_keeps_the_step_only_where_the_page_does_not_follow(stage):
     stage, page = stage
     page.wait_for_url("**/ui#lang=en")

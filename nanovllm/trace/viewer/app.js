@@ -15,7 +15,7 @@ import { Step } from "./step.js";
 import { momentAt, Story, useMoments } from "./story.js";
 import { Timeline } from "./timeline.js";
 import { Times } from "./times.js";
-import { formatTime, html, render, useCallback, useEffect, useMemo, useRef, useSettled, useState, View, useView } from "./ui.js";
+import { formatTime, html, render, useCallback, useEffect, useLayoutEffect, useMemo, useRef, useSettled, useState, View, useView } from "./ui.js";
 
 function readHash(hash = location.hash) {
   const values = new URLSearchParams(hash.slice(1));
@@ -79,7 +79,7 @@ function App({ read, unread, live }) {
     const one = asked.step === null && moments?.find(({ kind }) => kind === asked.story);
     if (one) tell(one);
   }, []);
-  useEffect(() => {
+  useLayoutEffect(() => {
     const onHash = ({ newURL }) => { // location.hash may hold by now what the timer above has written
       const now = readHash(new URL(newURL).hash);
       const told = now.step === null && moments?.find(({ kind }) => kind === now.story);
@@ -107,7 +107,7 @@ function App({ read, unread, live }) {
   useDrop((file) => openFile(file, (run) => setRuns((before) => (before[0] ? beside(before[0], run) : [run])), setBad));
 
   const firstStep = useRef(0);
-  useEffect(() => { // a live run may begin anew, at a later step
+  useLayoutEffect(() => { // a live run may begin anew, at a later step
     if (!live || !runs[0]) return;
     const passed = runs[0].firstStep - firstStep.current;
     firstStep.current = runs[0].firstStep;
@@ -229,7 +229,7 @@ function Source({ code, close }) {
 }
 
 function useKeys({ run, frame, goTo, choice, choose, setChoice, setPlaying, changeLang, changeTheme, setSource }) {
-  useEffect(() => {
+  useLayoutEffect(() => { // a key is for what the reader sees, however fresh it is
     const onKey = (event) => {
       const isTyping = ["INPUT", "TEXTAREA"].includes(event.target.tagName) && !["range", "checkbox"].includes(event.target.type);
       const isPool = event.target.getAttribute?.("role") === "application"; // there, arrows choose a block
