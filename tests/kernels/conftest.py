@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.kernels.processors import DTYPES, PROCESSORS, need_a_compiler, pretend
+from tests.kernels.processors import DTYPES, PROCESSORS, WITHOUT_TILES, need_a_compiler, pretend
 
 
 @pytest.fixture(scope="module")
@@ -15,6 +15,13 @@ def needs_a_compiler():
 @pytest.fixture(params=PROCESSORS)
 def processor(request, monkeypatch):
     """Layers made in the test run the code that is made for this processor."""
+    with pretend(monkeypatch, request.param):
+        yield request.param
+
+
+@pytest.fixture(params=WITHOUT_TILES)
+def processor_without_tiles(request, monkeypatch):
+    """The same for code that uses no tiles."""
     with pretend(monkeypatch, request.param):
         yield request.param
 

@@ -11,29 +11,17 @@ from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.extras.int8_kv import with_int8_cache
 from nanovllm.kernels.choices import select_backend
 from nanovllm.kernels.cpu.attention import CpuAttention
-from nanovllm.kernels.cpu.decoder_layer import CpuDecoderLayer, fuse_layers
-from nanovllm.kernels.cpu.layers import replace_layers
 from nanovllm.layers.backends import TorchAttention
-from nanovllm.layers.rotary import Rope, Rotary
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.masking import PLAIN
-from nanovllm.models.qwen3 import Qwen3DecoderLayer
 from nanovllm.scheduling.sequence import Sequence
 from tests.attention_options import OPTIONS
 from tests.attention_steps import HEADS, Int8Step, random_lens
-from tests.kernels.processors import WITHOUT_TILES, pretend
-from tests.kernels.test_cpu_kernels import filled, randn
-from tests.kernels.test_cpu_sharing import FAMILIES, LENS, begin_alike, run_alone
+from tests.kernels.test_cpu_kernels import LAYER_LENS, check_layer_in_one_call
+from tests.kernels.test_cpu_sharing import LENS, check_sharing, sharing_blocks
 from tests.steps import batch_of
 
 pytestmark = pytest.mark.usefixtures("needs_a_compiler")
-
-
-@pytest.fixture(params=WITHOUT_TILES)
-def processor(request, monkeypatch):
-    """As in conftest.py, without those that differ in tiles only: there are none here."""
-    with pretend(monkeypatch, request.param):
-        yield request.param
 
 
 def int8_attention(*sizes):
@@ -72,7 +60,7 @@ def test_mixed_batch_equals_the_reference(dtype, num_heads, num_kv_heads, block_
     ids=["one token", "decodes", "whole prompts", "later chunks", "long", "not in the L2 cache"],
 )
 @pytest.mark.sparse(2)
-def test_each_kind_of_batch_equals_the_reference_on_each_processor(processor, dtype, lens):
+def test_each_kind_of_batch_equals_the_reference_on_each_processor(processor_without_tiles, dtype, lens):
     backend = int8_attention(4, 2, 64, 16, dtype)
     step = Int8Step(backend, lens, dtype=dtype)
     check_close(step.run(backend), step.expected)
@@ -81,7 +69,7 @@ def test_each_kind_of_batch_equals_the_reference_on_each_processor(processor, dt
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("block_size", [16, 32, 80])
 @pytest.mark.sparse
-def test_windows_and_soft_caps_equal_the_reference(processor, dtype, options, block_size):
+def test_windows_and_soft_caps_equal_the_reference(processor_without_tiles, dtype, options, block_size):
     """Blocks that no token's window reaches hold NaN in the null block's place: they are not read."""
     backend = int8_attention(8, 2, 64, block_size, dtype)
     step = Int8Step(backend, [(100, 1), (5, 1), (33, 1), (0, 70), (90, 40), (60, 3)], dtype=dtype, options=options)
@@ -90,7 +78,7 @@ def test_windows_and_soft_caps_equal_the_reference(processor, dtype, options, bl
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.sparse
-def test_the_definition_does_the_same(processor, dtype, options):
+def test_the_definition_does_the_same(processor_without_tiles, dtype, options):
     """The exponentials differ in their last bits, and so does now and then a weight of 16 bits."""
     lens = [(100, 1), (5, 1), (33, 1), (0, 70), (90, 40), (60, 3)]
     kernel = int8_attention(8, 2, 64, 16, dtype)
@@ -102,21 +90,20 @@ def test_the_definition_does_the_same(processor, dtype, options):
 
 @pytest.mark.parametrize("head_dim", [256, 512])
 @pytest.mark.sparse
-def test_no_sum_overflows(processor, dtype, head_dim):
+def test_no_sum_overflows(processor_without_tiles, dtype, head_dim):
     """All numbers are the largest, 127 and 32,767, in every product."""
     backend = int8_attention(2, 1, head_dim, 16, dtype)
     step = Int8Step(backend, [(40, 1), (0, 33)], dtype=dtype)
-    cache, slots = step.layer_cache, step.batch.metadata.slot_mapping
+    cache = step.layer_cache
     tables = step.batch.metadata.block_tables.unique()
     everywhere = (tables[:, None] * 16 + torch.arange(16)).flatten().int()
     ones = torch.ones(len(everywhere), 1, head_dim, dtype=dtype)
     backend.store_kv(ones, -2 * ones, cache, everywhere)
-    backend.store_kv(ones[: len(slots)], -2 * ones[: len(slots)], cache, slots)
     out = backend.attend(torch.ones_like(step.q), cache, step.batch.metadata)
     torch.testing.assert_close(out, -2 * torch.ones_like(out), rtol=1e-4, atol=1e-4)
 
 
-def test_zeros_and_what_is_no_number(processor, dtype):
+def test_zeros_and_what_is_no_number(processor_without_tiles, dtype):
     """A vector of zeros stays one; with a NaN or an infinity in V, those who see it get no number."""
     backend = int8_attention(2, 1, 32, 16, dtype)
     step = Int8Step(backend, [(20, 1), (20, 1), (20, 1)], dtype=dtype)
@@ -149,7 +136,9 @@ def test_attention_leaves_the_cache_of_other_tokens_alone(dtype):
 @pytest.mark.parametrize("options", [PLAIN, *OPTIONS.values()], ids=["plain", *OPTIONS])
 @pytest.mark.parametrize("block_size", [16, 32])
 @pytest.mark.sparse
-def test_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prompt(processor, dtype, options, block_size):
+def test_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prompt(
+    processor_without_tiles, dtype, options, block_size
+):
     backend = int8_attention(8, 2, 32, block_size, dtype)
     whole = Int8Step(backend, [(0, 277)], dtype=dtype, options=None if options is PLAIN else options)
     rows = whole.run(backend)
@@ -161,41 +150,19 @@ def test_a_token_has_the_same_bits_as_decode_and_as_part_of_a_prompt(processor, 
         assert torch.equal(backend.attend(whole.q[start:stop], whole.layer_cache, metadata, options), rows[start:stop])
 
 
-@pytest.mark.parametrize("families", FAMILIES.values(), ids=FAMILIES)
-@pytest.mark.parametrize(
-    "options", [PLAIN, OPTIONS["wide window"], OPTIONS["soft-cap"]], ids=["plain", "window", "cap"]
-)
-@pytest.mark.parametrize(("block_size", "num_kv_heads"), [(16, 4), (16, 1), (32, 2)])
-@pytest.mark.sparse(2)
+@sharing_blocks
 def test_sequences_that_share_blocks_have_the_bits_of_each_alone(
-    processor, dtype, families, block_size, num_kv_heads, options
+    processor_without_tiles, families, dtype, block_size, num_kv_heads, options
 ):
     backend = int8_attention(8, num_kv_heads, 64, block_size, dtype)
-    step = Int8Step(backend, LENS, dtype=dtype)
-    step.run(backend)  # stores what is new
-    begin_alike(step, [(first, last, num_blocks * 16 // block_size) for first, last, num_blocks in families])
-    together = backend.attend(step.q, step.layer_cache, step.batch.metadata, options)
-    assert together.isfinite().all()
-    assert torch.equal(together, torch.cat([run_alone(backend, step, seq, options) for seq in range(len(LENS))]))
+    check_sharing(backend, Int8Step(backend, LENS, dtype=dtype), families, block_size, options)
 
 
-@pytest.mark.parametrize("lens", [[(20, 1)], [(0, 37), (3, 5)], [(40, 1), (15, 1), (0, 300)]])
+@pytest.mark.parametrize("lens", LAYER_LENS)
 def test_a_layer_in_one_call_gives_the_bits_of_its_parts(dtype, lens):
-    config = ModelConfig(64, 96, 176, 1, 4, 2, head_dim=32)
     backend = int8_attention(4, 2, 32, 16, dtype)
-    model = torch.nn.ModuleDict({"layer": filled(Qwen3DecoderLayer(config, backend), dtype)})
-    replace_layers(model, dtype)
-    parts = model["layer"]
-    fuse_layers(model, backend)
-    assert isinstance(model["layer"], CpuDecoderLayer)
-    step = Int8Step(backend, lens, dtype=dtype)
-    x = randn(len(step.q), 96, dtype=dtype)
-    cos, sin = Rotary(32, Rope(), 1024)(torch.arange(len(x)), dtype)
-    caches = step.cache.clone(), step.cache.clone()
-    expected = parts(x, cos, sin, caches[0][:, 1], step.batch.metadata)
-    assert torch.equal(model["layer"](x, cos, sin, caches[1][:, 1], step.batch.metadata), expected)
-    assert torch.equal(*caches)
-    assert expected.isfinite().all()
+    config = ModelConfig(64, 96, 176, 1, 4, 2, head_dim=32)
+    check_layer_in_one_call(config, backend, Int8Step(backend, lens, dtype=dtype), dtype)
 
 
 # ---- the engine

@@ -353,25 +353,36 @@ def test_outputs_do_not_depend_on_what_else_is_in_the_batch():
 # ---- whole layers and models
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("lens", [[(20, 1)], [(0, 37), (3, 5)], [(40, 1), (15, 1), (0, 300)]])
-@pytest.mark.sparse(2)
-def test_a_layer_in_one_call_gives_the_bits_of_its_parts(processor, dtype, lens, bias):
-    config = ModelConfig(64, 96, 176, 1, 4, 2, head_dim=32, qkv_bias=bias, o_bias=bias)
-    backend = CpuAttention(4, 2, 32, 16, dtype)
+def check_layer_in_one_call(config, backend, step, dtype):
     model = torch.nn.ModuleDict({"layer": filled(Qwen3DecoderLayer(config, backend), dtype)})
     replace_layers(model, dtype)
     parts = model["layer"]
     fuse_layers(model, backend)
     assert isinstance(model["layer"], CpuDecoderLayer)
-    step = Step(backend, lens, dtype=dtype)
+    check_same_outputs(parts, model["layer"], step, dtype)
+
+
+def check_same_outputs(parts, fused, step, dtype):
+    """Of modules with attention in them, and the same cache afterwards."""
     x = randn(len(step.q), 96, dtype=dtype)
     cos, sin = Rotary(32, Rope(), 1024)(torch.arange(len(x)), dtype)
     caches = step.cache.clone(), step.cache.clone()
     expected = parts(x, cos, sin, caches[0][:, 1], step.batch.metadata)
-    assert torch.equal(model["layer"](x, cos, sin, caches[1][:, 1], step.batch.metadata), expected)
+    assert torch.equal(fused(x, cos, sin, caches[1][:, 1], step.batch.metadata), expected)
     assert torch.equal(caches[0].nan_to_num(), caches[1].nan_to_num())
     assert expected.isfinite().all()
+
+
+LAYER_LENS = [[(20, 1)], [(0, 37), (3, 5)], [(40, 1), (15, 1), (0, 300)]]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("lens", LAYER_LENS)
+@pytest.mark.sparse(2)
+def test_a_layer_in_one_call_gives_the_bits_of_its_parts(processor, dtype, lens, bias):
+    config = ModelConfig(64, 96, 176, 1, 4, 2, head_dim=32, qkv_bias=bias, o_bias=bias)
+    backend = CpuAttention(4, 2, 32, 16, dtype)
+    check_layer_in_one_call(config, backend, Step(backend, lens, dtype=dtype), dtype)
 
 
 @pytest.mark.parametrize(
@@ -386,14 +397,7 @@ def test_heads_normalised_and_rotated_in_one_call_have_the_bits_of_two_calls(
     replace_layers(model, dtype)
     fuse_head_norms(model)
     assert isinstance(model["self_attn"], CpuNormedAttention)
-    step = Step(backend, [(40, 1), (0, 30)], dtype=dtype)
-    x = randn(len(step.q), 96, dtype=dtype)
-    cos, sin = Rotary(32, Rope(), 1024)(torch.arange(len(x)), dtype)
-    caches = step.cache.clone(), step.cache.clone()
-    expected = attention(x, cos, sin, caches[0][:, 1], step.batch.metadata)
-    assert torch.equal(model["self_attn"](x, cos, sin, caches[1][:, 1], step.batch.metadata), expected)
-    assert torch.equal(caches[0].nan_to_num(), caches[1].nan_to_num())
-    assert expected.isfinite().all()
+    check_same_outputs(attention, model["self_attn"], Step(backend, [(40, 1), (0, 30)], dtype=dtype), dtype)
 
 
 def test_a_layer_of_an_odd_shape_is_called_part_by_part():

@@ -17,18 +17,10 @@ from nanovllm.extras.quantization.layers import (
 )
 from nanovllm.kernels.cpu.decoder_layer import CpuDecoderLayer
 from nanovllm.kernels.cpu.quantised import bytes_of, replace_quantised
-from tests.kernels.processors import WITHOUT_TILES, pretend
 
 pytestmark = pytest.mark.usefixtures("needs_a_compiler")
 
 FORMATS = [(8, 128, False), (4, 128, False), (4, 64, True), (4, 32, False), (8, 32, True)]  # bits, group_size, zeros
-
-
-@pytest.fixture(params=WITHOUT_TILES)
-def processor(request, monkeypatch):
-    """As in conftest.py, without those that differ in tiles only: there are none here."""
-    with pretend(monkeypatch, request.param):
-        yield request.param
 
 
 def randn(*shape, dtype=torch.float32, seed=1):
@@ -63,7 +55,7 @@ def one_rounding(dtype):
 
 @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
 @pytest.mark.parametrize(("n", "k"), [(1, 16), (16, 128), (33, 144), (100, 208), (64, 416)])
-def test_linear_equals_float64(processor, dtype, bits, group_size, has_zeros, n, k):
+def test_linear_equals_float64(processor_without_tiles, dtype, bits, group_size, has_zeros, n, k):
     weight, bias = make_weight(n, k, bits, group_size, has_zeros), randn(n, dtype=dtype) if n % 2 else None
     twin = twin_of(QuantisedLinear(weight, bias), dtype)
     for m in (1, 2, 3, 7, 12, 27):  # each count of rows that is multiplied together
@@ -73,7 +65,7 @@ def test_linear_equals_float64(processor, dtype, bits, group_size, has_zeros, n,
 
 
 @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
-def test_a_row_has_the_same_bits_in_every_batch(processor, dtype, bits, group_size, has_zeros):
+def test_a_row_has_the_same_bits_in_every_batch(processor_without_tiles, dtype, bits, group_size, has_zeros):
     twin = twin_of(QuantisedLinear(make_weight(70, 272, bits, group_size, has_zeros), None), dtype)
     x = randn(300, 272, dtype=dtype)
     together = twin(x)
@@ -81,7 +73,7 @@ def test_a_row_has_the_same_bits_in_every_batch(processor, dtype, bits, group_si
         assert torch.equal(twin(x[rows]), together[rows])
 
 
-def test_rows_are_rounded_as_the_definition_rounds_them(processor, dtype):
+def test_rows_are_rounded_as_the_definition_rounds_them(processor_without_tiles, dtype):
     """One weight in each output, which is 1: the results are the rounded rows themselves."""
     q = (torch.eye(48) + 128).to(torch.uint8)
     weight = QuantisedWeight(q, torch.ones(48, 1), None, 8, 32)
@@ -90,7 +82,7 @@ def test_rows_are_rounded_as_the_definition_rounds_them(processor, dtype):
     assert torch.equal(twin_of(QuantisedLinear(weight, None), dtype)(x), expected)
 
 
-def test_what_is_no_number_stays_none(processor, dtype):
+def test_what_is_no_number_stays_none(processor_without_tiles, dtype):
     x = randn(5, 64, dtype=dtype)
     x[1, 3], x[2, 60], x[3] = torch.nan, torch.inf, 0
     twin = twin_of(QuantisedLinear(make_weight(40, 64, 4, 32, False), None), dtype)

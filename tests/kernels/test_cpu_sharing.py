@@ -9,7 +9,6 @@ from nanovllm.kernels.cpu.attention import CpuAttention
 from nanovllm.models.masking import PLAIN
 from tests.attention_options import OPTIONS
 from tests.attention_steps import Step
-from tests.kernels.processors import DTYPES
 
 pytestmark = pytest.mark.usefixtures("needs_a_compiler")
 
@@ -44,20 +43,29 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("families", FAMILIES.values(), ids=FAMILIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "options", [PLAIN, OPTIONS["wide window"], OPTIONS["soft-cap"]], ids=["plain", "window", "cap"]
-)
-@pytest.mark.parametrize(("block_size", "num_kv_heads"), [(16, 4), (16, 1), (32, 2)])
-@pytest.mark.sparse(2)
-def test_sequences_that_share_blocks_have_the_bits_of_each_alone(
-    processor, families, dtype, block_size, num_kv_heads, options
-):
-    backend = CpuAttention(8, num_kv_heads, 64, block_size, dtype)
-    step = Step(backend, LENS, dtype=dtype)
+def sharing_blocks(test):
+    """Each cache of K and V is tested with the same families and kinds of attention."""
+    for names, values, ids in [
+        (("block_size", "num_kv_heads"), [(16, 4), (16, 1), (32, 2)], None),
+        ("options", [PLAIN, OPTIONS["wide window"], OPTIONS["soft-cap"]], ["plain", "window", "cap"]),
+        ("families", FAMILIES.values(), FAMILIES),
+    ]:
+        test = pytest.mark.parametrize(names, values, ids=ids)(test)
+    return pytest.mark.sparse(2)(test)
+
+
+def check_sharing(backend, step, families, block_size, options):
+    """Families are of blocks of 16 tokens."""
     step.run(backend)  # stores what is new
     begin_alike(step, [(first, last, num_blocks * 16 // block_size) for first, last, num_blocks in families])
     together = backend.attend(step.q, step.layer_cache, step.batch.metadata, options)
     assert together.isfinite().all()
     assert torch.equal(together, torch.cat([run_alone(backend, step, seq, options) for seq in range(len(LENS))]))
+
+
+@sharing_blocks
+def test_sequences_that_share_blocks_have_the_bits_of_each_alone(
+    processor, families, dtype, block_size, num_kv_heads, options
+):
+    backend = CpuAttention(8, num_kv_heads, 64, block_size, dtype)
+    check_sharing(backend, Step(backend, LENS, dtype=dtype), families, block_size, options)

@@ -10,9 +10,6 @@ static void softmax(float *scores, element *weights, long first, long last, long
     for (long i = 0; i < num_slots; i += LANES) store(weights + i, *(const floats *)(scores + i) * one);
 }
 
-// A span with at most this many bytes of K is short: its V is prefetched to the L2 cache while K is multiplied.
-#define SHORT (128 << 10)
-
 // For each tile of the span's rows, which read the same panels. The first asks for what comes next.
 static inline void multiply_span(struct product *p, const struct span *span, int count) {
     for (int row = 0; row < span->num_rows; row += ROWS) {
@@ -27,10 +24,6 @@ static inline void multiply_span(struct product *p, const struct span *span, int
 // Memory, for what comes next: rows of decodes wait for it, those of a prompt are many.
 static inline bool asks(const struct tile *t) { return t->num_spans > 1 || t->num_rows <= FEW_ROWS || ASKS_AGAIN; }
 
-static inline bool is_short(const struct cache *c, const struct span *span) {
-    return slots_of(span) * c->head_dim <= SHORT / (long)sizeof(element);
-}
-
 // scores = q k^T of a span.
 //
 // A decode waits for memory. While K is read, memory is asked for V; while V is read, for K of the head whose turn comes
@@ -40,7 +33,7 @@ static void multiply_k(const struct cache *c, const struct tile *t, const struct
     const long q_words = c->head_dim / PER_WORD, block_size = c->block_size, width = WIDTH(span->num_rows);
     const long num_panels = slots_of(span) / LANES, block_words = c->num_kv_heads * head_words(c);
     const uint32_t *k = c->k + kv_head * head_words(c), *v = c->v + kv_head * head_words(c);  // of block 0
-    const long far = is_short(c, span) ? num_panels : width;
+    const long far = is_short(c, span, sizeof(element)) ? num_panels : width;
     for (long panel = 0; panel < num_panels; panel += width) {  // of 16 tokens
         struct product p = {.x = (const uint32_t *)t->q + span->first_row * q_words, .x_stride = q_words,
                             .num_words = q_words, .out_stride = t->num_slots};
@@ -70,7 +63,7 @@ static void multiply_v(const struct cache *c, const struct tile *t, const struct
                             .block_words = c->num_kv_heads * head_words(c), .words_per_block = c->block_size / PER_WORD,
                             .is_odd = span->num_tokens % PER_WORD, .adds = span->first_token > 0,
                             .out = t->out + span->first_row * head_dim + d, .out_stride = head_dim};
-        p.far = is_short(c, span) ? count_blocks(&p) : 2;
+        p.far = is_short(c, span, sizeof(element)) ? count_blocks(&p) : 2;
         const int count = head_dim - d < width * LANES ? (head_dim - d) / LANES : width;
         for (int i = 0; i < count; i++) {
             p.panels[i] = v + (d / LANES + i) * v_panel_words;

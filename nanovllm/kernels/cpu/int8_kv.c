@@ -19,13 +19,8 @@
 #define PAIR_BYTES (2 * LANES)  // of 16 columns
 #define GROUP_ROWS 4  // computed together at most: of 4 rows and 4 panels, all sums of K stay in registers
 #define GROUP_PANELS 4
-#define SHORT (128 << 10)  // bytes of K, as in attention.h
 
 typedef int16_t shorts __attribute__((vector_size(2 * LANES)));
-
-static inline bool is_short(const struct cache *c, const struct span *span) {
-    return slots_of(span) * c->head_dim <= SHORT;
-}
 
 // ---- the cache
 
@@ -186,7 +181,7 @@ static inline __attribute__((always_inline)) void score_tokens(
     const struct part *p, const int num_rows, const int num_panels) {
     const struct cache *c = p->c;
     const long head_dim = c->head_dim;
-    const bool asks_v = is_short(c, p->span) || p->slot + 2 * num_panels * LANES > slots_of(p->span);
+    const bool asks_v = is_short(c, p->span, sizeof(int8_t)) || p->slot + 2 * num_panels * LANES > slots_of(p->span);
     struct place place = p->place, after = p->place;
     for (int i = 0; i < num_panels && !asks_v; i++) after = place_after(after, c);
     const int8_t *panels[GROUP_PANELS], *next[GROUP_PANELS];
@@ -219,7 +214,7 @@ static inline __attribute__((always_inline)) void sum_values(
     const struct cache *c = p->c;
     const long head_dim = c->head_dim, num_slots = slots_of(p->span), panel_bytes = c->block_size * LANES;
     const long stride = p->t->num_slots, all_blocks = (num_slots + c->block_size - 1) / c->block_size;
-    const long far = is_short(c, p->span) ? all_blocks : blocks_of_v(c);
+    const long far = is_short(c, p->span, sizeof(int8_t)) ? all_blocks : blocks_of_v(c);
     const int16_t *weights = (const int16_t *)p->t->weights;
     float *out = p->t->out + p->row * head_dim + p->channel;
     const bool adds = p->span->first_token + p->slot > 0;

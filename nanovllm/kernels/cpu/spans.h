@@ -79,6 +79,11 @@ static inline long first_seen(const struct tile *t, int row, const struct maskin
 
 static inline long slots_of(const struct span *span) { return (span->num_tokens + LANES - 1) / LANES * LANES; }
 
+// A span with at most 128 KiB of K is short: its V is prefetched to the L2 cache while K is multiplied.
+static inline bool is_short(const struct cache *c, const struct span *span, long number_bytes) {
+    return slots_of(span) * c->head_dim * number_bytes <= 128 << 10;
+}
+
 // How rows are attended; what the cache holds decides.
 struct way {
     void (*take_query)(struct tile *t, int row, const element *q, long head_dim);
