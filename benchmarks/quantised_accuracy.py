@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "int4, groups of 32": {"quantization": {**INT4, "group_size": 32}},
     "int8 K and V": {"kv_cache_dtype": "int8"},
     "int4, embeddings in bfloat16": {"quantization": {**INT4, "embeddings": False}},
+    "int4, embeddings too": {"quantization": {**INT4, "embeddings": "int4"}},
 }
 HEADER = ("wordings", "sums", "rms error", "largest", "same likeliest")
 

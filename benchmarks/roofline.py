@@ -109,10 +109,9 @@ def roofline(
 def count_weight_bytes(shape: ModelShape, bytes_per_value: int, quantization: Any = None) -> int:
     """Of a step. Scales of groups count, those of whole outputs (a thousandth) do not."""
     options: dict[str, Any] = {"method": quantization} if isinstance(quantization, str) else dict(quantization or {})
-    body = head = float(bytes_per_value)
-    if options:
-        body = 1 if options["method"] == "int8" else 0.5 + 4 / options.get("group_size", 128)
-        head = 1 if options.get("embeddings", True) else head
+    sizes = {"int8": 1.0, "int4": 0.5 + 4 / options.get("group_size", 128), True: 1.0}
+    body = sizes.get(options.get("method"), bytes_per_value)
+    head = sizes.get(options.get("embeddings", True), bytes_per_value) if options else bytes_per_value
     return round(shape.body_params * body + shape.head_params * head)
 
 

@@ -225,7 +225,8 @@ def test_bad_lengths_are_refused(lens, message):
 
 def test_quantised_weights_are_counted_as_the_engine_keeps_them():
     shape = ModelShape.from_folder(TINY_QWEN3)
-    for given in ("int8", "int4", {"method": "int4", "group_size": 32, "embeddings": False}):
+    int4 = {"method": "int4", "group_size": 32}
+    for given in ("int8", "int4", {**int4, "embeddings": False}, {**int4, "embeddings": "int4"}):
         network = LLM(TINY_QWEN3, quantization=given, num_kv_blocks=4).engine.runner.model
         stored, scales_of_outputs = 0, 0
         for layer in network.modules():

@@ -130,8 +130,10 @@ def ask(llm: LLM, tokenizer, questions: list[str]) -> list[str | None]:
     return [c.text if c.finish_reason == "stop" else None for c in completions]
 
 
-@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+SWEEP = [pytest.param("float32", 3, marks=pytest.mark.slow), pytest.param("bfloat16", 1, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("dtype", "every"), [("float32", 12), ("bfloat16", 12), *SWEEP])
 def test_answers_word_for_word(dtype: str, every: int, tokenizer, record_property):
     groups = {name: group[::every] for name, group in exchanges_by_group().items()}
     questions = [question for group in groups.values() for question, _ in group]

@@ -109,12 +109,13 @@ def test_fused_linear_returns_its_parts(dtype):
         torch.testing.assert_close(part, wanted, **one_rounding(dtype))
 
 
-def test_embedding_is_read_from_the_packed_weight(dtype):
-    weight = make_weight(37, 32, 8, 128, False)
+@pytest.mark.parametrize(("size", "bits", "group_size"), [(32, 8, 128), (48, 4, 32), (80, 4, 64), (144, 4, 128)])
+def test_embedding_is_read_from_the_packed_weight(dtype, size, bits, group_size):
+    weight = make_weight(37, size, bits, group_size, False)
     twin = twin_of(QuantisedEmbedding(weight, dtype), dtype)
     ids = torch.tensor([0, 36, 15, 16, 17, 36], dtype=torch.int32)
     assert torch.equal(twin(ids), weight.dequantised()[ids].to(dtype))
-    hidden = randn(4, 32, dtype=dtype)
+    hidden = randn(4, size, dtype=dtype)
     logits = twin.logits(hidden)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), in_float64(hidden, weight), rtol=1e-5, atol=1e-4)

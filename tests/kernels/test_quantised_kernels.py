@@ -117,26 +117,30 @@ def test_no_tokens():
 
 
 def test_layers_get_twins_with_the_same_bits():
-    """Projections, fused ones, inputs in another order, the table of tokens at both its places."""
+    """Projections, fused ones, inputs in another order, tables of tokens, one of them at both its places."""
     plain = make_weight(4, 32, True, 48, 64)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     ordered = QuantisedWeight(plain.q, plain.scales, plain.zeros, 4, 32, order)
     table = QuantisedEmbedding(make_weight(8, 128, False, 50, 64), torch.float32)
+    small = QuantisedEmbedding(make_weight(4, 64, False, 50, 144), torch.float32)
     layers = {
         "plain": QuantisedLinear(plain, randn(48, seed=5)),
         "ordered": QuantisedLinear(ordered, None),
         "fused": QuantisedFusedLinear(plain, None, {"a": 40, "b": 8}),
         "embed": table,
         "head": table,
+        "small": small,
         "norm": torch.nn.Identity(),
     }
     model = torch.nn.ModuleDict(layers)
-    x, token_ids = randn(2, 3, 64), torch.tensor([49, 0, 7], device=DEVICE)
+    x, vectors, token_ids = randn(2, 3, 64), randn(3, 144), torch.tensor([49, 0, 7], device=DEVICE)
     expected = [
         *(layers[name](x) for name in ("plain", "ordered")),
         *layers["fused"](x),
         table(token_ids),
         table.logits(x[0]),
+        small(token_ids),
+        small.logits(vectors),
     ]
     replace_quantised(model)
     assert model["embed"] is model["head"]
@@ -147,6 +151,8 @@ def test_layers_get_twins_with_the_same_bits():
         *model["fused"](x),
         model["embed"](token_ids),
         model["head"].logits(x[0]),
+        model["small"](token_ids),
+        model["small"].logits(vectors),
     ]
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)

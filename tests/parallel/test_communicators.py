@@ -144,9 +144,9 @@ def test_thousands_of_random_collectives_of_processes(tmp_path, kind, size):
     ranks = Ranks(kind, size, tmp_path)
     with contextlib.ExitStack() as children:
         for rank in range(1, size):
-            children.enter_context(child_of(ranks, rank, lambda own: random_collectives(own, 3000)))
+            children.enter_context(child_of(ranks, rank, lambda own: random_collectives(own, 1500)))
         own = ranks.join(0)
-        random_collectives(own, 3000)
+        random_collectives(own, 1500)
         own.close()
         ranks.free()
 

@@ -191,8 +191,8 @@ def abandon(server, num_streams, num_at_a_time):
 
 @pytest.mark.slow
 def test_a_soak_takes_no_memory(capsys):
-    """Some thousand requests, one in three abandoned. After a first fifth the server grows by no more than 8 MiB."""
-    num_rounds, num_requests = 10, 400
+    """Two thousand requests, one in three abandoned. After a first fifth the server grows by no more than 8 MiB."""
+    num_rounds, num_requests = 10, 200
     rng = random.Random(0)
 
     async def one(client, server, number, slots):

@@ -16,7 +16,7 @@ integers, exact in any order, and each group's sum is multiplied by both scales 
 float32 holds their sums exactly, and a row's bits depend on no other row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -121,7 +121,7 @@ class QuantisedFusedLinear(QuantisedLinear):
 
 
 class QuantisedEmbedding(nn.Module):
-    """As `Embedding`: the table of token vectors, in 8 bits, and the scores of all tokens."""
+    """As `Embedding`: the table of token vectors, and the scores of all tokens. A weight of our own: without zeros."""
 
     def __init__(self, weight: QuantisedWeight, dtype: torch.dtype) -> None:
         super().__init__()
@@ -130,8 +130,9 @@ class QuantisedEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int -> [num_tokens, hidden_size]"""
-        q = self.quantised.q[token_ids].float() - 128
-        return (q * self.quantised.scales[token_ids]).to(self.dtype)
+        table = self.quantised
+        rows = replace(table, q=table.q[token_ids], scales=table.scales[token_ids])
+        return rows.dequantised().to(self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_samples, hidden_size] -> [num_samples, vocab_size]"""

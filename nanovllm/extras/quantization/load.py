@@ -51,12 +51,12 @@ def quantise(model: nn.Module, given: Any, shape: ModelConfig | None = None) -> 
 
 
 def is_quantised(layer: Any, options: Quantization) -> bool:
-    return type(layer) in (Linear, FusedLinear) or (options.embeddings and type(layer) is Embedding)
+    return type(layer) in (Linear, FusedLinear) or (options.embedding_bits is not None and type(layer) is Embedding)
 
 
 def quantised_layer(layer: Any, options: Quantization) -> nn.Module:
     if isinstance(layer, Embedding):
-        weight = quantise_weight(layer.weight, 8, options.group_size)
+        weight = quantise_weight(layer.weight, options.embedding_bits, options.group_size)
         return QuantisedEmbedding(weight, layer.weight.dtype)
     weight = quantise_weight(layer.weight, options.bits, options.group_size)
     if isinstance(layer, FusedLinear):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanovllm.checks import check_bool, check_choice
+from nanovllm.checks import check_choice
 
 METHODS = {"int8": 8, "int4": 4}  # bits
 STORED = ("awq", "gptq", "compressed-tensors", "fp8")  # formats of checkpoints: vLLM's users name them too
@@ -20,17 +20,24 @@ class Quantization:
     """`int8`, with a scale for each output, or `int4`, with a scale for each group of inputs of each output."""
     group_size: int = 128
     """Inputs that share a scale, of a token's activations too; 32, 64 or 128."""
-    embeddings: bool = True
-    """Whether the table of token vectors, and the product that scores the vocabulary, have 8 bits too."""
+    embeddings: Any = True
+    """The table of token vectors, which scores the vocabulary too: `int8`, `int4`, True as `int8`, False for none."""
 
     def __post_init__(self) -> None:
         check_choice("quantization['method']", self.method, tuple(METHODS))
         check_choice("quantization['group_size']", self.group_size, GROUP_SIZES)
-        check_bool("quantization['embeddings']", self.embeddings)
+        if not isinstance(self.embeddings, bool) and self.embeddings not in tuple(METHODS):
+            legal = ", ".join(METHODS)
+            raise ValueError(f"quantization['embeddings'] must be True, False, {legal}, got {self.embeddings!r}")
 
     @property
     def bits(self) -> int:
         return METHODS[self.method]
+
+    @property
+    def embedding_bits(self) -> int | None:
+        """None: they stay in the model's dtype."""
+        return METHODS["int8"] if self.embeddings is True else METHODS.get(self.embeddings)
 
 
 def read_options(given: Any) -> Quantization:

@@ -45,6 +45,14 @@ def bytes_of(q: torch.Tensor, bits: int) -> torch.Tensor:
     return (low | high << 4).flatten(1)
 
 
+def numbers_of(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """What `bytes_of` has packed."""
+    if bits == 8:
+        return packed
+    halves = packed.view(len(packed), -1, 4)
+    return torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)
+
+
 def in_panels(of_groups: torch.Tensor) -> torch.Tensor:
     """[out, groups] -> [ceil(out / 16), groups, 16], the last panel filled up with zeros"""
     padded = F.pad(of_groups, (0, 0, 0, -len(of_groups) % LANES))
@@ -97,9 +105,20 @@ class CpuQuantisedFusedLinear(QuantisedProduct, CpuFusedLinear):
 
 
 class CpuQuantisedEmbedding(QuantisedProduct, CpuEmbedding):
+    scales_of_tokens: torch.Tensor
+
+    def __init__(self, layer: Any, dtype: torch.dtype, memory: HugePages) -> None:
+        super().__init__(layer, dtype, memory)
+        self.bits, self.group_size = layer.quantised.bits, layer.quantised.group_size
+        self.register_buffer("scales_of_tokens", layer.quantised.scales)  # [vocab_size, groups or 1]
+
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        q = super().forward(token_ids).float().sub_(128)  # [num_tokens, hidden_size]
-        return q.mul_(self.scales.view(-1).index_select(0, token_ids)[:, None]).to(self.dtype)
+        """[num_tokens] int -> [num_tokens, hidden_size]"""
+        q = numbers_of(super().forward(token_ids), self.bits).float().sub_(1 << (self.bits - 1))
+        scales = self.scales_of_tokens.index_select(0, token_ids)
+        if scales.shape[1] > 1:
+            scales = scales.repeat_interleave(self.group_size, dim=1)[:, : self.in_features]
+        return q.mul_(scales).to(self.dtype)
 
 
 TWINS = {LINEAR: CpuQuantisedLinear, FUSED: CpuQuantisedFusedLinear, EMBEDDING: CpuQuantisedEmbedding}

@@ -49,8 +49,13 @@ class TritonQuantisedEmbedding(TritonQuantisedLinear):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] int -> [num_tokens, hidden_size]"""
         weight = self.weight_of_groups
-        q = weight.q.index_select(0, token_ids)[:, : weight.num_inputs].float()
-        return (q * weight.scales[0].index_select(0, token_ids)[:, None]).to(self.dtype)
+        q = weight.q.index_select(0, token_ids)
+        if weight.bits == 4:
+            q = torch.stack((q & 15, q >> 4), dim=-1).flatten(1)
+        scales = weight.scales.index_select(1, token_ids).t()  # [num_tokens, num_groups or 1]
+        if scales.shape[1] > 1:
+            scales = scales.repeat_interleave(weight.group_size, dim=1)[:, : weight.num_inputs]
+        return ((q[:, : weight.num_inputs].float() + weight.offset) * scales).to(self.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_samples, hidden_size] -> [num_samples, vocab_size]"""

@@ -91,7 +91,8 @@ def test_layers_have_the_forms_of_those_whose_place_they_take():
     torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=2**-9)
     parts = QuantisedFusedLinear(weight, bias, {"a": 12, "b": 8})(x)
     assert torch.equal(torch.cat(parts, dim=-1), y)
-    table = QuantisedEmbedding(weight, torch.bfloat16)
-    ids = torch.tensor([19, 0, 19])
-    assert torch.equal(table(ids), weight.dequantised()[ids].bfloat16())
-    assert table.logits(x[0]).shape == (3, 20)
+    for size, bits in ((64, 8), (64, 4), (48, 4)):
+        table = QuantisedEmbedding(quantise_weight(randn(20, size), bits, 32), torch.bfloat16)
+        ids = torch.tensor([19, 0, 19])
+        assert torch.equal(table(ids), table.quantised.dequantised()[ids].bfloat16())
+        assert table.logits(x[0, :, :size]).shape == (3, 20)

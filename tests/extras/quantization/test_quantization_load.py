@@ -43,6 +43,14 @@ def test_tables_stay_as_they_are_where_that_is_asked():
     assert classes(network) == [Embedding, QuantisedLinear, QuantisedFusedLinear, Router]
 
 
+@pytest.mark.parametrize("method", ["int8", "int4"])
+def test_tables_have_four_bits_where_that_is_asked(method):
+    network = Network()
+    quantise(network, {"method": method, "embeddings": "int4"})
+    assert network.head is network.table
+    assert [layer.quantised.bits for layer in (network.table, *network.layers)] == [4, *[int(method[3:])] * 2]
+
+
 def test_what_does_not_fit_is_named_before_anything_changes():
     network = Network(size=24)
     with pytest.raises(ValueError, match=r"quantization='int8' needs .* a multiple of 16, but table has 24"):

@@ -13,6 +13,7 @@ from nanovllm.extras.quantization.options import Quantization, read_options
         ("int4", Quantization("int4", 128, True)),
         ({"method": "int4", "group_size": 32}, Quantization("int4", 32)),
         ('{"method": "int8", "embeddings": false}', Quantization("int8", embeddings=False)),
+        ({"method": "int8", "embeddings": "int4"}, Quantization("int8", embeddings="int4")),
     ],
 )
 def test_good_values(given, options):
@@ -35,7 +36,11 @@ def test_good_values(given, options):
         ),
         ({"method": "awq"}, ValueError, "got 'awq'"),
         ({"method": "int4", "group_size": 100}, ValueError, r"\['group_size'\] must be one of 32, 64, 128, got 100"),
-        ({"method": "int4", "embeddings": 1}, TypeError, r"\['embeddings'\] must be True or False, got 1"),
+        (
+            {"method": "int4", "embeddings": 1},
+            ValueError,
+            r"\['embeddings'\] must be True, False, int8, int4, got 1",
+        ),
         ({"method": "int4", "bits": 4}, TypeError, "no key 'bits'; legal are method, group_size, embeddings"),
     ],
 )
