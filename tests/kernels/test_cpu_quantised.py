@@ -17,6 +17,7 @@ from nanovllm.extras.quantization.layers import (
 )
 from nanovllm.kernels.cpu.decoder_layer import CpuDecoderLayer
 from nanovllm.kernels.cpu.quantised import bytes_of, replace_quantised
+from tests.kernels.processors import pretend
 
 pytestmark = pytest.mark.usefixtures("needs_a_compiler")
 
@@ -55,17 +56,18 @@ def one_rounding(dtype):
 
 @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
 @pytest.mark.parametrize(("n", "k"), [(1, 16), (16, 128), (33, 144), (100, 208), (64, 416)])
-def test_linear_equals_float64(processor_without_tiles, dtype, bits, group_size, has_zeros, n, k):
+@pytest.mark.sparse(2)
+def test_linear_equals_float64(processor, dtype, bits, group_size, has_zeros, n, k):
     weight, bias = make_weight(n, k, bits, group_size, has_zeros), randn(n, dtype=dtype) if n % 2 else None
     twin = twin_of(QuantisedLinear(weight, bias), dtype)
-    for m in (1, 2, 3, 7, 12, 27):  # each count of rows that is multiplied together
+    for m in (1, 2, 3, 7, 12, 27, 49):  # each count of rows that is multiplied together
         x = randn(m, k, dtype=dtype, seed=m)
         expected = in_float64(x, weight) + (0 if bias is None else bias.double())
         torch.testing.assert_close(twin(x).double(), expected, **one_rounding(dtype))
 
 
 @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
-def test_a_row_has_the_same_bits_in_every_batch(processor_without_tiles, dtype, bits, group_size, has_zeros):
+def test_a_row_has_the_same_bits_in_every_batch(processor, dtype, bits, group_size, has_zeros):
     twin = twin_of(QuantisedLinear(make_weight(70, 272, bits, group_size, has_zeros), None), dtype)
     x = randn(300, 272, dtype=dtype)
     together = twin(x)
@@ -73,7 +75,18 @@ def test_a_row_has_the_same_bits_in_every_batch(processor_without_tiles, dtype, 
         assert torch.equal(twin(x[rows]), together[rows])
 
 
-def test_rows_are_rounded_as_the_definition_rounds_them(processor_without_tiles, dtype):
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
+def test_tiles_have_the_bits_of_vectors(dtype, bits, group_size, has_zeros, monkeypatch):
+    """Tiles take eight rows and more, so this holds within a model too."""
+    x, found = randn(300, 464, dtype=dtype), []
+    for processor in ("no AMX", "AMX, emulated"):
+        with pretend(monkeypatch, processor):
+            weight = make_weight(90, 464, bits, group_size, has_zeros)
+            found.append(twin_of(QuantisedLinear(weight, None), dtype)(x))
+    assert torch.equal(*found)
+
+
+def test_rows_are_rounded_as_the_definition_rounds_them(processor, dtype):
     """One weight in each output, which is 1: the results are the rounded rows themselves."""
     q = (torch.eye(48) + 128).to(torch.uint8)
     weight = QuantisedWeight(q, torch.ones(48, 1), None, 8, 32)
@@ -82,7 +95,7 @@ def test_rows_are_rounded_as_the_definition_rounds_them(processor_without_tiles,
     assert torch.equal(twin_of(QuantisedLinear(weight, None), dtype)(x), expected)
 
 
-def test_what_is_no_number_stays_none(processor_without_tiles, dtype):
+def test_what_is_no_number_stays_none(processor, dtype):
     x = randn(5, 64, dtype=dtype)
     x[1, 3], x[2, 60], x[3] = torch.nan, torch.inf, 0
     twin = twin_of(QuantisedLinear(make_weight(40, 64, 4, 32, False), None), dtype)
@@ -127,8 +140,9 @@ def test_two_inputs_of_four_bits_share_a_byte():
     assert bytes_of(q, 8) is q
 
 
+@pytest.mark.parametrize("processor", ["native", "AMX, emulated"], indirect=True)
 @pytest.mark.parametrize("quantization", ["int8", {"method": "int4", "group_size": 64}])
-def test_a_layer_in_one_call_has_the_bits_of_its_parts(quantization, monkeypatch):
+def test_a_layer_in_one_call_has_the_bits_of_its_parts(processor, quantization, monkeypatch):
     prompts = [[{"role": "user", "content": text}] for text in ("What is a block table?", "Who are you?")]
     sampling = SamplingParams(temperature=0, max_tokens=12, logprobs=3)
 

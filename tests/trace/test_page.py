@@ -145,6 +145,20 @@ def test_pages_own_replay_is_the_state_of_the_engine_at_every_step(show, known, 
     assert num_steps > 200
 
 
+def test_page_shows_how_many_drafts_were_kept(show, known):
+    run = random_run(7, has_drafts=True)
+    stats = run.stats
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    page = show(stats._sink.segments[0])
+    page.keyboard.press("End")
+    share = 100 * stats.num_accepted_tokens / stats.num_draft_tokens
+    rate, *words = page.locator(".counts div", has_text="drafts kept").inner_text().split("\n")
+    assert abs(int(rate.removesuffix(" %")) - share) <= 0.5
+    assert words == ["drafts kept", f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} tokens"]
+    assert page.locator(".legend span", has_text="drafts kept").locator("b").inner_text() == f"{share:.1f}"
+    assert show(known[0]).locator("text=drafts kept").count() == 0, "nothing was guessed"
+
+
 def test_scrubbing_to_any_step_from_anywhere_shows_the_same_state(show):
     run = random_run(3)
     page = show(run.stats._sink.segments[0])

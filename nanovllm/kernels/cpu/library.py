@@ -110,7 +110,7 @@ def load_library(dtype: torch.dtype, source: Path = SOURCE) -> Library:
     if not compiler:
         raise NoLibraryError("there is no C compiler (cc, gcc, clang or $CC) on this machine")
     command = [*shlex.split(compiler), *FLAGS, *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
-    if dtype != torch.bfloat16 or source != SOURCE:  # which do not use tiles
+    if source == INT8_KV or (source == SOURCE and dtype != torch.bfloat16):  # which do not use tiles
         return compile_and_load(command, source)
     if not has_tiles():
         return compile_and_load(command, source, why_no_tiles_are_shown())
@@ -168,8 +168,8 @@ def warn_of_a_second_pool() -> None:
 
 
 def has_tiles() -> bool:
-    """Whether the processor has AMX for bfloat16, and neither Linux nor a hypervisor hides it."""
-    return {"amx_tile", "amx_bf16"} <= set(cpu_flags())
+    """Whether the processor has AMX, for bfloat16 and bytes, and neither Linux nor a hypervisor hides it."""
+    return {"amx_tile", "amx_bf16", "amx_int8"} <= set(cpu_flags())
 
 
 def why_no_tiles_are_shown() -> str | None:

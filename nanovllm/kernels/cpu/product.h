@@ -90,29 +90,6 @@ static inline long count_blocks(const struct product *p) {
 
 #ifdef HAS_TILES
 
-// Tiles of the shapes that a product needs. Setting them takes as long as a dozen multiplications, so they are kept.
-static _Thread_local int tiles_are_for;
-
-static inline void shape_tiles(int num_rows, int num_words) {
-    if (tiles_are_for == num_rows * 32 + num_words) return;
-    tiles_are_for = num_rows * 32 + num_words;
-    const bool has_lower = num_rows > TILE_ROWS;
-    const int upper = has_lower ? TILE_ROWS : num_rows, lower = has_lower ? num_rows - TILE_ROWS : num_rows;
-    struct tile_config config = {.palette = 1};
-    for (int tile = 0; tile < NUM_TILES; tile++) {
-        const bool is_lower = tile == X_LOWER || (has_lower && (tile == SUMS_2 || tile == SUMS_3));
-        config.rows[tile] = tile >= PANEL_EVEN ? num_words : is_lower ? lower : upper;
-        config.row_bytes[tile] = tile == X_UPPER || tile == X_LOWER ? num_words * 4 : 64;
-    }
-    tile_configure(&config);
-}
-
-// Other code of the process shall find the tiles as it left them: not in use.
-static inline void release_tiles(void) {
-    tile_release();
-    tiles_are_for = 0;
-}
-
 // Adds one tile of words of the rows times those of the panels. One row of tiles takes four panels, two rows take two.
 static inline __attribute__((always_inline)) void multiply_words(
     const uint32_t *x, long x_stride, const uint32_t *const *panels, const bool has_lower, const int num_panels) {

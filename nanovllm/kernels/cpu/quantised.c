@@ -13,6 +13,10 @@
 #include "instructions.h"
 #include "results.h"
 #include "rounding.h"
+#if defined AMX || defined AMX_EMULATED
+#define HAS_BYTE_TILES
+#include "tiles.h"
+#endif
 
 #define SOME_ROWS 4  // up to so many, four panels at a time hide the wait for memory; more rows need the registers
 #ifdef __AVX512F__
@@ -21,6 +25,11 @@
 #define TILE_OF_ROWS 4
 #endif
 #define ROWS_IN_CACHE 240  // rows of x that stay in the L2 cache while all panels pass
+#ifdef HAS_BYTE_TILES
+#define MANY_ROWS 8  // and more are multiplied on AMX's tiles
+#else
+#define MANY_ROWS LONG_MAX
+#endif
 
 // `struct other_weight` of cpu.c, and what is behind it
 struct quantised {
@@ -32,7 +41,8 @@ struct quantised {
     long bits, group_size, has_groups;  // has_groups: each has a scale of its own, not only each output
 };
 
-// x, rounded. Rows that are multiplied together lie together (`struct tile`): [words of four bytes][rows of the tile].
+// x, rounded. Rows that are multiplied together lie together (`struct tile`): [words of four bytes][rows of the tile]. For
+// AMX's tiles, which are loaded row by row, each lies alone.
 struct rounded {
     int8_t *q;       // [m, k] bytes
     float *scales;   // [m, groups]
@@ -41,7 +51,7 @@ struct rounded {
 };
 
 // 16 bytes without signs
-static inline ints widen(const uint8_t *from) {
+static inline ints widen_bytes(const uint8_t *from) {
     typedef uint8_t bytes __attribute__((vector_size(LANES)));
     bytes b;
     memcpy(&b, from, sizeof b);
@@ -84,6 +94,7 @@ static inline int rows_together(long left) {
 struct tile { long row; int num_rows; };
 
 static inline struct tile tile_of(long row, long m) {
+    if (m >= MANY_ROWS) return (struct tile){row, 1};
     long first = row < m / TILE_OF_ROWS * TILE_OF_ROWS ? row / TILE_OF_ROWS * TILE_OF_ROWS : m / TILE_OF_ROWS * TILE_OF_ROWS;
     while (first + rows_together(m - first) <= row) first += rows_together(m - first);
     return (struct tile){first, rows_together(m - first)};
@@ -144,7 +155,7 @@ static inline __attribute__((always_inline)) void multiply_rounded(
         for (int r = 0; r < num_rows; r++) {
             const int32_t x_sum = x_sums[r * x->num_groups + group];
             for (int i = 0; i < num_panels; i++) sums[r][i] = (ints){0} - (is_int4 ? 8 : 128) * x_sum;
-            for (int i = 0; w->zeros && i < num_panels; i++) sums[r][i] = widen(p->zeros[i] + own) * -x_sum;
+            for (int i = 0; w->zeros && i < num_panels; i++) sums[r][i] = widen_bytes(p->zeros[i] + own) * -x_sum;
         }
         for (; at < end; at++) {
             words column[MOST_PANELS];
@@ -187,10 +198,55 @@ static void multiply_quantised(const struct quantised *w, const struct rounded *
     }
 }
 
+#ifdef HAS_BYTE_TILES
+// ---- the same on AMX's tiles
+
+// Of 4 bits, each half of a word becomes a word of bytes, as 8 bits have it.
+static void unpack(const uint32_t *panel, long num_words, words *to) {
+    for (long i = 0; i < num_words; i++)
+        for (int half = 0; half < 2; half++) to[2 * i + half] = *(const words *)(panel + i * LANES) >> 4 * half & 0x0f0f0f0f;
+}
+
+// As multiply_rounded, for up to 16 rows. p's words are bytes, of 4 bits too.
+static void multiply_on_tiles(const struct quantised *w, const struct rounded *x, const struct quantised_panels *p, long row,
+                              float *out, int num_rows, int num_panels) {
+    ints sums[MOST_PANELS][TILE_ROWS];
+    for (long group = 0, at = 0; at < x->k / 4; group++) {
+        const long left = x->k / 4 - at, num_words = left < w->group_size / 4 ? left : w->group_size / 4;
+        const long own = w->has_groups ? group * LANES : 0;
+        // what divides a group into equal steps: a tile's shape may not change before its sums are stored
+        const int step = num_words % TILE_WORDS == 0 ? TILE_WORDS : num_words < TILE_WORDS ? num_words : 4;
+        shape_tiles(num_rows, step);
+#define EACH_PANEL(DO) DO(SUMS_0, PANEL_EVEN, 0) DO(SUMS_1, PANEL_ODD, 1) DO(SUMS_2, PANEL_EVEN, 2) DO(SUMS_3, PANEL_ODD, 3)
+#define CLEAR(tile, panel, i) tile_zero(tile);
+#define ADD(tile, panel, i) if (i < num_panels) { \
+            tile_load(panel, p->words[i] + at * LANES, 64); \
+            tile_multiply_bytes(tile, X_UPPER, panel); \
+        }
+#define STORE(tile, panel, i) if (i < num_panels) tile_store(tile, sums[i], 64);
+        EACH_PANEL(CLEAR)
+        for (const long end = at + num_words; at < end; at += step) {
+            tile_load(X_UPPER, x->q + row * x->k + at * 4, x->k);
+            EACH_PANEL(ADD)
+        }
+        EACH_PANEL(STORE)
+        for (int r = 0; r < num_rows; r++) {
+            const long of_row = (row + r) * x->num_groups + group;
+            for (int i = 0; i < num_panels; i++) {
+                floats *total = (floats *)(out + (r * num_panels + i) * LANES);
+                const ints zero = w->zeros ? widen_bytes(p->zeros[i] + own) : (ints){0} + (1 << (w->bits - 1));
+                const floats scale = *(const floats *)(p->scales[i] + own) * x->scales[of_row];
+                *total = add_scaled(group ? *total : (floats){0}, sums[i][r] - zero * x->sums[of_row], scale);
+            }
+        }
+    }
+}
+#endif
+
 // Rows `first` … `last - 1` of x times `count` times 16 columns of y from panel `panel`.
 static void multiply_rounded_rows(const struct quantised *w, const struct rounded *x, const struct matrix *y, long first,
                                   long last, long panel, int count) {
-    _Alignas(64) float sums[TILE_OF_ROWS * MOST_PANELS * LANES];
+    _Alignas(64) float sums[16 * MOST_PANELS * LANES];
     const long num_panels = (y->num_columns + LANES - 1) / LANES, num_words = x->k * w->bits / 32;
     const long scales = LANES * (w->has_groups ? x->num_groups : 1);
     const int step = y->gate ? 2 : 1, width = count * step;
@@ -201,6 +257,23 @@ static void multiply_rounded_rows(const struct quantised *w, const struct rounde
         all.scales[i] = w->scales + at * scales;
         all.zeros[i] = w->zeros ? w->zeros + at * scales : NULL;
     }
+#ifdef HAS_BYTE_TILES
+    if (x->m >= MANY_ROWS) {
+        words *unpacked = w->bits == 4 ? aligned_alloc(64, width * x->k / 4 * sizeof *unpacked) : NULL;
+        for (int i = 0; i < width && unpacked; i++) {
+            unpack(all.words[i], num_words, unpacked + i * x->k / 4);
+            all.words[i] = (const uint32_t *)(unpacked + i * x->k / 4);
+        }
+        FINISH_WRITES();
+        for (long row = first; row < last; row += TILE_ROWS) {
+            const int num_rows = last - row < TILE_ROWS ? last - row : TILE_ROWS;
+            multiply_on_tiles(w, x, &all, row, sums, num_rows, width);
+            finish_rows(y, sums, row, panel * LANES, num_rows, width);
+        }
+        free(unpacked);
+        return;
+    }
+#endif
     for (long row = first; row < last;) {
         const int num_rows = tile_of(row, x->m).num_rows;
         const int most = num_rows <= SOME_ROWS ? 4 : 2;
@@ -225,7 +298,7 @@ static void multiply_rounded_rows(const struct quantised *w, const struct rounde
 static void multiply_all_quantised(const element *x, const struct quantised *w, const struct matrix *y, long m, long k) {
     const struct rounded rows = round_rows(x, m, k, w->group_size);
     const long num_panels = (y->num_columns + LANES - 1) / LANES;
-    const long most = y->gate ? 2 : m <= SOME_ROWS ? 4 : 2;
+    const long most = y->gate ? 2 : m <= SOME_ROWS || m >= MANY_ROWS ? 4 : 2;
 #pragma omp parallel
     {
         for (long first = 0; first < m; first += ROWS_IN_CACHE) {
@@ -236,6 +309,9 @@ static void multiply_all_quantised(const element *x, const struct quantised *w, 
                                       num_panels - panel < most ? num_panels - panel : most);
         }
         finish_streams();
+#ifdef HAS_BYTE_TILES
+        release_tiles();
+#endif
     }
     free(rows.q);
 }

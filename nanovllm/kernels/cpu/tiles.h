@@ -1,7 +1,8 @@
 // AMX: Intel's matrix tiles, or the same in plain C. A tile is a register of up to 16 rows of 64 bytes; there are eight.
 //
-// `multiply` below is one instruction, `tdpbf16ps`, on three tiles: sums [m][16 floats], a [m][k words], b [k words][16].
-// The words, two bfloat16 each, lie as everywhere in these kernels (cpu.c): b is k words of a panel, a is m rows of x.
+// A multiplication is one instruction on three tiles: sums [m][16], a [m][k words], b [k words][16]. The words, two bfloat16
+// each (`tdpbf16ps`) or four bytes (`tdpbsud`), lie as everywhere in these kernels (cpu.c, quantised.c): b is k words of a
+// panel, a is m rows of x.
 //
 // -DAMX          The instructions. Linux must have allowed them to the process (library.py asks).
 // -DAMX_EMULATED Plain C, the same results bit for bit, so that tests can run the code around it on any processor.
@@ -31,7 +32,7 @@ struct tile_config {
 };
 
 #ifdef AMX
-#ifndef __AMX_BF16__
+#if !defined __AMX_BF16__ || !defined __AMX_INT8__
 #error "this compiler does not know AMX"
 #endif
 // GCC 12 is not told that `ldtilecfg` and `tileloadd` read memory, and could delay the writes before them.
@@ -45,6 +46,7 @@ static inline void tile_release(void) { _tile_release(); }
 #define tile_load(tile, from, stride) _tile_loadd(tile, from, stride)
 #define tile_store(tile, to, stride) _tile_stored(tile, to, stride)
 #define tile_multiply(sums, a, b) _tile_dpbf16ps(sums, a, b)
+#define tile_multiply_bytes(sums, a, b) _tile_dpbsud(sums, a, b)
 
 #else
 #define FINISH_WRITES()
@@ -102,4 +104,37 @@ static inline void tile_multiply(int sums, int a, int b) {
         tiles[sums][row] = (words)flush(read_tile(tiles[sums][row]) + widen(both));
     }
 }
+
+// TDPBSUD: to each sum of 32 bits, the products of a's bytes, with signs, and b's, without.
+static inline void tile_multiply_bytes(int sums, int a, int b) {
+    const int num_words = tile_shapes.row_bytes[a] / 4;
+    if (tile_shapes.rows[sums] != tile_shapes.rows[a] || tile_shapes.rows[b] != num_words) abort();  // hardware: #UD
+    for (int row = 0; row < tile_shapes.rows[sums]; row++)
+        for (int k = 0; k < num_words; k++)
+            for (int shift = 0; shift < 32; shift += 8)
+                tiles[sums][row] += (tiles[b][k] >> shift & 0xff) * (uint32_t)(int8_t)(tiles[a][row][k] >> shift);
+}
 #endif
+
+// Tiles of the shapes that a product needs. Setting them takes as long as a dozen multiplications, so they are kept.
+static _Thread_local int tiles_are_for;
+
+static inline void shape_tiles(int num_rows, int num_words) {
+    if (tiles_are_for == num_rows * 32 + num_words) return;
+    tiles_are_for = num_rows * 32 + num_words;
+    const bool has_lower = num_rows > TILE_ROWS;
+    const int upper = has_lower ? TILE_ROWS : num_rows, lower = has_lower ? num_rows - TILE_ROWS : num_rows;
+    struct tile_config config = {.palette = 1};
+    for (int tile = 0; tile < NUM_TILES; tile++) {
+        const bool is_lower = tile == X_LOWER || (has_lower && (tile == SUMS_2 || tile == SUMS_3));
+        config.rows[tile] = tile >= PANEL_EVEN ? num_words : is_lower ? lower : upper;
+        config.row_bytes[tile] = tile == X_UPPER || tile == X_LOWER ? num_words * 4 : 64;
+    }
+    tile_configure(&config);
+}
+
+// Other code of the process shall find the tiles as it left them: not in use.
+static inline void release_tiles(void) {
+    tile_release();
+    tiles_are_for = 0;
+}

@@ -8,8 +8,14 @@ const CHARTS = [
   { unit: "blocks", series: [["owned", "line1"], ["cachedFree", "line3"], ["shared", "line2"]] },
   { unit: "share", series: [["hitRate", "line3"], ["waste", "line2"]], factor: 100 },
 ];
-const NAMES = { hitRate: "hitRateShort", waste: "wasteShort", shared: "ofThemShared" };
+const SPECULATION = ["keptRate", "line1"];
+const NAMES = { hitRate: "hitRateShort", keptRate: "keptRateShort", waste: "wasteShort", shared: "ofThemShared" };
 const DASHES = [[], [6, 3], [2, 2]]; // so that colour is not all
+
+function chartsOf(run) {
+  if (!run.proposed) return CHARTS;
+  return CHARTS.map((chart) => (chart.unit === "share" ? { ...chart, series: [...chart.series, SPECULATION] } : chart));
+}
 
 function dataOf(run, chart) {
   const factor = chart.factor ?? 1;
@@ -45,7 +51,7 @@ function Chart({ run, frame, goTo, chart, columns }) {
     const click = () => plot.current.cursor.idx != null && goTo(plot.current.cursor.idx);
     over.addEventListener("click", click);
     return () => plot.current.destroy();
-  }, [run, width, theme, columns]);
+  }, [run, width, theme, columns, chart.series.length]);
   useEffect(() => plot.current?.setData(dataOf(run, chart)), [run.frames.length]);
   const at = useRef(0);
   at.current = run.frames[frame].step;
@@ -66,6 +72,6 @@ function Chart({ run, frame, goTo, chart, columns }) {
 export function Counters({ run, frame, goTo, columns }) {
   const { t } = useView();
   return html`<section class="card counters"><h2>${t("counters")}</h2><div class="charts">
-    ${CHARTS.map((chart) => html`<${Chart} key=${chart.unit} run=${run} frame=${frame} goTo=${goTo} chart=${chart} columns=${columns} />`)}
+    ${chartsOf(run).map((chart) => html`<${Chart} key=${chart.unit} run=${run} frame=${frame} goTo=${goTo} chart=${chart} columns=${columns} />`)}
   </div></section>`;
 }

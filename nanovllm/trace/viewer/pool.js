@@ -254,7 +254,8 @@ function Counts({ run, frame }) {
     ${one(t("cachedFree"), local(at.cachedFree))}
     ${one(t("freeInAll"), local(at.free))}
     ${one(t("wasteShort"), `${(100 * at.waste).toFixed(1)} %`, t("waste"), t("ofSlots", { empty: local(slots - at.stored), slots: local(slots) }))}
-    ${one(t("hitRateShort"), `${(100 * at.hitRate).toFixed(0)} %`, t("hitRate"), t("ofPrompts", { hit: local(at.hit), queried: local(at.queried) }))}
+    ${one(t("hitRateShort"), `${(100 * at.hitRate).toFixed(0)} %`, t("hitRate"), t("ofTokens", { count: local(at.hit), all: local(at.queried) }))}
+    ${run.proposed > 0 && one(t("keptRateShort"), `${(100 * at.keptRate).toFixed(0)} %`, t("keptRate"), t("ofTokens", { count: local(at.accepted), all: local(at.proposed) }))}
     ${one(t("running"), at.running)}
     ${one(t("waiting"), at.waiting)}
   </div>`;

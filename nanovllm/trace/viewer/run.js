@@ -26,6 +26,8 @@ export class Run {
     this.pending = []; // events since the last step
     this.queried = 0;
     this.hit = 0;
+    this.proposed = 0; // drafts that were verified
+    this.accepted = 0;
     this.waitsFor = new Map();
     for (const seq of this.replay.living) this.meet(seq, header.t);
   }
@@ -101,7 +103,8 @@ export class Run {
     let [running, waiting] = [0, 0];
     for (const seq of this.replay.living) seq.status === "running" ? running++ : waiting++;
     const hitRate = this.queried ? this.hit / this.queried : 0;
-    return { running, waiting, hitRate, hit: this.hit, queried: this.queried, ...this.replay.counts() };
+    const keptRate = this.proposed ? this.accepted / this.proposed : 0;
+    return { running, waiting, hitRate, hit: this.hit, queried: this.queried, keptRate, accepted: this.accepted, proposed: this.proposed, ...this.replay.counts() };
   }
 
   stateAt(frame) {
@@ -157,6 +160,7 @@ export class Run {
     else if (code === "finish") this.followEnd(number, rest);
     else if (code === "update") this.followTokens(number, rest[0]);
     else if (code === "start") this.followStart(frame);
+    else if (code === "verify") this.followDrafts(rest);
     if (code === "preempt") this.rowOf.get(number).marks.push({ frame, code });
     if (["preempt", "copy", "roll_back", "start"].includes(code) || (code === "finish" && this.isAborted(number))) this.highlights.push({ frame, event, numFree: this.numFreeBefore });
     if (code === "take" && rest[1]) this.followEviction(frame, rest[0]);
@@ -206,6 +210,11 @@ export class Run {
       request.first ??= time;
       Object.assign(request, { last: time, lastStep: step, numTokens: request.numTokens + 1 });
     }
+  }
+
+  followDrafts([proposed, accepted]) {
+    this.proposed += proposed;
+    this.accepted += accepted;
   }
 
   // What each living sequence does in this frame; equal neighbours are one span of its row.
