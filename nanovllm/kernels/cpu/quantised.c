@@ -230,13 +230,14 @@ static void multiply_on_tiles(const struct quantised *w, const struct rounded *x
             EACH_PANEL(ADD)
         }
         EACH_PANEL(STORE)
-        for (int r = 0; r < num_rows; r++) {
-            const long of_row = (row + r) * x->num_groups + group;
-            for (int i = 0; i < num_panels; i++) {
+        for (int i = 0; i < num_panels; i++) {
+            const ints zero = w->zeros ? widen_bytes(p->zeros[i] + own) : (ints){0} + (1 << (w->bits - 1));
+            const floats scale = *(const floats *)(p->scales[i] + own);
+            for (int r = 0; r < num_rows; r++) {
                 floats *total = (floats *)(out + (r * num_panels + i) * LANES);
-                const ints zero = w->zeros ? widen_bytes(p->zeros[i] + own) : (ints){0} + (1 << (w->bits - 1));
-                const floats scale = *(const floats *)(p->scales[i] + own) * x->scales[of_row];
-                *total = add_scaled(group ? *total : (floats){0}, sums[i][r] - zero * x->sums[of_row], scale);
+                const long of_row = (row + r) * x->num_groups + group;
+                const ints sum = sums[i][r] - zero * x->sums[of_row];
+                *total = add_scaled(group ? *total : (floats){0}, sum, scale * x->scales[of_row]);
             }
         }
     }
