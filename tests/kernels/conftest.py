@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.kernels.processors import DTYPES, PROCESSORS, WITHOUT_TILES, need_a_compiler, pretend
+from tests.kernels.processors import DISTINCT, DTYPES, WITHOUT_TILES, need_a_compiler, pretend
 
 
 @pytest.fixture(scope="module")
@@ -12,7 +12,7 @@ def needs_a_compiler():
     need_a_compiler(torch.float32)
 
 
-@pytest.fixture(params=PROCESSORS)
+@pytest.fixture(params=DISTINCT)
 def processor(request, monkeypatch):
     """Layers made in the test run the code that is made for this processor."""
     with pretend(monkeypatch, request.param):

@@ -22,6 +22,7 @@ PROCESSORS = {
     "SSE": "x86-64" + QUICKLY,
     "AMX, emulated": "native -DAMX_EMULATED" + QUICKLY,
 }
+DISTINCT = [name for name in PROCESSORS if name != "no AMX" or cpu.has_tiles()]  # without AMX, this is the first again
 WITHOUT_TILES = ("native", "AVX2", "SSE")  # all that differ for code that uses none
 
 

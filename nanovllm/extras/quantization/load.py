@@ -51,7 +51,7 @@ def quantise(model: nn.Module, given: Any, shape: ModelConfig | None = None) -> 
 
 
 def is_quantised(layer: Any, options: Quantization) -> bool:
-    return type(layer) in (Linear, FusedLinear) or (options.embedding_bits is not None and type(layer) is Embedding)
+    return type(layer) in (Linear, FusedLinear) or (options.embedding_bits > 0 and type(layer) is Embedding)
 
 
 def quantised_layer(layer: Any, options: Quantization) -> nn.Module:

@@ -35,9 +35,9 @@ class Quantization:
         return METHODS[self.method]
 
     @property
-    def embedding_bits(self) -> int | None:
-        """None: they stay in the model's dtype."""
-        return METHODS["int8"] if self.embeddings is True else METHODS.get(self.embeddings)
+    def embedding_bits(self) -> int:
+        """0: they stay in the model's dtype."""
+        return METHODS.get("int8" if self.embeddings is True else self.embeddings, 0)
 
 
 def read_options(given: Any) -> Quantization:
