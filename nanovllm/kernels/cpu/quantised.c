@@ -242,12 +242,31 @@ static void multiply_on_tiles(const struct quantised *w, const struct rounded *x
         }
     }
 }
+
+// As multiply_rounded_rows, of `width` panels.
+static void multiply_rows_on_tiles(const struct quantised *w, const struct rounded *x, const struct matrix *y,
+                                   struct quantised_panels p, long first, long last, long panel, int width) {
+    _Alignas(64) float sums[TILE_ROWS * MOST_PANELS * LANES];
+    const long num_words = x->k / 4;  // of bytes
+    words *unpacked = w->bits == 4 ? aligned_alloc(64, width * num_words * sizeof *unpacked) : NULL;
+    for (int i = 0; i < width && unpacked; i++) {
+        unpack(p.words[i], num_words / 2, unpacked + i * num_words);
+        p.words[i] = (const uint32_t *)(unpacked + i * num_words);
+    }
+    FINISH_WRITES();
+    for (long row = first; row < last; row += TILE_ROWS) {
+        const int num_rows = last - row < TILE_ROWS ? last - row : TILE_ROWS;
+        multiply_on_tiles(w, x, &p, row, sums, num_rows, width);
+        finish_rows(y, sums, row, panel * LANES, num_rows, width);
+    }
+    free(unpacked);
+}
 #endif
 
 // Rows `first` … `last - 1` of x times `count` times 16 columns of y from panel `panel`.
 static void multiply_rounded_rows(const struct quantised *w, const struct rounded *x, const struct matrix *y, long first,
                                   long last, long panel, int count) {
-    _Alignas(64) float sums[16 * MOST_PANELS * LANES];
+    _Alignas(64) float sums[TILE_OF_ROWS * MOST_PANELS * LANES];
     const long num_panels = (y->num_columns + LANES - 1) / LANES, num_words = x->k * w->bits / 32;
     const long scales = LANES * (w->has_groups ? x->num_groups : 1);
     const int step = y->gate ? 2 : 1, width = count * step;
@@ -259,21 +278,7 @@ static void multiply_rounded_rows(const struct quantised *w, const struct rounde
         all.zeros[i] = w->zeros ? w->zeros + at * scales : NULL;
     }
 #ifdef HAS_BYTE_TILES
-    if (x->m >= MANY_ROWS) {
-        words *unpacked = w->bits == 4 ? aligned_alloc(64, width * x->k / 4 * sizeof *unpacked) : NULL;
-        for (int i = 0; i < width && unpacked; i++) {
-            unpack(all.words[i], num_words, unpacked + i * x->k / 4);
-            all.words[i] = (const uint32_t *)(unpacked + i * x->k / 4);
-        }
-        FINISH_WRITES();
-        for (long row = first; row < last; row += TILE_ROWS) {
-            const int num_rows = last - row < TILE_ROWS ? last - row : TILE_ROWS;
-            multiply_on_tiles(w, x, &all, row, sums, num_rows, width);
-            finish_rows(y, sums, row, panel * LANES, num_rows, width);
-        }
-        free(unpacked);
-        return;
-    }
+    if (x->m >= MANY_ROWS) return multiply_rows_on_tiles(w, x, y, all, first, last, panel, width);
 #endif
     for (long row = first; row < last;) {
         const int num_rows = tile_of(row, x->m).num_rows;
