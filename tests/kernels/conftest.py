@@ -7,19 +7,24 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.kernels.processors import DISTINCT, DTYPES, WITHOUT_TILES, need_a_compiler, pretend
 
 
+def in_sweeps(names):
+    """Few of today's processors have nothing but SSE: for this one only the sweep compiles."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name == "SSE")) for name in names]
+
+
 @pytest.fixture(scope="module")
 def needs_a_compiler():
     need_a_compiler(torch.float32)
 
 
-@pytest.fixture(params=DISTINCT)
+@pytest.fixture(params=in_sweeps(DISTINCT))
 def processor(request, monkeypatch):
     """Layers made in the test run the code that is made for this processor."""
     with pretend(monkeypatch, request.param):
         yield request.param
 
 
-@pytest.fixture(params=WITHOUT_TILES)
+@pytest.fixture(params=in_sweeps(WITHOUT_TILES))
 def processor_without_tiles(request, monkeypatch):
     """The same for code that uses no tiles."""
     with pretend(monkeypatch, request.param):

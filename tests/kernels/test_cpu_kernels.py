@@ -523,9 +523,9 @@ def test_every_header_counts_for_the_cache():
 
 
 @pytest.mark.parametrize("source", cpu.FUNCTIONS, ids=lambda source: source.name)
-@pytest.mark.parametrize("level", ["-O1", pytest.param("-O3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("level", ["-O0", pytest.param("-O3", marks=pytest.mark.slow)])
 def test_the_source_compiles_without_a_warning(level, source):
-    """The compiler follows the flow of values at the first level too, in a third of the time."""
+    """Only the last level follows the flow of values, in five times the time."""
     has_tiles = source != cpu.INT8_KV
     variants = [[], ["-DBFLOAT16", "-DAMX_EMULATED"] if has_tiles else ["-DBFLOAT16"]]
     if level == "-O3" and has_tiles:

@@ -81,10 +81,11 @@ def test_greedy_tokens_are_those_of_transformers(monkeypatch, checkpoints, shape
     assert late.num_expected_ids > 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "lens"),
     [
-        pytest.param({}, (1, 30), id="room", marks=pytest.mark.slow),
+        pytest.param({}, (1, 30), id="room"),
         pytest.param({"num_kv_blocks": 4, "max_num_batched_tokens": 24}, (13, 15), id="preemption"),
     ],
 )

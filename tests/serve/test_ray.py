@@ -163,8 +163,78 @@ def test_when_the_tree_cannot_say_load_decides(monkeypatch, error):
 
     monkeypatch.setattr(router.PrefixCacheAffinityRouter, "choose_replicas", fail)
     monkeypatch.setattr(router.PrefixRouter, "_by_load", by_load)
-    chosen = router.PrefixRouter.__new__(router.PrefixRouter).choose_replicas(["a", "b"], None)
-    assert asyncio.run(chosen) == [["a", "b"]]
+    assert asyncio.run(make_router().choose_replicas(["a", "b"], None)) == [["a", "b"]]
+
+
+def make_router():
+    """A router that no cluster knows."""
+    from nanovllm.serve.ray import router
+
+    made = router.PrefixRouter.__new__(router.PrefixRouter)
+    made._one_at_a_time = asyncio.Lock()
+    return made
+
+
+def test_a_request_is_sent_before_the_next_is_routed(monkeypatch):
+    """As in Serve's router, a few tasks choose, and each request counts when its own task sends it."""
+    from nanovllm.serve.ray import router
+
+    queues = {"a": 0, "b": 0}
+
+    async def shortest(self, candidates, pending):
+        return min(candidates, key=queues.get)
+
+    async def route(one, requests):
+        for request in requests:
+            request.set_result(await one.choose_replicas(["a", "b"]))
+
+    async def send(request):
+        queues[await request] += 1
+
+    async def burst():
+        one, requests = make_router(), [asyncio.Future() for _ in range(12)]
+        shared = iter(requests)
+        await asyncio.gather(*(route(one, shared) for _ in range(4)), *map(send, requests))
+
+    monkeypatch.setattr(router.PrefixCacheAffinityRouter, "choose_replicas", shortest)
+    asyncio.run(burst())
+    assert queues == {"a": 6, "b": 6}
+
+
+class Handle:
+    """Of a deployment whose router is `starting` for a time, and whose one replica answers "well"."""
+
+    def __init__(self, starting):
+        self.starting = starting
+        self.num_questions = 0
+
+    def options(self, **_):
+        return self
+
+    def broadcast(self, method):
+        self.num_questions += 1
+        return self
+
+    async def results_async(self, **_):
+        await self.starting.wait()
+        return ["well"]
+
+
+def test_the_ingress_gets_no_request_before_its_router_has_started():
+    from nanovllm.serve.ray.ingress import Ingress
+
+    async def start():
+        handle = Handle(asyncio.Event())
+        ingress = Ingress(handle, ServerOptions(model_names=("m",)), "info")
+        checking = asyncio.ensure_future(ingress.check_health())
+        await asyncio.sleep(0.01)
+        assert not checking.done()
+        handle.starting.set()
+        await checking
+        await ingress.check_health()
+        assert handle.num_questions == 1
+
+    asyncio.run(start())
 
 
 def test_requests_with_a_common_prefix_go_to_one_replica(server, client):
@@ -355,8 +425,9 @@ def test_a_replica_that_is_killed_costs_its_own_requests_an_error(server, client
     with ThreadPoolExecutor(12) as threads:
         asking = [threads.submit(client.post, "/v1/completions", json=body) for body in bodies]
         deadline = time.monotonic() + 10
-        while server.metric("num_requests_running") < 12:
+        while sum(running := running_by_replica(server)) < 12:
             assert time.monotonic() < deadline
+        assert min(running) >= 2, running
         os.kill(engines[0], signal.SIGKILL)
         started = time.monotonic()
         answers = [one.result() for one in asking]
@@ -364,6 +435,11 @@ def test_a_replica_that_is_killed_costs_its_own_requests_an_error(server, client
     assert set(codes) == {"replica_died", "right"}, codes
     assert time.monotonic() - started < 30
     assert client.post("/v1/completions", json=bodies[-1] | {"max_tokens": 3}).status_code == 200
+
+
+def running_by_replica(server):
+    text = httpx.get(server.url + "/metrics", timeout=10).text
+    return [float(one) for one in re.findall(r"^nanovllm:num_requests_running{.*} (\S+)$", text, re.MULTILINE)]
 
 
 def outcome(answer, right):

@@ -6,6 +6,7 @@ the proxy and the engines. It refuses what needs no engine (keys, sizes, rates),
 
 import asyncio
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 HEALTH_S = 5.0  # replicas have this long to say how they are
 HEALTH_AGE_S = 1.0  # what they have said is good for this long
+START_S = 60.0  # the router has this long to start
 
 
 @dataclass
@@ -67,6 +69,14 @@ class Ingress:
         self._engine = engine
         self._answers = engine.options(method_name="answer", stream=True)
         self._health: tuple[float, bool] = (-HEALTH_AGE_S, False)  # when it was asked for, and what it was
+        self._is_routing = False
+
+    async def check_health(self) -> None:
+        """Called by Serve, which sends no request before it has returned once: the router's actor may start slowly."""
+        if not self._is_routing:
+            with suppress(DeploymentUnavailableError):  # there is a router, and no replica yet
+                await self._engine.broadcast("check_health").results_async(timeout_s=START_S, return_exceptions=True)
+            self._is_routing = True
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """What stands before the replicas' routes, in the order of `app.py`."""
@@ -111,6 +121,8 @@ class Ingress:
                 if status:
                     await answer.start(status, headers)
                 await answer.grow(body, is_last)
+                if is_last:
+                    return  # its client may leave now
         finally:  # an answer that is whole has nothing to cancel
             parts.cancel()
 

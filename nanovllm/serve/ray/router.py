@@ -4,6 +4,7 @@
 cannot be imported without vLLM or SGLang (Ray 2.60). The class's own file needs neither.
 """
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,18 +48,25 @@ def router_options(max_num_seqs: int) -> dict[str, Any]:
 
 
 class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
-    """Ray's router, which routes by load when its tree cannot say.
+    """Ray's router, which routes by load when its tree cannot say, and sends a request before it routes the next.
 
     Where Ray's own raises, its request waits for ever: for a replica that the tree knows and this process does not yet,
-    or when the tree's actor has died.
+    or when the tree's actor has died. And it chooses for all that have come together before it sends the first: one
+    replica may get all of them, since its queue is empty still.
     """
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._one_at_a_time = asyncio.Lock()
+
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> Any:
-        try:
-            return await super().choose_replicas(candidate_replicas, pending_request)
-        except (KeyError, RayError) as error:
-            logger.warning("routed by load: %r", error)
-            return await self._by_load(candidate_replicas, pending_request)
+        async with self._one_at_a_time:
+            await asyncio.sleep(0)  # the request before this one is sent meanwhile, and its queue counts it
+            try:
+                return await super().choose_replicas(candidate_replicas, pending_request)
+            except (KeyError, RayError) as error:
+                logger.warning("routed by load: %r", error)
+                return await self._by_load(candidate_replicas, pending_request)
 
     _by_load: Any = PowerOfTwoChoicesRequestRouter.choose_replicas
 
