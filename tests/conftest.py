@@ -39,6 +39,11 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore += KERNEL_TESTS
 
 
+def every_second(values):
+    """Parameters of which the default run takes the first, the third and so on, and the sweep the others."""
+    return [pytest.param(value, marks=[pytest.mark.slow] * (i % 2)) for i, value in enumerate(values)]
+
+
 def has_extra(name):
     """Whether nanovllm/extras/`name` is there: CI runs the core's own tests in a copy that has none."""
     return (pathlib.Path(nanovllm.__file__).parent / "extras" / name).exists()

@@ -176,6 +176,7 @@ def test_short_prompts_wait_for_the_long_one_or_go_beside_it(run_main, monkeypat
 # ---- the start
 
 
+@pytest.mark.slow  # two starts
 def test_a_cold_start_is_told_part_by_part(run_main, monkeypatch, tmp_path):
     real_run = cold_start.run
     usual_cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
@@ -404,6 +405,7 @@ def test_requests_are_as_long_as_the_model_allows_or_4096(monkeypatch):
     assert max_model_len("--max-model-len", 5000) == 5000
 
 
+@pytest.mark.slow
 def test_engines_run_side_by_side(run_main, monkeypatch, tmp_path):
     """`bench.py` in a process of its own, as `benchmarks.cpu` starts it."""
     arguments = ["--model", TINY_QWEN3, "--first", 2, "--no-roofline", "--num-kv-blocks", 128]

@@ -420,7 +420,7 @@ def random_traffic(oracle, seed):
 
 
 @pytest.mark.parametrize("num_engines", [6, pytest.param(25, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["gqa", "mqa-tied", "gqa-bias-tied"])
+@pytest.mark.parametrize("name", ["gqa", "mqa-tied", pytest.param("gqa-bias-tied", marks=pytest.mark.slow)])
 def test_random_traffic(oracles, name, num_engines):
     stats = [random_traffic(oracles(name), f"{name}-{i}") for i in range(num_engines)]
     assert sum(s.num_preemptions > 0 for s in stats) >= num_engines // 5

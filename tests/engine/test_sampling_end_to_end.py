@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, Logprob, SamplingParams
+from tests.conftest import every_second
 from tests.tiny_tokenizers import byte_level, copy_checkpoint
 
 VOCAB_SIZE = 300
@@ -126,7 +127,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", every_second(CONFIGS))
 def test_seeded_requests_get_the_same_tokens(folder, alone, config):
     """In a batch of others, in any configuration; in another order too, when the prefix cache knows all prompts."""
     llm = make_llm(folder, **CONFIGS[config])
@@ -262,7 +263,7 @@ LOGPROB_CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("config", LOGPROB_CONFIGS)
+@pytest.mark.parametrize("config", every_second(LOGPROB_CONFIGS))
 def test_logprobs_are_those_of_a_full_forward_pass(folder, model, tokenizer, config):
     """For outputs and prompts; a second time too, when the prefix cache knows the prompts."""
     llm = make_llm(folder, **LOGPROB_CONFIGS[config])

@@ -146,6 +146,7 @@ def test_what_lies_beside_the_inputs_is_not_read(tiles, m, k):
 
 @pytest.mark.parametrize("block_size", [16, 32, 48, 80])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 32), (8, 2, 64), (40, 2, 96)])
+@pytest.mark.sparse
 def test_attention_equals_the_reference(tiles, num_heads, num_kv_heads, head_dim, block_size):
     """Unfilled slots hold NaN. Sequences end at, before and after the ends of blocks, tiles and pairs of tokens."""
     backend = CpuAttention(num_heads, num_kv_heads, head_dim, block_size, torch.bfloat16)

@@ -54,6 +54,7 @@ def test_the_users_number_stands(monkeypatch, set_threads):
     assert set_threads == []
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_takes_its_cores():
     """And its waiting threads soon sleep: libgomp is told before torch loads it."""
     code = f"import os, nanovllm; llm = nanovllm.LLM({str(TINY_QWEN3)!r}, device='cpu', num_kv_blocks=8)"

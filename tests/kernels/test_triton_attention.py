@@ -50,7 +50,7 @@ PREFILLS = {"prefill", "split_prefill"}  # the same, of `prefill_kernel`
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-LAUNCHED = [(90, "bfloat16"), *(pytest.param(arch, "float32", marks=pytest.mark.slow) for arch in (80, 90, 100, 120))]
+LAUNCHED = [(90, "bfloat16"), *((arch, "float32") for arch in (80, 90, 100, 120))]
 """H100; then A100, H100, B200, and an RTX 5090, which has least shared memory. With a dtype of logits."""
 SWEPT = [("--quick", "90"), ("--table", "80", "86", "89"), ("--table", "90", "100", "120")]
 PARTS = [(KERNEL_TESTS, "not slow"), *((KERNEL_TESTS[part::2], "slow") for part in (0, 1))]
@@ -186,6 +186,7 @@ def test_all_kernels_are_compiled(resources):
     assert compiled == set(BUILDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "logits_dtype"), LAUNCHED)
 def test_what_is_launched_compiles(arch, logits_dtype):
     """The interpreter takes all arguments and options, the compiler does not. Spills and programs: as below."""

@@ -452,7 +452,8 @@ def greedy(folder, prompts, **options):
     return [output.outputs[0].token_ids for output in outputs], llm
 
 
-@pytest.mark.parametrize("num_layers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_layers", [1, 2])
 def test_engine_gives_the_same_tokens_as_with_the_torch_backend(checkpoints, num_layers):
     folder, _ = checkpoints.make(num_hidden_layers=num_layers, head_dim=16)
     rng = random.Random(0)

@@ -191,6 +191,7 @@ def seconds_until_error(function):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("call", ["all_reduce", "gather"])
+@pytest.mark.sparse
 def test_a_peer_that_is_killed_ends_the_waits_of_all(tmp_path, kind, size, call):
     ranks = Ranks(kind, size, tmp_path)
 

@@ -101,7 +101,7 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize("enable_overlap", [False, True])
+@pytest.mark.parametrize("enable_overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_replayed_decodes_of_two_ranks_are_those_of_one(recorders, with_tokenizer, enable_overlap):
     config = Config(
         with_tokenizer,

@@ -92,6 +92,7 @@ def test_one_engine_survives_what_it_can_and_dies_of_the_rest(tiny_checkpoint, o
     assert "nanovllm-ranks" not in [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.slow
 def test_a_server_whose_rank_dies_in_a_step(with_tokenizer, own_folder, monkeypatch):
     """Running requests get an error, new ones and /health 503."""
     for name in ("NANOVLLM_TEST_FAULT", "PYTHONPATH"):

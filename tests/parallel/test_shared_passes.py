@@ -105,7 +105,7 @@ def cases():
     for i, (name, architecture) in enumerate(ARCHITECTURES.items()):
         for j, variant in enumerate(architecture.variants):
             is_default = variant == DEFAULT_VARIANTS[name]
-            marks = [] if is_default else [pytest.mark.slow]
+            marks = [] if is_default and i % 2 == 0 else [pytest.mark.slow]
             size = 2 + (i if is_default else i + j) % 2
             engine, heads = next(next_engine[is_default]), next(next_heads[size, is_default])
             yield pytest.param(name, variant, size, heads, engine, marks=marks, id=f"{name}-{variant}-{size}-{engine}")

@@ -192,6 +192,7 @@ def server():
         yield server
 
 
+@pytest.mark.slow
 def test_without_file_descriptors_clients_wait_and_are_served_later(server):
     """Connections that cannot be accepted do not make it turn in circles for ever, or end."""
     folder = f"/proc/{server.process.pid}/fd"

@@ -325,23 +325,26 @@ def report(capsys, one, num_bodies, seconds, kept, told=()):
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 @pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_no_field_of_any_request_holds_the_others_up(capsys, rounds):
-    """In the second round all code is loaded, so what grows from there is kept; in a single one code is loaded, too."""
+    """In the second round all code is loaded, so what grows from there is kept; in a single one code is loaded, too.
+
+    By default each fourth field is tried, and with two rounds each.
+    """
     schema, start, wrong, num_bodies = document(), time.perf_counter(), [], 0
-    tried = {(place.name, str(place.nodes)): place for place in places(schema)}.values()  # each field once
+    tried = [*{(place.name, str(place.nodes)): place for place in places(schema)}.values()]  # each field once
+    assert len(tried) > 100, "the schema was read"
     with attacked() as one:
         bodies = found()
         for _ in range(rounds):
             before = settled(one)
             for what, (path, body) in bodies.items():
                 wrong.append(one.attack(what, f"/v1/{path}".replace("/v1/..", ""), body))
-        for place in tried:
+        for place in tried if rounds > 1 else tried[::4]:
             for kind, value in worst(schema, place):
                 wrong.append(one.attack(f"{place.url} {place.name}: {kind}", place.url, place.body(value)))
                 num_bodies += 1
         kept = settled(one) - before
         report(capsys, one, num_bodies, time.perf_counter() - start, kept, told=bodies)
     assert "\n".join(filter(None, wrong)) == ""
-    assert num_bodies > 100, "the schema was read"
     assert {place.url for place in tried} == {url for url, _ in bodies_of(schema)}
     assert {f"input[].{name}" for name in ("role", "arguments", "output", "content[].text")} < {
         place.name for place in tried

@@ -9,7 +9,7 @@ from nanovllm.extras.cuda.memory import advice_on_start_memory, advised, measure
 from tests.extras.cuda.conftest import GIB
 
 
-@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize("has_graphs", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_free_bytes_are_what_weights_a_step_graphs_and_others_leave(fake_cuda, runner, has_graphs):
     runner.kv_cache.allocate(0)
     config = Config("model", gpu_memory_utilization=0.5)

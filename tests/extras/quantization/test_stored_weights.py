@@ -11,6 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.extras.quantization.formats import Format
 from nanovllm.kernels.cpu.quantised import replace_quantised
+from tests.conftest import every_second
 from tests.extras.quantization import packers
 from tests.extras.quantization.packers import awq, fp8, gptq, int_quantized, of_compressed, pack_quantized, write
 from tests.kernels.processors import need_a_compiler
@@ -98,7 +99,7 @@ def expected():
     return answer(eager(TINY_QWEN3))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", every_second(FORMATS))
 def test_a_checkpoint_means_what_its_format_says(name, tmp_path, expected):
     config, pack = FORMATS[name]
     meanings = write(tmp_path / "model", config, pack)
