@@ -16,7 +16,9 @@ from nanovllm.extras.quantization.layers import (
     round_rows,
 )
 from nanovllm.kernels.cpu.decoder_layer import CpuDecoderLayer
+from nanovllm.kernels.cpu.layers import CpuGate
 from nanovllm.kernels.cpu.quantised import bytes_of, replace_quantised
+from nanovllm.layers.mlp import SiluAndMul
 from tests.kernels.processors import pretend
 
 pytestmark = pytest.mark.usefixtures("needs_a_compiler")
@@ -122,11 +124,25 @@ def test_fused_linear_returns_its_parts(dtype):
         torch.testing.assert_close(part, wanted, **one_rounding(dtype))
 
 
+@pytest.mark.parametrize("n", [16, 48, 80, 112, 160])
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
+@pytest.mark.sparse(2)
+def test_a_gate_that_ends_within_a_strip_has_the_bits_of_its_parts(processor, dtype, bits, group_size, has_zeros, n):
+    """A strip is 64 outputs: rows of up begin where those of the gate end."""
+    weight, bias = make_weight(2 * n, 144, bits, group_size, has_zeros), randn(2 * n, dtype=dtype)
+    twin, gate_and_mul = twin_of(QuantisedLinear(weight, bias), dtype), CpuGate(SiluAndMul(), dtype)
+    for m in (1, 3, 7, 13, 30):
+        x, y = randn(m, 144, dtype=dtype, seed=m), torch.empty(m, n, dtype=dtype)
+        pointers = (x.data_ptr(), twin.other, twin.bias.data_ptr(), y.data_ptr())
+        twin.library.quantised_gated_linear(*pointers, m, n, 144, gate_and_mul.kind)
+        assert torch.equal(y, gate_and_mul(*twin(x).split(n, dim=1)))
+
+
 @pytest.mark.parametrize(("size", "bits", "group_size"), [(32, 8, 128), (48, 4, 32), (80, 4, 64), (144, 4, 128)])
 def test_embedding_is_read_from_the_packed_weight(dtype, size, bits, group_size):
-    weight = make_weight(37, size, bits, group_size, False)
+    weight = make_weight(150, size, bits, group_size, False)
     twin = twin_of(QuantisedEmbedding(weight, dtype), dtype)
-    ids = torch.tensor([0, 36, 15, 16, 17, 36], dtype=torch.int32)
+    ids = torch.tensor([0, 149, 15, 16, 63, 64, 100, 149], dtype=torch.int32)
     assert torch.equal(twin(ids), weight.dequantised()[ids].to(dtype))
     hidden = randn(4, size, dtype=dtype)
     logits = twin.logits(hidden)

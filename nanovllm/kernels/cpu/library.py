@@ -66,6 +66,7 @@ FUNCTIONS_OF_LAYERS = {  # pointers, then sizes, then the rest
 FUNCTIONS_OF_QUANTISED = {
     "quantised_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
     "quantised_gated_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
+    "quantised_rows": [c_void_p] * 3 + [c_long] * 2,
 }
 FUNCTIONS: dict[Path, dict[str, Any]] = {
     SOURCE: FUNCTIONS_OF_LAYERS,

@@ -4,6 +4,7 @@
 arithmetic.
 """
 
+import math
 from ctypes import Structure, addressof, c_long, c_void_p, cast
 from typing import Any, ClassVar
 
@@ -17,12 +18,11 @@ from nanovllm.kernels.cpu.layers import (
     CpuFusedLinear,
     CpuLinear,
     HugePages,
-    pack,
-    packed_bytes,
     put_twins,
 )
 from nanovllm.kernels.cpu.library import LANES, QUANTISED, load_library
 
+STRIP = 4  # panels side by side
 LAYERS = "extras.quantization.layers."  # a file that may be deleted
 LINEAR, FUSED, EMBEDDING = (LAYERS + name for name in ("QuantisedLinear", "QuantisedFusedLinear", "QuantisedEmbedding"))
 
@@ -45,18 +45,28 @@ def bytes_of(q: torch.Tensor, bits: int) -> torch.Tensor:
     return (low | high << 4).flatten(1)
 
 
-def numbers_of(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """What `bytes_of` has packed."""
-    if bits == 8:
-        return packed
-    halves = packed.view(len(packed), -1, 4)
-    return torch.stack((halves & 15, halves >> 4), dim=2).flatten(1)
+def strips_shape(num_outputs: int, num_bytes: int) -> tuple[int, ...]:
+    """[strips of 64 outputs, words, 4 panels, 16 outputs, bytes of a word], `num_bytes` for each output"""
+    return (-(-num_outputs // (STRIP * LANES)), num_bytes // 4, STRIP, LANES, 4)
 
 
-def in_panels(of_groups: torch.Tensor) -> torch.Tensor:
-    """[out, groups] -> [ceil(out / 16), groups, 16], the last panel filled up with zeros"""
-    padded = F.pad(of_groups, (0, 0, 0, -len(of_groups) % LANES))
-    return padded.view(-1, LANES, of_groups.shape[1]).transpose(1, 2).contiguous()
+def strips_bytes(weight: Any) -> int:
+    """Of a weight of the definition, as `in_strips` returns it."""
+    num_outputs, num_inputs = weight.q.shape
+    return math.prod(strips_shape(num_outputs, num_inputs * weight.bits // 8)) + HugePages.ALIGNMENT
+
+
+def in_strips(of_outputs: torch.Tensor, memory: HugePages) -> torch.Tensor:
+    """[out, bytes] uint8 -> `strips_shape`, the last strip filled up with zeros"""
+    num_strips, num_words, *_ = shape = strips_shape(*of_outputs.shape)
+    padded = F.pad(of_outputs, (0, 0, 0, num_strips * STRIP * LANES - len(of_outputs)))
+    return memory.empty(shape, torch.uint8).copy_(padded.view(num_strips, STRIP, LANES, num_words, 4).movedim(3, 1))
+
+
+def scales_in_strips(of_groups: torch.Tensor) -> torch.Tensor:
+    """[out, groups] -> [strips, groups, 4, 16], the last strip filled up with zeros"""
+    padded = F.pad(of_groups, (0, 0, 0, -len(of_groups) % (STRIP * LANES)))
+    return padded.view(-1, STRIP, LANES, of_groups.shape[1]).movedim(3, 1).contiguous()
 
 
 class QuantisedProduct(CpuLinear):
@@ -70,9 +80,9 @@ class QuantisedProduct(CpuLinear):
         self.library, self.dtype = load_library(dtype, QUANTISED), dtype
         weight = layer.quantised
         self.out_features, self.in_features = weight.q.shape
-        self.register_buffer("packed", pack(bytes_of(weight.q, weight.bits), memory))
-        self.register_buffer("scales", in_panels(weight.scales))  # [panels, groups or 1, 16]
-        self.register_buffer("zeros", None if weight.zeros is None else in_panels(weight.zeros))
+        self.register_buffer("packed", in_strips(bytes_of(weight.q, weight.bits), memory))
+        self.register_buffer("scales", scales_in_strips(weight.scales))  # [strips, groups or 1, 4, 16]
+        self.register_buffer("zeros", None if weight.zeros is None else scales_in_strips(weight.zeros))
         self.order = weight.order
         bias = getattr(layer, "bias", None)
         self.register_buffer("bias", None if bias is None else F.pad(bias, (0, -len(bias) % LANES)))
@@ -105,20 +115,11 @@ class CpuQuantisedFusedLinear(QuantisedProduct, CpuFusedLinear):
 
 
 class CpuQuantisedEmbedding(QuantisedProduct, CpuEmbedding):
-    scales_of_tokens: torch.Tensor
-
-    def __init__(self, layer: Any, dtype: torch.dtype, memory: HugePages) -> None:
-        super().__init__(layer, dtype, memory)
-        self.bits, self.group_size = layer.quantised.bits, layer.quantised.group_size
-        self.register_buffer("scales_of_tokens", layer.quantised.scales)  # [vocab_size, groups or 1]
-
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[num_tokens] int -> [num_tokens, hidden_size]"""
-        q = numbers_of(super().forward(token_ids), self.bits).float().sub_(1 << (self.bits - 1))
-        scales = self.scales_of_tokens.index_select(0, token_ids)
-        if scales.shape[1] > 1:
-            scales = scales.repeat_interleave(self.group_size, dim=1)[:, : self.in_features]
-        return q.mul_(scales).to(self.dtype)
+        ids, y = token_ids.long(), torch.empty(len(token_ids), self.in_features, dtype=self.dtype)
+        self.library.quantised_rows(ids.data_ptr(), self.other, y.data_ptr(), len(y), self.in_features)
+        return y
 
 
 TWINS = {LINEAR: CpuQuantisedLinear, FUSED: CpuQuantisedFusedLinear, EMBEDDING: CpuQuantisedEmbedding}
@@ -129,7 +130,7 @@ def replace_quantised(model: nn.Module, dtype: torch.dtype) -> None:
     layers: list[Any] = [layer for layer in model.modules() if is_one(layer, *TWINS)]
     if not layers:
         return
-    memory = HugePages(sum(packed_bytes(layer.quantised.q) * layer.quantised.bits // 8 for layer in layers))
+    memory = HugePages(sum(strips_bytes(layer.quantised) for layer in layers))
 
     def make(layer: Any) -> nn.Module | None:
         twin = next((TWINS[name] for name in TWINS if is_one(layer, name)), None)
