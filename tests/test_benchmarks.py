@@ -26,6 +26,7 @@ from benchmarks import (
     fused_projections,
     long_prefill,
     preemption,
+    quantised_products,
     roofline,
     sampling,
     speculation,
@@ -126,6 +127,20 @@ def test_speculation_compares_the_same_answers(run_main):
     sums = {row[:12].strip(): row.split()[-1] for row in rows if " all " in row}
     assert sums.keys() == {"asked again", "passage", "explanation", "fact"}
     assert sums["asked again"] == "100%"
+
+
+@pytest.mark.slow  # starts three engines
+def test_requests_with_weights_in_8_and_4_bits_take_turns(run_main, monkeypatch, tmp_path):
+    monkeypatch.setattr(quantised_products, "QWEN3_06B", TINY_QWEN3)
+    path = tmp_path / "out.json"
+    lines = run_main(quantised_products, "--batch", "--requests", 3, "--json", path)
+    speeds = json.loads(path.read_text(encoding="utf-8"))["requests"]
+    assert [line.split()[2] for line in lines] == list(speeds) == ["bfloat16", "int8", "int4"]
+    for line, values in zip(lines, speeds.values(), strict=True):
+        ratios = sorted(value / other for value, other in zip(values, speeds["bfloat16"], strict=True))
+        assert len(ratios) == 3
+        assert float(line.split()[3]) == pytest.approx(sorted(values)[1], abs=0.051)
+        assert f"{ratios[1]:.2f}x" in line
 
 
 def test_preemption_moves_and_computes_the_whole_context(run_main, monkeypatch):

@@ -78,7 +78,7 @@ def run_program(folder, header, spin_ns, rounds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spin_ns", "rounds"), [(0, 3000), (50_000, 500)])  # threads that spin take 30 times as long
+@pytest.mark.parametrize(("spin_ns", "rounds"), [(0, 1500), (50_000, 300)])  # threads that spin take 30 times as long
 def test_no_race(tmp_path, spin_ns, rounds):
     if not shutil.which("cc"):
         pytest.skip("there is no C compiler")
