@@ -158,12 +158,14 @@ class ArmAttention(CpuAttention):
 def program_for(folder, target, *options):
     compiler, processor, dtype = target
     program, library = folder / "call", folder / "call.o"
-    # of clang's OpenMP, Debian has no library for arm64: one thread
-    openmp = ["-fopenmp"] if compiler == "gcc" else []
+    openmp = ["-fopenmp"]
+    if compiler == "clang":  # of its OpenMP, Debian has no library for arm64: one thread
+        (folder / "omp.h").write_text("int omp_get_max_threads(void), omp_get_num_threads(void);")
+        openmp = [f"-I{folder}"]
     source = Path(__file__).with_name("call.c")
     compile_with(compiler, processor, dtype, *openmp, *options, "-c", str(source), "-o", str(library))
     subprocess.run([GCC, "-static", "-fopenmp", str(library), "-lm", "-o", str(program)], check=True)
-    return Arm(program, dtype, num_threads=2 if openmp else 1)
+    return Arm(program, dtype, num_threads=2 if compiler == "gcc" else 1)
 
 
 @pytest.fixture(scope="module", params=TARGETS, ids="-".join)
