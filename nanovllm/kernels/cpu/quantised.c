@@ -44,6 +44,24 @@ struct quantised {
     long bits, group_size, has_groups;  // has_groups: each has a scale of its own, not only each output
 };
 
+// Panels of one strip: panel i has `words + i * LANES`, and so on; each word and each group's scales are STRIP * LANES from
+// those before.
+struct panels {
+    const uint32_t *words;
+    const float *scales;
+    const uint8_t *zeros;  // or NULL
+};
+
+static inline long count_groups(long k, long group_size) { return (k + group_size - 1) / group_size; }
+
+// From `panel` on, of a weight with k inputs.
+static struct panels find_panels(const struct quantised *w, long k, long panel) {
+    const long strip = panel / STRIP * STRIP, place = panel % STRIP * LANES, num_words = k * w->bits / 32;
+    const long of_scales = strip * (w->has_groups ? count_groups(k, w->group_size) : 1) * LANES + place;
+    return (struct panels){w->panels + strip * num_words * LANES + place, w->scales + of_scales,
+                           w->zeros ? w->zeros + of_scales : NULL};
+}
+
 // x, rounded. Rows that are multiplied together lie together (`struct tile`): [words of four bytes][rows of the tile]. For
 // AMX's tiles, which are loaded row by row, each lies alone.
 struct rounded {
@@ -117,7 +135,7 @@ static void round_row(const element *x, const struct rounded *r, long row, long 
 
 // x: [m, k]. The caller frees `q`, behind which the other arrays lie.
 static struct rounded round_rows(const element *x, long m, long k, long group_size) {
-    const long num_groups = (k + group_size - 1) / group_size, num_q = (m * k + 63) / 64 * 64;
+    const long num_groups = count_groups(k, group_size), num_q = (m * k + 63) / 64 * 64;
     int8_t *q = aligned_alloc(64, (num_q + m * num_groups * 8 + 63) / 64 * 64);
     float *scales = (float *)(q + num_q);
     const struct rounded r = {q, scales, (int32_t *)(scales + m * num_groups), m, k, num_groups};
@@ -133,21 +151,6 @@ static struct rounded round_rows(const element *x, long m, long k, long group_si
 // ---- the product
 
 #define AHEAD 24  // words of a panel from the one that is multiplied to the one that memory is asked for
-
-// Panels of one strip: panel i has `words + i * LANES`, and so on; each word and each group's scales are STRIP * LANES from
-// those before.
-struct panels {
-    const uint32_t *words;
-    const float *scales;
-    const uint8_t *zeros;  // or NULL
-};
-
-static struct panels find_panels_of_strip(const struct quantised *w, const struct rounded *x, long panel) {
-    const long strip = panel / STRIP * STRIP, place = panel % STRIP * LANES, num_words = x->k * w->bits / 32;
-    const long of_scales = strip * (w->has_groups ? x->num_groups : 1) * LANES + place;
-    return (struct panels){w->panels + strip * num_words * LANES + place, w->scales + of_scales,
-                           w->zeros ? w->zeros + of_scales : NULL};
-}
 
 static inline int left_in_strip(long panel) { return STRIP - panel % STRIP; }  // from this panel on
 
@@ -236,7 +239,7 @@ static void multiply_quantised(const struct quantised *w, const struct rounded *
 
 // `count` panels of a strip, with words of bytes: of 4 bits, each half of a word becomes a word in `strip`.
 static struct panels find_bytes(const struct quantised *w, const struct rounded *x, long panel, int count, words *strip) {
-    struct panels p = find_panels_of_strip(w, x, panel);
+    struct panels p = find_panels(w, x->k, panel);
     if (w->bits == 8) return p;
     for (long at = 0; at < x->k / 8 * STRIP; at += STRIP)
         for (int half = 0; half < 2; half++)
@@ -319,7 +322,7 @@ static void multiply_panels(const struct quantised *w, const struct rounded *x, 
                             struct sums out, int num_rows) {
     while (count > 0) {
         const int most = count < left_in_strip(panel) ? count : left_in_strip(panel), together = most == 3 ? 2 : most;
-        const struct panels p = find_panels_of_strip(w, x, panel);
+        const struct panels p = find_panels(w, x->k, panel);
         multiply_quantised(w, x, &p, row, out, num_rows, together);
         panel += together, count -= together, out.at += together * out.panel_step;
     }
@@ -387,19 +390,17 @@ void quantised_gated_linear(const element *x, const struct quantised *weight, co
 // The weight's rows `ids`: [num_rows] -> y: [num_rows, k], of the numbers that they stand for. Without zeros.
 void quantised_rows(const int64_t *ids, const struct quantised *w, element *y, long num_rows, long k) {
     const int per_word = 32 / w->bits, half = 1 << (w->bits - 1);
-    const long num_scales = w->has_groups ? (k + w->group_size - 1) / w->group_size : 1;
 #pragma omp parallel for schedule(static) if (num_rows * k > 1 << 14)
     for (long row = 0; row < num_rows; row++) {
-        const long panel = ids[row] / LANES, lane = ids[row] % LANES;
-        const uint32_t *column = w->panels + (panel / STRIP * k / per_word * STRIP + panel % STRIP) * LANES + lane;
-        const float *scales = w->scales + (panel / STRIP * num_scales * STRIP + panel % STRIP) * LANES + lane;
+        const struct panels p = find_panels(w, k, ids[row] / LANES);
+        const long lane = ids[row] % LANES;
         for (long i = 0; i < k; i += LANES) {
             ints q;
             for (int input = 0; input < LANES; input++) {
-                const uint32_t word = column[(i + input) / per_word * STRIP * LANES];
+                const uint32_t word = p.words[(i + input) / per_word * STRIP * LANES + lane];
                 q[input] = w->bits == 8 ? word >> input % 4 * 8 & 0xff : word >> (input % 4 * 8 + input / 4 % 2 * 4) & 15;
             }
-            const float scale = scales[w->has_groups ? i / w->group_size * STRIP * LANES : 0];
+            const float scale = p.scales[(w->has_groups ? i / w->group_size * STRIP * LANES : 0) + lane];
             store(y + row * k + i, __builtin_convertvector(q - half, floats) * scale);
         }
     }
