@@ -395,7 +395,7 @@ void quantised_rows(const int64_t *ids, const struct quantised *w, element *y, l
         const struct panels p = find_panels(w, k, ids[row] / LANES);
         const long lane = ids[row] % LANES;
         for (long i = 0; i < k; i += LANES) {
-            ints q;
+            ints q = {0};
             for (int input = 0; input < LANES; input++) {
                 const uint32_t word = p.words[(i + input) / per_word * STRIP * LANES + lane];
                 q[input] = w->bits == 8 ? word >> input % 4 * 8 & 0xff : word >> (input % 4 * 8 + input / 4 % 2 * 4) & 15;
