@@ -6,6 +6,7 @@ answers look like one.
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -52,6 +53,10 @@ class Input:
     """Of the names of all rows, sorted; no two are equal."""
     first_of: dict[bytes, str]
     """Digest of a name that several rows have -> file and number of the first of them, which keeps it."""
+
+    def num_chunks_at_once(self, max_in_flight: int) -> int:
+        """So many that `max_in_flight` rows are in flight while the last rows of one more are computed."""
+        return 1 + math.ceil(max_in_flight / max(chunk.num_rows for chunk in self.chunks))
 
     def read(self, chunk: Chunk, records: "Records") -> list[Row]:
         return read_rows(chunk, self.form, self.first_of, records)

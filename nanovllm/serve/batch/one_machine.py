@@ -5,7 +5,6 @@ An engine that has died is replaced by a new one, as Ray replaces an actor.
 
 import asyncio
 import logging
-import math
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -33,11 +32,6 @@ def answer_here(batch: Input, parts: Parts, done: Digests, spec: ReplicaSpec) ->
             replica.shutdown()
 
 
-def num_chunks_at_once(max_in_flight: int, num_rows: int) -> int:
-    """So many that their rows are in flight while the last rows of one more are computed."""
-    return 1 + math.ceil(max_in_flight / num_rows)
-
-
 class Session:
     """The life of one engine. `waiting`: chunks that are not begun; those that it could not finish return there."""
 
@@ -50,8 +44,7 @@ class Session:
         self._records = Records()
 
     async def run(self, max_in_flight: int) -> None:
-        most = max((chunk.num_rows for _, chunk in self._waiting), default=1)
-        workers = [self._work() for _ in range(num_chunks_at_once(max_in_flight, most))]
+        workers = [self._work() for _ in range(self._batch.num_chunks_at_once(max_in_flight))]
         ends = await asyncio.gather(*workers, return_exceptions=True)
         self._files.shutdown()
         errors = [end for end in ends if end is not None]

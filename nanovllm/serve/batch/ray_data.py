@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import ray
@@ -32,17 +32,18 @@ from ray.data.block import BlockMetadata
 from ray.data.checkpoint import CheckpointConfig, CheckpointFilter, CheckpointManager
 from ray.data.datasource import Datasource, FilenameProvider, ReadTask
 
+from nanovllm.extras.dead import EngineDeadError
 from nanovllm.kernels.cpu.threads import count_cores
 from nanovllm.serve.batch.inputs import Chunk, Digests, Input, Records, are_in, digests_of, read_rows
-from nanovllm.serve.batch.one_machine import num_chunks_at_once
 from nanovllm.serve.batch.parts import ID, Parts, to_table
-from nanovllm.serve.batch.replica import Replica, ReplicaSpec
 from nanovllm.serve.batch.rows import Form, Row
-from nanovllm.serve.engine_thread import EngineDeadError
+
+if TYPE_CHECKING:
+    from nanovllm.serve.batch.replica import ReplicaSpec
 
 logger = logging.getLogger(__name__)
 
-SPARE_CPUS = 3  # of a cluster of this machine: for reading, filtering and writing, beside replicas that take all cores
+SPARE_CPUS = 2  # beside replicas: one for the actor that filters, one for a task that reads or writes
 MIB = 2**20
 EXIT_STATUS = 70  # of an actor whose engine is dead
 
@@ -58,7 +59,7 @@ class Pool:
     """Of a cluster that runs; None starts one on this machine, and ends it."""
 
 
-def answer_with_ray(batch: Input, parts: Parts, done: Digests, spec: ReplicaSpec, pool: Pool) -> None:
+def answer_with_ray(batch: Input, parts: Parts, done: Digests, spec: "ReplicaSpec", pool: Pool) -> None:
     """Answer all rows that are not `done`, as `PartsManager` knows too. Raises RuntimeError if Ray gives up."""
     num_threads = max(1, count_cores(os.sched_getaffinity(0)) // pool.num_replicas) if not pool.num_devices else 1
     num_cpus = pool.num_replicas * num_threads + SPARE_CPUS
@@ -67,6 +68,8 @@ def answer_with_ray(batch: Input, parts: Parts, done: Digests, spec: ReplicaSpec
     how = {"address": pool.address} if pool.address else here
     ray.init(logging_level=logging.WARNING, log_to_driver=True, **how)
     try:
+        warn_of_too_few("CPU", num_cpus)
+        warn_of_too_few("GPU", pool.num_replicas * pool.num_devices)
         with DataContext.current(context_for(parts)):
             answers = answered(batch, spec, pool, num_threads)
             answers.write_parquet(str(parts.folder), filename_provider=PartNames(parts))
@@ -74,6 +77,13 @@ def answer_with_ray(batch: Input, parts: Parts, done: Digests, spec: ReplicaSpec
         raise RuntimeError(f"Ray has given up, what is done stays done: {error}") from error
     finally:
         ray.shutdown()
+
+
+def warn_of_too_few(resource: str, num_needed: int) -> None:
+    """Of a cluster that runs. Ray waits without a word, since machines may still join."""
+    num_there = ray.cluster_resources().get(resource, 0)
+    if num_there < num_needed:
+        logger.warning("the cluster has %g %ss, the run needs %d, and waits for them", num_there, resource, num_needed)
 
 
 def context_for(parts: Parts) -> DataContext:
@@ -84,17 +94,17 @@ def context_for(parts: Parts) -> DataContext:
         ID, str(parts.checkpoint), checkpoint_manager_cls=PartsManager, checkpoint_filter_cls=DigestFilter
     )
     context.checkpoint_config.checkpoint_actor_memory_bytes = 64 * MIB
+    context.checkpoint_config.checkpoint_actor_pool_max_size = 1  # more would take the CPUs of tasks
     return context
 
 
-def answered(batch: Input, spec: ReplicaSpec, pool: Pool, num_threads: int) -> Dataset:
+def answered(batch: Input, spec: "ReplicaSpec", pool: Pool, num_threads: int) -> Dataset:
     """The answers to all rows that are not done.
 
     Ray restarts an actor, and repeats its calls, without end. The end is in `attempts.py`: a chunk's third attempt
     finds the row that kills engines, and a replica that is one too many is not made, which ends Ray's run.
     """
-    num_rows = max(chunk.num_rows for chunk in batch.chunks)
-    at_once = num_chunks_at_once(spec.max_in_flight, num_rows)
+    at_once = batch.num_chunks_at_once(spec.max_in_flight)
     rows = ray.data.read_datasource(RowSource(batch), override_num_blocks=len(batch.chunks))
     return rows.map_batches(
         Answerer,
@@ -174,7 +184,9 @@ class DigestFilter(CheckpointFilter):
 class Answerer:
     """A replica in an actor. Ray calls it in several threads, with a chunk each, so that its engine stays busy."""
 
-    def __init__(self, spec: ReplicaSpec, num_threads: int) -> None:
+    def __init__(self, spec: "ReplicaSpec", num_threads: int) -> None:
+        from nanovllm.serve.batch.replica import Replica  # the server, which tasks that read or write need not import
+
         torch.set_num_threads(num_threads)
         self._replica = Replica(spec)
         self._loop = asyncio.new_event_loop()

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.serve.batch import inputs
-from nanovllm.serve.batch.attempts import MAX_ENGINES
+from nanovllm.serve.batch import command, inputs
+from nanovllm.serve.batch.attempts import MAX_ENGINES, Attempt
 from nanovllm.serve.batch.parts import Parts
 from nanovllm.serve.batch.replica import ReplicaSpec
 from nanovllm.serve.batch.rows import Form
@@ -25,7 +25,6 @@ from tests.serve.batch.runs import (
     WAIT_S,
     arguments,
     each_once,
-    finish,
     read,
     read_names,
     started,
@@ -36,7 +35,9 @@ from tests.serve.batch.test_replica import OPTIONS, load_fatal
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'nanovllm[ray]'")
 
-from nanovllm.serve.batch.ray_data import PartNames, Pool, answer_with_ray  # noqa: E402
+from ray.cluster_utils import Cluster  # noqa: E402
+
+from nanovllm.serve.batch.ray_data import PartNames, Pool, answer_with_ray, warn_of_too_few  # noqa: E402
 
 pytestmark = pytest.mark.slow
 NUM_ROWS = 160
@@ -66,25 +67,42 @@ def wait_for_replicas(process, folder, num_replicas):
     return replicas
 
 
-def test_a_replica_is_killed_and_then_the_whole_command(tmp_path):
-    """SIGKILL of an actor, which Ray replaces, then of the group of all processes. One engine without Ray goes on, and
-    a run after success finds nothing to do."""
+@pytest.fixture(scope="module")
+def address():
+    """Of a cluster that outlives the runs that use it."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    yield cluster.address
+    cluster.shutdown()
+
+
+def test_runs_that_are_killed_with_ray_and_without_it_until_one_succeeds(tmp_path, address, monkeypatch, capfd):
+    """Of the first run, an actor is killed, which Ray replaces, and then the driver. A run without Ray goes on at once,
+    beside processes that the first has left, and is killed too. The third succeeds on a cluster that was there before,
+    and Ray deletes its checkpoint. The fourth has nothing to do.
+    """
     write_prompts(tmp_path / "in.jsonl", NUM_ROWS)
     given = arguments(tmp_path, "--max-tokens", 40, "--max-in-flight", 2)
     with started(*given, "--replicas", 2) as process:
         os.kill(wait_for_replicas(process, tmp_path / "out", 2)[0], signal.SIGKILL)
         wait_for_parts(process, tmp_path / "out", 4)
         rest = [pid for pid, _ in descendants(process.pid)]
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    done = len(read_names(tmp_path / "out"))
-    assert 0 < done < NUM_ROWS
-    printed = finish(*given)
-    assert f"{NUM_ROWS} rows, of which" in printed
-    assert read_names(tmp_path / "out") == each_once(NUM_ROWS)
-    assert f"of which {NUM_ROWS} are done" in finish(*given, "--replicas", 2)
-    assert read_names(tmp_path / "out") == each_once(NUM_ROWS)
+        os.kill(process.pid, signal.SIGKILL)
+        first = read_names(tmp_path / "out")
+        with started(*given) as second:
+            wait_for_parts(second, tmp_path / "out", len(first) // 10 + 3)
+            os.kill(second.pid, signal.SIGKILL)
     wait_until_gone(rest)
+    done = read_names(tmp_path / "out")
+    assert len(first) < len(done) < NUM_ROWS
+    monkeypatch.setattr(command, "keep_from_collector", lambda: None)
+    assert command.main([*given, "--replicas", "1", "--ray-address", address]) == 0
+    assert f"{NUM_ROWS} rows, of which {len(done)} are done" in capfd.readouterr().out
+    assert read_names(tmp_path / "out") == each_once(NUM_ROWS)
+    assert not list((tmp_path / "out").glob("_checkpoint/*.pending*"))
+    monkeypatch.delattr("ray.init")
+    assert command.main([*given, "--replicas", "2"]) == 0
+    assert f"of which {NUM_ROWS} are done" in capfd.readouterr().out
+    assert read_names(tmp_path / "out") == each_once(NUM_ROWS)
 
     rows = pq.read_table(tmp_path / "out").to_pylist()
     with LLM(TINY_QWEN3, device="cpu", num_kv_blocks=512) as llm:
@@ -92,25 +110,6 @@ def test_a_replica_is_killed_and_then_the_whole_command(tmp_path):
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)
     expected = {f"r{i}": output.outputs[0].text for i, output in enumerate(outputs)}
     assert {row["custom_id"]: row["text"] for row in rows} == expected
-
-
-def test_the_driver_is_killed_and_a_run_with_ray_goes_on(tmp_path):
-    """At once, while processes of the first may still be there. The second run succeeds, and Ray deletes its
-    checkpoint, into which a process of the first may write meanwhile; what is done is known all the same."""
-    write_prompts(tmp_path / "in.jsonl", NUM_ROWS)
-    given = arguments(tmp_path, "--max-tokens", 40, "--max-in-flight", 2, "--replicas", 2)
-    with started(*given) as process:
-        wait_for_parts(process, tmp_path / "out", 3)
-        rest = [pid for pid, _ in descendants(process.pid)]
-        os.kill(process.pid, signal.SIGKILL)
-        printed = finish(*given)
-    assert f"{NUM_ROWS} rows, of which 0" not in printed
-    assert f"{NUM_ROWS} rows, of which" in printed
-    assert read_names(tmp_path / "out") == each_once(NUM_ROWS)
-    wait_until_gone(rest)
-    assert f"of which {NUM_ROWS} are done" in finish(*given)
-    assert not list((tmp_path / "out").glob("_checkpoint/*.pending*"))
-    assert read_names(tmp_path / "out") == each_once(NUM_ROWS)
 
 
 def wait_until_gone(pids):
@@ -121,15 +120,18 @@ def wait_until_gone(pids):
         time.sleep(0.1)
 
 
-def test_engines_that_die_are_replaced_and_the_row_that_kills_them_gets_an_error(with_tokenizer, tmp_path):
-    """Each actor whose engine is dead ends its process: on the same actor the chunk would fail for ever."""
+def test_engines_that_die_are_replaced_and_the_row_that_kills_them_gets_an_error(with_tokenizer, tmp_path, address):
+    """Each actor whose engine is dead ends its process: on the same actor the chunk would fail for ever. The chunk's
+    first attempt is over already."""
     lines = [json.dumps({"prompt": [5, 6, 7] if i == 8 else [1 + i] * 5}) for i in range(14)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines), encoding="utf-8")
     form = Form("prompt", None, body={"max_tokens": 3, "temperature": 0})
     batch = inputs.scan(inputs.find_sources([tmp_path / "in.jsonl"]), form, 5)
     with Parts.opened(tmp_path / "out") as parts:
         spec = ReplicaSpec(partial(load_fatal, with_tokenizer), OPTIONS, parts.attempts, parts.run, 5)
-        answer_with_ray(batch, parts, parts.done(), spec, Pool(1, 0))
+        Attempt(parts.attempts, parts.run, [f"in.jsonl:{i}" for i in range(6, 11)])
+        answer_with_ray(batch, parts, parts.done(), spec, Pool(1, 0, address))
+        assert (parts.attempts / f"{parts.run}.engines").stat().st_size == 3
         found = {
             name: error and error["code"]
             for path in parts.paths()
@@ -139,7 +141,7 @@ def test_engines_that_die_are_replaced_and_the_row_that_kills_them_gets_an_error
     assert {name: code for name, code in found.items() if code} == {"in.jsonl:9": "engine_dead"}
 
 
-def test_engines_that_always_die_end_the_run(with_tokenizer, tmp_path):
+def test_engines_that_always_die_end_the_run(with_tokenizer, tmp_path, address):
     """As if a device were lost again and again: the count is of the run, and ends Ray's restarts."""
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": [5, 6, 7]}), encoding="utf-8")
     batch = inputs.scan(inputs.find_sources([tmp_path / "in.jsonl"]), Form("prompt", None), 5)
@@ -147,7 +149,18 @@ def test_engines_that_always_die_end_the_run(with_tokenizer, tmp_path):
         spec = ReplicaSpec(partial(load_fatal, with_tokenizer), OPTIONS, parts.attempts, parts.run, 5)
         (parts.attempts / f"{parts.run}.engines").write_bytes(b"." * (MAX_ENGINES - 1))
         with pytest.raises(RuntimeError, match="engines have died"):
-            answer_with_ray(batch, parts, parts.done(), spec, Pool(1, 0))
+            answer_with_ray(batch, parts, parts.done(), spec, Pool(1, 0, address))
+
+
+def test_a_cluster_that_is_too_small_is_told(monkeypatch, caplog):
+    """Ray says nothing while it waits."""
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 3.0})
+    for resource, num_needed in (("CPU", 3), ("GPU", 0), ("CPU", 4), ("GPU", 1)):
+        warn_of_too_few(resource, num_needed)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the cluster has 3 CPUs, the run needs 4, and waits for them",
+        "the cluster has 0 GPUs, the run needs 1, and waits for them",
+    ]
 
 
 def test_a_run_waits_for_writers_of_a_killed_one_and_shuts_out_the_rest(tmp_path):
