@@ -250,7 +250,7 @@ def test_who_closes_after_the_last_call_disturbs_nobody(kind, size):
         ranks.close()
         return x
 
-    for _ in range(examples(80)):
+    for _ in range(examples(40)):
         with threads_of(kind, size) as (_, run):
             assert all((x == size).all() for x in run(all_reduce_and_close))
 

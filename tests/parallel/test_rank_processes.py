@@ -42,21 +42,16 @@ def nothing_left(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_bundled_model(nothing_left):
-    """With the machine's best backend and communicator."""
-    expected = answers(LLM(TINY_QWEN3, dtype="float32", device="cpu"))
-    with LLM(TINY_QWEN3, dtype="float32", device="cpu", tensor_parallel_size=2) as llm:
-        assert answers(llm) == expected
-        assert ", 2 ranks (" in llm.engine.description
-
-
-@pytest.mark.slow
-def test_drafts(nothing_left):
-    """How many tokens are nearly free is measured on all ranks together."""
+def test_the_bundled_model_with_drafts(nothing_left):
+    """With the machine's best backend and communicator. How many tokens are nearly free is measured on all ranks."""
     expected = answers(LLM(TINY_QWEN3, dtype="float32", device="cpu"))
     drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     with LLM(TINY_QWEN3, dtype="float32", device="cpu", tensor_parallel_size=2, speculative_config=drafts) as llm:
+        assert ", 2 ranks (" in llm.engine.description
         assert llm.engine.scheduler.max_rows >= 1
+        llm.engine.scheduler.max_rows = 0
+        assert answers(llm) == expected
+        assert llm.get_stats().num_draft_tokens == 0
         llm.engine.scheduler.max_rows = 64
         assert answers(llm) == expected
         assert llm.get_stats().num_draft_tokens > 0

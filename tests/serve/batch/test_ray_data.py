@@ -69,10 +69,12 @@ def wait_for_replicas(process, folder, num_replicas):
 
 @pytest.fixture(scope="module")
 def address():
-    """Of a cluster that outlives the runs that use it."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-    yield cluster.address
-    cluster.shutdown()
+    """Of a cluster that outlives the runs that use it. Here, and in what the tests start, Ray counts no usage."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+        yield cluster.address
+        cluster.shutdown()
 
 
 def test_runs_that_are_killed_with_ray_and_without_it_until_one_succeeds(tmp_path, address, monkeypatch, capfd):
