@@ -98,10 +98,15 @@ REQUESTS = [
 BEAMS = BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True)
 
 
-def only_turns(overrides):
-    """Whether a variant differs in how positions turn Q and K, which each rank does as one alone."""
-    fields = {"rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"}
-    return bool(overrides) and set(overrides) <= fields | {"original_max_position_embeddings", *NO_FIELDS}
+OF_POSITIONS = {
+    *("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor", "original_max_position_embeddings"),
+    *("sliding_window", "use_sliding_window", "max_window_layers", *NO_FIELDS),
+}
+
+
+def is_of_positions(overrides):
+    """Whether a variant differs in how Q and K turn, or in which of them meet: each rank does this as one alone."""
+    return bool(overrides) and set(overrides) <= OF_POSITIONS
 
 
 def cases():
@@ -111,7 +116,7 @@ def cases():
     for i, (name, architecture) in enumerate(ARCHITECTURES.items()):
         for j, variant in enumerate(architecture.variants):
             is_default = variant == DEFAULT_VARIANTS[name]
-            if only_turns(architecture.variants[variant]) and not is_default:
+            if is_of_positions(architecture.variants[variant]) and not is_default:
                 continue
             marks = [] if is_default and i % 2 == 0 else [pytest.mark.slow]
             size = 2 + (i if is_default else i + j) % 2
