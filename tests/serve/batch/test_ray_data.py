@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm.kernels.cpu.threads import count_cores
 from nanovllm.serve.batch import command, inputs
 from nanovllm.serve.batch.attempts import MAX_ENGINES, Attempt
 from nanovllm.serve.batch.parts import Parts
@@ -37,7 +38,13 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'nanovllm[ray]'")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-from nanovllm.serve.batch.ray_data import PartNames, Pool, answer_with_ray, warn_of_too_few  # noqa: E402
+from nanovllm.serve.batch.ray_data import (  # noqa: E402
+    SPARE_CPUS,
+    PartNames,
+    Pool,
+    answer_with_ray,
+    warn_of_too_few,
+)
 
 pytestmark = pytest.mark.slow
 NUM_ROWS = 120
@@ -69,10 +76,13 @@ def wait_for_replicas(process, folder, num_replicas):
 
 @pytest.fixture(scope="module")
 def address():
-    """Of a cluster that outlives the runs that use it. Here, and in what the tests start, Ray counts no usage."""
+    """Of a cluster that outlives the runs that use it, just large enough for an engine with all cores. Ray counts no
+    usage, here and in what the tests start.
+    """
+    num_cpus = count_cores(os.sched_getaffinity(0)) + SPARE_CPUS
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": num_cpus, "include_dashboard": False})
         yield cluster.address
         cluster.shutdown()
 
