@@ -45,14 +45,6 @@ def started(*given):
         process.wait()
 
 
-def finish(*given):
-    """What a run that succeeds has printed."""
-    with started(*given) as process:
-        printed, _ = process.communicate(timeout=WAIT_S)
-        assert process.returncode == 0, printed
-        return printed
-
-
 def wait_for_parts(process, folder, num_parts):
     """Until so many parts are done."""
     deadline = time.monotonic() + WAIT_S
