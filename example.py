@@ -69,7 +69,7 @@ def main() -> None:
 def ask_with_options(args: argparse.Namespace) -> None:
     if args.view:  # before the work, so that a missing extra is named at once
         with extra("trace", "--view"):
-            from nanovllm.trace.view import STORY, open_page
+            from nanovllm.extras.trace.view import STORY, open_page
     questions = args.prompt or QUESTIONS
     sampling_params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     with LLM(args.model, trace=args.trace, tensor_parallel_size=args.tensor_parallel_size) as llm:

@@ -24,9 +24,9 @@ from torch.distributed import FileStore
 
 from benchmarks.common import describe_machine
 from nanovllm.config import DTYPES
-from nanovllm.kernels.cpu.library import load_library
-from nanovllm.parallel.communicator import GlooCommunicator
-from nanovllm.parallel.shared_memory import SPIN_NS, SharedMemoryCommunicator
+from nanovllm.extras.kernels.cpu.library import load_library
+from nanovllm.extras.parallel.communicator import GlooCommunicator
+from nanovllm.extras.parallel.shared_memory import SPIN_NS, SharedMemoryCommunicator
 
 ROOT = Path(__file__).resolve().parents[1]
 Operation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]

@@ -17,7 +17,7 @@ from statistics import median
 
 from benchmarks.common import describe_machine
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.serve.async_llm import AsyncLLM
+from nanovllm.extras.serve.async_llm import AsyncLLM
 
 QUESTION = "What is a block table?"
 EVERY_S = 0.002

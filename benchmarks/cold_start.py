@@ -133,8 +133,7 @@ def start(model: str, load_format: str, started_at: float) -> dict[str, float]:
     import torch  # noqa: F401
 
     read("import torch")
-    from nanovllm import LLM, SamplingParams
-    from nanovllm.engine import assembly
+    from nanovllm import LLM, SamplingParams, assembly
 
     read("import nanovllm")
     inner: dict[str, float] = {}

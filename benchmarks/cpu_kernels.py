@@ -4,9 +4,9 @@
     pip install numba && python -m benchmarks.cpu_kernels      # with a kernel in Numba too
 
 All products of one step of Qwen3-0.6B's shape (28 layers and the logits), for several batch sizes: `F.linear`, which
-reorders bfloat16 weights at every call; oneDNN with weights reordered once; and `kernels/cpu/cpu.c`. And one layer's
+reorders bfloat16 weights at every call; oneDNN with weights reordered once; and `extras/kernels/cpu/cpu.c`. And one layer's
 paged attention: PyTorch's gather and `scaled_dot_product_attention`, the same under `torch.compile`, a kernel in Numba
-whose blocks are head-major, and `kernels/cpu/cpu.c`. The contenders take turns; prints the median milliseconds of each.
+whose blocks are head-major, and `extras/kernels/cpu/cpu.c`. The contenders take turns; prints the median milliseconds of each.
 """
 
 import argparse
@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from benchmarks.common import describe_machine
 from nanovllm.extras.cuda.graphs import StepSizes
 from nanovllm.extras.cuda.memory import widest_batch
-from nanovllm.kernels.cpu.attention import CpuAttention
-from nanovllm.kernels.cpu.layers import CpuLinear, HugePages
+from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
+from nanovllm.extras.kernels.cpu.cpu_layers import CpuLinear, HugePages
+from nanovllm.extras.models.masking import PLAIN
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.backends import TorchAttention, attend_decodes
-from nanovllm.models.masking import PLAIN
 
 LAYER_SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]  # outputs, inputs
 HEAD_SHAPE = (151_936, 1024)

@@ -4,7 +4,7 @@
     python -m benchmarks.decode_profile --num-seqs 1 8 32 --context-len 300 --png docs/images/cpu_decode_step.png
 
 The model has the shape of Qwen3-0.6B and dummy weights. Clocks are read around the layers of an engine's steps, whose
-decoder layers are called part by part here, not in one call as usual (`kernels/cpu/decoder_layer.py`);
+decoder layers are called part by part here, not in one call as usual (`extras/kernels/cpu/cpu_decoder_layer.py`);
 the bound of each part is what it has to read at the measured bandwidth, or its arithmetic at the measured rate of
 matrix products, whichever takes longer (see roofline.py).
 """
@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.common import DTYPE_BYTES, QWEN3_06B, ModelShape, describe_machine, resolve_dtype_name
 from benchmarks.roofline import Rates, best_rates, measure_rates_apart
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.cpu.decoder_layer import CpuDecoderLayer
+from nanovllm.extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
 
 PROJECTIONS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
 PARTS = (*PROJECTIONS, "lm_head", "attention", "norms and activations", "rest of the model", "sampling", "engine")

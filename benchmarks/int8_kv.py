@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.common import QWEN3_06B, ModelShape, describe_machine
 from benchmarks.cpu_kernels import race
-from nanovllm.kernels.cpu.attention import CpuAttention
+from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm.layers.attention import AttentionMetadata
 
 BLOCK_SIZE = 16

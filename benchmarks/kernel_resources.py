@@ -26,19 +26,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from nanovllm.kernels.cuda import (
+from nanovllm.extras.kernels.cuda import (
     activation,
     few_tokens,
     inverse_cdf,
     logit_weights,
-    norm,
     paged_attention,
-    quantised,
     store_kv,
     truncate,
 )
-from nanovllm.kernels.cuda.bisection import ZERO_BITS
-from nanovllm.kernels.cuda.launch import GPU, Launch, decode_launch, prefill_launch
+from nanovllm.extras.kernels.cuda import (
+    cuda_quantised as quantised,
+)
+from nanovllm.extras.kernels.cuda import (
+    norm_kernels as norm,
+)
+from nanovllm.extras.kernels.cuda.bisection import ZERO_BITS
+from nanovllm.extras.kernels.cuda.kernel_launch import GPU, Launch, decode_launch, prefill_launch
 
 # by compute capability: multiprocessors, bytes of shared memory that one program can have
 GPUS = {

@@ -5,7 +5,7 @@
 A decode reads all K and V once and computes little, so what it can reach is the speed of memory, which is measured
 first, as a copy; a prefill can reach that of the tensor cores. Before anything is timed, its output is checked against
 a float32 reference. Each call is recorded in a CUDA graph, so that launching it costs the host nothing, and replayed
-with a cold L2 cache. `--sweep` tries what `nanovllm/kernels/cuda/launch.py` decides. `kernel_layers.py` measures what
+with a cold L2 cache. `--sweep` tries what `nanovllm/extras/kernels/cuda/kernel_launch.py` decides. `kernel_layers.py` measures what
 is around attention in a layer.
 """
 
@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.common import describe_machine
 from benchmarks.kernel_layers import Shape, measure_kernels, measure_products
-from nanovllm.kernels.cuda.flash_attention import FlashAttention
+from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm.layers.backends import AttentionBackend
 
 DEVICE = "cuda"
@@ -117,7 +117,7 @@ def copy_bandwidth() -> float:
 
 
 def make_backends(args: argparse.Namespace) -> dict[str, AttentionBackend]:
-    from nanovllm.kernels.cuda.triton_attention import TritonAttention
+    from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
 
     shape = (args.heads, args.kv_heads, args.head_dim)
     backends: dict[str, AttentionBackend] = {}
@@ -184,7 +184,7 @@ def sweep(backend: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every launch that fits, best first, for a few decodes and prefills; the chosen one is marked."""
     from triton.runtime.errors import OutOfResources
 
-    from nanovllm.kernels.cuda.launch import Launch, decode_launch, describe_gpu, prefill_launch
+    from nanovllm.extras.kernels.cuda.kernel_launch import Launch, decode_launch, describe_gpu, prefill_launch
 
     gpu = describe_gpu(torch.device(DEVICE))
     decodes = [(f"decode {b} x {c}", [(1, c - 1)] * b, True) for b, c in SWEPT_DECODES]

@@ -23,10 +23,10 @@ import numpy as np
 
 from benchmarks.common import describe_machine
 from benchmarks.step_overhead import add_requests
-from nanovllm.execution.batch import Batch, build_batch
-from nanovllm.parallel.messages import HEADER_BYTES, Header, pack_step, receive, unpack_step
-from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.scheduler import Scheduler
+from nanovllm.batch import Batch, build_batch
+from nanovllm.block_manager import BlockManager
+from nanovllm.extras.parallel.messages import HEADER_BYTES, Header, pack_step, receive, unpack_step
+from nanovllm.scheduler import Scheduler
 
 
 def main() -> None:

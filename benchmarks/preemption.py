@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.common import describe_machine
 from nanovllm import TINY_QWEN3, Config, LLMEngine, SamplingParams
-from nanovllm.execution.batch import build_batch
+from nanovllm.batch import build_batch
 from nanovllm.extras.swap.space import SwapMoves
 
 

@@ -24,9 +24,9 @@ import torch
 from benchmarks.common import QWEN3_06B, describe_machine
 from benchmarks.cpu_kernels import HEAD_SHAPE, LAYER_SHAPES, NUM_LAYERS, race
 from nanovllm import LLM, SamplingParams
-from nanovllm.extras.quantization.layers import QuantisedLinear, quantise_weight
-from nanovllm.kernels.cpu.layers import CpuLinear, HugePages, packed_bytes
-from nanovllm.kernels.cpu.quantised import CpuQuantisedLinear
+from nanovllm.extras.kernels.cpu.cpu_layers import CpuLinear, HugePages, packed_bytes
+from nanovllm.extras.kernels.cpu.cpu_quantised import CpuQuantisedLinear
+from nanovllm.extras.quantization.quantised_linear import QuantisedLinear, quantise_weight
 
 FORMATS = {"int8": (8, 128), "int4": (4, 128), "int4, groups of 32": (4, 32)}  # bits, group_size
 

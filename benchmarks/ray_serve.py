@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 from benchmarks import serving
 from benchmarks.common import describe_machine
+from nanovllm.extras.bench.bench_options import make_parser
 from nanovllm.extras.bench.benchmark import run_loads
-from nanovllm.extras.bench.options import make_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 RAY = ["--ray", "--ray-num-cpus", "1", "--ray-num-replicas"]

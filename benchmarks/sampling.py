@@ -23,12 +23,12 @@ import torch
 from benchmarks.common import describe_machine
 from nanovllm import SamplingParams
 from nanovllm.config import resolve_device
-from nanovllm.execution.sampler import draw_tokens as draw_in_torch
-from nanovllm.execution.sampler import sample
-from nanovllm.execution.sampling_batch import SamplingBatch, build_sampling_batch
 from nanovllm.extras.cuda.input_buffer import map_tensors
 from nanovllm.extras.logits import stages_of
-from nanovllm.scheduling.sequence import Sequence
+from nanovllm.sampler import draw_tokens as draw_in_torch
+from nanovllm.sampler import sample
+from nanovllm.sampling_batch import SamplingBatch, build_sampling_batch
+from nanovllm.sequence import Sequence
 
 CASES = {
     "greedy": SamplingParams(temperature=0),
@@ -107,7 +107,7 @@ def measure_kernels(
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """The same with the Triton kernels, without building the tensors, and how far it is from one read of the logits."""
     from benchmarks.kernels import copy_bandwidth, seconds
-    from nanovllm.kernels.cuda.sample import draw_tokens
+    from nanovllm.extras.kernels.cuda.sample import draw_tokens
 
     read_s = logits.numel() * logits.element_size() / copy_bandwidth()
     for name, params in rows.items():

@@ -25,8 +25,8 @@ from statistics import median
 
 from benchmarks.common import describe_machine
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm.extras.bench.bench_options import make_parser
 from nanovllm.extras.bench.benchmark import make_works, run_loads
-from nanovllm.extras.bench.options import make_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 

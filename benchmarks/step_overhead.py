@@ -16,14 +16,14 @@ from statistics import median
 
 from benchmarks.common import describe_machine
 from nanovllm import TINY_QWEN3, Config, SamplingParams
-from nanovllm.engine.detokenizer import TokenDecoder
-from nanovllm.engine.request import Request
-from nanovllm.execution.batch import build_batch
-from nanovllm.execution.checkpoint import load_tokenizer
-from nanovllm.execution.model_runner import StepTokens
-from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.sequence import Sequence
+from nanovllm.batch import build_batch
+from nanovllm.block_manager import BlockManager
+from nanovllm.checkpoint import load_tokenizer
+from nanovllm.detokenizer import TokenDecoder
+from nanovllm.model_runner import StepTokens
+from nanovllm.request import Request
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
 
 
 def main() -> None:

@@ -16,13 +16,13 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.common import describe_machine
+from nanovllm.block_manager import BlockManager
+from nanovllm.extras.trace.page import make_page
+from nanovllm.extras.trace.recorder import Recorder
+from nanovllm.extras.trace.recording import TraceFile
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.sequence import Sequence
-from nanovllm.trace.page import make_page
-from nanovllm.trace.recorder import Recorder
-from nanovllm.trace.recording import TraceFile
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
 
 SCRUB = """async ({far, count}) => {
   const slider = document.querySelector("input[type=range]"), last = Number(slider.max);

@@ -15,25 +15,25 @@ if "torch" not in sys.modules and not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os
 
 from nanovllm.checks import names_of_extras
 from nanovllm.config import Config
-from nanovllm.engine.engine import LLMEngine
+from nanovllm.engine import LLMEngine
 from nanovllm.inputs import PromptType, TextPrompt, TokensPrompt
 from nanovllm.llm import LLM
 from nanovllm.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput, StepOutput
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.extras.beam_search.params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from nanovllm.extras.embedding.params import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
-    from nanovllm.extras.structured.params import StructuredOutputsParams
+    from nanovllm.extras.beam_search.beam_params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from nanovllm.extras.embedding.pooling_params import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
+    from nanovllm.extras.structured.structured_params import StructuredOutputsParams
     from nanovllm.extras.vllm.engine_args import AsyncEngineArgs, EngineArgs
 
 TINY_QWEN3 = Path(__file__).parent / "assets" / "tiny-qwen3"
 """The bundled model: a Qwen3 of 3.5 million parameters that explains how this engine works."""
 
 EXTRAS = {
-    "beam_search/params": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
-    "embedding/params": ("EmbeddingOutput", "EmbeddingRequestOutput", "PoolingParams"),
-    "structured/params": ("StructuredOutputsParams",),
+    "beam_search/beam_params": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
+    "embedding/pooling_params": ("EmbeddingOutput", "EmbeddingRequestOutput", "PoolingParams"),
+    "structured/structured_params": ("StructuredOutputsParams",),
     "vllm/engine_args": ("AsyncEngineArgs", "EngineArgs"),
 }
 """File in `extras/` -> its names here, which are imported when they are used."""

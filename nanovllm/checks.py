@@ -47,7 +47,7 @@ def import_extra(file: str, feature: str) -> Any:
 
 
 class OfExtra:
-    """A method that is imported when it is used: `embed = OfExtra("embedding/params")`."""
+    """A method that is imported when it is used: `embed = OfExtra("embedding/pooling_params")`."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -91,7 +91,7 @@ def translate_options(options: Mapping[str, Any], known: Collection[str], kind: 
     hint = ""
     try:
         with extra("extras/vllm", "any other option of vLLM"):
-            from nanovllm.extras.vllm.options import translate
+            from nanovllm.extras.vllm.vllm_options import translate
         options = translate(options, known, kind)
     except MissingExtra as missing:
         hint = f"; {missing}"

@@ -68,10 +68,12 @@ class Config:
     """`torch`, `flash_attn`, `triton` or `cpu`; `auto` is the fastest that this machine has."""
     kv_cache_dtype: str = checked("auto", check_choice, allowed=("auto", "fp8", "int8"))
     """`fp8` (with `triton`, `torch`), `int8` (`cpu`, `torch`): K and V have 8 bits; `auto` is the model's dtype."""
-    quantization: str | Mapping[str, Any] | None = checked(None, check_by_extra, file="quantization/options")
+    quantization: str | Mapping[str, Any] | None = checked(
+        None, check_by_extra, file="quantization/quantization_options"
+    )
     """`int8` or `int4` keeps weights in so many bits, or a dict as `{"method": "int4", "group_size": 64}`."""
     scheduling_policy: str | Callable[[Any], float] = checked("fcfs", check_policy)
-    """`fcfs`, `priority` or `sjf` (`extras/policies.py`), or a function of your own: see `scheduling/queues.py`."""
+    """`fcfs`, `priority` or `sjf` (`extras/policies.py`), or a function of your own: see `queues.py`."""
     long_prefill_token_threshold: int = checked(0, check_int, minimum=0)
     """Most tokens of one sequence in a step, so that short prompts get past a long one; 0 sets no limit."""
     preemption_mode: str = checked("recompute", check_choice, allowed=("recompute", "swap"))
@@ -129,7 +131,7 @@ class Config:
             )
         if self.speculative_config is not None:
             with extra("extras/speculation", "speculative_config"):
-                from nanovllm.extras.speculation.options import check_speculation
+                from nanovllm.extras.speculation.speculation_options import check_speculation
             check_speculation(self)
 
     @classmethod

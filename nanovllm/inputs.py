@@ -1,4 +1,4 @@
-"""The forms of a prompt, and of a list of prompts. `engine/input_processor.py` checks the content and encodes it."""
+"""The forms of a prompt, and of a list of prompts. `input_processor.py` checks the content and encodes it."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, TypedDict

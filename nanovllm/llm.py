@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
+from nanovllm.chat import Message, render_conversation
 from nanovllm.checks import OfExtra, check_bool, extra, translate_options
 from nanovllm.config import Config
-from nanovllm.engine.chat import Message, render_conversation
-from nanovllm.engine.engine import LLMEngine
+from nanovllm.engine import LLMEngine
 from nanovllm.inputs import Prompt, is_single_prompt, spread
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.extras.beam_search import params as beam_search
-    from nanovllm.extras.embedding import params as embedding
-    from nanovllm.extras.vllm import metrics
+    from nanovllm.extras.beam_search import beam_params as beam_search
+    from nanovllm.extras.embedding import pooling_params as embedding
+    from nanovllm.extras.vllm import vllm_metrics as metrics
 
 Requests = dict[str, tuple[Prompt, Any, int]]
 """Request id -> encoded prompt, parameters, priority."""
@@ -45,7 +45,7 @@ class LLM:
             self._engine = LLMEngine(config)
         else:
             with extra("trace", "LLM(…, trace=…)"):
-                from nanovllm.trace.recorder import start_engine
+                from nanovllm.extras.trace.recorder import start_engine
             self._engine = start_engine(config, trace, self._on_shutdown, LLMEngine)
         self._on_shutdown.callback(self._engine.runner.stop)  # even if a traceback still holds the engine
         self._request_ids = count()
@@ -66,9 +66,9 @@ class LLM:
         beam_search, embed, get_metrics = beam_search.beam_search, embedding.embed, metrics.get_metrics
     else:
         from_engine_args = OfExtra("vllm/engine_args")
-        beam_search = OfExtra("beam_search/params")
-        embed = OfExtra("embedding/params")
-        get_metrics = OfExtra("vllm/metrics")
+        beam_search = OfExtra("beam_search/beam_params")
+        embed = OfExtra("embedding/pooling_params")
+        get_metrics = OfExtra("vllm/vllm_metrics")
 
     def generate(
         self,

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from nanovllm.checks import names_of_extras
 
 if TYPE_CHECKING:
-    from nanovllm.extras.embedding.params import EmbeddingOutput as EmbeddingOutput
-    from nanovllm.extras.embedding.params import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from nanovllm.extras.embedding.pooling_params import EmbeddingOutput as EmbeddingOutput
+    from nanovllm.extras.embedding.pooling_params import EmbeddingRequestOutput as EmbeddingRequestOutput
 else:  # vLLM has these two names here, too
-    __getattr__ = names_of_extras(__name__, {"embedding/params": ("EmbeddingOutput", "EmbeddingRequestOutput")})
+    __getattr__ = names_of_extras(__name__, {"embedding/pooling_params": ("EmbeddingOutput", "EmbeddingRequestOutput")})
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,13 @@ from nanovllm.checks import (
 if TYPE_CHECKING:
     import torch
 
-    from nanovllm.extras.beam_search.params import BeamSearchParams as BeamSearchParams
-    from nanovllm.extras.structured.params import StructuredOutputsParams
+    from nanovllm.extras.beam_search.beam_params import BeamSearchParams as BeamSearchParams
+    from nanovllm.extras.structured.structured_params import StructuredOutputsParams
 else:  # vLLM has these two names here, too
-    NAMES = {"beam_search/params": ("BeamSearchParams",), "structured/params": ("StructuredOutputsParams",)}
+    NAMES = {
+        "beam_search/beam_params": ("BeamSearchParams",),
+        "structured/structured_params": ("StructuredOutputsParams",),
+    }
     __getattr__ = names_of_extras(__name__, NAMES)
 
 LogitsProcessor = Callable[[list[int], "torch.Tensor"], "torch.Tensor"]
@@ -117,7 +120,7 @@ class SamplingParams:
     logits_processors: Collection[LogitsProcessor] | None = checked(None, check_by_extra, file="logits")
     """Called with the output so far and the request's logits, in order; each returns the logits to go on with."""
     structured_outputs: "StructuredOutputsParams | Mapping[str, Any] | None" = checked(
-        None, check_by_extra, file="structured/params"
+        None, check_by_extra, file="structured/structured_params"
     )
     """The form of the output: JSON of a schema, a regular expression, a choice, or a grammar."""
 
@@ -146,7 +149,7 @@ class SamplingParams:
         values = {name: copy_of(getattr(self, name)) for name in FIELD_CHECKS}
         if self.structured_outputs is not None:
             with extra("extras/structured", "structured_outputs"):
-                from nanovllm.extras.structured.params import StructuredOutputsParams
+                from nanovllm.extras.structured.structured_params import StructuredOutputsParams
             values["structured_outputs"] = StructuredOutputsParams.of(self.structured_outputs).clone()
         return SamplingParams(**values)
 

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.layers.attention import Attention
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.sequence import Sequence
+from nanovllm.sequence import Sequence
 from tests.steps import batch_of
 
 # ---- the reference
@@ -109,7 +109,7 @@ def on_device(batch, device):
 
 
 class LatentStep(Step):
-    """Of a backend whose cache holds latents (models/latent_attention.py): the first `rank` channels are the values."""
+    """Of a backend whose cache holds latents (extras/models/latent_attention.py): the first `rank` channels are the values."""
 
     def __init__(self, backend, lens, seed=0, dtype=torch.float32):
         self.rank = backend.rank

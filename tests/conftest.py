@@ -14,8 +14,9 @@ import torch
 import transformers
 
 import nanovllm
+from nanovllm import assembly
 from nanovllm.checks import MissingExtra
-from nanovllm.engine import assembly
+from tests.broken_checkpoint import broken  # noqa: F401 (a fixture)
 from tests.core_alone import CORE_MODELS
 from tests.hub_cache import hub_cache  # noqa: F401 (a fixture)
 
@@ -27,12 +28,12 @@ assembly.CPU_KV_CACHE_BYTES = 64 << 20  # to fill a gigabyte with zeros takes lo
 
 # These need a GPU or Triton's interpreter; test_triton_attention.py runs them in the latter, every second one together.
 KERNEL_TESTS = [
-    "kernels/test_triton_kernels.py",
-    "kernels/test_sample_kernels.py",
-    "kernels/test_layer_kernels.py",
-    "kernels/test_graph_kernels.py",
-    "kernels/test_few_tokens_kernels.py",
-    "kernels/test_quantised_kernels.py",
+    "extras/kernels/test_triton_kernels.py",
+    "extras/kernels/test_sample_kernels.py",
+    "extras/kernels/test_layer_kernels.py",
+    "extras/kernels/test_graph_kernels.py",
+    "extras/kernels/test_few_tokens_kernels.py",
+    "extras/kernels/test_quantised_kernels.py",
 ]
 collect_ignore = []
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":

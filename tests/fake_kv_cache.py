@@ -7,7 +7,7 @@ manager's and the scheduler's tests: it knows no hashes, no reference counts and
 
 from collections import Counter
 
-from nanovllm.scheduling.observer import count_empty_slots
+from nanovllm.observer import count_empty_slots
 
 GARBAGE = "garbage"
 

@@ -21,7 +21,11 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.kernel_resources import GPUS, Resources, read_cubin
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.kernels.cuda import decoder_layer, few_tokens, quantised, sample, triton_attention  # noqa: F401 (before the next line)
+from nanovllm.extras.kernels.cuda import (
+    few_tokens,
+    sample,
+    triton_attention,  # noqa: F401 (before the next line)
+)
 
 os.environ["TRITON_INTERPRET"] = "1"  # read by `LLM`, which would refuse the backend on CPU
 

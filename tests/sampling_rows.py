@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import torch
 
-from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.execution import sampler
-from nanovllm.execution.sampler import draw_tokens
+from nanovllm import sampler
+from nanovllm.input_processor import InputProcessor
+from nanovllm.sampler import draw_tokens
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.sequence import Sequence
+from nanovllm.sequence import Sequence
 from tests.steps import sampling_of
 
 VOCAB_SIZE = 40

@@ -13,14 +13,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from nanovllm.block_manager import BlockManager
+from nanovllm.observer import SchedulingStats
+from nanovllm.preemption import Recompute
+from nanovllm.queues import fcfs
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.observer import SchedulingStats
-from nanovllm.scheduling.preemption import Recompute
-from nanovllm.scheduling.queues import fcfs
-from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.sequence import Sequence, SequenceStatus
-from nanovllm.scheduling.step import SchedulerOutput
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence, SequenceStatus
+from nanovllm.step import SchedulerOutput
 from tests.conftest import has_extra
 from tests.fake_kv_cache import (
     FakeKVCache,
@@ -188,7 +188,7 @@ class Run:
         if window is None:
             self.manager = BlockManager(*blocks)
         else:
-            from nanovllm.extras.windows import WindowBlockManager
+            from nanovllm.extras.window_blocks import WindowBlockManager
 
             self.manager = WindowBlockManager(*blocks, window=window, max_chunk_len=threshold or budget)
         self.swap_space, preemption, scheduler_class = None, Recompute(self.manager), Scheduler

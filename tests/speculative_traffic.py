@@ -2,7 +2,7 @@
 
 import random
 
-from nanovllm.extras.speculation.scheduler import SpeculativeScheduler
+from nanovllm.extras.speculation.speculative_scheduler import SpeculativeScheduler
 from tests.fake_kv_cache import tokens_of
 from tests.scheduling_traffic import VOCAB_SIZE, Before, Flight, Run, next_token, swap_ins, swap_outs
 

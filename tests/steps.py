@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from nanovllm.execution.batch import build_batch
-from nanovllm.execution.sampling_batch import build_sampling_batch, draw_uniforms
-from nanovllm.scheduling.block_tables import BlockTable, BlockTables
-from nanovllm.scheduling.step import BlockMoves, make_step
+from nanovllm.batch import build_batch
+from nanovllm.block_tables import BlockTable, BlockTables
+from nanovllm.sampling_batch import build_sampling_batch, draw_uniforms
+from nanovllm.step import BlockMoves, make_step
 
 
 def batch_of(chunks, block_size):

@@ -35,9 +35,9 @@ from benchmarks import (
 from benchmarks.common import QWEN3_06B, ModelShape
 from benchmarks.roofline import Rates
 from nanovllm import TINY_QWEN3, LLMEngine
-from nanovllm.execution.kv_cache import KVCache
-from nanovllm.execution.model_runner import ModelRunner
-from nanovllm.kernels.cpu.library import NoLibraryError, load_library
+from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
+from nanovllm.kv_cache import KVCache
+from nanovllm.model_runner import ModelRunner
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY_WORK = ["--num-requests", "3", "--input-len", "4", "9", "--output-len", "2", "6"]

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from labs.model import Model
-from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.sequence import Sequence
-from nanovllm.trace.recording import read_recording
+from nanovllm.block_manager import BlockManager
+from nanovllm.extras.trace.recording import read_recording
+from nanovllm.sequence import Sequence
 from tools import book, book_pictures
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -354,16 +354,16 @@ def run_book(monkeypatch, capsys):
 
 
 def test_a_page_gets_code_with_a_link_to_its_file(page, run_book):
-    path = page('code("nanovllm/scheduling/block_manager.py", "BlockManager.try_admit")')
+    path = page('code("nanovllm/block_manager.py", "BlockManager.try_admit")')
     assert run_book(path)[0] == 0
     text = path.read_text()
     assert f"```python\n{textwrap.dedent(inspect.getsource(BlockManager.try_admit))}```\n" in text
-    link = re.search(r"\[`nanovllm/scheduling/block_manager.py`\]\((.*?)\)", text)[1]
+    link = re.search(r"\[`nanovllm/block_manager.py`\]\((.*?)\)", text)[1]
     assert (path.parent / link).resolve() == ROOT / "nanovllm" / "scheduling" / "block_manager.py"
 
 
 def test_a_long_excerpt_is_refused(page, run_book):
-    status, printed = run_book(page('code("nanovllm/scheduling/scheduler.py", "Scheduler")'))
+    status, printed = run_book(page('code("nanovllm/scheduler.py", "Scheduler")'))
     assert status != 0
     assert re.search(r"ValueError: an excerpt may have 30 lines, Scheduler of \S+scheduler\.py has \d{3}", printed)
 

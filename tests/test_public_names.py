@@ -22,7 +22,7 @@ import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "Editable" not in repr(finder)]
 import nanovllm
 from nanovllm import Config, SamplingParams
-from nanovllm.engine.chat import render_conversation
+from nanovllm.chat import render_conversation
 
 def error_of(ask):
     try:
@@ -84,9 +84,9 @@ def test_names_that_vllm_has_in_modules():
 
 
 def test_methods_of_extras_are_the_functions_that_lie_with_them():
-    from nanovllm.extras.beam_search import params as beam_search
-    from nanovllm.extras.embedding import params as embedding
-    from nanovllm.extras.vllm import metrics
+    from nanovllm.extras.beam_search import beam_params as beam_search
+    from nanovllm.extras.embedding import pooling_params as embedding
+    from nanovllm.extras.vllm import vllm_metrics as metrics
 
     functions = [beam_search.beam_search, embedding.embed, metrics.get_metrics]
     for function in functions:
@@ -112,12 +112,15 @@ def test_without_extras_each_of_their_names_says_which_file_is_missing(tmp_path)
     assert errors.pop("an unknown name")[0] == "AttributeError"
     assert (
         errors.pop("structured_outputs")[1]
-        == "structured_outputs is an extra, and nanovllm/extras/structured/params.py is not there"
+        == "structured_outputs is an extra, and nanovllm/extras/structured/structured_params.py is not there"
     )
     missing = "content in parts or calls of tools is an extra, and nanovllm/extras/chat_options.py is not there"
     assert errors.pop("a call of a tool") == ["MissingExtra", missing]
     assert errors.pop("a wrong value") == ["ValueError", "max_num_seqs must be an integer >= 1, got 0"]
-    for method, file in (("LLM.embed", "embedding/params"), ("SamplingParams.from_optional", "vllm/request_fields")):
+    for method, file in (
+        ("LLM.embed", "embedding/pooling_params"),
+        ("SamplingParams.from_optional", "vllm/request_fields"),
+    ):
         missing = f"{method} is an extra, and nanovllm/extras/{file}.py is not there"
         assert errors.pop(method.split(".")[1]) == ["MissingExtra", missing]
     for name in ("a neutral option", "a request's neutral option"):

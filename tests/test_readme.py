@@ -43,9 +43,9 @@ QUOTES = [block for block in BLOCKS if block.startswith("# nanovllm/")]
 
 def test_readme_quotes_the_loop_first():
     files = [re.match(r"# (\S+\.py)", quote)[1] for quote in QUOTES]
-    assert files[0] == "nanovllm/engine/engine.py"
+    assert files[0] == "nanovllm/engine.py"
     assert README.index(QUOTES[0]) < README.index("## ")
-    assert {"nanovllm/kernels/cuda/flash_attention.py", "nanovllm/extras/cuda/graphs.py"} < set(files)
+    assert {"nanovllm/extras/kernels/cuda/flash_backend.py", "nanovllm/extras/cuda/graphs.py"} < set(files)
 
 
 @pytest.mark.parametrize("quote", QUOTES)
@@ -137,17 +137,17 @@ def test_all_options_are_compared():
 # ---- the heart, and the map
 
 HEART = [  # in reading order
-    "engine/engine.py",
-    "scheduling/sequence.py",
-    "scheduling/step.py",
-    "scheduling/scheduler.py",
-    "scheduling/block_manager.py",
-    "execution/batch.py",
+    "engine.py",
+    "sequence.py",
+    "step.py",
+    "scheduler.py",
+    "block_manager.py",
+    "batch.py",
     "models/qwen3.py",
     "layers/attention.py",
-    "execution/model_runner.py",
-    "execution/sampler.py",
-    "execution/kv_cache.py",
+    "model_runner.py",
+    "sampler.py",
+    "kv_cache.py",
 ]
 MAX_HEART_LINES = 1500
 MAX_FUNCTION_LINES = 40

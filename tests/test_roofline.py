@@ -22,7 +22,7 @@ from benchmarks.roofline import (
     workload_roofline,
 )
 from nanovllm import LLM, TINY_QWEN3
-from tests.models.architectures import ARCHITECTURES
+from tests.extras.models.architectures import ARCHITECTURES
 
 TINY = ModelShape(
     hidden_size=8, intermediate_size=12, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6, vocab_size=20

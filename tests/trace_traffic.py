@@ -3,7 +3,7 @@
 import json
 import random
 
-from nanovllm.trace.recorder import Recorder
+from nanovllm.extras.trace.recorder import Recorder
 from tests.scheduling_traffic import RecordingStats, Run
 from tests.speculative_traffic import SpeculativeRun
 

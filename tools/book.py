@@ -6,7 +6,7 @@
 
 A page asks for what stands between two comments, which are invisible where it is read (cogapp does the rest):
 
-    <!-- [[[cog code("nanovllm/scheduling/scheduler.py", "Scheduler.update") ]]] -->
+    <!-- [[[cog code("nanovllm/scheduler.py", "Scheduler.update") ]]] -->
     <!-- [[[end]]] -->
 
 `code` is a function or class as it stands, `output` what a command prints, the same on each machine; `sample` what it

@@ -1,6 +1,6 @@
 """Make the recording that `nanovllm view` shows without a file: a short run in which everything happens.
 
-    python -m tools.story_recording            # writes nanovllm/trace/story.jsonl
+    python -m tools.story_recording            # writes nanovllm/extras/trace/story.jsonl
 
 20 blocks are too few for these requests, which come one after the other: they share blocks, wait, and lose some to
 each other. Host memory has room for three blocks: one request is swapped out, another is computed again.
@@ -9,7 +9,7 @@ each other. Host memory has room for three blocks: one request is swapped out, a
 from pathlib import Path
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.trace.view import STORY
+from nanovllm.extras.trace.view import STORY
 
 SHORT = "What is a block table?"
 LONG = "Explain why a long prompt is cut into chunks, and what else the scheduler does in a step."

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.trace.page import make_page
+from nanovllm.extras.trace.page import make_page
 
 MARGIN = 10  # pixels below the last element
 QUESTIONS = [

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.kernels.cuda.flash_attention import FlashAttention
+from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY_MODEL = str(ROOT / "nanovllm" / "assets" / "tiny-qwen3")
@@ -80,7 +80,7 @@ def test_jobs() -> list[Job]:
     return [
         Job("tests/engine", [*RECORD, "-m", "gpu and not alone and not slow", *workers()], 240),
         Job("tests/memory", [*RECORD, "-m", "gpu and alone and not slow"], 60),
-        Job("tests/kernels", [*RECORD, *kernel_test_files(), "-m", "not gpu and not slow", *workers()], 180),
+        Job("tests/extras/kernels", [*RECORD, *kernel_test_files(), "-m", "not gpu and not slow", *workers()], 180),
     ]
 
 

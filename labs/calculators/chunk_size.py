@@ -31,10 +31,10 @@ import numpy as np
 from benchmarks.common import Workload, make_workload
 from labs.calculators.common import Panel, draw, print_table
 from nanovllm import TINY_QWEN3, Config, LLMEngine, SamplingParams
-from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.sequence import Sequence
-from nanovllm.scheduling.step import SchedulerOutput
+from nanovllm.block_manager import BlockManager
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
+from nanovllm.step import SchedulerOutput
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048  # the bundled model's

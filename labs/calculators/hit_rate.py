@@ -23,10 +23,10 @@ from pathlib import Path
 
 from labs.calculators.common import Panel, draw, print_table
 from nanovllm import SamplingParams
-from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.observer import SchedulingStats
-from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.sequence import Sequence
+from nanovllm.block_manager import BlockManager
+from nanovllm.observer import SchedulingStats
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
 
 MAX_MESSAGE_TOKEN = 10_000
 ANSWER_TOKEN = 10_001  # which one does not matter: the messages tell conversations apart

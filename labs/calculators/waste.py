@@ -30,11 +30,11 @@ from pathlib import Path
 from benchmarks.common import Workload, named_workload, random_workload
 from labs.calculators.common import Panel, draw, print_table
 from nanovllm import SamplingParams
-from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.observer import SchedulingStats
-from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.sequence import Sequence
-from nanovllm.scheduling.step import SchedulerOutput
+from nanovllm.block_manager import BlockManager
+from nanovllm.observer import SchedulingStats
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
+from nanovllm.step import SchedulerOutput
 
 VOCAB_SIZE = 10_001
 

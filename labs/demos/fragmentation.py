@@ -15,7 +15,7 @@ from typing import Any
 
 from labs import rung_4_continuous, rung_5_paged
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.scheduling.step import SchedulerOutput
+from nanovllm.step import SchedulerOutput
 
 NUM_SLOTS, MAX_MODEL_LEN, MAX_TOKENS, BLOCK_SIZE = 512, 128, 48, 4
 STEP_OF_TABLES = 12

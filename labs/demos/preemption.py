@@ -8,10 +8,10 @@ import argparse
 from typing import Any
 
 from nanovllm import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
-from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.observer import SchedulingStats
-from nanovllm.scheduling.sequence import Sequence
-from nanovllm.scheduling.step import SchedulerOutput
+from nanovllm.block_manager import BlockManager
+from nanovllm.observer import SchedulingStats
+from nanovllm.sequence import Sequence
+from nanovllm.step import SchedulerOutput
 
 PROMPT_LEN, MAX_TOKENS = 10, {"A": 6, "B": 12, "C": 9}
 SMALL, LARGE = 10, 100  # blocks

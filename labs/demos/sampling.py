@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.execution.sampler import draw_tokens
-from nanovllm.execution.truncation import truncate
+from nanovllm.sampler import draw_tokens
+from nanovllm.truncation import truncate
 
 TOKENS = ["full", "empty", "paged", "slow", "blue"]
 LOGITS = torch.tensor([math.log(weight) for weight in (16, 8, 4, 2, 1)])  # [5]

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nanovllm import LLM, TINY_QWEN3, LLMEngine, SamplingParams
-from nanovllm.trace.recording import read_recording
+from nanovllm.extras.trace.recording import read_recording
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 24, "dtype": "float32", "attention_backend": "torch"}
 

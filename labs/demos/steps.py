@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.scheduling.step import SchedulerOutput
+from nanovllm.step import SchedulerOutput
 
 REQUESTS = {  # name: question, max_tokens, number of the step before which it arrives
     "A": ("Hi", 6, 1),

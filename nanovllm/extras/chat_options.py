@@ -1,6 +1,6 @@
 """Conversations beyond plain text: options, another template, content in parts, tools and the model's calls of them.
 
-The chat template shows all of these to the model. Called by `engine/chat.py` and `engine/assembly.py`, in the branches
+The chat template shows all of these to the model. Called by `chat.py` and `assembly.py`, in the branches
 that need one of them.
 """
 

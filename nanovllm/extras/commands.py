@@ -19,15 +19,15 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
-    "serve": Command("nanovllm.serve.launch", "serve", "serve a model over HTTP, with OpenAI's API"),
+    "serve": Command("nanovllm.extras.serve.serve_command", "serve", "serve a model over HTTP, with OpenAI's API"),
     "run-batch": Command(
-        "nanovllm.serve.batch.command", "batch", "answer all rows of files, on one machine or with Ray"
+        "nanovllm.extras.serve.batch.command", "batch", "answer all rows of files, on one machine or with Ray"
     ),
-    "chat": Command("nanovllm.extras.terminal.chat", "chat", "talk to a model in the terminal"),
+    "chat": Command("nanovllm.extras.terminal.chat_command", "chat", "talk to a model in the terminal"),
     "bench serve": Command(
         "nanovllm.extras.bench.benchmark", "bench", "measure an OpenAI-compatible server under load"
     ),
-    "view": Command("nanovllm.trace.view", "", "replay a recording of LLM(…, trace=…) in a browser"),
+    "view": Command("nanovllm.extras.trace.view", "", "replay a recording of LLM(…, trace=…) in a browser"),
 }
 """Words on the command line -> what they run."""
 

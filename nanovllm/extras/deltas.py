@@ -1,12 +1,12 @@
 """`RequestOutputKind.DELTA`: an output of a stream holds only what is new since the output before.
 
-Chosen by `engine/input_processor.py`. Whole outputs grow with the completion; deltas let a server send each text once.
+Chosen by `input_processor.py`. Whole outputs grow with the completion; deltas let a server send each text once.
 """
 
 from typing import Any
 
-from nanovllm.engine.request import Completion
 from nanovllm.outputs import CompletionOutput
+from nanovllm.request import Completion
 
 
 class DeltaCompletion(Completion):

@@ -1,6 +1,6 @@
 """`load_format="dummy"`: random weights from a seed, for a folder that holds only config.json.
 
-Speed does not depend on the values of weights, so benchmarks need no checkpoint. Called by `execution/weights.py`.
+Speed does not depend on the values of weights, so benchmarks need no checkpoint. Called by `weights.py`.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Files of a model on the Hugging Face hub, downloaded or found in the hub's cache on this machine.
 
-Called by `execution/checkpoint.py` for a name that is not a folder. Only data is downloaded.
+Called by `checkpoint.py` for a name that is not a folder. Only data is downloaded.
 """
 
 import re

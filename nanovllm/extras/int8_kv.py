@@ -12,7 +12,7 @@ rounded to 16 bits, with one scale, and so are the weights of each 16 tokens:
     out      = Σ scale of 16 weights · Σ weight's number · v's number                over tokens
 
 16 bits cost nothing to speak of beside the 8 of K and V, and sums of whole numbers are exact in any order: a token has
-the same bits in every batch and every chunk. `kernels/cpu/int8_kv.c` does the same arithmetic.
+the same bits in every batch and every chunk. `extras/kernels/cpu/int8_kv.c` does the same arithmetic.
 """
 
 from dataclasses import replace
@@ -20,9 +20,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nanovllm.extras.models.masking import PLAIN, AttentionOptions
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.backends import TorchAttention
-from nanovllm.models.masking import PLAIN, AttentionOptions
 
 MOST = 127  # of a K or V
 MOST_OF_16_BITS = 32_767  # of a query or weight

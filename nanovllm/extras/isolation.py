@@ -12,7 +12,7 @@ requests, again and again. This engine looks for the request that is at fault:
 
 Tokens do not depend on other rows of the batch, and random numbers do not depend on earlier draws. So A and C get the
 tokens that they get without B, and nothing is computed anew but this step. Only if what taps have read cannot be handed
-out, all requests of the step that have taps end. `serve/engine_thread.py` drives this engine, and gives each error to
+out, all requests of the step that have taps end. `extras/serve/engine_thread.py` drives this engine, and gives each error to
 its request.
 """
 
@@ -25,20 +25,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nanovllm.batch import Batch, build_batch, offsets
 from nanovllm.config import Config
-from nanovllm.engine.engine import LaunchedStep, LLMEngine
-from nanovllm.engine.request import Request
-from nanovllm.engine.stats import LapClock
-from nanovllm.execution.batch import Batch, build_batch, offsets
-from nanovllm.execution.model_runner import ArrivingTokens, ModelRunner, SampledTokens, StepTokens
-from nanovllm.execution.sampling_batch import build_sampling_batch
-from nanovllm.execution.stages import TapResult, build_taps
+from nanovllm.engine import LaunchedStep, LLMEngine
 from nanovllm.extras.dead import EngineDeadError
+from nanovllm.model_runner import ArrivingTokens, ModelRunner, SampledTokens, StepTokens
+from nanovllm.observer import Observer
 from nanovllm.outputs import RequestOutput
+from nanovllm.request import Request
+from nanovllm.sampling_batch import build_sampling_batch
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.observer import Observer
-from nanovllm.scheduling.sequence import Sequence
-from nanovllm.scheduling.step import SchedulerOutput
+from nanovllm.sequence import Sequence
+from nanovllm.stages import TapResult, build_taps
+from nanovllm.stats import LapClock
+from nanovllm.step import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 penalties.
 
 Each is a `Stage` of a sequence, and they run in vLLM's order: a class below, its tensors for a step, and what it does
-to the logits. `stages_of` says which ones a request asks for; `engine/input_processor.py` calls it.
+to the logits. `stages_of` says which ones a request asks for; `input_processor.py` calls it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from nanovllm.checks import check_int, check_list, check_number, check_strings, check_token_ids
-from nanovllm.execution.sampling_batch import column
-from nanovllm.execution.stages import ForbiddenTokens, Stage, StageRow, forbid
+from nanovllm.sampling_batch import column
 from nanovllm.sampling_params import LogitsProcessor, SamplingParams
-from nanovllm.scheduling.sequence import Sequence
+from nanovllm.sequence import Sequence
+from nanovllm.stages import ForbiddenTokens, Stage, StageRow, forbid
 
 
 def stages_of(params: SamplingParams, tokenizer: Any) -> tuple[Stage, ...]:

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.execution.batch import Batch
-from nanovllm.execution.model_runner import ModelRunner, SampledTokens
-from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.sequence import Sequence
-from nanovllm.scheduling.step import SchedulerOutput
+from nanovllm.batch import Batch
+from nanovllm.model_runner import ModelRunner, SampledTokens
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
+from nanovllm.step import SchedulerOutput
 
 
 class InFlight(NamedTuple):

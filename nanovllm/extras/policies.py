@@ -1,12 +1,12 @@
 """Other orders of service than first come, first served: `scheduling_policy="priority"` and `"sjf"`.
 
-`scheduling/queues.py` says what a policy is. Called by `engine/assembly.py`, which looks one up by its name.
+`queues.py` says what a policy is. Called by `assembly.py`, which looks one up by its name.
 """
 
 from collections.abc import Mapping
 
-from nanovllm.scheduling.queues import Policy
-from nanovllm.scheduling.sequence import Sequence
+from nanovllm.queues import Policy
+from nanovllm.sequence import Sequence
 
 SJF_TOKENS_PER_ARRIVAL = 256
 

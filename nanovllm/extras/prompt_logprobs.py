@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.engine.detokenizer import TokenDecoder
-from nanovllm.engine.request import PositionLogprobs
-from nanovllm.execution.sampler import Logprobs, compute_logprobs
-from nanovllm.execution.stages import ComputeLogits
+from nanovllm.detokenizer import TokenDecoder
 from nanovllm.outputs import Logprob, RequestOutput
-from nanovllm.scheduling.sequence import Sequence
-from nanovllm.scheduling.step import SchedulerOutput
+from nanovllm.request import PositionLogprobs
+from nanovllm.sampler import Logprobs, compute_logprobs
+from nanovllm.sequence import Sequence
+from nanovllm.stages import ComputeLogits
+from nanovllm.step import SchedulerOutput
 
 LOGITS_SLICE = 256  # rows of logits at a time: those of a long prompt would fill the memory
 

@@ -1,12 +1,12 @@
 """`spaces_between_special_tokens=False`: neighbouring special tokens are written without the decoder's spaces.
 
 A `Detokenizer` that takes tokens one by one, since a text no longer adds up of what the tokenizer decodes at once.
-Chosen by `engine/request.py`, unless special tokens are skipped anyway.
+Chosen by `request.py`, unless special tokens are skipped anyway.
 """
 
 from typing import Any
 
-from nanovllm.engine.detokenizer import Detokenizer, TokenDecoder
+from nanovllm.detokenizer import Detokenizer, TokenDecoder
 
 
 class SpacelessDetokenizer(Detokenizer):

@@ -2,14 +2,14 @@
 
 An observer only looks on. So whatever it raises, a full disk or a bug, costs the engine nothing: the error is logged
 once, the observer is told no more, and `EngineStats.num_failed_observers` counts it. Made by `LLMEngine` when it is
-given an observer, such as `trace/recorder.py`'s.
+given an observer, such as `extras/trace/recorder.py`'s.
 """
 
 import logging
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.scheduling.observer import Observer, SchedulingStats
+from nanovllm.observer import Observer, SchedulingStats
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Paged attention: the one layer through which tokens see each other, by reading each other's K and V in the cache.
 
 `Attention` is the layer. `AttentionMetadata` says which token belongs to which sequence, and where its K and V lie;
-`execution/batch.py` builds it. `store_kv` and `attend` are the definition in PyTorch: readable, right on any device,
+`batch.py` builds it. `store_kv` and `attend` are the definition in PyTorch: readable, right on any device,
 and what every fast backend is tested against. `backends.py` says what a backend is.
 
 A decode of sequence A, which has 6 tokens in the blocks [7, 2], with block_size 4:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it imports this file
     from nanovllm.layers.backends import AttentionBackend
 
 Weigh = Callable[..., Tensor]
-"""softmax(q k^T / sqrt(head_dim) + mask) v, or another function of the same arguments (`models/masking.py`)"""
+"""softmax(q k^T / sqrt(head_dim) + mask) v, or another function of the same arguments (`extras/models/masking.py`)"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class AttentionMetadata:
 class Attention(nn.Module):
     """Stores the new tokens' K and V of one layer, and attends to the tokens up to each new one.
 
-    A layer that attends in another way has `options`, which the backend gets (`models/masking.py`).
+    A layer that attends in another way has `options`, which the backend gets (`extras/models/masking.py`).
     """
 
     def __init__(self, backend: "AttentionBackend", *options: Any) -> None:

@@ -1,7 +1,7 @@
 """What an attention backend is: how it stores K and V and attends, and which other layers it replaces.
 
 `TorchAttention` is the one that runs anywhere. The fast backends are in `kernels/`: `flash_attn` and `triton` on CUDA,
-`cpu`. `kernels/choices.py` chooses among them.
+`cpu`. `extras/kernels/choices.py` chooses among them.
 """
 
 from abc import ABC, abstractmethod
@@ -109,9 +109,9 @@ def slices_that_fit(num_decodes: int, max_len: int, layer_cache: Tensor) -> list
 
 def pytorch_layers(module: nn.Module) -> set[str]:
     """Classes of single layers that compute by their definition, because `replace_layers` found no twin."""
-    if type(module).__module__.startswith("nanovllm.kernels."):
+    if type(module).__module__.startswith("nanovllm.extras.kernels."):
         return set()  # what a twin keeps of the layer in whose place it is
-    rooms = ("nanovllm.layers.", "nanovllm.models.", "nanovllm.extras.quantization.")
+    rooms = ("nanovllm.layers.", "nanovllm.models.", "nanovllm.extras.models.", "nanovllm.extras.quantization.")
     is_single = type(module).__module__.startswith(rooms) and not list(module.children())
     own = {type(module).__name__} if is_single and not isinstance(module, attention.Attention) else set()
     return own.union(*(pytorch_layers(child) for child in module.children()))

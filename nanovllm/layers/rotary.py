@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Rope:
-    """How fast each pair rotates. Models for longer contexts slow some pairs down: `models/rope_types.py`."""
+    """How fast each pair rotates. Models for longer contexts slow some pairs down: `extras/models/rope_types.py`."""
 
     theta: float = 10000.0
 

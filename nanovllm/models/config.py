@@ -109,8 +109,8 @@ def read_rope(raw: dict[str, Any], rotary_dim: int, max_len: int, theta: float =
     parameters = raw.get("rope_parameters") or {}
     if not raw.get("rope_scaling") and rope_type_of(parameters) == "default":
         return plain_rope(parameters.get("rope_theta") or raw.get("rope_theta") or theta, rotary_dim)
-    with extra("models/rope_types.py", "rope_scaling (a rope_type other than 'default')"):
-        from nanovllm.models.rope_types import read_scaled_rope
+    with extra("extras/models/rope_types.py", "rope_scaling (a rope_type other than 'default')"):
+        from nanovllm.extras.models.rope_types import read_scaled_rope
     return read_scaled_rope(raw, rotary_dim, max_len, theta)
 
 

@@ -32,8 +32,8 @@ def read_qwen3_config(raw: dict[str, Any], head_dim: int | None = 128) -> ModelC
     layer_types = raw.get("layer_types") or all_full
     if not raw.get("use_sliding_window") and layer_types[: len(all_full)] == all_full:
         return ModelConfig(**common, rope=rope)
-    with extra("models/windows.py", "a layer that sees only a window of tokens"):
-        from nanovllm.models.windows import read_qwen_windows
+    with extra("extras/models/window_layers.py", "a layer that sees only a window of tokens"):
+        from nanovllm.extras.models.window_layers import read_qwen_windows
     return ModelConfig(**common, rope=rope, **read_qwen_windows(raw))
 
 

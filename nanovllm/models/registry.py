@@ -1,7 +1,7 @@
 """The network that a config.json describes: the architectures that this engine computes, and how a config is refused.
 
 The module of an architecture is imported when a checkpoint asks for it: all but Qwen3's may be deleted.
-Called by `execution/checkpoint.py`; docs/adding_a_model.md shows how an architecture is added.
+Called by `checkpoint.py`; docs/adding_a_model.md shows how an architecture is added.
 """
 
 import importlib
@@ -12,16 +12,16 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 
 ARCHITECTURES = {  # by the name that config.json has in `architectures`: module and class in this folder
-    "DeepseekV2ForCausalLM": "deepseek.DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM": "deepseek.DeepseekV3ForCausalLM",
-    "Gemma3ForCausalLM": "gemma3.Gemma3ForCausalLM",
-    "LlamaForCausalLM": "llama.LlamaForCausalLM",
-    "MistralForCausalLM": "llama.MistralForCausalLM",
-    "MixtralForCausalLM": "mixtral.MixtralForCausalLM",
-    "Phi3ForCausalLM": "phi3.Phi3ForCausalLM",
-    "Qwen2ForCausalLM": "qwen2.Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "qwen3.Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM": "qwen3_moe.Qwen3MoeForCausalLM",
+    "DeepseekV2ForCausalLM": "extras.models.deepseek.DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "extras.models.deepseek.DeepseekV3ForCausalLM",
+    "Gemma3ForCausalLM": "extras.models.gemma3.Gemma3ForCausalLM",
+    "LlamaForCausalLM": "extras.models.llama.LlamaForCausalLM",
+    "MistralForCausalLM": "extras.models.llama.MistralForCausalLM",
+    "MixtralForCausalLM": "extras.models.mixtral.MixtralForCausalLM",
+    "Phi3ForCausalLM": "extras.models.phi3.Phi3ForCausalLM",
+    "Qwen2ForCausalLM": "extras.models.qwen2.Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "models.qwen3.Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "extras.models.qwen3_moe.Qwen3MoeForCausalLM",
 }
 
 
@@ -30,9 +30,9 @@ def find_architecture(raw: dict[str, Any]) -> tuple[type[CausalLM], ModelConfig]
     check_stored_weights(raw)
     for name in raw.get("architectures") or ():
         if name in ARCHITECTURES:
-            module, _, class_name = ARCHITECTURES[name].partition(".")
-            with extra(f"models/{module}.py", name):
-                model_class = getattr(importlib.import_module(f"nanovllm.models.{module}"), class_name)
+            module, _, class_name = ARCHITECTURES[name].rpartition(".")
+            with extra(module.replace(".", "/") + ".py", name):
+                model_class = getattr(importlib.import_module(f"nanovllm.{module}"), class_name)
             return model_class, model_class.read_config(raw)
     code = " (its code in auto_map is never run: trust_remote_code does not exist here)" if "auto_map" in raw else ""
     raise ValueError(

@@ -55,7 +55,12 @@ def test_a_missing_package_is_named_with_its_extra(name, monkeypatch, capsys):
         return import_module(module, *arguments)
 
     monkeypatch.setattr(builtins, "__import__", without_extras)
-    rooms = ("nanovllm.serve", "nanovllm.extras.terminal", "nanovllm.extras.bench", "nanovllm.extras.event_stream")
+    rooms = (
+        "nanovllm.extras.serve",
+        "nanovllm.extras.terminal",
+        "nanovllm.extras.bench",
+        "nanovllm.extras.event_stream",
+    )
     for loaded in [module for module in sys.modules if module.startswith(rooms)]:
         monkeypatch.delitem(sys.modules, loaded)
     assert entrance.main([*name.split(), "--help"]) == 1

@@ -6,7 +6,7 @@ import torch
 
 from nanovllm import LLM, PoolingParams, SamplingParams
 from nanovllm.config import Config
-from nanovllm.engine.engine import LLMEngine
+from nanovllm.engine import LLMEngine
 from tests.conftest import hf_greedy
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 64, 3]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanovllm import LLM
-from nanovllm.extras.fp8 import with_fp8_cache
+from nanovllm.extras.fp8_kv import with_fp8_cache
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends import TorchAttention
 from nanovllm.sampling_params import SamplingParams

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from nanovllm import Config, SamplingParams
-from nanovllm.engine.request import Request
-from nanovllm.extras.embedding.params import PoolingParams
 from nanovllm.extras.embedding.pooling import Pooling
+from nanovllm.extras.embedding.pooling_params import PoolingParams
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.extras.logits import LogitBias
 from nanovllm.extras.prompt_logprobs import PromptLogprobs
+from nanovllm.request import Request
 from tests.conftest import hf_greedy
 
 both_ways = pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlap"])

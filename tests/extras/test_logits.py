@@ -15,9 +15,9 @@ import pytest
 import torch
 import transformers
 
-from nanovllm.execution.stages import ForbiddenTokens, MinTokens, apply_stages
 from nanovllm.extras.cuda.input_buffer import map_tensors
 from nanovllm.extras.logits import BadWords, BiasRows
+from nanovllm.stages import ForbiddenTokens, MinTokens, apply_stages
 from tests.sampling_rows import (
     EOS,
     HISTORY,

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, BeamSearchParams, Config, LLMEngine, SamplingParams
-from tests.engine.test_engine import assert_at_rest, greedy, ids, make_engine, run, tokens_of
 from tests.late_runner import LateRunner
+from tests.test_engine import assert_at_rest, greedy, ids, make_engine, run, tokens_of
 
 NUM_REQUESTS = 24
 BLOCKS = {"num_kv_blocks": 48, "block_size": 4}

@@ -1,6 +1,6 @@
 """The order in which sequences are served: each policy against a sort by hand, and the bound on overtaking.
 
-What the scheduler makes of an order (admission, budget, victims) is shown in `tests/scheduling/test_scheduler.py`.
+What the scheduler makes of an order (admission, budget, victims) is shown in `tests/test_scheduler.py`.
 """
 
 import pytest
@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, Config
+from nanovllm.block_manager import BlockManager
 from nanovllm.extras.policies import POLICIES, SJF_TOKENS_PER_ARRIVAL, priority, sjf
+from nanovllm.queues import fcfs
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.queues import fcfs
-from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.sequence import Sequence
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
 from tests.scheduling_traffic import Run, order_of_service
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 2000), st.integers(-3, 3)), min_size=1, max_size=12)

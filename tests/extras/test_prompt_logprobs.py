@@ -1,7 +1,7 @@
 """Which rows of a step predict tokens of a prompt, what they give, and that each position is known once.
 
 Oracle: tables worked out by hand for the rows, and `log_softmax` in float64 over the whole prompt for the values.
-`tests/engine/test_sampling_end_to_end.py` has them through the engine.
+`tests/test_sampling_end_to_end.py` has them through the engine.
 """
 
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ import torch
 from nanovllm.extras import prompt_logprobs
 from nanovllm.extras.prompt_logprobs import PromptLogprobs
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.sequence import Sequence
+from nanovllm.sequence import Sequence
 from tests.steps import step_of
 
 VOCAB_SIZE = 11

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from nanovllm.extras.swap.space import SwapMoves
-from nanovllm.scheduling.sequence import SequenceStatus
+from nanovllm.sequence import SequenceStatus
 from tests.conftest import examples
 from tests.fake_kv_cache import table_of
 from tests.scheduling_traffic import SETTINGS, Run, SchedulerMachine, chunk_lens

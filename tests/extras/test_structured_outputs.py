@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.engine.engine import LLMEngine
+from nanovllm.engine import LLMEngine
 from nanovllm.extras.structured import compiler as compiler_module
 from nanovllm.extras.structured.grammar import GrammarRows
 from tests.conftest import examples

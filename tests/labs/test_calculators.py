@@ -9,8 +9,8 @@ import torch
 from benchmarks.common import QWEN3_06B, ModelShape, make_workload
 from benchmarks.roofline import Rates
 from labs.calculators import chunk_size, hit_rate, roofline, users_fit, waste
+from tests.extras.models.architectures import ARCHITECTURES
 from tests.hub_cache import put_into_cache
-from tests.models.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[2]
 

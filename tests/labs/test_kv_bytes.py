@@ -10,9 +10,9 @@ import transformers
 from benchmarks.common import QWEN3_06B, ModelShape
 from labs.calculators import kv_bytes
 from nanovllm import LLM
-from nanovllm.kernels.cpu.attention import CpuAttention
+from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
+from tests.extras.models.architectures import ARCHITECTURES
 from tests.hub_cache import put_into_cache
-from tests.models.architectures import ARCHITECTURES
 
 KINDS = {  # architecture, variant, what kv_bytes calls its attention
     "MHA": ("llama", "MHA", "MHA"),

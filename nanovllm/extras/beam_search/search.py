@@ -18,15 +18,15 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.engine.input_processor import InputProcessor
-from nanovllm.engine.request import Request
-from nanovllm.execution.model_runner import StepTokens
-from nanovllm.execution.stages import StageRow
-from nanovllm.extras.beam_search.params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from nanovllm.extras.beam_search.beam_params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from nanovllm.input_processor import InputProcessor
 from nanovllm.inputs import Prompt
+from nanovllm.model_runner import StepTokens
+from nanovllm.request import Request
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.scheduler import Scheduler
-from nanovllm.scheduling.sequence import Sequence, SequenceStatus
+from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence, SequenceStatus
+from nanovllm.stages import StageRow
 
 
 @dataclass

@@ -11,9 +11,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from nanovllm.extras.bench.bench_options import ENDPOINTS, base_url, make_headers, make_parser
 from nanovllm.extras.bench.client import Client
-from nanovllm.extras.bench.load import Exchange, draw_departures, offer
-from nanovllm.extras.bench.options import ENDPOINTS, base_url, make_headers, make_parser
+from nanovllm.extras.bench.load_generator import Exchange, draw_departures, offer
 from nanovllm.extras.bench.plot import plot
 from nanovllm.extras.bench.report import Options, print_report, summarize
 from nanovllm.extras.bench.results import Result, read_result

@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 
-from nanovllm.extras.bench.load import Exchange
+from nanovllm.extras.bench.load_generator import Exchange
 
 TIMEOUT_S = 6 * 60 * 60
 FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError)

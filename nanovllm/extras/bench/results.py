@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.extras.bench.load import Exchange
+from nanovllm.extras.bench.load_generator import Exchange
 from nanovllm.extras.event_stream import DONE, EventReader
 
 

@@ -27,17 +27,17 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
+from nanovllm.batch import Batch
 from nanovllm.config import Config
-from nanovllm.execution.batch import Batch
-from nanovllm.execution.model_runner import ModelRunner, SampledTokens
-from nanovllm.execution.sampler import Draw, sample
-from nanovllm.execution.sampling_batch import SamplingBatch
 from nanovllm.extras.cuda.input_buffer import InputBuffer
 from nanovllm.extras.overlap import NewestTokens, fill_in, has_placeholders
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.layers.backends import AttentionBackend
+from nanovllm.model_runner import ModelRunner, SampledTokens
 from nanovllm.models.registry import CausalLM
-from nanovllm.scheduling.step import BlockMoves
+from nanovllm.sampler import Draw, sample
+from nanovllm.sampling_batch import SamplingBatch
+from nanovllm.step import BlockMoves
 
 T = TypeVar("T")
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import torch
 
+from nanovllm.batch import Batch
 from nanovllm.config import Config
-from nanovllm.execution.batch import Batch
-from nanovllm.execution.model_runner import ModelRunner, SampledTokens
 from nanovllm.extras.cuda.graphs import StepSizes, measure_graph_bytes
 from nanovllm.extras.cuda.warm_up import draws, null_batch
+from nanovllm.model_runner import ModelRunner, SampledTokens
 
 Compute = Callable[[ModelRunner, Batch], SampledTokens]
 

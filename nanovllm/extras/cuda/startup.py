@@ -1,6 +1,6 @@
 """What an engine on CUDA adds at its start: a kernel that draws, pinned buffers, free memory, a warm-up, CUDA graphs.
 
-Made by `engine/assembly.py` in its branch for CUDA, which calls the methods in their order here.
+Made by `assembly.py` in its branch for CUDA, which calls the methods in their order here.
 """
 
 import importlib
@@ -9,18 +9,18 @@ from contextlib import AbstractContextManager, suppress
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nanovllm.assembly import Device
+from nanovllm.batch import Batch
 from nanovllm.config import Config
-from nanovllm.engine.assembly import Device
-from nanovllm.execution.batch import Batch
-from nanovllm.execution.model_runner import ModelRunner, SampledTokens
-from nanovllm.execution.sampler import Draw
 from nanovllm.extras.cuda.graphs import StepSizes, choose_graphs, replay_decodes
 from nanovllm.extras.cuda.input_buffer import InputBuffer
 from nanovllm.extras.cuda.memory import Compute, advice_on_start_memory, advised, measure_free_bytes
 from nanovllm.extras.cuda.warm_up import warm_up
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.layers.backends import AttentionBackend
+from nanovllm.model_runner import ModelRunner, SampledTokens
 from nanovllm.models.config import ModelConfig
+from nanovllm.sampler import Draw
 
 
 class CudaDevice(Device):
@@ -81,7 +81,7 @@ def choose_draw(config: Config, device: torch.device) -> Draw | None:
     if config.enforce_eager or device.type != "cuda":
         return None
     with suppress(ImportError):  # the folder of kernels has been deleted, or triton is of another torch
-        requirements = importlib.import_module("nanovllm.kernels.cuda.requirements")
+        requirements = importlib.import_module("nanovllm.extras.kernels.cuda.requirements")
         if requirements.why_no_triton() is None:
-            return importlib.import_module("nanovllm.kernels.cuda.sample").draw_tokens
+            return importlib.import_module("nanovllm.extras.kernels.cuda.sample").draw_tokens
     return None

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from nanovllm.execution.batch import Batch
-from nanovllm.execution.model_runner import ModelRunner
-from nanovllm.execution.sampling_batch import SamplingBatch
+from nanovllm.batch import Batch
 from nanovllm.extras.cuda.graphs import StepSizes
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.scheduling.step import BlockMoves
+from nanovllm.model_runner import ModelRunner
+from nanovllm.sampling_batch import SamplingBatch
+from nanovllm.step import BlockMoves
 
 CONTEXT = 1024  # tokens: long enough to be split
 CHUNK = 32  # tokens: more than `few_tokens.py` takes

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.execution.stages import ComputeLogits
-from nanovllm.scheduling.sequence import Sequence
-from nanovllm.scheduling.step import SchedulerOutput
+from nanovllm.sequence import Sequence
+from nanovllm.stages import ComputeLogits
+from nanovllm.step import SchedulerOutput
 
 
 class Pooling:

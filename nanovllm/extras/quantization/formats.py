@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.extras.quantization.layers import QuantisedWeight
-from nanovllm.extras.quantization.options import GROUP_SIZES
+from nanovllm.extras.quantization.quantised_linear import QuantisedWeight
+from nanovllm.extras.quantization.quantization_options import GROUP_SIZES
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # of the outputs in a word
 ACTIVATIONS_GROUP = 128  # inputs of a token that share a scale, where the weight has one scale for each output

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.execution.weights import checkpoint_places
-from nanovllm.extras.quantization.layers import QuantisedWeight
+from nanovllm.extras.quantization.quantised_linear import QuantisedWeight
 from nanovllm.extras.quantization.stored import joined, parts_of, quantised_twin
 from nanovllm.layers.linear import FusedLinear, Linear
+from nanovllm.weights import checkpoint_places
 
 try:
     from gguf import MODEL_ARCH_NAMES, GGUFReader, dequantize, get_tensor_name_map

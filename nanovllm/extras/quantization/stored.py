@@ -1,4 +1,4 @@
-"""Checkpoints that are quantised already: `models/registry.py` asks `read_format`, `engine/assembly.py` asks `loader`.
+"""Checkpoints that are quantised already: `models/registry.py` asks `read_format`, `assembly.py` asks `loader`.
 
 Each projection that has the tensors of the format becomes a layer of `layers.py`; all others are loaded as always.
 Weights in fp8 (DeepSeek's, Qwen's) are widened to the model's dtype: no kernel here multiplies by them.
@@ -14,13 +14,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from nanovllm.config import Config
-from nanovllm.execution.weights import checkpoint_files, load_model, load_weights
 from nanovllm.extras.quantization.formats import READERS, Format
-from nanovllm.extras.quantization.fp8 import Fp8, read_compressed_fp8, read_fp8
-from nanovllm.extras.quantization.layers import QuantisedFusedLinear, QuantisedLinear, QuantisedWeight
-from nanovllm.extras.quantization.load import VECTOR
+from nanovllm.extras.quantization.fp8_weights import Fp8, read_compressed_fp8, read_fp8
+from nanovllm.extras.quantization.quantise import VECTOR
+from nanovllm.extras.quantization.quantised_linear import QuantisedFusedLinear, QuantisedLinear, QuantisedWeight
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.models.config import ModelConfig
+from nanovllm.weights import checkpoint_files, load_model, load_weights
 
 logger = logging.getLogger(__name__)
 

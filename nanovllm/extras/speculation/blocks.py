@@ -1,7 +1,7 @@
 """Blocks for drafts: taken before it is known whether the drafts are right, and given back if they are not."""
 
-from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.sequence import Sequence
+from nanovllm.block_manager import BlockManager
+from nanovllm.sequence import Sequence
 
 
 def reserve(blocks: BlockManager, seq: Sequence, num_tokens: int) -> None:

@@ -17,19 +17,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nanovllm.engine import assembly
-from nanovllm.engine.stats import LapClock
-from nanovllm.execution.batch import Batch, build_batch
-from nanovllm.execution.checkpoint import read_model_config, resolve_model
-from nanovllm.execution.model_runner import ModelRunner, SampledTokens
+from nanovllm import assembly
+from nanovllm.batch import Batch, build_batch
+from nanovllm.checkpoint import read_model_config, resolve_model
 from nanovllm.extras.speculation.blocks import reserve
-from nanovllm.extras.speculation.options import Speculation
-from nanovllm.extras.speculation.scheduler import SpeculativeScheduler, as_if
-from nanovllm.scheduling.sequence import Sequence
-from nanovllm.scheduling.step import SchedulerOutput
+from nanovllm.extras.speculation.speculation_options import Speculation
+from nanovllm.extras.speculation.speculative_scheduler import SpeculativeScheduler, as_if
+from nanovllm.model_runner import ModelRunner, SampledTokens
+from nanovllm.sequence import Sequence
+from nanovllm.stats import LapClock
+from nanovllm.step import SchedulerOutput
 
 if TYPE_CHECKING:
-    from nanovllm.engine.assembly import Parts
+    from nanovllm.assembly import Parts
 
 
 class DraftModel:

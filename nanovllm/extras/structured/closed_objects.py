@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from nanovllm.extras.structured.params import schema_text
+from nanovllm.extras.structured.structured_params import schema_text
 
 MAX_COST = 300_000  # names and characters that are looked at: combinations of combinations grow fast
 OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # keywords with a schema for each name

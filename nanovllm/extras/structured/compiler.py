@@ -16,8 +16,8 @@ import numpy as np
 
 from nanovllm.extras.structured.closed_objects import closed_text
 from nanovllm.extras.structured.grammar import Grammar, MaskWorker, fill_masks
-from nanovllm.extras.structured.params import StructuredOutputsParams, schema_text
-from nanovllm.extras.structured.request import StructuredRequest
+from nanovllm.extras.structured.structured_params import StructuredOutputsParams, schema_text
+from nanovllm.extras.structured.structured_request import StructuredRequest
 
 MAX_COMPILED = 128  # compiled grammars kept, those used longest ago go first
 MAX_CHARS = 1 << 20

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.execution.stages import StageRow
+from nanovllm.stages import StageRow
 
 NO_TOKEN = "no token of the vocabulary can come next"
 

@@ -9,11 +9,11 @@ On CUDA the copies run in a stream of their own, so that a copy to the host may 
 
 import torch
 
-from nanovllm.execution.kv_cache import KVCache, as_words, indices_on
+from nanovllm.block_manager import BlockManager
 from nanovllm.extras.swap.space import Swap, SwapMoves, SwapSpace
+from nanovllm.kv_cache import KVCache, as_words, indices_on
 from nanovllm.layers.backends import AttentionBackend
-from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.step import BlockMoves, BlockPairs
+from nanovllm.step import BlockMoves, BlockPairs
 
 
 class SwappingKVCache(KVCache):

@@ -6,10 +6,10 @@ preempted; `SwappingKVCache` does the copies before the step's forward pass.
 
 from dataclasses import dataclass, field
 
-from nanovllm.scheduling.block_manager import BlockManager
-from nanovllm.scheduling.preemption import Recompute
-from nanovllm.scheduling.sequence import Sequence
-from nanovllm.scheduling.step import BlockMoves, BlockPairs
+from nanovllm.block_manager import BlockManager
+from nanovllm.preemption import Recompute
+from nanovllm.sequence import Sequence
+from nanovllm.step import BlockMoves, BlockPairs
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import httpx
 
 from nanovllm.extras.event_stream import DONE, EventReader
-from nanovllm.extras.terminal.conversation import Cost, Message
+from nanovllm.extras.terminal.chat_history import Cost, Message
 from nanovllm.extras.vllm.engine_args import EngineArgs
 from nanovllm.llm import LLM
 

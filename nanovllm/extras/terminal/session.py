@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from nanovllm.extras.terminal.answerers import Answer, Answerer, AnswerError
-from nanovllm.extras.terminal.conversation import Conversation
+from nanovllm.extras.terminal.chat_history import Conversation
 
 COMMANDS = {
     "/reset": "forget the conversation (the system prompt stays)",

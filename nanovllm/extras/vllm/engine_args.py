@@ -16,9 +16,9 @@ from typing import Any, get_args
 
 from nanovllm.checks import translate_options
 from nanovllm.config import Config
-from nanovllm.engine.engine import LLMEngine
-from nanovllm.extras.vllm.options import names_of_vllm
+from nanovllm.engine import LLMEngine
 from nanovllm.extras.vllm.tables import RENAMED
+from nanovllm.extras.vllm.vllm_options import names_of_vllm
 
 GROUPS: Mapping[str, str] = {
     "model and tokenizer": "model revision hf_overrides load_format dtype quantization tokenizer tokenizer_revision "

@@ -21,7 +21,7 @@ from collections import Counter
 import pytest
 
 from nanovllm.extras.bench import benchmark
-from nanovllm.extras.bench.load import Exchange, draw_departures, offer
+from nanovllm.extras.bench.load_generator import Exchange, draw_departures, offer
 from nanovllm.extras.bench.report import Options, summarize
 from nanovllm.extras.bench.results import Result, read_result
 from nanovllm.extras.bench.workloads import make_prefix_repetition, make_random

@@ -88,7 +88,7 @@ def fake_cuda(monkeypatch):
 @pytest.fixture
 def runner(monkeypatch, tiny_checkpoint):
     """Of an engine whose attention can be recorded."""
-    monkeypatch.setattr("nanovllm.engine.assembly.TorchAttention", GatherAttention)
+    monkeypatch.setattr("nanovllm.assembly.TorchAttention", GatherAttention)
     options = {"attention_backend": "torch", "num_kv_blocks": 8, "enforce_eager": True}
     runner = LLMEngine(Config(tiny_checkpoint[0], device="cpu", dtype="float32", **options)).runner
     assert isinstance(runner.backend, GatherAttention)

@@ -16,10 +16,7 @@ import pytest
 import torch
 
 from nanovllm import BeamSearchParams, Config, LLMEngine, SamplingParams
-from nanovllm.engine.assembly import Device
-from nanovllm.execution.sampler import draw_tokens
-from nanovllm.execution.sampling_batch import SamplingBatch
-from nanovllm.execution.stages import ForbiddenTokens
+from nanovllm.assembly import Device
 from nanovllm.extras.cuda.graphs import (
     CudaGraphs,
     DecodeInputs,
@@ -36,12 +33,15 @@ from nanovllm.extras.cuda.graphs import (
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.extras.prompt_logprobs import TargetRows
 from nanovllm.layers.backends import TorchAttention
-from nanovllm.scheduling.sequence import Sequence
-from tests.engine.test_engine import assert_at_rest, greedy, ids, run, tokens_of
+from nanovllm.sampler import draw_tokens
+from nanovllm.sampling_batch import SamplingBatch
+from nanovllm.sequence import Sequence
+from nanovllm.stages import ForbiddenTokens
 from tests.extras.test_overlap import KINDS, visible
 from tests.late_runner import LateRunner
 from tests.recorded_operations import GatherAttention, OperationRecorder
 from tests.steps import batch_of
+from tests.test_engine import assert_at_rest, greedy, ids, run, tokens_of
 
 CPU = torch.device("cpu")
 
@@ -175,7 +175,7 @@ def draw_plainly(logits, temperatures, uniforms, *_):
 
 def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
     """The same engine with and without graphs, both with the same attention."""
-    monkeypatch.setattr("nanovllm.engine.assembly.TorchAttention", GatherAttention)
+    monkeypatch.setattr("nanovllm.assembly.TorchAttention", GatherAttention)
     monkeypatch.setattr("nanovllm.extras.cuda.graphs.wants_only_draws", wants_no_truncation)
     recorder = OperationRecorder()
 
@@ -195,7 +195,7 @@ def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
     engines = []
     for has_graphs in (False, True):
         if has_graphs:
-            monkeypatch.setattr("nanovllm.engine.assembly.make_device", RecordingDevice)
+            monkeypatch.setattr("nanovllm.assembly.make_device", RecordingDevice)
         config = Config(folder, device="cpu", dtype="float32", attention_backend="torch", max_num_seqs=max_num_seqs,
                         enforce_eager=True, **options)  # fmt: skip
         engine = LLMEngine(config)

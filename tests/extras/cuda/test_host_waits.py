@@ -17,19 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanovllm import Config, LLMEngine, SamplingParams
-from nanovllm.execution.kv_cache import KVCache
-from nanovllm.execution.model_runner import ArrivingTokens, ModelRunner
 from nanovllm.extras.cuda.graphs import CudaGraphs, StepSizes
 from nanovllm.extras.cuda.input_buffer import InputBuffer
 from nanovllm.extras.cuda.warm_up import warm_up
+from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm.extras.overlap import NewestTokens, has_placeholders
-from nanovllm.extras.quantization.load import quantise
-from nanovllm.kernels.cuda.flash_attention import FlashAttention
+from nanovllm.extras.quantization.quantise import quantise
+from nanovllm.kv_cache import KVCache
+from nanovllm.model_runner import ArrivingTokens, ModelRunner
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from tests.engine.test_engine import ids
 from tests.extras.test_overlap import KINDS
 from tests.late_runner import LateRunner
+from tests.test_engine import ids
 
 META = torch.device("meta")
 SHAPE = ModelConfig(300, 64, 128, 2, 4, 2, 32, 512, tie_word_embeddings=True)
@@ -105,10 +105,10 @@ def specialised(arg, param):
 def kernels(monkeypatch):
     """Stand-ins of all that are written in Triton, by name."""
     pytest.importorskip("triton")
-    from nanovllm.kernels.cuda import (
+    from nanovllm.extras.kernels.cuda import (
         activation,
         few_tokens,
-        norm,
+        norm_kernels as norm,
         paged_attention,
         quantised,
         sample,
@@ -160,7 +160,7 @@ def make_runner(backend, has_twins, quantization=None):
     model.model.rotary(torch.zeros(1, dtype=torch.int32, device=META), torch.bfloat16)  # the first call moves its table
     if has_twins:
         backend.replace_layers(model)
-    from nanovllm.kernels.cuda.sample import draw_tokens
+    from nanovllm.extras.kernels.cuda.sample import draw_tokens
 
     kv_cache = KVCache(backend, SHAPE.num_hidden_layers, torch.bfloat16, META)
     kv_cache.allocate(30)
@@ -174,7 +174,7 @@ def make_runner(backend, has_twins, quantization=None):
 def make_backend(name):
     if name == "flash_attn":
         return FlashAttention(4, 2, 32, 16)
-    from nanovllm.kernels.cuda.triton_attention import TritonAttention
+    from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
 
     return TritonAttention(4, 2, 32, 16)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nanovllm.extras.quantization import layers
-from nanovllm.extras.quantization.layers import (
+from nanovllm.extras.quantization import quantised_linear as layers
+from nanovllm.extras.quantization.quantised_linear import (
     QuantisedEmbedding,
     QuantisedFusedLinear,
     QuantisedLinear,

@@ -4,10 +4,10 @@ import pytest
 from torch import nn
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.quantization.layers import QuantisedEmbedding, QuantisedFusedLinear, QuantisedLinear
-from nanovllm.extras.quantization.load import quantise
+from nanovllm.extras.models.moe import Router
+from nanovllm.extras.quantization.quantise import quantise
+from nanovllm.extras.quantization.quantised_linear import QuantisedEmbedding, QuantisedFusedLinear, QuantisedLinear
 from nanovllm.layers.linear import Embedding, FusedLinear, Linear
-from nanovllm.models.moe import Router
 
 CHAT = [{"role": "user", "content": "What is a block table?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)

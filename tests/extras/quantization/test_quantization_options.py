@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm import Config
-from nanovllm.extras.quantization.options import Quantization, read_options
+from nanovllm.extras.quantization.quantization_options import Quantization, read_options
 
 
 @pytest.mark.parametrize(

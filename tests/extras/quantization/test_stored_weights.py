@@ -9,12 +9,12 @@ from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm.extras.kernels.cpu.cpu_quantised import replace_quantised
 from nanovllm.extras.quantization.formats import Format
-from nanovllm.kernels.cpu.quantised import replace_quantised
 from tests.conftest import every_second
+from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.quantization import packers
 from tests.extras.quantization.packers import awq, fp8, gptq, int_quantized, of_compressed, pack_quantized, write
-from tests.kernels.processors import need_a_compiler
 
 CHAT = [{"role": "user", "content": "What is a block table?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)

@@ -9,9 +9,9 @@ import random
 import pytest
 
 from nanovllm import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
-from tests.engine.test_engine import ids
 from tests.extras.speculation.test_speculation import serve
 from tests.extras.test_overlap import visible
+from tests.test_engine import ids
 
 
 def requests(rng):

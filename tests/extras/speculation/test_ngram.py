@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.extras.speculation.ngram import NGrams
-from nanovllm.scheduling.sequence import Sequence
+from nanovllm.sequence import Sequence
 
 
 def propose(tokens, count, shortest, longest):

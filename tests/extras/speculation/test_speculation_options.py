@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm import Config
-from nanovllm.extras.speculation.options import Speculation, read_options
+from nanovllm.extras.speculation.speculation_options import Speculation, read_options
 from nanovllm.extras.vllm.engine_args import EngineArgs
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from nanovllm.scheduling.step import SchedulerOutput
+from nanovllm.step import SchedulerOutput
 from tests.conftest import examples
 from tests.extras.test_scheduling import BeamMachine
 from tests.scheduling_traffic import SETTINGS, Run, SchedulerMachine

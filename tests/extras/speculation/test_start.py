@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.extras.speculation import start
+from nanovllm.extras.speculation import start_speculation as start
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.execution.kv_cache import KVCache
 from nanovllm.extras.swap.host_blocks import HostBlocks, SwappingKVCache
 from nanovllm.extras.swap.space import SwapMoves
+from nanovllm.kv_cache import KVCache
 from nanovllm.layers.backends import TorchAttention
 
 NUM_LAYERS, NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 3, 8, 6, 4

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.block_tables import BlockTable
 from nanovllm.extras.swap.space import SwapSpace
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduling.block_tables import BlockTable
-from nanovllm.scheduling.sequence import Sequence
+from nanovllm.sequence import Sequence
 
 
 def make_seq(num_tokens, block_ids, num_computed_tokens=None):

@@ -23,9 +23,10 @@ import pytest
 from rich.console import Console
 
 from nanovllm import TINY_QWEN3, SamplingParams
-from nanovllm.extras.terminal import chat, screen
+from nanovllm.extras.terminal import chat_command as chat
+from nanovllm.extras.terminal import screen
 from nanovllm.extras.terminal.answerers import AnswerError, LocalAnswerer, ServerAnswerer, read_server_stats
-from nanovllm.extras.terminal.conversation import Cost
+from nanovllm.extras.terminal.chat_history import Cost
 from nanovllm.extras.terminal.session import Session
 from nanovllm.extras.vllm.engine_args import EngineArgs
 from tests.extras.scripted_server import ScriptedServer, running

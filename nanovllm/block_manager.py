@@ -1,0 +1,182 @@
+"""Which sequence owns which block of the KV cache?
+
+The cache is cut into blocks of `block_size` tokens, and a sequence's block table lists its blocks in order. Memory is
+handed out as sequences grow, and only the end of each one's last block is wasted (PagedAttention, Kwon et al. 2023,
+https://arxiv.org/abs/2309.06180). Sequences that begin with the same tokens share blocks (`prefix_cache.py`).
+
+This file decides which block is given, shared, kept and evicted, each in O(1). It knows no queues and no tensors; the
+`Scheduler` calls it. Where a token lies, with block_size 4 and the block table [7, 2]:
+
+    position              0   1   2   3   4   5          block_id = block_table[position // 4]
+    block id              7   7   7   7   2   2          slot = block_id * 4 + position % 4
+    slot                 28  29  30  31   8   9
+
+Who owns which range, for A (6 tokens) and B (7 tokens), whose first 4 tokens are the same:
+
+    block                       7             2             5        references: block 7 two, blocks 2 and 5 one each
+    A  block table [7, 2]   [ 0 1 2 3 ]  [ 4 5 . . ]
+    B  block table [7, 5]   [ 0 1 2 3 ]                [ 4 5 6 . ]   two slots of block 2 and one of block 5 are waste
+
+When A ends, block 2 goes back to the free queue, and block 7 stays B's.
+"""
+
+from collections import OrderedDict
+
+from nanovllm.block_tables import BlockTables
+from nanovllm.observer import Observer
+from nanovllm.prefix_cache import ROOT_SERIAL, PrefixCache
+from nanovllm.sequence import Sequence
+
+
+class BlockManager:
+    """Blocks 1 … `num_blocks` for sequences. No sequence owns block 0, the null block, which fills up `block_tables`.
+
+    A block is owned (reference count above zero) or free. A free block that is still cached can be found again until it
+    is handed out anew.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, observer: Observer | None = None
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.observer = observer or Observer()
+        self.prefix_cache = PrefixCache(block_size, self.observer, enable_prefix_caching)
+        self.block_tables = BlockTables(block_size)
+        self._ref_counts = [0] * (num_blocks + 1)
+        # in the order in which they will be handed out again
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
+        self._copies: list[tuple[int, int]] = []
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one sequence can have in the cache when it is alone."""
+        return self.num_blocks * self.block_size
+
+    def num_missing_blocks(self, seq: Sequence) -> int:
+        """Blocks that `seq` still needs for all of its tokens."""
+        return -(-seq.num_tokens // self.block_size) - seq.block_table.length
+
+    def begin_step(self) -> None:
+        """From now on, the blocks that are registered are those that the next step fills."""
+        self.prefix_cache.new_blocks = set()
+
+    def try_admit(self, seq: Sequence, num_reserved: int = 0) -> bool:
+        """Give `seq`, which owns nothing, the cached blocks of its prefix, if all of its tokens find room right now.
+
+        `num_reserved` free blocks are left to running sequences, for tokens that they have not computed yet. Looking at
+        all tokens of `seq`, not only at its first chunk, keeps a long prompt from being preempted half-way. A prompt of
+        10 tokens whose first 4 are cached needs 3 blocks of 4: 1 is found, `try_allocate` will take 2 free ones.
+        """
+        assert not seq.block_table.length, "a sequence that is admitted owns no blocks"
+        num_free = len(self._free) - num_reserved
+        if num_free <= 0:
+            return False
+        hits = self.prefix_cache.find(seq)
+        num_revived = sum([self._ref_counts[hit.block_id] == 0 for hit in hits])  # hits that count as free until now
+        if self.num_missing_blocks(seq) - len(hits) + num_revived > num_free:
+            return False
+        for hit in hits:
+            self._share(seq, hit.block_id)
+        seq.num_computed_tokens = len(hits) * self.block_size
+        seq.num_registered_blocks = len(hits)
+        seq.parent_serial = hits[-1].serial if hits else ROOT_SERIAL
+        return True
+
+    def try_allocate(self, seq: Sequence, num_tokens: int) -> bool:
+        """Let the block table of `seq` cover its first `num_tokens` tokens; False, and no change, if blocks run out.
+
+        If the next token goes to a block that others own too, `seq` gets its own copy of it (copy-on-write). Blocks
+        that these tokens fill can be shared at once, even by later sequences of the same step: each layer stores the K
+        and V of the whole batch before it attends. With block_size 4 and the block table [7, 2], num_tokens 8 takes no
+        block; num_tokens 9 takes a free one, 5, and the block table is [7, 2, 5].
+        """
+        size = self.block_size
+        if num_tokens > seq.block_table.length * size or seq.has_shared_tail:
+            num_new_blocks = max(0, -(-num_tokens // size) - seq.block_table.length)
+            needs_copy = seq.has_shared_tail and self._ref_counts[self._tail(seq)] > 1
+            if num_new_blocks + needs_copy > len(self._free):
+                return False
+            if needs_copy:
+                self._copy_tail(seq)
+            seq.has_shared_tail = False
+            for _ in range(num_new_blocks):
+                self._append(seq, self._take(seq))
+        if num_tokens >= (seq.num_registered_blocks + 1) * size:
+            self.prefix_cache.register(seq, num_tokens)
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child`, which owns nothing, share all blocks of `parent`."""
+        parent.has_shared_tail = child.has_shared_tail = parent.num_computed_tokens % self.block_size > 0
+        for block_id in parent.block_table.view().tolist():
+            self._share(child, block_id)
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.block_hashes = parent.block_hashes.copy()
+        child.num_registered_blocks = parent.num_registered_blocks
+        child.parent_serial = parent.parent_serial
+
+    def free(self, seq: Sequence) -> None:
+        """Take all blocks of `seq` back, the last one first, so that the tails of prefixes are evicted first.
+
+        With overlap, a block can be filled before its tokens are known: it is registered now.
+        """
+        if seq.block_table.length:  # else it owns nothing: it waits, or is swapped out
+            self.prefix_cache.register(seq, seq.num_computed_tokens)
+            for block_id in seq.block_table.view()[::-1].tolist():
+                self._disown(block_id)
+            self.block_tables.clear(seq.block_table)
+        seq.has_shared_tail = False
+        seq.num_registered_blocks = 0
+        seq.parent_serial = ROOT_SERIAL
+        seq.num_computed_tokens = 0
+        self.observer.on_free(seq)
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """The (source, destination) blocks of this step's copy-on-write, to be copied before it runs."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def _append(self, seq: Sequence, block_id: int) -> None:
+        self._ref_counts[block_id] += 1
+        self.block_tables.append(seq.block_table, block_id)
+
+    def _share(self, seq: Sequence, block_id: int) -> None:
+        """One more owner for a block with contents, which may be free."""
+        self._free.pop(block_id, None)
+        self._append(seq, block_id)
+        self.observer.on_share_block(seq, block_id)
+
+    def _take(self, seq: Sequence) -> int:
+        """A free block for `seq`: one that holds nothing cached, else the one freed longest ago, which is evicted."""
+        block_id, _ = self._free.popitem(last=False)
+        self.observer.on_take_block(seq, block_id, block_id in self.prefix_cache)
+        self.prefix_cache.forget(block_id)
+        return block_id
+
+    def _disown(self, block_id: int) -> None:
+        self._ref_counts[block_id] -= 1
+        if self._ref_counts[block_id] == 0:
+            self._free[block_id] = None
+            if block_id not in self.prefix_cache:  # nothing in it can be found: reuse it first
+                self._free.move_to_end(block_id, last=False)
+
+    def _tail(self, seq: Sequence) -> int:
+        """The block that the next token's K and V go to."""
+        return int(seq.block_table.data[seq.num_computed_tokens // self.block_size])
+
+    def _copy_tail(self, seq: Sequence) -> None:
+        source, destination = self._tail(seq), self._take(seq)
+        self._copies.append((source, destination))
+        self._ref_counts[destination] = 1
+        seq.block_table.data[seq.num_computed_tokens // self.block_size] = destination
+        self._disown(source)
+        self.observer.on_copy_block(seq, source, destination)

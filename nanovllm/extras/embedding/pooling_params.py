@@ -1,0 +1,84 @@
+"""`LLM.embed`, what it takes in place of `SamplingParams`, and what it returns; names are vLLM's."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.checks import check_bool, check_choice, translate_options
+from nanovllm.inputs import Prompt
+from nanovllm.outputs import RequestMetrics
+
+if TYPE_CHECKING:
+    from nanovllm.assembly import Parts
+    from nanovllm.input_processor import InputProcessor
+    from nanovllm.llm import LLM
+    from nanovllm.request import Request
+
+POOLINGS = ("last", "mean")
+
+
+@dataclass
+class PoolingParams:
+    """A bad value raises a TypeError or ValueError that names the field, the value and what is allowed."""
+
+    pooling: str = "last"
+    """`last` takes the hidden state of the prompt's last token, `mean` the mean over all of its tokens."""
+    normalize: bool = True
+    """Whether the embedding is divided by its length (its Euclidean norm)."""
+
+    def __post_init__(self) -> None:
+        check_choice("pooling", self.pooling, POOLINGS)
+        check_bool("normalize", self.normalize)
+
+    def checked(self, parts: "Parts") -> "PoolingParams":
+        """An equal object, checked anew: fields may have been assigned."""
+        return replace(self)
+
+    def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> "Request":
+        from nanovllm.extras.embedding.embedding_request import EmbeddingRequest
+
+        text, token_ids = processor.encode(prompt)
+        return EmbeddingRequest(request_id, text, token_ids, self, priority)
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """The embedding of a prompt."""
+
+    embedding: list[float]
+    """[hidden_size]; empty if the request was aborted."""
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """What `LLM.embed` returns for each prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool
+    num_cached_tokens: int
+    """Prompt tokens whose K and V were found in the prefix cache: none with pooling "mean"."""
+    metrics: RequestMetrics
+    """`first_token_time` is when the embedding was computed."""
+
+
+def embed(
+    self: "LLM",
+    prompts: Prompt | Collection[Prompt],
+    pooling_params: PoolingParams | Collection[PoolingParams] | None = None,
+    use_tqdm: bool | Callable[..., Any] = True,
+    **vllm_options: Any,
+) -> list[EmbeddingRequestOutput]:
+    """The embedding of each prompt, `outputs[i].outputs.embedding`: by default the normalised last hidden state.
+
+    A method of `LLM`. Raises TypeError or ValueError before anything is queued if a prompt or a parameter is bad.
+    """
+    translate_options(vllm_options, ("prompts", "pooling_params", "use_tqdm"), "request")
+    params = PoolingParams() if pooling_params is None else pooling_params
+    requests = self._check(prompts, params, None, "pooling_params", PoolingParams)
+    return self._complete(requests, use_tqdm)

@@ -1,0 +1,42 @@
+"""What a fast attention backend says of itself, for `choices.py`: where it runs, and what it cannot do."""
+
+import math
+from abc import abstractmethod
+from typing import Any
+
+import torch
+
+from nanovllm.extras.models.masking import AttentionOptions
+from nanovllm.layers.backends import AttentionBackend
+
+
+class KernelBackend(AttentionBackend):
+    """An attention backend that does not run everywhere. Each method gives the reason, or None if there is none."""
+
+    supports_graphs = True  # for decodes, the host decides nothing by values that only the device knows
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = 1 / math.sqrt(self.head_dim)  # on the scores, for a layer that has none of its own
+
+    @classmethod
+    @abstractmethod
+    def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
+        """Why this backend cannot serve such a model on this machine; None if it can. `block_size` None is open."""
+
+    @classmethod
+    def why_no_kv_cache(cls, kv_cache_dtype: str, head_dim: int) -> str | None:
+        """As `why_not`, for a cache of 8 bits: `fp8` or `int8`."""
+        return f"it has no {kv_cache_dtype} KV cache"
+
+    @classmethod
+    def why_not_options(
+        cls, options: AttentionOptions, device: torch.device, dtype: torch.dtype, head_dim: int
+    ) -> str | None:
+        """As `why_not`, for a layer that attends with `options`; asked if `why_not` has no reason."""
+        return None
+
+    @classmethod
+    def why_slow(cls, device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str | None:
+        """Why `auto` skips this backend although it could serve; None if `auto` may take it."""
+        return None

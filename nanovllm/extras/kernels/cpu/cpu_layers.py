@@ -1,0 +1,251 @@
+"""Fast layers on CPU: twins of what `layers/` defines in PyTorch, with the same signatures, that call `cpu.c`.
+
+A weight is packed once, when its layer is replaced: `F.linear` would reorder a bfloat16 weight at every call.
+"""
+
+import contextlib
+import math
+import mmap
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.extras.kernels.classes import is_one
+from nanovllm.extras.kernels.cpu.library import LANES, Library, keep_freed_memory, load_library
+from nanovllm.layers.linear import Embedding, FusedLinear, Linear
+from nanovllm.layers.mlp import GeluAndMul, SiluAndMul
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import ApplyRotary, apply_rotary
+
+# layers of architectures that may be deleted
+ROUTER, SIGMOID_ROUTER = "extras.models.moe.Router", "extras.models.group_routing.SigmoidRouter"
+UNIT_OFFSET_NORM = "extras.models.gemma3.UnitOffsetRMSNorm"
+
+
+class HugePages:
+    """Memory for weights in pages of 2 MiB, where Linux has some: with pages of 4 KiB, looking up addresses can take
+    half of the time of reading them."""
+
+    ALIGNMENT = 64  # of each tensor, for vector loads
+
+    def __init__(self, num_bytes: int) -> None:
+        page = 2 << 20
+        memory = mmap.mmap(-1, num_bytes + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory`, as do all its slices
+        self._next = -self._memory.data_ptr() % page
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        start, num_bytes = self._next, math.prod(shape) * dtype.itemsize
+        self._next += num_bytes + -num_bytes % self.ALIGNMENT
+        return self._memory[start : start + num_bytes].view(dtype).view(shape)
+
+
+def packed_shape(weight: torch.Tensor) -> tuple[int, ...]:
+    """weight: [out, in] -> its shape as panels of 16 outputs, [ceil(out / 16), in / per_word, 16, per_word]"""
+    per_word = 4 // weight.itemsize  # elements in 32 bits
+    return (-(-weight.shape[0] // LANES), weight.shape[1] // per_word, LANES, per_word)
+
+
+def packed_bytes(weight: torch.Tensor) -> int:
+    return math.prod(packed_shape(weight)) * weight.itemsize + HugePages.ALIGNMENT
+
+
+def pack(weight: torch.Tensor, memory: HugePages) -> torch.Tensor:
+    """[out, in] -> `packed_shape`, the last panel filled up with zeros."""
+    num_panels, num_words, _, per_word = shape = packed_shape(weight)
+    missing = -len(weight) % LANES
+    padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight  # padding copies, even by nothing
+    panels = padded.view(num_panels, LANES, num_words, per_word).transpose(1, 2)
+    return memory.empty(shape, weight.dtype).copy_(panels)
+
+
+class CpuLinear(nn.Module):
+    """x: [num_tokens, in_features] -> x @ weight.T + bias: [num_tokens, out_features]"""
+
+    packed: torch.Tensor
+    bias: torch.Tensor | None
+    other: int | None = None
+    """Address of the weight's `struct other_weight`, if another library multiplies by it (`quantised.py`)."""
+    order: torch.Tensor | None = None
+    """[in_features]: the inputs in the order of the weight, if that is another."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: HugePages) -> None:
+        super().__init__()
+        self.library = load_library(weight.dtype)
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("packed", pack(weight, memory))
+        padded = None if bias is None else F.pad(bias, (0, -len(bias) % LANES))
+        self.register_buffer("bias", padded)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, torch.empty(len(x), self.out_features, dtype=x.dtype))
+
+    def product(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """`y` may be float32: it gets the sums as they are."""
+        x, bias = x.contiguous(), None if self.bias is None else self.bias.data_ptr()
+        wants_floats = y.dtype == torch.float32
+        self.library.linear(
+            *(x.data_ptr(), self.packed.data_ptr(), bias, y.data_ptr()),
+            *(len(x), self.out_features, self.in_features, wants_floats),
+        )
+        return y
+
+
+class CpuRouter(CpuLinear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, torch.empty(len(x), self.out_features, dtype=torch.float32))
+
+
+class CpuSigmoidRouter(CpuRouter):
+    def __init__(self, router: Any, memory: HugePages) -> None:
+        super().__init__(router.weight, None, memory)
+        self.register_buffer("e_score_correction_bias", router.e_score_correction_bias.data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = super().forward(x)
+        self.library.sigmoid(scores.data_ptr(), scores.numel())
+        return scores
+
+
+class CpuFusedLinear(CpuLinear):
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, memory: HugePages, rows: tuple[int, ...]
+    ) -> None:
+        super().__init__(weight, bias, memory)
+        self.rows = rows
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return super().forward(x).split(self.rows, dim=-1)
+
+
+class CpuEmbedding(CpuLinear):
+    """Reads vectors from the packed weight too, so that tied embeddings are in memory once."""
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.packed[token_ids // LANES, :, token_ids % LANES].flatten(1)  # [num_tokens, hidden_size]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_samples, hidden_size] -> [num_samples, vocab_size] float32: the sampler wants no rounded ones"""
+        return self.product(hidden, torch.empty(len(hidden), self.out_features, dtype=torch.float32))
+
+
+class CpuRMSNorm(nn.Module):
+    """With cosines and sines each head is also rotated (`head_norms.py`). `is_offset` as Gemma's norms are."""
+
+    weight: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor, eps: float, is_offset: bool = False) -> None:
+        super().__init__()
+        self.library = load_library(weight.dtype)
+        self.register_buffer("weight", weight)
+        self.eps = eps
+        self.is_offset = is_offset
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x: [num_tokens, (num_heads,) size]; cos, sin: [num_tokens, 1, size / 2]"""
+        return norm_and_rotate(self.library, x, self.weight, cos, sin, self.is_offset, self.eps)
+
+
+class CpuApplyRotary(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.library = load_library(dtype)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        if cos.shape[-1] % LANES:
+            return apply_rotary(x, cos, sin)
+        return norm_and_rotate(self.library, x, None, cos, sin)
+
+
+def norm_and_rotate(
+    library: Library,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    is_offset: bool = False,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """x: [num_tokens, (num_heads,) size] -> the same shape; cos, sin: [num_tokens, 1, rotary_dim / 2]"""
+    y = torch.empty(x.shape, dtype=x.dtype)
+    num_heads = x.shape[1] if x.dim() == 3 else 1
+    pointers = (None if t is None else t.data_ptr() for t in (weight, cos, sin))
+    half = 0 if cos is None else cos.shape[-1]
+    sizes = (len(x), num_heads, x.shape[-1], half, x.stride(0))
+    library.rms_norm(x.data_ptr(), *pointers, y.data_ptr(), *sizes, is_offset, eps)
+    return y
+
+
+class CpuGate(nn.Module):
+    """`SiluAndMul` or `GeluAndMul`, whichever it takes the place of."""
+
+    def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = layer
+        self.library = load_library(dtype)
+        self.kind = 1 if isinstance(layer, SiluAndMul) else 2  # `enum gate` of gates.h
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if gate.shape[1] % LANES:
+            return self.layer(gate, up)
+        y = torch.empty(gate.shape, dtype=gate.dtype)
+        pointers = (t.data_ptr() for t in (gate, up, y))
+        self.library.gate_and_mul(*pointers, len(gate), gate.shape[1], gate.stride(0), self.kind)
+        return y
+
+
+def replace_layers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Put the fast twin in the place of every layer that has one for its shape. The model's weights are loaded."""
+    memory = HugePages(sum(packed_bytes(layer.weight) for layer in model.modules() if has_matrix(layer)))
+    put_twins(model, lambda layer: make_twin(layer, dtype, memory))
+    keep_freed_memory()
+
+
+def put_twins(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
+    """In the place of every layer for which `make` has a twin."""
+    twins: dict[nn.Module, nn.Module | None] = {}  # a layer may have two places: tied embeddings
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):  # named_children() leaves out a second name
+            if child is None:
+                continue
+            if child not in twins:
+                twins[child] = make(child)
+                if twins[child] is not None:  # the layer may live on in `twins`, but its weight is not needed twice
+                    child._parameters.clear()
+            if twins[child] is not None:
+                setattr(module, name, twins[child])
+
+
+def has_matrix(layer: nn.Module) -> TypeGuard[Linear | Embedding]:
+    """Whether its weight can be packed, by a twin of its own class."""
+    is_known = type(layer) in (Linear, FusedLinear, Embedding) or is_one(layer, ROUTER, SIGMOID_ROUTER)
+    return isinstance(layer, Linear | Embedding) and is_known and layer.weight.shape[1] % 2 == 0
+
+
+def make_twin(layer: nn.Module, dtype: torch.dtype, memory: HugePages) -> nn.Module | None:
+    if isinstance(layer, SiluAndMul | GeluAndMul):
+        return CpuGate(layer, dtype)
+    if isinstance(layer, ApplyRotary):
+        return CpuApplyRotary(dtype)
+    is_offset = is_one(layer, UNIT_OFFSET_NORM)
+    if isinstance(layer, RMSNorm) and (type(layer) is RMSNorm or is_offset):  # others round elsewhere
+        return None if len(layer.weight) % LANES else CpuRMSNorm(layer.weight, layer.eps, is_offset)
+    if not has_matrix(layer):
+        return None
+    if is_one(layer, SIGMOID_ROUTER):
+        return CpuSigmoidRouter(layer, memory)
+    if is_one(layer, ROUTER):
+        return CpuRouter(layer.weight, None, memory)
+    if isinstance(layer, FusedLinear):
+        return CpuFusedLinear(layer.weight, layer.bias, memory, tuple(layer.parts.values()))
+    if isinstance(layer, Linear):
+        return CpuLinear(layer.weight, layer.bias, memory)
+    return CpuEmbedding(layer.weight, None, memory)

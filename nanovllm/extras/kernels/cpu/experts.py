@@ -1,0 +1,72 @@
+"""A mixture of experts on CPU in one call of C: the twin of `Experts` in `extras/models/moe.py`.
+
+The weights stay where the experts' own twins have packed them; C gets their addresses. `replace_layers` in `layers.py`
+makes the routers; `CpuAttention.replace_layers` calls `fuse_experts` when all layers have their twins.
+"""
+
+from ctypes import Structure, byref, c_long, c_void_p
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from nanovllm.extras.kernels.classes import is_one
+from nanovllm.extras.kernels.cpu.cpu_layers import CpuGate, CpuLinear
+from nanovllm.extras.kernels.cpu.library import LANES, load_library
+
+EXPERTS = "extras.models.moe.Experts"
+
+
+class ExpertsStruct(Structure):
+    """`struct experts` of experts.h"""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        *((name, c_void_p) for name in ("gate_up", "down")),
+        *((name, c_long) for name in ("num_experts", "hidden_size", "intermediate_size", "gate")),
+    ]
+
+
+class CpuExperts(nn.Module):
+    """Does what `experts` does, one expert after another, in one call."""
+
+    def __init__(self, experts: nn.ModuleList, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.experts = experts
+        self.library = load_library(dtype)
+        gate_ups, downs = zip(*(parts_of(expert) for expert in experts), strict=True)
+        addresses = [[part.packed.data_ptr() for part in parts] for parts in (gate_ups, downs)]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64)  # [2, num_experts]
+        down = downs[0]
+        pointers = (row.data_ptr() for row in self.addresses)
+        first: Any = experts[0]
+        sizes = (len(experts), down.out_features, down.in_features, first.activation.kind)
+        self.struct = ExpertsStruct(*pointers, *sizes)
+
+    def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x: [num_tokens, hidden_size]; expert_ids, weights: [num_tokens, top_k] -> as x"""
+        x, expert_ids, weights = x.contiguous(), expert_ids.contiguous(), weights.contiguous()
+        y = torch.empty_like(x)
+        tensors = (x, expert_ids, weights, y)
+        self.library.mixture(byref(self.struct), *(t.data_ptr() for t in tensors), *expert_ids.shape)
+        return y
+
+
+def fuse_experts(model: nn.Module, dtype: torch.dtype) -> None:
+    child: Any
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if is_one(child, EXPERTS) and all(is_fast(expert) for expert in child):
+                setattr(module, name, CpuExperts(child, dtype))
+
+
+def is_fast(expert: nn.Module) -> bool:
+    """Whether every part of it has a twin, and its rows are whole vectors."""
+    parts = parts_of(expert)
+    if not all(isinstance(part, CpuLinear) and part.bias is None and part.other is None for part in parts):
+        return False
+    down = parts[1]
+    return isinstance(expert.activation, CpuGate) and not (down.in_features % LANES or down.out_features % LANES)
+
+
+def parts_of(expert: nn.Module) -> tuple[Any, Any]:
+    return expert.gate_up_proj, expert.down_proj

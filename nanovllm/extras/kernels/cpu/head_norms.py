@@ -1,0 +1,54 @@
+"""Attention that normalises and then rotates each head of the queries and keys: both in one call of C.
+
+For layers that `decoder_layer.py` does not compute as a whole: Qwen3-MoE's and Gemma 3's.
+`CpuAttention.replace_layers` calls `fuse_head_norms` when all layers have their twins.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.extras.kernels.classes import is_one
+from nanovllm.extras.kernels.cpu.cpu_layers import CpuRMSNorm
+from nanovllm.extras.kernels.cpu.library import LANES
+from nanovllm.layers.attention import AttentionMetadata
+
+NORMED_ATTENTION = ("models.qwen3.Qwen3Attention", "extras.models.gemma3.Gemma3Attention")
+
+
+class CpuNormedAttention(nn.Module):
+    """Does what `attention` does, one of the classes above; the rounding is the same."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.head_dim = attention.head_dim
+        self.qkv_proj, self.o_proj = attention.qkv_proj, attention.o_proj
+        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        self.attention = attention.attention
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """x: [num_tokens, hidden_size] -> the same shape"""
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x))  # [num_tokens, heads, head_dim]
+        q, k = self.q_norm(q, cos, sin), self.k_norm(k, cos, sin)
+        return self.o_proj(self.attention(q, k, v, layer_cache, metadata).flatten(1))
+
+
+def fuse_head_norms(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if is_one(child, *NORMED_ATTENTION) and is_fast(child):
+                setattr(module, name, CpuNormedAttention(child))
+
+
+def is_fast(attention: Any) -> bool:
+    """Whether both norms have twins, and the halves of a head are whole vectors."""
+    norms = (attention.q_norm, attention.k_norm)
+    return all(isinstance(norm, CpuRMSNorm) for norm in norms) and attention.head_dim % (2 * LANES) == 0

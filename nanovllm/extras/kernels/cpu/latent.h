@@ -1,0 +1,161 @@
+// Multi-head latent attention (extras/models/latent_attention.py): all heads read one latent for each token, and its first
+// `rank` channels are the values too.
+//
+// A block of the cache is panels of 16 tokens, summed over the latent's channels, as K is in cpu.c. Values would be
+// panels of 16 channels, summed over tokens: they are turned into that layout as they are used, once for ITEM_ROWS rows.
+
+#pragma once
+#include "attention.h"
+#include "linear.h"
+
+// Rows that share the turned values: query tokens times heads, of one sequence.
+#define ITEM_ROWS (4 * ROWS)
+
+// Writes latents: [num_tokens, head_dim] to their slots.
+void store_latents(const element *latents, uint32_t *cache, const int32_t *slot_mapping, long num_tokens, long head_dim) {
+    const long num_words = head_dim / PER_WORD;
+#pragma omp parallel for schedule(static) if (num_tokens * head_dim > 1 << 13)
+    for (long token = 0; token < num_tokens; token++) {
+        const long slot = slot_mapping[token];  // panel slot / 16, lane slot % 16
+        uint32_t *to = cache + slot / LANES * LANES * num_words + slot % LANES;
+        for (long word = 0; word < num_words; word++)
+            memcpy(to + word * LANES, latents + token * head_dim + word * PER_WORD, sizeof(uint32_t));
+    }
+}
+
+// `count` tokens of 16 channels: [words of channels][16 tokens] -> [words of tokens][16 channels], others 0
+static void turn_panel(const uint32_t *from, uint32_t *to, long count) {
+#if PER_WORD == 2
+    for (int token = 0; token < LANES; token += 2)
+        for (int channel = 0; channel < LANES; channel += 2) {
+            const uint32_t *word = from + channel / 2 * LANES + token;
+            const uint32_t first = token < count ? word[0] : 0, second = token + 1 < count ? word[1] : 0;
+            to[token / 2 * LANES + channel] = (first & 0xffff) | second << 16;
+            to[token / 2 * LANES + channel + 1] = first >> 16 | (second & 0xffff0000);
+        }
+#else
+    for (int token = 0; token < LANES; token++)
+        for (int channel = 0; channel < LANES; channel++)
+            to[token * LANES + channel] = token < count ? from[channel * LANES + token] : 0;
+#endif
+}
+
+struct latents {
+    const uint32_t *cache;
+    const int32_t *block_table;  // of one sequence
+    long head_dim, rank, block_size;
+};
+
+// The panel of 16 tokens that begins with `token`.
+static inline const uint32_t *latent_panel(const struct latents *l, long token) {
+    const long slot = l->block_table[token / l->block_size] * l->block_size + token % l->block_size;
+    return l->cache + slot * (l->head_dim / PER_WORD);
+}
+
+// Up to ITEM_ROWS rows of q: [num_rows, head_dim] against all that they see -> out: [num_rows, rank]. `values` has room
+// for WIDTH panels of 16 channels of every slot, `scores` and `weights` for every slot of every row.
+static void attend_item(const struct latents *l, const element *q, element *out, int num_rows, const long *last,
+                        const struct masking *m, float *scores, element *weights, uint32_t *values) {
+    const long num_words = l->head_dim / PER_WORD, num_tokens = last[num_rows - 1];  // no row sees more
+    const long num_slots = (num_tokens + LANES - 1) / LANES * LANES, panel_words = num_slots / PER_WORD * LANES;
+    const long tile = rows_at_a_time(num_rows), width = WIDTH(num_rows), num_groups = (l->rank + LANES - 1) / LANES;
+    _Alignas(64) float sums[ROWS * PANELS * LANES];
+    for (long slot = 0; slot < num_slots; slot += width * LANES) {
+        const long left = (num_slots - slot) / LANES, count = left < width ? left : width;
+        for (long row = 0; row < num_rows; row += tile) {
+            struct product p = {.x = (const uint32_t *)(q + row * l->head_dim), .x_stride = num_words,
+                                .num_words = num_words, .out = scores + row * num_slots + slot, .out_stride = num_slots};
+            for (int i = 0; i < count; i++) {
+                const long next = slot + (width + i) * LANES;
+                p.panels[i] = latent_panel(l, slot + i * LANES);
+                p.next[i] = next < num_slots ? latent_panel(l, next) : p.panels[i];
+            }
+            multiply(&p, num_rows - row < tile ? num_rows - row : tile, count);
+        }
+    }
+    for (int row = 0; row < num_rows; row++) {
+        const long first = last[row] > m->window ? last[row] - m->window : 0;
+        softmax(scores + row * num_slots, weights + row * num_slots, first, last[row], num_slots, m);
+    }
+    for (long group = 0; group < num_groups; group += width) {  // of 16 channels
+        const long count = num_groups - group < width ? num_groups - group : width;
+        for (int i = 0; i < count; i++)
+            for (long slot = 0; slot < num_slots; slot += LANES)
+                turn_panel(latent_panel(l, slot) + (group + i) * LANES / PER_WORD * LANES,
+                           values + i * panel_words + slot / PER_WORD * LANES, num_tokens - slot);
+        for (long row = 0; row < num_rows; row += tile) {
+            struct product p = {.x = (const uint32_t *)(weights + row * num_slots), .x_stride = num_slots / PER_WORD,
+                                .num_words = num_slots / PER_WORD, .out = sums, .out_stride = count * LANES};
+            for (int i = 0; i < count; i++) p.next[i] = p.panels[i] = values + i * panel_words;
+            const int some = num_rows - row < tile ? num_rows - row : tile;
+            multiply(&p, some, count);
+            for (int r = 0; r < some; r++)
+                for (long i = 0; i < count; i++) {
+                    const long channel = (group + i) * LANES, some_channels = l->rank - channel;
+                    store_some(out + (row + r) * l->rank + channel, *(const floats *)(sums + (r * count + i) * LANES),
+                               some_channels < LANES ? some_channels : LANES);
+                }
+        }
+    }
+}
+
+// q: [num_tokens, num_heads, head_dim] -> out: [num_tokens, num_heads, rank]. Each new token attends to its sequence's
+// tokens up to itself, or to `window` of them.
+void attend_latents(const element *q, element *out, const uint32_t *cache, const int32_t *block_tables,
+                    const int32_t *seq_lens, const int32_t *cu_seqlens_q, long num_seqs, long max_num_blocks,
+                    long num_heads, long head_dim, long rank, long block_size, long window, float scale,
+                    float softcap) {
+    const struct masking m = {window, scale, softcap};
+    long num_work = 0, max_len = 0;
+    for (long seq = 0; seq < num_seqs; seq++) {
+        num_work += ((cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]) * num_heads + ITEM_ROWS - 1) / ITEM_ROWS;
+        max_len = seq_lens[seq] > max_len ? seq_lens[seq] : max_len;
+    }
+    struct work *work = malloc(num_work * sizeof *work);
+    num_work = 0;
+    for (int32_t seq = 0; seq < num_seqs; seq++)
+        for (int32_t row = 0; row < (cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]) * num_heads; row += ITEM_ROWS)
+            work[num_work++] = (struct work){.seq = seq, .first_row = row};
+    const size_t max_slots = (max_len + LANES - 1) / LANES * LANES;
+    const size_t slot_bytes = ITEM_ROWS * (sizeof(float) + sizeof(element)) + PANELS * LANES * sizeof(element);
+#pragma omp parallel
+    {
+        float *scores = aligned_alloc(64, max_slots * slot_bytes);
+        element *weights = (element *)(scores + ITEM_ROWS * max_slots);
+        uint32_t *values = (uint32_t *)(weights + ITEM_ROWS * max_slots);
+#pragma omp for schedule(dynamic)
+        for (long i = 0; i < num_work; i++) {
+            const struct work w = work[i];
+            const long num_new = cu_seqlens_q[w.seq + 1] - cu_seqlens_q[w.seq];
+            const long left = num_new * num_heads - w.first_row, first = cu_seqlens_q[w.seq] * num_heads + w.first_row;
+            const int num_rows = left < ITEM_ROWS ? left : ITEM_ROWS;
+            long last[ITEM_ROWS];  // a row sees the tokens before this one
+            for (int row = 0; row < num_rows; row++)
+                last[row] = seq_lens[w.seq] - num_new + (w.first_row + row) / num_heads + 1;
+            const struct latents l = {cache, block_tables + w.seq * max_num_blocks, head_dim, rank, block_size};
+            attend_item(&l, q + first * head_dim, out + first * rank, num_rows, last, &m, scores, weights, values);
+        }
+        free(scores);
+        release_tiles();
+    }
+    free(work);
+}
+
+// A product for each head: x: [num_heads, m, k] -> y: [num_heads, m, n], weight: as `linear` takes it, one after another
+void head_linear(const element *x, const uint32_t *weight, element *y, long num_heads, long m, long n, long k) {
+    const long num_panels = (n + LANES - 1) / LANES, num_words = k / PER_WORD, block = ROW_BLOCK(num_words);
+#pragma omp parallel
+    {
+#pragma omp for schedule(static)
+        for (long head = 0; head < num_heads; head++) {
+            const struct matrix out = {.values = y + head * m * n, .num_columns = n};
+            const uint32_t *rows = (const uint32_t *)(x + head * m * k);
+            const uint32_t *head_weight = weight + head * num_panels * num_words * LANES;
+            for (long first = 0; first < m; first += block)
+                for (long panel = 0; panel < num_panels; panel += 2)
+                    multiply_rows(rows, head_weight, &out, first, m - first < block ? m : first + block, panel,
+                                  num_words, num_panels - panel < 2 ? 1 : 2, 2);
+        }
+        release_tiles();
+    }
+}

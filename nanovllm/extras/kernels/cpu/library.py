@@ -1,0 +1,233 @@
+"""`cpu.c` as a library: compiled on first use, for this processor and one dtype, and kept in the user's cache folder.
+
+`quantised.c` is another, for models whose weights have 8 or 4 bits, and `int8_kv.c` a third, for K and V of 8 bits.
+
+It takes some seconds and a C compiler (`toolchain.py`). Without one, `load_library` says why, and the engine runs the
+PyTorch layers. Where the cache folder cannot be used, every process compiles for itself.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from ctypes import c_float, c_int, c_long, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.extras.kernels.cpu.toolchain import (
+    SYSTEMS,
+    cpu_flags,
+    describe_processor,
+    find_compiler,
+    flags,
+    loaded_openmp,
+    offer_openmp,
+    openmp_of_torch,
+)
+from nanovllm.extras.models.masking import AttentionOptions
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("cpu.c")
+QUANTISED = SOURCE.with_name("quantised.c")  # a library of its own, as is
+INT8_KV = SOURCE.with_name("int8_kv.c")
+HEADERS = sorted(SOURCE.parent.glob("*.h"))
+LANES = 16  # floats in a vector, columns in a panel
+FLAGS = flags(platform.system(), platform.machine())
+DTYPES = (torch.bfloat16, torch.float32)
+LONG_MAX = (1 << 63) - 1
+
+FUNCTIONS_OF_LAYERS = {  # pointers, then sizes, then the rest
+    "linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
+    "store_kv": [c_void_p] * 5 + [c_long] * 6,
+    "attend": [c_void_p] * 7 + [c_long] * 8 + [c_float] * 2,
+    "rms_norm": [c_void_p] * 5 + [c_long] * 5 + [c_int, c_float],
+    "gated_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
+    "gate_and_mul": [c_void_p] * 3 + [c_long] * 3 + [c_int],
+    "argmax": [c_void_p] * 2 + [c_long] * 2,
+    "decoder_layer": [c_void_p] * 5,
+    "mixture": [c_void_p] * 5 + [c_long] * 2,
+    "sigmoid": [c_void_p, c_long],
+    "store_latents": [c_void_p] * 3 + [c_long] * 2,
+    "attend_latents": [c_void_p] * 6 + [c_long] * 7 + [c_float] * 2,
+    "head_linear": [c_void_p] * 3 + [c_long] * 4,
+    "all_reduce": [c_void_p] * 2 + [c_long],
+    "broadcast": [c_void_p] * 2 + [c_long],
+    "gather": [c_void_p] * 3 + [c_long] * 2,
+    "abort_ranks": [c_void_p],
+}
+FUNCTIONS_OF_QUANTISED = {
+    "quantised_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
+    "quantised_gated_linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
+    "quantised_rows": [c_void_p] * 3 + [c_long] * 2,
+}
+FUNCTIONS: dict[Path, dict[str, Any]] = {
+    SOURCE: FUNCTIONS_OF_LAYERS,
+    QUANTISED: FUNCTIONS_OF_QUANTISED,
+    INT8_KV: {name: FUNCTIONS_OF_LAYERS[name] for name in ("store_kv", "attend")},
+}
+CAN_FAIL = ("decoder_layer", "all_reduce", "broadcast", "gather")  # return 1 if the ranks were aborted
+
+
+class NoLibraryError(RuntimeError):
+    """Why `cpu.c` cannot be used here."""
+
+
+class CacheError(RuntimeError):
+    """Why the cache folder is not to be used."""
+
+
+class Library(ctypes.CDLL):
+    """`cpu.c`, `quantised.c` or `int8_kv.c`, compiled."""
+
+    def __init__(self, path: Path, source: Path, why_no_tiles: str | None) -> None:
+        super().__init__(str(path))
+        for name, argtypes in FUNCTIONS[source].items():
+            getattr(self, name).argtypes = argtypes
+            getattr(self, name).restype = c_int if name in CAN_FAIL else None
+        self.instructions.restype = ctypes.c_char_p
+        self.element_bytes.restype = c_long
+        self.dtype = next(dtype for dtype in DTYPES if dtype.itemsize == self.element_bytes())
+        name = self.instructions().decode()
+        self.description = f"{name} (no AMX: {why_no_tiles})" if why_no_tiles else name
+
+
+@functools.cache
+def load_library(dtype: torch.dtype, source: Path = SOURCE) -> Library:
+    """`source`, compiled for `dtype`. NoLibraryError if that is not possible."""
+    if dtype not in DTYPES:
+        raise NoLibraryError(f"the CPU kernels know bfloat16 and float32, not {dtype}")
+    system = platform.system()
+    if system not in SYSTEMS:
+        raise NoLibraryError(f"the CPU kernels are for {' and '.join(SYSTEMS)}, not for {system}")
+    compiler = find_compiler(system)
+    if not compiler:
+        raise NoLibraryError("there is no C compiler (cc, gcc, clang or $CC) on this machine")
+    command = [*shlex.split(compiler), *FLAGS, *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
+    if source == INT8_KV or (source == SOURCE and dtype != torch.bfloat16):  # which do not use tiles
+        return compile_and_load(command, source)
+    if not has_tiles():
+        return compile_and_load(command, source, why_no_tiles_are_shown())
+    reason = ask_for_tiles()
+    if not reason:
+        try:
+            return compile_and_load([*command, "-DAMX"], source)
+        except NoLibraryError:  # if that has another cause, it comes back
+            reason = f"{command[0]} cannot compile it"
+    return compile_and_load(command, source, reason)
+
+
+def masking(options: AttentionOptions, default_scale: float) -> tuple[int, float, float]:
+    """`struct masking` of cpu.c: (window, scale, softcap)"""
+    window = LONG_MAX if options.window is None else options.window
+    return window, default_scale if options.scale is None else options.scale, options.softcap or 0.0
+
+
+def compile_and_load(command: list[str], source: Path, why_no_tiles: str | None = None) -> Library:
+    """From the cache folder; where that is not possible, from a private folder that does not outlive the call."""
+    on_mac = platform.system() == "Darwin"
+    command = [*command, str(source), *([] if on_mac else openmp_of_torch()), "-lm"]
+    try:
+        if on_mac:
+            offer_openmp()
+        name = f"{source.stem}-{fingerprint(command, source)}.so"
+        try:
+            path = compile_in(cache_folder(), name, command)
+            library = Library(path, source, why_no_tiles)
+        except (OSError, CacheError) as error:  # foreign, read-only, without the right to execute, no home, ...
+            logger.warning("the CPU kernels are compiled for this process only: %s", error)
+            with tempfile.TemporaryDirectory(prefix="nanovllm-") as folder:
+                path = compile_in(Path(folder), name, command)
+                library = Library(path, source, why_no_tiles)
+    except OSError as error:  # a compiler that is not there, no folder at all, ...
+        raise NoLibraryError(f"{source.name} could not be compiled and loaded: {error}") from error
+    warn_of_a_second_pool()
+    return library
+
+
+def compile_in(folder: Path, name: str, command: list[str]) -> Path:
+    if not (folder / name).is_file():
+        compile_to(folder / name, command)
+    return folder / name
+
+
+@functools.cache
+def warn_of_a_second_pool() -> None:
+    """Once: clang's OpenMP beside PyTorch's, for example."""
+    maps = Path("/proc/self/maps")
+    found = loaded_openmp(maps.read_text(encoding="utf-8", errors="replace")) if maps.exists() else []
+    if len(found) > 1:
+        text = "%s keep a pool of threads each, which wait for each other's cores; CC=gcc uses one pool"
+        logger.warning(text, " and ".join(found))
+
+
+def has_tiles() -> bool:
+    """Whether the processor has AMX, for bfloat16 and bytes, and neither Linux nor a hypervisor hides it."""
+    return {"amx_tile", "amx_bf16", "amx_int8"} <= set(cpu_flags())
+
+
+def why_no_tiles_are_shown() -> str | None:
+    """Intel's servers have AVX-512 FP16 and AMX together: if only the first is shown, something hides AMX."""
+    return "Linux shows no amx_tile and amx_bf16" if "avx512_fp16" in cpu_flags() else None
+
+
+def ask_for_tiles(feature: int = 18) -> str | None:
+    """Why this process may not use AMX. Linux requires permission: tile state is expensive to save on a context switch.
+
+    `feature` is XFEATURE_XTILE_DATA of Linux's <asm/fpu/types.h>."""
+    arch_prctl, arch_req_xcomp_perm = 158, 0x1023  # of <asm/unistd_64.h>, <asm/prctl.h>
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(c_long(arch_prctl), c_long(arch_req_xcomp_perm), c_long(feature)) == 0:
+        return None
+    return f"Linux does not allow it: {os.strerror(ctypes.get_errno())}"
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep what one step frees for the next: fresh memory is cleared page by page, a tenth of a prefill.
+
+    Called when the weights lie where they stay. What is as large as a KV cache still comes fresh, and untouched."""
+    m_trim_threshold, m_mmap_threshold = -1, -3  # of <malloc.h>
+    if platform.system() == "Linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(m_mmap_threshold, 1 << 28)
+        libc.mallopt(m_trim_threshold, (1 << 31) - 1)
+
+
+def cache_folder() -> Path:
+    """Only its owner may write into it: the engine runs the code that lies there. OSError or CacheError if not."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:  # a user without an entry, as in some containers
+        raise CacheError(f"{error} Set HOME or XDG_CACHE_HOME.") from error
+    folder = Path(base) / "nanovllm"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+        raise CacheError(f"others than you can write into {folder}: chmod 700 it, or set XDG_CACHE_HOME")
+    return folder
+
+
+def fingerprint(command: list[str], source: Path) -> str:
+    """Changes with the source, the command, the compiler and the processor."""
+    version = subprocess.run([command[0], "--version"], capture_output=True).stdout
+    sources = [path.read_bytes() for path in (source, *HEADERS)]
+    processor = describe_processor(platform.system()).encode()
+    parts = [*sources, "\0".join(command).encode(), version, processor]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def compile_to(path: Path, command: list[str]) -> None:
+    """Two processes may compile at once: each writes a file of its own, and the last to finish takes the name."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        target = Path(folder) / path.name
+        run = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True)
+        if run.returncode:
+            raise NoLibraryError(
+                f"{command[0]} could not compile {path.stem.partition('-')[0]}.c: {run.stderr.strip()[:500]}"
+            )
+        os.replace(target, path)

@@ -1,0 +1,214 @@
+// The ranks of one engine on one machine: processes that add and exchange tensors in memory that they share.
+//
+// Each rank has a post and two buffers there. A tensor goes through them in chunks of at most `buffer_bytes`, one round
+// for each chunk, in which every rank
+//
+//     1. copies its chunk to its buffer round % 2
+//     2. arrives: writes `round` to its post
+//     3. waits until all others have arrived in this round
+//     4. reads the buffers of the others.
+//
+// Why two buffers suffice: a rank overwrites the buffer of round i in round i + 2, after all have arrived in round i + 1,
+// and each of them had read its last of round i before it arrived there.
+//
+// The only atomics are in `arrive` and `wait_for`. What a rank has written before it arrives (release) is seen by all that
+// see it arrive (acquire).
+
+#pragma once
+#include <sched.h>
+#include <time.h>
+#include "vectors.h"
+#ifdef __linux__
+#include <errno.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define FUTEX_WAIT 0  // of <linux/futex.h>
+#define FUTEX_WAKE 1
+#define PIDFD_OPEN 434  // of <asm/unistd.h>, the same on all processors
+#endif
+
+struct post {
+    _Alignas(128) uint32_t round;  // the last in which its rank has arrived; a futex
+    uint32_t num_sleepers;         // ranks that wait for it in the kernel
+    int32_t pid;                   // of its process; 0: not there yet
+    uint32_t is_aborted;           // in the post of rank 0 only
+};
+
+// One rank's own; the first two are in shared memory.
+struct ranks {
+    struct post *posts;   // [size]
+    char *buffers;        // [size][2][buffer_bytes]
+    long rank, size, buffer_bytes, spin_ns;
+    uint32_t round;       // may overflow: rounds are compared by their difference
+};
+
+// ---- waiting
+
+#define LOOK_AGAIN_NS 100000000  // a rank that sleeps looks so often whether its peer lives
+
+static inline void pause_briefly(void) {
+#if defined __x86_64__
+    __builtin_ia32_pause();
+#elif defined __aarch64__
+    __asm__ volatile("isb");  // `yield` does nothing on most of them
+#endif
+}
+
+static inline long now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000L + now.tv_nsec;
+}
+
+static inline bool has_arrived(const struct post *post, uint32_t round) {
+    return (int32_t)(__atomic_load_n(&post->round, __ATOMIC_ACQUIRE) - round) >= 0;
+}
+
+static inline bool is_aborted(const struct ranks *r) { return __atomic_load_n(&r->posts->is_aborted, __ATOMIC_ACQUIRE); }
+
+#ifdef __linux__
+static inline void wake(struct post *post) { syscall(SYS_futex, &post->round, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
+
+// Until `round` is not `seen` any more, or LOOK_AGAIN_NS. -> whether the time is over
+static inline bool sleep_on(struct post *post, uint32_t seen) {
+    const struct timespec timeout = {.tv_nsec = LOOK_AGAIN_NS};
+    return syscall(SYS_futex, &post->round, FUTEX_WAIT, seen, &timeout, NULL, 0) && errno == ETIMEDOUT;
+}
+
+// Whether the process has ended. A zombie has: `kill` alone would find it as long as nobody has waited for it.
+static bool has_ended(int32_t pid) {
+    if (!pid) return false;
+    const int fd = syscall(PIDFD_OPEN, pid, 0);
+    if (fd < 0) return errno == ESRCH || (kill(pid, 0) && errno == ESRCH);
+    struct pollfd ended = {.fd = fd, .events = POLLIN};
+    const bool result = poll(&ended, 1, 0) > 0;
+    close(fd);
+    return result;
+}
+#else  // cpu.c compiles, and ranks speak through Gloo (extras/parallel/meeting.py)
+static inline void wake(struct post *post) { (void)post; }
+static inline bool sleep_on(struct post *post, uint32_t seen) { return (void)post, (void)seen, true; }
+static bool has_ended(int32_t pid) { return (void)pid, true; }
+#endif
+
+// Every rank's waits and later calls fail.
+void abort_ranks(struct ranks *r) {
+    __atomic_store_n(&r->posts->is_aborted, 1, __ATOMIC_SEQ_CST);
+    for (long rank = 0; rank < r->size; rank++) wake(&r->posts[rank]);
+}
+
+// Whether a peer has ended without arriving in this round.
+static bool has_lost_one(const struct ranks *r) {
+    for (long rank = 0; rank < r->size; rank++)
+        if (rank != r->rank && has_ended(r->posts[rank].pid) && !has_arrived(&r->posts[rank], r->round)) return true;
+    return false;
+}
+
+static inline void arrive(struct ranks *r) {
+    struct post *own = &r->posts[r->rank];
+    // Sequentially consistent, as are both of a sleeper: either a sleeper is seen here, or it sees this round.
+    __atomic_store_n(&own->round, r->round, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&own->num_sleepers, __ATOMIC_SEQ_CST)) wake(own);
+}
+
+static void sleep_until_arrived(struct ranks *r, struct post *peer) {
+    __atomic_add_fetch(&peer->num_sleepers, 1, __ATOMIC_SEQ_CST);
+    for (;;) {
+        const uint32_t seen = __atomic_load_n(&peer->round, __ATOMIC_SEQ_CST);
+        if ((int32_t)(seen - r->round) >= 0 || is_aborted(r)) break;
+        if (sleep_on(peer, seen) && has_lost_one(r)) abort_ranks(r);
+    }
+    __atomic_sub_fetch(&peer->num_sleepers, 1, __ATOMIC_SEQ_CST);
+}
+
+// -> whether the peer has arrived: not if the ranks are aborted
+static bool wait_for(struct ranks *r, struct post *peer) {
+    if (has_arrived(peer, r->round)) return true;
+    const long end = r->spin_ns ? now_ns() + r->spin_ns : 0;
+    while (r->spin_ns && now_ns() < end) {
+        for (int i = 0; i < 16; i++) {
+            if (has_arrived(peer, r->round)) return true;
+            pause_briefly();
+        }
+        sched_yield();  // the peer may be waiting for this very core
+    }
+    sleep_until_arrived(r, peer);
+    return has_arrived(peer, r->round);
+}
+
+// ---- one round
+
+// Of this round.
+static inline char *buffer(const struct ranks *r, long rank) {
+    return r->buffers + (rank * 2 + r->round % 2) * r->buffer_bytes;
+}
+
+static void copy(char *to, const char *from, long num_bytes) {
+    const long piece = 1 << 15;
+#pragma omp parallel for schedule(static) if (num_bytes > piece)
+    for (long start = 0; start < num_bytes; start += piece)
+        memcpy(to + start, from + start, num_bytes - start < piece ? num_bytes - start : piece);
+}
+
+// Steps 1 to 3; x: num_bytes, or NULL where the others need nothing of this rank. -> whether all have arrived
+static bool exchange(struct ranks *r, const void *x, long num_bytes) {
+    if (is_aborted(r)) return false;
+    r->round++;
+    if (x) copy(buffer(r, r->rank), x, num_bytes);
+    arrive(r);
+    for (long rank = 0; rank < r->size; rank++)
+        if (rank != r->rank && !wait_for(r, &r->posts[rank])) return false;
+    return true;
+}
+
+// x: [count] = the sum of the buffers in float32, in the order of ranks, rounded once
+static void add_buffers(const struct ranks *r, element *x, long count) {
+#pragma omp parallel for schedule(static) if (count > 1 << 13)
+    for (long i = 0; i < count; i += LANES) {
+        floats sum = load((const element *)buffer(r, 0) + i);
+        for (long rank = 1; rank < r->size; rank++) sum += load((const element *)buffer(r, rank) + i);
+        store_some(x + i, sum, count - i < LANES ? count - i : LANES);
+    }
+}
+
+// ---- collectives: every rank calls the same, in the same order, with the same sizes. -> 0, or 1 if they were aborted
+
+// x: [count], changed in place to the sum over all ranks
+int all_reduce(struct ranks *r, element *x, long count) {
+    const long most = r->buffer_bytes / sizeof(element);
+    for (long start = 0; start < count; start += most) {
+        const long part = count - start < most ? count - start : most;
+        if (!exchange(r, x + start, part * sizeof(element))) return 1;
+        add_buffers(r, x + start, part);
+    }
+    return 0;
+}
+
+// x: [num_bytes], changed in place to the contents on rank 0
+int broadcast(struct ranks *r, char *x, long num_bytes) {
+    for (long start = 0; start < num_bytes; start += r->buffer_bytes) {
+        const long part = num_bytes - start < r->buffer_bytes ? num_bytes - start : r->buffer_bytes;
+        if (!exchange(r, r->rank ? NULL : x + start, part)) return 1;
+        if (r->rank) copy(x + start, buffer(r, 0), part);
+    }
+    return 0;
+}
+
+// x: [num_rows, row_bytes] -> y: [num_rows, size, row_bytes]; y may be NULL, where nothing is wanted
+int gather(struct ranks *r, const char *x, char *y, long num_rows, long row_bytes) {
+    const long num_bytes = num_rows * row_bytes;
+    for (long start = 0; start < num_bytes; start += r->buffer_bytes) {
+        const long end = num_bytes - start < r->buffer_bytes ? num_bytes : start + r->buffer_bytes;
+        if (!exchange(r, x + start, end - start)) return 1;
+        for (long rank = 0; y && rank < r->size; rank++)
+            for (long from = start, to; from < end; from = to) {  // a row, or what the chunk has of it
+                const long row = from / row_bytes, column = from % row_bytes;
+                to = (row + 1) * row_bytes < end ? (row + 1) * row_bytes : end;
+                copy(y + (row * r->size + rank) * row_bytes + column, buffer(r, rank) + from - start, to - from);
+            }
+    }
+    return 0;
+}

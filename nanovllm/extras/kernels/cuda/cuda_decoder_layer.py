@@ -1,0 +1,187 @@
+"""A whole decoder layer on CUDA in nine launches: four matrix products, attention, and four small kernels.
+
+For up to 16 tokens the products also do the work of three of these kernels (`few_tokens.py`): six launches. Where
+attention splits long contexts, one more launch joins the parts. Quantised products (`quantised.py`) take two launches.
+
+Twins of the layers in `dense_layers.py`, of norms and of the rotary angles, with the same signatures. In PyTorch each
+operation between two products reads and writes the activations; here one kernel does all of them. Rounding is that of
+the PyTorch layers, except for the residual, which is added to the sums of a product before these are rounded: a layer
+rounds twice less.
+
+The attention backends for CUDA call `replace_layers` when the weights are loaded; the model file knows nothing of it.
+"""
+
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.extras.kernels.cuda import few_tokens
+from nanovllm.extras.kernels.cuda.activation import silu_and_mul
+from nanovllm.extras.kernels.cuda.norm_kernels import norm_rotary_store, rms_norm
+from nanovllm.extras.kernels.cuda.quantised_layers import TritonQuantisedLinear, replace_quantised
+from nanovllm.extras.kernels.dense_layers import DenseParts, dense_parts
+from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.layers.backends import AttentionBackend
+from nanovllm.layers.linear import Linear
+from nanovllm.layers.mlp import SiluAndMul
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import Rotary
+
+Product: TypeAlias = Linear | TritonQuantisedLinear
+MAX_SIZE = 1 << 15  # of a row that one program normalises: what its registers hold
+
+
+class TritonDecoderLayer(nn.Module):
+    """Has the weights of the layer whose place it takes. `k_scale` and `v_scale` are those of an fp8 cache."""
+
+    def __init__(
+        self, parts: DenseParts, backend: AttentionBackend, k_scale: float = 1.0, v_scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.input_norm = parts.input_norm
+        self.qkv_proj = parts.qkv_proj
+        self.q_norm = parts.q_norm
+        self.k_norm = parts.k_norm
+        self.options = parts.options
+        self.o_proj = parts.o_proj
+        self.post_attention_norm = parts.post_attention_norm
+        self.gate_up_proj = parts.gate_up_proj
+        self.down_proj = parts.down_proj
+        self.backend = backend
+        self.k_scale = k_scale
+        self.v_scale = v_scale
+        self.communicator: Any = None
+
+    def join(self, communicator: Any) -> bool:
+        """Sum each half's product over the ranks of `communicator` (`parallel/`)."""
+        self.communicator = communicator
+        return True
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """x: [num_tokens, hidden_size] -> the same tensor, changed in place
+
+        No other code reads the old x: it comes from the embedding, which makes a new tensor, or from the layer before.
+        """
+        qkv = norm_linear(x, self.input_norm, self.qkv_proj)  # [num_tokens, (num_heads + 2 * num_kv_heads) * …]
+        q = norm_rotary_store(
+            qkv,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.input_norm.eps,
+            cos,
+            sin,
+            layer_cache,
+            metadata.slot_mapping,
+            self.k_scale,
+            self.v_scale,
+        )
+        out = self.backend.attend(q, layer_cache, metadata, *self.options)  # [num_tokens, num_heads, head_dim]
+        self.add_product(x, out.flatten(1), self.o_proj)
+        z = norm_gate_up(x, self.post_attention_norm, self.gate_up_proj)  # [num_tokens, intermediate_size]
+        self.add_product(x, z, self.down_proj)
+        return x
+
+    def add_product(self, x: torch.Tensor, y: torch.Tensor, linear: Product) -> None:
+        """x += linear(y), in place; of several ranks, each has a part of the sum"""
+        if self.communicator is None:
+            add_linear(x, y, linear)
+        else:
+            x += self.communicator.all_reduce(product(y, linear))
+
+
+def product(x: torch.Tensor, linear: Product) -> torch.Tensor:
+    if isinstance(linear, TritonQuantisedLinear):
+        return linear.product(x)
+    return F.linear(x, linear.weight, linear.bias)
+
+
+def is_few(x: torch.Tensor) -> bool:
+    """Whether the products of `few_tokens.py` take x; the same in every replay of a CUDA graph."""
+    return len(x) <= few_tokens.MAX_TOKENS and few_tokens.takes(x.shape[1])
+
+
+def norm_linear(x: torch.Tensor, norm: RMSNorm, linear: Product) -> torch.Tensor:
+    if isinstance(linear, Linear) and is_few(x):
+        return few_tokens.norm_linear(x, norm.weight, norm.eps, linear.weight, linear.bias)
+    return product(rms_norm(x, norm.weight, norm.eps), linear)
+
+
+def norm_gate_up(x: torch.Tensor, norm: RMSNorm, linear: Product) -> torch.Tensor:
+    """linear: gates, then ups"""
+    if isinstance(linear, Linear) and is_few(x) and linear.bias is None:
+        return few_tokens.norm_gate_up(x, norm.weight, norm.eps, linear.weight)
+    return silu_and_mul(product(rms_norm(x, norm.weight, norm.eps), linear))
+
+
+def add_linear(x: torch.Tensor, y: torch.Tensor, linear: Product) -> None:
+    """x += linear(y), in place: the product's last step adds what is there already, instead of a kernel of its own."""
+    if isinstance(linear, TritonQuantisedLinear):
+        x += linear.product(y)
+        return
+    if is_few(y):
+        few_tokens.add_linear(x, y, linear.weight, linear.bias)
+        return
+    x.addmm_(y, linear.weight.t())
+    if linear.bias is not None:
+        x.add_(linear.bias)
+
+
+class TritonRMSNorm(nn.Module):
+    def __init__(self, norm: RMSNorm) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self.eps = norm.eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., size] -> the same shape, contiguous"""
+        return rms_norm(x.flatten(0, -2), self.weight, self.eps).view(x.shape)
+
+
+class RotaryTable(nn.Module):
+    """The cosines and sines of all positions, computed once by the layer whose place it takes."""
+
+    table: torch.Tensor  # [num_positions, head_dim]: cosines, then sines, of half the length each
+
+    def __init__(self, rotary: Rotary, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        cos_sin = rotary(torch.arange(num_positions, device=device), dtype)
+        self.register_buffer("table", torch.cat(cos_sin, dim=-1)[:, 0])
+
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions: [num_tokens] int -> two of [num_tokens, 1, head_dim / 2]"""
+        assert dtype == self.table.dtype
+        cos, sin = self.table.index_select(0, positions)[:, None].chunk(2, dim=-1)
+        return cos, sin
+
+
+def replace_layers(model: nn.Module, backend: AttentionBackend, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
+    """Replace every layer that has a twin for its shape. The model's weights must be loaded."""
+    replace_quantised(model)
+    weight = next(model.parameters())
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            parts = dense_parts(child)
+            if parts is not None and has_twin(parts, backend):
+                setattr(module, name, TritonDecoderLayer(parts, backend, k_scale, v_scale))
+            elif isinstance(child, Rotary):
+                setattr(module, name, RotaryTable(child, child.max_len, weight.dtype, weight.device))
+            elif type(child) is RMSNorm and len(child.weight) <= MAX_SIZE:
+                setattr(module, name, TritonRMSNorm(child))
+
+
+def has_twin(parts: DenseParts, backend: AttentionBackend) -> bool:
+    """Triton's blocks are powers of two: rows are padded to one, but the halves of heads must be powers of two."""
+    if not isinstance(parts.activation, SiluAndMul) or parts.is_partly_rotated:
+        return False
+    head_dim = backend.head_dim
+    fits = len(parts.input_norm.weight) <= MAX_SIZE and 2 <= head_dim <= 1024
+    return fits and head_dim & (head_dim - 1) == 0

@@ -1,0 +1,216 @@
+"""Matrix products with weights of 8 or 4 bits: what `extras/quantization/quantised_linear.py` defines, with the same bits.
+
+    round_rows    x to 8 bits, by row and group of inputs, as the definition does
+    multiply      x @ weight.T, of x as `round_rows` returns it
+
+Sums over a group are those of integers: exact, whatever the tile. Groups are added in their order, and each operation
+rounds as in PyTorch (`enable_fp_fusion=False`). So a token has the same bits in every batch.
+
+A thread reads 16 bytes of weights at a time: numbers of 8 bits with a sign, or two of 4 bits in a byte, that of input
+2 i below that of input 2 i + 1. Zeros fill each row up to whole groups. Called by `quantised_layers.py`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.extras.kernels.cuda.kernel_launch import Launch
+
+SMALLEST = 1e-30  # a group of x whose magnitudes are all below is zero: 127 / x could be infinite
+FEW_ROWS = 16  # the tensor cores take so many at least
+GROUPS_AT_ONCE = 8  # that one program rounds
+ROUNDING = tl.constexpr(12_582_912.0)  # 1.5 * 2**23: between it and its double, floats are the whole numbers
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """weight[o, i] = scales[g, o] * (q[o, i] + offsets[g, o]), where g is the group of input i, or always 0."""
+
+    q: torch.Tensor  # 8 bits: [num_outputs, padded inputs] int8; 4 bits: [num_outputs, padded inputs / 2] uint8
+    scales: torch.Tensor  # [num_groups or 1, num_outputs] float32
+    offsets: torch.Tensor | None  # as scales, int32; None: all are `offset`
+    offset: int
+    num_inputs: int
+    group_size: int
+    bits: int
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.num_inputs // self.group_size)
+
+
+def pack(q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group_size: int) -> PackedWeight:
+    """q: [num_outputs, num_inputs] uint8; scales, zeros: [num_outputs, num_groups or 1]; of the definition"""
+    num_inputs = q.shape[1]
+    if bits == 8:  # as the tensor cores take it: with a sign
+        stored, shift = (q.short() - 128).to(torch.int8), 128
+    else:
+        stored, shift = q, 0
+    stored = torch.nn.functional.pad(stored, (0, -num_inputs % group_size))
+    if bits == 4:
+        stored = stored[:, 0::2] | stored[:, 1::2] << 4
+    offsets = None if zeros is None else (shift - zeros.int()).t().contiguous()
+    half = 1 << (bits - 1)
+    return PackedWeight(
+        stored.contiguous(), scales.t().contiguous(), offsets, shift - half, num_inputs, group_size, bits
+    )
+
+
+# ---- x in 8 bits
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def round_rows_kernel(
+    q_ptr,  # [num_tokens, num_groups * GROUP] int8
+    scales_ptr,  # [num_tokens, num_groups]
+    sums_ptr,  # [num_tokens, num_groups]
+    x_ptr,  # [num_tokens, num_inputs]
+    num_inputs,
+    num_groups,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SMALLEST: tl.constexpr,
+):
+    """Grid: (num_tokens, num_groups / GROUPS), rounded up."""
+    token = tl.program_id(0).to(tl.int64)
+    groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    inputs = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [GROUPS, GROUP]
+    x = tl.load(x_ptr + token * num_inputs + inputs, mask=inputs < num_inputs, other=0.0).to(tl.float32)
+    # as integers, magnitudes are in the order of the floats, and a NaN is above all
+    magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    most = tl.max(magnitudes, 1).to(tl.float32, bitcast=True)
+    most_of_8_bits = tl.full([GROUPS], 127.0, tl.float32)
+    inverse = tl.where(most >= SMALLEST, tl.div_rn(most_of_8_bits, tl.maximum(most, SMALLEST)), 0.0)
+    scaled = x * inverse[:, None]
+    nearest = tl.where(scaled == scaled, (scaled + ROUNDING) - ROUNDING, 0.0)  # ties to even
+    q = nearest.to(tl.int32)
+    is_group = groups < num_groups
+    tl.store(q_ptr + token * (num_groups * GROUP) + inputs, q.to(tl.int8), mask=is_group[:, None])
+    places = token * num_groups + groups
+    tl.store(scales_ptr + places, tl.div_rn(most, most_of_8_bits), mask=is_group)
+    tl.store(sums_ptr + places, tl.sum(q, 1), mask=is_group)
+
+
+def round_rows(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x: [num_tokens, num_inputs] -> q: int8, with zeros up to whole groups; scales, sums: [num_tokens, num_groups]"""
+    assert x.is_contiguous()
+    num_tokens, num_inputs = x.shape
+    num_groups = -(-num_inputs // group_size)
+    q = torch.empty(num_tokens, num_groups * group_size, dtype=torch.int8, device=x.device)
+    scales = torch.empty(num_tokens, num_groups, dtype=torch.float32, device=x.device)
+    sums = torch.empty(num_tokens, num_groups, dtype=torch.int32, device=x.device)
+    with torch.cuda.device_of(x):
+        round_rows_kernel[(num_tokens, -(-num_groups // GROUPS_AT_ONCE))](
+            q,
+            scales,
+            sums,
+            x,
+            num_inputs,
+            num_groups,
+            GROUP=group_size,
+            GROUPS=GROUPS_AT_ONCE,
+            SMALLEST=SMALLEST,
+            enable_fp_fusion=False,
+        )
+    return q, scales, sums
+
+
+# ---- the product
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_groups"])
+def quantised_linear_kernel(
+    out_ptr,  # [num_tokens, num_outputs]
+    q_ptr,  # [num_tokens, num_groups * GROUP] int8
+    x_scales_ptr,  # [num_tokens, num_groups]
+    x_sums_ptr,  # [num_tokens, num_groups]
+    weight_ptr,  # [num_outputs, num_groups * GROUP] int8, or half as many bytes
+    scales_ptr,  # [num_groups or 1, num_outputs]
+    offsets_ptr,  # the same, only read if HAS_OFFSETS
+    bias_ptr,  # [num_outputs], only read if HAS_BIAS
+    num_tokens,
+    num_outputs,
+    num_groups,
+    GROUP: tl.constexpr,
+    OFFSET: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_INT4: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    """Grid: (num_outputs / OUTPUTS, num_tokens / ROWS), rounded up. A group of inputs at a time."""
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    is_row, is_output = rows < num_tokens, outputs < num_outputs
+    num_bytes: tl.constexpr = GROUP // 2 if IS_INT4 else GROUP  # of a group
+    x_places = rows.to(tl.int64)[:, None] * (num_groups * GROUP) + tl.arange(0, GROUP)[None, :]  # [ROWS, GROUP]
+    weight_places = outputs.to(tl.int64)[:, None] * (num_groups * num_bytes) + tl.arange(0, num_bytes)[None, :]
+    of_rows = rows.to(tl.int64) * num_groups
+    acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for group in range(num_groups):
+        weight = tl.load(weight_ptr + weight_places + group * num_bytes, mask=is_output[:, None], other=0)
+        if IS_INT4:
+            weight = tl.interleave((weight & 15).to(tl.int8), (weight >> 4).to(tl.int8))  # [OUTPUTS, GROUP]
+        q = tl.load(q_ptr + x_places + group * GROUP, mask=is_row[:, None], other=0)
+        sums = tl.dot(q, tl.trans(weight), out_dtype=tl.int32)
+        own = group * num_outputs if HAS_GROUPS else 0
+        if HAS_OFFSETS:
+            offsets = tl.load(offsets_ptr + own + outputs, mask=is_output, other=0)
+            sums += tl.load(x_sums_ptr + of_rows + group, mask=is_row, other=0)[:, None] * offsets[None, :]
+        elif OFFSET:
+            sums += tl.load(x_sums_ptr + of_rows + group, mask=is_row, other=0)[:, None] * OFFSET
+        x_scales = tl.load(x_scales_ptr + of_rows + group, mask=is_row, other=0.0)
+        scales = tl.load(scales_ptr + own + outputs, mask=is_output, other=0.0)
+        acc += sums.to(tl.float32) * (x_scales[:, None] * scales[None, :])
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    places = rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
+    tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+def choose_launch(num_tokens: int) -> Launch:
+    """`tile`: outputs of a program. A decode waits for weights: few outputs, so that there are programs for all
+    multiprocessors, and many groups on their way. Of many tokens, each weight that is loaded serves 64."""
+    if num_tokens <= FEW_ROWS:
+        return Launch(FEW_ROWS, 16, num_warps=2, num_stages=8)
+    return Launch(64, 64, num_warps=4, num_stages=3)
+
+
+def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """x: [num_tokens, num_inputs] -> [num_tokens, num_outputs], in x's dtype"""
+    num_tokens, num_outputs = len(x), len(weight.q)
+    out = torch.empty(num_tokens, num_outputs, dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    q, x_scales, x_sums = round_rows(x.contiguous(), weight.group_size)
+    launch = choose_launch(num_tokens)
+    with torch.cuda.device_of(x):
+        quantised_linear_kernel[(-(-num_outputs // launch.tile), -(-num_tokens // launch.rows))](
+            out,
+            q,
+            x_scales,
+            x_sums,
+            weight.q,
+            weight.scales,
+            weight.q if weight.offsets is None else weight.offsets,
+            x if bias is None else bias,
+            num_tokens,
+            num_outputs,
+            weight.num_groups,
+            GROUP=weight.group_size,
+            OFFSET=weight.offset,
+            HAS_OFFSETS=weight.offsets is not None,
+            HAS_GROUPS=len(weight.scales) > 1,
+            HAS_BIAS=bias is not None,
+            IS_INT4=weight.bits == 4,
+            ROWS=launch.rows,
+            OUTPUTS=launch.tile,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+            enable_fp_fusion=False,
+        )
+    return out

@@ -1,0 +1,83 @@
+"""Layers whose weights have 8 or 4 bits, on CUDA: twins of what `extras/quantization/quantised_linear.py` defines in PyTorch.
+
+The attention backends for CUDA call `replace_quantised` when the weights are loaded, through `decoder_layer.py`.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.extras.kernels.classes import is_one
+from nanovllm.extras.kernels.cuda.cuda_quantised import multiply, pack
+
+LAYERS = "extras.quantization.quantised_linear."  # a file that may be deleted
+
+
+class TritonQuantisedLinear(nn.Module):
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        weight = layer.quantised
+        self.weight_of_groups = pack(weight.q, weight.scales, weight.zeros, weight.bits, weight.group_size)
+        self.order = weight.order
+        self.bias: torch.Tensor | None = getattr(layer, "bias", None)
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, in_features] -> [num_tokens, out_features]"""
+        x = x if self.order is None else x.index_select(1, self.order)
+        return multiply(x, self.weight_of_groups, self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]"""
+        return self.product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
+class TritonQuantisedFusedLinear(TritonQuantisedLinear):
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
+        self.parts = layer.parts
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return super().forward(x).split(tuple(self.parts.values()), dim=-1)
+
+
+class TritonQuantisedEmbedding(TritonQuantisedLinear):
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
+        self.dtype = layer.dtype
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] int -> [num_tokens, hidden_size]"""
+        weight = self.weight_of_groups
+        q = weight.q.index_select(0, token_ids)
+        if weight.bits == 4:
+            q = torch.stack((q & 15, q >> 4), dim=-1).flatten(1)
+        scales = weight.scales.index_select(1, token_ids).t()  # [num_tokens, num_groups or 1]
+        if scales.shape[1] > 1:
+            scales = scales.repeat_interleave(weight.group_size, dim=1)[:, : weight.num_inputs]
+        return ((q[:, : weight.num_inputs].float() + weight.offset) * scales).to(self.dtype)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_samples, hidden_size] -> [num_samples, vocab_size]"""
+        return self.product(hidden)
+
+
+TWINS: dict[str, Any] = {
+    LAYERS + "QuantisedLinear": TritonQuantisedLinear,
+    LAYERS + "QuantisedFusedLinear": TritonQuantisedFusedLinear,
+    LAYERS + "QuantisedEmbedding": TritonQuantisedEmbedding,
+}
+
+
+def replace_quantised(model: nn.Module) -> None:
+    """Put the fast twin in the place of every layer of the definition."""
+    twins: dict[nn.Module, nn.Module] = {}  # a layer may have two places: tied embeddings
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):  # named_children() leaves out a second name
+            twin = next((TWINS[path] for path in TWINS if child is not None and is_one(child, path)), None)
+            if child is None or twin is None:
+                continue
+            if child not in twins:
+                twins[child] = twin(child)
+                del child.quantised  # which is not needed twice
+            setattr(module, name, twins[child])

@@ -1,0 +1,65 @@
+"""Decoder layers that one twin can compute as a whole: those of the form x + attention(norm(x)), x + mlp(norm(x)).
+
+`DENSE_LAYERS` are the classes whose `forward` is just that; `dense_parts` names what such a layer is made of, by what
+it does rather than by its class, so that the twins in `cpu/` and `cuda/` know no architecture. In their attention, each
+head of the queries and keys is normalised, if there are `q_norm` and `k_norm`, and then rotated.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.extras.kernels.classes import is_one
+
+DENSE_LAYERS = (
+    "extras.models.llama.LlamaDecoderLayer",
+    "extras.models.phi3.Phi3DecoderLayer",
+    "models.qwen3.Qwen3DecoderLayer",
+)
+
+
+@dataclass(frozen=True)
+class DenseParts:
+    """Modules as they are now: some may be twins already."""
+
+    input_norm: Any
+    qkv_proj: Any
+    q_norm: Any
+    """Normalises each head, before it is rotated; None where heads are only rotated. As `k_norm`."""
+    k_norm: Any
+    is_partly_rotated: bool
+    """Whether only the first part of each head is rotated."""
+    options: tuple[Any, ...]
+    """As `Attention` has them: none, or one."""
+    o_proj: Any
+    post_attention_norm: Any
+    gate_up_proj: Any
+    activation: Any
+    down_proj: Any
+
+    @property
+    def products(self) -> list[Any]:
+        return [self.qkv_proj, self.o_proj, self.gate_up_proj, self.down_proj]
+
+    @property
+    def norms(self) -> list[Any]:
+        return [self.input_norm, self.q_norm, self.k_norm, self.post_attention_norm]
+
+
+def dense_parts(layer: Any) -> DenseParts | None:
+    """None for a layer of another form."""
+    if not is_one(layer, *DENSE_LAYERS):
+        return None
+    attention, mlp = layer.self_attn, layer.mlp
+    return DenseParts(
+        layer.input_layernorm,
+        attention.qkv_proj,
+        getattr(attention, "q_norm", None),
+        getattr(attention, "k_norm", None),
+        getattr(attention, "rotary_dim", attention.head_dim) != attention.head_dim,
+        attention.attention.options,
+        attention.o_proj,
+        layer.post_attention_layernorm,
+        mlp.gate_up_proj,
+        mlp.activation,
+        mlp.down_proj,
+    )

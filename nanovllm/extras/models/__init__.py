@@ -1,0 +1,1 @@
+"""Architectures beyond Qwen3, each in its own file. Begin with `llama.py`."""

@@ -1,0 +1,155 @@
+"""Gemma 3, text (Gemma Team 2025, https://arxiv.org/abs/2503.19786).
+
+    token ids → embedding · sqrt(hidden_size) → num_layers × [ x + norm(attention(norm(x))),  x + norm(mlp(norm(x))) ]
+      → norm → logits, perhaps soft-capped
+
+Most layers see a window only, every sixth sees all; each kind has rotary positions of its own. There is a norm before
+and behind each half of a layer, queries and keys are normalised, and weights of norms are differences from one.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.checks import check_int, check_number
+from nanovllm.extras.models.rope_types import make_rope
+from nanovllm.extras.models.window_layers import FULL, SLIDING, layer_types_of, read_windows
+from nanovllm.layers.attention import Attention, AttentionMetadata
+from nanovllm.layers.backends import AttentionBackend
+from nanovllm.layers.linear import FusedLinear, Linear
+from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.norm import RMSNorm, normalise
+from nanovllm.layers.rotary import ApplyRotary, Rope, Rotary
+from nanovllm.models.config import ModelConfig, read_common, refuse, refuse_partial_rotary
+from nanovllm.models.decoder import CausalLM, DecoderModel
+
+
+@dataclass(frozen=True)
+class Gemma3Config(ModelConfig):
+    """`rope` is that of the layers that see all tokens, `local_rope` that of the layers with a window."""
+
+    local_rope: Rope = Rope()
+    final_logit_softcapping: float | None = None
+
+
+def read_gemma3_config(raw: dict[str, Any]) -> Gemma3Config:
+    """ValueError for a field that `gemma3.py` would compute wrongly. `attn_logit_softcapping` is Gemma 2's: no field of
+    Gemma 3 has an effect under this name, neither here nor in transformers."""
+    raw = {**raw, "hidden_act": raw.get("hidden_activation") or "gelu_pytorch_tanh"}
+    common = read_common(raw, 131072, num_key_value_heads=4, head_dim=256, tie_word_embeddings=True)
+    refuse("use_bidirectional_attention", raw.get("use_bidirectional_attention") or False, (False,))
+    refuse_partial_rotary(raw)
+    pattern = raw.get("sliding_window_pattern") or 6
+    check_int("config.json: sliding_window_pattern", pattern, 1)
+    default_types = [SLIDING if (i + 1) % pattern else FULL for i in range(common["num_hidden_layers"])]
+    scalar = raw.get("query_pre_attn_scalar", 256)
+    check_number("config.json: query_pre_attn_scalar", scalar, 0, open_low=True)
+    cap = raw.get("final_logit_softcapping")
+    if cap is not None:
+        check_number("config.json: final_logit_softcapping", cap, 0, open_low=True)
+    types, window = layer_types_of(raw, default_types), raw.get("sliding_window", 4096)
+    rope, local_rope = read_ropes(raw, common["head_dim"], common["max_position_embeddings"])
+    return Gemma3Config(
+        **common,
+        **read_windows(types, window, scalar**-0.5),
+        rope=rope,
+        local_rope=local_rope,
+        final_logit_softcapping=cap,
+    )
+
+
+def read_ropes(raw: dict[str, Any], head_dim: int, max_len: int) -> tuple[Rope, Rope]:
+    """Of layers that see all tokens, and of those with a window, which older files give by `rope_local_base_freq`.
+
+    A `rope_scaling` stretches only the former.
+    """
+    parameters = raw.get("rope_parameters") or {}
+    if unknown := set(parameters) - {FULL, SLIDING}:
+        raise ValueError(f"rope_parameters must have {FULL} and {SLIDING}, config.json has {sorted(unknown)} in it")
+    full = {**(parameters.get(FULL) or {}), **(raw.get("rope_scaling") or {})}
+    local = parameters.get(SLIDING) or {}
+    full_theta = full.get("rope_theta") or raw.get("rope_theta") or 1_000_000.0
+    local_theta = local.get("rope_theta") or raw.get("rope_local_base_freq") or 10_000.0
+    return make_rope(full, full_theta, head_dim, max_len), make_rope(local, local_theta, head_dim, max_len)
+
+
+class UnitOffsetRMSNorm(RMSNorm):
+    """The weight is stored as its difference from one, and only the product is rounded."""
+
+    neutral_weight = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (normalise(x, self.eps) * (1.0 + self.weight.float())).to(x.dtype)
+
+
+class Gemma3Attention(nn.Module):
+    def __init__(self, config: Gemma3Config, backend: AttentionBackend, layer: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_size = config.num_attention_heads * config.head_dim
+        kv_size = config.num_key_value_heads * config.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=config.qkv_bias)
+        self.q_norm = UnitOffsetRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = UnitOffsetRMSNorm(config.head_dim, config.rms_norm_eps)
+        self.rotate = ApplyRotary()
+        self.attention = Attention(backend, *config.options(layer))
+        self.o_proj = Linear(q_size, config.hidden_size, bias=config.o_bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x))  # [num_tokens, heads, head_dim]
+        q, k = self.q_norm(q), self.k_norm(k)  # each head by itself
+        q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+        return self.o_proj(self.attention(q, k, v, layer_cache, metadata).flatten(1))  # [num_tokens, hidden_size]
+
+
+class Gemma3DecoderLayer(nn.Module):
+    def __init__(self, config: Gemma3Config, backend: AttentionBackend, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = UnitOffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Gemma3Attention(config, backend, layer)
+        self.post_attention_layernorm = UnitOffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.pre_feedforward_layernorm = UnitOffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act)
+        self.post_feedforward_layernorm = UnitOffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x), cos, sin, layer_cache, metadata)
+        x = x + self.post_attention_layernorm(attended)
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+
+
+class Gemma3Model(DecoderModel):
+    def __init__(self, config: Gemma3Config, backend: AttentionBackend, layer_class: type[nn.Module]) -> None:
+        super().__init__(config, backend, layer_class)
+        self.embed_scale = math.sqrt(config.hidden_size)
+        self.local_rotary = Rotary(config.head_dim, config.local_rope, config.max_position_embeddings)
+        self.windows = [options.window for options in config.attention_options]
+        self.norm = UnitOffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, kv_cache: Tensor) -> Tensor:
+        x = self.embed_tokens(input_ids)  # [num_tokens, hidden_size]
+        x = x * torch.tensor(self.embed_scale, dtype=x.dtype)  # rounded to the model's dtype before the product
+        global_angles, local_angles = self.rotary(positions, x.dtype), self.local_rotary(positions, x.dtype)
+        for i, (layer, window) in enumerate(zip(self.layers, self.windows, strict=True)):
+            cos, sin = global_angles if window is None else local_angles  # [num_tokens, 1, head_dim / 2] each
+            x = layer(x, cos, sin, kv_cache[:, i], metadata)
+        return self.norm(x)  # [num_tokens, hidden_size]
+
+
+class Gemma3ForCausalLM(CausalLM):
+    read_config = staticmethod(read_gemma3_config)
+    layer_class = Gemma3DecoderLayer
+    model_class = Gemma3Model
+
+    def __init__(self, config: Gemma3Config, backend: AttentionBackend) -> None:
+        super().__init__(config, backend)
+        self.softcap = config.final_logit_softcapping
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size], between -softcap and softcap, if there is one"""
+        logits = super().compute_logits(hidden)
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap

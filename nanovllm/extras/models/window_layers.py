@@ -1,0 +1,43 @@
+"""Sliding windows: which layers see only the newest tokens, read from config.json.
+
+Mistral and Gemma 3 have such layers; `qwen3.py` imports this file for a config that asks for them.
+"""
+
+from typing import Any
+
+from nanovllm.checks import check_int
+from nanovllm.extras.models.masking import AttentionOptions
+from nanovllm.models.config import refuse
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_windows(layer_types: list[str], sliding_window: int | None, scale: float | None = None) -> dict[str, Any]:
+    """The fields of `ModelConfig` that say how each layer attends; `scale` is that of all layers."""
+    for layer_type in layer_types:
+        refuse("layer_types", layer_type, (FULL, SLIDING))
+    if SLIDING in layer_types:
+        check_int("config.json: sliding_window", sliding_window, 1)
+    windows = [sliding_window if layer_type == SLIDING else None for layer_type in layer_types]
+    options = tuple(AttentionOptions(scale, window) for window in windows)
+    return {"attention_options": options, "widest_window": None if None in windows else sliding_window}
+
+
+def layer_types_of(raw: dict[str, Any], default: list[str]) -> list[str]:
+    """One type for each layer, as the file has them, or else `default`; a file may have more, for layers cut off."""
+    types = raw.get("layer_types") or default
+    if len(types) < raw["num_hidden_layers"]:
+        raise ValueError(
+            f"layer_types must have one entry for each of the {raw['num_hidden_layers']} layers, "
+            f"config.json has {len(types)}"
+        )
+    return types[: raw["num_hidden_layers"]]
+
+
+def read_qwen_windows(raw: dict[str, Any]) -> dict[str, Any]:
+    """Without `layer_types`, the layers from `max_window_layers` on have a window."""
+    num_layers = raw["num_hidden_layers"]
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
+    first_sliding = num_layers if window is None else raw.get("max_window_layers", 28)
+    default_types = [SLIDING if i >= first_sliding else FULL for i in range(num_layers)]
+    return read_windows(layer_types_of(raw, default_types), window)

@@ -1,0 +1,139 @@
+"""Rank 0 drives: it sends each batch to the other ranks, computes its own share of it, and draws the tokens.
+
+`Driver` wraps the runner's `compute` and `send`. A batch that is sent to the device is sent to all devices. What the
+others do for one message, rank 0 does too, collective by collective:
+
+    rank 0       message → embedding → halves of layers … → logits → draw
+    rank 1       message → embedding → halves of layers … → logits          then it waits for the next message
+
+If rank 0 left this order half-way, the ranks would wait for each other. So an error between the message and the logits
+ends the engine. An interrupt waits until the step is over, and a second one ends the engine. An error behind the
+logits, by a stage of a request for example, disturbs nobody.
+"""
+
+import signal
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm.batch import Batch
+from nanovllm.extras.dead import EngineDeadError
+from nanovllm.extras.parallel.communicator import CommunicationError, Communicator
+from nanovllm.extras.parallel.messages import pack_logits, pack_step
+from nanovllm.extras.parallel.peers import Peers
+from nanovllm.model_runner import ModelRunner, SampledTokens
+from nanovllm.step import SchedulerOutput
+
+
+class Driver:
+    """Lives as long as the runner whose callables it wraps; then the other ranks end."""
+
+    def __init__(self, runner: ModelRunner, peers: Peers, communicator: Communicator) -> None:
+        self.peers = peers
+        self._communicator = communicator
+        self._send, self._compute = runner.send, runner.compute
+        runner.send, runner.compute = self.send, self.compute
+        own = weakref.proxy(self)  # CUDA graphs, which it holds, hold the model: no circle may keep them
+        runner.model.register_forward_hook(lambda module, arguments, output: own._end_forward())
+        lm_head: Any = runner.model.lm_head
+        lm_head.around_logits = lambda hidden: own._around_logits(hidden)
+        self._announced: Batch | None = None
+        self._is_underway = False  # the other ranks compute what rank 0 has not finished
+        self._has_due_logits = False  # the message has asked for the logits that come next
+        runner.stop = weakref.finalize(self, peers.stop)
+
+    def compute(self, runner: ModelRunner, batch: Batch) -> SampledTokens:
+        """Takes the place of `ModelRunner.compute`."""
+        with interrupts_held_back(self.peers):
+            self._announce(batch, has_draw=True)
+            try:
+                sampled = self._compute(runner, batch)
+            except BaseException as error:
+                if self._is_underway:
+                    dead = self._die(error)
+                    if isinstance(error, Exception):
+                        raise dead from error
+                raise
+            self._is_underway = self._has_due_logits = False  # a replayed CUDA graph passes none of the lines below
+            return sampled._replace(tapped=(*sampled.tapped, StillAlive(self.peers)))
+
+    def send(self, record: Any) -> Any:
+        """Takes the place of `ModelRunner.send`. A batch that is not computed by `compute` is sent here."""
+        if isinstance(record, Batch) and record is not self._announced:
+            self._announce(record, has_draw=False)
+        return self._send(record)
+
+    def _announce(self, batch: Batch, has_draw: bool) -> None:
+        if self._is_underway:
+            raise self._die("a forward pass was left half-way")
+        message = pack_step(batch, has_draw)
+        self._announced = batch
+        self._is_underway, self._has_due_logits = True, has_draw and len(batch.logits_indices) > 0
+        self.peers.send(message)
+
+    def _end_forward(self) -> None:
+        self._is_underway = self._has_due_logits
+
+    @contextmanager
+    def _around_logits(self, hidden: torch.Tensor) -> Iterator[None]:
+        """hidden: [num_rows, hidden_size]. Rows that the step's message did not name are sent."""
+        if not self._has_due_logits:
+            self._is_underway = True
+            self.peers.send(pack_logits(*hidden.shape))
+            self._communicator.broadcast(hidden.contiguous())
+        yield
+        self._is_underway = self._has_due_logits = False
+
+    def _die(self, reason: Any) -> EngineDeadError:
+        if isinstance(reason, CommunicationError):
+            self.peers.wait_for_failure()  # the thread that watches the others knows more
+        return self.peers.fail(f"rank 0 failed, while others computed with it: {reason!r}")
+
+
+class StillAlive(NamedTuple):
+    """What is read of a step last. On CUDA, a step whose communicator was aborted ends with tokens of no meaning."""
+
+    peers: Peers
+
+    def to_host(self) -> "StillAlive":
+        return self
+
+    def deliver(self, scheduled: SchedulerOutput) -> None:
+        """The tokens have arrived. Raises `EngineDeadError`, before anybody sees them."""
+        if self.peers.failure is not None:
+            raise self.peers.failure
+
+
+@contextmanager
+def interrupts_held_back(peers: Peers) -> Iterator[None]:
+    """A ^C that comes meanwhile raises its KeyboardInterrupt at the end, a second one at once.
+
+    Only the main thread gets any. While it waits in C for another rank, `peers` hears the second one and ends the wait.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    held: list[tuple[int, FrameType | None]] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append((number, frame))
+        if len(held) > 1:  # the step takes too long, or another rank hangs
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, hold)
+    other_fd = signal.set_wakeup_fd(peers.signal_fd, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(other_fd)
+        if held:
+            peers.forget_interrupts()
+        signal.signal(signal.SIGINT, handler)
+        if len(held) == 1:
+            handler(*held[0])

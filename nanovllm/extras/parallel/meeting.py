@@ -1,0 +1,87 @@
+"""How the ranks of one engine find each other, and which communicator they use.
+
+On one machine they meet by a file in a private folder, and share memory that has no name: two engines never meet. With
+several machines, rank 0 opens a TCP port.
+
+    cuda                                     nccl
+    cpu, one Linux machine, a C compiler     shared_memory
+    cpu, else, or attention_backend=torch    gloo
+"""
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.distributed import FileStore, Store, TCPStore
+
+from nanovllm.config import Config
+from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
+from nanovllm.extras.parallel.communicator import Communicator, GlooCommunicator
+from nanovllm.extras.parallel.shared_memory import SharedMemoryCommunicator
+
+PATIENCE = timedelta(hours=1)  # until all ranks have come; a rank that ends is noticed by its socket
+
+
+class Meeting(NamedTuple):
+    """A record that JSON can hold."""
+
+    kind: str  # nccl, gloo or shared_memory
+    file: str = ""  # of one machine
+    host: str = "127.0.0.1"  # machine 0's address for the others
+    port: int = 0
+    memory: int = -1  # number of an inherited file
+
+    def close(self) -> None:
+        """When the ranks have met, and have the memory."""
+        if self.memory >= 0:
+            os.close(self.memory)
+
+
+def choose_kind(config: Config, device: torch.device, dtype: torch.dtype) -> str:
+    if device.type == "cuda":
+        return "nccl"
+    if config.nnodes > 1 or config.attention_backend == "torch" or sys.platform != "linux":  # memory with futexes
+        return "gloo"
+    try:
+        load_library(dtype)
+    except NoLibraryError:
+        return "gloo"
+    return "shared_memory"
+
+
+def make_meeting(kind: str, size: int, config: Config, folder: str) -> tuple[Meeting, Store | None]:
+    """A new one, and what must stay until all have met."""
+    if config.nnodes > 1:
+        store = TCPStore(config.master_addr, 0, size, True, PATIENCE, wait_for_workers=False)
+        return Meeting(kind, host=config.master_addr, port=store.port), store
+    memory = -1
+    if kind == "shared_memory":
+        memory = SharedMemoryCommunicator.allocate(size)
+    return Meeting(kind, file=str(Path(folder) / "store"), memory=memory), None
+
+
+def connect(
+    meeting: Meeting,
+    rank: int,
+    size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    store: Store | None = None,
+    host: str | None = None,
+) -> Communicator:
+    """Returns when all ranks have come. `host` is this machine's address for the others; None is machine 0's."""
+    if meeting.kind == "shared_memory":
+        return SharedMemoryCommunicator(meeting.memory, rank, size, load_library(dtype))
+    if store is None:
+        if meeting.port:
+            store = TCPStore(meeting.host, meeting.port, size, False, PATIENCE)
+        else:
+            store = FileStore(meeting.file, size)
+    if meeting.kind == "gloo":
+        return GlooCommunicator(store, rank, size, host or meeting.host)
+    from nanovllm.extras.parallel.nccl import NcclCommunicator
+
+    return NcclCommunicator(store, rank, size, device)

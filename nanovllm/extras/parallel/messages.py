@@ -1,0 +1,149 @@
+"""What rank 0 sends the others: one message for each step, the batch's own arrays as int32 in one piece.
+
+    header          kind, and the sizes of what follows
+    input ids       [num_tokens]      token ids; with overlap, placeholders of tokens that only rank 0's device knows
+    positions       [num_tokens]
+    slot mapping    [num_tokens]
+    block tables    [num_seqs, max_num_blocks]
+    sequence lengths, and offsets of the sequences' rows
+    logits indices  [num_samples]     rows whose logits are computed
+    moves           pairs of blocks: copies, and with swap those out to host memory and in from it
+
+No worker sees a sequence, a sampling parameter or a token's text: rank 0 draws. Nothing is ever pickled.
+"""
+
+import json
+import socket
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.batch import Batch
+from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.sampling_batch import SamplingBatch
+from nanovllm.step import BlockMoves
+
+MAX_LINE = 1 << 20  # bytes of a line of JSON
+STEP, LOGITS = 1, 2  # compute a batch; compute the logits of hidden states that rank 0 sends
+ARRAYS = ("slot_mapping", "block_tables", "seq_lens", "cu_seqlens_q", "prefill_cu_seqlens_q", "prefill_cu_seqlens_k")
+NUMBERS = ("num_decodes", "max_seqlen_q", "max_seqlen_k", "num_prefix_tokens")
+
+
+class Header(NamedTuple):
+    """The first numbers of each message."""
+
+    kind: int
+    num_values: int  # that follow the header
+    num_tokens: int = 0
+    num_seqs: int = 0
+    table_width: int = 0
+    num_samples: int = 0
+    is_plain: int = 1  # no row asks for more than a draw
+    num_decodes: int = 0
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    num_prefix_tokens: int = 0
+    hidden_size: int = 0
+    num_copies: int = 0
+    num_swap_outs: int = -1  # there is no swap
+    num_swap_ins: int = -1
+
+
+HEADER_BYTES = 4 * len(Header._fields)
+
+
+def pack_step(batch: Batch, has_draw: bool) -> np.ndarray:
+    """`batch` on the host -> one array of int32. Without `has_draw` no logits are computed."""
+    metadata = batch.metadata
+    logits_indices = batch.logits_indices.numpy() if has_draw else np.empty(0, np.int32)
+    moves = {field.name: getattr(batch.moves, field.name) for field in fields(batch.moves)}
+    arrays = [
+        batch.input_ids.numpy(),
+        batch.positions.numpy(),
+        *(getattr(metadata, name).numpy() for name in ARRAYS),
+        logits_indices,
+        *(np.array(pairs, dtype=np.int32) for pairs in moves.values()),
+    ]
+    sizes = {
+        "num_tokens": len(batch.input_ids),
+        "num_seqs": len(metadata.seq_lens),
+        "table_width": metadata.block_tables.shape[1],
+        "num_samples": len(logits_indices),
+        "is_plain": not batch.sampling.stages and batch.sampling.num_logprobs is None,
+        **{name: getattr(metadata, name) for name in NUMBERS},
+        **{f"num_{name}": len(pairs) for name, pairs in moves.items()},
+    }
+    header = Header(STEP, sum(array.size for array in arrays), **sizes)
+    return np.concatenate([np.array(header, dtype=np.int32), *(array.reshape(-1) for array in arrays)], dtype=np.int32)
+
+
+def pack_logits(num_rows: int, hidden_size: int) -> np.ndarray:
+    """Announces hidden states, which a broadcast brings."""
+    return np.array(Header(LOGITS, 0, num_samples=num_rows, hidden_size=hidden_size), dtype=np.int32)
+
+
+def unpack_step(header: Header, values: np.ndarray) -> Batch:
+    """values: [header.num_values] int32 -> the batch, whose rows are greedy; its tensors are views of `values`."""
+    rest = torch.from_numpy(values)
+
+    def take(*shape: int) -> torch.Tensor:
+        nonlocal rest
+        count = int(np.prod(shape))
+        taken, rest = rest[:count].view(shape), rest[count:]
+        return taken
+
+    n, num_seqs, num_prefills = header.num_tokens, header.num_seqs, header.num_seqs - header.num_decodes
+    shapes = {
+        "slot_mapping": (n,),
+        "block_tables": (num_seqs, header.table_width),
+        "seq_lens": (num_seqs,),
+        "cu_seqlens_q": (num_seqs + 1,),
+        "prefill_cu_seqlens_q": (num_prefills + 1,),
+        "prefill_cu_seqlens_k": (num_prefills + 1,),
+    }
+    input_ids, positions = take(n), take(n)
+    arrays: dict[str, Any] = {name: take(*shapes[name]) for name in ARRAYS}
+    metadata = AttentionMetadata(**arrays, **{name: getattr(header, name) for name in NUMBERS})
+    logits_indices = take(header.num_samples)
+    pairs = [list(map(tuple, take(count, 2).tolist())) for count in header[-3:] if count >= 0]
+    greedy = SamplingBatch(torch.zeros(header.num_samples), None, num_logprobs=None if header.is_plain else 0)
+    return Batch(input_ids, positions, metadata, logits_indices, greedy, (), make_moves(*pairs))
+
+
+def make_moves(copies: list[Any], *of_swap: list[Any]) -> BlockMoves:
+    if not of_swap:
+        return BlockMoves(copies)
+    from nanovllm.extras.swap.space import SwapMoves  # which is there: rank 0 has made some
+
+    return SwapMoves(copies, *of_swap)
+
+
+# ---- sockets
+
+
+def receive(peer: socket.socket, num_bytes: int) -> bytearray:
+    """Waits for them all. Raises ConnectionError if the peer closes the socket."""
+    received = bytearray(num_bytes)
+    view = memoryview(received)
+    while view:
+        count = peer.recv_into(view)
+        if not count:
+            raise ConnectionError("the peer has closed the socket")
+        view = view[count:]
+    return received
+
+
+def send_json(peer: socket.socket, value: Any) -> None:
+    peer.sendall(json.dumps(value).encode() + b"\n")
+
+
+def receive_json(peer: socket.socket, max_bytes: int = MAX_LINE) -> Any:
+    """One line, byte by byte: what comes behind it is a message. ValueError if it is not JSON, or longer."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        if len(line) == max_bytes:
+            raise ValueError(f"a line must have at most {max_bytes} bytes")
+        line += receive(peer, 1)
+    return json.loads(line)

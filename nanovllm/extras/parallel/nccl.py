@@ -1,0 +1,86 @@
+"""Ranks with a CUDA device each speak through NCCL. Tested against stand-ins on CPU; not yet run on a GPU.
+
+Every call only launches, on the current stream, and reads nothing back: a CUDA graph records it. NCCL connects its
+devices when the first calls run, so one step must run before it is recorded; the warm-up of
+`extras/cuda/graphs.py` does.
+"""
+
+import os
+import threading
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, Store
+
+from nanovllm.extras.parallel.communicator import (
+    PATIENCE,
+    CommunicationError,
+    Communicator,
+    check_rank,
+    check_tensor,
+    join_columns,
+)
+
+
+class NcclCommunicator(Communicator):
+    """Tensors on `device`. NCCL rounds the sums of 16-bit floats as it likes: their bits may depend on the batch.
+
+    A peer's death does not end a kernel that waits for it: `abort` does, called by a thread that notices the death.
+    What the device has computed since is of no use, and the next call raises CommunicationError.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
+        """Returns when all ranks have come. The store must hold nothing of another group."""
+        check_rank(rank, size)
+        if not distributed.is_nccl_available():
+            raise ValueError(f"device {device} needs a PyTorch with NCCL to have peers, and this one has none")
+        # Its watchdog would end this process, which may be a server's, when a peer is lost.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        self.rank, self.size, self._device = rank, size, device
+        self._is_aborted = threading.Event()
+        group_class: Any = distributed.ProcessGroupNCCL
+        options = group_class.Options()
+        options._timeout = PATIENCE
+        self._group = group_class(store, rank, size, options)
+        self._group.eager_connect_single_device(device)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        check_tensor(x, self._device.type)
+        self._launch("allreduce", AllreduceOptions(), [x])
+        return x
+
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        check_tensor(x, self._device.type)
+        options = BroadcastOptions()
+        options.rootRank = 0
+        self._launch("broadcast", options, [x.view(-1).view(torch.uint8)])
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """By an all-gather, one kernel. NCCL's gather is a send and a receive for each rank, which connect when first
+        used: a graph would have to record that. Rank 0 receives the same bytes in both."""
+        check_tensor(x, self._device.type)
+        rows = x.new_empty(self.size * len(x), x.shape[1])  # of rank 0, then those of rank 1, ...
+        self._launch("_allgather_base", AllgatherOptions(), rows, x)
+        return join_columns(rows.view(self.size, *x.shape)) if self.rank == 0 else x
+
+    def abort(self) -> None:
+        self._is_aborted.set()
+        self._group.abort()
+
+    def close(self) -> None:
+        if not self._is_aborted.is_set():
+            self._is_aborted.set()
+            self._group.shutdown()
+
+    def _launch(self, name: str, options: Any, *tensors: Any) -> None:
+        if self._is_aborted.is_set():
+            raise CommunicationError("the communicator was aborted or closed")
+        options.asyncOp = False  # on the current stream, and not on one of the group's own
+        try:
+            work = getattr(self._group, name)(*tensors, options)
+            if work is not None:
+                work.wait()  # of the stream, if at all
+        except RuntimeError as error:
+            raise CommunicationError(f"rank {self.rank} of {self.size}: {error}") from error

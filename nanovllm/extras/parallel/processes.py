@@ -1,0 +1,91 @@
+"""The processes of the other ranks of this machine. Each gets a socket to rank 0 by inheritance.
+
+On one machine it is one of a pair of sockets without an address. `nodes.py` connects several machines.
+"""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.extras.parallel.nodes import accept_ranks, address_of, reach_engine
+from nanovllm.extras.parallel.peers import Peers
+
+logger = logging.getLogger(__name__)
+
+
+def share_threads(num_local_ranks: int) -> int:
+    """Threads of each rank on this machine: its share of the cores, unless the user says otherwise."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return torch.get_num_threads()
+    return max(1, torch.get_num_threads() // num_local_ranks)
+
+
+def start_process(
+    peer: socket.socket, inherited: tuple[int, ...], num_threads: int, folder: str = ""
+) -> "subprocess.Popen[bytes]":
+    """A rank's process. It inherits one end of a socket, which this process then closes.
+
+    folder: where the ranks of this machine meet.
+    """
+    package = str(Path(__file__).parents[3])
+    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONSAFEPATH": "1",  # no file of the working directory takes the place of a library
+        "OMP_NUM_THREADS": str(num_threads),
+    }
+    rank = str(Path(__file__).with_name("rank.py"))  # as a file: a module's name would import torch first
+    command = [sys.executable, rank, str(peer.fileno()), str(os.getpid()), folder]
+    with peer:
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, pass_fds=(peer.fileno(), *inherited)
+        )
+
+
+Remote = tuple[list[socket.socket], socket.socket | None]
+"""Sockets to the ranks of other machines, and the port that these have called."""
+
+
+def accept_other_machines(config: Config) -> Remote:
+    """Waits until all ranks of other machines have come."""
+    num_local = config.tensor_parallel_size // config.nnodes
+    return accept_ranks(config, range(num_local, config.tensor_parallel_size)) if config.nnodes > 1 else ([], None)
+
+
+def start_peers(remote: Remote, num_local: int, num_threads: int, memory: int, folder: str) -> Peers:
+    """Start the other ranks of this machine. `memory`: the number of a file, or -1"""
+    pairs = [socket.socketpair() for _ in range(1, num_local)]
+    inherited = () if memory < 0 else (memory,)
+
+    def start() -> "Iterator[subprocess.Popen[bytes]]":
+        for _, theirs in pairs:
+            yield start_process(theirs, inherited, num_threads, folder)
+
+    return Peers([ours for ours, _ in pairs] + remote[0], start, remote[1])
+
+
+def run_node(config: Config) -> NoReturn:
+    """Run this machine's ranks until machine 0 ends. Raises SystemExit: with status 1 if one of them has failed."""
+    num_local = config.tensor_parallel_size // config.nnodes
+    first = config.node_rank * num_local
+    peers = reach_engine(config, range(first, first + num_local))
+    logger.info(f"computing for machine 0 at {address_of(config)}")
+    processes = []
+    try:
+        for peer in peers:
+            processes.append(start_process(peer, (), share_threads(num_local)))
+        statuses = [process.wait() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    raise SystemExit(int(any(statuses)))

@@ -1,0 +1,259 @@
+"""`tensor_parallel_size=N`: from a configuration to a runner whose forward passes N ranks share.
+
+    check sizes → start the other ranks → meet → each rank: cut, load, fast layers, KV cache → wait for all → drive
+
+Rank 0 is the process of the user. The others are processes of their own (`rank.py`), which run no code of the user's
+script. All ranks start by the same functions, so that they take part in the same collectives. `assembly.py`
+calls `start_ranks` in the place of its own `start_runner`.
+"""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm import assembly
+from nanovllm.assembly import Device
+from nanovllm.checkpoint import read_model_config
+from nanovllm.checks import extra
+from nanovllm.config import Config, resolve_device, resolve_dtype
+from nanovllm.extras.parallel.communicator import CommunicationError, Communicator
+from nanovllm.extras.parallel.cut import Cutter, read_part, share_of
+from nanovllm.extras.parallel.driver import Driver
+from nanovllm.extras.parallel.joined import join
+from nanovllm.extras.parallel.meeting import Meeting, choose_kind, connect, make_meeting
+from nanovllm.extras.parallel.processes import accept_other_machines, run_node, share_threads, start_peers
+from nanovllm.layers.backends import AttentionBackend
+from nanovllm.model_runner import ModelRunner
+from nanovllm.models.config import ModelConfig
+from nanovllm.stats import LapClock
+from nanovllm.weights import load_model
+
+NOT_OF_WORKERS = (
+    *("scheduling_policy", "speculative_config"),
+    *("tokenizer", "chat_template", "generation_config", "override_generation_config"),
+)
+
+
+class Plan(NamedTuple):
+    """What a rank is to compute: a record that JSON can hold. `config` has the fields that ranks need (`as_json`)."""
+
+    rank: int
+    config: dict[str, Any]
+    meeting: tuple[Any, ...]
+    max_model_len: int
+    max_num_batched_tokens: int
+    hears_tokens: bool
+    """Whether rank 0's token ids are sent with each batch: with overlap, only its device knows the newest."""
+
+
+def start_ranks(
+    config: Config,
+    folder: Path,
+    model_class: Any,
+    shape: ModelConfig,
+    max_num_batched_tokens: int,
+    has_overlap: bool,
+    clock: LapClock,
+) -> tuple[ModelRunner, str]:
+    """As `assembly.start_runner`, for all ranks. ValueError for what cannot be shared, before a process is started."""
+    check_nodes(config)
+    if shape.quantization_config is not None or config.load_format == "gguf":
+        raise ValueError("tensor_parallel_size > 1 does not go with a checkpoint that is quantised already, or GGUF")
+    share_of(shape, config.tensor_parallel_size)
+    config = replace(config, model=folder, device=device_of(config, 0))
+    if config.node_rank:
+        run_node(config)
+    sizes = (max_num_batched_tokens, has_overlap)
+    with private_folder() if config.nnodes == 1 else nullcontext("") as private:
+        runner, description, driver = start_all(config, model_class, shape, sizes, private, clock)
+    driven: Any = runner
+    driven.driver = driver
+    return runner, description
+
+
+def private_folder() -> AbstractContextManager[str]:
+    """A folder that only this user may enter; it is gone before the first step."""
+    return tempfile.TemporaryDirectory(prefix="nanovllm-", ignore_cleanup_errors=True)
+
+
+def start_all(
+    config: Config, model_class: Any, shape: ModelConfig, sizes: tuple[int, bool], private: str, clock: LapClock
+) -> tuple[ModelRunner, str, Driver]:
+    """All ranks start; those of one machine meet in the folder `private`. Returns rank 0's runner, and its driver."""
+    size = config.tensor_parallel_size
+    device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
+    num_local = size // config.nnodes
+    num_threads = share_threads(num_local)
+    remote = accept_other_machines(config)
+    meeting, store = make_meeting(choose_kind(config, device, dtype), size, config, private)
+    peers = start_peers(remote, num_local, num_threads, meeting.memory, private)
+    try:
+        for rank in range(1, size):
+            theirs = replace(config, device=device_of(config, rank))
+            peers.send_json(rank, Plan(rank, as_json(theirs), meeting, shape.max_position_embeddings, *sizes))
+        if device.type == "cpu":
+            torch.set_num_threads(num_threads)
+        communicator = peers.wait_for(partial(connect, meeting, 0, size, device, dtype, store))
+        peers.tell_failure(lambda failure: communicator.abort())
+        clock.lap("ranks")
+        runner, description = start_share(config, model_class, shape, *sizes, communicator, clock, peers.check)
+        peers.wait_until_ready()
+    except BaseException as error:
+        peers.stop()
+        if peers.failure is not None and isinstance(error, CommunicationError):
+            raise peers.failure from error
+        raise
+    finally:
+        meeting.close()
+    return runner, f"{description}, {size} ranks ({meeting.kind})", Driver(runner, peers, communicator)
+
+
+def start_worker(plan: Plan, host: str | None) -> tuple[ModelRunner, Communicator]:
+    """Of a rank above 0. `host` is this machine's address for the others; None is machine 0's."""
+    config, meeting = Config(**plan.config), Meeting(*plan.meeting)
+    model_class, shape = read_model_config(Path(config.model), config.hf_overrides)
+    shape = replace(shape, max_position_embeddings=plan.max_model_len)
+    device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
+    size = config.tensor_parallel_size
+    communicator = connect(meeting, plan.rank, size, device, dtype, None, host)
+    sizes = (plan.max_num_batched_tokens, plan.hears_tokens)
+    runner, _ = start_share(config, model_class, shape, *sizes, communicator, LapClock())
+    return runner, communicator
+
+
+def start_share(
+    config: Config,
+    model_class: Any,
+    shape: ModelConfig,
+    max_num_batched_tokens: int,
+    hears_tokens: bool,
+    communicator: Communicator,
+    clock: LapClock,
+    check: Callable[[], None] = lambda: None,
+) -> tuple[ModelRunner, str]:
+    """What all ranks do: `assembly.start_runner` with the network of the rank's share. `check`: see `load_share`."""
+    load = partial(load_share, shape, Cutter(communicator.rank, communicator.size), check)
+    adapt = partial(RankDevice, communicator=communicator, vocab_size=shape.vocab_size, hears_tokens=hears_tokens)
+    return assembly.start_runner(
+        config,
+        Path(config.model),
+        model_class,
+        share_of(shape, communicator.size),
+        max_num_batched_tokens,
+        hears_tokens and communicator.rank == 0,  # the others need no token of the step before
+        clock,
+        load,
+        adapt,
+    )
+
+
+def load_share(
+    whole_shape: ModelConfig,
+    cutter: Cutter,
+    check: Callable[[], None],
+    model_class: Any,
+    shape: ModelConfig,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+    device: torch.device,
+    folder: Path,
+    dummy_seed: int | None,
+) -> Any:
+    """As `load_model`: the network of a share, with its part of each tensor.
+
+    check: called before each, raises if loading is in vain.
+    """
+    with torch.device("meta"):
+        whole, share = model_class(whole_shape, backend), model_class(shape, backend)
+    if dummy_seed is None:
+        cuts = cutter.cuts_of_checkpoint(whole, share)
+
+        def read(file: Any, name: str) -> torch.Tensor:
+            check()
+            return read_part(cuts, file, name)
+
+        return load_model(model_class, shape, backend, dtype, device, folder, None, read)
+    share = share.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    fill_with_dummies(share, whole, cutter, dummy_seed, shape.initializer_range)
+    return share
+
+
+def fill_with_dummies(share: Any, whole: Any, cutter: Cutter, seed: int, std: float) -> None:
+    """The rank's part of the weights that one rank alone would draw with this seed, one tensor after the other."""
+    with extra("extras/dummy_weights.py", "load_format='dummy'"):
+        from nanovllm.extras.dummy_weights import init_dummy_weight
+    generator = torch.Generator(device=next(share.parameters()).device).manual_seed(seed)
+    filled = set()
+    for path, module, name, cut in cutter.cuts(whole, share):
+        if (module, name) not in filled:  # tied embeddings have two paths
+            filled.add((module, name))
+            place = getattr(share.get_submodule(path), name)
+            drawn = torch.empty(cut.whole, dtype=place.dtype, device=place.device)
+            init_dummy_weight(module, name, drawn, std, generator)
+            place.copy_(cut.of(drawn))
+
+
+class RankDevice(Device):
+    """A rank's device: what its kind adds to the start, and the places where the ranks meet."""
+
+    def __init__(self, kind: Device, communicator: Communicator, vocab_size: int, hears_tokens: bool) -> None:
+        self.kind = kind
+        self.note, self.memory_knob = kind.note, kind.memory_knob
+        self.communicator, self.vocab_size, self.hears_tokens = communicator, vocab_size, hears_tokens
+
+    def prepare(self, runner: ModelRunner) -> None:
+        self.kind.prepare(runner)
+        join(runner.model, self.communicator, self.vocab_size, self.hears_tokens)
+        if self.communicator.rank:
+            runner.draw = draw_nothing
+
+    def advice(self) -> AbstractContextManager[None]:
+        return self.kind.advice()
+
+    def free_bytes(self, runner: ModelRunner) -> int:
+        """Of the rank that has least: all have as many blocks."""
+        own = torch.tensor([[self.kind.free_bytes(runner)]], device=runner.device)
+        least = self.communicator.gather(own).amin(1, keepdim=True)  # [1, 1]; that of all ranks on rank 0
+        return int(self.communicator.broadcast(least))
+
+    def wrap(self, runner: ModelRunner, newest: Any) -> None:
+        self.kind.wrap(runner, newest)
+
+
+def draw_nothing(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The draw of ranks above 0, which hold the logits of some tokens only: [num_samples] int64"""
+    return torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+
+
+def device_of(config: Config, rank: int) -> str:
+    """Each rank has a device of its own. ValueError if the machine has not enough of them."""
+    if resolve_device(config.device).type == "cpu":
+        return "cpu"
+    num_local = config.tensor_parallel_size // config.nnodes
+    if config.device not in ("auto", "cuda", "cuda:0"):
+        raise ValueError(f"device must be auto or cuda with tensor_parallel_size > 1, got {config.device!r}")
+    if num_local > torch.cuda.device_count():
+        raise ValueError(f"tensor_parallel_size needs {num_local} CUDA devices, there are {torch.cuda.device_count()}")
+    return f"cuda:{rank % num_local}"
+
+
+def check_nodes(config: Config) -> None:
+    if config.tensor_parallel_size % config.nnodes:
+        raise ValueError(f"nnodes must divide tensor_parallel_size {config.tensor_parallel_size}, got {config.nnodes}")
+    if config.node_rank >= config.nnodes:
+        raise ValueError(f"node_rank must be below nnodes {config.nnodes}, got {config.node_rank}")
+
+
+def as_json(config: Config) -> dict[str, Any]:
+    """The fields that another rank needs, as JSON can hold them."""
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in NOT_OF_WORKERS}
+    values["model"] = str(config.model)
+    if isinstance(config.dtype, torch.dtype):
+        values["dtype"] = str(config.dtype).removeprefix("torch.")
+    return values

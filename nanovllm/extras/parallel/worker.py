@@ -1,0 +1,51 @@
+"""A rank above 0 computes its share of each batch that rank 0 sends: `rank.py` is its process.
+
+The first line that comes says what to compute (`start.Plan`). From then on each message is a step.
+"""
+
+import socket
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from nanovllm.extras.parallel.communicator import CommunicationError, Communicator
+from nanovllm.extras.parallel.messages import HEADER_BYTES, STEP, Header, receive, receive_json, send_json, unpack_step
+from nanovllm.extras.parallel.start_ranks import Plan, start_worker
+from nanovllm.model_runner import ModelRunner
+
+REASON_S = 1.0  # within this time rank 0 hears of the rank that has ended first
+
+
+def work(driver: socket.socket, on_ready: Callable[[], None]) -> NoReturn:
+    """Raises ConnectionError when rank 0 has closed the socket, or what has failed."""
+    try:
+        plan = Plan(*receive_json(driver))
+        runner, communicator = start_worker(plan, None if driver.family == socket.AF_UNIX else driver.getsockname()[0])
+        on_ready()
+        send_json(driver, {"ready": True})
+        serve(runner, communicator, driver)
+    except CommunicationError:
+        time.sleep(REASON_S)  # another rank has ended: rank 0 hears why from that one, and then ends this one
+        raise
+
+
+def serve(runner: ModelRunner, communicator: Communicator, driver: socket.socket) -> NoReturn:
+    """Compute what each message asks for. Raises ConnectionError when rank 0 has closed the socket."""
+    while True:
+        header = Header(*np.frombuffer(receive(driver, HEADER_BYTES), dtype=np.int32).tolist())
+        values = np.frombuffer(receive(driver, 4 * header.num_values), dtype=np.int32)
+        if header.kind == STEP:
+            runner.run(unpack_step(header, values))
+        else:
+            compute_logits(runner, communicator, header)
+
+
+@torch.inference_mode()
+def compute_logits(runner: ModelRunner, communicator: Communicator, header: Header) -> None:
+    """Of rows that no step has named: their hidden states come first."""
+    shape = header.num_samples, header.hidden_size
+    hidden = torch.empty(shape, dtype=runner.backend.dtype, device=runner.device)
+    runner.model.compute_logits(communicator.broadcast(hidden))

@@ -1,0 +1,80 @@
+"""Splits the text of a chat's answer into reasoning, calls of tools and content, as it grows.
+
+<think>\\n…\\n</think>      reasoning: `reasoning`, and `reasoning_content`, which is other servers' name
+<tool_call>…</tool_call>   tool_calls, if the request has tools; models of other families write them otherwise
+the rest                   content
+"""
+
+from typing import Any
+from uuid import uuid4
+
+from nanovllm.extras.serve.parsers.parser_registry import Parsers
+from nanovllm.extras.serve.parsers.reasoning import OPEN
+from nanovllm.extras.serve.parsers.tool_parser import CallArguments, CallStart, Content, Event
+from nanovllm.extras.serve.protocol import ChatCompletionRequest
+
+
+class Answer:
+    """Reads one answer. Made for each choice of a request."""
+
+    def __init__(self, body: ChatCompletionRequest, prompt: str, parsers: Parsers) -> None:
+        self._reasoning = parsers.reasoning_of(body, starts_inside=prompt.rstrip().endswith(OPEN))
+        functions = [tool.function for tool in body.told_tools]
+        self._tools = parsers.for_request(body)(functions) if functions else None
+        self._max_calls = 1 if body.has_one_call else None
+
+    def feed(self, text: str, is_last: bool) -> list[dict[str, Any]]:
+        """Deltas of OpenAI's streams for `text`, the next piece of the answer. After the last, nothing is held back."""
+        parts = [self._reasoning.feed(text)] + ([self._reasoning.finish()] if is_last else [])
+        deltas: list[dict[str, Any]] = []
+        for reasoning, content in parts:
+            if reasoning:
+                deltas.append({"reasoning": reasoning, "reasoning_content": reasoning})
+            deltas += self._read(content)
+        if is_last and self._tools is not None:
+            deltas += self._deltas(self._tools.finish())
+        return deltas
+
+    def finish_reason(self, reason: str) -> str:
+        """`reason` is the engine's."""
+        has_called = self._tools is not None and self._tools.num_calls > 0
+        return "tool_calls" if has_called and reason == "stop" else reason
+
+    def _read(self, text: str) -> list[dict[str, Any]]:
+        if self._tools is not None:
+            return self._deltas(self._tools.feed(text))
+        return [{"content": text}] if text else []
+
+    def _deltas(self, events: list[Event]) -> list[dict[str, Any]]:
+        return [
+            to_delta(event)
+            for event in events
+            if isinstance(event, Content) or self._max_calls is None or event.index < self._max_calls
+        ]
+
+
+def to_delta(event: Event) -> dict[str, Any]:
+    if isinstance(event, CallStart):
+        call = {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": {"name": event.name, "arguments": ""}}
+        return {"tool_calls": [{"index": event.index, **call}]}
+    if isinstance(event, CallArguments):
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    return {"content": event.text}
+
+
+def merge(deltas: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that these deltas add up to; `content` is None for calls without text."""
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        for name, value in delta.items():
+            if name != "tool_calls":
+                message[name] = message.get(name, "") + value
+                continue
+            for part in value:
+                call = calls.setdefault(part["index"], {key: part[key] for key in part if key != "index"})
+                if call["function"] is not part["function"]:
+                    call["function"]["arguments"] += part["function"]["arguments"]
+    if calls:
+        message |= {"content": message["content"] or None, "tool_calls": [calls[index] for index in sorted(calls)]}
+    return message

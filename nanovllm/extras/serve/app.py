@@ -1,0 +1,69 @@
+"""The application: its routes, and the middleware before them.
+
+socket ─uvicorn→ RequestIds → CORS → AccessControl → JSONRequest → route ─Generation→ AsyncLLM
+"""
+
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from nanovllm.extras.serve import chat_route as chat
+from nanovllm.extras.serve import completions, embeddings, info, ui
+from nanovllm.extras.serve.access import AccessControl
+from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm.extras.serve.bounds import Bounds
+from nanovllm.extras.serve.errors import install_error_handlers
+from nanovllm.extras.serve.metrics_route import Metrics
+from nanovllm.extras.serve.protocol import ErrorBody
+from nanovllm.extras.serve.request_ids import RequestIds
+from nanovllm.extras.serve.responses import route as responses
+from nanovllm.extras.serve.state import Server, ServerOptions
+from nanovllm.extras.serve.token_bytes import TokenBytes
+from nanovllm.extras.serve.ui import LiveLines
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "What is wrong with the request"},
+    "5XX": {"model": ErrorBody, "description": "The server is not ready, or has failed"},
+}
+
+
+def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLines | None = None) -> FastAPI:
+    """An application over `llm`; without one it answers 503 until `set_engine` is called. With `live` it has `/ui`."""
+    app = FastAPI(title="nanovllm", docs_url=None, redoc_url=None, responses=ERRORS)
+    app.root_path = options.root_path
+    app.state.server = Server(options, Metrics(options.model_names[0]))
+    for routes in (chat, completions, responses, embeddings, info):
+        app.include_router(routes.router)
+    if live is not None:
+        app.include_router(ui.make_router(live))
+    install_error_handlers(app)
+    app.openapi_schema = without_422(app.openapi())
+    app.add_middleware(AccessControl, server=app.state.server)
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(options.allowed_origins), allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(RequestIds)
+    if llm is not None:
+        set_engine(app, llm)
+    return app
+
+
+def set_engine(app: FastAPI, llm: AsyncLLM) -> None:
+    """From now on requests are served."""
+    server: Server = app.state.server
+    server.bounds = Bounds.of(llm.engine, server.options.max_request_values, server.options.max_choices)
+    server.token_bytes = TokenBytes(llm.engine.tokenizer)
+    server.llm = llm
+    engine = llm.engine
+    info = {"description": engine.description, "tensor_parallel_size": str(engine.config.tensor_parallel_size)}
+    server.metrics.watch(llm.get_stats, info)
+
+
+def without_422(schema: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI documents its own status for bad requests; here they are answered with 400."""
+    for path in schema["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    return schema

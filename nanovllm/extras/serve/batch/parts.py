@@ -1,0 +1,151 @@
+"""The folder of answers: Parquet files, its parts, which hold each row once. Who may write there, and what is done.
+
+    out/part-….parquet     a part: the answers of one chunk
+    out/_checkpoint/       Ray Data's: a file `….pending.parquet` says that the part of this name is being written
+    out/_attempts/         which chunks are being computed (attempts.py)
+    out/_run.json          what all parts answer; `_run.lock` is locked while a run goes on, `_writers.lock` by writers
+
+**A part that is there, and is not pending, is done.** Nothing else says so: with Ray or without, a run first removes
+what is pending, and then reads the names of rows in the parts. Ray's own checkpoint has them too; but Ray deletes it
+after success, and a write task that is repeated after its commit makes rows pending that Ray's checkpoint calls done.
+
+Readers of Parquet (pyarrow, Spark, DuckDB, Ray) pass over files that begin with `_` or `.`.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nanovllm.extras.serve.batch.batch_inputs import Digests, digests_of
+
+SCHEMA = pa.schema(
+    [
+        ("custom_id", pa.string()),
+        ("id", pa.string()),
+        ("response", pa.struct([("status_code", pa.int64()), ("request_id", pa.string()), ("body", pa.string())])),
+        ("error", pa.struct([("code", pa.string()), ("message", pa.string())])),
+        ("text", pa.string()),
+        ("prompt_tokens", pa.int64()),
+        ("completion_tokens", pa.int64()),
+    ]
+)
+"""OpenAI's row of a batch; `body` is JSON. Then what one often wants of it: the first choice's text, and the usage."""
+
+ID = "custom_id"
+PENDING = ".pending.parquet"
+WAIT_S = 60.0  # for writers of a run that was killed
+
+
+class Busy(RuntimeError):
+    """Another run writes to this folder."""
+
+
+class Parts:
+    """The folder, within `opened`."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self.folder = folder
+        self.run = run
+        """A random name of this run: its parts have it in theirs."""
+        self.checkpoint = folder / "_checkpoint"
+        self.attempts = folder / "_attempts"
+
+    @classmethod
+    @contextmanager
+    def opened(cls, folder: Path) -> Iterator["Parts"]:
+        """The folder, for one run at a time; what a killed run has left half done is removed. Raises Busy, OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = cls(folder, uuid4().hex)
+        with (folder / "_run.lock").open("a") as mine:
+            try:
+                fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Busy(f"another run writes to {folder}; wait for its end") from None
+            parts._shut_out_others()
+            parts._remove_pending()
+            parts.checkpoint.mkdir(exist_ok=True)
+            shutil.rmtree(parts.attempts, ignore_errors=True)  # another run's deaths may have another reason
+            parts.attempts.mkdir()
+            yield parts
+
+    def _shut_out_others(self) -> None:
+        """Wait for writers of a run that was killed, and let none of them begin again (`PartNames`)."""
+        with (self.folder / "_writers.lock").open("a+") as file:
+            give_up = time.monotonic() + WAIT_S
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > give_up:
+                        raise Busy(f"processes of a run that was killed still write to {self.folder}") from None
+                    time.sleep(0.05)
+            file.truncate(0)
+            file.write(self.run)
+
+    def _remove_pending(self) -> None:
+        """Parts that may not be whole."""
+        for path in self.folder.glob(".part-*"):
+            path.unlink()
+        for pending in self.checkpoint.glob(f"*{PENDING}"):
+            for path in self.folder.glob(pending.name.removesuffix(PENDING) + "-*.parquet"):
+                path.unlink()
+            pending.unlink()
+
+    def check_same(self, what: Mapping[str, Any]) -> None:
+        """Raises ValueError if the folder has answers to something else."""
+        path, told = self.folder / "_run.json", json.loads(json.dumps(what, default=str))
+        if not path.exists():
+            path.with_suffix(".new").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+            os.replace(path.with_suffix(".new"), path)
+            return
+        before = json.loads(path.read_text(encoding="utf-8"))
+        for name in told:
+            if told[name] != before.get(name):
+                raise ValueError(
+                    f"{self.folder} has answers of a run with {name} {before.get(name)!r}, and this one has "
+                    f"{told[name]!r}: choose another folder"
+                )
+
+    def paths(self) -> list[Path]:
+        return sorted(self.folder.glob("part-*.parquet"))
+
+    def done(self) -> Digests:
+        """[num_rows]: of the names of all rows that have an answer, sorted."""
+        return np.sort(digests_of(name for path in self.paths() for name in read_column(path, ID)))
+
+    def write(self, number: int, answers: list[dict[str, Any]]) -> None:
+        """A part appears as a whole, or not at all, also if the machine loses its power."""
+        path = self.folder / f"part-{self.run}-{number:012}-0.parquet"
+        new = path.with_name(f".{path.name}")
+        with new.open("wb") as file:
+            pq.write_table(to_table(answers), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+        folder = os.open(self.folder, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def to_table(answers: Iterable[Mapping[str, Any]]) -> pa.Table:
+    return pa.Table.from_pylist(list(answers), SCHEMA)
+
+
+def read_column(path: Path, name: str) -> list[Any]:
+    with pq.ParquetFile(path) as file:
+        values: list[Any] = file.read([name]).column(name).to_pylist()
+        return values

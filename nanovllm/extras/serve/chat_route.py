@@ -1,0 +1,151 @@
+"""`POST /v1/chat/completions`: a conversation in, the assistant's next message out, whole or as it grows.
+
+Read `create_chat_completion` for the way of a request; the rest is the form of OpenAI's answers.
+https://platform.openai.com/docs/api-reference/chat
+"""
+
+from collections.abc import AsyncIterator, Iterable
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from nanovllm.extras.serve.answer import Answer, merge
+from nanovllm.extras.serve.body import JSONRoute
+from nanovllm.extras.serve.generation import Generation, usage_of
+from nanovllm.extras.serve.logprobs import chat_logprobs
+from nanovllm.extras.serve.prompts import chat_prompt
+from nanovllm.extras.serve.protocol import ChatCompletionRequest
+from nanovllm.extras.serve.request_ids import new_id
+from nanovllm.extras.serve.sampling import chat_params
+from nanovllm.extras.serve.state import ReadyServer, Server
+from nanovllm.extras.serve.streaming import EventStream, answer_whole
+from nanovllm.extras.serve.structured_outputs import compile_structured_outputs
+from nanovllm.extras.serve.token_bytes import TokenBytes
+from nanovllm.outputs import CompletionOutput
+from nanovllm.sampling_params import SamplingParams
+
+router = APIRouter(route_class=JSONRoute)
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(body: ChatCompletionRequest, request: Request, server: ReadyServer) -> Response:
+    """Answer a conversation."""
+    server.check_model(body.model)
+    parsers = server.options.parsers
+    prompt, params = await prepare_chat(server, request, body)
+    generation = Generation(server, new_id("chatcmpl", request), [prompt], params)
+    await generation.start(request, body, "messages")
+    answers = [Answer(body, str(prompt["prompt"]), parsers) for _ in range(body.n or 1)]
+    chat = Chat(body, generation, server.model_name, answers, server.token_bytes)
+    if body.stream:
+        return EventStream(generation, chat.chunks())
+    return await answer_whole(request, generation, chat.whole)
+
+
+async def prepare_chat(server: Server, request: Request, body: ChatCompletionRequest) -> tuple[Any, SamplingParams]:
+    """The prompt, as a dict of text and token ids, and how it is answered. Raises APIError."""
+    engine, parsers, run = server.check_ready().engine, server.options.parsers, partial(server.workers.run, request)
+    bounds = server.bounds.of_prompts(body)
+    prompt: Any = await run(lambda check: chat_prompt(bounds.tokenizer(engine.tokenizer, check), bounds, body))
+    form = await compile_structured_outputs(run, engine, body, parsers)
+    return prompt, await run(lambda check: chat_params(body, engine, parsers, form))
+
+
+class Chat:
+    """One conversation's answers: `body.n` choices, each with its `Answer`."""
+
+    def __init__(
+        self,
+        body: ChatCompletionRequest,
+        generation: Generation,
+        model_name: str,
+        answers: list[Answer],
+        token_bytes: TokenBytes,
+    ) -> None:
+        self._body = body
+        self._generation = generation
+        self._model_name = model_name
+        self._choices = [Choice(body, i, answer, token_bytes) for i, answer in enumerate(answers)]
+
+    def whole(self) -> dict[str, Any]:
+        (output,) = self._generation.latest.values()
+        choices = [self._choices[completion.index].whole(completion) for completion in output.outputs]
+        return self._head("chat.completion", choices) | {"usage": usage_of([output])}
+
+    async def chunks(self) -> AsyncIterator[Iterable[dict[str, Any]]]:
+        options = self._body.stream_options
+        extra: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
+        async for outputs in self._generation.outputs():
+            if options and options.continuous_usage_stats:
+                extra = {"usage": usage_of(outputs)}
+            yield (
+                self._head("chat.completion.chunk", [choice]) | extra
+                for output in outputs
+                for completion in output.outputs
+                for choice in self._choices[completion.index].grow(completion)
+            )
+        if options and options.include_usage:
+            usage = usage_of(list(self._generation.latest.values()))
+            yield [self._head("chat.completion.chunk", []) | {"usage": usage}]
+
+    def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._generation.request_id,
+            "object": kind,
+            "created": self._generation.created,
+            "model": self._model_name,
+            "choices": choices,
+        }
+
+
+class Choice:
+    """One answer, and how much of it the client has."""
+
+    def __init__(self, body: ChatCompletionRequest, index: int, answer: Answer, token_bytes: TokenBytes) -> None:
+        self._index = index
+        self._answer = answer
+        self._token_bytes = token_bytes
+        self._num_top = (body.top_logprobs or 0) if body.logprobs else None
+        self._num_chars = 0
+        self._num_tokens = 0
+        self._is_finished = False
+
+    def whole(self, completion: CompletionOutput) -> dict[str, Any]:
+        deltas = self._answer.feed(completion.text, is_last=True)
+        return {
+            "index": self._index,
+            "message": merge(deltas),
+            "logprobs": self._logprobs(completion),
+            **self._end(completion),
+        }
+
+    def grow(self, completion: CompletionOutput) -> list[dict[str, Any]]:
+        """The choices of the next chunks: the first names the role, the last the reason of the end."""
+        if self._is_finished:
+            return []
+        is_first, self._is_finished = self._num_tokens == 0, completion.finish_reason is not None
+        deltas = self._answer.feed(completion.text[self._num_chars :], self._is_finished)
+        logprobs = self._logprobs(completion)
+        if is_first:
+            deltas.insert(0, {"role": "assistant", "content": ""})
+        if not deltas and (self._is_finished or logprobs):
+            deltas = [{}]
+        choices = [{"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
+        if choices:
+            choices[-1] |= {"logprobs": logprobs, **self._end(completion)}
+        self._num_chars, self._num_tokens = len(completion.text), len(completion.token_ids)
+        return choices
+
+    def _end(self, completion: CompletionOutput) -> dict[str, Any]:
+        reason = completion.finish_reason
+        if reason is None:
+            return {"finish_reason": None}
+        return {"finish_reason": self._answer.finish_reason(reason), "stop_reason": completion.stop_reason}
+
+    def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
+        """Of the new tokens."""
+        if self._num_top is None or completion.logprobs is None or len(completion.token_ids) == self._num_tokens:
+            return None
+        new = slice(self._num_tokens, None)
+        return chat_logprobs(completion.logprobs[new], completion.token_ids[new], self._num_top, self._token_bytes)

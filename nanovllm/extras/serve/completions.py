@@ -1,0 +1,150 @@
+"""`POST /v1/completions`: prompts in, their continuations out, whole or as they grow.
+
+The older of OpenAI's two interfaces: no conversation, no chat template; prompts may be token ids, and several.
+https://platform.openai.com/docs/api-reference/completions
+"""
+
+from collections.abc import AsyncIterator, Iterable
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from nanovllm.extras.serve.body import JSONRoute
+from nanovllm.extras.serve.generation import Generation, usage_of
+from nanovllm.extras.serve.logprobs import completion_logprobs
+from nanovllm.extras.serve.prompts import are_many, encode_prompts
+from nanovllm.extras.serve.protocol import CompletionRequest
+from nanovllm.extras.serve.request_ids import new_id
+from nanovllm.extras.serve.sampling import completion_params
+from nanovllm.extras.serve.state import ReadyServer
+from nanovllm.extras.serve.streaming import EventStream, answer_whole
+from nanovllm.extras.serve.structured_outputs import compile_structured_outputs
+from nanovllm.extras.serve.token_bytes import TokenBytes
+from nanovllm.outputs import CompletionOutput, RequestOutput
+
+router = APIRouter(route_class=JSONRoute)
+
+
+@router.post("/v1/completions")
+async def create_completion(body: CompletionRequest, request: Request, server: ReadyServer) -> Response:
+    """Continue one prompt, or several."""
+    server.check_model(body.model)
+    engine = server.check_ready().engine
+    bounds, run = server.bounds.of_prompts(body), partial(server.workers.run, request)
+    adds = body.add_special_tokens is not False
+    prompts = await run(
+        lambda check: encode_prompts(bounds.tokenizer(engine.tokenizer, check), bounds, "prompt", body.prompt, adds),
+        is_long=are_many(body.prompt) or None,
+    )
+    form = await compile_structured_outputs(run, engine, body, server.options.parsers)
+    params = await run(lambda check: completion_params(body, engine, form))
+    generation = Generation(server, new_id("cmpl", request), prompts, params)
+    await generation.start(request, body, "prompt")
+    completions = Completions(body, generation, server.model_name, engine.tokenizer, server.token_bytes)
+    if body.stream:
+        return EventStream(generation, completions.chunks())
+    return await answer_whole(request, generation, completions.whole)
+
+
+class Completions:
+    """`n` choices for each prompt, numbered prompt by prompt."""
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        generation: Generation,
+        model_name: str,
+        tokenizer: Any,
+        token_bytes: TokenBytes,
+    ) -> None:
+        self._body = body
+        self._generation = generation
+        self._model_name = model_name
+        self._n = body.n or 1
+        num_choices = len(generation.indices) * self._n
+        self._choices = [Choice(body, i, tokenizer, token_bytes) for i in range(num_choices)]
+
+    def whole(self) -> dict[str, Any]:
+        outputs = [self._generation.latest[request_id] for request_id in self._generation.indices]
+        choices = [choice for output in outputs for choice in self._grown(output)]
+        return self._head(choices) | {"usage": self._usage(outputs)}
+
+    async def chunks(self) -> AsyncIterator[Iterable[dict[str, Any]]]:
+        options = self._body.stream_options
+        extra: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
+        async for outputs in self._generation.outputs():
+            if options and options.continuous_usage_stats:
+                extra = {"usage": self._usage(list(self._generation.latest.values()))}
+            yield (self._head([choice]) | extra for output in outputs for choice in self._grown(output))
+        if options and options.include_usage:
+            yield [self._head([]) | {"usage": self._usage(list(self._generation.latest.values()))}]
+
+    def _grown(self, output: RequestOutput) -> list[dict[str, Any]]:
+        first = self._generation.indices[output.request_id] * self._n
+        grown = [self._choices[first + completion.index].grow(output, completion) for completion in output.outputs]
+        return [choice for choice in grown if choice is not None]
+
+    def _usage(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        return usage_of(outputs, with_output=self._body.max_tokens != 0)
+
+    def _head(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._generation.request_id,
+            "object": "text_completion",
+            "created": self._generation.created,
+            "model": self._model_name,
+            "choices": choices,
+        }
+
+
+class Choice:
+    """One completion, and how much of it the client has. With `echo` it begins with the prompt."""
+
+    def __init__(self, body: CompletionRequest, index: int, tokenizer: Any, token_bytes: TokenBytes) -> None:
+        self._body = body
+        self._index = index
+        self._tokenizer = tokenizer
+        self._token_bytes = token_bytes
+        self._is_begun = False
+        self._is_finished = False
+        self._num_chars = 0  # of the completion
+        self._num_tokens = 0
+        self._text_offset = 0  # of the next token, for log-probabilities
+
+    def grow(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
+        """What is new, or None."""
+        if self._is_finished:
+            return None
+        text, token_ids, logprobs = "", [], []
+        if self._body.echo and not self._is_begun:
+            text += self._prompt_text(output)
+            token_ids += output.prompt_token_ids
+            logprobs += output.prompt_logprobs or []
+        if self._body.max_tokens != 0:
+            text += completion.text[self._num_chars :]
+            token_ids += completion.token_ids[self._num_tokens :]
+            logprobs += (completion.logprobs or [])[self._num_tokens :]
+        self._num_chars, self._num_tokens = len(completion.text), len(completion.token_ids)
+        self._is_begun, self._is_finished = True, completion.finish_reason is not None
+        wants_logprobs = self._body.logprobs is not None and bool(token_ids)
+        if not (text or wants_logprobs or self._is_finished):
+            return None
+        return {
+            "index": self._index,
+            "text": text,
+            "logprobs": self._logprobs(logprobs, token_ids) if wants_logprobs else None,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None or self._tokenizer is None:
+            return output.prompt or ""
+        text: str = self._tokenizer.decode(output.prompt_token_ids)
+        return text
+
+    def _logprobs(self, positions: list[Any], token_ids: list[int]) -> dict[str, Any]:
+        logprobs = completion_logprobs(positions, token_ids, self._text_offset, self._token_bytes)
+        self._text_offset += sum(map(len, logprobs["tokens"]))
+        return logprobs

@@ -1,0 +1,165 @@
+"""The engine's requests behind one HTTP request: started together, read together, and always ended.
+
+`chat.py` and `completions.py` make a `Generation`, `streaming.py` closes it. At its end it logs a line:
+
+    chatcmpl-5f2…-0 stop: 24 tokens in (16 cached), 38 out, first after 3.1 ms, then 1.2 ms each
+"""
+
+import logging
+import time
+from collections.abc import AsyncIterator, Iterable
+from functools import partial
+from uuid import uuid4
+
+from starlette.requests import Request
+
+from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm.extras.serve.engine_thread import NewRequest
+from nanovllm.extras.serve.errors import APIError
+from nanovllm.extras.serve.inbox import Inbox
+from nanovllm.extras.serve.prompts import refuse_prompts
+from nanovllm.extras.serve.protocol import GenerationRequest
+from nanovllm.extras.serve.sampling import check_length
+from nanovllm.extras.serve.state import Server
+from nanovllm.input_processor import Prompt
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class Generation:
+    """`outputs()` yields, `close()` ends. `indices` has the prompt's index of each request."""
+
+    def __init__(self, server: Server, request_id: str, prompts: list[Prompt], params: SamplingParams) -> None:
+        self.request_id = request_id
+        self.created = int(time.time())
+        self.indices = {name: i for i, name in enumerate(engine_ids(request_id, len(prompts)))}
+        self.latest: dict[str, RequestOutput] = {}
+        self.workers = server.workers
+        self._server = server
+        self._num_new = 0
+        self._num_told: dict[str, int] = {}
+        self._prompts = prompts
+        self.params = params
+        self._arrival_time = time.monotonic()
+        self._llm: AsyncLLM | None = None
+        self._inbox: Inbox | None = None
+
+    async def start(self, request: Request, body: GenerationRequest, prompt_field: str) -> None:
+        """Queue all prompts. Raises APIError 400 for what the engine cannot serve, QueueFullError, EngineDeadError."""
+        most, num_choices = self._server.options.max_choices, len(self._prompts) * self.params.n
+        if num_choices > most:
+            raise APIError(400, f"a request may have {most} completions (prompts times n), got {num_choices}", "n")
+        self._llm = self._server.check_ready()
+        check_length(body, self._llm.engine.parts.max_model_len)
+        requests = [
+            NewRequest(request_id, prompt, self.params, body.priority or 0, bool(body.stream))
+            for request_id, prompt in zip(self.indices, self._prompts, strict=True)
+        ]
+        with refuse_prompts(self._prompts, prompt_field, self._llm.engine.parts.max_model_len):
+            self._inbox = await self._llm.submit(requests, partial(self.workers.run_long, request))
+        self._server.num_in_progress += 1
+
+    async def outputs(self) -> AsyncIterator[list[RequestOutput]]:
+        """Yields the outputs that have grown, one for each of these requests."""
+        assert self._inbox is not None
+        while self._inbox.unfinished:
+            outputs = await self._inbox.take()
+            for output in outputs:
+                self.latest[output.request_id] = output
+                num_told = self._count(output)
+                self._num_new += num_told - self._num_told.get(output.request_id, 0)
+                self._num_told[output.request_id] = num_told
+                if output.finished:
+                    self._note_end(output, self._reason(output))
+            yield outputs
+
+    @property
+    def is_read(self) -> bool:
+        """Whether `outputs()` has yielded its last."""
+        return self._inbox is not None and not self._inbox.unfinished
+
+    def take_num_new(self) -> int:
+        """Tokens and log-probabilities in the outputs since the last call; at the end all: events may repeat them."""
+        num_new, self._num_new = self._num_new, 0
+        return sum(self._num_told.values()) if self.is_read else num_new
+
+    def _count(self, output: RequestOutput) -> int:
+        num_tokens = sum([len(completion.token_ids) for completion in output.outputs])
+        num_told = num_tokens * (1 + (self.params.logprobs or 0))
+        if output.prompt_logprobs:
+            num_told += len(output.prompt_logprobs) * (1 + (self.params.prompt_logprobs or 0))
+        return num_told
+
+    @property
+    def shows_logprobs(self) -> bool:
+        return self.params.logprobs is not None
+
+    async def finish(self) -> list[RequestOutput]:
+        """Wait for all, and return the last outputs in the order of the prompts."""
+        async for _ in self.outputs():
+            pass
+        return [self.latest[request_id] for request_id in self.indices]
+
+    def close(self) -> None:
+        """Abort what is unfinished. A second call does nothing."""
+        if self._inbox is not None and self._llm is not None:
+            self._llm.close(self._inbox)
+            self._server.num_in_progress -= 1
+            for request_id in sorted(self._inbox.unfinished):
+                if request_id in self.latest:
+                    self._note_end(self.latest[request_id], "abort")
+                else:
+                    self._server.metrics.note_abort()
+                    if self._server.options.log_requests:
+                        logger.info("%s abort: before its first token", told_name(request_id))
+            self._inbox = None
+
+    def _reason(self, output: RequestOutput) -> str:
+        reasons = [completion.finish_reason or "abort" for completion in output.outputs]
+        return "abort" if "abort" in reasons else reasons[0]
+
+    def _note_end(self, output: RequestOutput, reason: str) -> None:
+        times = output.metrics
+        num_output_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        self._server.metrics.note_end(
+            times, self._arrival_time, len(output.prompt_token_ids), num_output_tokens, reason
+        )
+        if not self._server.options.log_requests:
+            return
+        ttft = None if times.first_token_time is None else times.first_token_time - self._arrival_time
+        logger.info(
+            "%s %s: %d tokens in (%d cached), %d out%s%s",
+            told_name(output.request_id),
+            reason,
+            len(output.prompt_token_ids),
+            output.num_cached_tokens,
+            num_output_tokens,
+            "" if ttft is None else f", first after {1000 * ttft:.1f} ms",
+            "" if times.tpot is None else f", then {1000 * times.tpot:.2f} ms each",
+        )
+
+
+def engine_ids(request_id: str, num_prompts: int) -> list[str]:
+    """The engine's name of each prompt, unique although clients may give two requests the same name."""
+    unique = uuid4().hex[:8]
+    return [f"{request_id}-{i}#{unique}" for i in range(num_prompts)]
+
+
+def told_name(engine_id: str) -> str:
+    """The name of a prompt in the log."""
+    return engine_id.rpartition("#")[0]
+
+
+def usage_of(outputs: Iterable[RequestOutput], with_output: bool = True) -> dict[str, object]:
+    """OpenAI's usage: tokens of these requests. Without `with_output` generated tokens do not count."""
+    outputs = list(outputs)
+    num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(len(completion.token_ids) for output in outputs for completion in output.outputs) * with_output
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+    }

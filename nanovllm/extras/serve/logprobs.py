@@ -1,0 +1,59 @@
+"""Log-probabilities as OpenAI's two endpoints show them.
+
+An answer may have a hundred thousand. So those of a chat, which tell the bytes of each token, are written here at once,
+from the JSON of each token that `TokenBytes` keeps: as values of Python they would take twenty times as long.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nanovllm.extras.serve.streaming import Written
+from nanovllm.extras.serve.token_bytes import TokenBytes
+from nanovllm.outputs import Logprob
+from nanovllm.request import PositionLogprobs
+
+Position = Mapping[int, Logprob]
+
+LOWEST = -9999.0  # in place of minus infinity (a token that cannot be drawn), which JSON lacks
+
+
+def entries_of(position: Position) -> Mapping[int, tuple[float, int]]:
+    """Token id -> log-probability, which is finite, and rank."""
+    if isinstance(position, PositionLogprobs):
+        entries = position.entries
+    else:  # has been copied, or sent from another process
+        entries = {i: (one.logprob, one.rank) for i, one in position.items()}
+    return {i: (value if value > LOWEST else LOWEST, rank) for i, (value, rank) in entries.items()}
+
+
+def chat_logprobs(
+    positions: Sequence[Position], token_ids: Sequence[int], num_top: int, token_bytes: TokenBytes
+) -> dict[str, list[Written]]:
+    """For each token its own entry, and those of the `num_top` likeliest."""
+    json_of, content = token_bytes.json_of, []
+    for position, token_id in zip(positions, token_ids, strict=True):
+        entries, top = entries_of(position), []
+        for i in sorted(entries, key=lambda i: entries[i][1])[:num_top]:
+            token, its_bytes = json_of(i)
+            top.append(f'{{"token":{token},"logprob":{entries[i][0]!r},"bytes":{its_bytes}}}')
+        token, its_bytes = json_of(token_id)
+        own = f'"token":{token},"logprob":{entries[token_id][0]!r},"bytes":{its_bytes}'
+        content.append(Written(f'{{{own},"top_logprobs":[{",".join(top)}]}}'.encode("ascii")))
+    return {"content": content}
+
+
+def completion_logprobs(
+    positions: Sequence[Position | None], token_ids: Sequence[int], offset: int, token_bytes: TokenBytes
+) -> dict[str, Any]:
+    """`offset` is the length of the text before the first token; the first token of a prompt has no log-probability."""
+    text_of, tokens, offsets = token_bytes.text_of, [], []
+    chosen: list[float | None] = []
+    top: list[dict[str, float] | None] = []
+    for position, token_id in zip(positions, token_ids, strict=True):
+        entries = entries_of(position) if position else None
+        tokens.append(text_of(token_id))
+        offsets.append(offset)
+        offset += len(tokens[-1])
+        chosen.append(entries[token_id][0] if entries else None)
+        top.append({text_of(i): value for i, (value, _) in entries.items()} if entries else None)
+    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}

@@ -1,0 +1,87 @@
+"""What Prometheus reads at `/metrics`: the table of `extras/vllm/vllm_metrics.py`, in Prometheus' text format.
+
+The engine's statistics are read when they are asked for, and cost the requests nothing. The server observes requests
+itself: from their arrival here, and also those that a client has left.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from nanovllm.extras.vllm.vllm_metrics import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    make_metrics,
+    request_metrics,
+)
+from nanovllm.outputs import EngineStats, RequestMetrics
+from nanovllm.stats import Observations
+
+
+class Metrics(Collector):
+    """One for each server; nothing is global."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self.observed = Observations()
+        self._get_stats: Callable[[], EngineStats] | None = None
+        self._info: dict[str, str] = {}
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def watch(self, get_stats: Callable[[], EngineStats], info: Mapping[str, str]) -> None:
+        """Show the counters and gauges of an engine, too; `info` are labels that say what it is."""
+        self._get_stats, self._info = get_stats, dict(info)
+
+    def note_end(
+        self, times: RequestMetrics, arrival_time: float, num_prompt_tokens: int, num_output_tokens: int, reason: str
+    ) -> None:
+        """A request has ended, or its client has gone. `arrival_time` is of `time.monotonic()`."""
+        self.observed.observe(replace(times, arrival_time=arrival_time), num_prompt_tokens, num_output_tokens, reason)
+
+    def note_abort(self) -> None:
+        """A client has gone before anything was known of its request."""
+        self.observed.num_ended["abort"] += 1
+
+    def as_text(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Family]:
+        """Called by Prometheus' library."""
+        observed = self.observed
+        metrics = request_metrics(observed) if self._get_stats is None else make_metrics(self._get_stats(), observed)
+        for name, same in groupby(metrics, key=lambda metric: metric.name):
+            yield self._family(name, list(same))
+        if self._info:
+            labels = {"model_name": self._model_name, **self._info}
+            yield InfoMetricFamily("nanovllm:engine", "What computes.", value=labels)
+
+    def _family(self, name: str, metrics: list[Metric]) -> Family:
+        """Metrics of one name, which differ only by their labels."""
+        short, labels = name.removeprefix("nanovllm:"), ["model_name", *metrics[0].labels]
+        family: Any
+        if isinstance(metrics[0], Gauge):
+            family = GaugeMetricFamily(name, GAUGES[short], labels=labels)
+        elif isinstance(metrics[0], Counter):
+            family = CounterMetricFamily(name, COUNTERS[short], labels=labels)
+        else:
+            family = HistogramMetricFamily(name, HISTOGRAMS[short][1], labels=labels)
+        for metric in metrics:
+            values = [self._model_name, *metric.labels.values()]
+            if isinstance(metric, Histogram):
+                family.add_metric(values, list(metric.buckets.items()), metric.sum)
+            elif isinstance(metric, Counter | Gauge):
+                family.add_metric(values, metric.value)
+        return family  # type: ignore[no-any-return]

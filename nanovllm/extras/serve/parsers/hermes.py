@@ -1,0 +1,17 @@
+"""Hermes, Qwen2.5, Qwen3 and others: a call is JSON between tags.
+
+<tool_call>
+{"name": "get_weather", "arguments": {"city": "Oslo"}}
+</tool_call>
+"""
+
+from nanovllm.extras.serve.parsers.json_call import JsonCall
+from nanovllm.extras.serve.parsers.tool_parser import Spelling, ToolParser
+
+
+class Hermes(ToolParser):
+    open, close = "<tool_call>", "</tool_call>"
+    spelling = Spelling('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n")
+
+    def new_call(self) -> JsonCall:
+        return JsonCall()

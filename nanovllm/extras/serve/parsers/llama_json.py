@@ -1,0 +1,33 @@
+"""Llama 3 and 4: an answer that begins with a JSON object is a call, or several.
+
+    {"name": "get_weather", "parameters": {"city": "Oslo"}}; {"name": …}
+
+Llama may write `<|python_tag|>` first.
+"""
+
+import re
+
+from nanovllm.extras.serve.parsers.json_call import JsonCall
+from nanovllm.extras.serve.parsers.tool_parser import Spelling, ToolParser
+
+TAG = "<|python_tag|>"
+BEGINNING = re.compile(rf"(\s*)((?:{re.escape(TAG)}\s*)?)(?=\{{)")
+
+
+class LlamaJson(ToolParser):
+    open, close = TAG, ";"
+    spelling = Spelling('{"name": "NAME", "parameters": ', "}", "; ")
+    has_special_tokens = True
+
+    def new_call(self) -> JsonCall:
+        return JsonCall()
+
+    def find_tag(self, text: str) -> tuple[int, str] | None:
+        """What comes before an object, if that is nothing but the tag."""
+        found = None if self.has_text else BEGINNING.match(text)
+        return None if found is None else (found.end(1), found[2])
+
+    def num_undecided(self, text: str) -> int:
+        beginning = text.strip()
+        may_begin = not self.has_text and (TAG.startswith(beginning) or beginning == TAG)
+        return len(text) if may_begin else 0

@@ -1,0 +1,133 @@
+"""Qwen3-Coder: a call names its parameters in tags, and their values are not JSON.
+
+    <tool_call>
+    <function=get_weather>
+    <parameter=city>
+    Oslo
+    </parameter>
+    </function>
+    </tool_call>
+
+A value becomes JSON by the type that the function's schema gives it. It is handed on when it is complete.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.extras.serve.parsers.tool_parser import Call, ToolParser
+from nanovllm.extras.serve.protocol import Function
+
+FUNCTION = re.compile(r"\s*<function=([^\s<>]{1,200})>")
+PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,200})>")
+VALUE_END, FUNCTION_END, CALL_END = "</parameter>", "</function>", "</tool_call>"
+MAX_TAG = 256  # characters
+WORDS = {"true": True, "false": False, "null": None, "none": None}
+
+
+class QwenXml(ToolParser):
+    open, close = "<tool_call>", CALL_END
+
+    def new_call(self) -> "XmlCall":
+        return XmlCall(self.functions)
+
+
+class XmlCall(Call):
+    def __init__(self, functions: Mapping[str, Function]) -> None:
+        super().__init__()
+        self._functions = functions
+        self._held = ""  # read, and not parsed
+        self._num_searched = 0  # of the held characters: they have no end of a value
+        self._key: str | None = None  # of the value that is being read
+        self._keys: set[str] = set()
+        self._new = ""  # arguments that have not been taken
+        self._has_ended = False
+
+    @property
+    def has_ended(self) -> bool:
+        return self._has_ended
+
+    def read(self, text: str) -> str:
+        if self.name is None:
+            self.text += text
+        self._held += text
+        while not self._has_ended and self._read_part():
+            pass
+        if not self._has_ended:
+            return ""
+        rest, self._held = self._held, ""
+        return rest if self.name is not None else ""
+
+    def take_arguments(self) -> str:
+        new, self._new = self._new, ""
+        return new
+
+    def _read_part(self) -> bool:
+        """Read a tag or a value; False if more of the answer is needed."""
+        if self._key is not None:
+            return self._read_value(self._key)
+        found = (FUNCTION if self.name is None else PARAMETER).match(self._held)
+        if found is not None:
+            self._held = self._held[found.end() :]
+            if self.name is None:
+                self.name, self._new = found[1], "{"
+            else:
+                self._key = found[1].strip()
+            return True
+        rest = self._held.lstrip()
+        if self.name is not None and rest.startswith((FUNCTION_END, CALL_END)):  # a model may forget the former
+            self._end(rest.removeprefix(FUNCTION_END))
+            return True
+        expected = ("<function=",) if self.name is None else ("<parameter=", FUNCTION_END, CALL_END)
+        is_possible = any(one.startswith(rest) or rest.startswith(one) for one in expected) and len(rest) < MAX_TAG
+        if not is_possible or ">" in rest:
+            self._end(rest)
+        return False
+
+    def _end(self, rest: str) -> None:
+        self._has_ended, self._held = True, rest
+        if self.name is not None:
+            self._new += "}"
+
+    def _read_value(self, key: str) -> bool:
+        end = self._held.find(VALUE_END, max(0, self._num_searched - len(VALUE_END)))
+        self._num_searched = len(self._held)
+        if end < 0:
+            return False
+        text, self._held = self._held[:end], self._held[end + len(VALUE_END) :]
+        self._key, self._num_searched = None, 0
+        if key not in self._keys:  # the first counts
+            value = json.dumps(self._to_value(key, text), ensure_ascii=False)
+            self._new += (", " if self._keys else "") + f"{json.dumps(key, ensure_ascii=False)}: {value}"
+            self._keys.add(key)
+        return True
+
+    def _to_value(self, key: str, text: str) -> Any:
+        """The newlines next to the tags are no part of a value."""
+        text = text.removeprefix("\n").removesuffix("\n")
+        function = self._functions.get(self.name or "")
+        parameters = (function.parameters if function is not None else None) or {}
+        properties = parameters.get("properties")
+        schema = properties.get(key) if isinstance(properties, dict) else None
+        types = types_of(schema)
+        if schema is None or "string" in types:
+            return None if "null" in types and text.strip().lower() in ("null", "none") else text
+        try:
+            return json.loads(text, parse_constant=lambda _: text)
+        except (ValueError, RecursionError):
+            return WORDS.get(text.strip().lower(), text)
+
+
+def types_of(schema: Any) -> set[str]:
+    """The types that a schema names."""
+    if not isinstance(schema, dict):
+        return set()
+    given = schema.get("type")
+    types = {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)}
+    for value in schema["enum"] if isinstance(schema.get("enum"), list) else []:
+        types |= {"string"} if isinstance(value, str) else set()
+    for keyword in ("anyOf", "oneOf"):
+        for part in schema[keyword] if isinstance(schema.get(keyword), list) else []:
+            types |= types_of(part)
+    return types

@@ -1,0 +1,89 @@
+"""From a request's messages or prompt to the prompts of the engine: text and token ids.
+
+Called by `Workers.run`: for a long body in a thread, so the event loop goes on meanwhile.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nanovllm.chat import render_conversation
+from nanovllm.extras.chat_options import ChatOptions
+from nanovllm.extras.serve.bounds import BoundedTokenizer, Bounds, count_chars
+from nanovllm.extras.serve.errors import APIError, refuse
+from nanovllm.extras.serve.protocol import ChatCompletionRequest, TokenizeRequest
+from nanovllm.input_processor import Prompt
+
+MANY = 16  # prompts
+
+
+def chat_prompt(
+    tokenizer: BoundedTokenizer | None, bounds: Bounds, body: ChatCompletionRequest | TokenizeRequest
+) -> Prompt:
+    """The messages as the chat template writes them. Raises APIError 400 if it does not take them."""
+    with refuse("messages"):
+        bounds.check_count(body.messages or [], bounds.max_model_len, "messages (max_model_len)")
+        messages = [message.model_dump(exclude_unset=True) for message in body.messages or []]
+        bounds.check_messages(messages)
+    knows_developer = "developer" in str(getattr(tokenizer, "chat_template", None))
+    for message in messages:
+        if message["role"] == "developer" and not knows_developer:
+            message["role"] = "system"
+        message["content"] = message.get("content") or ""  # None beside calls of tools; templates add it to a text
+    told = body.told_tools if isinstance(body, ChatCompletionRequest) else []
+    tools = [tool.model_dump(exclude_unset=True) for tool in told] or None
+    is_continued, add_prompt = bool(body.continue_final_message), body.add_generation_prompt
+    with refuse("tools"):
+        bounds.check_text(count_chars(tools))
+    with refuse("messages"):
+        options = ChatOptions(
+            add_generation_prompt=not is_continued if add_prompt is None else add_prompt,
+            continue_final_message=is_continued,
+            chat_template_kwargs=body.chat_template_kwargs,
+            tools=tools,
+        )
+        try:
+            return render_conversation(tokenizer, messages, options)
+        except RecursionError as error:
+            raise ValueError("messages are nested too deeply for the chat template") from error
+
+
+def are_many(given: Any) -> bool:
+    """Whether a short body has so many prompts that to encode them takes long."""
+    return isinstance(given, list) and len(given) > MANY and not isinstance(given[0], int)  # token ids are one prompt
+
+
+def encode_prompts(
+    tokenizer: BoundedTokenizer | None,
+    bounds: Bounds,
+    field: str,
+    given: Any,
+    add_special_tokens: bool,
+    max_inputs: int | None = None,
+) -> list[Prompt]:
+    """What `field` gives: one prompt, or several; a list of integers is the token ids of one."""
+    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+    prompts: list[Any] = [given] if is_one else list(given)
+    if not prompts:
+        raise APIError(400, f"{field} must not be an empty list", field)
+    with refuse(field):
+        bounds.check_prompts(prompts, max_inputs)
+    if all(isinstance(one, list) for one in prompts):
+        return prompts
+    if tokenizer is None:
+        raise APIError(400, f"this model has no tokenizer, so {field} must be token ids, got text", field)
+    with refuse(field):
+        return [encode_text(tokenizer, text, add_special_tokens) for text in prompts]
+
+
+def encode_text(tokenizer: BoundedTokenizer, text: str, add_special_tokens: bool) -> Prompt:
+    """Text and token ids."""
+    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=add_special_tokens)}
+
+
+@contextmanager
+def refuse_prompts(prompts: list[Any], field: str, max_model_len: int) -> Iterator[None]:
+    """As `refuse`, for encoded prompts. One that is too long for the context has a code that clients know."""
+    lengths = [len(one["prompt_token_ids"] if isinstance(one, dict) else one) for one in prompts]
+    with refuse(field, "context_length_exceeded" if max(lengths) >= max_model_len else None):
+        yield

@@ -1,0 +1,109 @@
+"""The application: two deployments of Serve, from the options of `nanovllm serve`."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any, NoReturn
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from nanovllm.config import Config
+from nanovllm.extras.serve.ray.ingress import IngressDeployment
+from nanovllm.extras.serve.ray.ray_engine import Engine
+from nanovllm.extras.serve.ray.ray_options import RayOptions, count_gpus
+from nanovllm.extras.serve.ray.router import PrefixRouter, router_options
+from nanovllm.extras.serve.serve_command import Settings, make_parser, settings_of
+
+OF_SERVE = ("ray", "ray_address", "host", "port", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
+WAIT_LOOP_S = 0.2  # between two looks whether a replica that is to end has requests left
+NO_LIMIT = 1_000_000  # requests of one ingress at a time: they are counted at the engines
+
+
+def build_app(args: Mapping[str, Any]) -> Application:
+    """For `serve run` and Serve's config files: each argument is an option of `nanovllm serve`, with _ or -.
+
+        serve run nanovllm.extras.serve.ray:build_app model=Qwen/Qwen3-0.6B ray_num_replicas=2 max_num_seqs=64
+
+    Raises ValueError or TypeError for a bad option, before anything starts.
+    """
+    names = {name.replace("-", "_"): value for name, value in args.items()}
+    if taken := [name for name in names if name in OF_SERVE]:
+        raise ValueError(f"{taken[0]} is an option of Serve here: `serve run`, `serve start` or its config file has it")
+    parser = make_parser(RaisingParser)
+    settings = settings_of(parser.parse_args(["--ray", *words_of(names)]))
+    return make_application(settings)
+
+
+class RaisingParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def words_of(options: Mapping[str, Any]) -> list[str]:
+    """The command line of options: `{"block_size": 8, "enforce_eager": True}` is `--block-size 8 --enforce-eager`."""
+    words: list[str] = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        is_true, is_false = value is True or value in ("true", "True"), value is False or value in ("false", "False")
+        if name == "model":
+            words.insert(0, str(value))
+        elif is_true:
+            words.append(flag)
+        elif is_false:
+            words.append(f"--no-{flag[2:]}")
+        elif isinstance(value, list | tuple):
+            words += [flag, *map(str, value)]
+        elif value is not None:
+            words.append(f"{flag}={json.dumps(value) if isinstance(value, Mapping) else value}")
+    return words
+
+
+def make_application(settings: Settings) -> Application:
+    """Of checked options, `settings.ray` among them."""
+    options, of_ray, config = settings.options, settings.ray, settings.engine_args.create_engine_config()
+    assert of_ray is not None
+    most = of_ray.max_ongoing_requests or config.max_num_seqs
+    drain_s, logging_config = options.drain_timeout_s, {"enable_access_log": False}
+    engine = serve.deployment(
+        name="Engine",
+        **of_ray.scaling(most),
+        max_ongoing_requests=most,
+        max_queued_requests=-1 if settings.max_queued_requests is None else settings.max_queued_requests,
+        ray_actor_options=of_ray.devices(config, num_gpus()),
+        request_router_config=router_config(of_ray, config),
+        health_check_period_s=of_ray.health_check_period_s,
+        graceful_shutdown_timeout_s=drain_s,
+        graceful_shutdown_wait_loop_s=WAIT_LOOP_S,
+        logging_config=logging_config,
+    )(Engine).bind(
+        asdict(config),
+        replace(options, max_requests_per_minute=None, allowed_origins=(), tls={}),  # what the ingress has done
+        settings.max_queued_requests,
+        of_ray.stream_batching_interval_ms / 1000,
+        settings.log_level,
+    )
+    return serve.deployment(
+        name="Ingress",
+        num_replicas=of_ray.num_ingress_replicas,
+        max_ongoing_requests=NO_LIMIT,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=drain_s + 1,  # it tells the clients of engines that end before their answers
+        graceful_shutdown_wait_loop_s=WAIT_LOOP_S,
+        logging_config=logging_config,
+    )(IngressDeployment).bind(engine, options, settings.log_level)
+
+
+def router_config(of_ray: RayOptions, config: Config) -> RequestRouterConfig:
+    if of_ray.routing == "load":
+        return RequestRouterConfig()
+    router: Any = PrefixRouter
+    return RequestRouterConfig(request_router_class=router, request_router_kwargs=router_options(config.max_num_seqs))
+
+
+def num_gpus() -> float:
+    """Of the cluster, or of this machine while there is none."""
+    return float(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else count_gpus()

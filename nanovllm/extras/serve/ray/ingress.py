@@ -1,0 +1,219 @@
+"""`Ingress`: reads a request, has an engine answer it, and passes the parts of the answer on.
+
+Serve's proxy cannot route by a prompt: it chooses a replica before the body has come. So this deployment stands between
+the proxy and the engines. It refuses what needs no engine (keys, sizes, rates), and answers `/health` and `/metrics`.
+"""
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+from nanovllm.extras.serve.access import AccessControl
+from nanovllm.extras.serve.body import JSONRequest
+from nanovllm.extras.serve.errors import APIError, as_api_error
+from nanovllm.extras.serve.metrics_route import Metrics
+from nanovllm.extras.serve.ray.calls import Call
+from nanovllm.extras.serve.ray.prefix import prefix_of
+from nanovllm.extras.serve.ray.ray_metrics import merge_texts
+from nanovllm.extras.serve.request_ids import NAME as REQUEST_ID
+from nanovllm.extras.serve.serve_command import log_to_stderr
+from nanovllm.extras.serve.state import RETRY_LATER, Server, ServerOptions
+from nanovllm.extras.serve.streaming import DONE, to_event
+from nanovllm.extras.serve.workers import ClientGone, unless_client_leaves
+
+logger = logging.getLogger(__name__)
+
+HEALTH_S = 5.0  # replicas have this long to say how they are
+HEALTH_AGE_S = 1.0  # what they have said is good for this long
+START_S = 60.0  # the router has this long to start
+
+
+@dataclass
+class IngressServer(Server):
+    """The state that middleware looks at. Serve holds requests back while no replica is ready."""
+
+    @property
+    def is_loading(self) -> bool:
+        return False
+
+    def check_ready(self) -> Any:
+        return None
+
+
+class WholeBody(JSONRequest):
+    """A request whose bytes are counted as they come, as by the server without Ray."""
+
+    async def whole(self) -> bytes:
+        await self.body()
+        self._stop_counting()
+        return self._bytes
+
+
+class Ingress:
+    """A deployment of Serve. `engine`: the handle of the other one."""
+
+    def __init__(self, engine: Any, options: ServerOptions, log_level: str) -> None:
+        log_to_stderr(log_level)
+        self._options = options
+        self._server = IngressServer(options, Metrics(options.model_names[0]))
+        self._engine = engine
+        self._answers = engine.options(method_name="answer", stream=True)
+        self._health: tuple[float, bool] = (-HEALTH_AGE_S, False)  # when it was asked for, and what it was
+        self._is_routing = False
+
+    async def check_health(self) -> None:
+        """Called by Serve, which sends no request before it has returned once: the router's actor may start slowly."""
+        if not self._is_routing:
+            with suppress(DeploymentUnavailableError):  # there is a router, and no replica yet
+                await self._engine.broadcast("check_health").results_async(timeout_s=START_S, return_exceptions=True)
+            self._is_routing = True
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """What stands before the replicas' routes, in the order of `app.py`."""
+        app: ASGIApp = AccessControl(self._forward, self._server)
+        if origins := self._options.allowed_origins:
+            app = CORSMiddleware(app, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
+        if proxies := self._options.forwarded_allow_ips:
+            app = ProxyHeadersMiddleware(app, trusted_hosts=list(proxies))  # type: ignore[arg-type, assignment]
+        return under_prefix(app)
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # nothing is to do at the begin and the end of its life
+            return
+        answer = Answer(scope["path"], send)
+        scope["state"].setdefault("caller", "")  # paths that need no key have none
+        try:
+            body = await WholeBody(scope, receive, self._server).whole()
+            await unless_client_leaves(receive, self._answer(scope, body, answer))
+        except ClientGone:
+            logger.info("%s %s: the client has gone", scope["method"], scope["path"])
+        except Exception as error:
+            logger.warning("%s %s: %r", scope["method"], scope["path"], error)
+            await answer.fail(told(error))
+
+    async def _answer(self, scope: Scope, body: bytes, answer: "Answer") -> None:
+        path = scope["path"].removeprefix(self._options.root_path)
+        if path in ("/health", "/ping"):
+            await self._check_health()
+            await answer.send_whole(Response(), scope)
+        elif path == "/metrics":
+            texts = await self._ask_all("metrics")
+            text = Response(merge_texts(texts), media_type="text/plain; version=0.0.4; charset=utf-8")
+            await answer.send_whole(text, scope)
+        else:
+            await self._relay(Call.of(scope, scope["path"], body), answer)
+
+    async def _relay(self, call: Call, answer: "Answer") -> None:
+        prefix = prefix_of(call.body) if call.method == "POST" else None
+        parts = self._answers.remote(*([] if prefix is None else [prefix]), call=call)
+        try:
+            async for status, headers, body, is_last in parts:
+                if status:
+                    await answer.start(status, headers)
+                await answer.grow(body, is_last)
+                if is_last:
+                    return  # its client may leave now
+        finally:  # an answer that is whole has nothing to cancel
+            parts.cancel()
+
+    async def _check_health(self) -> None:
+        """Raises APIError 503 if no replica is well."""
+        now = asyncio.get_running_loop().time()
+        if now - self._health[0] >= HEALTH_AGE_S:
+            self._health = now, bool(await self._ask_all("check_health"))
+        if not self._health[1]:
+            raise APIError(503, "no replica is ready; try again soon", code="loading", headers=RETRY_LATER)
+
+    async def _ask_all(self, method: str) -> list[Any]:
+        """What the replicas return that are alive."""
+        try:
+            answers = await self._engine.broadcast(method).results_async(timeout_s=HEALTH_S, return_exceptions=True)
+        except (TimeoutError, DeploymentUnavailableError):
+            return []
+        return [one for one in answers if not isinstance(one, BaseException)]
+
+
+class Answer:
+    """What of an answer the client has, so that an error finds its form."""
+
+    def __init__(self, path: str, send: Send) -> None:
+        self._path = path
+        self._send = send
+        self._is_started = False
+        self._is_stream = False
+        self._num_events = 0
+
+    async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Serve's proxy adds the request's name itself."""
+        self._is_started = True
+        self._is_stream = any(value.startswith(b"text/event-stream") for name, value in headers)
+        headers = [one for one in headers if one[0].lower() != REQUEST_ID.encode()]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def grow(self, body: bytes, is_last: bool) -> None:
+        self._num_events += body.count(b"\n\n")  # JSON has no bare line feeds
+        await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
+
+    async def send_whole(self, response: Response, scope: Scope) -> None:
+        async def send(message: Message) -> None:
+            self._is_started = True
+            await self._send(message)
+
+        await response(scope, None, send)  # type: ignore[arg-type]
+
+    async def fail(self, error: APIError) -> None:
+        """A status, or in a stream that has begun an event."""
+        if not self._is_started:
+            await self.send_whole(error.response(), {"type": "http"})
+        elif self._is_stream:
+            await self.grow(self._event(error), is_last=True)
+        else:
+            raise error  # the connection is cut: the client sees that its answer is not whole
+
+    def _event(self, error: APIError) -> bytes:
+        if not self._path.endswith("/responses"):
+            return to_event(error.body()) + DONE
+        told = error.body()["error"]
+        failure = {"type": "error", "sequence_number": self._num_events, **{key: told[key] for key in KEYS}}
+        return b"event: error\n" + to_event(failure)
+
+
+KEYS = ("code", "message", "param")
+
+
+def told(error: Exception) -> APIError:
+    """What a client is told of an exception, Ray's own included."""
+    if isinstance(error, RayActorError):
+        message = "the replica that served this request has died; send the request again"
+        return APIError(503, message, code="replica_died", headers=RETRY_LATER)
+    if isinstance(error, BackPressureError):
+        message = f"{error.args[0]} requests wait already; try again later"
+        return APIError(429, message, code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, DeploymentUnavailableError):
+        return APIError(503, "no replica can be started; try again later", code="unavailable", headers=RETRY_LATER)
+    return as_api_error(error)
+
+
+def under_prefix(app: ASGIApp) -> ASGIApp:
+    """`app`, which does not see Serve's route prefix."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        root = scope.get("root_path", "")
+        if scope["type"] == "http" and root:
+            scope = {**scope, "path": scope["path"].removeprefix(root), "root_path": ""}
+        await app(scope, receive, send)
+
+    return call
+
+
+IngressDeployment = serve.ingress()(Ingress)

@@ -1,0 +1,71 @@
+"""`Engine`: one replica, which is a whole server but for its socket. Its requests come from `ingress.py`."""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+from ray import serve
+
+from nanovllm.extras.serve.app import make_app
+from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm.extras.serve.ray.calls import Call, Part, run
+from nanovllm.extras.serve.ray.prefix import Prefix
+from nanovllm.extras.serve.serve_command import keep_from_collector, log_to_stderr
+from nanovllm.extras.serve.state import Server, ServerOptions
+
+logger = logging.getLogger(__name__)
+
+PACE_S = 1e-3  # for each stream: a replica sends at most 1,000 messages a second
+EXIT_S = 1.0  # answers on their way have this long to leave a process that ends
+
+
+class Engine:
+    """A deployment of Serve. `engine_options`: the fields of `Config`.
+
+    A replica whose engine is dead fails its health checks, and Serve replaces it after three of them. The first request
+    that still comes ends the process: Serve's router would go on choosing a replica that answers so quickly.
+    """
+
+    def __init__(
+        self,
+        engine_options: Mapping[str, Any],
+        options: ServerOptions,
+        max_queued_requests: int | None,
+        interval_s: float,
+        log_level: str,
+    ) -> None:
+        log_to_stderr(log_level)
+        self._llm = AsyncLLM(**engine_options, max_queued_requests=max_queued_requests)
+        keep_from_collector()
+        self._app = make_app(options, self._llm)
+        self._interval_s = interval_s
+        self._num_answers = 0  # in progress
+
+    async def answer(self, prefix: Prefix | None = None, *, call: Call) -> AsyncGenerator[Part, None]:
+        """The parts of the answer; `prefix` is for the router."""
+        if self._llm.thread.dead is not None:
+            logger.error("this process ends, because its engine is dead")
+            asyncio.get_running_loop().call_later(EXIT_S, os._exit, 1)
+        parts = run(self._app, call, lambda: max(self._interval_s, PACE_S * self._num_answers))
+        self._num_answers += 1
+        try:
+            async for part in parts:
+                yield part
+        finally:
+            self._num_answers -= 1
+            await parts.aclose()
+
+    async def metrics(self) -> tuple[str, bytes]:
+        """The replica's name, and its metrics in Prometheus' text format."""
+        server: Server = self._app.state.server
+        return serve.get_replica_context().replica_id.unique_id, server.metrics.as_text()
+
+    async def check_health(self) -> None:
+        """Called by Serve. Raises EngineDeadError."""
+        await self._llm.check_health()
+
+    def __del__(self) -> None:  # called by Serve when a replica has no requests left
+        if hasattr(self, "_llm"):
+            self._llm.shutdown()

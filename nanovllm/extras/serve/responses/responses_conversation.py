@@ -1,0 +1,153 @@
+"""From a request for a response to a request for a chat, which the rest of the server knows how to answer."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from nanovllm.extras.serve.bounds import Bounds
+from nanovllm.extras.serve.errors import APIError, refuse
+from nanovllm.extras.serve.protocol import ChatCompletionRequest, GenerationRequest
+from nanovllm.extras.serve.responses.responses_protocol import (
+    ITEMS,
+    AllowedTools,
+    CallItem,
+    CallOutputItem,
+    ChosenFunction,
+    InputText,
+    MessageItem,
+    ReasoningItem,
+    ResponsesRequest,
+)
+
+SHARED = GenerationRequest.model_fields.keys() - {"stream_options", "response_format", "n"}
+FIELDS = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
+"""What a chat's field is called here."""
+ITEMS_BOUND = "items (max_model_len)"
+
+
+@contextmanager
+def as_response() -> Iterator[None]:
+    """Errors in the block name the fields of a response."""
+    try:
+        yield
+    except APIError as error:
+        name = FIELDS.get(error.param or "", error.param)
+        message = error.detail.replace(str(error.param), str(name), 1) if name != error.param else error.detail
+        raise APIError(error.status_code, message, name, error.code, dict(error.headers or {})) from error
+
+
+def to_chat(body: ResponsesRequest, bounds: Bounds) -> ChatCompletionRequest:
+    """Raises APIError 400 and RequestValidationError."""
+    fields: dict[str, Any] = {name: getattr(body, name) for name in SHARED if getattr(body, name) is not None}
+    fields |= {
+        "messages": to_messages(body, bounds),
+        "max_completion_tokens": body.max_output_tokens,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "logprobs": body.wants_logprobs or None,
+        "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
+        "chat_template_kwargs": template_variables(body),
+        "tools": None if not body.tools else [to_tool(tool.model_dump(exclude_unset=True)) for tool in body.tools],
+        "tool_choice": to_tool_choice(body.tool_choice),
+        "response_format": to_response_format(body),
+    }
+    try:
+        return ChatCompletionRequest.model_validate(fields)
+    except ValidationError as error:
+        raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
+
+
+def template_variables(body: ResponsesRequest) -> dict[str, Any] | None:
+    effort = None if body.reasoning is None else body.reasoning.effort
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        variables["enable_thinking"] = False
+    return variables | (body.chat_template_kwargs or {}) or None
+
+
+def to_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": tool.pop("type"), "function": tool}
+
+
+def to_tool_choice(choice: Any) -> Any:
+    if isinstance(choice, AllowedTools):
+        tools = [to_tool(one.model_dump()) for one in choice.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    return to_tool(choice.model_dump()) if isinstance(choice, ChosenFunction) else choice
+
+
+def to_response_format(body: ResponsesRequest) -> dict[str, Any] | None:
+    given = None if body.text is None else body.text.format
+    if given is None:
+        return None
+    if given.schema_ is None:
+        return {"type": given.type}
+    return {"type": given.type, "json_schema": {"name": given.name, "schema": given.schema_}}
+
+
+# ---- the input
+
+
+def to_messages(body: ResponsesRequest, bounds: Bounds) -> list[dict[str, Any]]:
+    with refuse("input"):
+        bounds.check_count([] if isinstance(body.input, str) else body.input, bounds.max_model_len, ITEMS_BOUND)
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    return messages + join(read_item(i, given) for i, given in enumerate(body.input))
+
+
+def read_item(index: int, given: dict[str, Any]) -> Any:
+    kind = given.get("type", "message")
+    if not isinstance(kind, str) or kind not in ITEMS:
+        stored = " (nothing is kept here to refer to)" if kind == "item_reference" else ""
+        raise APIError(400, f"input.{index}.type must be one of {', '.join(ITEMS)}{stored}, got {kind!r}", "input")
+    try:
+        return ITEMS[kind].model_validate(given)
+    except ValidationError as error:
+        errors = [one | {"loc": ("body", "input", index, *one["loc"])} for one in error.errors()]
+        raise RequestValidationError(errors) from error
+
+
+def join(items: Iterator[Any]) -> list[dict[str, Any]]:
+    """Messages of a chat: thoughts, text and calls that follow each other are one message of the assistant."""
+    messages: list[dict[str, Any]] = []
+    turn: dict[str, Any] | None = None  # the assistant's, which more items may belong to
+    for item in items:
+        if isinstance(item, CallOutputItem):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
+            turn = None
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            messages.append({"role": item.role, "content": text_of(item.content)})
+            turn = None
+        else:
+            if turn is None or not may_follow(turn, item):
+                turn = {"role": "assistant", "content": ""}
+                messages.append(turn)
+            add_to_turn(turn, item)
+    return messages
+
+
+def may_follow(turn: dict[str, Any], item: Any) -> bool:
+    """Whether an item belongs to the turn: thoughts come first, then text, then calls."""
+    if isinstance(item, CallItem):
+        return True
+    return "tool_calls" not in turn and not turn["content"] and not isinstance(item, ReasoningItem)
+
+
+def add_to_turn(turn: dict[str, Any], item: Any) -> None:
+    if isinstance(item, CallItem):
+        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+        turn.setdefault("tool_calls", []).append(call)
+    elif isinstance(item, ReasoningItem):
+        turn["reasoning"] = turn["reasoning_content"] = "".join(part.text for part in item.content or [])
+    else:
+        turn["content"] = text_of(item.content)
+
+
+def text_of(content: str | list[InputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)

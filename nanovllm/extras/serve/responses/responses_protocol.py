@@ -1,0 +1,167 @@
+"""The fields of a request for a response: OpenAI's, beside those of every generation.
+
+Items of the input are counted before they are read (`conversation.py`), so here they are only objects.
+https://platform.openai.com/docs/api-reference/responses
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from nanovllm.extras.serve.protocol import (
+    FUNCTION_NAME,
+    MAX_FORM,
+    MAX_TOOLS,
+    MAX_TOP_LOGPROBS,
+    GenerationRequest,
+    Name,
+    StrictModel,
+    Text,
+    at_most,
+    conflict,
+)
+
+MAX_METADATA = 16  # pairs, of 64 and 512 characters, as OpenAI allows
+MetadataKey = Annotated[Text, Field(max_length=64)]
+MetadataValue = Annotated[Text, Field(max_length=512)]
+NOT_STORED = "responses are not kept here: send the whole conversation as input"
+
+
+class FunctionTool(StrictModel):
+    type: Literal["function"]
+    """Tools that a server would have to run itself are refused."""
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChosenFunction(StrictModel):
+    type: Literal["function"]
+    name: Name
+
+
+class AllowedTools(StrictModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenFunction], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class TextFormat(StrictModel):
+    """As `response_format` of a chat, with the schema's fields beside the type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: Annotated[Text, Field(max_length=MAX_FORM)] | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "TextFormat":
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("schema must be given with the type json_schema, and with no other")
+        return self
+
+
+class TextOptions(StrictModel):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+    """Known, and allowed only with the value that changes nothing."""
+
+
+class Reasoning(StrictModel):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """A variable of the chat template, `reasoning_effort`; `none` sets `enable_thinking` to false as well."""
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Thoughts are given whole, never as a summary."""
+
+
+class ResponsesRequest(GenerationRequest):
+    input: Text | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
+    """A user's message, or the items of a conversation."""
+    instructions: Text | None = None
+    """A system message before the input."""
+    max_output_tokens: int | None = Field(None, ge=1)
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    include: Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+                       Field(max_length=16, fail_fast=True)] | None = None  # fmt: skip
+    """Thoughts are sent as they are, not encrypted."""
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    metadata: Annotated[dict[MetadataKey, MetadataValue] | None, at_most(MAX_METADATA)] = None
+    store: bool | None = None
+    """Told as false in the answer: nothing is kept."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    # known, and allowed only with the value that changes nothing
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    previous_response_id: Name | None = None
+    conversation: Any = None
+    prompt: Any = None
+
+    @model_validator(mode="after")
+    def _check_response(self) -> "ResponsesRequest":
+        if self.previous_response_id is not None:
+            raise conflict("previous_response_id", f"previous_response_id cannot be used: {NOT_STORED}")
+        if self.conversation is not None:
+            raise conflict("conversation", f"conversation cannot be used: {NOT_STORED}")
+        if self.prompt is not None:
+            raise conflict("prompt", "prompt cannot be used: there are no stored prompts; give instructions and input")
+        if self.n not in (None, 1):
+            raise conflict("n", "n must be 1: a response has one answer")
+        if self.response_format is not None:
+            raise conflict("response_format", "response_format must be given as text.format")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or [])
+
+
+# ---- items of the input
+
+
+class InputText(StrictModel):
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+
+
+class MessageItem(StrictModel):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text | Annotated[list[InputText], Field(fail_fast=True)]
+
+
+class CallItem(StrictModel):
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: Text
+
+
+class CallOutputItem(StrictModel):
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Text | Annotated[list[InputText], Field(fail_fast=True)]
+
+
+class ReasoningText(StrictModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
+
+
+class ReasoningItem(StrictModel):
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+
+
+Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
+ITEMS: dict[str, type[Item]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+    "reasoning": ReasoningItem,
+}

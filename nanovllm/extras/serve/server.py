@@ -1,0 +1,189 @@
+"""The process: a socket, uvicorn, a model that loads while the socket listens, and a graceful shutdown.
+
+SIGTERM or SIGINT drains: new requests are refused with 503, those in progress finish, and the process exits with 0.
+After `drain_timeout_s`, or at a second signal, what is unfinished is aborted: its clients get what there is.
+"""
+
+import asyncio
+import json
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from http import HTTPStatus
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from nanovllm.extras.serve.access import LINGER_S
+from nanovllm.extras.serve.app import set_engine
+from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm.extras.serve.errors import APIError
+from nanovllm.extras.serve.state import Server
+
+logger = logging.getLogger(__name__)
+
+CLOSE_S = 5  # after draining, open connections have this long to take their last bytes
+SILENCE_S = 30  # after this silence the kernel asks a client whether it is there
+PATIENCE_S = 60  # a client that has confirmed nothing for this long has gone
+HEAD_S = 10  # from a request's first byte, or the connection's begin, to the end of its headers
+BODY_S = 60  # from there to the end of its body
+REFUSAL = "this is no valid HTTP/1.1 request, or its headers are too large"
+TOO_SLOW = "the request has not arrived within {} s"
+
+
+class HTTPProtocol(H11Protocol):
+    """One connection. Refuses bytes that are not HTTP, and requests that take too long to arrive, in the form of all
+    other errors.
+
+    uvicorn's parser refuses bytes before the application sees them; it has a time limit only between two requests.
+    """
+
+    timer: asyncio.TimerHandle | None = None
+    timed: Any = None
+    """The state of the parser that the timer is for. No byte prolongs it."""
+    is_refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._set_timer()
+
+    def data_received(self, data: bytes) -> None:
+        if not self.is_refused:
+            super().data_received(data)
+            self._set_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._cancel_timer()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by the parser; its `msg` says only that the request is invalid."""
+        self._refuse(APIError(400, REFUSAL))
+
+    def _set_timer(self) -> None:
+        state = self.conn.their_state
+        if state is not self.timed and not self.is_refused:
+            self._cancel_timer()
+            self.timed = state
+            limit = {h11.IDLE: HEAD_S, h11.SEND_BODY: BODY_S}.get(state)
+            if limit is not None:
+                error = APIError(408, TOO_SLOW.format(limit), code="request_timeout")
+                self.timer = self.loop.call_later(limit, self._refuse, error)
+
+    def _cancel_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def _refuse(self, error: APIError) -> None:
+        """Answer, read for a while what is still sent, and close: to close at once could take the answer back."""
+        self._cancel_timer()
+        self._unset_keepalive_if_required()
+        self.is_refused = True
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # in the middle of an answer, or behind it, there is no place for an error
+            return
+        body = json.dumps(error.body()).encode()
+        head = f"HTTP/1.1 {error.status_code} {HTTPStatus(error.status_code).phrase}\r\n"
+        head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        self.transport.write(head.encode() + body)
+        if self.cycle is not None:  # what waits for the rest of the request ends
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server with a start and an end of its own."""
+
+    def __init__(self, app: FastAPI) -> None:
+        proxies = list(app.state.server.options.forwarded_allow_ips)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                http=HTTPProtocol,
+                proxy_headers=bool(proxies),
+                forwarded_allow_ips=proxies,
+                timeout_graceful_shutdown=CLOSE_S,
+                **app.state.server.options.tls,
+            )
+        )
+        self.state: Server = app.state.server
+        self._app = app
+        self._must_end = asyncio.Event()
+        self._must_hurry = asyncio.Event()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called at a signal: the first begins to drain, the second ends at once."""
+        (self._must_hurry if self._must_end.is_set() else self._must_end).set()
+
+    async def run_until_signal(
+        self,
+        listening: socket.socket,
+        load: Callable[[], AsyncLLM],
+        announce: Callable[[AsyncLLM], None],
+        abandon: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`load` takes its time in a thread, `announce` is called when it is done. Raises what `load` raises.
+
+        abandon: called at a signal while `load` runs; unless it ends the process, loading ends first.
+        """
+        serving = asyncio.create_task(self.serve([listening]))
+        ending = asyncio.create_task(self._must_end.wait())
+        loading = asyncio.create_task(asyncio.to_thread(load))
+        try:
+            await asyncio.wait((serving, ending, loading), return_when=asyncio.FIRST_COMPLETED)
+            if ending.done() and not loading.done():
+                abandon()
+            llm = await loading  # a thread cannot be stopped
+            set_engine(self._app, llm)
+            announce(llm)
+            await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
+            await self._drain(llm)
+            llm.shutdown()
+        finally:
+            self.should_exit = True
+            await serving
+            ending.cancel()
+
+    async def _drain(self, llm: AsyncLLM) -> None:
+        """Refuse new requests, wait for those in progress, and abort the rest in the end."""
+        self.state.is_draining = True
+        logger.info("draining: %d requests in progress", self.state.num_in_progress)
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + self.state.options.drain_timeout_s
+        while self.state.num_in_progress and loop.time() < give_up and not self._must_hurry.is_set():
+            await asyncio.sleep(0.02)
+        if self.state.num_in_progress:
+            logger.warning("%d requests are aborted", self.state.num_in_progress)
+            await llm.abort_all()
+            await asyncio.sleep(0.2)  # their clients get what there is
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that accepts connections; port 0 is any free one. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # accepted connections inherit these: a client that has vanished silently is noticed
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * PATIENCE_S)
+    listening.bind((host, port))
+    listening.listen(2048)
+    return listening

@@ -1,0 +1,120 @@
+"""From `speculative_config` to a scheduler that speculates: who proposes, and how many tokens a step should have.
+
+`assembly.py` calls `make_speculation` in the place of making the core's scheduler. What takes time is done once
+for an engine: loading a draft model, and measuring.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nanovllm.batch import build_batch
+from nanovllm.block_tables import BlockTables
+from nanovllm.extras.speculation.ngram import NGrams
+from nanovllm.extras.speculation.speculation_options import Speculation, read_options
+from nanovllm.extras.speculation.speculative_scheduler import KnowsRequests, Proposer, SpeculativeScheduler
+from nanovllm.model_runner import ModelRunner
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Sequence
+from nanovllm.step import SchedulerOutput
+
+if TYPE_CHECKING:
+    from nanovllm.assembly import Parts
+
+logger = logging.getLogger(__name__)
+
+NEARLY_FREE = 4 / 3  # twice the tokens may take so many times the time
+MAX_MEASURED_ROWS = 64
+MIN_RUNS, MIN_SECONDS = 3, 0.1  # of each number of rows
+
+
+class Ready(NamedTuple):
+    """What an engine keeps beside its runner, since `make_scheduler` may be called again."""
+
+    options: Speculation
+    proposer: Proposer
+    max_rows: int
+
+
+def make_speculation(
+    parts: "Parts", arguments: tuple[Any, ...], launch: Callable[[Any], Any]
+) -> tuple[SpeculativeScheduler, Callable[[Any], Any]]:
+    """arguments: those of `Scheduler`; launch: the engine's own."""
+    keeper: Any = parts.runner
+    ready: Ready | None = getattr(keeper, "speculation", None)
+    if ready is None:
+        ready = keeper.speculation = get_ready(parts)
+    scheduler = SpeculativeScheduler(
+        *arguments,
+        proposer=ready.proposer,
+        max_drafts=ready.options.num_speculative_tokens,
+        max_rows=ready.max_rows,
+        max_seqs=ready.options.disable_by_batch_size or parts.config.max_num_seqs,
+        vocab_size=parts.model_config.vocab_size,
+    )
+    bind: Any = getattr(ready.proposer, "bind", None)  # a draft model reads the block tables of this scheduler
+    if bind is not None:
+        bind(scheduler)
+    return scheduler, KnowsRequests(launch, scheduler)
+
+
+def get_ready(parts: "Parts") -> Ready:
+    assert parts.config.speculative_config is not None
+    options = read_options(parts.config.speculative_config)
+    proposer = make_proposer(parts, options)  # first: what a draft model computes along is part of a step
+    if options.disable_by_batch_size is not None:
+        max_rows = options.disable_by_batch_size * (1 + options.num_speculative_tokens)
+    else:
+        max_rows = measure_rows(parts.runner, min(MAX_MEASURED_ROWS, parts.max_num_batched_tokens))
+        logger.info("speculation: up to %d tokens a step are nearly free, drafts included", max_rows)
+    return Ready(options, proposer, max_rows)
+
+
+def make_proposer(parts: "Parts", options: Speculation) -> Proposer:
+    if options.method == "ngram":
+        return NGrams(*options.lookup)
+    if options.method == "draft_model":
+        from nanovllm.extras.speculation.draft_model import load_draft_model
+
+        return load_draft_model(parts, options)
+    return options.method
+
+
+# ---- how many tokens
+
+
+def measure_rows(runner: ModelRunner, most: int) -> int:
+    """The most rows of decodes that are nearly free: each doubling up to there takes at most a third longer.
+
+    A step that waits for memory, or for Python, takes hardly longer with more rows. One that computes takes twice as
+    long with twice the rows, and then a draft costs as much as the token that it may save.
+    """
+    num_rows = 1
+    while 2 * num_rows <= most and cost_of_doubling(runner, num_rows) <= NEARLY_FREE:
+        num_rows *= 2
+    return num_rows
+
+
+def cost_of_doubling(runner: ModelRunner, num_rows: int) -> float:
+    """How many times as long a step with twice as many rows takes: the fastest runs count, timed in turns."""
+    batches = [decodes_of_nobody(count, runner.backend.block_size) for count in (num_rows, 2 * num_rows)]
+    for step, tables in batches:
+        runner.run(build_batch(step, tables)).wait()  # kernels may be compiled, memory touched
+    times: tuple[list[float], list[float]] = ([], [])
+    while len(times[0]) < MIN_RUNS or sum(times[0]) < MIN_SECONDS:
+        for (step, tables), taken in zip(batches, times, strict=True):
+            start = time.perf_counter()
+            runner.run(build_batch(step, tables)).wait()
+            taken.append(time.perf_counter() - start)
+    return min(times[1]) / min(times[0])
+
+
+def decodes_of_nobody(num_rows: int, block_size: int) -> tuple[SchedulerOutput, BlockTables]:
+    """A step with so many decodes, which read and write only the null block."""
+    tables = BlockTables(block_size)
+    seq = Sequence("measured", [0] * num_rows, SamplingParams(temperature=0))
+    for _ in range(-(-num_rows // block_size)):
+        tables.append(seq.block_table, 0)
+    chunks = [(seq, position, 1) for position in range(num_rows)]
+    return SchedulerOutput(chunks, num_rows, num_rows, [seq] * num_rows, [*range(num_rows)]), tables

@@ -1,0 +1,310 @@
+"""`check_recording`: whether the page can replay a recording. `nanovllm view` asks it before it makes a page.
+
+It refuses what would stop the page, and names the line: an unknown event, a field of another type, a sequence that was
+not added, a block outside the pool. It does not compare with the engine: the page opens a recording that contradicts
+the engine's counts, and shows the failed check.
+"""
+
+import reprlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nanovllm.extras.trace.replay import Replay, ReplayError
+
+MAX_BLOCKS = 10_000_000  # the page has 28 bytes for each, several times
+MAX_BLOCK_SIZE = 2**20
+MAX_DRAFTS = 64  # of a sequence in a step
+MAX_INT = 2**53  # above, a browser's numbers have gaps
+
+
+def is_int(value: Any) -> bool:
+    return type(value) is int and abs(value) < MAX_INT  # True is none
+
+
+def is_count(value: Any) -> bool:
+    return is_int(value) and value >= 0
+
+
+def is_time(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def is_list(value: Any, holds: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(holds, value))
+
+
+def is_mapping(value: Any, holds: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(map(holds, value.values()))
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+KINDS: dict[str, Callable[["Checker", Any], bool]] = {  # what a field must be, in words -> whether it is
+    "an integer": lambda _, value: is_int(value),
+    "an integer >= 0": lambda _, value: is_count(value),
+    "0 or 1": lambda _, value: is_int(value) and value in (0, 1),
+    "a number": lambda _, value: is_time(value),
+    "a string": lambda _, value: is_text(value),
+    "a token id, a string or null": lambda _, value: value is None or is_int(value) or is_text(value),
+    "a list": lambda _, value: isinstance(value, list),
+    "an object": lambda _, value: isinstance(value, dict),
+    "an object or null": lambda _, value: value is None or isinstance(value, dict),
+    "an object of strings": lambda _, value: is_mapping(value, is_text),
+    "an object of numbers": lambda _, value: is_mapping(value, is_time),
+    "a list of integers >= 0": lambda _, value: is_list(value, is_count),
+    f"a block size from 1 to {MAX_BLOCK_SIZE}": lambda _, value: is_int(value) and 1 <= value <= MAX_BLOCK_SIZE,
+    f"a number of blocks from 1 to {MAX_BLOCKS}": lambda _, value: is_int(value) and 1 <= value <= MAX_BLOCKS,
+    "a new sequence": lambda replay, value: is_count(value) and value > 0 and value not in replay.seqs,
+    "a known sequence": lambda replay, value: replay.knows(value),
+    "a known sequence or 0": lambda replay, value: value == 0 or replay.knows(value),
+    "0 or a list of known sequences": lambda replay, value: value == 0 or is_list(value, replay.knows),
+    "a block of the pool": lambda replay, value: is_int(value) and 1 <= value <= replay.num_blocks,
+    "a block of the pool or 0": lambda replay, value: is_int(value) and 0 <= value <= replay.num_blocks,
+    "a list of blocks of the pool": lambda replay, value: is_list(value, lambda b: replay.has(b) and b > 0),
+    "a block table": lambda replay, value: is_list(value, replay.has),
+    "a reason to finish": lambda _, value: value in ("stop", "length", "abort"),
+    "a reason to wait": lambda _, value: value in ("blocks", "max_num_seqs", "budget", "preemption"),
+    "a reason to be idle": lambda _, value: value in ("budget", "caught_up"),
+    "new or again": lambda _, value: value in ("new", "again"),
+    "a status": lambda _, value: value in ("waiting", "running", "finished"),
+    "a list of chunks": lambda replay, value: is_list(value, replay.is_chunk),
+    "a list of [step, sequences]": lambda _, value: is_list(value, is_flight),
+    "a list of [block, hash, serial, tokens]": lambda replay, value: is_list(value, replay.is_cached),
+}
+BLOCK_SIZE, NUM_BLOCKS = [kind for kind in KINDS if " from 1 to " in kind]
+
+HEADER = {
+    "num_blocks": NUM_BLOCKS,
+    "block_size": BLOCK_SIZE,
+    "num_steps_before": "an integer >= 0",
+    "t": "a number",
+    "config": "an object",
+    "in_flight": "a list of [step, sequences]",
+    "state": "an object or null",
+}
+LINE = {"t": "a number", "events": "a list", "texts": "an object of strings", "times": "an object of numbers"}
+STATE = {
+    "free": "a list of blocks of the pool",
+    "cached": "a list of [block, hash, serial, tokens]",
+    "seqs": "a list",
+}
+NEW_SEQUENCE = {
+    "request": "a string",
+    "sample": "an integer >= 0",
+    "tokens": "a list of integers >= 0",
+    "num_prompt_tokens": "an integer >= 0",
+    "max_num_tokens": "an integer >= 0",
+}
+SEQUENCE = NEW_SEQUENCE | {
+    "number": "a new sequence",
+    "status": "a status",
+    "num_computed_tokens": "an integer >= 0",
+    "block_table": "a block table",
+    "host_block_ids": "a list of integers >= 0",
+}
+EVENTS = {  # code -> field -> what it is, in the order of docs/trace.md
+    "add": {"seq": "a new sequence", "t": "a number", "about": "an object"},
+    "fork": {
+        "parent": "a known sequence",
+        "seq": "a new sequence",
+        "sample": "an integer >= 0",
+        "num_tokens": "an integer >= 0",
+        "num_computed": "an integer >= 0",
+        "t": "a number",
+    },
+    "wait": {
+        "seq": "a known sequence or 0",
+        "code": "a reason to wait",
+        "needed": "an integer",
+        "free": "an integer",
+    },
+    "idle": {"seq": "a known sequence", "code": "a reason to be idle"},
+    "admit": {"seq": "a known sequence", "code": "new or again", "num_computed": "an integer >= 0"},
+    "preempt": {
+        "seq": "a known sequence",
+        "needy": "a known sequence",
+        "num_computed": "an integer >= 0",
+        "host_blocks": "a list of integers >= 0",
+    },
+    "schedule": {
+        "step": "an integer >= 0",
+        "t": "a number",
+        "decodes": "0 or a list of known sequences",
+        "chunks": "a list of chunks",
+        "samples": "0 or a list of known sequences",
+        "moves": "a list",
+        "num_free": "an integer",
+        "num_stored": "an integer",
+    },
+    "draft": {"seq": "a known sequence", "token_ids": "a list of integers >= 0"},
+    "verify": {
+        "seq": "a known sequence",
+        "num_drafts": "an integer >= 0",
+        "num_accepted": "an integer >= 0",
+        "blocks": "a list of blocks of the pool",
+    },
+    "update": {"step": "an integer >= 0", "t": "a number", "token_ids": "a list of integers >= 0"},
+    "tokens": {"seq": "a known sequence", "first": "an integer >= 0", "token_ids": "a list of integers >= 0"},
+    "finish": {
+        "seq": "a known sequence",
+        "reason": "a reason to finish",
+        "stop_reason": "a token id, a string or null",
+        "num_tokens": "an integer >= 0",
+        "t": "a number",
+    },
+    "roll_back": {"t": "a number"},
+    "start": {"num_blocks": NUM_BLOCKS},
+    "take": {"seq": "a known sequence", "block": "a block of the pool", "evicted": "0 or 1"},
+    "share": {"seq": "a known sequence", "block": "a block of the pool or 0"},
+    "copy": {"seq": "a known sequence", "source": "a block of the pool", "destination": "a block of the pool"},
+    "give_back": {"seq": "a known sequence", "blocks": "a list of blocks of the pool"},
+    "free": {"seq": "a known sequence"},
+    "register": {
+        "seq": "a known sequence",
+        "block": "a block of the pool",
+        "hash": "a string",
+        "serial": "an integer >= 0",
+    },
+    "forget": {"block": "a block of the pool"},
+    "reset": {},
+}
+
+
+def is_flight(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and is_list(value[1], is_count)
+
+
+class Checker(Replay):
+    """A replay that checks each field before it is applied, and keeps no free blocks: the pool may be large."""
+
+    def __init__(self, header: Mapping[str, Any]) -> None:
+        self.num_blocks, self.seqs = 0, {}
+        self.check_fields(header, HEADER)
+        super().__init__(header)
+
+    def check_line(self, line: Any) -> None:
+        self.check_field("the line", "an object", line)
+        self.check_fields(line, LINE, optional=("texts", "times"))
+        for event in line["events"]:
+            self.apply(event)
+
+    def apply(self, event: Any) -> None:
+        code = event[0] if isinstance(event, list) and event else None
+        if not isinstance(code, str) or code not in EVENTS:
+            raise ReplayError(f"unknown event {reprlib.repr(event)}")
+        fields = EVENTS[code]
+        if len(event) != len(fields) + 1:
+            raise ReplayError(f"{code} must have {len(fields)} fields, got {len(event) - 1}")
+        for (name, kind), value in zip(fields.items(), event[1:], strict=True):
+            self.check_field(f"{name} of {code}", kind, value)
+        super().apply(event)
+
+    def check_fields(self, about: Mapping[str, Any], fields: Mapping[str, str], optional: tuple[str, ...] = ()) -> None:
+        for name, kind in fields.items():
+            if name in about:
+                self.check_field(name, kind, about[name])
+            elif name not in optional:
+                raise ReplayError(f"{name} is missing")
+
+    def check_field(self, name: str, kind: str, value: Any) -> None:
+        if not KINDS[kind](self, value):
+            raise ReplayError(f"{name} must be {kind}, got {reprlib.repr(value)}")
+
+    def _check_bound(self, name: str, count: int, bound: int) -> None:
+        """The page has a loop up to `count`: a few bytes must not make it a long one."""
+        if count > bound:
+            raise ReplayError(f"{name} must be <= {bound}, got {count}")
+
+    # ---- kinds
+
+    def knows(self, number: Any) -> bool:
+        return type(number) is int and number in self.seqs
+
+    def has(self, block_id: Any) -> bool:
+        """Whether it is a block of the pool, or the null block."""
+        return type(block_id) is int and 0 <= block_id <= self.num_blocks
+
+    def is_chunk(self, value: Any) -> bool:
+        if not isinstance(value, list) or len(value) != 4:
+            return False
+        number, start, num_new_tokens, code = value
+        is_known = self.knows(number) and code in ("all", "budget", "threshold", "drafts")
+        return is_known and is_count(start) and is_count(num_new_tokens)
+
+    def is_cached(self, value: Any) -> bool:
+        if not isinstance(value, list) or len(value) != 4:
+            return False
+        block_id, block_hash, serial, token_ids = value
+        return self.has(block_id) and is_text(block_hash) and is_count(serial) and is_list(token_ids, is_count)
+
+    # ---- what the page compares, and shows
+
+    def _check(self, holds: bool, message: str) -> None:
+        pass
+
+    def _compare(self, num_free: int, num_stored: int) -> None:
+        pass
+
+    def _empty_pool(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.ref_counts, self.free, self.cached = [0] * (num_blocks + 1), OrderedDict(), {}
+
+    # ---- what the page counts up to
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self.check_fields(state, STATE)
+        for about in state["seqs"]:
+            self.check_field("seqs", "an object", about)
+            self.check_fields(about, SEQUENCE)
+        super()._load(state)
+
+    def _add(self, number: int, time: int, about: Mapping[str, Any]) -> None:
+        self.check_fields(about, NEW_SEQUENCE)
+        super()._add(number, time, about)
+
+    def _fork(self, parent: int, number: int, sample: int, num_known: int, num_computed: int, time: int) -> None:
+        self._check_bound("num_tokens of fork", num_known, len(self.seqs[parent].tokens))
+        super()._fork(parent, number, sample, num_known, num_computed, time)
+
+    def _admit(self, number: int, code: str, num_computed: int) -> None:
+        self._check_bound("num_computed of admit", num_computed, len(self.seqs[number].tokens) + len(self.in_flight))
+        super()._admit(number, code, num_computed)
+
+    def _schedule(self, step: int, time: int, decodes: Any, chunks: list[list], *rest: Any) -> None:
+        if step != self.step + 1:
+            raise ReplayError(f"step {self.step + 1} comes next, got {step}")
+        for number, start, num_new_tokens, _ in chunks:  # each step in flight draws a token
+            bound = len(self.seqs[number].tokens) + len(self.seqs[number].drafts) + len(self.in_flight)
+            self._check_bound(f"the end of the chunk of sequence {number}", start + num_new_tokens, bound)
+        super()._schedule(step, time, decodes, chunks, *rest)
+
+    def _verify(self, number: int, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
+        self._check_bound("num_drafts of verify", num_drafts, min(MAX_DRAFTS, self.seqs[number].num_computed_tokens))
+        self._check_bound("num_accepted of verify", num_accepted, num_drafts)
+        if num_accepted and self.step not in self.in_flight:
+            raise ReplayError(f"no step is in flight whose drafts sequence {number} could accept")
+        super()._verify(number, num_drafts, num_accepted, block_ids)
+
+    def _update(self, step: int, time: int, token_ids: list[int]) -> None:
+        if step not in self.in_flight:
+            raise ReplayError(f"step {step} of update is not in flight")
+        if len(token_ids) != len(self.in_flight[step]):
+            raise ReplayError(f"step {step} samples {len(self.in_flight[step])} tokens, got {len(token_ids)}")
+        super()._update(step, time, token_ids)
+
+
+def check_recording(path: Path, lines: list[Any]) -> None:
+    """`lines` are those of `read_recording`. Raises ValueError, with a line's number, if the page cannot show them."""
+    number = 0
+    try:
+        for number, line in enumerate(lines, 1):
+            if number == 1:
+                checker = Checker(line)
+            else:
+                checker.check_line(line)
+    except (ReplayError, TypeError) as error:
+        raise ValueError(f"{path}, line {number} cannot be replayed: {error}") from error

@@ -1,0 +1,411 @@
+"""`Recorder`: writes down each decision that scheduler and block manager tell their observer. `start_engine` adds one.
+
+An event is a short list that begins with a code: `["take", 3, 17, 0]` means that sequence 3 now owns block 17, which
+held nothing cached. All events up to the end of a step are one line of JSON. docs/trace.md lists the events;
+`replay.py` reads them back into the state of each step.
+
+A recording may begin in the middle of a run: its header then holds the state of that moment (`take_snapshot`).
+
+Tokens and blocks that do not change cause no event. A decode step with the sequences of the step before does not repeat
+their numbers. So a step of 256 decodes takes about 0.1 ms longer (benchmarks/trace_overhead.py).
+"""
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.config import Config
+from nanovllm.engine import LLMEngine
+from nanovllm.extras.trace.recording import FORMAT, VERSION, Sink, Sinks, to_sink
+from nanovllm.extras.watching import Watching
+from nanovllm.observer import SchedulingStats
+from nanovllm.sequence import Sequence
+from nanovllm.step import Chunk, SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder(SchedulingStats):
+    """Counts as its parent does, and writes events to `sink` once `begin` has been called.
+
+    decode: the text of a token id; each is noted when it first occurs. None records no texts.
+    """
+
+    def __init__(self, sink: Sink, decode: Callable[[int], str] | None = None) -> None:
+        super().__init__()
+        self.decode = decode
+        self._sink = sink
+        self._start = time.monotonic()
+        self._blocks: BlockManager | None = None
+        self._config: dict[str, Any] = {}
+        self._events: list[list] = []
+        self._seqs: dict[Sequence, int] = {}  # the numbers of all that have not finished
+        self._num_seqs = 0
+        self._drawn: list[tuple[Sequence, int, int]] = []  # place and token of the newest draws that may be replaced
+        self._host_block_ids: dict[Sequence, list[int]] = {}  # of sequences that are swapped out
+        self._num_steps = 0
+        self._flights: deque[tuple[int, list[Sequence]]] = deque()  # steps in flight, and the sequences they sample
+        self._decodes: list[Sequence] = []  # of the step before
+        self._new_ids: set[int] = set()  # token ids whose text has to be noted
+        self._known_ids: set[int] = set()
+
+    # ---- lines
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        """Write the header; `config` are the limits that the scheduler keeps, and what else is to be shown."""
+        self._config = dict(config)
+        self._start = time.monotonic()
+        self._sink.begin(self._make_header())
+
+    def flush(self, seconds: Mapping[str, float] | None = None) -> None:
+        """Write what has happened since the last line; `seconds` are the times of the step that has ended."""
+        texts = {}
+        if self.decode is not None:
+            texts = {str(i): self.decode(i) for i in sorted(self._new_ids - self._known_ids)}
+        self._known_ids |= self._new_ids
+        self._new_ids.clear()
+        line: dict[str, Any] = {"t": self._now(), "events": self._events}
+        if texts:
+            line["texts"] = texts
+        if seconds is not None:
+            line["times"] = {name.removesuffix("_time_s"): round(1e6 * value) for name, value in seconds.items()}
+        self._sink.write(to_json(line))
+        self._events = []
+        if self._sink.is_full:
+            self._sink.begin(self._make_header())
+
+    def close(self) -> None:
+        """Write what is left. The sink takes no more lines."""
+        if self._events:
+            self.flush()
+        self._sink.close()
+
+    def _make_header(self) -> str:
+        assert self._blocks is not None, "a scheduler has begun"
+        self._known_ids.clear()
+        self._decodes = []
+        flights = [[step, [self._seqs.get(seq, 0) for seq in samples]] for step, samples in self._flights]
+        state = take_snapshot(self._blocks, self._seqs, self._host_block_ids) if self._num_seqs else None
+        if state is not None:
+            self._new_ids |= {i for seq in state["seqs"] for i in seq["tokens"]}
+            self._new_ids |= {i for *_, token_ids in state["cached"] for i in token_ids}
+        return to_json({
+            "format": FORMAT, "version": VERSION, "num_blocks": self._blocks.num_blocks,
+            "block_size": self._blocks.block_size, "num_steps_before": self._num_steps, "t": self._now(),
+            "config": self._config, "in_flight": flights, "state": state,
+        })  # fmt: skip
+
+    def _now(self) -> int:
+        """Microseconds since `begin`."""
+        return int(1e6 * (time.monotonic() - self._start))
+
+    # ---- sequences
+
+    def _number(self, seq: Sequence) -> int:
+        number = self._seqs.get(seq)
+        return self._name(seq) if number is None else number
+
+    def _name(self, seq: Sequence) -> int:
+        """Give `seq`, which has not been seen before, a number."""
+        self._num_seqs += 1
+        self._seqs[seq] = self._num_seqs
+        token_ids = seq.token_ids.view().tolist()
+        self._new_ids.update(token_ids)
+        about = {"request": seq.request_id, "sample": seq.sample_index, "tokens": token_ids}
+        about |= {"num_prompt_tokens": seq.num_prompt_tokens, "max_num_tokens": seq.max_num_tokens}
+        self._events.append(["add", self._num_seqs, self._now(), about])
+        return self._num_seqs
+
+    def _note_replaced(self) -> None:
+        """A beam search puts other tokens in the places of those that the newest step has drawn for its beams."""
+        for i, (seq, place, token_id) in enumerate(self._drawn):
+            chosen = int(seq.token_ids.data[place])
+            if chosen != token_id and seq in self._seqs:
+                self._note_tokens(seq, place, [chosen])
+                self._drawn[i] = seq, place, chosen
+
+    def _note_tokens(self, seq: Sequence, first: int, token_ids: list[int]) -> None:
+        self._new_ids.update(token_ids)
+        self._events.append(["tokens", self._number(seq), first, token_ids])
+
+    def on_start(self, blocks: BlockManager) -> None:
+        super().on_start(blocks)
+        if self._blocks is not None:
+            self._events.append(["start", blocks.num_blocks])
+        self._blocks = blocks
+        self._seqs.clear()
+        self._drawn = []
+        self._host_block_ids.clear()
+        self._flights.clear()
+        self._decodes = []
+
+    def on_add(self, seq: Sequence) -> None:
+        self._number(seq)
+
+    def on_fork(self, parent: Sequence, child: Sequence, is_shared: bool) -> None:
+        self._note_replaced()
+        if parent not in self._seqs:  # it has finished
+            self._name(child)
+            return
+        number = self._number(parent)
+        self._num_seqs += 1
+        self._seqs[child] = self._num_seqs
+        num_known = child.num_known_tokens
+        place = [child.sample_index, num_known, parent.num_computed_tokens if is_shared else 0]
+        self._events.append(["fork", number, self._num_seqs, *place, self._now()])
+        newest = int(child.token_ids.data[num_known - 1])
+        if newest != parent.token_ids.data[num_known - 1]:
+            self._note_tokens(child, num_known - 1, [newest])
+
+    def on_finish(self, seq: Sequence) -> None:
+        self._note_replaced()
+        self._host_block_ids.pop(seq, None)
+        place = [seq.finish_reason, seq.stop_reason, seq.num_known_tokens, self._now()]
+        self._events.append(["finish", self._number(seq), *place])
+        del self._seqs[seq]
+        if seq.finish_reason == "abort":  # between two steps, and there may be no further step
+            self.flush()
+
+    # ---- decisions
+
+    def on_wait(self, seq: Sequence, has_place: bool, num_needed_blocks: int, num_reserved_blocks: int) -> None:
+        assert self._blocks is not None
+        num_free = self._blocks.num_free_blocks - num_reserved_blocks
+        code = "blocks" if has_place else "max_num_seqs"
+        self._events.append(["wait", self._number(seq), code, num_needed_blocks, num_free])
+
+    def on_admit(self, seq: Sequence) -> None:
+        super().on_admit(seq)
+        self._host_block_ids.pop(seq, None)
+        code = "new" if seq.num_cached_tokens is None else "again"
+        self._events.append(["admit", self._number(seq), code, seq.num_computed_tokens])
+
+    def on_preempt(self, seq: Sequence, host_block_ids: list[int], needy: Sequence) -> None:
+        super().on_preempt(seq, host_block_ids, needy)
+        self._host_block_ids[seq] = host_block_ids
+        place = [self._number(needy), seq.num_computed_tokens, host_block_ids]
+        self._events.append(["preempt", self._number(seq), *place])
+
+    def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: BlockManager) -> None:
+        super().on_schedule(step, running, blocks)
+        self._note_replaced()
+        self._note_idle(step, running)
+        self._note_drafts(step)
+        self._num_steps += 1
+        self._flights.append((self._num_steps, step.samples))
+        decodes = [chunk[0] for chunk in step.chunks[: step.num_decodes]]
+        named = 0 if decodes == self._decodes else self._numbers(decodes)
+        samples = 0 if step.samples == decodes else self._numbers(step.samples)
+        chunks = [self._describe(chunk) for chunk in step.chunks[step.num_decodes :]]
+        moves = [getattr(step.moves, "swap_outs", []), getattr(step.moves, "swap_ins", [])]
+        num_stored = self._in_flight[-1][0]
+        place = [named, chunks, samples, moves, blocks.num_free_blocks, num_stored]
+        self._events.append(["schedule", self._num_steps, self._now(), *place])
+        self._decodes = decodes
+
+    def _numbers(self, seqs: Collection[Sequence]) -> list[int]:
+        return [self._number(seq) for seq in seqs]
+
+    def _describe(self, chunk: Chunk) -> list:
+        """[sequence, start, num_new_tokens, why no more]."""
+        seq, start, num_new_tokens = chunk
+        code = "threshold" if num_new_tokens == self._config.get("long_prefill_token_threshold") else "budget"
+        if start + num_new_tokens >= seq.num_known_tokens:
+            code = "all" if start + num_new_tokens == seq.num_known_tokens else "drafts"
+        return [self._number(seq), start, num_new_tokens, code]
+
+    def _note_drafts(self, step: SchedulerOutput) -> None:
+        """Tokens behind the known ones, which a chunk computes. (Without a chunk they are those of steps in flight.)"""
+        for seq, start, num_new_tokens in step.chunks[step.num_decodes :]:
+            drafts = seq.token_ids.data[seq.num_known_tokens : start + num_new_tokens].tolist()
+            if drafts:
+                self._new_ids.update(drafts)
+                self._events.append(["draft", self._number(seq), drafts])
+
+    def _note_idle(self, step: SchedulerOutput, running: list[Sequence]) -> None:
+        """Why running sequences get nothing, and why no waiting one has been looked at."""
+        has_waiting = len(self._seqs) > len(running)
+        if has_waiting and step.preempted and not step.admitted:
+            self._events.append(["wait", 0, "preemption", 0, 0])
+        elif has_waiting and step.num_scheduled_tokens == self._config.get("max_num_batched_tokens"):
+            self._events.append(["wait", 0, "budget", 0, 0])
+        if len(running) == len(step.chunks):
+            return
+        scheduled = {chunk[0] for chunk in step.chunks} | set(step.samples)
+        for seq in running:
+            if seq not in scheduled:
+                code = "caught_up" if seq.num_computed_tokens == seq.num_tokens else "budget"
+                self._events.append(["idle", self._number(seq), code])
+
+    def on_update(self, step: SchedulerOutput, new_token_ids: list[int]) -> None:
+        super().on_update(step, new_token_ids)
+        number, _ = self._flights.popleft()
+        self._new_ids.update(new_token_ids)
+        self._events.append(["update", number, self._now(), list(new_token_ids)])
+        newest = dict(zip(step.samples, new_token_ids, strict=True))  # of several, the last
+        self._drawn = [
+            (seq, seq.num_known_tokens - 1, token_id)
+            for seq, token_id in newest.items()
+            if seq.stages and seq in self._seqs
+        ]
+
+    def on_step_end(self, step: SchedulerOutput, seconds: Mapping[str, float]) -> None:
+        self._note_replaced()
+        self.flush(seconds)
+
+    def on_roll_back(self) -> None:
+        super().on_roll_back()
+        self._flights.clear()
+        self._events.append(["roll_back", self._now()])
+
+    # ---- blocks
+
+    def on_take_block(self, seq: Sequence, block_id: int, is_evicted: bool) -> None:
+        self._events.append(["take", self._number(seq), block_id, int(is_evicted)])
+
+    def on_share_block(self, seq: Sequence, block_id: int) -> None:
+        self._events.append(["share", self._number(seq), block_id])
+
+    def on_copy_block(self, seq: Sequence, source: int, destination: int) -> None:
+        self._events.append(["copy", self._number(seq), source, destination])
+
+    def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
+        super().on_give_back(seq, block_ids)
+        self._events.append(["give_back", self._number(seq), list(block_ids)])
+
+    def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
+        super().on_verify(seq, num_drafts, num_accepted, block_ids)
+        self._events.append(["verify", self._number(seq), num_drafts, num_accepted, block_ids])
+
+    def on_free(self, seq: Sequence) -> None:
+        self._host_block_ids.pop(seq, None)
+        number = self._seqs.get(seq)
+        if number is not None:  # else it has finished: a failed step ends it once more
+            self._events.append(["free", number])
+
+    def on_register_block(self, seq: Sequence, block_id: int, block_hash: int, serial: int) -> None:
+        self._events.append(["register", self._number(seq), block_id, f"{block_hash:016x}", serial])
+
+    def on_forget_block(self, block_id: int) -> None:
+        self._events.append(["forget", block_id])
+
+    def on_reset_prefix_cache(self) -> None:
+        self._events.append(["reset"])
+
+
+def to_json(line: Mapping[str, Any]) -> str:
+    return json.dumps(line, separators=(",", ":"), ensure_ascii=False)
+
+
+# ---- the state in a header
+
+
+def take_snapshot(
+    blocks: Any, seqs: Mapping[Sequence, int], host_block_ids: Mapping[Sequence, list[int]]
+) -> dict[str, Any]:
+    """The state of a `BlockManager` and of `seqs`, each with its number.
+
+    free      the free blocks, in the order in which they will be handed out
+    cached    [block id, hash, serial number, token ids] of each block that the prefix cache can find
+    seqs      of each unfinished sequence: what `replay.py` keeps of it
+    """
+    cached = [
+        [one.block_id, f"{one.block_hash:016x}", one.serial, np.frombuffer(one.tokens, dtype=np.int32).tolist()]
+        for one in blocks.prefix_cache._by_id.values()
+    ]
+    return {
+        "free": list(blocks._free),
+        "cached": cached,
+        "seqs": [describe_sequence(seq, number, host_block_ids.get(seq, [])) for seq, number in seqs.items()],
+    }
+
+
+def describe_sequence(seq: Sequence, number: int, host_block_ids: list[int]) -> dict[str, Any]:
+    return {
+        "number": number,
+        "request": seq.request_id,
+        "sample": seq.sample_index,
+        "status": seq.status.name.lower(),
+        "tokens": seq.token_ids.view().tolist(),
+        "num_prompt_tokens": seq.num_prompt_tokens,
+        "max_num_tokens": seq.max_num_tokens,
+        "num_computed_tokens": seq.num_computed_tokens,
+        "block_table": seq.block_table.view().tolist(),
+        "host_block_ids": list(host_block_ids),
+    }
+
+
+# ---- engines that are recorded
+
+
+Engine = TypeVar("Engine", bound=LLMEngine)
+
+
+def start_engine(
+    config: Config, trace: str | Path | Sink | None, on_exit: ExitStack, engine_class: type[Engine]
+) -> Engine:
+    """An engine; its run is recorded in the file `trace`, or written to that sink, until `on_exit` closes it.
+
+    Raises ValueError or TypeError, before the model is loaded, if the file cannot be written.
+    """
+    if trace is None:
+        return engine_class(config)
+    return start_recorded_engine(config, to_sink(trace), on_exit, engine_class)
+
+
+def start_recorded_engine(config: Config, sink: Sink, on_exit: ExitStack, engine_class: type[Engine]) -> Engine:
+    """An engine whose run is written to `sink`, until `on_exit` closes it."""
+    recorder = Recorder(sink)
+    try:
+        engine = engine_class(config, recorder)
+    except BaseException:
+        sink.close()
+        raise
+    if engine.tokenizer is not None:
+        recorder.decode = lambda token_id: engine_text(engine.tokenizer, token_id)
+    if isinstance(sink, Sinks) and isinstance(engine.observer, Watching):
+        sink.on_failure = engine.observer.count_failure
+    recorder.begin(describe_engine(engine))
+    on_exit.callback(close_recording, recorder)
+    return engine
+
+
+def close_recording(recorder: Recorder) -> None:
+    """What cannot be written is lost: the engine ends all the same."""
+    try:
+        recorder.close()
+    except OSError as error:
+        logger.error("the recording is not complete: %s", error)
+
+
+def engine_text(tokenizer: Any, token_id: int) -> str:
+    """The text of one token; part of a character is shown as �."""
+    return tokenizer.decode([token_id])
+
+
+def describe_engine(engine: LLMEngine) -> dict[str, Any]:
+    """The limits that the scheduler keeps, and what computes."""
+    config, policy = engine.config, engine.config.scheduling_policy
+    return {
+        "model": Path(config.model).name,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": engine.parts.max_num_batched_tokens,
+        "max_model_len": engine.parts.max_model_len,
+        "long_prefill_token_threshold": config.long_prefill_token_threshold,
+        "sliding_window": engine.parts.model_config.widest_window,  # None if a layer sees all tokens
+        "scheduling_policy": policy if isinstance(policy, str) else getattr(policy, "__name__", repr(policy)),
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "preemption_mode": config.preemption_mode,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "num_swap_blocks": getattr(engine.runner.kv_cache, "num_swap_blocks", 0),
+        "enable_overlap": engine.parts.enable_overlap,
+        "description": engine.description,
+    }

@@ -1,0 +1,289 @@
+"""`Replay`: applies the events of a recording one by one, and so finds the state of the pool at each step.
+
+It keeps blocks and sequences a second time, independently, and decides nothing. It raises an error when an event
+contradicts the state: a block is taken that is not the first free one, or a count differs from the engine's. The page
+does the same in JavaScript (`viewer/replay.js`); tests compare both with the block manager.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+NULL_BLOCK = 0  # in a block table, the place of a block behind the window of all layers
+EVENTS = {
+    *(
+        "start",
+        "add",
+        "fork",
+        "tokens",
+        "finish",
+        "wait",
+        "idle",
+        "admit",
+        "preempt",
+        "draft",
+        "schedule",
+        "verify",
+        "update",
+        "roll_back",
+    ),
+    *("take", "share", "copy", "give_back", "free", "register", "forget", "reset"),
+}
+
+
+class ReplayError(ValueError):
+    """The recording contradicts itself."""
+
+
+@dataclass
+class ReplayedSequence:
+    """As `sequence.py`, without the tokens in flight."""
+
+    number: int
+    request: str
+    sample: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    max_num_tokens: int
+    status: str = "waiting"
+    num_computed_tokens: int = 0
+    block_table: list[int] = field(default_factory=list)
+    host_block_ids: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)  # behind `tokens`, while a step verifies them
+    num_final_tokens: int | None = None  # set when it finishes
+    finish_reason: str | None = None
+
+
+class Replay:
+    """The state after the events that were applied; `step` is the number of the newest step among them."""
+
+    def __init__(self, header: Mapping[str, Any]) -> None:
+        self.block_size = header["block_size"]
+        self.step = header["num_steps_before"]
+        self.seqs: dict[int, ReplayedSequence] = {}
+        self.in_flight: dict[int, list[int]] = dict(header["in_flight"])
+        self.decodes: list[int] = []
+        self.cached: dict[int, tuple[str, int]] = {}  # block id -> (hash, serial number)
+        self._empty_pool(header["num_blocks"])
+        if header["state"] is not None:
+            self._load(header["state"])
+
+    def apply(self, event: list) -> None:
+        """Raises ReplayError if the event is unknown, or contradicts the events before it."""
+        if event[0] not in EVENTS:
+            raise ReplayError(f"step {self.step}: unknown event {event!r}")
+        try:
+            getattr(self, f"_{event[0]}")(*event[1:])
+        except ReplayError:
+            raise
+        except (KeyError, IndexError, TypeError, ValueError) as error:  # it names what is not there
+            raise ReplayError(f"step {self.step}: {event!r} does not fit: {error!r}") from error
+
+    def _check(self, holds: bool, message: str) -> None:
+        if not holds:
+            raise ReplayError(f"step {self.step}: {message}")
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self.free = OrderedDict.fromkeys(state["free"])
+        self.cached = {block_id: (block_hash, serial) for block_id, block_hash, serial, _ in state["cached"]}
+        self.seqs = {about["number"]: ReplayedSequence(**about) for about in state["seqs"]}
+        for seq in self.seqs.values():
+            for block_id in seq.block_table:
+                self._count_owner(block_id)
+
+    # ---- sequences
+
+    def _start(self, num_blocks: int) -> None:
+        self._empty_pool(num_blocks)
+        self.in_flight.clear()
+        for seq in self.seqs.values():
+            seq.status, seq.block_table, seq.host_block_ids, seq.num_computed_tokens = "finished", [], [], 0
+
+    def _empty_pool(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * (num_blocks + 1)
+        self.free = OrderedDict.fromkeys(range(1, num_blocks + 1))
+        self.cached = {}
+
+    def _add(self, number: int, time: int, about: Mapping[str, Any]) -> None:
+        self.seqs[number] = ReplayedSequence(number, **about)
+
+    def _fork(self, parent: int, number: int, sample: int, num_known: int, num_computed: int, time: int) -> None:
+        one = self.seqs[parent]
+        child = ReplayedSequence(
+            number, one.request, sample, one.tokens[:num_known], one.num_prompt_tokens, one.max_num_tokens
+        )
+        self.seqs[number] = child
+        child.num_computed_tokens = num_computed
+
+    def _tokens(self, number: int, first: int, token_ids: list[int]) -> None:
+        tokens = self.seqs[number].tokens
+        self._check(first <= len(tokens), f"sequence {number} has a gap before token {first}")
+        tokens[first:] = token_ids
+
+    def _finish(self, number: int, reason: str, stop: int | str | None, num_tokens: int, time: int) -> None:
+        seq = self.seqs[number]
+        self._check(not seq.block_table, f"sequence {number} has finished and owns blocks")
+        seq.status, seq.finish_reason, seq.num_final_tokens, seq.host_block_ids = "finished", reason, num_tokens, []
+
+    # ---- decisions
+
+    def _wait(self, number: int, code: str, num_needed: int, num_free: int) -> None:
+        self._check(not number or self.seqs[number].status == "waiting", f"sequence {number} waits and runs")
+
+    def _idle(self, number: int, code: str) -> None:
+        self._check(self.seqs[number].status == "running", f"sequence {number} is idle, and does not run")
+
+    def _admit(self, number: int, code: str, num_computed: int) -> None:
+        seq = self.seqs[number]
+        seq.status, seq.num_computed_tokens, seq.host_block_ids = "running", num_computed, []
+
+    def _preempt(self, number: int, needy: int, num_computed: int, host_block_ids: list[int]) -> None:
+        seq = self.seqs[number]
+        seq.status, seq.num_computed_tokens, seq.host_block_ids = "waiting", num_computed, host_block_ids
+
+    def _schedule(
+        self,
+        step: int,
+        time: int,
+        decodes: list[int] | int,
+        chunks: list[list],
+        samples: list[int] | int,
+        moves: list,
+        num_free: int,
+        num_stored: int,
+    ) -> None:
+        self._check(step == self.step + 1, f"step {step} comes next")
+        self.step = step
+        self.decodes = self.decodes if isinstance(decodes, int) else decodes
+        for number, start, num_new in [*((number, None, 1) for number in self.decodes), *(c[:3] for c in chunks)]:
+            seq = self.seqs[number]
+            self._check(start in (None, seq.num_computed_tokens), f"the chunk of sequence {number} begins elsewhere")
+            seq.num_computed_tokens += num_new
+        self.in_flight[step] = self.decodes if isinstance(samples, int) else samples
+        self._compare(num_free, num_stored)
+
+    def _compare(self, num_free: int, num_stored: int) -> None:
+        self._check(len(self.free) == num_free, f"{len(self.free)} blocks are free, the engine says {num_free}")
+        self._check(self.num_stored == num_stored, f"{self.num_stored} tokens are stored, the engine says {num_stored}")
+
+    def _draft(self, number: int, token_ids: list[int]) -> None:
+        self.seqs[number].drafts = token_ids
+
+    def _verify(self, number: int, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
+        """The newest step draws a token for each draft that was right, besides the one that follows."""
+        seq = self.seqs[number]
+        seq.drafts = []
+        seq.num_computed_tokens -= num_drafts - num_accepted
+        for block_id in block_ids:
+            self._check(seq.block_table.pop() == block_id, f"block {block_id} is not the last of sequence {number}")
+            self._disown(block_id)
+        if num_accepted:
+            samples = self.in_flight[self.step]
+            self.in_flight[self.step] = [i for i in samples for _ in range(num_accepted + 1 if i == number else 1)]
+
+    def _update(self, step: int, time: int, token_ids: list[int]) -> None:
+        for number, token_id in zip(self.in_flight.pop(step), token_ids, strict=True):
+            if not number:  # it had finished before the recording began
+                continue
+            seq = self.seqs[number]
+            if len(seq.tokens) != seq.num_final_tokens:
+                seq.tokens.append(token_id)
+
+    def _roll_back(self, time: int) -> None:
+        self.in_flight.clear()
+
+    # ---- blocks
+
+    def _take(self, number: int, block_id: int, is_evicted: int) -> None:
+        first = next(iter(self.free), None)
+        self._check(first == block_id, f"block {block_id} is taken, and block {first} is the first free one")
+        self._check((block_id in self.cached) == bool(is_evicted), f"block {block_id} is evicted: {bool(is_evicted)}")
+        self.free.pop(block_id, None)
+        self._own(number, block_id)
+
+    def _share(self, number: int, block_id: int) -> None:
+        self.free.pop(block_id, None)
+        self._own(number, block_id)
+
+    def _own(self, number: int, block_id: int) -> None:
+        seq = self.seqs[number]
+        seq.block_table.append(block_id)
+        self._count_owner(block_id)
+        if seq.status == "waiting":  # a fork; or a sequence whose `admit` comes next
+            seq.status = "running"
+
+    def _count_owner(self, block_id: int) -> None:
+        """The null block stands for blocks behind a window, and has no owners."""
+        if block_id != NULL_BLOCK:
+            self.ref_counts[block_id] += 1
+
+    def _copy(self, number: int, source: int, destination: int) -> None:
+        """`take` has put the destination at the end of the table; its place is that of the source."""
+        seq = self.seqs[number]
+        self._check(seq.block_table.pop() == destination, f"block {destination} is a copy, and was not taken")
+        place = seq.num_computed_tokens // self.block_size
+        self._check(seq.block_table[place] == source, f"sequence {number} does not write to block {source}")
+        seq.block_table[place] = destination
+        self._disown(source)
+
+    def _give_back(self, number: int, block_ids: list[int]) -> None:
+        table = self.seqs[number].block_table
+        for block_id in block_ids:
+            self._check(block_id in table, f"sequence {number} gives back block {block_id}, and does not own it")
+            table[table.index(block_id)] = NULL_BLOCK
+            self._disown(block_id)
+
+    def _free(self, number: int) -> None:
+        seq = self.seqs[number]
+        for block_id in reversed(seq.block_table):
+            self._disown(block_id)
+        seq.block_table, seq.num_computed_tokens, seq.status = [], 0, "waiting"
+        seq.host_block_ids, seq.drafts = [], []
+
+    def _disown(self, block_id: int) -> None:
+        if block_id == NULL_BLOCK:
+            return
+        self.ref_counts[block_id] -= 1
+        if self.ref_counts[block_id] == 0:
+            self.free[block_id] = None
+            self.free.move_to_end(block_id, last=block_id in self.cached)
+
+    def _register(self, number: int, block_id: int, block_hash: str, serial: int) -> None:
+        self._check(block_id in self.seqs[number].block_table, f"sequence {number} does not own block {block_id}")
+        self.cached[block_id] = block_hash, serial
+
+    def _forget(self, block_id: int) -> None:
+        del self.cached[block_id]
+
+    def _reset(self) -> None:
+        self.cached.clear()
+
+    # ---- counts
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self.free)
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks with several owners."""
+        return sum(count > 1 for count in self.ref_counts)
+
+    @property
+    def num_stored(self) -> int:
+        """Tokens in owned blocks; what several sequences share counts once."""
+        stored: Counter[int] = Counter()
+        for seq in self.seqs.values():
+            for place, block_id in enumerate(seq.block_table):
+                if block_id == NULL_BLOCK:
+                    continue
+                num_tokens = min(self.block_size, seq.num_computed_tokens - place * self.block_size)
+                stored[block_id] = max(stored[block_id], num_tokens)
+        return sum(stored.values())
+
+    @property
+    def waste(self) -> float:
+        """The share of the owned slots that holds no token."""
+        return 1 - self.num_stored / (self.num_used * self.block_size) if self.num_used else 0.0

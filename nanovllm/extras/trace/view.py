@@ -1,0 +1,96 @@
+"""`nanovllm view run.jsonl`: write the page of a recording, and open it in a browser.
+
+nanovllm view                                # opens a recording that comes with the package, and shows it all
+nanovllm view run.jsonl                      # opens it
+nanovllm view run.jsonl -o run.html          # writes it
+nanovllm view with.jsonl without.jsonl       # two recordings side by side, scrubbed together
+nanovllm view run.jsonl --gif story.gif      # a moving picture of its story
+nanovllm view run.jsonl --perfetto run.json  # for https://ui.perfetto.dev
+"""
+
+import argparse
+import json
+import tempfile
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from nanovllm.extras.trace.check import check_recording
+from nanovllm.extras.trace.gif import make_gif
+from nanovllm.extras.trace.page import make_page
+from nanovllm.extras.trace.perfetto import to_perfetto
+from nanovllm.extras.trace.recording import read_recording
+from nanovllm.extras.trace.replay import ReplayError
+
+STORY = Path(__file__).with_name("story.jsonl")  # made by tools/story_recording.py
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nanovllm view", description="Replay a recording in a browser.")
+    parser.add_argument(
+        "recording",
+        type=Path,
+        nargs="?",
+        default=STORY,
+        help="a file that LLM(…, trace=…) or --trace wrote",
+    )
+    parser.add_argument("second", type=Path, nargs="?", help="another one, shown beside it and scrubbed with it")
+    parser.add_argument("-o", "--output", type=Path, metavar="HTML", help="write the page here, and do not open it")
+    parser.add_argument("--perfetto", type=Path, metavar="JSON", help="write Chrome's trace format of one recording")
+    parser.add_argument("--gif", type=Path, help="write a moving picture of its story here instead (extra: browser)")
+    parser.add_argument("--steps", type=steps_of, metavar="12-16,20", help="steps for --gif, in place of the story")
+    return parser
+
+
+def steps_of(text: str) -> list[int]:
+    """ "12-14,20" -> [12, 13, 14, 20]"""
+    ranges = [part.partition("-") for part in text.split(",")]
+    return [step for first, _, last in ranges for step in range(int(first), int(last or first) + 1)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = make_parser()
+    args = parser.parse_args(arguments)
+    if args.perfetto and args.second:
+        parser.error(f"--perfetto exports one recording, got {args.recording} and {args.second}")
+    paths = [path for path in (args.recording, args.second) if path is not None]
+    try:
+        recordings = [read_recording(path) for path in paths]
+        for path, lines in zip(paths, recordings, strict=True):
+            check_recording(path, lines)
+        if args.perfetto:
+            write(args.perfetto, export(args.recording, recordings[0]))
+        page = make_page(paths) if args.output or args.gif else ""
+        if args.output:
+            write(args.output, page)
+        if args.gif:
+            write(args.gif, make_gif(page, args.steps))
+    except ValueError as error:
+        parser.error(str(error))
+    if not (args.output or args.perfetto or args.gif):
+        open_page(paths)
+    return 0
+
+
+def export(path: Path, lines: list[dict[str, Any]]) -> str:
+    try:
+        return json.dumps(to_perfetto(lines), separators=(",", ":"))
+    except ReplayError as error:
+        raise ValueError(f"{path} cannot be exported: {error}") from error
+
+
+def write(path: Path, content: str | bytes) -> None:
+    try:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+    print(path)
+
+
+def open_page(paths: list[Path]) -> Path:
+    """Write the page to a file of its own, and ask the browser to open it; the file stays for as long as the reader."""
+    with tempfile.NamedTemporaryFile("w", suffix=".html", prefix="nanovllm-", encoding="utf-8", delete=False) as file:
+        file.write(make_page(paths))
+    print(file.name)
+    webbrowser.open(Path(file.name).as_uri())
+    return Path(file.name)

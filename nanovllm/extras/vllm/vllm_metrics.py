@@ -1,0 +1,140 @@
+"""What the engine counts and observes, as vLLM's counters, gauges and histograms; names have the prefix `nanovllm:`.
+
+`stats.py` counts from the first request; this file gives the counts their names and forms when they are asked
+for, by `llm.get_metrics()` or a server's `/metrics`.
+https://prometheus.io/docs/concepts/metric_types/, https://docs.vllm.ai/en/latest/design/metrics.html
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from nanovllm.outputs import EngineStats
+from nanovllm.stats import LADDER, Observations
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+# upper bounds of the buckets: seconds, or tokens. Their numbers have two digits: they are steps of the `LADDER`
+TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
+LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
+TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+
+BOUNDS: Mapping[str, tuple[float, ...]] = {
+    "ttft": TTFT,
+    "inter_token_latencies": ITL,
+    "tpot": ITL,
+    "e2e_latency": LATENCY,
+    "queue_time": LATENCY,
+    "prefill_time": LATENCY,
+    "decode_time": LATENCY,
+    "num_prompt_tokens": TOKENS,
+    "num_output_tokens": TOKENS,
+}
+HISTOGRAMS: Mapping[str, tuple[str, str]] = {
+    "time_to_first_token_seconds": ("ttft", "From a request's arrival to its first token."),
+    "inter_token_latency_seconds": ("inter_token_latencies", "Between two tokens of a request."),
+    "request_time_per_output_token_seconds": ("tpot", "Mean time per token after the first, of each request."),
+    "e2e_request_latency_seconds": ("e2e_latency", "From a request's arrival to its end."),
+    "request_queue_time_seconds": ("queue_time", "From a request's arrival to the first step that computes it."),
+    "request_prefill_time_seconds": (
+        "prefill_time",
+        "From the first step that computes a request to its first result.",
+    ),
+    "request_decode_time_seconds": ("decode_time", "From a request's first token to its last."),
+    "request_prompt_tokens": ("num_prompt_tokens", "Tokens of each prompt."),
+    "request_generation_tokens": ("num_output_tokens", "Tokens of each request's output."),
+}
+"""vLLM's name -> the name of the observation, and what it means."""
+GAUGES: Mapping[str, str] = {
+    "num_requests_running": "Sequences that are being computed.",
+    "num_requests_waiting": "Requests that wait to be computed.",
+    "kv_cache_usage_perc": "Share of the KV cache's blocks in use, from 0 to 1.",
+}
+COUNTERS: Mapping[str, str] = {
+    "prompt_tokens": "Tokens of all prompts.",
+    "generation_tokens": "Tokens generated.",
+    "num_preemptions": "Preemptions.",
+    "spec_decode_num_drafts": "Verifications of guessed tokens.",
+    "spec_decode_num_draft_tokens": "Tokens that were guessed and verified.",
+    "spec_decode_num_accepted_tokens": "Guessed tokens that were right.",
+    "recording_failures": "Recordings and other observers that have failed, and see nothing any more.",
+    "prefix_cache_queries": "Prompt tokens that were looked up.",
+    "prefix_cache_hits": "Prompt tokens that were found.",
+    "request_success": "Requests that have ended, by the reason.",
+}
+
+
+@dataclass
+class Metric:
+    name: str
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Counter(Metric):
+    """It only grows."""
+
+    value: int = 0
+
+
+@dataclass
+class Gauge(Metric):
+    """It goes up and down."""
+
+    value: float = 0.0
+
+
+@dataclass
+class Histogram(Metric):
+    """Counts of values, by size."""
+
+    count: int = 0
+    sum: float = 0.0
+    buckets: dict[str, int] = field(default_factory=dict)
+    """Upper bound -> number of values up to it; the last bound is `+Inf`."""
+
+
+def request_metrics(observed: Observations) -> list[Metric]:
+    """Metrics of the requests that have ended."""
+    ended = observed.num_ended.items()
+    counters = [Counter("nanovllm:request_success", {"finished_reason": reason}, count) for reason, count in ended]
+    return [*counters, *(make_histogram(name, observed, source) for name, (source, _) in HISTOGRAMS.items())]
+
+
+def make_histogram(name: str, observed: Observations, source: str) -> Histogram:
+    """The observations of `source`; each bucket also counts the values of all buckets below it."""
+    up_to = list(accumulate(observed.counts[source]))  # [len(LADDER) + 1]
+    buckets = {str(float(bound)): up_to[bisect_left(LADDER, bound)] for bound in BOUNDS[source]} | {"+Inf": up_to[-1]}
+    return Histogram(f"nanovllm:{name}", {}, up_to[-1], observed.sums[source], buckets)
+
+
+def make_metrics(stats: EngineStats, observed: Observations) -> list[Metric]:
+    """All metrics of an engine."""
+    values: dict[str, float] = {
+        "num_requests_running": stats.num_running,
+        "num_requests_waiting": stats.num_waiting,
+        "kv_cache_usage_perc": 1 - stats.num_free_blocks / stats.num_kv_blocks,
+        "prompt_tokens": stats.prompt_tokens,
+        "generation_tokens": stats.generation_tokens,
+        "num_preemptions": stats.num_preemptions,
+        "spec_decode_num_drafts": stats.num_drafts,
+        "spec_decode_num_draft_tokens": stats.num_draft_tokens,
+        "spec_decode_num_accepted_tokens": stats.num_accepted_tokens,
+        "recording_failures": stats.num_failed_observers,
+        "prefix_cache_queries": stats.prefix_cache_query_tokens,
+        "prefix_cache_hits": stats.prefix_cache_hit_tokens,
+    }
+    metrics: list[Metric] = [
+        Gauge(f"nanovllm:{name}", {}, float(value)) if name in GAUGES else Counter(f"nanovllm:{name}", {}, int(value))
+        for name, value in values.items()
+    ]
+    return metrics + request_metrics(observed)
+
+
+def get_metrics(self: "LLM") -> list[Metric]:
+    """Counters, gauges and histograms, by vLLM's names with the prefix `nanovllm:`. A method of `LLM`."""
+    return make_metrics(self.engine.get_stats(), self.engine.observed)

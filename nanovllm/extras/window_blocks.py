@@ -1,0 +1,117 @@
+"""Windows: when every layer of the model sees only a window, a sequence gives back the blocks behind it.
+
+The token at position p sees the positions from p - window + 1 on. A block that lies wholly before these is taken out of
+the block table: the null block takes its place there, so that positions keep their places. With block_size 4, a window
+of 5, and position 10 next, the positions 6 … 10 are seen:
+
+    position        0 1 2 3    4 5 6 7    8 9 10
+    block table     [  7          2          5   ]    before
+                    [  0          2          5   ]    block 7 is free
+
+What the rest of the engine makes of it:
+
+    prefix hits     A block that is given back keeps its contents, and can be hit, until it is handed out again. A hit
+                    needs all blocks of a prefix, from the first one on: once the first is evicted, the prefix is not
+                    found. A sequence that hits it owns only the blocks inside its window.
+    forks           A child has the null entries of its parent, and shares the other blocks.
+    preemption      A recomputed sequence begins anew, with all of its tokens.
+    swap            Only blocks of its own are copied to host memory and back; the null entries stay null.
+    admission       A sequence needs room for its window and one step's tokens, not for all of its tokens.
+
+`assembly.py` makes this block manager for such models. If one layer sees all tokens, no block is ever given back.
+"""
+
+import sys
+
+import numpy as np
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.observer import Observer
+from nanovllm.prefix_cache import ROOT_SERIAL
+from nanovllm.sequence import Sequence
+
+NULL_BLOCK = 0
+
+
+class WindowBlockManager(BlockManager):
+    """A token sees `window` tokens, itself included; a step computes at most `max_chunk_len` tokens of a sequence."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        observer: Observer | None = None,
+        *,
+        window: int,
+        max_chunk_len: int,
+    ) -> None:
+        super().__init__(num_blocks, block_size, enable_prefix_caching, observer)
+        self.window = window
+        self.max_chunk_len = max_chunk_len
+        self.max_held_blocks = max_held_blocks(window, max_chunk_len, block_size)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one sequence can have when no other has any: without bound, if its window finds room."""
+        return sys.maxsize - 1 if self.max_held_blocks <= self.num_blocks else super().capacity
+
+    def num_missing_blocks(self, seq: Sequence) -> int:
+        """As the base class counts them, but no more than the sequence can ever hold at once."""
+        num_missing = super().num_missing_blocks(seq)
+        if self.max_held_blocks > self.num_blocks:
+            return num_missing
+        return min(num_missing, self.max_held_blocks - int(np.count_nonzero(seq.block_table.view())))
+
+    def try_admit(self, seq: Sequence, num_reserved: int = 0) -> bool:
+        """As the base class; of the cached blocks of its prefix, `seq` owns those that its first new token sees."""
+        hits = self.prefix_cache.find(seq)
+        num_behind = self._num_behind(len(hits) * self.block_size)
+        num_revived = sum([self._ref_counts[hit.block_id] == 0 for hit in hits[num_behind:]])
+        num_needed = self.num_missing_blocks(seq) - len(hits[num_behind:]) + num_revived
+        if num_needed > len(self._free) - num_reserved:
+            return False
+        for i, hit in enumerate(hits):
+            self._share(seq, NULL_BLOCK if i < num_behind else hit.block_id)
+        seq.num_computed_tokens = len(hits) * self.block_size
+        seq.num_registered_blocks = len(hits)
+        seq.parent_serial = hits[-1].serial if hits else ROOT_SERIAL
+        return True
+
+    def try_allocate(self, seq: Sequence, num_tokens: int) -> bool:
+        table, num_behind = seq.block_table, self._num_behind(seq.num_computed_tokens)
+        while table.length < num_behind:  # it is swapped in: there are no blocks for these entries
+            self._share(seq, NULL_BLOCK)
+        if num_behind and table.data[num_behind - 1] != NULL_BLOCK:
+            self._give_back(seq, num_behind)
+        return super().try_allocate(seq, num_tokens)
+
+    def _num_behind(self, position: int) -> int:
+        """Blocks that lie wholly before the window of the token at `position`."""
+        return max(0, position - self.window + 1) // self.block_size
+
+    def _give_back(self, seq: Sequence, num_behind: int) -> None:
+        """The first `num_behind` entries of the block table become the null block."""
+        self.prefix_cache.register(seq, num_behind * self.block_size)  # while they are known
+        entries = seq.block_table.view(0, num_behind)
+        given_back = entries[entries != NULL_BLOCK][::-1].tolist()  # as in `free`, the last one first
+        entries[:] = NULL_BLOCK
+        for block_id in given_back:
+            self._disown(block_id)
+        self.observer.on_give_back(seq, given_back)
+
+    def _share(self, seq: Sequence, block_id: int) -> None:
+        if block_id != NULL_BLOCK:
+            super()._share(seq, block_id)
+            return
+        self.block_tables.append(seq.block_table, NULL_BLOCK)
+        self.observer.on_share_block(seq, NULL_BLOCK)
+
+    def _disown(self, block_id: int) -> None:
+        if block_id != NULL_BLOCK:
+            super()._disown(block_id)
+
+
+def max_held_blocks(window: int, max_chunk_len: int, block_size: int) -> int:
+    """Blocks that cover a chunk and the window of its first token, wherever in a block it begins."""
+    return -(-(window - 1 + max_chunk_len) // block_size) + 1

@@ -1,0 +1,202 @@
+"""How does a prompt with its parameters become a request? Checked first, so that a bad one changes nothing.
+
+A prompt is text, token ids, or a dict of one of the two. What this engine could never serve is refused before anything
+changes. Called by `LLM`, and by `LLMEngine` when requests are added.
+"""
+
+import re
+import time
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from nanovllm.assembly import Parts
+from nanovllm.checks import check_int, extra
+from nanovllm.detokenizer import TokenDecoder
+from nanovllm.inputs import Prompt, check_keys
+from nanovllm.request import Completion, Request
+from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+from nanovllm.sequence import Sequence
+from nanovllm.stages import MinTokens
+
+
+class OtherParams(Protocol):
+    """What other kinds of request ask for, such as an embedding. They bring their own class of request."""
+
+    def checked(self, parts: Parts) -> "OtherParams":
+        """A copy, checked anew; ValueError for what this engine can never serve."""
+
+    def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> Request: ...
+
+
+class TakenParams(NamedTuple):
+    """Parameters, copied and checked, and what is made of them. Requests may share them: sequences copy the grammar."""
+
+    params: Any
+    stages: tuple[Any, ...] = ()
+    grammar: Any = None
+
+
+Params = SamplingParams | OtherParams | TakenParams
+
+
+class InputProcessor:
+    """Makes requests for one engine. A TypeError or ValueError names the field, the value and what is allowed.
+
+    `capacity`: tokens that one sequence can have in the cache when no other has any.
+    """
+
+    def __init__(self, parts: Parts, capacity: int) -> None:
+        self.parts = parts
+        self.capacity = capacity
+        self.vocab_size = parts.model_config.vocab_size
+        self.tokenizer = parts.tokenizer
+        self.decoder = None if parts.tokenizer is None else TokenDecoder(parts.tokenizer)
+        self.eos_token_ids = parts.eos_token_ids
+
+    def encode(self, prompt: Prompt, params: Params | None = None) -> tuple[str | None, list[int]]:
+        """Text (None if there was none) and token ids of a prompt, or of the end of it that `params` keep."""
+        text, token_ids = encode_prompt(prompt, self.tokenizer, self.vocab_size)
+        if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
+            with extra("extras/prompt_truncation.py", "truncate_prompt_tokens"):
+                from nanovllm.extras.prompt_truncation import truncate
+            token_ids = truncate(token_ids, params, self.parts.max_model_len)
+        self._check_prompt_len(len(token_ids))
+        return text, token_ids
+
+    def take_params(self, params: Any) -> TakenParams:
+        """All that needs no prompt: what takes long, such as compiling a grammar, is done here. None is the default."""
+        params = self.check_params(self.parts.default_sampling_params if params is None else params)
+        if not isinstance(params, SamplingParams):
+            return TakenParams(params)
+        form = params.structured_outputs
+        return TakenParams(params, self._stages(params), None if form is None else self.grammars.compile(form))
+
+    def check_params(self, params: Any) -> Any:
+        """A copy of the parameters, checked: what the user changes later, this request does not see."""
+        if hasattr(params, "make_request"):
+            return params.checked(self.parts)
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be a SamplingParams or None, got {params!r}")
+        params, vocab_size, max_num_seqs = params.clone(), self.vocab_size, self.parts.config.max_num_seqs
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
+                if token_id >= vocab_size:
+                    raise ValueError(f"{name} must hold token ids from 0 to {vocab_size - 1}, got {token_id}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and value > vocab_size:
+                raise ValueError(f"{name} must be at most the vocabulary's size {vocab_size}, got {value}")
+        if params.n > max_num_seqs:
+            raise ValueError(f"n must be at most max_num_seqs {max_num_seqs}, got {params.n}")
+        if self.tokenizer is None and (params.stop_strings or params.bad_words or params.structured_outputs):
+            raise ValueError("stop, bad_words and structured_outputs need a tokenizer, but this model has none")
+        return params
+
+    def make_request(
+        self, request_id: str, prompt: Prompt, given: Params | None, priority: int, stream: bool, number: int
+    ) -> Request:
+        """`number` requests came before. One without a seed gets it from this, so only the order of arrival counts."""
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise TypeError(f"priority must be an int, got {priority!r}")
+        params, stages, grammar = given if isinstance(given, TakenParams) else self.take_params(given)
+        if not isinstance(params, SamplingParams):
+            return params.make_request(self, request_id, prompt, priority)
+        text, token_ids = self.encode(prompt, params)
+        own_seed = 1 << 63 | (self.parts.config.seed * 1_000_003 + number) % 2**63
+        seed = own_seed if params.seed is None else params.seed
+        stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
+        gives_deltas = stream and params.output_kind is RequestOutputKind.DELTA
+        taps = self._taps(params, gives_deltas)
+        # one sequence for each sample; the first computes the prompt, the others are its children
+        seqs = []
+        for i in range(params.n):
+            own_stages = stages if grammar is None else (*stages, grammar.copy())
+            own_taps = taps if i == 0 else ()
+            seq = Sequence(request_id, token_ids, params, self.eos_token_ids, priority, seed, i, own_stages, own_taps)
+            seqs.append(seq)
+        seqs[0].children = seqs[1:]
+        kind = Request if grammar is None else self.grammars.request_class
+        now, completion_class = time.monotonic(), self._completion_class(gives_deltas)
+        return kind(text, token_ids, seqs, stream, self.decoder, now, completion_class)
+
+    @cached_property
+    def grammars(self) -> Any:
+        """The compiler of structured outputs, made for the first request that needs it."""
+        with extra("extras/structured", "structured_outputs"):
+            from nanovllm.extras.structured.compiler import GrammarCompiler
+        return GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
+
+    def _check_prompt_len(self, num_tokens: int) -> None:
+        parts, most, has = self.parts, self.parts.max_model_len - 1, f"the prompt has {num_tokens} tokens"
+        if num_tokens == 0:
+            raise ValueError("the prompt is empty; it must have at least 1 token")
+        if num_tokens > most:
+            raise ValueError(f"{has}; at most {most} are allowed (max_model_len {most + 1}, less one for the output)")
+        if num_tokens > self.capacity:
+            raise ValueError(
+                f"{has}; the whole KV cache holds {self.capacity} ({parts.num_kv_blocks} "
+                f"blocks of {parts.block_size}): give more num_kv_blocks or kv_cache_memory_bytes"
+            )
+
+    def _stages(self, params: SamplingParams) -> tuple[Any, ...]:
+        """What changes the logits of the request's rows."""
+        stages = (MinTokens(),) if params.min_tokens else ()
+        if not params.changes_logits:
+            return stages
+        with extra("extras/logits.py", "a penalty, bias, bad word, logits processor or list of allowed tokens"):
+            from nanovllm.extras.logits import stages_of
+        return *stages, *stages_of(params, self.tokenizer)
+
+    def _taps(self, params: SamplingParams, gives_deltas: bool) -> tuple[Any, ...]:
+        """What reads the hidden states of the prompt."""
+        if params.prompt_logprobs is None:
+            return ()
+        with extra("extras/prompt_logprobs.py", "prompt_logprobs"):
+            from nanovllm.extras.prompt_logprobs import PromptLogprobs
+        return (PromptLogprobs(params.prompt_logprobs, self.decoder, gives_once=gives_deltas),)
+
+    def _completion_class(self, gives_deltas: bool) -> type[Completion]:
+        """What an output of a stream holds of each sample: all so far, or what is new."""
+        if not gives_deltas:
+            return Completion
+        with extra("extras/deltas.py", "output_kind=RequestOutputKind.DELTA"):
+            from nanovllm.extras.deltas import DeltaCompletion
+        return DeltaCompletion
+
+
+# ---- the forms of a prompt
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[str | None, list[int]]:
+    """Text (None if there was none) and token ids of a prompt; TypeError or ValueError if it is not one."""
+    text: Any = None
+    token_ids: Any = prompt
+    if isinstance(prompt, Mapping):
+        check_keys(prompt)
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if "prompt_token_ids" in prompt and isinstance(token_ids, str):
+            raise TypeError(f"prompt_token_ids must be a list of token ids, got {token_ids!r}")
+    if isinstance(token_ids, str):
+        if tokenizer is None:
+            raise ValueError("this model has no tokenizer, so a prompt must be token ids, got text")
+        if half := re.search("[\ud800-\udfff]", token_ids):
+            raise ValueError(f"a prompt must not hold half of a surrogate pair, got {half[0]!r} at {half.start()}")
+        text, token_ids = token_ids, tokenizer.encode(token_ids)
+    return text, check_token_ids(token_ids, vocab_size)
+
+
+def check_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
+    """A list of ints in [0, vocab_size), from any sequence of integers; an error names the first bad one."""
+    if isinstance(token_ids, torch.Tensor):
+        token_ids = token_ids.tolist()
+    if isinstance(token_ids, bytes | Mapping) or not hasattr(token_ids, "__iter__"):
+        allowed = "a str, a list of token ids, or a dict with prompt or prompt_token_ids"
+        raise TypeError(f"a prompt must be {allowed}, got {type(token_ids).__name__}")
+    token_ids = list(token_ids)
+    if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= vocab_size:  # usual ones pass soon
+        for i, token_id in enumerate(token_ids):
+            check_int(f"prompt_token_ids[{i}]", token_id, 0, maximum=vocab_size - 1)
+    return list(map(int, token_ids))

@@ -1,0 +1,140 @@
+"""The seams of a forward pass: what may change the logits of a row, and what may read the hidden states of a prompt.
+
+A `Stage` hangs on a sequence and changes the logits of its row before the draw: a penalty, a bias, a grammar. A `Tap`
+hangs on a sequence and reads the hidden states of its prompt: log-probabilities of the prompt, an embedding. This file
+knows none of them but the shortest, `MinTokens`. It collects those of a step's sequences, one group for each class:
+
+    samples          [A, B, C]      A has a bias, B has nothing, C has a bias and a penalty
+    groups           bias: rows 0 and 2        penalty: row 2
+    apply_stages     the logits of row 0 and 2 with their biases, then of row 2 with its penalty
+
+`build_batch` calls the `build_…` functions, the sampler `apply_stages`, and `ModelRunner` reads the taps.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from nanovllm.sequence import Sequence
+from nanovllm.step import SchedulerOutput
+
+ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
+"""[num_rows, hidden_size] -> [num_rows, vocab_size]"""
+
+
+class StageRow(NamedTuple):
+    """A row of the logits whose sequence has a stage."""
+
+    row: int
+    seq: Sequence
+    position: int  # of the token that will be drawn, in its sequence
+    stage: Any
+
+
+class Stage(Protocol):
+    """A change that one sequence wants. Stages of a step run in the order of `place`, which is vLLM's."""
+
+    place: int
+    reads_output: bool  # the newest token must be known before the next one is drawn
+
+    @classmethod
+    def build(cls, rows: list[StageRow]) -> "StageRows | None":
+        """All rows of a step that have a stage of this class, as tensors on the host; None if nothing is to do."""
+
+
+class StageRows(Protocol):
+    """A dataclass of tensors, which can be sent to the device."""
+
+    def apply(self, logits: torch.Tensor, raw: torch.Tensor) -> None:
+        """Change `logits` in place; `raw` is what the model gave. Both are [num_samples, vocab_size]."""
+
+
+class Tap(Protocol):
+    """What one request wants to know of the hidden states of its prompt."""
+
+    reads_prompt: bool  # it needs those of all tokens, so none of them may come from the prefix cache
+
+    @classmethod
+    def build(cls, scheduled: SchedulerOutput, cu_seqlens_q: np.ndarray) -> "TapRows | None":
+        """cu_seqlens_q: [num_seqs + 1], the chunks' first rows in the batch; None if there is nothing to read."""
+
+    def add_to(self, output: Any) -> None:
+        """Put what is known so far into a `RequestOutput`."""
+
+
+class TapRows(Protocol):
+    """A dataclass of tensors, which can be sent to the device."""
+
+    def compute(self, hidden: torch.Tensor, compute_logits: ComputeLogits) -> "TapResult":
+        """hidden: [num_tokens, hidden_size]"""
+
+
+class TapResult(Protocol):
+    """What has been read, on the device or on its way to the host."""
+
+    def to_host(self) -> "TapResult": ...
+
+    def deliver(self, scheduled: SchedulerOutput) -> None:
+        """It has arrived: give each tap of the step's sequences its part."""
+
+
+def build_stages(samples: list[Sequence], positions: list[int]) -> tuple[StageRows, ...]:
+    """positions: for each sample, the position that its token will have"""
+    groups: dict[Any, list[StageRow]] = {}
+    for row, seq in enumerate(samples):
+        for stage in seq.stages:
+            groups.setdefault(type(stage), []).append(StageRow(row, seq, positions[row], stage))
+    built = [kind.build(groups[kind]) for kind in sorted(groups, key=lambda kind: kind.place)]
+    return tuple(rows for rows in built if rows is not None)
+
+
+def apply_stages(raw: torch.Tensor, stages: Iterable[StageRows]) -> torch.Tensor:
+    """raw: [num_samples, vocab_size] -> a changed copy in float32; `raw` itself if there are no stages"""
+    logits = raw
+    for stage in stages:
+        logits = raw.to(torch.float32, copy=True) if logits is raw else logits
+        stage.apply(logits, raw)
+    return logits
+
+
+def build_taps(scheduled: SchedulerOutput, cu_seqlens_q: np.ndarray) -> tuple[TapRows, ...]:
+    """cu_seqlens_q: [num_seqs + 1], the chunks' first rows in the batch"""
+    kinds = dict.fromkeys([type(tap) for seq, _, _ in scheduled.chunks if seq.taps for tap in seq.taps])
+    built = [kind.build(scheduled, cu_seqlens_q) for kind in kinds]
+    return tuple(rows for rows in built if rows is not None)
+
+
+# ---- the shortest stage
+
+
+class MinTokens:
+    """Forbids the tokens that would end a sequence before it has `min_tokens` tokens of output."""
+
+    place, reads_output = 2, False
+
+    @classmethod
+    def build(cls, rows: list[StageRow]) -> "ForbiddenTokens | None":
+        return forbid(
+            (row, token_id)
+            for row, seq, position, _ in rows
+            if position - seq.num_prompt_tokens < seq.sampling_params.min_tokens
+            for token_id in seq.stop_token_ids
+        )
+
+
+@dataclass(frozen=True)
+class ForbiddenTokens:
+    rows: torch.Tensor  # [num_forbidden] int64
+    token_ids: torch.Tensor  # [num_forbidden] int64
+
+    def apply(self, logits: torch.Tensor, raw: torch.Tensor) -> None:
+        logits[self.rows, self.token_ids] = -torch.inf
+
+
+def forbid(pairs: Iterable[tuple[int, int]]) -> ForbiddenTokens | None:
+    """Pairs (row, token id) -> tensors; None if there are none."""
+    rows, token_ids = torch.tensor(list(pairs), dtype=torch.int64).reshape(-1, 2).unbind(1)
+    return ForbiddenTokens(rows, token_ids) if len(rows) else None

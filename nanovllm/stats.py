@@ -1,0 +1,81 @@
+"""What the engine has done so far: how large the values of its requests were, gauges, the times of a step's parts."""
+
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import fields
+
+from nanovllm.outputs import Counts, EngineStats, RequestMetrics
+from nanovllm.request import Request
+from nanovllm.scheduler import Scheduler
+
+LADDER = [float(f"{digits}e{power}") for power in range(-5, 6) for digits in range(10, 100)]
+"""0.0001, 0.00011 … 9,900,000: all numbers of two digits. No bound of two digits lies between two of them."""
+
+
+class Observations:
+    """How large the values of ended requests were, in constant memory: seconds, and numbers of tokens.
+
+    `extras/vllm/vllm_metrics.py` makes histograms of them. Most names are those of `RequestMetrics`.
+    """
+
+    def __init__(self) -> None:
+        # of each name: how many values are at most LADDER[i], but above LADDER[i - 1]; the last, beyond them all
+        self.counts: defaultdict[str, list[int]] = defaultdict(lambda: [0] * (len(LADDER) + 1))
+        self.sums: defaultdict[str, float] = defaultdict(float)
+        self.num_ended = {"stop": 0, "length": 0, "abort": 0}
+
+    def observe_request(self, request: Request) -> None:
+        """Its output tokens are those of all samples; the request for an embedding has none."""
+        num_output_tokens = sum([seq.num_output_tokens for seq in request.seqs]) if request.gives_tokens else 0
+        reason = request.seqs[0].finish_reason
+        assert reason is not None
+        self.observe(request.make_metrics(), len(request.prompt_token_ids), num_output_tokens, reason)
+
+    def observe(self, times: RequestMetrics, num_prompt_tokens: int, num_output_tokens: int, reason: str) -> None:
+        self.num_ended[reason] += 1
+        self._add("num_prompt_tokens", num_prompt_tokens)
+        self._add("num_output_tokens", num_output_tokens)
+        for name in ("queue_time", "prefill_time", "e2e_latency"):
+            self._add(name, getattr(times, name))
+        if num_output_tokens:
+            for name in ("ttft", "decode_time", "tpot"):
+                self._add(name, getattr(times, name))
+            for seconds in times.inter_token_latencies:
+                self._add("inter_token_latencies", seconds)
+
+    def _add(self, name: str, value: float | None) -> None:
+        if value is not None:
+            self.counts[name][bisect_left(LADDER, value)] += 1
+            self.sums[name] += value
+
+
+class LapClock:
+    """Seconds of each part of a step, or of the start: `lap(name)` ends a part. Parts of one name add up.
+
+    `now` is the last reading, in seconds of `time.monotonic()`.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.now = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        before, self.now = self.now, time.monotonic()
+        self.seconds[name] = self.seconds.get(name, 0.0) + self.now - before
+
+    def resume(self) -> None:
+        """What has passed since the last reading is of no part."""
+        self.now = time.monotonic()
+
+
+def make_stats(counts: Counts, scheduler: Scheduler) -> EngineStats:
+    blocks = scheduler.block_manager
+    return EngineStats(
+        **{one.name: getattr(counts, one.name) for one in fields(Counts)},
+        num_kv_blocks=blocks.num_blocks,
+        num_free_blocks=blocks.num_free_blocks,
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        budget_used=counts.scheduled_tokens / max(1, counts.steps * scheduler.max_num_batched_tokens),
+    )

@@ -1,0 +1,50 @@
+"""Fixtures of the tests of `cpu.c`."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.extras.kernels.processors import DISTINCT, DTYPES, WITHOUT_TILES, need_a_compiler, pretend
+
+
+def in_sweeps(names):
+    """Few of today's processors have nothing but SSE: for this one only the sweep compiles."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name == "SSE")) for name in names]
+
+
+@pytest.fixture(scope="module")
+def needs_a_compiler():
+    need_a_compiler(torch.float32)
+
+
+@pytest.fixture(params=in_sweeps(DISTINCT))
+def processor(request, monkeypatch):
+    """Layers made in the test run the code that is made for this processor."""
+    with pretend(monkeypatch, request.param):
+        yield request.param
+
+
+@pytest.fixture(params=in_sweeps(WITHOUT_TILES))
+def processor_without_tiles(request, monkeypatch):
+    """The same for code that uses no tiles."""
+    with pretend(monkeypatch, request.param):
+        yield request.param
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _attention_of_pytorch(request):
+    """On a card, what kernels are compared with: float32 without products of three TF32 numbers, which PyTorch's fused
+    attention takes there, and nothing by cuDNN, which plans for seconds at each new shape."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    parameters = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    is_half = parameters.get("dtype") in (torch.float16, torch.bfloat16)  # whose longest prompts need a fused one
+    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION] if is_half else []
+    with sdpa_kernel([*fused, SDPBackend.MATH]):
+        yield

@@ -1,0 +1,58 @@
+"""Which processors `cpu.c` is compiled for in tests: this one, and some that are pretended."""
+
+import contextlib
+import functools
+import os
+
+import pytest
+import torch
+
+from nanovllm.extras.kernels.cpu import library as cpu
+from nanovllm.extras.kernels.cpu.library import NoLibraryError, compile_and_load, load_library
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Of other processors the results are tested, and not the speed: the sweep compiles for them as users do, the default
+# run in a third of the time.
+QUICKLY = "" if os.environ.get("NANOVLLM_SWEEP") else " -O1"
+# the best of this processor, the same without AMX, one without AVX-512, none in particular; and AMX in plain C
+PROCESSORS = {
+    "native": "native",
+    "no AMX": "native",
+    "AVX2": "x86-64-v3" + QUICKLY,
+    "SSE": "x86-64" + QUICKLY,
+    "AMX, emulated": "native -DAMX_EMULATED" + QUICKLY,
+}
+DISTINCT = [name for name in PROCESSORS if name != "no AMX" or cpu.has_tiles()]  # without AMX, this is the first again
+WITHOUT_TILES = ("native", "AVX2", "SSE")  # all that differ for code that uses none
+
+
+def need_a_compiler(dtype):
+    """Skip where there is no C compiler; where there is one, source that it refuses is a failure."""
+    try:
+        load_library(dtype)
+    except NoLibraryError as error:
+        if "there is no C compiler" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
+@functools.cache
+def load_once(command, source, why_no_tiles):
+    """The library of a pretended processor: to find it again takes longer than most of its tests."""
+    return compile_and_load(list(command), source, why_no_tiles)
+
+
+@contextlib.contextmanager
+def pretend(monkeypatch, processor):
+    with monkeypatch.context() as patch:
+        flags = [word for flag in cpu.FLAGS for word in flag.replace("=native", f"={PROCESSORS[processor]}").split()]
+        patch.setattr(cpu, "FLAGS", tuple(flags))
+        patch.setattr(
+            cpu, "compile_and_load", lambda command, source, reason=None: load_once(tuple(command), source, reason)
+        )
+        if processor != "native":
+            patch.setattr(cpu, "has_tiles", lambda: False)
+            patch.setattr(cpu, "why_no_tiles_are_shown", lambda: None)
+        cpu.load_library.cache_clear()
+        yield
+    cpu.load_library.cache_clear()

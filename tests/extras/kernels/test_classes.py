@@ -1,0 +1,37 @@
+"""The classes that kernels know by name are there, and only they have twins."""
+
+import importlib
+
+import pytest
+import torch
+
+from nanovllm.extras.kernels.classes import is_one
+from nanovllm.extras.kernels.cpu.cpu_layers import ROUTER, SIGMOID_ROUTER, UNIT_OFFSET_NORM, replace_layers
+from nanovllm.extras.kernels.cpu.experts import EXPERTS
+from nanovllm.extras.kernels.cpu.head_norms import NORMED_ATTENTION
+from nanovllm.extras.kernels.dense_layers import DENSE_LAYERS
+from nanovllm.layers.linear import Linear
+from nanovllm.layers.norm import RMSNorm
+
+
+class OtherNorm(RMSNorm):
+    """Computes otherwise, as far as a kernel can know."""
+
+
+class OtherLinear(Linear):
+    """As `OtherNorm`."""
+
+
+@pytest.mark.parametrize("name", [*DENSE_LAYERS, *NORMED_ATTENTION, EXPERTS, ROUTER, SIGMOID_ROUTER, UNIT_OFFSET_NORM])
+def test_the_class_is_there(name):
+    module, _, class_name = name.rpartition(".")
+    found = getattr(importlib.import_module(f"nanovllm.{module}"), class_name)
+    assert issubclass(found, torch.nn.Module)
+    assert is_one(object.__new__(found), name)
+
+
+@pytest.mark.usefixtures("needs_a_compiler")
+def test_a_class_that_no_kernel_knows_is_left_alone():
+    model = torch.nn.Sequential(OtherNorm(32, 1e-6), OtherLinear(32, 32), Linear(32, 32)).requires_grad_(False)
+    replace_layers(model, torch.float32)
+    assert [type(layer).__name__ for layer in model] == ["OtherNorm", "OtherLinear", "CpuLinear"]

@@ -1,0 +1,129 @@
+"""The compiled mixture of experts against the definition in `extras/models/moe.py`, and against itself in other batches.
+
+And what holds for whole models of experts and latents on CPU: a token has the same bits in every batch.
+"""
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.extras.kernels.cpu.cpu_layers import replace_layers
+from nanovllm.extras.kernels.cpu.experts import CpuExperts, fuse_experts
+from nanovllm.extras.models.group_routing import SigmoidRouter
+from nanovllm.extras.models.moe import Experts, Router
+from nanovllm.layers.mlp import GatedMLP
+from tests.extras.kernels.test_cpu_kernels import (
+    filled,
+    one_rounding,
+    randn,
+    twin_of,
+)
+from tests.extras.models.architectures import Checkpoints
+
+HIDDEN, NUM_EXPERTS = 64, 5
+
+pytestmark = pytest.mark.usefixtures("needs_a_compiler")
+
+
+def make_experts(dtype, inner=48):
+    """(the definition, its twin)"""
+    pair = []
+    for _ in range(2):
+        experts = filled(Experts(GatedMLP(HIDDEN, inner) for _ in range(NUM_EXPERTS)), dtype)
+        for parameter in experts.parameters():
+            parameter.data *= 0.2
+        pair.append(torch.nn.ModuleDict({"experts": experts}))
+    replace_layers(pair[1], dtype)
+    fuse_experts(pair[1], dtype)
+    return pair[0]["experts"], pair[1]["experts"]
+
+
+def routing(num_tokens, top_k, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    expert_ids = torch.rand(num_tokens, NUM_EXPERTS, generator=generator).topk(top_k).indices
+    return expert_ids, torch.rand(num_tokens, top_k, generator=generator)
+
+
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 2), (3, 5), (40, 1), (130, 3)])
+@pytest.mark.sparse(2)
+def test_experts_equal_the_definition(processor, dtype, num_tokens, top_k):
+    experts, twin = make_experts(dtype)
+    assert isinstance(twin, CpuExperts)
+    x = randn(num_tokens, HIDDEN, dtype=dtype)
+    expected = experts(x, *routing(num_tokens, top_k)).float()
+    tolerance = one_rounding(dtype) if dtype == torch.float32 else {"rtol": 2**-6, "atol": 2**-5}  # of three products
+    torch.testing.assert_close(twin(x, *routing(num_tokens, top_k)).float(), expected, **tolerance)
+
+
+def test_a_token_has_the_same_bits_in_every_batch(processor, dtype):
+    _, twin = make_experts(dtype)
+    x, (expert_ids, weights) = randn(40, HIDDEN, dtype=dtype), routing(40, 3)
+    together = twin(x, expert_ids, weights)
+    for start, stop in [(0, 1), (3, 5), (7, 19), (1, 40)]:
+        assert torch.equal(twin(x[start:stop], expert_ids[start:stop], weights[start:stop]), together[start:stop])
+
+
+def test_weights_that_are_a_view_are_read_rightly(dtype):
+    experts, twin = make_experts(dtype)
+    x, (expert_ids, weights) = randn(6, HIDDEN, dtype=dtype), routing(6, 2)
+    expected = twin(x, expert_ids, weights)
+    views = [t.repeat_interleave(2, dim=1)[:, ::2] for t in (x, expert_ids, weights)]
+    assert not any(view.is_contiguous() for view in views)
+    assert torch.equal(twin(*views), expected)
+
+
+def test_experts_of_an_odd_shape_are_called_one_by_one():
+    experts, not_fused = make_experts(torch.bfloat16, inner=40)
+    assert type(not_fused) is Experts
+    x, chosen = randn(7, HIDDEN, dtype=torch.bfloat16), routing(7, 2)
+    torch.testing.assert_close(not_fused(x, *chosen), experts(x, *chosen), rtol=2**-6, atol=2**-5)
+
+
+@pytest.mark.parametrize("num_experts", [4, 33])
+@pytest.mark.parametrize("router_class", [Router, SigmoidRouter])
+def test_scores_equal_float64_and_have_the_same_bits_in_every_batch(processor, dtype, router_class, num_experts):
+    router = filled(router_class(HIDDEN, num_experts), dtype)
+    x = randn(21, HIDDEN, dtype=dtype)
+    expected = x.double() @ router.weight.double().T / 8
+    router.weight.data /= 8
+    twin = twin_of(router, dtype)
+    scores = twin(x)
+    assert scores.dtype == torch.float32
+    if router_class is SigmoidRouter:
+        expected = expected.sigmoid()
+        assert torch.equal(twin.e_score_correction_bias, filled(router_class(HIDDEN, num_experts), dtype)
+                           .e_score_correction_bias)  # fmt: skip
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-5)
+    for start, stop in [(0, 1), (3, 5), (7, 19)]:
+        assert torch.equal(twin(x[start:stop]), scores[start:stop])
+
+
+# ---- whole models
+
+OF_EXPERTS_AND_LATENTS = [("qwen3_moe", "normalised"), ("mixtral", "plain"), ("deepseek_v2", "groups"),
+                          ("deepseek_v3", "yarn with mscales")]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return Checkpoints(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize(("name", "variant"), OF_EXPERTS_AND_LATENTS)
+def test_outputs_do_not_depend_on_what_else_is_in_the_batch(checkpoints, name, variant):
+    """In bfloat16, where one other bit soon is another expert: alone, together, in chunks, and after preemption."""
+    folder, _ = checkpoints.make(name, variant)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=0)
+    prompts = checkpoints.prompts(name, variant)
+
+    def run(calls, **options):
+        llm = LLM(folder, dtype="bfloat16", attention_backend="cpu", **{"num_kv_blocks": 40, **options})
+        outputs = [output.outputs[0] for call in calls for output in llm.generate(call, params, use_tqdm=False)]
+        assert (llm.get_stats().num_preemptions > 0) == (options.get("num_kv_blocks") == 6)
+        return [(output.token_ids, output.cumulative_logprob) for output in outputs]
+
+    together = run([prompts])
+    assert run([[prompt] for prompt in prompts]) == together
+    assert run([prompts], max_num_batched_tokens=5) == together
+    assert run([prompts], num_kv_blocks=6) == together
+    assert run([prompts, prompts])[len(prompts) :] == together  # from the prefix cache

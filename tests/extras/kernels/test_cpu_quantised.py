@@ -1,0 +1,178 @@
+"""Products with weights of 8 and 4 bits in C, against their definition in PyTorch and against float64.
+
+`tests/extras/quantization/test_quantised_layers.py` compares the definition itself with float64.
+"""
+
+import pytest
+import torch
+
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm.extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer
+from nanovllm.extras.kernels.cpu.cpu_layers import CpuGate
+from nanovllm.extras.kernels.cpu.cpu_quantised import bytes_of, replace_quantised
+from nanovllm.extras.quantization.quantised_linear import (
+    QuantisedEmbedding,
+    QuantisedFusedLinear,
+    QuantisedLinear,
+    QuantisedWeight,
+    quantise_weight,
+    round_rows,
+)
+from nanovllm.layers.mlp import SiluAndMul
+from tests.extras.kernels.processors import pretend
+
+pytestmark = pytest.mark.usefixtures("needs_a_compiler")
+
+FORMATS = [(8, 128, False), (4, 128, False), (4, 64, True), (4, 32, False), (8, 32, True)]  # bits, group_size, zeros
+
+
+def randn(*shape, dtype=torch.float32, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make_weight(n, k, bits, group_size, has_zeros, seed=1):
+    if not has_zeros:
+        return quantise_weight(randn(n, k, seed=seed), bits, group_size)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (n, -(-k // group_size))
+    q, zeros = (torch.randint(0, 2**bits, size, generator=generator).to(torch.uint8) for size in ((n, k), shape))
+    return QuantisedWeight(q, torch.rand(shape, generator=generator) + 0.01, zeros, bits, group_size)
+
+
+def twin_of(layer, dtype):
+    model = torch.nn.Sequential(layer)
+    replace_quantised(model, dtype)
+    assert type(model[0]).__name__ == f"Cpu{type(layer).__name__}", "the layer has a twin"
+    return model[0]
+
+
+def in_float64(x, weight):
+    q, scales = round_rows(x, weight.group_size)
+    wide = scales.double().repeat_interleave(weight.group_size, dim=1)[:, : x.shape[1]]
+    return (q.double() * wide) @ weight.dequantised().double().T
+
+
+def one_rounding(dtype):
+    return {torch.float32: {"rtol": 1e-5, "atol": 1e-4}, torch.bfloat16: {"rtol": 2**-7, "atol": 2**-9}}[dtype]
+
+
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(1, 16), (16, 128), (33, 144), (100, 208), (64, 416)])
+@pytest.mark.sparse(2)
+def test_linear_equals_float64(processor, dtype, bits, group_size, has_zeros, n, k):
+    weight, bias = make_weight(n, k, bits, group_size, has_zeros), randn(n, dtype=dtype) if n % 2 else None
+    twin = twin_of(QuantisedLinear(weight, bias), dtype)
+    for m in (1, 2, 3, 7, 12, 27, 49):  # each count of rows that is multiplied together
+        x = randn(m, k, dtype=dtype, seed=m)
+        expected = in_float64(x, weight) + (0 if bias is None else bias.double())
+        torch.testing.assert_close(twin(x).double(), expected, **one_rounding(dtype))
+
+
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
+def test_a_row_has_the_same_bits_in_every_batch(processor, dtype, bits, group_size, has_zeros):
+    twin = twin_of(QuantisedLinear(make_weight(70, 272, bits, group_size, has_zeros), None), dtype)
+    x = randn(300, 272, dtype=dtype)
+    together = twin(x)
+    for rows in (slice(0, 1), slice(5, 7), slice(9, 14), slice(20, 33), slice(250, 300)):
+        assert torch.equal(twin(x[rows]), together[rows])
+
+
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
+def test_tiles_have_the_bits_of_vectors(dtype, bits, group_size, has_zeros, monkeypatch):
+    """Tiles take eight rows and more, so this holds within a model too."""
+    x, found = randn(300, 464, dtype=dtype), []
+    for processor in ("no AMX", "AMX, emulated"):
+        with pretend(monkeypatch, processor):
+            weight = make_weight(90, 464, bits, group_size, has_zeros)
+            found.append(twin_of(QuantisedLinear(weight, None), dtype)(x))
+    assert torch.equal(*found)
+
+
+def test_rows_are_rounded_as_the_definition_rounds_them(processor, dtype):
+    """One weight in each output, which is 1: the results are the rounded rows themselves."""
+    q = (torch.eye(48) + 128).to(torch.uint8)
+    weight = QuantisedWeight(q, torch.ones(48, 1), None, 8, 32)
+    x = randn(500, 48, dtype=dtype) * torch.logspace(-3, 3, 500)[:, None].to(dtype)
+    expected = QuantisedLinear(weight, None)(x)
+    assert torch.equal(twin_of(QuantisedLinear(weight, None), dtype)(x), expected)
+
+
+def test_what_is_no_number_stays_none(processor, dtype):
+    x = randn(5, 64, dtype=dtype)
+    x[1, 3], x[2, 60], x[3] = torch.nan, torch.inf, 0
+    twin = twin_of(QuantisedLinear(make_weight(40, 64, 4, 32, False), None), dtype)
+    is_number = twin(x).isfinite()
+    assert is_number.all(1).tolist() == [True, False, False, True, True]
+    assert not is_number[1].any()
+    assert not twin(x)[3].any()
+
+
+def test_linear_of_nothing_and_of_a_view(dtype):
+    layer = QuantisedLinear(make_weight(20, 32, 8, 128, False), None)
+    x = randn(5, 64, dtype=dtype)[:, 32:]
+    expected = layer(x)
+    twin = twin_of(layer, dtype)
+    torch.testing.assert_close(twin(x), expected, **one_rounding(dtype))
+    assert twin(x[:0]).shape == (0, 20)
+
+
+def test_fused_linear_returns_its_parts(dtype):
+    layer = QuantisedFusedLinear(make_weight(17, 64, 4, 32, False), randn(17, dtype=dtype), {"a": 10, "b": 7})
+    x = randn(5, 64, dtype=dtype)
+    expected = layer(x)
+    for part, wanted in zip(twin_of(layer, dtype)(x), expected, strict=True):
+        torch.testing.assert_close(part, wanted, **one_rounding(dtype))
+
+
+@pytest.mark.parametrize("n", [16, 48, 80, 112, 160])
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
+@pytest.mark.sparse(2)
+def test_a_gate_that_ends_within_a_strip_has_the_bits_of_its_parts(processor, dtype, bits, group_size, has_zeros, n):
+    """A strip is 64 outputs: rows of up begin where those of the gate end."""
+    weight, bias = make_weight(2 * n, 144, bits, group_size, has_zeros), randn(2 * n, dtype=dtype)
+    twin, gate_and_mul = twin_of(QuantisedLinear(weight, bias), dtype), CpuGate(SiluAndMul(), dtype)
+    for m in (1, 3, 7, 13, 30):
+        x, y = randn(m, 144, dtype=dtype, seed=m), torch.empty(m, n, dtype=dtype)
+        pointers = (x.data_ptr(), twin.other, twin.bias.data_ptr(), y.data_ptr())
+        twin.library.quantised_gated_linear(*pointers, m, n, 144, gate_and_mul.kind)
+        assert torch.equal(y, gate_and_mul(*twin(x).split(n, dim=1)))
+
+
+@pytest.mark.parametrize(("size", "bits", "group_size"), [(32, 8, 128), (48, 4, 32), (80, 4, 64), (144, 4, 128)])
+def test_embedding_is_read_from_the_packed_weight(dtype, size, bits, group_size):
+    weight = make_weight(150, size, bits, group_size, False)
+    twin = twin_of(QuantisedEmbedding(weight, dtype), dtype)
+    ids = torch.tensor([0, 149, 15, 16, 63, 64, 100, 149], dtype=torch.int32)
+    assert torch.equal(twin(ids), weight.dequantised()[ids].to(dtype))
+    hidden = randn(4, size, dtype=dtype)
+    logits = twin.logits(hidden)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), in_float64(hidden, weight), rtol=1e-5, atol=1e-4)
+
+
+def test_two_inputs_of_four_bits_share_a_byte():
+    q = torch.arange(16, dtype=torch.uint8).view(1, 16)
+    assert bytes_of(q, 4).tolist() == [[low | low + 4 << 4 for low in (0, 1, 2, 3, 8, 9, 10, 11)]]
+    assert bytes_of(q, 8) is q
+
+
+@pytest.mark.parametrize("processor", ["native", "AMX, emulated"], indirect=True)
+@pytest.mark.parametrize("quantization", ["int8", {"method": "int4", "group_size": 64}])
+def test_a_layer_in_one_call_has_the_bits_of_its_parts(processor, quantization, monkeypatch):
+    prompts = [[{"role": "user", "content": text}] for text in ("What is a block table?", "Who are you?")]
+    sampling = SamplingParams(temperature=0, max_tokens=12, logprobs=3)
+
+    def answer():
+        llm = LLM(TINY_QWEN3, attention_backend="cpu", quantization=quantization, num_kv_blocks=40)
+        fused = [isinstance(layer, CpuDecoderLayer) for layer in llm.engine.runner.model.model.layers]
+        outputs = llm.chat(prompts, sampling, use_tqdm=False)
+        alone = [llm.chat([prompt], sampling, use_tqdm=False)[0] for prompt in prompts]
+        for one, other in zip(outputs, alone, strict=True):
+            assert one.outputs[0].logprobs == other.outputs[0].logprobs, "alone and in a batch"
+        return all(fused), [output.outputs[0].logprobs for output in outputs]
+
+    whole = answer()
+    monkeypatch.setattr("nanovllm.extras.kernels.cpu.cpu_attention.fuse_layers", lambda model, backend: None)
+    parts = answer()
+    assert (whole[0], parts[0]) == (True, False)
+    assert whole[1] == parts[1]

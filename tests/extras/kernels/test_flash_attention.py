@@ -1,0 +1,533 @@
+"""`FlashAttention` against the float64 reference of `attention_steps.py`, and which backend is chosen where.
+
+It runs on CPU here, on stand-ins for the library's versions 2 (`flash_attn`, 2.8) and 3 (`flash_attn_interface`) that
+have their documented interfaces and are stricter about them: what they take, the libraries take.
+"""
+
+import importlib.machinery
+import inspect
+import math
+import random
+import sys
+import types
+
+import pytest
+import torch
+
+from nanovllm.extras.kernels.choices import select_backend
+from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm.extras.models.masking import PLAIN
+from nanovllm.layers.backends import TorchAttention
+from tests.attention_options import OPTIONS
+from tests.attention_steps import Step, check_close, shared_step
+
+# ---- the stand-ins
+
+
+def check_paged_inputs(q, k_cache, v_cache, block_table, batch_size, block_size_multiple=256):
+    num_heads, head_dim = q.shape[-2:]
+    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    assert q.dtype == k_cache.dtype == v_cache.dtype
+    assert all(t.stride(-1) == 1 for t in (q, k_cache, v_cache))
+    assert k_cache.shape == v_cache.shape == (num_blocks, block_size, num_kv_heads, head_dim)
+    assert num_heads % num_kv_heads == 0
+    assert head_dim % 8 == 0
+    assert head_dim <= 256
+    assert block_size % block_size_multiple == 0, "Paged KV cache block size must be divisible by 256"
+    assert block_table.dtype == torch.int32
+    assert block_table.stride(-1) == 1
+    assert block_table.shape[0] == batch_size > 0
+
+
+def gather(cache, block_row, seq_len):
+    """The first `seq_len` tokens of one sequence; reads no entry of `block_row` beyond its last block."""
+    size = cache.shape[1]
+    assert block_row.shape[0] * size >= seq_len, "reads past the block table"
+    rows = []
+    for i in range(seq_len):
+        rows.append(cache[int(block_row[i // size]), i % size])
+    return torch.stack(rows)
+
+
+def stand_in_attend(q, k, v, softmax_scale, causal, window_size, softcap):
+    """q: [n, num_heads, head_dim]; the causal mask is aligned to the bottom right corner."""
+    n, num_heads, head_dim = q.shape
+    group = num_heads // k.shape[1]
+    before = window_size[0]  # this many tokens before itself; what no row sees is not read
+    first = max(0, len(k) - n - before) if before >= 0 else 0
+    k, v = (t[first:] for t in (k, v))
+    k, v = (t.double().repeat_interleave(group, dim=1) for t in (k, v))  # [seq_len, num_heads, head_dim]
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    if causal:
+        is_hidden = torch.ones(n, len(k), dtype=torch.bool).triu(len(k) - n + 1)
+        if before >= 0:
+            is_hidden |= torch.ones(n, len(k), dtype=torch.bool).tril(len(k) - n - before - 1)
+        scores.masked_fill_(is_hidden, -math.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).to(q.dtype)
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+):
+    given = (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, alibi_slopes)
+    assert all(argument is None for argument in given), "the stand-in has no use for these"
+    assert not return_softmax_lse
+    batch_size, num_new, _, _ = q.shape
+    check_paged_inputs(q, k_cache, v_cache, block_table, batch_size)
+    assert cache_seqlens.dtype == torch.int32
+    assert cache_seqlens.shape == (batch_size,)
+    assert cache_seqlens.is_contiguous()
+    out = torch.empty_like(q)
+    for i, seq_len in enumerate(cache_seqlens.tolist()):
+        assert seq_len >= num_new
+        keys, values = gather(k_cache, block_table[i], seq_len), gather(v_cache, block_table[i], seq_len)
+        out[i] = stand_in_attend(q[i], keys, values, softmax_scale, causal, window_size, softcap)
+    return out
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+):
+    assert (dropout_p, alibi_slopes) == (0.0, None)
+    assert not return_attn_probs
+    total_q, _, _ = q.shape
+    batch_size = len(cu_seqlens_q) - 1
+    if block_table is None:
+        assert k.shape == v.shape == (int(cu_seqlens_k[-1]), *k.shape[1:])
+        assert all(t.stride(-1) == 1 for t in (q, k, v))
+    else:
+        check_paged_inputs(q, k, v, block_table, batch_size)
+    lens = []
+    for cu in (cu_seqlens_q, cu_seqlens_k):
+        assert cu.dtype == torch.int32
+        assert cu.shape == (batch_size + 1,)
+        assert cu.is_contiguous()
+        assert cu[0] == 0
+        lens.append(cu.diff().tolist())
+    assert cu_seqlens_q[-1] == total_q
+    for maximum, of in zip((max_seqlen_q, max_seqlen_k), lens, strict=True):
+        assert type(maximum) is int
+        assert maximum >= max(of)
+    out = torch.empty_like(q)
+    for i, (num_new, seq_len) in enumerate(zip(*lens, strict=True)):
+        assert 1 <= num_new <= seq_len
+        rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
+        if block_table is None:
+            keys, values = (t[int(cu_seqlens_k[i]) : int(cu_seqlens_k[i + 1])] for t in (k, v))
+        else:
+            keys, values = gather(k, block_table[i], seq_len), gather(v, block_table[i], seq_len)
+        out[rows] = stand_in_attend(q[rows], keys, values, softmax_scale, causal, window_size, softcap)
+    return out
+
+
+def flash_attn_3_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    qv=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    page_table=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k_new=None,
+    max_seqlen_q=None,
+    rotary_seqlens=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    rotary_interleaved=True,
+    scheduler_metadata=None,
+    num_splits=0,
+    pack_gqa=None,
+    sm_margin=0,
+    return_softmax_lse=False,
+):
+    given = (k, v, qv, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, cu_seqlens_k_new, rotary_seqlens)
+    given += (q_descale, k_descale, v_descale, scheduler_metadata, pack_gqa)
+    assert all(argument is None for argument in given), "the stand-in has no use for these"
+    assert (attention_chunk, sm_margin) == (0, 0)
+    assert rotary_interleaved
+    assert not return_softmax_lse
+    is_varlen = cu_seqlens_q is not None
+    assert q.dim() == (3 if is_varlen else 4)
+    batch_size = len(cu_seqlens_q) - 1 if is_varlen else len(q)
+    check_paged_inputs(q, k_cache, v_cache, page_table, batch_size, block_size_multiple=1)
+    assert cache_seqlens.dtype == torch.int32
+    assert cache_seqlens.shape == (batch_size,)
+    assert cache_seqlens.is_contiguous()
+    if is_varlen:
+        assert cu_seqlens_q.dtype == torch.int32
+        assert cu_seqlens_q.is_contiguous()
+        assert type(max_seqlen_q) is int, "max_seqlen_q must be provided if cu_seqlens_q is provided"
+        rows = cu_seqlens_q.tolist()
+        assert rows[0] == 0
+        assert rows[-1] == len(q)
+        assert max_seqlen_q >= max(stop - start for start, stop in zip(rows, rows[1:], strict=False))
+        parts = [slice(start, stop) for start, stop in zip(rows, rows[1:], strict=False)]
+    else:
+        assert max_seqlen_q is None
+        parts = range(batch_size)
+    out = torch.empty_like(q)
+    for i, (seq_len, part) in enumerate(zip(cache_seqlens.tolist(), parts, strict=True)):
+        assert 1 <= len(q[part]) <= seq_len
+        keys, values = gather(k_cache, page_table[i], seq_len), gather(v_cache, page_table[i], seq_len)
+        out[part] = stand_in_attend(q[part], keys, values, softmax_scale, causal, window_size, softcap)
+    return out
+
+
+def install(monkeypatch, name, functions):
+    """A module that `import` finds; `calls` names the functions that were called, `outputs` is what they returned."""
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    module.calls, module.outputs = [], []
+    for function_name, function in functions.items():
+
+        def noted(*args, function_name=function_name, function=function, **kwargs):
+            module.calls.append(function_name)
+            module.outputs.append(function(*args, **kwargs))
+            return module.outputs[-1]
+
+        setattr(module, function_name, noted)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+def set_capability(monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+
+
+DECODES, CHUNKS = "flash_attn_with_kvcache", "flash_attn_varlen_func"
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    """Only version 2."""
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    return install(monkeypatch, "flash_attn", {DECODES: flash_attn_with_kvcache, CHUNKS: flash_attn_varlen_func})
+
+
+@pytest.fixture
+def flash_attn_3(monkeypatch):
+    """Only version 3, on Hopper."""
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    set_capability(monkeypatch, (9, 0))
+    return install(monkeypatch, "flash_attn_interface", {DECODES: flash_attn_3_with_kvcache})
+
+
+STEPS = {
+    "one token": ([(0, 1)], [DECODES]),
+    "decodes": ([(255, 1), (256, 1), (3, 1), (511, 1)], [DECODES]),
+    "whole prompts": ([(0, 5), (0, 256), (0, 257)], [CHUNKS]),
+    "later chunks": ([(5, 4), (255, 2), (256, 20), (300, 100)], [CHUNKS]),
+    "mixed": ([(40, 1), (256, 1), (0, 30), (250, 7)], [DECODES, CHUNKS]),
+}
+
+
+@pytest.mark.parametrize(("lens", "calls"), STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (8, 1)])
+def test_flash_attention_equals_the_reference(flash_attn, num_heads, num_kv_heads, lens, calls):
+    backend = FlashAttention(num_heads, num_kv_heads, 16, 256)
+    step = Step(backend, lens)
+    out = step.run(backend)
+    check_close(out, step)
+    assert flash_attn.calls == calls
+    same = TorchAttention(num_heads, num_kv_heads, 16, 256).attend(step.q, step.layer_cache, step.batch.metadata)
+    torch.testing.assert_close(out, same, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("lens", "is_paged"),
+    [
+        ([(0, 5), (0, 256), (0, 257)], False),
+        ([(40, 1), (0, 30)], False),  # a decode reads the cache by itself
+        ([(0, 256), (7, 3)], True),
+        ([(5, 4)], True),
+    ],
+)
+def test_block_tables_are_given_only_where_a_chunk_has_a_prefix(flash_attn, monkeypatch, lens, is_paged):
+    """The library's kernel for them is the slower one."""
+    tables = []
+    function = flash_attn.flash_attn_varlen_func
+    monkeypatch.setattr(
+        flash_attn, CHUNKS, lambda *args, **named: tables.append(named["block_table"]) or function(*args, **named)
+    )
+    step = Step(FlashAttention(4, 2, 16, 256), lens)
+    check_close(step.run(FlashAttention(4, 2, 16, 256)), step)
+    assert [table is not None for table in tables] == [is_paged]
+
+
+@pytest.mark.parametrize(("lens", "calls"), STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "block_size"), [(4, 4, 16), (8, 1, 1), (8, 2, 256), (4, 2, 24)])
+def test_flash_attention_3_equals_the_reference(flash_attn_3, num_heads, num_kv_heads, block_size, lens, calls):
+    backend = FlashAttention(num_heads, num_kv_heads, 16, block_size)
+    step = Step(backend, lens)
+    check_close(step.run(backend), step)
+    assert flash_attn_3.calls == [DECODES] * len(calls)  # one function for both
+
+
+@pytest.mark.parametrize(("lens", "calls"), STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("version", ["flash_attn", "flash_attn_3"])
+def test_outputs_of_one_kind_are_not_copied(request, version, lens, calls):
+    library = request.getfixturevalue(version)
+    backend = FlashAttention(4, 2, 16, 256)
+    step = Step(backend, lens)
+    out = step.run(backend)
+    is_library_s = out.untyped_storage().data_ptr() == library.outputs[0].untyped_storage().data_ptr()
+    assert is_library_s == (len(calls) == 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(2))
+def test_flash_attention_in_half_precision(flash_attn, dtype, seed):
+    backend = FlashAttention(8, 2, 64, 256)
+    step = Step(backend, [(random.Random(seed).randrange(300), 1), (259, 1), (0, 33), (200, 60)], seed, dtype)
+    check_close(step.run(backend), step)
+
+
+def test_flash_attention_shares_blocks_within_a_step(flash_attn):
+    out, expected = shared_step(FlashAttention(2, 1, 8, 256))
+    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+def test_flash_attention_3_in_half_precision(flash_attn_3):
+    for dtype in (torch.float16, torch.bfloat16):
+        backend = FlashAttention(8, 2, 64, 16)
+        step = Step(backend, [(59, 1), (16, 1), (0, 33), (20, 60)], dtype=dtype)
+        check_close(step.run(backend), step)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "function"),
+    [
+        ("flash_attn", DECODES, flash_attn_with_kvcache),
+        ("flash_attn", CHUNKS, flash_attn_varlen_func),
+        ("flash_attn_interface", DECODES, flash_attn_3_with_kvcache),
+    ],
+)
+def test_stand_in_has_the_signatures_of_the_library(module, name, function):
+    real = inspect.signature(getattr(pytest.importorskip(module), name))
+    assert list(inspect.signature(function).parameters) == list(real.parameters)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("version", ["flash_attn", "flash_attn_3"])
+def test_flash_attention_gets_windows_and_soft_caps_as_its_own_arguments(request, version, options):
+    request.getfixturevalue(version)
+    backend = FlashAttention(4, 2, 16, 256)
+    step = Step(backend, [(40, 1), (256, 1), (0, 30), (250, 7), (600, 3)], options=options)
+    check_close(step.run(backend), step)
+    assert FlashAttention.why_not_options(options, CPU, torch.bfloat16, 16) is None
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("version", ["flash_attn", "flash_attn_3"])
+def test_a_build_without_windows_or_soft_caps_is_passed_by(monkeypatch, request, version, options):
+    """One that ignores them, as their switches in C++ do; one that refuses them; one that has no such arguments."""
+    library = request.getfixturevalue(version)
+    for name in [name for name in (DECODES, CHUNKS) if hasattr(library, name)]:
+        function = getattr(library, name)
+
+        def ignores(*args, function=function, window_size=None, softcap=None, **kwargs):
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(library, name, ignores)
+    assert "built without that" in FlashAttention.why_not_options(options, CPU, torch.float32, 16)
+    for failure in (RuntimeError("head size 16 is not compiled"), TypeError("unexpected argument 'softcap'")):
+
+        def refuses(*args, failure=failure, **kwargs):
+            raise failure
+
+        for name in (DECODES, CHUNKS):
+            monkeypatch.setattr(library, name, refuses, raising=False)
+        reason = FlashAttention.why_not_options(options, CPU, torch.float32, 16)
+        assert str(failure) in reason
+        assert "cannot compute" in reason
+    backend_class, line = select_backend("auto", CPU, torch.float32, 16, None, "auto", [options])
+    is_served = (
+        backend_class is TorchAttention or backend_class.why_not_options(options, CPU, torch.float32, 16) is None
+    )
+    assert is_served, line
+
+
+@pytest.mark.parametrize("version", ["flash_attn", "flash_attn_3"])
+def test_a_build_without_a_head_dim_is_passed_by(monkeypatch, request, version):
+    library = request.getfixturevalue(version)
+    assert FlashAttention.why_not_options(PLAIN, CPU, torch.float32, 96) is None
+
+    def refuses(*args, **kwargs):
+        raise RuntimeError("This build has no headdim 96")
+
+    for name in (DECODES, CHUNKS):
+        monkeypatch.setattr(library, name, refuses, raising=False)
+    assert "head_dim of 96: This build" in FlashAttention.why_not_options(PLAIN, CPU, torch.float32, 96)
+    assert FlashAttention.why_not_options(PLAIN, CPU, torch.float32, 128) is None  # every build has it
+
+
+# ---- what is chosen, and what is refused
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def choose(name, device, dtype, head_dim=64, block_size=None):
+    return select_backend(name, device, dtype, head_dim, block_size)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_torch_can_be_chosen_everywhere(flash_attn, device, dtype):
+    assert choose("torch", device, dtype, 20, 1) is TorchAttention
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "auto"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_flash_attn_is_chosen_on_cuda_where_it_is_installed(flash_attn, name, dtype):
+    assert choose(name, CUDA, dtype) is FlashAttention
+
+
+def test_auto_says_why_it_passes_the_better_ones_by(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    backend_class, line = select_backend("auto", CPU, torch.float16, 64, None)
+    assert backend_class is TorchAttention
+    assert line.startswith("attention_backend=torch; not flash_attn: it needs a CUDA device")
+    assert "not cpu: " in line
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"device": CPU}, "needs a CUDA device and float16 or bfloat16, got cpu and torch.bfloat16"),
+        ({"dtype": torch.float32}, "needs a CUDA device and float16 or bfloat16, got cuda:0 and torch.float32"),
+        ({"head_dim": 20}, "head_dim must be a multiple of 8 up to 256, it is 20"),
+        ({"head_dim": 264}, "head_dim must be a multiple of 8 up to 256, it is 264"),
+        ({"block_size": 16}, "block_size must be a multiple of 256, got 16"),
+        ({"block_size": 384}, "block_size must be a multiple of 256, got 384"),
+    ],
+)
+def test_flash_attn_is_refused_where_it_cannot_run(flash_attn, changed, message):
+    wanted = {"name": "flash_attn", "device": CUDA, "dtype": torch.bfloat16, **changed}
+    with pytest.raises(ValueError, match=f"attention_backend='flash_attn' cannot be used .*{message}"):
+        choose(**wanted)
+    assert choose(**{**wanted, "name": "auto"}) is not FlashAttention
+
+
+@pytest.mark.parametrize(
+    ("capability", "instructions"),
+    [((9, 0), "flash-attn 3"), ((8, 0), "flash-attn 2"), ((8, 9), "flash-attn 2"), ((10, 0), "flash-attn 2")],
+)
+def test_version_3_is_taken_on_hopper_alone(flash_attn, flash_attn_3, monkeypatch, capability, instructions):
+    monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
+    set_capability(monkeypatch, capability)
+    backend = FlashAttention(4, 2, 16, 256)
+    assert backend.instructions == instructions
+    step = Step(backend, [(3, 1)])
+    backend.attend(step.q, step.layer_cache, step.batch.metadata)
+    assert (bool(flash_attn.calls), bool(flash_attn_3.calls)) == (instructions[-1] == "2", instructions[-1] == "3")
+    is_taken = FlashAttention.why_not(CUDA, torch.bfloat16, 64, 16) is None
+    assert is_taken == (instructions == "flash-attn 3")
+
+
+@pytest.mark.parametrize("block_size", [None, 1, 16, 24, 256])
+def test_version_3_takes_any_block_size(flash_attn_3, block_size):
+    for name in ("flash_attn", "auto"):
+        assert choose(name, CUDA, torch.bfloat16, 64, block_size) is FlashAttention
+    with pytest.raises(ValueError, match="head_dim must be a multiple of 8 up to 256, it is 20"):
+        choose("flash_attn", CUDA, torch.bfloat16, 20, block_size)
+
+
+def test_version_3_alone_is_refused_on_other_gpus(flash_attn_3, monkeypatch):
+    set_capability(monkeypatch, (8, 0))
+    with pytest.raises(ValueError, match="needs the package flash-attn: pip install"):
+        choose("flash_attn", CUDA, torch.bfloat16)
+
+
+def test_version_2_is_refused_on_older_gpus(flash_attn, monkeypatch):
+    set_capability(monkeypatch, (7, 5))
+    with pytest.raises(ValueError, match=r"capability 8.0 or later \(Ampere\), this one has 7.5"):
+        choose("flash_attn", CUDA, torch.bfloat16)
+
+
+@pytest.mark.parametrize("block_size", [256, 512])
+def test_flash_attn_takes_multiples_of_256(flash_attn, block_size):
+    assert choose("flash_attn", CUDA, torch.bfloat16, 256, block_size) is FlashAttention
+
+
+def test_flash_attn_is_refused_where_it_is_not_installed(monkeypatch):
+    for version in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, version, None)
+    with pytest.raises(ValueError, match="needs the package flash-attn"):
+        choose("flash_attn", CUDA, torch.bfloat16)
+
+
+def test_a_flash_attn_that_cannot_be_imported_is_passed_by(monkeypatch, tmp_path):
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    with pytest.raises(ValueError, match="the package flash-attn cannot be imported: undefined symbol"):
+        choose("flash_attn", CUDA, torch.bfloat16)
+    assert choose("auto", CUDA, torch.bfloat16) is not FlashAttention
+
+
+def test_a_version_3_that_cannot_be_imported_is_passed_by(flash_attn, monkeypatch, tmp_path, caplog):
+    set_capability(monkeypatch, (9, 0))
+    (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+    assert choose("auto", CUDA, torch.bfloat16) is FlashAttention
+    with caplog.at_level("INFO"):
+        assert FlashAttention(4, 2, 16, 256).instructions == "flash-attn 2"
+    assert "flash-attn 2, not 3: it cannot be imported: undefined symbol" in caplog.text
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert choose("auto", CUDA, torch.bfloat16) is not FlashAttention
+
+
+def test_default_block_size_is_one_that_the_backend_takes(flash_attn):
+    for name, device in (("torch", CPU), ("flash_attn", CUDA)):
+        backend_class = choose(name, device, torch.bfloat16)
+        assert choose(name, device, torch.bfloat16, block_size=backend_class.default_block_size) is backend_class

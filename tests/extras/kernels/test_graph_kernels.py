@@ -1,0 +1,106 @@
+"""The whole way of a step on CUDA, on CPU: Triton's attention, layers and draws, recorded and replayed, with overlap.
+
+Collected only where the kernels can run: under TRITON_INTERPRET=1, which `test_triton_attention.py` sets for a process
+that runs this file. `recorded_operations.py` stands in for CUDA's recording. On a GPU, `test_gpu.py` has the real one.
+The oracles are PyTorch's layers without any of it, and `transformers`.
+"""
+
+import os
+import random
+
+import pytest
+
+from nanovllm import Config, LLMEngine, SamplingParams
+from nanovllm.assembly import Device
+from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
+from nanovllm.extras.kernels.cuda.cuda_decoder_layer import TritonDecoderLayer
+from nanovllm.extras.kernels.cuda.sample import draw_tokens
+from nanovllm.extras.overlap import NewestTokens
+from tests.conftest import hf_greedy
+from tests.late_runner import LateRunner
+from tests.recorded_operations import OperationRecorder
+from tests.test_engine import assert_at_rest, ids, run, tokens_of
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("on a GPU, test_gpu.py records real graphs", allow_module_level=True)
+
+SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64}
+SHAPES = [
+    {**SMALL, "num_hidden_layers": 1},
+    pytest.param({**SMALL, "num_attention_heads": 4, "num_key_value_heads": 2}, marks=pytest.mark.slow),
+]
+OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 3, "block_size": 16}
+
+
+def make_engine(monkeypatch, folder, **options):
+    """As on CUDA: twins of the layers, draws in Triton, graphs, overlap."""
+    recorder = OperationRecorder()
+
+    def record(model, kv_cache, draw, max_batch_size, max_num_blocks):
+        assert draw is draw_tokens
+        graphs = CudaGraphs(model, kv_cache, draw, graph_sizes(max_batch_size), max_num_blocks, recorder)
+        graphs.record_all()
+        return graphs
+
+    class RecordingDevice(Device):
+        def __init__(self, config, device, backend, shape, max_num_batched_tokens):
+            self.sizes = StepSizes(max_num_batched_tokens, config.max_num_seqs, shape.max_position_embeddings)
+
+        def prepare(self, runner):
+            runner.draw = draw_tokens
+
+        def wrap(self, runner, newest):
+            replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
+
+    monkeypatch.setattr("nanovllm.assembly.make_device", RecordingDevice)
+    monkeypatch.setattr("nanovllm.extras.cuda.graphs.record_graphs", record)
+    engine = LLMEngine(Config(folder, attention_backend="triton", enable_overlap=True, **{**OPTIONS, **options}))
+    assert type(engine.runner.model.model.layers[0]) is TritonDecoderLayer
+    assert isinstance(engine.runner.compute, ReplayedDecodes)
+    return engine, recorder, LateRunner(engine)
+
+
+def serve(engine, requests):
+    for i, (prompt, params) in enumerate(requests):
+        engine.add_request(str(i), prompt, params)
+    done = tokens_of(run(engine))
+    assert_at_rest(engine)
+    return done
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["one layer", "two layers"])
+def test_greedy_tokens_are_those_of_transformers(monkeypatch, checkpoints, shape):
+    folder, model = checkpoints.make(**shape)
+    engine, recorder, late = make_engine(monkeypatch, folder)
+    prompts = [ids(n, seed=n) for n in (3, 16, 33, 1)]
+    outputs = serve(engine, [(p, SamplingParams(temperature=0, max_tokens=3 + i)) for i, p in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        assert outputs[str(i)] == hf_greedy(model, prompt, 3 + i)
+    assert recorder.num_recorded == 3
+    assert recorder.num_replays >= 4
+    assert late.num_expected_ids > 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "lens"),
+    [
+        pytest.param({}, (1, 30), id="room"),
+        pytest.param({"num_kv_blocks": 4, "max_num_batched_tokens": 24}, (13, 15), id="preemption"),
+    ],
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=["one layer", "two layers"])
+def test_mixtures_of_draws_are_those_of_eager_steps(monkeypatch, checkpoints, options, lens, shape):
+    folder, _ = checkpoints.make(**shape)
+    rng = random.Random(0)
+    kinds = [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8, "min_p": 0.01},
+             {"temperature": 0}, {"logprobs": 2}, {"repetition_penalty": 1.3}]  # fmt: skip
+    requests = [
+        (ids(rng.randint(*lens), seed=i), SamplingParams(**{"temperature": 1.0, "seed": i, "max_tokens": 5, **kind}))
+        for i, kind in enumerate(kinds)
+    ]
+    plain = LLMEngine(Config(folder, attention_backend="torch", enforce_eager=True, **OPTIONS))
+    engine, recorder, _ = make_engine(monkeypatch, folder, **options)
+    assert serve(engine, requests) == serve(plain, requests)
+    assert recorder.num_replays >= 6
+    assert bool(engine.get_stats().num_preemptions) == bool(options)

@@ -1,0 +1,197 @@
+"""Products with weights of 8 and 4 bits in Triton: the bits of PyTorch's definition, and float64.
+
+Collected only where the kernels can run: on a CUDA device, or under TRITON_INTERPRET=1, which
+`test_triton_attention.py` sets for a process that runs this file. Memory that no kernel has written holds NaN or -1.
+"""
+
+import math
+import os
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.extras.kernels.cuda import cuda_quantised as quantised
+from nanovllm.extras.kernels.cuda.quantised_layers import replace_quantised
+from nanovllm.extras.quantization.quantised_linear import (
+    QuantisedEmbedding,
+    QuantisedFusedLinear,
+    QuantisedLinear,
+    QuantisedWeight,
+    quantise_weight,
+)
+from nanovllm.extras.quantization.quantised_linear import multiply as multiply_by_definition
+
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+# the interpreter rounds to bfloat16 otherwise than a GPU
+DTYPES = [torch.float32, torch.float16] if IS_INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+FORMATS = [(bits, size, zeros) for bits, size in ((8, 128), (4, 128), (4, 64), (4, 32)) for zeros in (False, True)]
+SIZES = [(33, 144), (64, 416), (100, 208)]  # outputs, inputs
+STEPS = [(1, False), (5, True), (16, False), (17, True), (70, False)]  # tokens, has a bias
+STEPS = [(*step, DTYPES[i % len(DTYPES)]) for i, step in enumerate(STEPS)]
+
+pytestmark = pytest.mark.gpu if not IS_INTERPRETED else []
+only_on_gpu = pytest.mark.skipif(IS_INTERPRETED, reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def _poison_new_memory(monkeypatch):
+    def poisoned(*args, empty=torch.empty, **kwargs):
+        made = empty(*args, **kwargs)
+        return made.fill_(math.nan if made.is_floating_point() else -1)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def randn(*shape, dtype=torch.float32, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def make_weight(bits, group_size, has_zeros, n, k, seed=0):
+    weight = quantise_weight(randn(n, k, seed=seed), bits, group_size)
+    if not has_zeros:
+        return weight
+    generator = torch.Generator().manual_seed(seed)
+    zeros = torch.randint(0, 2**bits, weight.scales.shape, generator=generator, dtype=torch.uint8)
+    return QuantisedWeight(weight.q, weight.scales, zeros.to(DEVICE), bits, group_size)
+
+
+def multiply(x, weight, bias=None):
+    packed = quantised.pack(weight.q, weight.scales, weight.zeros, weight.bits, weight.group_size)
+    return quantised.multiply(x, packed, bias)
+
+
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
+@pytest.mark.parametrize(("n", "k"), SIZES)
+@pytest.mark.parametrize(("num_tokens", "has_bias", "dtype"), STEPS)
+@pytest.mark.sparse(2)
+def test_a_product_has_the_bits_of_the_definition(num_tokens, n, k, bits, group_size, has_zeros, dtype, has_bias):
+    weight = make_weight(bits, group_size, has_zeros, n, k)
+    x = randn(num_tokens, k, dtype=dtype)
+    bias = randn(n, dtype=dtype, seed=2) if has_bias else None
+    expected = multiply_by_definition(x, weight)
+    expected = expected if bias is None else expected + bias.float()
+    out = multiply(x, weight, bias)
+    assert out.dtype == dtype
+    assert torch.equal(out, expected.to(dtype))
+
+
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS[1::2])
+def test_a_product_is_that_of_rounded_rows(bits, group_size, has_zeros):
+    """In float64, of what `round_rows` has made of x."""
+    weight = make_weight(bits, group_size, has_zeros, 40, 208)
+    x = randn(7, 208, dtype=torch.float32) * 3
+    q, scales, sums = quantised.round_rows(x, group_size)
+    assert torch.equal(q.unflatten(1, (-1, group_size)).sum(-1, dtype=torch.int32), sums)
+    assert not q[:, 208:].any()
+    rounded = (q.unflatten(1, (-1, group_size)).double() * scales[..., None].double()).flatten(1)[:, :208]
+    assert ((rounded - x).abs() <= 0.501 * scales.double().repeat_interleave(group_size, 1)[:, :208]).all()
+    torch.testing.assert_close(
+        multiply(x, weight).double(), rounded @ weight.dequantised().double().T, rtol=1e-5, atol=1e-4
+    )
+
+
+def test_what_is_no_number_stays_none_and_zeros_stay():
+    weight = make_weight(4, 32, False, 16, 64)
+    x = randn(4, 64)
+    x[0] = 0
+    x[1, 3] = math.nan
+    x[2, 60] = math.inf
+    out = multiply(x, weight)
+    assert not out[0].any()
+    assert not out[1:3].isfinite().any()
+    assert out[3].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_token_has_the_same_bits_alone_and_among_others(bits):
+    weight, x = make_weight(bits, 64, False, 33, 208), randn(70, 208)
+    together = multiply(x, weight)
+    for first, last in ((0, 1), (9, 25), (40, 57), (69, 70)):
+        assert torch.equal(multiply(x[first:last], weight), together[first:last])
+
+
+def test_no_tokens():
+    assert multiply(torch.empty(0, 64, device=DEVICE), make_weight(8, 128, False, 20, 64)).shape == (0, 20)
+
+
+def test_layers_get_twins_with_the_same_bits():
+    """Projections, fused ones, inputs in another order, tables of tokens, one of them at both its places."""
+    plain = make_weight(4, 32, True, 48, 64)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ordered = QuantisedWeight(plain.q, plain.scales, plain.zeros, 4, 32, order)
+    table = QuantisedEmbedding(make_weight(8, 128, False, 50, 64), torch.float32)
+    small = QuantisedEmbedding(make_weight(4, 64, False, 50, 144), torch.float32)
+    layers = {
+        "plain": QuantisedLinear(plain, randn(48, seed=5)),
+        "ordered": QuantisedLinear(ordered, None),
+        "fused": QuantisedFusedLinear(plain, None, {"a": 40, "b": 8}),
+        "embed": table,
+        "head": table,
+        "small": small,
+        "norm": torch.nn.Identity(),
+    }
+    model = torch.nn.ModuleDict(layers)
+    x, vectors, token_ids = randn(2, 3, 64), randn(3, 144), torch.tensor([49, 0, 7], device=DEVICE)
+    expected = [
+        *(layers[name](x) for name in ("plain", "ordered")),
+        *layers["fused"](x),
+        table(token_ids),
+        table.logits(x[0]),
+        small(token_ids),
+        small.logits(vectors),
+    ]
+    replace_quantised(model)
+    assert model["embed"] is model["head"]
+    assert isinstance(model["norm"], torch.nn.Identity)
+    assert not any(hasattr(layer, "quantised") for layer in layers.values())
+    found = [
+        *(model[name](x) for name in ("plain", "ordered")),
+        *model["fused"](x),
+        model["embed"](token_ids),
+        model["head"].logits(x[0]),
+        model["small"](token_ids),
+        model["small"].logits(vectors),
+    ]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("quantization", ["int8", {"method": "int4", "group_size": 32}])
+def test_a_model_gives_the_tokens_of_the_definition(tiny_checkpoint, quantization):
+    options = {"device": str(DEVICE), "dtype": "float32", "quantization": quantization, "num_kv_blocks": 20}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    prompts = [[1, 2, 3], list(range(5, 25))]
+    outputs = []
+    for backend in ("torch", "triton"):
+        llm = LLM(tiny_checkpoint[0], attention_backend=backend, enforce_eager=True, **options)
+        outputs.append([one.outputs[0].token_ids for one in llm.generate(prompts, params, use_tqdm=False)])
+    assert outputs[0] == outputs[1]
+
+
+# ---- on a GPU: real sizes, graphs
+
+
+@only_on_gpu
+@pytest.mark.parametrize(("bits", "group_size"), [(8, 128), (4, 128), (4, 32)])
+@pytest.mark.parametrize("num_tokens", [1, 16, 300])
+def test_real_sizes_have_the_bits_of_the_definition(bits, group_size, num_tokens):
+    weight = make_weight(bits, group_size, False, 6144, 4096)
+    x = randn(num_tokens, 4096, dtype=torch.bfloat16)
+    assert torch.equal(multiply(x, weight), multiply_by_definition(x, weight).bfloat16())
+
+
+@only_on_gpu
+def test_a_graph_of_a_product_is_right_for_other_inputs():
+    weight = make_weight(4, 128, False, 1024, 1024)
+    packed = quantised.pack(weight.q, weight.scales, weight.zeros, 4, 128)
+    x, other = (randn(4, 1024, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
+    expected = quantised.multiply(other, packed, None)
+    quantised.multiply(x, packed, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = quantised.multiply(x, packed, None)
+    x.copy_(other)
+    graph.replay()
+    assert torch.equal(out, expected)

@@ -1,0 +1,71 @@
+"""Hyperthreads are not counted as cores, and threads that wait do not spin for long."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nanovllm import LLM, TINY_QWEN3
+from nanovllm.extras.kernels.cpu import threads
+
+
+@pytest.fixture
+def topology(tmp_path):
+    """Four cores of two hyperthreads, as Linux numbers them: 0 and 4 are one core, and so on; 8 does not say."""
+    for cpu in range(8):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("cpus", "num_cores"),
+    [(range(8), 4), ([0, 4], 1), ([0, 1], 2), ([3], 1), ([2, 3, 6], 2), ([0, 4, 8], 2), ([8, 9], 2), ([], 1)],
+)
+def test_hyperthreads_of_a_core_are_one_core(topology, cpus, num_cores):
+    assert threads.count_cores(cpus, topology) == num_cores
+
+
+@pytest.fixture
+def set_threads(monkeypatch, topology):
+    """Eight hyperthreads, and what torch is told."""
+    told = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(threads.count_cores, "__defaults__", (topology,))
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return told
+
+
+@pytest.mark.parametrize(("num_threads", "expected"), [(8, 4), (4, 4), (2, 2)])
+def test_threads_are_limited_to_cores(monkeypatch, set_threads, num_threads, expected):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    LLM(TINY_QWEN3, device="cpu", max_model_len=64)
+    assert set_threads == [expected]
+
+
+def test_the_users_number_stands(monkeypatch, set_threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    threads.limit_threads()
+    assert set_threads == []
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_takes_its_cores():
+    """And its waiting threads soon sleep: libgomp is told before torch loads it."""
+    code = f"import os, nanovllm; llm = nanovllm.LLM({str(TINY_QWEN3)!r}, device='cpu', num_kv_blocks=8)"
+    code += "; print(llm.engine.description); print('left behind', [name for name in os.environ if 'GOMP' in name])"
+    code += "; print('pools', *{line.split()[-1] for line in open('/proc/self/maps') if 'libgomp' in line})"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    environment["OMP_DISPLAY_ENV"] = "verbose"  # libgomp says what it has read
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    num_cores = threads.count_cores(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    assert num_cores is None or f" {num_cores} threads" in run.stdout
+    assert "GOMP_SPINCOUNT = '20000'" in run.stderr
+    assert "left behind []" in run.stdout, "programs that this one starts decide for themselves"
+    # two OpenMP libraries in one process, torch's and the kernels', wait for each other's cores
+    assert len(re.search("pools(.*)", run.stdout)[1].split()) == 1

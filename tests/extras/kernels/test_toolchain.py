@@ -1,0 +1,269 @@
+"""How `cpu.c` is compiled on machines that are not this one: systems, compilers, OpenMP libraries, folders."""
+
+import ctypes
+import logging
+import mmap
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm.extras.kernels.cpu import library as cpu
+from nanovllm.extras.kernels.cpu import toolchain
+from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture
+def fresh_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-O0"))  # the folders matter, and not the speed
+    cpu.load_library.cache_clear()
+    yield tmp_path / "nanovllm"
+    cpu.load_library.cache_clear()
+
+
+# ---- systems and compilers
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "native", "shared"),
+    [
+        ("Linux", "x86_64", "-march=native", "-shared"),
+        ("Linux", "aarch64", "-mcpu=native", "-shared"),
+        ("Darwin", "arm64", "-mcpu=native", "-dynamiclib"),
+    ],
+)
+def test_flags_are_those_of_the_system_and_the_processor(system, machine, native, shared):
+    flags = toolchain.flags(system, machine)
+    assert native in flags
+    assert shared in flags
+    assert "-fopenmp" in flags
+    # Apple's clang takes OpenMP by way of -Xclang only
+    assert (flags[flags.index("-fopenmp") - 1] == "-Xclang") == (system == "Darwin")
+
+
+def test_gcc_comes_before_clang_on_linux_and_cc_before_all(monkeypatch, tmp_path):
+    for name in ("cc", "clang", "gcc"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert toolchain.find_compiler("Linux") == str(tmp_path / "gcc")
+    assert toolchain.find_compiler("Darwin") == str(tmp_path / "clang")
+    monkeypatch.setenv("CC", "mine -x")
+    assert toolchain.find_compiler("Linux") == "mine -x"
+
+
+def test_another_system_is_refused_by_its_name(monkeypatch, fresh_cache):
+    monkeypatch.setattr(platform, "system", lambda: "Windows")
+    with pytest.raises(NoLibraryError, match="for Linux and Darwin, not for Windows"):
+        load_library(torch.float32)
+    cpu.keep_freed_memory()  # asks nothing of a C library that is not there
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pretends to be macOS, by Linux's gcc")
+@pytest.mark.usefixtures("needs_a_compiler")
+def test_the_engine_computes_on_a_mac_that_is_pretended(monkeypatch, fresh_cache, tmp_path):
+    """What differs on macOS, as Linux can play it: the system's name, clang's options, no affinity, no huge pages."""
+    expected = LLM(TINY_QWEN3, attention_backend="torch", dtype="float32").generate("A block", GREEDY)
+    folder = tmp_path / "torch"
+    (folder / "lib").mkdir(parents=True)
+    openmp = toolchain.openmp_of_torch()
+    (folder / "lib" / "libomp.dylib").symlink_to(openmp[-1] if openmp else "/no/such/file")
+    if not openmp:
+        pytest.skip("this torch has no OpenMP library of its own")
+    clang = tmp_path / "clang"  # gcc, behind clang's options
+    clang.write_text(
+        f"#!{sys.executable}\nimport os, sys\n"
+        "skipped = {'-Xclang', '-mcpu=native', '-Wl,-undefined,dynamic_lookup'}\n"
+        "args = ['-shared' if arg == '-dynamiclib' else arg for arg in sys.argv[1:] if arg not in skipped]\n"
+        f"os.execv({shutil.which('gcc') or shutil.which('cc')!r}, ['gcc', *args])\n"
+    )
+    clang.chmod(0o755)
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(cpu, "FLAGS", (*toolchain.flags("Darwin", "arm64"), "-O0"))
+    monkeypatch.setattr(cpu, "offer_openmp", lambda: toolchain.offer_openmp(folder))
+    monkeypatch.setattr(toolchain, "describe_processor", lambda system: "Apple M1")
+    monkeypatch.setattr(cpu, "describe_processor", toolchain.describe_processor)
+    monkeypatch.setenv("CC", str(clang))
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    llm = LLM(TINY_QWEN3, dtype="float32")
+    assert "attention_backend=cpu" in llm.engine.description
+    (output,) = llm.generate("A block", GREEDY)
+    assert output.outputs[0].token_ids == expected[0].outputs[0].token_ids
+
+
+def test_a_mac_without_torchs_openmp_says_so(monkeypatch, fresh_cache, tmp_path):
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(cpu, "offer_openmp", lambda: toolchain.offer_openmp(tmp_path))
+    monkeypatch.setenv("CC", "clang")
+    with pytest.raises(NoLibraryError, match=r"could not be compiled and loaded: .*libomp\.dylib"):
+        load_library(torch.float32)
+
+
+POSIX = """
+#pragma once
+#include <stddef.h>
+#define INFINITY __builtin_inff()
+#define CLOCK_MONOTONIC 6
+struct timespec { long tv_sec, tv_nsec; };
+int clock_gettime(int, struct timespec *), sched_yield(void), omp_get_max_threads(void), omp_get_num_threads(void);
+void *aligned_alloc(size_t, size_t), *malloc(size_t), *calloc(size_t, size_t), free(void *);
+void *memcpy(void *, const void *, size_t), *memset(void *, int, size_t);
+float sqrtf(float), rintf(float);
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", cpu.FUNCTIONS, ids=lambda source: source.name)
+@pytest.mark.parametrize("options", [[], ["-DBFLOAT16"]], ids=["float32", "bfloat16"])
+def test_clang_compiles_the_source_for_a_mac(tmp_path, options, source):
+    """Apple's headers are not to be had: these are the functions that the sources take of them, and no more."""
+    if not shutil.which("clang"):
+        pytest.skip("there is no clang")
+    (tmp_path / "posix.h").write_text(POSIX)
+    for name in ("math", "stdlib", "string", "time", "sched", "omp"):
+        (tmp_path / f"{name}.h").write_text('#include "posix.h"\n')
+    flags = [flag for flag in toolchain.flags("Darwin", "arm64") if flag not in ("-dynamiclib", "-mcpu=native")]
+    flags = [flag for flag in flags if not flag.startswith("-Wl")]
+    target = ["--target=arm64-apple-macos14", "-mcpu=apple-m1", "-ffreestanding", "-nostdlibinc", f"-I{tmp_path}"]
+    strict = ["-Wall", "-Wextra", "-Werror"]
+    command = ["clang", *flags, *target, *strict, *options, "-c", str(source), "-o", str(tmp_path / "cpu.o")]
+    subprocess.run(command, check=True)
+    assert (tmp_path / "cpu.o").read_bytes()[:8] == bytes.fromhex("cffaedfe0c000001")  # Mach-O of 64 bits, arm64
+
+
+# ---- OpenMP
+
+
+@pytest.mark.parametrize("name", ["torch/lib/libgomp.so.1", "torch.libs/libgomp-a49a47f9.so.1.0.0"])
+def test_torchs_openmp_is_found_where_wheels_keep_it(tmp_path, name):
+    """The second is that of torch 2.9 for ARM."""
+    (tmp_path / "torch").mkdir()
+    assert toolchain.openmp_of_torch(tmp_path / "torch") == []
+    library = tmp_path / name
+    library.parent.mkdir(exist_ok=True)
+    library.touch()
+    assert toolchain.openmp_of_torch(tmp_path / "torch")[-1] == str(library)
+
+
+MAPS = """
+7f1 r-xp 0000 08:01 11 /site-packages/torch/lib/libgomp.so.1
+7f2 rw-p 1000 08:01 11 /site-packages/torch/lib/libgomp.so.1
+7f3 r-xp 0000 08:01 12 /usr/lib/libcomp.so.1
+7f4 r-xp 0000 08:01 13 {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("other", "num_pools"),
+    [("/usr/lib/llvm-14/lib/libomp.so.5", 2), ("/lib/libgomp-a49a47f9.so.1.0.0", 2), ("/lib/libiomp5.so", 2), ("", 1)],
+)
+def test_a_second_pool_of_threads_is_a_word_in_the_log(monkeypatch, caplog, tmp_path, other, num_pools):
+    maps = MAPS.format(other)
+    assert len(toolchain.loaded_openmp(maps)) == num_pools
+    monkeypatch.setattr(cpu, "loaded_openmp", lambda _: toolchain.loaded_openmp(maps))
+    cpu.warn_of_a_second_pool.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        cpu.warn_of_a_second_pool()
+        cpu.warn_of_a_second_pool()
+    assert len(caplog.records) == num_pools - 1
+    assert not caplog.records or other in caplog.text
+
+
+# ---- folders
+
+
+def in_the_way(folder, monkeypatch):
+    folder.write_text("a file")
+
+
+def foreign(folder, monkeypatch):
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def read_only(folder, monkeypatch):
+    compile_to = cpu.compile_to
+
+    def refuse(path, command):
+        if path.parent == folder:
+            raise OSError(30, "Read-only file system", str(path))
+        compile_to(path, command)
+
+    monkeypatch.setattr(cpu, "compile_to", refuse)
+
+
+def without_execution(folder, monkeypatch):
+    load = ctypes.CDLL.__init__
+
+    def refuse(library, name, *args, **kwargs):
+        if Path(str(name)).parent == folder:
+            raise OSError(f"{name}: failed to map segment from shared object")
+        load(library, name, *args, **kwargs)
+
+    monkeypatch.setattr(ctypes.CDLL, "__init__", refuse)
+
+
+def no_home(folder, monkeypatch):
+    def refuse():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", refuse)
+
+
+REASONS = {
+    in_the_way: "File exists",
+    foreign: "others than you can write into .*nanovllm: chmod 700",
+    read_only: "Read-only file system",
+    without_execution: "failed to map segment",
+    no_home: "Could not determine home directory",
+}
+
+
+@pytest.mark.usefixtures("needs_a_compiler")
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        foreign,
+        no_home,
+        without_execution,
+        *(pytest.param(spoil, marks=pytest.mark.slow) for spoil in (in_the_way, read_only)),
+    ],
+    ids=lambda spoil: spoil.__name__,
+)
+def test_without_a_cache_folder_the_kernels_stay(fresh_cache, monkeypatch, caplog, tmp_path, spoil):
+    """Compiled to a private folder, which is gone afterwards; nothing that others could have changed is loaded."""
+    private = tmp_path / "private"
+    private.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(private))
+    spoil(fresh_cache, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        library = load_library(torch.float32)
+    x = torch.tensor([[1.0, 3.0, 2.0]])
+    index = torch.empty(1, dtype=torch.int64)
+    library.argmax(x.data_ptr(), index.data_ptr(), 1, 3)
+    assert index.item() == 1
+    assert not list(private.iterdir())
+    (record,) = caplog.records
+    assert "for this process only" in record.getMessage()
+    assert re.search(REASONS[spoil], record.getMessage())
+
+
+@pytest.mark.usefixtures("needs_a_compiler")
+def test_without_any_folder_the_reason_is_said(fresh_cache, monkeypatch):
+    fresh_cache.write_text("in the way")
+    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
+    with pytest.raises(NoLibraryError, match="could not be compiled and loaded: .*/no/such/folder"):
+        load_library(torch.float32)

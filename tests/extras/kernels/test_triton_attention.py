@@ -1,0 +1,417 @@
+"""The Triton backend as far as it goes without a GPU: all kernels' tests in the interpreter, what they compile to for
+real GPUs, how the work is divided, and where it may be chosen.
+"""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.version import Version
+
+from nanovllm import LLM
+from nanovllm.extras.kernels.choices import select_backend
+from nanovllm.extras.models.masking import AttentionOptions
+from nanovllm.layers.backends import TorchAttention
+from tests.conftest import KERNEL_TESTS
+
+pytest.importorskip("triton")
+
+from benchmarks.kernel_resources import BUILDS, GPUS, TABLE, all_cases, one_of_each, table_cases
+from nanovllm.extras.kernels.cuda import (
+    activation,
+    few_tokens,
+    inverse_cdf,
+    logit_weights,
+    paged_attention,
+    store_kv,
+    truncate,
+)
+from nanovllm.extras.kernels.cuda import (
+    cuda_quantised as quantised,
+)
+from nanovllm.extras.kernels.cuda import (
+    norm_kernels as norm,
+)
+from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm.extras.kernels.cuda.kernel_launch import (
+    GPU,
+    Launch,
+    choose_chunk_splits,
+    choose_splits,
+    decode_launch,
+    prefill_launch,
+)
+from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
+
+ROOT = Path(__file__).resolve().parents[3]
+MODULES = (activation, few_tokens, inverse_cdf, logit_weights, norm, paged_attention, quantised, store_kv, truncate)
+TABLE_OF_RESOURCES = json.loads(TABLE.read_text(encoding="utf-8"))
+KERNELS = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
+FEW_TOKENS = {"norm_linear", "norm_gate_up", "add_linear"}  # what one kernel, `few_tokens_kernel`, is compiled to
+QUANTISED = {"int8_few", "int8_many", "int4_few", "int4_many"}  # the same, of `quantised_linear_kernel`
+PREFILLS = {"prefill", "split_prefill"}  # the same, of `prefill_kernel`
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+LAUNCHED = [(90, "bfloat16"), *((arch, "float32") for arch in (80, 90, 100, 120))]
+"""H100; then A100, H100, B200, and an RTX 5090, which has least shared memory. With a dtype of logits."""
+SWEPT = [("--quick", "90"), ("--table", "80", "86", "89"), ("--table", "90", "100", "120")]
+PARTS = [(KERNEL_TESTS, "not slow"), *((KERNEL_TESTS[part::2], "slow") for part in (0, 1))]
+SPILLS_NOTHING = Version(version("triton")).release[:2] in ((3, 6), (3, 9))  # on the first two; others up to 96 bytes
+
+
+@functools.cache
+def run_job(*arguments, interpret="0"):
+    """In a process of its own: triton reads TRITON_INTERPRET once, when it is imported."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": interpret}
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("names", "sweep"),  # one process for all files, since it takes seconds to begin; the sweep has one for each core
+    [pytest.param(*part, id=f"{part[1]} {i}", marks=[pytest.mark.slow] * (i > 0)) for i, part in enumerate(PARTS)],
+)
+@pytest.mark.long
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU")
+@pytest.mark.skipif(
+    Version(version("triton")) < Version("3.7") and Version(version("numpy")) >= Version("2.4"),
+    reason="the interpreter of Triton 3.6 needs NumPy before 2.4",
+)
+def test_kernels_in_the_interpreter(names, sweep):
+    files = [f"tests/{name}" for name in names]
+    done = run_job("pytest", "-x", "-p", "no:cacheprovider", "-m", sweep, *files, interpret="1")
+    assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+def test_windowed_steps_lie_where_the_kernels_run(monkeypatch):
+    """A card's kernels cannot read a CPU's tensors, the interpreter can. Here `meta` stands for the card."""
+    from tests.extras.kernels import test_triton_kernels as tests
+
+    class Launched:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: places.update(arg.device.type for arg in args if torch.is_tensor(arg))
+
+    places = set()
+    for name in ("decode_kernel", "merge_kernel", "prefill_kernel", "merge_chunks_kernel"):
+        monkeypatch.setattr(paged_attention, name, Launched())
+    monkeypatch.setattr(store_kv, "store_kv", Launched()[()])
+    monkeypatch.setattr(tests, "DEVICE", torch.device("meta"))
+    monkeypatch.setattr(tests, "check_close", lambda *_: None)
+    monkeypatch.setattr(torch.testing, "assert_close", lambda *_, **__: None)
+    tests.test_windows_and_soft_caps_equal_the_reference(monkeypatch, AttentionOptions(window=7), block_size=16)
+    assert places == {"meta"}
+
+
+# ---- what the kernels compile to
+
+
+def test_each_kernel_is_described_as_it_is():
+    """`benchmarks.kernel_resources` names arguments that the kernels have, and has a case for each kernel."""
+    named, pointers = set(), set()
+    for case in all_cases(90):
+        build = BUILDS[case.kernel](case)
+        named |= build.pointers.keys()
+        pointers |= {name.removesuffix("_ptr") for name in build.kernel.arg_names if name.endswith("_ptr")}
+        constants = {p.name for p in build.kernel.params if p.is_constexpr}
+        assert build.constants.keys() == constants, case
+    assert named <= pointers
+    built = {case.kernel for case in one_of_each(90)}
+    several = FEW_TOKENS | PREFILLS | QUANTISED
+    assert {f"{name}_kernel" for name in built - several} == KERNELS - {
+        "few_tokens_kernel",
+        "prefill_kernel",
+        "quantised_linear_kernel",
+    }
+    assert built >= several
+
+
+def may_spill(arch, kernel=""):
+    """Bytes of a thread. A few before a loop are nothing; hundreds would be slow."""
+    return 0 if arch in (80, 90) and SPILLS_NOTHING and kernel != "split_prefill" else 96
+
+
+def test_the_table_of_resources_has_all_kernels_and_gpus():
+    """`python -m benchmarks.kernel_resources --table --write` writes it, in a minute or two."""
+    cases = [case for arch in GPUS for case in table_cases(arch)]
+    assert list(TABLE_OF_RESOURCES["rows"]) == list(map(str, cases))
+    assert {case.kernel for case in cases} == set(BUILDS)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, marks=pytest.mark.slow) for case in SWEPT],
+    ids=lambda param: " ".join(param),
+)
+def resources(request):
+    """What `benchmarks.kernel_resources` compiles: by default, `test_what_is_launched_compiles` makes the same claims.
+
+    One dict for each kernel of the table, or for each specialisation but float16, which differs in a type only."""
+    which, *arches = request.param
+    done = run_job("benchmarks.kernel_resources", which, "--json", "--arch", *arches)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_kernels_hardly_spill(resources):
+    assert len(resources) >= len(KERNELS)
+    for used in resources:
+        kernel, arch, *_ = used["case"].split()
+        assert used["spill_bytes"] <= may_spill(int(arch.removeprefix("sm_")), kernel), used
+
+
+def test_resources_are_those_of_the_table(resources):
+    """Registers, spills, shared memory: what they cost a GPU shows without one."""
+    if TABLE_OF_RESOURCES["triton"] != version("triton"):
+        pytest.skip(f"the table is of Triton {TABLE_OF_RESOURCES['triton']}: write it anew")
+    columns, table = TABLE_OF_RESOURCES["columns"], TABLE_OF_RESOURCES["rows"]
+    found = {used["case"]: [used[name] for name in columns] for used in resources}
+    assert found.keys() & table.keys()
+    assert {case: row for case, row in found.items() if case in table and row != table[case]} == {}
+
+
+def test_programs_fit_a_multiprocessor(resources):
+    """Two at least, so that one computes while the other waits; but prefill and truncate have warps enough for that.
+
+    Products of few tokens have many tiles on their way instead: two programs where shared memory is as large as an
+    H100's, one where it is smaller or where numbers take twice as much.
+    """
+    for used in resources:
+        kernel, arch, dtype = used["case"].split()[:3]
+        is_large = kernel in FEW_TOKENS and (arch, dtype) != ("sm_90", "bfloat16")
+        least = 1 if is_large or kernel in {*PREFILLS, "truncate"} else 2
+        assert used["programs"] >= least, used
+
+
+def test_all_kernels_are_compiled(resources):
+    compiled = {used["case"].split()[0] for used in resources}
+    assert compiled == set(BUILDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "logits_dtype"), LAUNCHED)
+def test_what_is_launched_compiles(arch, logits_dtype):
+    """The interpreter takes all arguments and options, the compiler does not. Spills and programs: as below."""
+    done = run_job("tests.launched_kernels", str(arch), logits_dtype)
+    assert done.returncode == 0, done.stderr[-5000:]
+    launched = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    of_fused_layers = KERNELS - {"store_kv_kernel"}  # which is for layers of PyTorch
+    assert {used["kernel"] for used in launched} == of_fused_layers
+    assert [used for used in launched if used["spill_bytes"] > may_spill(arch)] == []
+    assert max(used["shared_bytes"] for used in launched) <= GPUS[arch].shared_memory
+    if arch == 90:
+        full = {"prefill_kernel", "truncate_kernel"}  # with warps enough in one program
+        assert [used for used in launched if used["programs"] < 2 and used["kernel"] not in full] == []
+
+
+# ---- how the work is divided
+
+
+@pytest.mark.parametrize("num_programs", [1, 2, 8, 64, 131, 264, 300, 2048, 100_000])
+@pytest.mark.parametrize("max_len", [16, 128, 1000, 32_768, 1 << 20])
+def test_splits_fill_the_gpu_and_are_not_tiny(num_programs, max_len):
+    gpu = GPU()
+    num_splits, min_split_len = choose_splits(num_programs, max_len, gpu)
+    assert num_splits >= 1
+    assert min_split_len % 128 == 0, "a multiple of every tile"
+    assert (num_splits - 1) * min_split_len < max_len, "the last one would be empty for every length"
+    assert num_splits == 1 or num_programs * num_splits <= 16 * gpu.num_multiprocessors + num_programs
+    if num_splits * min_split_len < max_len and num_programs < 2 * gpu.num_multiprocessors:
+        assert num_programs * num_splits >= 2 * gpu.num_multiprocessors
+
+
+def test_splits_of_well_known_cases():
+    gpu = GPU(num_multiprocessors=132)
+    assert choose_splits(8, 32_768, gpu) == (33, 128)  # one sequence, 8 K and V heads
+    assert choose_splits(8, 256, gpu) == (2, 128)
+    assert choose_splits(256 * 8, 1024, gpu) == (1, 4096)
+    assert choose_splits(40 * 8, 32_768, gpu) == (6, 4096)
+    assert choose_chunk_splits(8, 32_768, gpu) == (16, 512)  # 50 new tokens of one sequence, 8 K and V heads
+    assert choose_chunk_splits(8, 1000, gpu) == (1, 512)
+    assert choose_chunk_splits(8 * 17, 32_768, gpu) == (1, 512)  # 1,024 new tokens
+
+
+@pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [*((d, d) for d in (torch.bfloat16, torch.float32)), (torch.bfloat16, torch.float8_e4m3fn)],
+)
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 4, 16, 64])
+def test_launches_are_powers_of_two_that_hold_a_group(group, head_dim, dtype, cache_dtype, shared_memory):
+    for choose in (decode_launch, prefill_launch):
+        launch = choose(group, head_dim, dtype, cache_dtype, GPU(132, shared_memory))
+        assert launch.rows >= max(16, group)
+        for n in (launch.rows, launch.tile, launch.num_warps):
+            assert n & (n - 1) == 0
+        assert 128 % launch.tile == 0, "splits are whole tiles"
+        assert launch.num_stages >= 1
+
+
+def test_launches_of_well_known_cases():
+    bf16, fp8, small = torch.bfloat16, torch.float8_e4m3fn, GPU(128, 99 * 1024)  # an RTX 4090
+    # two tiles are loaded while one is computed with: 98,816 bytes. Heads of 256 would take 102,656
+    assert prefill_launch(4, 128, bf16, bf16, small) == Launch(128, 64, 8, num_stages=5)
+    assert prefill_launch(4, 256, bf16, bf16, small) == Launch(64, 32, 8, num_stages=3)
+    assert prefill_launch(4, 128, bf16, bf16, GPU()) == Launch(128, 64, 8, num_stages=5)
+    assert decode_launch(4, 128, bf16, bf16, small) == Launch(16, 64, 4, num_stages=3)
+    # over an fp8 cache, tiles of more tokens, which take fewer instructions each
+    assert decode_launch(4, 128, bf16, fp8, small) == Launch(16, 128, 4, num_stages=3)
+    assert decode_launch(4, 128, bf16, fp8, GPU()) == Launch(16, 128, 4, num_stages=5)
+
+
+@pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_tiles_of_few_tokens_fit_shared_memory(is_gated, dtype, shared_memory):
+    for num_inputs in (64, 192, 1024, 3072):
+        launch = few_tokens.choose_launch(num_inputs, dtype, is_gated, GPU(132, shared_memory))
+        assert num_inputs % launch.tile == 0
+        loaded = (32 + 16 * is_gated) * launch.tile * dtype.itemsize
+        assert 1 <= launch.num_stages <= max(1, shared_memory // loaded)
+
+
+def test_many_tiles_of_few_tokens_are_on_their_way():
+    wanted = [few_tokens.choose_launch(1024, torch.bfloat16, is_gated, GPU()) for is_gated in (False, True)]
+    assert [(launch.tile, launch.num_stages) for launch in wanted] == [(256, 6), (256, 3)]
+
+
+# ---- where it may be chosen
+
+
+def choose(name, device, dtype=torch.bfloat16, head_dim=128, block_size=None, kv_cache_dtype="auto"):
+    return select_backend(name, device, dtype, head_dim, block_size, kv_cache_dtype)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_triton_is_chosen_on_cuda(dtype):
+    assert choose("triton", CUDA, dtype) is TritonAttention
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_auto_is_triton_on_cuda_without_flash_attn(monkeypatch, dtype):
+    for module in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert choose("auto", CUDA, dtype) is TritonAttention
+    assert choose("auto", CUDA, torch.float32) is TorchAttention
+    assert choose("auto", CUDA, dtype, head_dim=80) is TorchAttention
+    assert choose("auto", CUDA, dtype, head_dim=512) is TorchAttention
+    assert choose("auto", CUDA, dtype, block_size=24) is TorchAttention
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert choose("auto", CUDA, dtype) is TorchAttention
+
+
+def test_auto_is_triton_for_an_fp8_cache():
+    assert choose("auto", CUDA, kv_cache_dtype="fp8") is TritonAttention
+
+
+@pytest.mark.parametrize("head_dim", [8, 80, 96, 512])
+def test_other_head_dims_are_refused(head_dim):
+    with pytest.raises(ValueError, match=rf"'triton' cannot be used .*head_dim .* it is {head_dim}\); take .*'torch'"):
+        choose("triton", CUDA, head_dim=head_dim)
+
+
+def test_cpu_is_refused_unless_interpreted(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(
+        ValueError, match="'triton' .* needs a CUDA device, got cpu .*TRITON_INTERPRET=1.* take .*'torch'"
+    ):
+        choose("triton", CPU, torch.float32)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose("triton", CPU, torch.float32) is TritonAttention
+    assert choose("auto", CPU, torch.float32) is not TritonAttention
+
+
+def test_triton_is_refused_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ValueError, match="needs the package triton"):
+        choose("triton", CUDA)
+
+
+@pytest.mark.parametrize("missing", ["compiler", "CC", "header"])
+def test_triton_is_refused_where_it_cannot_build_what_launches_kernels(monkeypatch, tmp_path, missing):
+    """As in a slim container: `auto` serves with PyTorch's attention, and says what to install."""
+    for variable in ("CC", "CPATH", "C_INCLUDE_PATH", "TRITON_INTERPRET"):
+        monkeypatch.delenv(variable, raising=False)
+    for module in ("flash_attn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, module, None)
+    if missing == "compiler":
+        monkeypatch.setenv("PATH", str(tmp_path))
+        reason = "triton needs a C compiler, and there is no gcc or clang: install gcc, or set CC"
+    elif missing == "CC":
+        monkeypatch.setenv("CC", "no-such-compiler")
+        reason = "triton needs a C compiler, and there is no no-such-compiler"
+    else:
+        monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+        reason = f"triton needs Python's headers, and there is no {tmp_path}/Python.h: install python3-dev"
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        choose("triton", CUDA)
+    backend_class, reasons = select_backend("auto", CUDA, torch.bfloat16, 128)
+    assert backend_class is TorchAttention
+    assert reason in reasons
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the interpreter launches nothing
+    assert choose("triton", CUDA) is TritonAttention
+
+
+def test_python_headers_may_lie_where_the_compiler_looks(monkeypatch, tmp_path):
+    (tmp_path / "headers").mkdir()
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    (tmp_path / "headers" / "Python.h").touch()
+    monkeypatch.setenv("CPATH", f"/nowhere:{tmp_path / 'headers'}")
+    assert choose("triton", CUDA) is TritonAttention
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 15, 17, 24, 384])
+def test_block_sizes_are_refused(block_size):
+    with pytest.raises(ValueError, match=rf"power of two and at least 16, got {block_size}\)"):
+        choose("triton", CUDA, block_size=block_size)
+
+
+def test_who_has_an_fp8_cache(tiny_checkpoint, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="attention_backend='cpu' with kv_cache_dtype='fp8' .* no fp8 KV cache"):
+        LLM(tiny_checkpoint[0], device="cpu", attention_backend="cpu", kv_cache_dtype="fp8")
+    for name in ("auto", "torch"):
+        engine = LLM(tiny_checkpoint[0], device="cpu", attention_backend=name, kv_cache_dtype="fp8").engine
+        assert isinstance(engine.runner.backend, TorchAttention)
+        assert engine.runner.kv_cache.tensor.dtype == torch.float8_e4m3fn
+    assert (
+        "not cpu: it has no fp8 KV cache"
+        in LLM(tiny_checkpoint[0], device="cpu", kv_cache_dtype="fp8").engine.description
+    )
+
+
+def test_triton_has_no_fp8_cache_on_older_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert choose("triton", CUDA) is TritonAttention
+    with pytest.raises(ValueError, match=r"'triton' with kv_cache_dtype='fp8' .* capability 8.9 .* this one has 8.0"):
+        choose("triton", CUDA, kv_cache_dtype="fp8")
+    with pytest.raises(ValueError, match=r"'auto' .* 8.9 .* not torch: .* slow.*'torch', or kv_cache_dtype='auto'"):
+        choose("auto", CUDA, kv_cache_dtype="fp8")
+    assert choose("torch", CUDA, kv_cache_dtype="fp8") is TorchAttention
+
+
+def test_older_gpus_get_pytorchs_attention(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    with pytest.raises(ValueError, match=r"'triton' cannot be used .* 8.0 or later \(Ampere\), this one has 7.5"):
+        choose("triton", CUDA)
+    assert choose("auto", CUDA) is TorchAttention
+
+
+def test_the_dtype_of_an_fp8_cache():
+    assert TritonAttention.why_no_kv_cache("fp8", 64) is None
+    for backend_class in (TritonAttention, TorchAttention):
+        assert backend_class(4, 2, 64, 16, kv_cache_dtype="fp8").kv_cache_dtype == torch.float8_e4m3fn
+        assert backend_class(4, 2, 64, 16).kv_cache_dtype is None
+    assert FlashAttention.why_no_kv_cache("fp8", 64) == "it has no fp8 KV cache"

@@ -1,0 +1,16 @@
+"""Windows, soft-caps and scales in PyTorch, against the float64 reference of `attention_steps.py`."""
+
+import pytest
+
+from tests.attention_options import OPTIONS
+from tests.attention_steps import Step, check_close, random_lens
+from tests.test_attention import both
+
+
+@both
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("seed", range(2))
+def test_windows_and_soft_caps_equal_the_reference(attention_class, options, seed):
+    backend = attention_class(4, 2, 16, [4, 16][seed])
+    step = Step(backend, random_lens(16, seed), seed, options=options)
+    check_close(step.run(backend), step)

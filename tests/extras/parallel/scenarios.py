@@ -1,0 +1,552 @@
+"""What happens to a driver of two ranks, from its inside: each scenario is called in a process of its own.
+
+A scenario prints {"seconds": …}, the time from its fault to the error that it becomes; what is expected of it is
+asserted. How its process ends, and what it leaves, others look at (`many_faults.py`, `test_rank_faults.py`).
+"""
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.extras.dead import EngineDeadError
+
+PLANTED = Path(__file__).with_name("planted")
+PROMPTS = [[1, 2, 3, 4], [9, 8, 7]]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+OPTIONS = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True, "num_kv_blocks": 128, "block_size": 4}
+BACKENDS = {"gloo": {"attention_backend": "torch", "enforce_eager": True}, "shared_memory": {}}
+LIMIT_S = 2.0
+
+
+def options(size=2, **others):
+    backend = BACKENDS[os.environ.get("NANOVLLM_TEST_RANKS", "gloo")]
+    return {**OPTIONS, **backend, "tensor_parallel_size": size, **others}
+
+
+def tokens_of(llm, params=GREEDY):
+    return [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def children():
+    """Process ids of this process, the dead ones that it has not waited for included."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def worker_pids():
+    return [pid for pid in children() if is_rank(pid)]
+
+
+def is_rank(pid):
+    try:
+        return b"rank.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has ended
+        return False
+
+
+class Fault:
+    """A fault that is planted in the other ranks that start from now on."""
+
+    def __init__(self, stage, kind, skip=0):
+        self.mark = Path(tempfile.mkdtemp(prefix="mark-", dir=os.environ["NANOVLLM_TEST_MARKS"])) / "mark"
+        values = {"stage": stage, "kind": kind, "skip": skip, "mark": str(self.mark)}
+        self.environment = {"NANOVLLM_TEST_FAULT": json.dumps(values), "PYTHONPATH": str(PLANTED)}
+        os.environ.update(self.environment)
+
+    def remove(self):
+        del os.environ["NANOVLLM_TEST_FAULT"]
+
+    def wait(self, timeout_s=60):
+        """Until a rank meets the fault; {"time": …, "pid": …}."""
+        deadline = time.monotonic() + timeout_s
+        while not self.mark.exists():
+            assert time.monotonic() < deadline, "no rank has met the fault"
+            time.sleep(0.002)
+        return json.loads(self.mark.read_text())
+
+
+def report(seconds, limit_s=LIMIT_S):
+    print(json.dumps({"seconds": round(seconds, 4)}), flush=True)
+    assert seconds < limit_s, seconds
+
+
+def expect_dead(call, *reasons):
+    """The time of the EngineDeadError that `call` raises; all later calls raise it too."""
+    try:
+        call()
+    except EngineDeadError as error:
+        now, said = time.monotonic(), str(error)
+    else:
+        raise AssertionError("no error")
+    assert all(reason in said for reason in reasons), said
+    assert "make a new one" in said
+    return now
+
+
+def expect_nothing_left(timeout_s=LIMIT_S):
+    """No child, no folder, no thread but this one."""
+    begin = time.monotonic()
+    while found := (children(), sorted(map(str, Path(tempfile.gettempdir()).iterdir())), threads()):
+        if not any(found):
+            return
+        assert time.monotonic() < begin + timeout_s, found
+        time.sleep(0.005)
+
+
+def threads():
+    """Of nanovllm, or that keep the interpreter alive."""
+    others = [one for one in threading.enumerate() if one is not threading.main_thread()]
+    return [one.name for one in others if not one.daemon or one.name.startswith("nanovllm")]
+
+
+# ---- another rank fails
+
+
+def rank_killed_idle(model):
+    llm = LLM(model, **options())
+    truth = tokens_of(llm)
+    begin = time.monotonic()
+    os.kill(worker_pids()[0], signal.SIGKILL)
+    while children():  # before anybody has asked
+        assert time.monotonic() < begin + LIMIT_S
+        time.sleep(0.005)
+    report(expect_dead(lambda: tokens_of(llm), "rank 1 has ended by SIGKILL") - begin)
+    expect_dead(lambda: tokens_of(llm), "rank 1 has ended by SIGKILL")
+    llm.shutdown()
+    expect_nothing_left()
+    with LLM(model, **options()) as llm:
+        assert tokens_of(llm) == truth
+
+
+def rank_fails_in_step(model, stage, kind, *reasons):
+    fault = Fault(stage, kind, 7)
+    llm = LLM(model, **options())
+    params = LONG
+    if stage == "tap":
+        fault_params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=2)
+        call = lambda: [tokens_of(llm, fault_params) for _ in range(10)]  # noqa: E731
+    else:
+        call = lambda: tokens_of(llm, params)  # noqa: E731
+    dead = expect_dead(call, "rank 1", *reasons)
+    report(dead - fault.wait()["time"])
+    expect_dead(lambda: tokens_of(llm), "rank 1", *reasons)
+    expect_nothing_left()  # without a shutdown
+    llm.shutdown()
+    llm.shutdown()
+
+
+def one_of_three_other_ranks_fails(model, kind, *reasons):
+    """The others, which lose a peer by it, are not blamed."""
+    fault = Fault("attention", "wait", 7)
+    llm = LLM(model, **options(4))
+    pids = worker_pids()
+    found = []
+
+    def kill():
+        fault.wait()
+        found.append(time.monotonic())
+        os.kill(pids[1], signal.SIGKILL)
+
+    threading.Thread(target=kill).start()
+    report(expect_dead(lambda: tokens_of(llm, LONG), "rank 2 has ended by SIGKILL") - found[0])
+    expect_nothing_left()
+
+
+def rank_fails_at_start(model, stage, kind, *reasons):
+    fault = Fault(stage, kind)
+    dead = expect_dead(lambda: LLM(model, **options()), "rank 1", *reasons)
+    report(dead - fault.wait()["time"])
+    expect_nothing_left()
+    fault.remove()
+    with LLM(model, **options()) as llm:
+        tokens_of(llm)
+    expect_nothing_left()
+
+
+def rank_cannot_be_started(model):
+    executable, sys.executable = sys.executable, "/nowhere/python"
+    begin = time.monotonic()
+    expect_dead(lambda: LLM(model, **options()), "/nowhere/python")
+    report(time.monotonic() - begin, 10)
+    sys.executable = executable
+    expect_nothing_left()
+
+
+def rank_killed_while_it_imports(model):
+    begins = []
+
+    def kill():
+        while not (pids := worker_pids()):
+            time.sleep(0.002)
+        time.sleep(0.2)
+        begins.append(time.monotonic())
+        os.kill(pids[0], signal.SIGKILL)
+
+    threading.Thread(target=kill).start()
+    report(expect_dead(lambda: LLM(model, **options()), "rank 1 has ended by SIGKILL") - begins[0])
+    expect_nothing_left()
+
+
+# ---- rank 0 fails
+
+
+def rank_0_fails_in_forward_pass(model, error_name):
+    from nanovllm.layers.attention import Attention
+
+    llm = LLM(model, **options())
+    truth, forward, begins = tokens_of(llm), Attention.forward, []
+    kind = {"RuntimeError": RuntimeError, "MemoryError": MemoryError}[error_name]
+
+    def fail(self, *arguments):
+        begins.append(time.monotonic())
+        raise kind("planted")
+
+    Attention.forward = fail
+    report(expect_dead(lambda: tokens_of(llm), "rank 0 failed", error_name, "planted") - begins[0])
+    Attention.forward = forward
+    expect_dead(lambda: tokens_of(llm), "rank 0 failed", "planted")
+    expect_nothing_left()
+    llm.shutdown()
+    with LLM(model, **options()) as llm:
+        assert tokens_of(llm) == truth
+
+
+def rank_0_fails_at_logits(model):
+    """Behind the forward pass, and of a tap's logits: the others wait in a collective."""
+    llm = LLM(model, **options())
+    inner = llm.engine.runner.model.lm_head.inner
+    logits, begins, left = inner.logits, [], [1]
+
+    def fail(hidden):
+        left[0] -= 1
+        if left[0] < 0:
+            begins.append(time.monotonic())
+            raise MemoryError("planted")
+        return logits(hidden)
+
+    inner.logits = fail
+    with_tap = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
+    report(expect_dead(lambda: tokens_of(llm, with_tap), "rank 0 failed", "planted") - begins[0])
+    expect_nothing_left()
+
+
+def stage_of_a_request_fails(model):
+    """Such a request disturbs nobody: the engine goes on, with the same processes."""
+
+    def fail(output_token_ids, logits):
+        raise ZeroDivisionError("a stage of a request")
+
+    with LLM(model, **options()) as llm:
+        truth, pids = tokens_of(llm), worker_pids()
+        begin = time.monotonic()
+        for _ in range(3):
+            try:
+                tokens_of(llm, SamplingParams(temperature=0, max_tokens=8, logits_processors=[fail]))
+            except ZeroDivisionError:
+                pass
+            else:
+                raise AssertionError("no error")
+            assert tokens_of(llm) == truth
+        report(time.monotonic() - begin)
+        assert worker_pids() == pids
+    expect_nothing_left()
+
+
+# ---- ^C
+
+
+def interrupted_in_start(model, when, num_signals):
+    """Twice: the second one comes while the start is undone."""
+    fault = Fault("load", "wait") if when == "load" else None
+    begins = []
+
+    def interrupt():
+        if fault is not None:
+            fault.wait()
+            time.sleep(0.3)  # rank 0 waits, too
+        else:
+            while not worker_pids():
+                time.sleep(0.002)
+            time.sleep(0.1)
+        begins.append(time.monotonic())
+        for _ in range(num_signals):
+            os.killpg(0, signal.SIGINT)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with contextlib.suppress(KeyboardInterrupt):  # the second one may come here
+        try:
+            LLM(model, **options())
+        except KeyboardInterrupt:
+            report(time.monotonic() - begins[0])
+            thread.join()
+        else:
+            raise AssertionError("no interrupt")
+    expect_nothing_left(4)
+    if fault is not None:
+        fault.remove()
+    with LLM(model, **options()) as llm:
+        tokens_of(llm)
+    expect_nothing_left()
+
+
+def interrupted_in_generate(model):
+    """Again and again, at any line: the engine is as good as before."""
+    with LLM(model, **options()) as llm:
+        truth, pids, slowest = tokens_of(llm), worker_pids(), 0.0
+        for i in range(20):
+            begin = time.monotonic() + 0.01 + 0.003 * i
+            timer = threading.Timer(begin - time.monotonic(), os.killpg, (0, signal.SIGINT))
+            timer.start()
+            try:
+                tokens_of(llm, LONG)
+            except KeyboardInterrupt:
+                slowest = max(slowest, time.monotonic() - begin)
+            else:
+                raise AssertionError("no interrupt")
+            timer.join()
+            assert tokens_of(llm) == truth
+        report(slowest)
+        assert worker_pids() == pids
+    expect_nothing_left()
+
+
+def interrupted_twice_while_a_rank_hangs(model, ranks):
+    """The first interrupt waits for the step, the second does not: not even for C code, where ranks share memory."""
+    os.environ["NANOVLLM_TEST_RANKS"] = ranks
+    fault = Fault("attention", "wait", 9)
+    llm = LLM(model, **options())
+    begins = []
+
+    def interrupt():
+        fault.wait()
+        os.killpg(0, signal.SIGINT)
+        time.sleep(0.3)
+        begins.append(time.monotonic())
+        os.killpg(0, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    try:
+        tokens_of(llm, LONG)
+    except KeyboardInterrupt:
+        report(time.monotonic() - begins[0])
+    else:
+        raise AssertionError("no interrupt")
+    expect_dead(lambda: tokens_of(llm), "KeyboardInterrupt")
+    expect_nothing_left()
+
+
+# ---- the driver ends
+
+
+def killed(model, when):
+    """The driver kills itself."""
+    if when == "load":
+        fault = Fault("load", "wait")
+    elif when == "step":
+        fault = Fault("attention", "wait", 9)
+
+    def die():
+        if when == "import":
+            while not worker_pids():
+                time.sleep(0.002)
+            time.sleep(0.1)
+        else:
+            fault.wait()
+        print(json.dumps({"killed": time.monotonic()}), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if when in ("import", "load", "step"):
+        threading.Thread(target=die, daemon=True).start()
+    engines = []
+    thread = threading.Thread(target=lambda: engines.append(LLM(model, **options())))
+    thread.start()
+    thread.join()  # what it has started stays
+    llm = engines[0]
+    tokens_of(llm)
+    if when == "step":
+        tokens_of(llm, LONG)
+    if when == "forked":  # a process that holds the sockets lives on
+        if os.fork() == 0:
+            os.environ.clear()
+            time.sleep(1)
+            os._exit(0)
+        time.sleep(0.1)
+    print(json.dumps({"killed": time.monotonic()}), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ends(model, how):
+    """The script ends, or gives the engine up."""
+    llm = LLM(model, **options())
+    pids = worker_pids()
+    assert len(pids) == 1
+    truth = tokens_of(llm)
+    begin = time.monotonic()
+    if how == "shutdown":
+        llm.shutdown()
+        assert not worker_pids()
+        llm.shutdown()
+    elif how == "shutdown after an error":  # whose traceback holds the engine
+        try:
+            llm.generate([[10**6]], GREEDY, use_tqdm=False)
+        except ValueError as error:
+            kept = error
+        llm.shutdown()
+        expect_nothing_left()
+        assert kept
+    elif how == "del":
+        del llm
+        gc.collect()
+        assert not worker_pids()
+    elif how == "with":
+        with llm:
+            assert tokens_of(llm) == truth
+        assert not worker_pids()
+    elif how == "exit":
+        report(time.monotonic() - begin)
+        return
+    elif how == "sys.exit in a step":
+
+        def leave(output_token_ids, logits):
+            if len(output_token_ids) > 4:
+                report(time.monotonic() - begin)
+                sys.exit(0)
+            return logits
+
+        llm.generate(PROMPTS, SamplingParams(max_tokens=20, logits_processors=[leave]), use_tqdm=False)
+        raise AssertionError("no exit")
+    elif how == "exit with a paused stream":
+        stream = llm.stream(PROMPTS, LONG)
+        next(stream)
+        sys.modules["__main__"].stream = stream
+        report(time.monotonic() - begin)
+        return
+    report(time.monotonic() - begin)
+    expect_nothing_left()
+
+
+def forks(model):
+    """A forked process has no engine, and its end does not end the ranks; nor does it keep them alive."""
+    llm = LLM(model, **options())
+    truth = tokens_of(llm)
+    for leave in (lambda: sys.exit(0), lambda: os._exit(0), lambda: llm.shutdown()):
+        if (child := os.fork()) == 0:
+            try:
+                tokens_of(llm)
+            except EngineDeadError as error:
+                if "forked" not in str(error):
+                    os._exit(2)
+                leave()
+                gc.collect()
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert tokens_of(llm) == truth
+    if (child := os.fork()) == 0:
+        time.sleep(600)
+        os._exit(0)
+    begin = time.monotonic()
+    llm.shutdown()
+    took = time.monotonic() - begin
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    report(took)
+    expect_nothing_left()
+
+
+def two_engines(model):
+    begin = time.monotonic()
+    with LLM(model, **options(1)) as alone:
+        truth = tokens_of(alone)
+    first, second = LLM(model, **options()), LLM(model, **options())
+    assert len(worker_pids()) == 2
+    results = {}
+
+    def generate(name, llm):
+        results[name] = [tokens_of(llm) for _ in range(5)]
+
+    threads = [threading.Thread(target=generate, args=pair) for pair in (("first", first), ("second", second))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {"first": [truth] * 5, "second": [truth] * 5}
+    first.shutdown()
+    assert tokens_of(second) == truth
+    second.shutdown()
+    expect_nothing_left()
+    with LLM(model, **options()) as third:
+        assert tokens_of(third) == truth
+    expect_nothing_left()
+    report(time.monotonic() - begin, 120)
+
+
+# ---- many consumers
+
+
+def async_engine(model, how):
+    from nanovllm.extras.serve.async_llm import AsyncLLM
+
+    fault = Fault("attention", "kill", 40) if how == "step" else None
+
+    async def tokens(llm, prompt, params=LONG):
+        outputs = [output async for output in llm.generate(prompt, params)]
+        return outputs[-1].outputs[0].token_ids
+
+    async def serve():
+        llm = AsyncLLM(model, **options())
+        await tokens(llm, PROMPTS[0], SamplingParams(temperature=0, max_tokens=2))
+        if how == "shutdown":
+            running = asyncio.create_task(tokens(llm, PROMPTS[0]))
+            await asyncio.sleep(0.05)
+            begin = time.monotonic()
+            llm.shutdown()
+            assert not worker_pids()
+            assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], EngineDeadError)
+            report(time.monotonic() - begin)
+            return
+        if how == "exit":
+            report(0)
+            asyncio.get_running_loop().create_task(tokens(llm, PROMPTS[0]))
+            await asyncio.sleep(0.05)
+            sys.exit(0)
+        if how == "idle":
+            begin = time.monotonic()
+            os.kill(worker_pids()[0], signal.SIGKILL)
+            while True:
+                try:
+                    await llm.check_health()
+                except EngineDeadError:
+                    break
+                await asyncio.sleep(0.001)
+        else:
+            ended = await asyncio.gather(*(tokens(llm, one) for one in PROMPTS), return_exceptions=True)
+            assert all(isinstance(one, EngineDeadError) for one in ended), ended
+            begin = fault.wait()["time"]
+        report(time.monotonic() - begin)
+        (ended,) = await asyncio.gather(tokens(llm, PROMPTS[0]), return_exceptions=True)
+        assert isinstance(ended, EngineDeadError)
+        assert "rank 1 has ended by SIGKILL" in str(ended)
+        llm.shutdown()
+
+    asyncio.run(serve())
+    gc.collect()
+    torch.set_num_threads(1)
+    expect_nothing_left()

@@ -1,0 +1,122 @@
+"""CUDA graphs of several ranks as far as they go without a GPU: each rank records its share of a decode step, in which
+the collectives are operations as all others, and replays it when rank 0 does.
+
+`recorded_operations.py` stands in for CUDA's recording. Collectives become operations of PyTorch here, so that they are
+recorded and replayed as NCCL's are.
+"""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from nanovllm import Config, LLMEngine, SamplingParams
+from nanovllm.assembly import Device
+from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
+from nanovllm.extras.overlap import NewestTokens
+from nanovllm.extras.parallel import start_ranks as start
+from nanovllm.extras.parallel.communicator import Communicator
+from tests.extras.cuda.test_graphs import draw_plainly, serve
+from tests.recorded_operations import GatherAttention, OperationRecorder
+
+COMMUNICATORS = {}  # by number: operations of PyTorch take no other objects
+
+
+@torch.library.custom_op("test_ranks::all_reduce", mutates_args=("x",))
+def all_reduce(x: torch.Tensor, number: int) -> None:
+    COMMUNICATORS[number].all_reduce(x)
+
+
+@torch.library.custom_op("test_ranks::broadcast", mutates_args=("x",))
+def broadcast(x: torch.Tensor, number: int) -> None:
+    COMMUNICATORS[number].broadcast(x)
+
+
+@torch.library.custom_op("test_ranks::gather", mutates_args=())
+def gather(x: torch.Tensor, number: int) -> torch.Tensor:
+    return COMMUNICATORS[number].gather(x.clone()).clone()  # what is recorded writes to x again, and is new memory
+
+
+class RecordedCommunicator(Communicator):
+    """Does what `inner` does, by operations that can be recorded."""
+
+    def __init__(self, inner, number):
+        self.inner, self.number = inner, number
+        self.rank, self.size = inner.rank, inner.size
+        COMMUNICATORS[number] = inner
+
+    def all_reduce(self, x):
+        all_reduce(x, self.number)
+        return x
+
+    def broadcast(self, x):
+        broadcast(x, self.number)
+        return x
+
+    def gather(self, x):
+        return gather(x, self.number)
+
+    def abort(self):
+        self.inner.abort()
+
+    def close(self):
+        self.inner.close()
+
+
+class RecordingDevice(Device):
+    """Adds graphs to the start, as CUDA's does."""
+
+    def __init__(self, config, device, backend, shape, max_num_batched_tokens):
+        self.sizes = StepSizes(max_num_batched_tokens, config.max_num_seqs, shape.max_position_embeddings)
+
+    def wrap(self, runner, newest):
+        replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
+
+
+@pytest.fixture
+def recorders(quick_ranks, monkeypatch):
+    """One for each rank whose graphs have been recorded."""
+    made, numbers, connect = [], itertools.count(), start.connect
+
+    def record(model, kv_cache, draw, max_batch_size, max_num_blocks):
+        made.append(OperationRecorder())
+        draw = draw if draw is start.draw_nothing else draw_plainly
+        graphs = CudaGraphs(model, kv_cache, draw, graph_sizes(max_batch_size), max_num_blocks, made[-1])
+        graphs.record_all()
+        return graphs
+
+    monkeypatch.setattr("nanovllm.assembly.TorchAttention", GatherAttention)
+    monkeypatch.setattr("nanovllm.extras.cuda.graphs.record_graphs", record)
+    monkeypatch.setattr("nanovllm.assembly.make_device", RecordingDevice)
+    monkeypatch.setattr(start, "connect", lambda *args: RecordedCommunicator(connect(*args), next(numbers)))
+    return made
+
+
+REQUESTS = [
+    ([5, 6, 7], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)),
+    ([9] * 11, SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)),
+    ([5, 6, 8, 2], SamplingParams(temperature=0, max_tokens=7, logprobs=2, prompt_logprobs=1, ignore_eos=True)),
+    ([1], SamplingParams(temperature=0.9, seed=1, max_tokens=8, n=2, ignore_eos=True)),
+]
+
+
+@pytest.mark.parametrize("enable_overlap", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_replayed_decodes_of_two_ranks_are_those_of_one(recorders, with_tokenizer, enable_overlap):
+    config = Config(
+        with_tokenizer,
+        device="cpu",
+        dtype="float32",
+        attention_backend="torch",
+        enforce_eager=True,
+        max_num_seqs=6,
+        num_kv_blocks=60,
+        enable_overlap=enable_overlap,
+    )
+    alone = LLMEngine(config)
+    engine = LLMEngine(dataclasses.replace(config, tensor_parallel_size=2))
+    del recorders[0]  # of the engine alone
+    assert serve(engine, REQUESTS) == serve(alone, REQUESTS)
+    assert [recorder.num_recorded for recorder in recorders] == [4, 4]  # 1, 2, 4, 6 on both ranks
+    assert recorders[0].num_replays == recorders[1].num_replays > 5
+    assert isinstance(engine.runner.driver._compute, ReplayedDecodes)

@@ -1,0 +1,132 @@
+"""A decoder layer whose ranks have a share of its weights each: `CpuDecoderLayer.join`."""
+
+import pytest
+import torch
+from torch import nn
+
+from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
+from nanovllm.extras.kernels.cpu.cpu_decoder_layer import fuse_layers
+from nanovllm.extras.kernels.cpu.cpu_layers import replace_layers
+from nanovllm.extras.parallel.communicator import CommunicationError
+from nanovllm.layers.rotary import Rope, Rotary
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.qwen3 import Qwen3DecoderLayer
+from tests.attention_steps import Step
+from tests.extras.kernels.processors import need_a_compiler
+from tests.extras.kernels.test_cpu_kernels import filled, randn
+from tests.extras.parallel.ranks import threads_of
+
+LENS = [(40, 1), (15, 1), (0, 100)]
+
+
+class Summed(nn.Module):
+    def __init__(self, product, ranks):
+        super().__init__()
+        self.product, self.ranks = product, ranks
+
+    def forward(self, x):
+        return self.ranks.all_reduce(self.product(x))
+
+
+def make_layer(num_heads, num_kv_heads, intermediate_size, dtype, seed=0):
+    config = ModelConfig(64, 96, intermediate_size, 1, num_heads, num_kv_heads, head_dim=32)
+    backend = CpuAttention(num_heads, num_kv_heads, 32, 16, dtype)
+    layer = filled(Qwen3DecoderLayer(config, backend), dtype, seed)
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm):  # as of all ranks
+        norm.weight.data = randn(96, dtype=dtype)
+    return layer, backend
+
+
+def fast(layer, backend, dtype):
+    model = nn.ModuleDict({"layer": layer})
+    replace_layers(model, dtype)
+    parts = model["layer"]
+    fuse_layers(model, backend)
+    return parts, model["layer"]
+
+
+def run_layer(layer, backend, dtype):
+    step = Step(backend, LENS, dtype=dtype)
+    x = randn(len(step.q), 96, dtype=dtype)
+    cos, sin = Rotary(32, Rope(), 1024)(torch.arange(len(x)), dtype)
+    return layer(x, cos, sin, step.cache[:, 1], step.batch.metadata)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_joined_layer_has_the_bits_of_its_parts_with_all_reduces_between(dtype, size):
+    need_a_compiler(dtype)
+
+    def check(ranks):
+        layer, backend = make_layer(4, 2, 176, dtype, seed=ranks.rank)
+        parts, fused = fast(layer, backend, dtype)
+        fused.join(ranks)
+        joined = run_layer(fused, backend, dtype)
+        parts.self_attn.o_proj = Summed(parts.self_attn.o_proj, ranks)
+        parts.mlp.down_proj = Summed(parts.mlp.down_proj, ranks)
+        assert torch.equal(joined, run_layer(parts, backend, dtype))
+        assert joined.isfinite().all()
+        return joined
+
+    with threads_of("shared memory", size, dtype) as (_, run):
+        results = run(check)
+    assert all(torch.equal(one, results[0]) for one in results)
+
+
+def share_of(whole, rank, size):
+    """A rank's heads and columns of `whole`, a layer of 4 heads, 2 K and V heads and 192 columns."""
+    layer, backend = make_layer(4 // size, 2 // size, 192 // size, torch.float32)
+    own = layer.state_dict()
+    for name, weight in whole.state_dict().items():
+        if "qkv_proj" in name:  # [q, k, v]
+            own[name] = torch.cat([part.chunk(size)[rank] for part in weight.split([128, 64, 64])])
+        elif "gate_up_proj" in name:
+            own[name] = torch.cat([part.chunk(size)[rank] for part in weight.split(192)])
+        elif "o_proj" in name or "down_proj" in name:
+            own[name] = weight.chunk(size, 1)[rank]
+        else:
+            own[name] = weight
+    layer.load_state_dict(own)
+    return layer, backend
+
+
+def test_the_shares_of_two_ranks_are_the_whole_layer():
+    need_a_compiler(torch.float32)
+    whole, backend = make_layer(4, 2, 192, torch.float32)
+    for parameter in whole.parameters():
+        parameter.data *= 0.2
+    step = Step(backend, LENS)
+    num_blocks = step.cache.shape[2]
+    x = randn(len(step.q), 96, dtype=torch.float32)
+    cos, sin = Rotary(32, Rope(), 1024)(torch.arange(len(x)), torch.float32)
+
+    def cache_of(rank, size, backend):
+        """The same K and V of the past, of this rank's heads."""
+        cache = randn(2, num_blocks, 2, 16 * 32, dtype=torch.float32)
+        own = cache.chunk(size, 2)[rank].contiguous()
+        assert own.shape == (2, *backend.kv_cache_shape(1, num_blocks)[2:])
+        return own
+
+    def run_share(layer, backend, rank, size, ranks=None):
+        fused = fast(layer, backend, torch.float32)[1]
+        if ranks is not None:
+            fused.join(ranks)
+        return fused(x.clone(), cos, sin, cache_of(rank, size, backend), step.batch.metadata)
+
+    shares = [share_of(whole, rank, 2) for rank in range(2)]  # before `whole` is replaced by twins
+    expected = run_share(whole, backend, 0, 1)
+    with threads_of("shared memory", 2) as (_, run):
+        for result in run(lambda ranks: run_share(*shares[ranks.rank], ranks.rank, 2, ranks)):
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_whose_peer_is_gone_raises():
+    need_a_compiler(torch.float32)
+    layer, backend = make_layer(4, 2, 176, torch.float32)
+    fused = fast(layer, backend, torch.float32)[1]
+    with threads_of("shared memory", 2) as (together, _):
+        fused.join(together[0])
+        together[1].close()
+        for _ in range(2):
+            with pytest.raises(CommunicationError, match="rank 0 of 2 lost a peer"):
+                run_layer(fused, backend, torch.float32)

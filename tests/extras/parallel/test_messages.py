@@ -1,0 +1,181 @@
+"""A worker gets the very batch that rank 0 computes, in whatever pieces the socket brings it; nothing is unpickled."""
+
+import ast
+import dataclasses
+import pickle
+import socket
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nanovllm.extras.parallel
+from nanovllm import LLM, SamplingParams
+from nanovllm.batch import Batch
+from nanovllm.extras.parallel.messages import (
+    HEADER_BYTES,
+    LOGITS,
+    STEP,
+    Header,
+    pack_logits,
+    pack_step,
+    receive,
+    receive_json,
+    send_json,
+    unpack_step,
+)
+from nanovllm.extras.swap.space import SwapMoves
+from nanovllm.layers.attention import AttentionMetadata
+from nanovllm.sampling_batch import SamplingBatch
+from nanovllm.step import BlockMoves
+from tests.conftest import examples
+
+INT32 = st.integers(-(2**31), 2**31 - 1)
+PAIRS = st.lists(st.tuples(*[st.integers(0, 2**31 - 1)] * 2), max_size=4)
+MOVES = st.one_of(st.builds(BlockMoves, PAIRS), st.builds(SwapMoves, PAIRS, PAIRS, PAIRS))
+
+
+@st.composite
+def batches(draw):
+    """As `build_batch` makes them, with any numbers in them: placeholders are negative."""
+
+    def array(*shape):
+        count = int(np.prod(shape))
+        values = draw(st.lists(INT32, min_size=count, max_size=count))
+        return torch.tensor(values, dtype=torch.int32).view(shape)
+
+    num_decodes, num_prefills = draw(st.integers(0, 3)), draw(st.integers(0, 2))
+    num_seqs, n = num_decodes + num_prefills, draw(st.integers(1, 6))
+    num_samples = draw(st.integers(0, 3))
+    metadata = AttentionMetadata(
+        slot_mapping=array(n),
+        block_tables=array(num_seqs, draw(st.integers(1, 3))),
+        seq_lens=array(num_seqs),
+        cu_seqlens_q=array(num_seqs + 1),
+        prefill_cu_seqlens_q=array(num_prefills + 1),
+        prefill_cu_seqlens_k=array(num_prefills + 1),
+        num_decodes=num_decodes,
+        max_seqlen_q=draw(st.integers(0, 2**31 - 1)),
+        max_seqlen_k=draw(st.integers(0, 2**31 - 1)),
+        num_prefix_tokens=draw(st.integers(0, 2**31 - 1)),
+    )
+    temperatures = torch.rand(num_samples)
+    sampling = SamplingBatch(temperatures, None, num_logprobs=draw(st.sampled_from([None, 0, 5])))
+    return Batch(array(n), array(n), metadata, array(num_samples), sampling, (), draw(MOVES))
+
+
+def sent(message):
+    """The message as a worker gets it: its header, and its values, in pieces of a few bytes."""
+    ours, theirs = socket.socketpair()
+    data = message.tobytes()
+
+    def send():
+        for i in range(0, len(data), 37):
+            ours.sendall(data[i : i + 37])
+
+    sender = threading.Thread(target=send)
+    with ours, theirs:
+        sender.start()
+        header = Header(*np.frombuffer(receive(theirs, HEADER_BYTES), dtype=np.int32).tolist())
+        values = np.frombuffer(receive(theirs, 4 * header.num_values), dtype=np.int32)
+        sender.join()
+    return header, values
+
+
+@given(batches(), st.booleans())
+@settings(max_examples=examples(160), deadline=None, derandomize=True)
+@pytest.mark.examples
+def test_a_batch_arrives_as_it_was(batch, has_draw):
+    message = pack_step(batch, has_draw)
+    assert message.dtype == np.int32
+    header, values = sent(message)
+    assert header.kind == STEP
+    found = unpack_step(header, values)
+    for field in dataclasses.fields(AttentionMetadata):
+        ours, theirs = getattr(found.metadata, field.name), getattr(batch.metadata, field.name)
+        if isinstance(theirs, torch.Tensor):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs), field.name
+        else:
+            assert ours == theirs, field.name
+    assert torch.equal(found.input_ids, batch.input_ids)
+    assert torch.equal(found.positions, batch.positions)
+    assert torch.equal(found.logits_indices, batch.logits_indices if has_draw else torch.empty(0, dtype=torch.int32))
+    assert found.moves == batch.moves
+    assert found.taps == ()
+    assert (found.sampling.num_logprobs is None) == (batch.sampling.num_logprobs is None)
+    assert found.sampling.draw_arguments[1:] == (None,) * 4
+    assert not found.sampling.temperatures.any()
+    assert len(found.sampling.temperatures) == len(found.logits_indices)
+
+
+def test_the_announcement_of_hidden_states():
+    header, values = sent(pack_logits(5, 64))
+    assert (header.kind, header.num_samples, header.hidden_size, len(values)) == (LOGITS, 5, 64, 0)
+
+
+def test_256_decodes_are_some_kilobytes():
+    """64 blocks of 16 tokens each: a kilotoken of context."""
+    n = 256
+    ids = torch.zeros(n, dtype=torch.int32)
+    offsets = torch.zeros(n + 1, dtype=torch.int32)
+    metadata = AttentionMetadata(ids, torch.zeros(n, 64, dtype=torch.int32), ids, offsets, ids[:1], ids[:1], n, 0, 0, 0)
+    message = pack_step(Batch(ids, ids, metadata, ids, SamplingBatch(torch.zeros(n), None), (), BlockMoves()), True)
+    num_values = len(Header._fields) + 5 * n + 64 * n + (n + 1) + 2
+    assert message.nbytes == 4 * num_values == 71_752
+
+
+def test_a_line_of_json_leaves_what_follows():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_json(ours, {"ready": True, "text": "ä\n"})
+        ours.sendall(b"rest")
+        assert receive_json(theirs) == {"ready": True, "text": "ä\n"}
+        assert receive(theirs, 4) == b"rest"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 3])
+def test_a_closed_socket_is_an_error_and_not_silence(num_bytes):
+    ours, theirs = socket.socketpair()
+    with theirs:
+        with ours:
+            ours.sendall(b"x" * num_bytes)
+        with pytest.raises(ConnectionError, match="closed"):
+            receive(theirs, 4)
+
+
+# ---- nothing is pickled
+
+PICKLING = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "multiprocessing", "concurrent"}
+PICKLING_CALLS = {
+    *("load", "loads", "dump", "dumps", "save"),  # json may
+    *("broadcast_object_list", "all_gather_object", "scatter_object_list", "gather_object", "send_object_list"),
+}
+
+
+@pytest.mark.parametrize(
+    "file", sorted(Path(nanovllm.extras.parallel.__file__).parent.glob("*.py")), ids=lambda file: file.stem
+)
+def test_no_file_names_what_pickles(file):
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            imported = {(name, part) for name in names for part in name.split(".")[:1]}
+            assert not {part for name, part in imported if part in PICKLING and name != "concurrent.futures"}
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in PICKLING_CALLS:
+            assert getattr(node.func.value, "id", None) == "json", ast.unparse(node)
+
+
+def test_no_rank_unpickles(tiny_checkpoint, rank_threads, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("something is pickled")
+
+    for name in ("load", "loads", "dump", "dumps", "Unpickler", "Pickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    with LLM(tiny_checkpoint[0], tensor_parallel_size=2, attention_backend="torch", num_kv_blocks=20) as llm:
+        params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=1)
+        assert len(llm.generate([1, 2, 3], params, use_tqdm=False)[0].outputs[0].token_ids) == 3

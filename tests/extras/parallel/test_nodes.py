@@ -1,0 +1,432 @@
+"""Two "machines" on the loopback: each is a process of its own, and the ranks meet by TCP only.
+
+Oracle: `transformers` for tokens. Everything but the handshake is slow: each machine imports torch. The sweep takes
+some of it, and with NANOVLLM_ALL_FAULTS=1 all.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import replace
+
+import pytest
+
+from nanovllm import LLM, Config
+from nanovllm.extras.parallel import nodes
+from nanovllm.extras.parallel.nodes import accept_ranks, reach_engine
+from tests.conftest import hf_greedy
+from tests.extras.parallel.zygote import MARK, ROOT, marked_processes
+
+ALL = bool(os.environ.get("NANOVLLM_ALL_FAULTS"))
+PROMPTS = [[1, 2, 3, 4], [9, 8, 7]]
+SCRIPT = """
+import json, sys
+from nanovllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", device="cpu", skip_tokenizer_init=True, num_kv_blocks=128, block_size=4,
+          attention_backend="torch", enforce_eager=True, **json.loads(sys.argv[2]))
+greedy = SamplingParams(temperature=0, max_tokens=int(sys.argv[4]), ignore_eos=True)
+print("started", flush=True)
+for _ in range(int(sys.argv[5])):
+    found = [list(one.outputs[0].token_ids) for one in llm.generate(json.loads(sys.argv[3]), greedy, use_tqdm=False)]
+print(json.dumps({"tokens": found}), flush=True)
+"""
+
+
+@pytest.fixture
+def config():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return Config("anything", tensor_parallel_size=4, nnodes=2, master_port=port)
+
+
+@contextlib.contextmanager
+def waiting(config):
+    """Machine 0 waits in a thread; gives a list that gets the sockets that it has accepted."""
+    found = []
+
+    def accept():
+        peers, listening = accept_ranks(config, range(2, 4))
+        listening.close()
+        found.append(peers)
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    yield found
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def call(config):
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", config.master_port), 5)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def close_all(peers):
+    for peer in peers:
+        peer.close()
+
+
+# ---- the handshake
+
+
+def test_ranks_come_in_any_order_and_get_their_sockets(config):
+    node = replace(config, node_rank=1)
+    with waiting(config) as found:
+        late, early = reach_engine(node, range(3, 4)), reach_engine(node, range(2, 3))
+    addresses = [peer.getsockname() for peer in early + late]
+    assert [peer.getpeername() for peer in found[0]] == addresses
+    close_all(early + late + found[0])
+
+
+def test_a_machine_that_comes_first_waits(config):
+    peers = []
+    node = replace(config, node_rank=1)
+    thread = threading.Thread(target=lambda: peers.extend(reach_engine(node, range(2, 4))), daemon=True)
+    thread.start()
+    time.sleep(0.2)
+    assert not peers
+    with waiting(config):
+        pass
+    thread.join(20)
+    assert len(peers) == 2
+    close_all(peers)
+
+
+def test_strangers_delay_nobody(config, monkeypatch, caplog):
+    """Some say nothing, some drip, some send what is no hello, one sends without an end: all at once."""
+    monkeypatch.setattr(nodes, "HELLO_S", 3600.0)
+    rubbish = [
+        b"GET / HTTP/1.1\r\n\r\n", b"\n", b"[]\n", b"null\n", b'{"rank": 2}\n', b"\xff\xfe\n", b"[" * 200 + b"\n",
+        b'{"rank": "x", "size": 4, "nnodes": 2}\n', b'{"rank": [2], "size": 4, "nnodes": 2}\n', b"x" * 100_000,
+        b'{"rank": 1e999, "size": 4, "nnodes": 2}\n',
+    ]  # fmt: skip
+    with waiting(config):
+        silent = [call(config) for _ in range(2 * nodes.MAX_CALLERS)]
+        dripping = call(config)
+        dripping.sendall(b"{")
+        loud = [call(config) for _ in rubbish]
+        for stranger, said in zip(loud, rubbish, strict=True):
+            with contextlib.suppress(OSError):
+                stranger.sendall(said)
+        for stranger, said in zip(loud, rubbish, strict=True):
+            with contextlib.suppress(ConnectionError):
+                assert stranger.recv(100) == b"", said  # the end, or a reset
+        begin = time.monotonic()
+        close_all(reach_engine(replace(config, node_rank=1), range(2, 4)))
+        assert time.monotonic() - begin < 2
+    close_all([*silent, dripping, *loud])
+    assert "is no rank of this engine" in caplog.text
+    assert "one of too many" in caplog.text
+
+
+def test_silence_has_a_limit(config, monkeypatch):
+    monkeypatch.setattr(nodes, "HELLO_S", 0.1)
+    with waiting(config):
+        stranger = call(config)
+        assert stranger.recv(1) == b""
+        monkeypatch.undo()
+        close_all(reach_engine(replace(config, node_rank=1), range(2, 4)))
+    stranger.close()
+
+
+@pytest.mark.parametrize(
+    ("others", "ranks", "why"),
+    [
+        (
+            {"tensor_parallel_size": 8},
+            range(4, 8),
+            "tensor_parallel_size and nnodes are 4 and 2 on machine 0, got 8",
+        ),
+        ({"nnodes": 4}, range(1, 2), "tensor_parallel_size and nnodes are 4 and 2"),
+        ({}, range(1, 2), "rank 1 is not of another machine"),
+        ({}, range(4, 6), "rank 4 is not of another machine"),
+        ({}, (2, 2), "rank 2 is there already; each machine needs a node_rank of its own"),
+    ],
+)
+def test_a_machine_that_does_not_belong_is_told_why(config, others, ranks, why):
+    with waiting(config):
+        with pytest.raises(ValueError, match=re.escape(why)):
+            reach_engine(replace(config, node_rank=1, **others), ranks)
+        time.sleep(0.1)  # those of its sockets that were accepted are given up with it
+        close_all(reach_engine(replace(config, node_rank=1), range(2, 4)))
+
+
+def test_something_else_that_listens_there(config):
+    with socket.create_server(("127.0.0.1", config.master_port)) as other:
+
+        def answer():
+            peer = other.accept()[0]
+            peer.recv(100)
+            peer.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            peer.close()
+
+        threading.Thread(target=answer).start()
+        with pytest.raises(ValueError, match="what listens there is no nanovllm"):
+            reach_engine(replace(config, node_rank=1), range(2, 4))
+
+
+def test_a_port_that_is_taken_and_an_address_that_is_not_here(config):
+    message = "master_addr and master_port must be an address of this machine and a free port"
+    with socket.create_server(("127.0.0.1", config.master_port)), pytest.raises(ValueError, match=message):
+        accept_ranks(config, range(2, 4))
+    with pytest.raises(ValueError, match=message):
+        accept_ranks(replace(config, master_addr="192.0.2.1"), range(2, 4))
+    with pytest.raises(ValueError, match="master_addr must be an address of machine 0"):
+        reach_engine(replace(config, master_addr="no.such.host.invalid"), range(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 2, "nnodes": 3}, "nnodes must divide tensor_parallel_size 2, got 3"),
+        ({"nnodes": 2}, "nnodes must divide tensor_parallel_size 1, got 2"),
+        ({"tensor_parallel_size": 2, "node_rank": 1}, "node_rank must be below nnodes 1, got 1"),
+        ({"node_rank": 1}, "node_rank must be below nnodes 1, got 1"),
+        ({"tensor_parallel_size": 2, "device": "cuda"}, "cuda"),
+        ({"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "192.0.2.1"}, "an address of this machine"),
+        ({"tensor_parallel_size": 2, "max_model_len": 10**6}, "max_model_len"),
+        ({"tensor_parallel_size": 2, "dtype": "float8"}, "dtype"),
+        ({"tensor_parallel_size": 2, "no_such": 8}, "no_such"),
+    ],
+)
+def test_bad_options_fail_before_a_process_is_started(tiny_checkpoint, tmp_path, monkeypatch, options, message):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = threading.active_count()
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        LLM(tiny_checkpoint[0], **{"device": "cpu", "skip_tokenizer_init": True, **options})
+    assert (list(tmp_path.iterdir()), threading.active_count()) == ([], before)
+
+
+# ---- whole engines
+
+
+class Machines:
+    """Processes that share a mark, by which all that they have started is found."""
+
+    def __init__(self, model, tmp_path, size):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.model, self.tmp_path, self.size = model, tmp_path, size
+        self.processes, self.mark = {}, tmp_path.name + os.urandom(4).hex()
+        self.environment = {
+            **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), MARK: self.mark,
+        }  # fmt: skip
+
+    def options(self, node):
+        return {"tensor_parallel_size": self.size, "nnodes": 2, "node_rank": node, "master_port": self.port}
+
+    def start(self, node, name=None, max_tokens=8, times=1):
+        arguments = [self.model, json.dumps(self.options(node)), json.dumps(PROMPTS), max_tokens, times]
+        self.launch([sys.executable, "-c", SCRIPT, *arguments], node if name is None else name)
+
+    def serve(self, node, *arguments):
+        options = [part for key, value in self.options(node).items() for part in (f"--{key.replace('_', '-')}", value)]
+        command = [sys.executable, "-m", "nanovllm", "serve", self.model, "--dtype", "float32", "--device", "cpu"]
+        command += ["--attention-backend", "torch", "--num-kv-blocks", 128, "--block-size", 4]
+        self.launch([*command, *options, *arguments], node)
+
+    def launch(self, command, name):
+        self.processes[name] = subprocess.Popen(
+            list(map(str, command)),
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self, name, timeout_s=60):
+        """(exit status, what it has said)"""
+        process = self.processes[name]
+        said = process.communicate(timeout=timeout_s)[0]
+        return process.returncode, said
+
+    def wait_for_line(self, name, begin):
+        lines = []
+        while not lines or not lines[-1].startswith(begin):
+            lines.append(self.processes[name].stdout.readline())
+            assert lines[-1], lines
+        return lines[-1]
+
+    def interrupt(self, name):
+        os.killpg(self.processes[name].pid, signal.SIGINT)
+
+    def expect_nothing_left(self, timeout_s=3):
+        deadline = time.monotonic() + timeout_s
+        while left := marked_processes(self.mark):
+            assert time.monotonic() < deadline, left
+            time.sleep(0.01)
+        assert list(self.tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def machines(tiny_checkpoint, with_tokenizer, tmp_path):
+    made = []
+
+    def make(size=2, has_tokenizer=False):
+        made.append(Machines(with_tokenizer if has_tokenizer else tiny_checkpoint[0], tmp_path, size))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for pid in marked_processes(one.mark):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        for process in one.processes.values():
+            process.wait()
+            process.stdout.close()
+
+
+def tokens_in(said):
+    return json.loads(re.search(r'^{"tokens".*$', said, re.MULTILINE)[0])["tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "first"), [(2, 0), (4, 1)] if ALL else [(2, 0)])
+def test_two_machines_give_the_tokens_of_one(machines, tiny_checkpoint, size, first):
+    both = machines(size)
+    both.start(first)
+    time.sleep(1 if first == 0 else 6)  # the other one comes when this one waits already
+    both.start(1 - first)
+    status, said = both.wait(0)
+    assert status == 0, said
+    assert tokens_in(said) == [hf_greedy(tiny_checkpoint[1], prompt, 8) for prompt in PROMPTS]
+    assert both.wait(1)[0] == 0
+    both.expect_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ALL, reason="the command loses a machine, too")
+@pytest.mark.parametrize("victim", ["driver", "node", "rank", "interrupt 0", "interrupt 1"])
+def test_a_machine_that_ends_takes_the_others_along(machines, victim):
+    both = machines(2)
+    both.start(0, max_tokens=400, times=1000)
+    both.start(1)
+    both.wait_for_line(0, "started")
+    time.sleep(0.3)
+    begin = time.monotonic()
+    if victim.startswith("interrupt"):
+        both.interrupt(int(victim[-1]))
+    elif victim == "rank":
+        (pid,) = [pid for pid, command in marked_processes(both.mark).items() if "rank.py" in command]
+        os.kill(pid, signal.SIGKILL)
+    else:
+        both.processes[0 if victim == "driver" else 1].kill()
+    statuses = {}
+    for node in (0, 1):
+        statuses[node], said = both.wait(node, 10)
+        if node == 0 and victim in ("node", "rank", "interrupt 1"):
+            assert "EngineDeadError: the engine is dead, make a new one: rank 1 has ended" in said
+    assert time.monotonic() - begin < 4  # with the end of two interpreters
+    expected = {
+        "driver": (-9, 0), "node": (1, -9), "rank": (1, 1), "interrupt 0": (-2, 0), "interrupt 1": (1, -2),
+    }  # fmt: skip
+    assert tuple(statuses.values()) == expected[victim]
+    both.expect_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ALL, reason="the handshake's tests have this too")
+def test_a_node_rank_that_comes_twice(machines, tiny_checkpoint):
+    both = machines(2)
+    both.start(1)
+    both.start(1, "again")
+    time.sleep(8)
+    both.start(0)
+    status, said = both.wait(0)
+    assert (status, tokens_in(said)) == (0, [hf_greedy(tiny_checkpoint[1], prompt, 8) for prompt in PROMPTS])
+    ended = [both.wait(name) for name in (1, "again")]
+    both.expect_nothing_left()
+    assert sorted(status for status, _ in ended) == [0, 1]
+    (refused,) = [said for status, said in ended if status == 1]
+    assert "machine 0 at 127.0.0.1" in refused
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ALL, reason="the command is interrupted, too")
+def test_interrupts_while_a_machine_waits(machines):
+    both = machines(2)
+    both.start(0)
+    time.sleep(6)
+    both.interrupt(0)
+    assert both.wait(0, 10)[0] == -2
+    both.start(1)
+    time.sleep(6)
+    both.interrupt(1)
+    assert both.wait(1, 10)[0] == -2
+    both.expect_nothing_left()
+
+
+@pytest.mark.slow
+def test_the_command(machines):
+    """Only machine 0 speaks HTTP; when a machine dies, it answers 503, and the process ends with a signal as ever."""
+    both = machines(2, has_tokenizer=True)
+    both.serve(0, "--port", 0)
+    url = re.search(r"http://\S+", both.wait_for_line(0, "loading"))[0]
+    both.serve(1, "--port", url.rpartition(":")[2])  # which is taken: it must not matter
+    both.wait_for_line(0, "serving")
+    body = json.dumps({"prompt": "ab", "max_tokens": 4}).encode()
+    request = urllib.request.Request(url + "/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=20) as response:
+        assert len(json.load(response)["choices"]) == 1
+    both.processes[1].kill()
+    begin = time.monotonic()
+    while (status := status_of(url + "/health")) == 200:
+        assert time.monotonic() < begin + 2
+    assert (status, status_of(request)) == (503, 503)
+    both.interrupt(0)
+    assert both.wait(0, 20)[0] == 0
+    both.expect_nothing_left()
+
+
+def status_of(request):
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_server_that_waits_for_machines(machines):
+    alone = machines(2, has_tokenizer=True)
+    alone.serve(0, "--port", 0)
+    alone.wait_for_line(0, "loading")
+    time.sleep(1)
+    alone.interrupt(0)
+    status, said = alone.wait(0, 10)
+    assert (status, "ended while loading" in said) == (0, True), said
+    if ALL:
+        alone.serve(1)
+        alone.wait_for_line(1, "computing for 127.0.0.1")
+        alone.interrupt(1)
+        assert alone.wait(1, 10)[0] == 0
+    alone.expect_nothing_left()
+
+
+def test_a_machine_that_vanishes_is_asked_for(config, caplog):
+    caplog.set_level(logging.WARNING)
+    with waiting(config) as found:
+        peers = reach_engine(replace(config, node_rank=1), range(2, 4))
+    for peer in peers:
+        assert peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    close_all(peers)
+    assert len(found[0]) == 2

@@ -1,0 +1,101 @@
+"""A server without a socket: requests go to the application itself."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from nanovllm.extras.serve.app import make_app
+from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm.extras.serve.state import ServerOptions
+
+CHAT_TEMPLATE = (
+    "{%- for m in messages %}{{ m.role + ':' + m.content + '|' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ 'assistant:' }}{%- endif %}"
+)
+NUM_BLOCKS = 512
+
+
+class Client:
+    """Calls an application; each call is an event loop of its own."""
+
+    def __init__(self, app, headers=None):
+        self.app, self.headers = app, headers or {}
+        self.server = app.state.server
+
+    def request(self, method, path, **others):
+        async def send():
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=self.headers) as client:
+                return await client.request(method, path, timeout=30, **others)
+
+        return asyncio.run(send())
+
+    def get(self, path, **others):
+        return self.request("GET", path, **others)
+
+    def post(self, path, body=None, **others):
+        return (
+            self.request("POST", path, json=body, **others)
+            if body is not None
+            else self.request("POST", path, **others)
+        )
+
+    def ask(self, path, **body):
+        """The answer of a request that is served."""
+        response = self.post(path, body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def events(self, path, **body):
+        """The chunks of a stream, whole: all come before this returns."""
+        response = self.post(path, {**body, "stream": True})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *events, end, nothing = response.text.split("\n\n")
+        assert (end, nothing) == ("data: [DONE]", "")
+        assert all(event.startswith("data: ") for event in events)
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _make_each_schema_once():
+    """FastAPI needs 75 ms to describe an application, and most tests make one."""
+    describe, known = FastAPI.openapi, {}
+
+    def look_up(app):
+        routes = tuple(getattr(route, "path", None) for route in app.routes)
+        if routes not in known:
+            known[routes] = json.dumps(describe(app))
+        return json.loads(known[routes])  # a copy, in a tenth of the time that `deepcopy` takes
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FastAPI, "openapi", look_up)
+        yield
+
+
+@pytest.fixture(scope="module")
+def llm(with_tokenizer):
+    """The random model with its tokenizer of single bytes, and a chat template."""
+    with AsyncLLM(with_tokenizer, dtype="float32", num_kv_blocks=NUM_BLOCKS, block_size=4) as llm:
+        llm.engine.tokenizer.chat_template = CHAT_TEMPLATE
+        yield llm
+        stats = llm.get_stats()
+        assert (stats.num_free_blocks, stats.num_running, stats.num_waiting) == (NUM_BLOCKS, 0, 0)
+
+
+@pytest.fixture
+def new_client(llm):
+    """A client of an application with options of its own."""
+
+    def make(headers=None, **options):
+        return Client(make_app(ServerOptions(model_names=("tiny", "alias"), **options), llm), headers)
+
+    return make
+
+
+@pytest.fixture
+def client(new_client):
+    return new_client()

@@ -1,0 +1,144 @@
+"""`/v1/chat/completions`: the template's prompt, the engine's answer, and streams that add up to the whole."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+
+from nanovllm import SamplingParams
+
+PATH = "/v1/chat/completions"
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What?"}]
+PROMPT = "system:Be brief.|user:What?|assistant:"
+
+
+@pytest.fixture(scope="module")
+def greedy_text(llm):
+    """The engine's own greedy answer to a prompt."""
+
+    async def answer(prompt, max_tokens):
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        return [output async for output in llm.generate(prompt, params)][-1].outputs[0].text
+
+    return lambda prompt, max_tokens=12: asyncio.run(answer(prompt, max_tokens))
+
+
+def ask(client, messages=MESSAGES, **others):
+    return client.ask(PATH, **{"messages": messages, "temperature": 0, "max_tokens": 12, "ignore_eos": True, **others})
+
+
+def test_the_answer_is_the_engines_to_the_templates_prompt(client, greedy_text, llm):
+    answer = ask(client)
+    assert answer["id"].startswith("chatcmpl-")
+    assert (answer["object"], answer["model"]) == ("chat.completion", "tiny")
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": greedy_text(PROMPT)},
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    assert answer["usage"]["prompt_tokens"] == len(llm.engine.tokenizer.encode(PROMPT))
+
+
+def test_content_may_be_text_parts(client):
+    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+    messages = [{"role": "system", "content": parts}, MESSAGES[1]]
+    as_text = [{"role": "system", "content": "Be \nbrief."}, MESSAGES[1]]
+    assert ask(client, messages)["choices"] == ask(client, as_text)["choices"]
+
+
+def test_a_message_may_be_continued(client, greedy_text):
+    messages = [*MESSAGES, {"role": "assistant", "content": "It"}]
+    answer = ask(client, messages, continue_final_message=True, add_generation_prompt=False)
+    assert answer["choices"][0]["message"]["content"] == greedy_text(PROMPT + "It")
+
+
+def test_without_a_generation_prompt(client, greedy_text):
+    answer = ask(client, add_generation_prompt=False)
+    assert answer["choices"][0]["message"]["content"] == greedy_text(PROMPT.removesuffix("assistant:"))
+
+
+def test_without_max_tokens_the_context_is_the_limit(client, llm):
+    usage = ask(client, max_tokens=None)["usage"]
+    assert usage["total_tokens"] == llm.engine.parts.max_model_len
+    assert ask(client, max_tokens=None, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+    assert ask(client, max_tokens=5, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_stream_adds_up_to_the_whole(client, n, logprobs):
+    body = {"n": n, "temperature": 1.0, "seed": 4, "logprobs": logprobs, "top_logprobs": 2 if logprobs else None}
+    whole = ask(client, **body)
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *chunks, last = client.events(PATH, messages=MESSAGES, max_tokens=12, ignore_eos=True, **{**body, **options})
+    assert last["choices"] == []
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert last["usage"][name] == whole["usage"][name]
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    for expected in whole["choices"]:
+        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == expected["index"]]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(c["delta"].get("content", "") for c in mine) == expected["message"]["content"]
+        assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + [expected["finish_reason"]]
+        if logprobs:
+            streamed = [entry for c in mine if c["logprobs"] for entry in c["logprobs"]["content"]]
+            assert [entry["token"] for entry in streamed] == [e["token"] for e in expected["logprobs"]["content"]]
+
+
+def test_logprobs_are_log_softmax(client, tiny_checkpoint, llm):
+    tokenizer = llm.engine.tokenizer
+    (choice,) = ask(client, logprobs=True, top_logprobs=3, max_tokens=4)["choices"]
+    prompt_ids = tokenizer.encode(PROMPT)
+    token_ids = list(prompt_ids)
+    for entry in choice["logprobs"]["content"]:
+        with torch.no_grad():
+            expected = tiny_checkpoint[1](torch.tensor([token_ids])).logits[0, -1].log_softmax(-1)
+        token_ids.append(int(expected.argmax()))
+        assert entry["token"] == tokenizer.decode(token_ids[-1:])
+        if "\ufffd" not in entry["token"]:  # a whole character
+            assert entry["bytes"] == list(entry["token"].encode())
+        assert entry["logprob"] == pytest.approx(float(expected.max()), abs=1e-4)
+        shown = [one["logprob"] for one in entry["top_logprobs"]]
+        assert shown == pytest.approx(expected.topk(3).values.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bytes_of_logprobs_add_up_to_the_text(client, stream):
+    """The tokenizer has a token for each byte, so each of these characters is cut."""
+    body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 1, "max_tokens": 9}
+    body["structured_outputs"] = {"choice": ["é☃!"]}
+    if stream:
+        choices = [choice for event in client.events(PATH, **body) for choice in event["choices"]]
+        entries = [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+    else:
+        entries = client.ask(PATH, **body)["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in entries[:6]] == [[byte] for byte in "é☃!".encode()]
+    assert all(one["bytes"] for entry in entries for one in entry["top_logprobs"])
+
+
+def test_logprobs_without_top_show_the_token_alone(client):
+    (choice,) = ask(client, logprobs=True, max_tokens=2)["choices"]
+    assert [entry["top_logprobs"] for entry in choice["logprobs"]["content"]] == [[], []]
+
+
+def test_what_can_never_be_drawn_is_finite_in_json(client):
+    """The mask of `min_tokens` makes log-probabilities of minus infinity impossible to hide; JSON has no infinity."""
+    from nanovllm import Logprob
+    from nanovllm.extras.serve.logprobs import chat_logprobs, completion_logprobs
+    from nanovllm.extras.serve.token_bytes import TokenBytes
+
+    positions = [{5: Logprob(float("-inf"), 1, "x")}]
+    (entry,) = chat_logprobs(positions, [5], 1, TokenBytes(None))["content"]
+    assert json.loads(entry.json)["logprob"] == -9999.0
+    assert completion_logprobs(positions, [5], 0, TokenBytes(None))["token_logprobs"] == [-9999.0]
+
+
+def test_names_of_the_model(client):
+    assert ask(client, model="alias")["model"] == "tiny"
+    assert ask(client, model=None)["model"] == "tiny"

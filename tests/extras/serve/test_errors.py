@@ -1,0 +1,380 @@
+"""Bad requests: each gets OpenAI's error with the right status, and the next request is served."""
+
+import json
+
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.checks import MissingExtra
+from nanovllm.extras.serve.app import make_app
+from nanovllm.extras.serve.async_llm import AsyncLLM, QueueFullError
+from nanovllm.extras.serve.engine_thread import EngineDeadError
+from nanovllm.extras.serve.state import ServerOptions
+from tests.extras.serve.conftest import CHAT_TEMPLATE, Client
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def check_error(response, status, param=None, code=None):
+    """The answer is an error in OpenAI's shape; returns its message."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    (error,) = response.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["param"], error["code"]) == (param, code)
+    assert error["message"]
+    assert "Traceback" not in response.text
+    return error["message"]
+
+
+@pytest.fixture(scope="module")
+def short_llm(with_tokenizer):
+    with AsyncLLM(with_tokenizer, dtype="float32", num_kv_blocks=32, block_size=4, max_model_len=64) as llm:
+        llm.engine.tokenizer.chat_template = CHAT_TEMPLATE
+        yield llm
+
+
+@pytest.fixture
+def alive(client):
+    yield
+    assert client.ask(COMPLETIONS, prompt="ab", max_tokens=1)["choices"]
+
+
+BAD_FIELDS = [
+    ("temperature", "0.5"),
+    ("temperature", -0.1),
+    ("temperature", True),
+    ("temperature", [0.5]),
+    ("top_p", 0),
+    ("top_p", 1.1),
+    ("top_k", -2),
+    ("top_k", 1.5),
+    ("min_p", 2),
+    ("presence_penalty", 3),
+    ("frequency_penalty", -2.1),
+    ("repetition_penalty", 0),
+    ("n", 0),
+    ("n", "2"),
+    ("n", 1000),
+    ("seed", 2**64),
+    ("seed", 1.5),
+    ("max_tokens", -1),
+    ("max_tokens", 1.0),
+    ("max_tokens", "5"),
+    ("min_tokens", -1),
+    ("min_tokens", 17),
+    ("stop", 5),
+    ("stop", [""]),
+    ("stop", ["a"] * 65),
+    ("stop", [1]),
+    ("stop_token_ids", [300]),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", ["a"]),
+    ("logit_bias", {"a": 1}),
+    ("logit_bias", {"300": 1}),
+    ("logit_bias", {"5": 101}),
+    ("logit_bias", {"5": None}),
+    ("logit_bias", [1]),
+    ("ignore_eos", 1),
+    ("stream", "true"),
+    ("stream_options", {"include_usage": True}),
+    ("priority", 1.5),
+    ("best_of", 4),
+    ("use_beam_search", True),
+    ("allowed_token_ids", []),
+    ("bad_words", [""]),
+    ("model", 5),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_FIELDS)
+@pytest.mark.usefixtures("alive")
+def test_a_bad_value_names_its_field(client, field, value):
+    for path, body in ((COMPLETIONS, {"prompt": "ab"}), (CHAT, {"messages": MESSAGES})):
+        body = {"max_tokens": 16, **body, field: value}
+        check_error(client.post(path, body), 400, param=field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt", None),
+        ("prompt", 5),
+        ("prompt", []),
+        ("prompt", [[]]),
+        ("prompt", ""),
+        ("prompt", ["a", 5]),
+        ("prompt", [1, "a"]),
+        ("prompt", [1.5]),
+        ("prompt", [True]),
+        ("prompt", [300]),
+        ("prompt", [-1]),
+        ("prompt", {"a": 1}),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("logprobs", True),
+        ("echo", "yes"),
+        ("suffix", "end"),
+        ("max_tokens", 0),
+    ],
+)
+@pytest.mark.usefixtures("alive")
+def test_bad_completions(client, field, value):
+    check_error(client.post(COMPLETIONS, {"prompt": "ab", field: value}), 400, param=field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("messages", None),
+        ("messages", []),
+        ("messages", "hi"),
+        ("messages", [5]),
+        ("messages", [{"content": "hi"}]),
+        ("messages", [{"role": "", "content": "hi"}]),
+        ("messages", [{"role": "user", "content": 5}]),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+        ("messages", [{"role": "user", "content": [{"type": "text"}]}]),
+        ("logprobs", 2),
+        ("top_logprobs", 3),
+        ("max_completion_tokens", 0),
+        ("chat_template_kwargs", []),
+        ("continue_final_message", "yes"),
+    ],
+)
+@pytest.mark.usefixtures("alive")
+def test_bad_chats(client, field, value):
+    check_error(client.post(CHAT, {"messages": MESSAGES, field: value}), 400, param=field)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 2, "temperature": 0}, "n"),
+        ({"min_tokens": 17}, "min_tokens"),
+        ({"logit_bias": {"300": 1}, "stop_token_ids": [5]}, "logit_bias"),
+        ({"stop": [""], "top_k": 5, "seed": 1}, "stop"),
+    ],
+)
+def test_of_fields_that_are_fine_by_themselves_one_is_named(client, monkeypatch, fields, param):
+    """What the engine refuses, also where its message does not begin with the field's name."""
+    make = SamplingParams.__init__
+
+    def init(*arguments, **values):
+        try:
+            make(*arguments, **values)
+        except ValueError as error:
+            raise ValueError(f"in other words, temperature is not what is wrong: {error}") from error
+
+    monkeypatch.setattr(SamplingParams, "__init__", init)
+    for path, body in ((COMPLETIONS, {"prompt": "ab"}), (CHAT, {"messages": MESSAGES})):
+        check_error(client.post(path, {"max_tokens": 16, **body, **fields}), 400, param=param)
+
+
+def test_requests_to_tokenize_name_the_field_at_fault(client):
+    both = {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True}
+    check_error(client.post("/tokenize", both), 400, "continue_final_message")
+    for body in ({}, {"prompt": "ab", "messages": MESSAGES}):
+        message = check_error(client.post("/tokenize", body), 400, "prompt")
+        assert message == "give either prompt or messages"
+
+
+def test_the_message_says_where_and_what(client):
+    parts = [{"type": "text", "text": "a"}, {"type": "image_url"}]
+    response = client.post(CHAT, {"messages": [*MESSAGES, {"role": "user", "content": parts}]})
+    assert check_error(response, 400, "messages").startswith("messages.1.content.1.type: Input should be 'text'")
+
+
+def test_both_ways_to_end_the_prompt_exclude_each_other(client):
+    body = {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True}
+    check_error(client.post(CHAT, body), 400, "continue_final_message")
+
+
+def test_a_prompt_that_is_too_long(client, llm):
+    prompt = [1] * llm.engine.parts.max_model_len
+    message = check_error(client.post(COMPLETIONS, {"prompt": prompt}), 400, "prompt", "context_length_exceeded")
+    assert "512 tokens; at most 511" in message
+    messages = [{"role": "user", "content": "x" * 600}]
+    check_error(client.post(CHAT, {"messages": messages}), 400, "messages", "context_length_exceeded")
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_more_tokens_than_the_context_are_refused_and_more_than_there_is_room_for_are_not(short_llm, name):
+    """As in vLLM 0.32."""
+    client, most = Client(make_app(ServerOptions(("tiny",)), short_llm)), 64
+    for path, body in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "ab"})):
+        if path == COMPLETIONS and name != "max_tokens":
+            continue
+        message = check_error(client.post(path, {**body, name: most + 1}), 400, name)
+        assert f"at most {most}" in message
+        answer = client.ask(path, **body, ignore_eos=True, **{name: most})
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["total_tokens"] == most
+
+
+def test_if_one_prompt_is_bad_none_is_served(client, llm):
+    before = llm.get_stats().num_requests
+    check_error(client.post(COMPLETIONS, {"prompt": [[1], [300]]}), 400, "prompt")
+    assert llm.get_stats().num_requests == before
+    assert client.server.num_in_progress == 0
+
+
+def test_unknown_fields_are_ignored(client):
+    assert client.ask(COMPLETIONS, prompt="ab", max_tokens=1, user="me", store=True, metadata={"a": "b"}, nonsense=[1])
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])
+def test_another_model_is_404(client, path):
+    body = {"model": "gpt-4", "messages": MESSAGES, "prompt": "a", "tokens": [1]}
+    body = {**body, "prompt": None} if path == "/tokenize" else body
+    assert "'gpt-4'" in check_error(client.post(path, body), 404, "model", "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/v2/x", 404), ("GET", CHAT, 405), ("PUT", "/health", 405)]
+)
+def test_other_paths_and_methods(client, method, path, status):
+    check_error(client.request(method, path), status)
+
+
+MALFORMED = {
+    "nothing": b"",
+    "not JSON": b"prompt=ab",
+    "half": b'{"prompt": "ab"',
+    "a number": b"5",
+    "a list": b'["prompt"]',
+    "invalid UTF-8": b'{"prompt": "\xff\xfe"}',
+    "NaN": b'{"prompt": "ab", "temperature": NaN}',
+    "Infinity": b'{"prompt": "ab", "temperature": Infinity}',
+    "a float beyond all": b'{"prompt": "ab", "temperature": 1e999}',
+    "an integer of 5,000 digits": b'{"prompt": "ab", "max_tokens": ' + b"9" * 5000 + b"}",
+    "a lone surrogate": b'{"prompt": "\\ud800"}',
+    "a lone surrogate in a stop": b'{"prompt": "ab", "stop": "\\udfff"}',
+    "a lone surrogate for a model": b'{"prompt": "ab", "model": "\\ud800"}',
+    "depth 10,000": b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+    "depth 10,000 where nothing is known": b'{"prompt": "ab", "x": ' + b'{"a":' * 10_000 + b"1" + b"}" * 10_001,
+    "a million stop strings": b'{"prompt": "ab", "stop": [' + b'"a",' * 999_999 + b'"a"]}',
+    "a million biases": b'{"prompt": "ab", "logit_bias": {' + b",".join(b'"%d":1' % i for i in range(10**5)) + b"}}",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.usefixtures("alive")
+def test_malformed_bodies(client, name):
+    for path in (COMPLETIONS, CHAT):
+        response = client.post(path, content=MALFORMED[name], headers={"content-type": "application/json"})
+        assert response.status_code == 400
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        assert len(response.content) < 2000
+
+
+@pytest.mark.usefixtures("alive")
+def test_a_lone_surrogate_in_a_message(client):
+    for field in ("content", "role", "name"):
+        message = {"role": "user", "content": "hi", field: "\ud800"}
+        content = json.dumps({"messages": [message], "max_tokens": 1, "temperature": 0})
+        response = client.post(CHAT, content=content, headers={"content-type": "application/json"})
+        assert response.status_code == (200 if field == "name" else 400)  # the template does not look at names
+
+
+@pytest.mark.usefixtures("alive")
+def test_a_template_that_refuses_its_messages(client, llm, monkeypatch):
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", "{{ raise_exception('Roles must alternate') }}")
+    assert "Roles must alternate" in check_error(client.post(CHAT, {"messages": MESSAGES}), 400, "messages")
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", None)
+    assert "no chat template" in check_error(client.post(CHAT, {"messages": MESSAGES}), 400, "messages")
+
+
+def test_a_body_that_is_not_declared_as_json(client):
+    response = client.post(COMPLETIONS, content=b'{"prompt": "ab"}', headers={"content-type": "text/plain"})
+    assert response.status_code in (400, 415)
+
+
+# ---- failures of the server
+
+
+def test_a_full_queue_is_429(client, llm, monkeypatch):
+    async def refuse(*arguments):
+        raise QueueFullError("8 requests wait already, and at most 8 may; try again later")
+
+    monkeypatch.setattr(llm, "submit", refuse)
+    response = client.post(COMPLETIONS, {"prompt": "ab"})
+    assert "8 requests wait already" in check_error(response, 429, code="queue_full")
+    assert int(response.headers["retry-after"]) >= 1
+
+
+def test_a_feature_whose_extra_was_deleted_is_501_and_named(client, llm, monkeypatch):
+    async def refuse(*arguments):
+        raise MissingExtra("logit_bias is an extra, and nanovllm/extras/logits.py is not there")
+
+    monkeypatch.setattr(llm, "submit", refuse)
+    response = client.post(COMPLETIONS, {"prompt": "ab"})
+    assert "extras/logits.py" in check_error(response, 501, code="missing_extra")
+
+
+def test_a_server_that_loads_or_drains_is_503(client, llm):
+    client.server.is_draining = True
+    for path in (CHAT, COMPLETIONS):
+        response = client.post(path, {"prompt": "ab", "messages": MESSAGES})
+        check_error(response, 503, code="draining")
+        assert int(response.headers["retry-after"]) >= 1
+    check_error(client.get("/health"), 503, code="draining")
+    client.server.llm = None
+    check_error(client.get("/health"), 503, code="loading")
+    check_error(client.get("/v1/models"), 503, code="loading")
+    assert client.get("/metrics").status_code == client.get("/version").status_code == 200
+
+
+def test_a_dead_engine_is_503(client, llm, monkeypatch):
+    monkeypatch.setattr(llm.thread, "dead", EngineDeadError("the engine is dead: secret"))
+    response = client.post(COMPLETIONS, {"prompt": "ab"})
+    assert "secret" not in check_error(response, 503, code="engine_dead")
+    check_error(client.get("/health"), 503, code="engine_dead")
+
+
+def test_a_step_that_fails_is_500_and_tells_nothing(client, llm, monkeypatch):
+    run, failing = llm.engine.runner.run, []
+
+    def fail(batch):
+        if failing:
+            raise RuntimeError("secret of the forward pass")
+        return run(batch)
+
+    monkeypatch.setattr(llm.engine.runner, "run", fail)
+    failing.append(True)
+    response = client.post(COMPLETIONS, {"prompt": "ab"})
+    assert "secret" not in check_error(response, 500, code="internal_error")
+    response = client.post(COMPLETIONS, {"prompt": "ab", "stream": True})
+    assert response.status_code == 200
+    event, done, _ = response.text.split("\n\n")
+    assert json.loads(event.removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert done == "data: [DONE]"
+    assert "secret" not in response.text
+    failing.clear()
+    assert client.server.num_in_progress == 0
+    assert client.ask(COMPLETIONS, prompt="ab")
+
+
+def test_an_error_of_the_server_has_the_headers_of_other_answers(new_client, monkeypatch, caplog):
+    client = new_client(allowed_origins=("https://a.example",))
+    monkeypatch.setattr(client.server, "check_model", lambda name: 1 // 0)
+    headers = {"x-request-id": "a", "Origin": "https://a.example"}
+    response = client.post(COMPLETIONS, {"prompt": "a"}, headers=headers)
+    check_error(response, 500, code="internal_error")
+    assert response.headers["x-request-id"] == "a"
+    assert response.headers["access-control-allow-origin"] == "https://a.example"
+    assert caplog.text.count("ZeroDivisionError") == 1
+
+
+def test_a_developers_message_is_the_systems_unless_the_template_knows_it(client, llm, monkeypatch):
+    messages = [{"role": "developer", "content": "a"}]
+
+    def tokens():
+        return client.ask("/tokenize", messages=messages, add_special_tokens=False)["tokens"]
+
+    template = llm.engine.tokenizer.chat_template
+    assert tokens() == client.ask("/tokenize", messages=[{"role": "system", "content": "a"}])["tokens"]
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", template + "{# developer #}")
+    told = client.ask("/tokenize", prompt="developer:a|assistant:", add_special_tokens=False)["tokens"]
+    assert tokens() == told

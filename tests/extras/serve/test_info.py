@@ -1,0 +1,137 @@
+"""The small routes, and what is counted and logged."""
+
+import logging
+import re
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from nanovllm.extras.vllm.vllm_metrics import Histogram, make_metrics
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def test_health_and_version(client):
+    assert (client.get("/health").status_code, client.get("/health").content) == (200, b"")
+    assert client.get("/version").json()["version"]
+
+
+def test_models(client, llm):
+    answer = client.get("/v1/models").json()
+    assert answer["object"] == "list"
+    assert [one["id"] for one in answer["data"]] == ["tiny", "alias"]
+    assert answer["data"][0]["max_model_len"] == llm.engine.parts.max_model_len
+    assert client.get("/v1/models/alias").json() == answer["data"][1]
+    assert client.get("/v1/models/a/b").json()["error"]["code"] == "model_not_found"
+
+
+def test_tokenize_and_detokenize(client, llm):
+    tokenizer = llm.engine.tokenizer
+    answer = client.ask("/tokenize", prompt="héllo", return_token_strs=True)
+    assert answer["tokens"] == tokenizer.encode("héllo")
+    assert (answer["count"], answer["max_model_len"]) == (6, 512)
+    assert answer["token_strs"] == tokenizer.convert_ids_to_tokens(answer["tokens"])
+    assert client.ask("/detokenize", tokens=answer["tokens"]) == {"prompt": "héllo"}
+    answer = client.ask("/tokenize", messages=MESSAGES)
+    assert answer["tokens"] == tokenizer.encode("user:hi|assistant:")
+    assert client.post("/tokenize", {}).status_code == 400
+    assert client.post("/tokenize", {"prompt": "a", "messages": MESSAGES}).json()["error"]["param"] is not None
+    assert client.post("/detokenize", {"tokens": [300]}).json()["error"]["param"] == "tokens"
+
+
+def metrics_of(client):
+    """(name, sorted labels other than the model's) -> value"""
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name", "tiny") == "tiny"
+            found[(sample.name, *labels.values())] = sample.value
+    return found
+
+
+def test_metrics_count_what_was_served(client, llm):
+    before = metrics_of(client)
+    client.ask(COMPLETIONS, prompt="z" * 21, max_tokens=5, ignore_eos=True, temperature=0)
+    client.ask(COMPLETIONS, prompt="z" * 21, max_tokens=7, ignore_eos=True, temperature=0)
+    client.events(CHAT, messages=MESSAGES, max_tokens=3, ignore_eos=True, temperature=0)
+    after = metrics_of(client)
+    grown = {key[0].removeprefix("nanovllm:"): after[key] - before[key] for key in after if len(key) == 1}
+    assert grown["prompt_tokens_total"] == 21 + 21 + 18
+    assert grown["generation_tokens_total"] == 15
+    assert grown["prefix_cache_hits_total"] == 20
+    assert grown["prefix_cache_queries_total"] == 60
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+        assert grown[f"{name}_count"] == 3
+    assert grown["inter_token_latency_seconds_count"] == 4 + 6 + 2
+    assert grown["request_generation_tokens_sum"] == 15
+    assert grown["request_prompt_tokens_sum"] == 60
+    assert 0 < grown["time_to_first_token_seconds_sum"] <= grown["e2e_request_latency_seconds_sum"]
+    reason = ("nanovllm:request_success_total", "length")
+    assert after[reason] - before[reason] == 3
+    assert after[("nanovllm:kv_cache_usage_perc",)] == after[("nanovllm:num_requests_running",)] == 0
+    assert after[("nanovllm:num_requests_waiting",)] == after[("nanovllm:num_preemptions_total",)] == 0
+
+
+def test_an_embedding_is_observed_and_logged(client, caplog):
+    """It has no tokens of its own, and so no time to a first token."""
+    before = metrics_of(client)
+    with caplog.at_level(logging.INFO, "nanovllm.extras.serve"):
+        answer = client.ask("/v1/embeddings", input=["x" * 11, "w" * 3])
+    after = metrics_of(client)
+    grown = {key[0].removeprefix("nanovllm:"): after[key] - before[key] for key in after if len(key) == 1}
+    for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time"):
+        assert grown[f"{name}_seconds_count"] == 2
+    assert (grown["request_prompt_tokens_sum"], grown["request_generation_tokens_sum"]) == (14, 0)
+    assert grown["request_generation_tokens_count"] == 2
+    for name in ("time_to_first_token", "inter_token_latency", "request_decode_time"):
+        assert grown[f"{name}_seconds_count"] == 0
+    reason = ("nanovllm:request_success_total", "stop")
+    assert after[reason] - before[reason] == 2
+    for i, record in enumerate(sorted(record.getMessage() for record in caplog.records)):
+        assert re.fullmatch(
+            rf"{answer['id']}-{i} stop: {[11, 3][i]} tokens in \(0 cached\), embedded after [\d.]+ ms", record
+        )
+
+
+def test_the_server_and_the_engine_observe_the_same_histograms(client, llm):
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    served = {family.name: [sample.labels.get("le") for sample in family.samples] for family in families}
+    for metric in make_metrics(llm.get_stats(), llm.engine.observed):
+        if isinstance(metric, Histogram):
+            assert list(metric.buckets) == [bound for bound in served.pop(metric.name) if bound]
+        else:
+            served.pop(metric.name, None)
+    assert set(served) == {"nanovllm:engine_info"}
+
+
+def test_metrics_say_what_computes(client, llm):
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    (sample,) = next(family for family in families if family.name == "nanovllm:engine_info").samples
+    assert sample.value == 1
+    assert sample.labels["description"] == llm.engine.description
+    assert sample.labels["tensor_parallel_size"] == "1"
+
+
+def test_each_request_has_a_line_in_the_log(client, caplog):
+    with caplog.at_level(logging.INFO, "nanovllm.extras.serve"):
+        answer = client.ask(COMPLETIONS, prompt="y" * 13, max_tokens=5, ignore_eos=True)
+        client.post(COMPLETIONS, {"prompt": []})
+    served, refused = [record.getMessage() for record in caplog.records]
+    assert re.fullmatch(
+        rf"{answer['id']}-0 length: 13 tokens in \(0 cached\), 5 out, first after [\d.]+ ms, then [\d.]+ ms each",
+        served,
+    )
+    assert refused.startswith("POST /v1/completions 400 ")
+
+
+def test_the_openapi_schema_describes_requests_and_errors(client):
+    schema = client.get("/openapi.json").json()
+    for path in (CHAT, COMPLETIONS):
+        operation = schema["paths"][path]["post"]
+        assert "422" not in operation["responses"]
+        assert operation["responses"]["4XX"]["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
+        name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].split("/")[-1]
+        assert {"n", "temperature", "stop", "stream"} <= set(schema["components"]["schemas"][name]["properties"])

@@ -1,0 +1,485 @@
+"""`nanovllm serve --ray` with two replicas; the truth is the server without Ray.
+
+One cluster for all, in the order of this file: prefixes are counted first, and the last tests end replicas.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from nanovllm import TINY_QWEN3
+from nanovllm.extras.serve.app import make_app
+from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm.extras.serve.state import ServerOptions
+from tests.extras.serve.conftest import Client
+from tests.extras.serve.real_server import QUESTIONS, ROOT, RealServer, read
+
+RayError = pytest.importorskip("ray.exceptions", reason="needs the extra ray: pip install 'nanovllm[ray]'").RayError
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20"),  # Ray's own
+]
+
+KEY = {"Authorization": "Bearer key-1"}
+ENGINE = ["--device", "cpu", "--num-kv-blocks", "2048", "--max-num-seqs", "16"]
+LONG = {"max_tokens": 1900, "ignore_eos": True, "temperature": 0}
+END = "data: [DONE]\n\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment():
+    """Of the command and of this process, which connects to its cluster."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        yield
+
+
+@pytest.fixture(scope="module")
+def command():
+    """`nanovllm serve --ray` with a cluster of its own, in a process group of its own; its output so far."""
+    options = ["--ray-num-replicas", "2", "--ray-health-check-period-s", "1", "--api-key", "key-1", "key-2"]
+    words = [sys.executable, "-m", "nanovllm", "serve", "--ray", "--port", "0", *options, *ENGINE]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, process_group=0)
+        try:
+            deadline = time.monotonic() + 120
+            while "try it" not in read(log):
+                assert time.monotonic() < deadline, read(log)
+                assert process.poll() is None, read(log)
+                time.sleep(0.1)
+            yield process, read(log)
+        finally:
+            process.terminate()  # it ends what it has started; the last test has done so already
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(command):
+    process, said = command
+    port = re.search(r"^serving .* at http://127\.0\.0\.1:(\d+)/v1$", said, re.MULTILINE)[1]
+    return RealServer(int(port), process=process)
+
+
+@pytest.fixture(scope="module")
+def address(command):
+    return re.search(r"^cluster +(\S+)$", command[1], re.MULTILINE)[1]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The same server without Ray, without a socket."""
+    with AsyncLLM(TINY_QWEN3, device="cpu", num_kv_blocks=2048, max_num_seqs=16) as llm:
+        yield Client(make_app(ServerOptions(model_names=("tiny-qwen3",), api_keys=("key-1", "key-2")), llm), KEY)
+
+
+@pytest.fixture
+def client(server):
+    with httpx.Client(base_url=server.url, headers=KEY, timeout=30) as client:
+        yield client
+
+
+def chat(question, **others):
+    return {"messages": [{"role": "user", "content": question}], **others}
+
+
+def without_names(value):
+    """An answer without what differs between two answers: names, times, what was cached."""
+    if isinstance(value, list):
+        return [without_names(one) for one in value]
+    if isinstance(value, dict):
+        names = ("id", "item_id", "created", "created_at", "cached_tokens", "root")
+        return {name: without_names(one) for name, one in value.items() if name not in names}
+    return value
+
+
+BAD_ARGUMENTS = [
+    ({"port": 1}, "port is an option of Serve here"),
+    ({"num_blocks": 1}, "unrecognized arguments: --num-blocks=1"),
+    ({"block_size": "many"}, "invalid int value: 'many'"),
+    ({"ray_num_replicas": 2, "ray_max_replicas": 2}, "ray_num_replicas excludes"),
+    ({"max_num_seqs": 0}, "max_num_seqs"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS)
+def test_bad_arguments_of_the_application(arguments, message):
+    from nanovllm.extras.serve.ray import build_app
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build_app(arguments)
+
+
+def test_arguments_of_the_application():
+    """From a command line all are text; from a config file they have types."""
+    from nanovllm.extras.serve.ray import build_app
+
+    texts = {
+        "model": str(TINY_QWEN3),
+        "ray-max-replicas": "3",
+        "device": "cpu",
+        "max_num_seqs": "7",
+        "enforce_eager": "true",
+    }
+    typed = {"ray_max_replicas": 3, "device": "cpu", "max_num_seqs": 7, "enforce_eager": True, "api_key": ["a", "b"]}
+    for arguments, keys in ((texts, ()), (typed, ("a", "b"))):
+        ingress = build_app(arguments)._bound_deployment
+        engine = ingress.init_args[0]._bound_deployment
+        options, server_options = engine.init_args[:2]
+        assert (options["max_num_seqs"], options["enforce_eager"], server_options.api_keys) == (7, True, keys)
+        assert engine.max_ongoing_requests == 7
+        assert engine._deployment_config.autoscaling_config.max_replicas == 3
+
+
+@pytest.mark.parametrize("error", [KeyError("replica"), RayError("the tree's actor has died")])
+def test_when_the_tree_cannot_say_load_decides(monkeypatch, error):
+    """Ray's own router raises, and its request waits for ever."""
+    from nanovllm.extras.serve.ray import router
+
+    async def fail(*_):
+        raise error
+
+    async def by_load(self, candidates, pending):
+        return [candidates]
+
+    monkeypatch.setattr(router.PrefixCacheAffinityRouter, "choose_replicas", fail)
+    monkeypatch.setattr(router.PrefixRouter, "_by_load", by_load)
+    assert asyncio.run(make_router().choose_replicas(["a", "b"], None)) == [["a", "b"]]
+
+
+def make_router():
+    """A router that no cluster knows."""
+    from nanovllm.extras.serve.ray import router
+
+    made = router.PrefixRouter.__new__(router.PrefixRouter)
+    made._one_at_a_time = asyncio.Lock()
+    return made
+
+
+def test_a_request_is_sent_before_the_next_is_routed(monkeypatch):
+    """As in Serve's router, a few tasks choose, and each request counts when its own task sends it."""
+    from nanovllm.extras.serve.ray import router
+
+    queues = {"a": 0, "b": 0}
+
+    async def shortest(self, candidates, pending):
+        return min(candidates, key=queues.get)
+
+    async def route(one, requests):
+        for request in requests:
+            request.set_result(await one.choose_replicas(["a", "b"]))
+
+    async def send(request):
+        queues[await request] += 1
+
+    async def burst():
+        one, requests = make_router(), [asyncio.Future() for _ in range(12)]
+        shared = iter(requests)
+        await asyncio.gather(*(route(one, shared) for _ in range(4)), *map(send, requests))
+
+    monkeypatch.setattr(router.PrefixCacheAffinityRouter, "choose_replicas", shortest)
+    asyncio.run(burst())
+    assert queues == {"a": 6, "b": 6}
+
+
+class Handle:
+    """Of a deployment whose router is `starting` for a time, and whose one replica answers "well"."""
+
+    def __init__(self, starting):
+        self.starting = starting
+        self.num_questions = 0
+
+    def options(self, **_):
+        return self
+
+    def broadcast(self, method):
+        self.num_questions += 1
+        return self
+
+    async def results_async(self, **_):
+        await self.starting.wait()
+        return ["well"]
+
+
+def test_the_ingress_gets_no_request_before_its_router_has_started():
+    from nanovllm.extras.serve.ray.ingress import Ingress
+
+    async def start():
+        handle = Handle(asyncio.Event())
+        ingress = Ingress(handle, ServerOptions(model_names=("m",)), "info")
+        checking = asyncio.ensure_future(ingress.check_health())
+        await asyncio.sleep(0.01)
+        assert not checking.done()
+        handle.starting.set()
+        await checking
+        await ingress.check_health()
+        assert handle.num_questions == 1
+
+    asyncio.run(start())
+
+
+def test_requests_with_a_common_prefix_go_to_one_replica(server, client):
+    """Eight conversations that grow, in turns: each finds all of its full blocks, which one of two replicas has."""
+    by_replica = {name: tokens_of(server, name) for name in replicas_of(server)}
+    for turn in range(4):
+        for i in range(8):
+            prompt = [10 * i + j % 10 + 3 for j in range(200 + 40 * turn)]
+            usage = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).json()["usage"]
+            expected = (len(prompt) - 40) // 16 * 16 if turn else 0
+            assert usage["prompt_tokens_details"]["cached_tokens"] == expected, (i, turn)
+    shares = [tokens_of(server, name) - before for name, before in by_replica.items()]
+    assert min(shares) > 0, "all prefixes went to one replica"
+
+
+REQUESTS = [
+    ("POST", "/v1/chat/completions", chat(QUESTIONS[0], temperature=0, logprobs=True, top_logprobs=3, max_tokens=20)),
+    ("POST", "/v1/chat/completions", chat(QUESTIONS[1], temperature=1, seed=7, n=3, max_tokens=20)),
+    ("POST", "/v1/completions", {"prompt": ["Paged", [1, 2, 3]], "temperature": 0, "max_tokens": 9, "echo": True}),
+    ("POST", "/v1/responses", {"input": QUESTIONS[2], "temperature": 0, "max_output_tokens": 20}),
+    ("POST", "/v1/embeddings", {"input": ["one text", "another"]}),
+    ("POST", "/tokenize", {"prompt": "Paged attention"}),
+    ("GET", "/v1/models", None),
+    ("GET", "/v1/models/unknown", None),
+    ("GET", "/nothing", None),
+    ("GET", "/version", None),
+    ("POST", "/v1/chat/completions", chat("Hi", temperature=-1)),
+    ("POST", "/v1/chat/completions", {"messages": "no list"}),
+    ("POST", "/v1/completions", {"prompt": "x " * 5000}),
+    ("POST", "/v1/chat/completions", chat("Hi", model="another")),
+]
+
+
+def test_answers_are_those_of_the_server_without_ray(client, alone):
+    for method, path, body in REQUESTS:
+        got, expected = client.request(method, path, json=body), alone.request(method, path, json=body)
+        assert got.status_code == expected.status_code, (path, got.text)
+        assert got.headers["content-type"] == expected.headers["content-type"]
+        assert without_names(got.json()) == without_names(expected.json()), path
+    assert client.post("/v1/completions", content=b"{").json() == alone.post("/v1/completions", content=b"{").json()
+    large = client.post("/v1/completions", content=b"x" * (17 * 2**20))
+    assert (large.status_code, large.json()["error"]["type"]) == (413, "invalid_request_error")
+
+
+def events_of(text):
+    assert text.endswith(END), text[-200:]
+    return [json.loads(event.removeprefix("data: ")) for event in text.removesuffix(END).split("\n\n")[:-1]]
+
+
+def text_of(events):
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"])
+
+
+def test_streams_are_those_of_the_server_without_ray(client, alone):
+    body = chat(QUESTIONS[0], temperature=0, stream=True, stream_options={"include_usage": True})
+    got, expected = events_of(client.post("/v1/chat/completions", json=body).text), None
+    expected = alone.events("/v1/chat/completions", **body)
+    assert text_of(got) == text_of(expected) != ""
+    assert without_names(got[-1]) == without_names(expected[-1])  # usage
+    assert got[0]["choices"][0]["delta"]["role"] == "assistant"
+    body = {"input": QUESTIONS[0], "temperature": 0, "stream": True}
+    named = [
+        json.loads(line[6:]) for line in client.post("/v1/responses", json=body).text.split("\n") if line[:5] == "data:"
+    ]
+    assert [event["sequence_number"] for event in named] == list(range(len(named)))
+    assert named[-1]["type"] == "response.completed"
+
+
+def test_a_stream_comes_while_it_is_generated_and_several_tokens_share_a_message(client):
+    with client.stream("POST", "/v1/chat/completions", json=chat("Hi", stream=True, **LONG)) as response:
+        arrivals = [(time.monotonic(), chunk) for chunk in response.iter_raw()]
+    num_tokens = len(events_of(b"".join(chunk for _, chunk in arrivals).decode())) - 1
+    assert arrivals[-1][0] - arrivals[0][0] > 0.2
+    assert 5 < len(arrivals) < num_tokens / 1.5  # beside other work: tokens come slowly then
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_sequence(server, stream):
+    aborted = ended_by(server, "abort")
+    body = json.dumps(chat("Tell me.", stream=stream, **LONG)).encode()
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer key-1\r\nContent-Length: {len(body)}"
+    )
+    with server.connect() as connection:
+        connection.sendall(head.encode() + b"\r\nContent-Type: application/json\r\n\r\n" + body)
+        while not server.metric("num_requests_running"):
+            time.sleep(0.02)
+    server.wait_until_idle(2)  # by itself the request would take longer than this
+    assert ended_by(server, "abort") == aborted + 1
+
+
+def ended_by(server, reason):
+    text = httpx.get(server.url + "/metrics").text
+    found = re.findall(rf'^nanovllm:request_success_total{{.*finished_reason="{reason}".*}} (\S+)$', text, re.MULTILINE)
+    return sum(map(float, found))
+
+
+def test_keys_and_names(server, client):
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        refused = httpx.post(server.url + "/v1/chat/completions", json=chat("Hi"), headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert [httpx.get(server.url + path).status_code for path in ("/health", "/ping", "/version")] == [200] * 3
+    answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"x-request-id": "mine-1"})
+    assert (answer.json()["id"], answer.headers.get_list("x-request-id")) == ("cmpl-mine-1", ["mine-1"])
+
+
+def replicas_of(server):
+    return set(re.findall(r'replica="(\w+)"', httpx.get(server.url + "/metrics", timeout=10).text))
+
+
+def test_metrics_are_of_all_replicas(server, client):
+    before = server.metric("generation_tokens_total")
+    bodies = [{"prompt": [i] * 30, "max_tokens": 5, "ignore_eos": True} for i in range(1, 21)]
+    with ThreadPoolExecutor(20) as threads:
+        assert {one.status_code for one in threads.map(lambda b: client.post("/v1/completions", json=b), bodies)} == {
+            200
+        }
+    assert server.metric("generation_tokens_total") == before + 100
+    assert len(replicas_of(server)) == 2
+
+
+def tokens_of(server, replica):
+    text = httpx.get(server.url + "/metrics").text
+    (found,) = re.findall(rf'^nanovllm:prompt_tokens_total{{.*replica="{replica}"}} (\S+)$', text, re.MULTILINE)
+    return float(found)
+
+
+def test_a_cluster_that_serves_it_already_is_refused(address, server):
+    command = [sys.executable, "-m", "nanovllm", "serve", "--ray", "--ray-address", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "this cluster serves an application 'nanovllm' already" in done.stderr
+    assert replicas_of(server)
+
+
+BREAK = """
+import ray, sys
+def break_engine(actor):
+    def stop():
+        raise SystemExit("broken by a test")
+    actor._replica_impl._user_callable_wrapper._callable._llm.thread.post(stop)
+ray.init(sys.argv[1], log_to_driver=False)
+replica = ray.get_actor(f"SERVE_REPLICA::nanovllm#Engine#{sys.argv[2]}", namespace="serve")
+ray.get(replica.__ray_call__.remote(break_engine))
+"""
+
+
+def test_a_replica_whose_engine_is_dead_is_replaced(address, server, client):
+    """Nobody asks it meanwhile: its health checks tell."""
+    before = replicas_of(server)
+    broken = min(before)
+    subprocess.run([sys.executable, "-c", BREAK, address, broken], check=True, timeout=60)  # a process has one cluster
+    deadline = time.monotonic() + 60
+    while broken in (now := replicas_of(server)) or len(now) < 2:
+        assert time.monotonic() < deadline, now
+        time.sleep(0.2)
+    assert len(now - before) == 1
+    assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def processes_below(pid):
+    """Of /proc: pid -> name, of all descendants."""
+    children = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, rest = re.fullmatch(r"\d+ \((.*)\) (.*)", stat.read_text(), re.DOTALL).groups()
+            children.setdefault(int(rest.split()[1]), {})[int(stat.parent.name)] = name
+    found, todo = {}, [pid]
+    while todo:
+        below = children.get(todo.pop(), {})
+        found |= below
+        todo += below
+    return found
+
+
+def title_of(pid):
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_a_replica_that_is_killed_costs_its_own_requests_an_error(server, client):
+    """Eight streams and four whole answers on two replicas. The others get what they would have got."""
+    bodies = [{"prompt": f"Question {i}: why?", "stream": i < 8, **LONG, "max_tokens": 800} for i in range(12)]
+    with ThreadPoolExecutor(12) as threads:
+        expected = list(threads.map(lambda body: client.post("/v1/completions", json=body), bodies))
+    assert {one.status_code for one in expected} == {200}
+    engines = [pid for pid in processes_below(server.process.pid) if b"ServeReplica:nanovllm:Engine" in title_of(pid)]
+    assert len(engines) == 2
+    with ThreadPoolExecutor(12) as threads:
+        asking = [threads.submit(client.post, "/v1/completions", json=body) for body in bodies]
+        deadline = time.monotonic() + 10
+        while sum(running := running_by_replica(server)) < 12:
+            assert time.monotonic() < deadline
+        assert min(running) >= 2, running
+        os.kill(engines[0], signal.SIGKILL)
+        started = time.monotonic()
+        answers = [one.result() for one in asking]
+    codes = [outcome(answer, right) for answer, right in zip(answers, expected, strict=True)]
+    assert set(codes) == {"replica_died", "right"}, codes
+    assert time.monotonic() - started < 30
+    assert client.post("/v1/completions", json=bodies[-1] | {"max_tokens": 3}).status_code == 200
+
+
+def running_by_replica(server):
+    text = httpx.get(server.url + "/metrics", timeout=10).text
+    return [float(one) for one in re.findall(r"^nanovllm:num_requests_running{.*} (\S+)$", text, re.MULTILINE)]
+
+
+def outcome(answer, right):
+    """`right`, or the code of the error: as a status, or as the event that a stream ends with."""
+    if answer.status_code != 200:
+        assert answer.status_code == 503
+        return answer.json()["error"]["code"]
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        assert answer.json()["choices"] == right.json()["choices"]
+        return "right"
+    events, expected = events_of(answer.text), events_of(right.text)
+    text, whole = (
+        "".join(one["choices"][0]["text"] for one in each if "choices" in one) for each in (events, expected)
+    )
+    assert whole.startswith(text)
+    if "error" not in events[-1]:
+        assert text == whole
+        return "right"
+    assert events[-1]["error"]["type"] == "service_unavailable"
+    return events[-1]["error"]["code"]
+
+
+# ---- the end
+
+
+def test_an_interrupt_ends_what_the_command_has_started(command, server, client):
+    """As a terminal sends it: to all processes of the group. An answer in progress ends first."""
+    process, _ = command
+    below = processes_below(process.pid)
+    assert {"raylet", "gcs_server"} <= set(below.values()), below
+    body = {"prompt": "a", **LONG}
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(client.post, "/v1/completions", json=body)
+        while not server.metric("num_requests_running"):
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        answer = asking.result()
+    assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, LONG["max_tokens"])
+    assert process.wait(30) == 0
+    deadline = time.monotonic() + 10
+    while left := {pid: name for pid, name in below.items() if Path(f"/proc/{pid}").exists()}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)

@@ -1,0 +1,231 @@
+"""What the application for Ray Serve is made of, where no cluster is needed. `test_ray.py` has the rest."""
+
+import asyncio
+import itertools
+import json
+import os
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from nanovllm.config import Config
+from nanovllm.extras.serve import serve_command as launch
+from nanovllm.extras.serve.metrics_route import Metrics
+from nanovllm.extras.serve.ray.calls import Call, run
+from nanovllm.extras.serve.ray.prefix import PIECE, prefix_of
+from nanovllm.extras.serve.ray.ray_metrics import merge_texts
+from nanovllm.extras.serve.ray.ray_options import RayOptions
+from nanovllm.outputs import RequestMetrics
+
+BAD = [
+    (["--ray-num-replicas", "2"], "--ray-num-replicas needs --ray"),
+    (["--ray", "--ray-num-replicas", "0"], "ray_num_replicas must be an integer >= 1 or None, got 0"),
+    (["--ray", "--ray-num-replicas", "2", "--ray-max-replicas", "3"], "excludes ray_min_replicas"),
+    (["--ray", "--ray-min-replicas", "1"], "ray_min_replicas needs ray_max_replicas"),
+    (["--ray", "--ray-target-ongoing-requests", "1"], "ray_target_ongoing_requests needs ray_max_replicas"),
+    (["--ray", "--ray-min-replicas", "3", "--ray-max-replicas", "2"], "at most ray_max_replicas (2), got 3"),
+    (["--ray", "--ray-num-ingress-replicas", "0"], "ray_num_ingress_replicas must be an integer >= 1, got 0"),
+    (
+        ["--ray", "--ray-stream-batching-interval-ms", "-1"],
+        "stream_batching_interval_ms must be an integer >= 0, got -1",
+    ),
+    (["--ray", "--ray-routing", "luck"], "invalid choice: 'luck'"),
+    (["--ray", "--ui"], "--ui does not go with --ray"),
+    (["--ray", "--trace", "run.jsonl"], "--trace does not go with --ray"),
+    (["--ray", "--block-size", "0"], "block_size"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD, ids=[" ".join(words) for words, _ in BAD])
+def test_bad_options_are_refused_before_anything_starts(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(launch, "serve", lambda *_: pytest.fail("it has started"))
+    with pytest.raises(SystemExit) as ended:
+        launch.main(words)
+    assert ended.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_routing_that_is_none():
+    with pytest.raises(ValueError, match="ray_routing must be one of prefix, load, got 'luck'"):
+        RayOptions(routing="luck")
+
+
+def test_scaling():
+    assert RayOptions().scaling(8) == {"num_replicas": 1}
+    assert RayOptions(num_replicas=3).scaling(8) == {"num_replicas": 3}
+    config = {"min_replicas": 0, "max_replicas": 5, "target_ongoing_requests": 4}
+    assert RayOptions(min_replicas=0, max_replicas=5).scaling(8) == {"autoscaling_config": config}
+    assert RayOptions(max_replicas=5, target_ongoing_requests=7).scaling(8)["autoscaling_config"] == {
+        "min_replicas": 1,
+        "max_replicas": 5,
+        "target_ongoing_requests": 7,
+    }
+
+
+def test_each_replica_has_its_devices(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    on_cpu, anywhere, on_cuda = (Config("folder", device=device) for device in ("cpu", "auto", "cuda"))
+    assert RayOptions(num_replicas=2).devices(on_cpu, 4) == {"num_gpus": 0, "num_cpus": 4}
+    assert RayOptions(max_replicas=3).devices(anywhere, 0) == {"num_gpus": 0, "num_cpus": 2}
+    assert RayOptions(num_replicas=9).devices(on_cpu, 0) == {"num_gpus": 0, "num_cpus": 1}
+    assert RayOptions(num_replicas=2, num_cpus=3).devices(on_cpu, 0) == {"num_gpus": 0, "num_cpus": 3}
+    assert RayOptions(num_replicas=2).devices(anywhere, 4) == {"num_gpus": 1, "num_cpus": 1}
+    object.__setattr__(on_cuda, "tensor_parallel_size", 4)
+    assert RayOptions(num_replicas=2).devices(on_cuda, 0) == {"num_gpus": 4, "num_cpus": 1}
+
+
+# ---- keys of prompts
+
+
+def key(**body):
+    prefix = prefix_of(json.dumps(body).encode())
+    return prefix and prefix.prompt
+
+
+def chat(*contents, **others):
+    roles = itertools.cycle(["user", "assistant"])
+    return key(messages=[{"role": next(roles), "content": content} for content in contents], **others)
+
+
+def test_a_key_has_a_character_for_each_piece_of_the_prompt():
+    system, question, answer = "s" * 1000, "q" * 500, "a" * 500
+    first, second = chat(system + question), chat(system + question, answer, "more")
+    assert len(first) == len(json.dumps([[{"role": "user", "content": system + question}]], separators=",:")) // PIECE
+    assert len(os.path.commonprefix([first, second])) >= len(first) - 1  # all but the piece in which the first ends
+    other = chat(system + "x" * 500)
+    assert 1000 // PIECE <= len(os.path.commonprefix([first, other])) <= 1100 // PIECE
+
+
+@pytest.mark.parametrize("field", ["prompt", "input"])
+def test_keys_of_other_requests(field):
+    assert key(**{field: "a" * 640}) == key(**{field: "a" * 640}, temperature=0, model="m")
+    assert key(**{field: "a" * 640}) != key(**{field: "b" * 640})
+    assert len(key(**{field: [1, 2, 3]})) == 1  # token ids too; a short prompt has one piece
+    assert key(**{field: ""}) is None
+
+
+def test_tools_come_before_the_conversation_as_in_a_template():
+    tools = [{"type": "function", "function": {"name": "f" * 300}}]
+    one, other = chat("a" * 300, tools=tools), chat("b" * 300, tools=tools)
+    assert len(os.path.commonprefix([one, other])) >= 300 // PIECE
+    assert os.path.commonprefix([one, chat("a" * 300)]) == ""
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b"\xff{", b'{"model": "m"}', b"nonsense", b'{"messages": []}'])
+def test_a_body_without_a_prompt_has_no_key(body):
+    assert prefix_of(body) is None
+
+
+def test_half_of_a_surrogate_pair_has_no_key():
+    assert prefix_of(b'{"prompt": "\\ud800"}') is None
+
+
+def test_a_long_body_is_not_parsed_to_its_end():
+    assert chat("a" * 100_000) == chat("a" * 200_000)
+
+
+# ---- an application behind a call
+
+CALL = Call("POST", "/path", b"a=b", [(b"host", b"x")], ("1.2.3.4", 5), b"body")
+
+
+def parts_of(app, interval_s):
+    async def gather():
+        return [part async for part in run(app, CALL, lambda: interval_s)]
+
+    return asyncio.run(asyncio.wait_for(gather(), 10))
+
+
+def start(status=200):
+    return {"type": "http.response.start", "status": status, "headers": [(b"a", b"b")]}
+
+
+def body(data, more=True):
+    return {"type": "http.response.body", "body": data, "more_body": more}
+
+
+def test_the_application_gets_the_request_and_its_answer_is_one_part():
+    seen = {}
+
+    async def app(scope, receive, send):
+        seen.update(scope, body=(await receive())["body"])
+        await send(start(201))
+        await send(body(b"one "))
+        await send(body(b"two", more=False))
+
+    assert parts_of(app, 10.0) == [(201, [(b"a", b"b")], b"one two", True)]
+    assert (seen["method"], seen["path"], seen["query_string"]) == ("POST", "/path", b"a=b")
+    assert (seen["client"], seen["headers"], seen["body"]) == (("1.2.3.4", 5), [(b"host", b"x")], b"body")
+
+
+def test_the_first_part_leaves_at_once_and_the_others_merge():
+    """10 bodies in 50 ms: with 20 ms between parts, at most 4 parts, and not one. No byte is lost."""
+
+    async def app(scope, receive, send):
+        await send(start())
+        for i in range(10):
+            await send(body(b"%d" % i))
+            await asyncio.sleep(0.005)
+        await send(body(b"end", more=False))
+
+    merged = parts_of(app, 0.02)
+    assert (b"".join(part.body for part in merged), merged[0].body) == (b"0123456789end", b"0")
+    assert 2 <= len(merged) <= 6
+    assert [part.is_last for part in merged] == [False] * (len(merged) - 1) + [True]
+    assert len(parts_of(app, 0.0)) == 11
+
+
+def test_an_error_of_the_application_is_raised():
+    async def app(scope, receive, send):
+        await send(start())
+        raise RuntimeError("it broke")
+
+    with pytest.raises(RuntimeError, match="it broke"):
+        parts_of(app, 0.0)
+
+
+def test_the_application_is_told_when_the_generator_is_closed():
+    ended = []
+
+    async def app(scope, receive, send):
+        try:
+            await send(start())
+            await asyncio.sleep(30)
+        finally:
+            await receive()  # the body
+            ended.append((await receive())["type"])
+
+    async def leave():
+        parts = run(app, CALL, lambda: 0.0)
+        await anext(parts)
+        await asyncio.wait_for(parts.aclose(), 5)
+
+    asyncio.run(leave())
+    assert ended == ["http.disconnect"]
+
+
+# ---- metrics
+
+
+def samples_of(text):
+    families = text_string_to_metric_families(text.decode())
+    return {(one.name, *sorted(one.labels.items())): one.value for family in families for one in family.samples}
+
+
+def test_metrics_of_replicas_have_their_names():
+    """All that two servers say, once each, with one more label."""
+    texts = {}
+    for replica, num_tokens in (("r1", 3), ("r2", 5)):
+        metrics = Metrics("model")
+        metrics.note_end(RequestMetrics(1.0, 2.0, 3.0, 7), 1.0, num_tokens, 7, "stop")
+        texts[replica] = metrics.as_text()
+    merged = merge_texts(texts.items())
+    expected = {}
+    for replica, text in texts.items():
+        for (name, *labels), value in samples_of(text).items():
+            expected[(name, *sorted([*labels, ("replica", replica)]))] = value
+    assert samples_of(merged) == expected
+    assert [line for line in merged.splitlines() if line.startswith(b"#")] == [
+        line for line in texts["r1"].splitlines() if line.startswith(b"#")
+    ]
+    assert merge_texts([]) == b""

@@ -1,0 +1,766 @@
+"""The page in Chromium: its replay is the engine's state, each block has its place and owner, keys and links work, and
+nothing is loaded or complained about.
+"""
+
+import base64
+import gzip
+import io
+import json
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from nanovllm import LLM, TINY_QWEN3, BeamSearchParams, SamplingParams
+from nanovllm.extras.trace.page import make_page
+from nanovllm.extras.trace.recording import read_recording
+from nanovllm.extras.trace.replay import Replay
+from nanovllm.extras.trace.view import STORY
+from tests.extras.models.architectures import Checkpoints
+from tests.trace_traffic import Lines, RecordedRun, known_run, random_run
+
+pytestmark = pytest.mark.browser
+
+LIGHT = ["#0072b2", "#e69f00", "#009e73", "#d55e00"]  # of the first owners
+
+STATES = """([segments]) => {
+  const states = {};
+  for (const [header, ...lines] of segments) {
+    const replay = new nanovllm.Replay(header);
+    for (const line of lines) for (const event of line.events) {
+      replay.apply(event);
+      if (event[0] !== "schedule") continue;
+      const seqs = replay.living.map((seq) => [`${seq.request} ${seq.sample}`,
+        [seq.status, seq.computed, seq.table.slice(), seq.host, seq.tokens.slice(0, seq.known)]]);
+      const cached = [];
+      replay.serial.forEach((serial, b) => serial && cached.push([b, replay.hashes.get(serial), serial]));
+      states[replay.step] = { refs: [...replay.refs.slice(1)], free: replay.freeOrder, cached,
+        seqs: Object.fromEntries(seqs), stored: replay.countStored(), broken: replay.broken };
+    }
+  }
+  return states;
+}"""
+
+
+class Recorder(list):
+    """The console's errors, and what the page has asked the network for."""
+
+    def watch(self, page):
+        page.on("console", lambda message: self.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.append(str(error)))
+        page.on("request", lambda request: None if is_local(request.url) else self.append(request.url))
+
+
+def is_local(url):
+    return url.split(":")[0] in ("file", "data", "blob")
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(chromium, tmp_path):
+    """Opens the page of some recordings (lists of lines); at the end nothing may have been complained about."""
+    troubles, pages = Recorder(), []
+
+    def open_page(*recordings, at="", width=1440):
+        paths = []
+        for i, lines in enumerate(recordings):
+            paths.append(tmp_path / f"{'ab'[i]}.jsonl")
+            paths[-1].write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / "run.html").write_text(make_page(paths), encoding="utf-8")
+        page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme="light", locale="en-US")
+        pages.append(page)
+        troubles.watch(page)
+        page.goto((tmp_path / "run.html").as_uri() + at)
+        page.wait_for_selector("body[data-ready]")
+        return page
+
+    yield open_page
+    for page in pages:
+        page.close()
+    assert troubles == []
+
+
+@pytest.fixture(scope="module")
+def known():
+    return known_run()
+
+
+def step_of(page):
+    return page.locator("#step").inner_text()
+
+
+def cell_color(page, block):
+    """The colour near the bottom of a block's cell, where it is filled first."""
+    return page.evaluate(
+        """(block) => {
+          const canvas = document.querySelector(".pool canvas"), size = Number(canvas.dataset.size);
+          const ratio = devicePixelRatio, columns = Number(canvas.dataset.columns), i = block - 1;
+          const x = ((i % columns) + 0.2) * size * ratio, y = (Math.floor(i / columns) + 0.85) * size * ratio;
+          const [r, g, b] = canvas.getContext("2d").getImageData(x, y, 1, 1).data;
+          return "#" + [r, g, b].map((one) => one.toString(16).padStart(2, "0")).join("");
+        }""",
+        block,
+    )
+
+
+# ---- the replay
+
+
+@pytest.mark.parametrize("limit", [10**9, 25])
+def test_pages_own_replay_is_the_state_of_the_engine_at_every_step(show, known, limit):
+    page = show(known[0])
+    codes, num_steps = set(), 0
+    for seed, window in enumerate([None, None, None, None, None, 2, 5, None, None]):
+        run = random_run(seed, limit, window, has_drafts=seed > 6)
+        segments = run.stats._sink.segments
+        codes |= {event[0] for segment in segments for line in segment[1:] for event in line["events"]}
+        found = page.evaluate(STATES, [segments])
+        assert len(found) == len(run.stats.states)
+        for step, state in run.stats.states.items():
+            mine = found[str(step)]
+            assert mine["broken"] == []
+            assert mine["refs"] == state["ref_counts"]
+            assert mine["free"] == state["free"]
+            assert {b: (block_hash, serial) for b, block_hash, serial in mine["cached"]} == state["cached"]
+            names = {f"{request} {sample}": list(one) for (request, sample), one in state["seqs"].items()}
+            assert mine["seqs"] == names
+            num_steps += 1
+    assert len(codes) > 15
+    assert codes >= {"give_back", "draft", "verify"}
+    assert num_steps > 200
+
+
+def test_page_shows_how_many_drafts_were_kept(show, known):
+    run = random_run(7, has_drafts=True)
+    stats = run.stats
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    page = show(stats._sink.segments[0])
+    page.keyboard.press("End")
+    share = 100 * stats.num_accepted_tokens / stats.num_draft_tokens
+    rate, *words = page.locator(".counts div", has_text="drafts kept").inner_text().split("\n")
+    assert abs(int(rate.removesuffix(" %")) - share) <= 0.5
+    assert words == ["drafts kept", f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} tokens"]
+    assert page.locator(".legend span", has_text="drafts kept").locator("b").inner_text() == f"{share:.1f}"
+    assert show(known[0]).locator("text=drafts kept").count() == 0, "nothing was guessed"
+
+
+def test_scrubbing_to_any_step_from_anywhere_shows_the_same_state(show):
+    run = random_run(3)
+    page = show(run.stats._sink.segments[0])
+    same = page.evaluate(
+        """() => {
+          const [run] = nanovllm.runs, one = new nanovllm.Run("x", run.header);
+          const look = (state) => JSON.stringify([state.refs, state.filled, state.freeOrder, state.living]);
+          const straight = run.frames.map((_, i) => look(run.stateAt(i)));
+          let seed = 7;
+          for (let k = 0; k < 300; k++) {
+            seed = (seed * 1103515245 + 12345) % 2147483648;
+            const i = seed % run.frames.length;
+            if (look(run.stateAt(i)) !== straight[i]) return i;
+          }
+          return run.keyframes.length > 2;
+        }"""
+    )
+    assert same is True
+
+
+def test_recording_that_contradicts_the_engine_is_shown_as_broken(show, known):
+    lines = json.loads(json.dumps(known[0]))
+    schedule = next(event for event in lines[3]["events"] if event[0] == "schedule")
+    schedule[7] += 1  # blocks that the engine says are free
+    page = show(lines)
+    assert page.locator(".invariants .bad").count() == 1
+    assert "the engine says" in page.locator(".invariants .bad").inner_text()
+    assert show(known[0]).locator(".invariants .bad").count() == 0
+
+
+def test_model_whose_layers_all_have_a_window_is_shown_without_contradiction(show, tmp_path):
+    """Blocks behind its window of 9 tokens are given back, and the null block is in their places."""
+    (tmp_path / "checkpoints").mkdir()
+    folder, _ = Checkpoints(tmp_path / "checkpoints").make("mistral", "short window")
+    options = {"num_kv_blocks": 12, "block_size": 4, "max_num_batched_tokens": 16, "attention_backend": "torch"}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(folder, device="cpu", trace=tmp_path / "run.jsonl", **options) as llm:
+        llm.generate([{"prompt_token_ids": [*range(5, 25), i]} for i in range(3)], params, use_tqdm=False)
+        assert llm.get_stats().num_window_blocks > 0
+    lines = read_recording(tmp_path / "run.jsonl")
+    page = show(lines, at="#step=9&seq=1")
+    found = page.evaluate(STATES, [[lines]])
+    assert [state["broken"] for state in found.values()] == [[]] * len(found)
+    assert any(0 in table for state in found.values() for _, _, table, _, _ in state["seqs"].values())
+    assert page.locator(".invariants .bad").count() == 0
+    assert page.locator(".sequence .table button:disabled").count() > 0, "null blocks cannot be chosen"
+    widths = [float(one.get_attribute("width")) for one in page.locator(".mask rect:first-child").all()]
+    tokens = [float(one.get_attribute("width")) for one in page.locator(".mask rect:nth-child(2)").all()]
+    assert widths == [8 * token for token in tokens], "the 8 tokens before it"
+
+
+# ---- what is seen
+
+
+def test_blocks_have_the_colours_of_their_owners_at_every_step(show, known):
+    lines, states = known
+    page = show(lines)
+    numbers = {("seq-0", 0): 1, ("seq-1", 0): 2, ("seq-2", 0): 3, ("seq-1", 1): 4}
+    seen = set()
+    for step, state in states.items():
+        page.evaluate(f"location.hash = 'step={step}'")
+        page.locator("#step", has_text=f"Step {step} ").wait_for()
+        page.wait_for_timeout(30)
+        owner = {}
+        for name, (_, _, table, _, _) in state["seqs"].items():
+            for block in table:
+                owner[block] = min(owner.get(block, 9), numbers[name])
+        for block in range(1, 9):
+            color = cell_color(page, block)
+            if block in owner:
+                assert color == LIGHT[owner[block] - 1], (step, block)
+                seen.add(owner[block])
+            else:
+                assert color not in LIGHT, (step, block)
+    assert seen == {1, 2, 3, 4}
+
+
+def test_step_says_who_waits_and_why_and_what_was_preempted(show, known):
+    lines, states = known
+    page = show(lines, at="#step=1")
+    events = [event for line in lines[1:] for event in line["events"]]
+    wait = next(event for event in events if event[0] == "wait" and event[2] == "blocks")
+    step = next(e[1] for e in events[events.index(wait) :] if e[0] == "schedule")
+    page.evaluate(f"location.hash = 'step={step}'")
+    page.locator(".step", has_text=f"waits: needs {wait[3]} blocks, {wait[4]} free for it").wait_for()
+    counts = page.locator(".counts").inner_text()
+    used = sum(count > 0 for count in states[step]["ref_counts"])
+    shared = sum(count > 1 for count in states[step]["ref_counts"])
+    assert counts.split()[:2] == [str(used), "owned"]
+    assert f"{shared}\nshared" in counts
+    preempt = next(event for event in events if event[0] == "preempt")
+    step = next(e[1] for e in events[events.index(preempt) :] if e[0] == "schedule")
+    page.evaluate(f"location.hash = 'step={step}'")
+    page.locator(".events .is-preempt", has_text="is preempted: ").wait_for()
+    notes = page.locator(".highlights")
+    assert "is preempted: " in notes.inner_text()
+    num_preempted = sum(event[0] == "preempt" for event in events)
+    notes.get_by_role("button", name=f"preemptions {num_preempted}", exact=True).click()
+    notes.locator("[aria-pressed=true]").wait_for()
+    assert ["is preempted: " in one for one in notes.locator("li").all_inner_texts()] == [True] * num_preempted
+
+
+def test_evictions_are_named_in_their_order(show, known):
+    lines, _ = known
+    page = show(lines)
+    events = [event for line in lines[1:] for event in line["events"]]
+    page.locator(".highlights").get_by_role("button", name="steps that evict").click()
+    page.locator(".highlights [aria-pressed=true]").wait_for()
+    said = [one.split("order: ")[1].split(", ") for one in page.locator(".highlights li").all_inner_texts()]
+    evicted = [event[2] for event in events if event[0] == "take" and event[3]]
+    assert len(evicted) > 2
+    assert [int(block) for step in said for block in step] == evicted
+
+
+def test_abort_is_of_note_and_evictions_only_when_chosen(show):
+    run = RecordedRun(Lines(), num_blocks=6, block_size=4, budget=12, max_num_seqs=4)
+    run.add([1] * 9, max_tokens=16)
+    run.step()
+    run.abort(run.requests[0])
+    for i in range(2, 5):
+        run.add([i] * 9, max_tokens=6)
+    run.finish()
+    [lines] = run.stats._sink.segments
+    page = show(lines)
+    notes = page.locator(".highlights")
+    texts = notes.locator("li").all_inner_texts()
+    assert [one for one in texts if "ends: aborted" in one] == ["2 seq-0 ends: aborted"]
+    assert not any("evicted" in one for one in texts)
+    notes.get_by_role("button", name="aborts 1", exact=True).click()
+    notes.locator("[aria-pressed=true]").wait_for()
+    assert notes.locator("li").count() == 1
+    notes.locator("li button").click()
+    text = "aborted; its blocks are freed. 10 tokens (9 of the prompt, 1 generated)"
+    page.locator(".sequence", has_text=text).wait_for()
+    assert "✕ aborted" in page.locator(".timeline .legend").inner_text()
+    notes.get_by_role("button", name="steps that evict").click()
+    notes.locator("li", has_text="evicted").first.wait_for()
+
+
+def test_block_and_sequence_show_their_insides(show, known):
+    lines, states = known
+    page = show(lines, at="#step=3&seq=1")
+    status, computed, table, _, tokens = states[3]["seqs"]["seq-0", 0]
+    shown = page.locator(".sequence .table").first.locator("b").all_inner_texts()
+    assert [int(one) for one in shown] == table
+    slots = [int(one) for one in page.locator(".sequence .slots b").all_inner_texts()]
+    assert slots == [table[(computed - 1) // 4] * 4 + (computed - 1) % 4]
+    canvas = page.locator(".pool canvas").first
+    size, columns = int(canvas.get_attribute("data-size")), int(canvas.get_attribute("data-columns"))
+    at = table[0] - 1
+    canvas.click(position={"x": (at % columns + 0.5) * size, "y": (at // columns + 0.5) * size})
+    text = page.locator(".block").inner_text()
+    assert f"Block {table[0]}" in text
+    assert states[3]["cached"][table[0]][0] in text, "its hash"
+    assert "4 of 4 slots" in text
+    page.wait_for_url(f"**block={table[0]}")
+    page.get_by_label("Block number").fill(str(table[1]))
+    page.get_by_label("Block number").press("Tab")
+    page.locator(".block h2", has_text=f"Block {table[1]}").wait_for()
+
+
+def test_event_leads_to_its_source(show, known):
+    page = show(known[0], at="#step=1")
+    page.locator(".events .source", has_text="take").first.click()
+    dialog = page.get_by_role("dialog")
+    assert "def _take(self, seq" in dialog.inner_text()
+    assert "block_manager.py:" in dialog.inner_text()
+    page.keyboard.press("Escape")
+    assert dialog.count() == 0
+
+
+# ---- the story
+
+
+KINDS = ["fork", "copy", "chunked-prefill", "preemption", "eviction", "prefix-hit", "admission", "swap"]
+
+
+def test_story_of_the_package_has_every_kind_of_moment_and_tells_each(show):
+    page = show(read_recording(STORY), at="#lang=en")
+    chips = page.locator(".story .moments button:not(.turn)")
+    assert page.evaluate("momentsOf(nanovllm.runs[0]).map((one) => one.kind)") == KINDS
+    told = set()
+    for i in range(len(KINDS)):
+        page.get_by_role("button", name="The next moment").click()
+        chips.nth(i).and_(page.locator("[aria-pressed=true]")).wait_for()
+        page.wait_for_url(f"**story={KINDS[i]}*")
+        told.add(page.locator(".told").inner_text())
+    assert len(told) == len(KINDS)
+    assert page.get_by_role("button", name="The next moment").is_disabled()
+    page.get_by_role("button", name="The moment before").click()
+    page.wait_for_url(f"**story={KINDS[-2]}*")
+
+
+def test_story_of_a_known_run_is_what_the_engine_decided(show, known):
+    lines, _ = known
+    events = [event for line in lines[1:] for event in line["events"]]
+    victim, needy = next(event for event in events if event[0] == "preempt")[1:3]
+    source, copied = next(event for event in events if event[0] == "copy")[2:4]
+    page = show(lines, at="#story=preemption")
+    page.wait_for_url("**#step=*&story=preemption")
+    labels = page.evaluate(f"[{needy}, {victim}].map((number) => nanovllm.runs[0].label(number))")
+    assert (
+        page.locator(".told").inner_text().startswith("The pool is full, and {} needs a block. So {}".format(*labels))
+    )
+    page.evaluate("location.hash = 'story=copy'")
+    page.locator(".told", has_text=f"must write to block {source}, which others read too").wait_for()
+    assert f"copy of its own first: block {copied}." in page.locator(".told").inner_text()
+    red = [is_lit(page, block) for block in range(1, 9)]
+    assert [block for block in range(1, 9) if red[block - 1]] == sorted([source, copied])
+    page.keyboard.press("ArrowRight")
+    page.locator(".told", has_text="What happened, in order").wait_for()
+    assert not any(is_lit(page, block) for block in range(1, 9))
+
+
+def is_lit(page, block):
+    """Whether the left edge of a block's cell is red."""
+    return page.evaluate(
+        """(block) => {
+          const canvas = document.querySelector(".pool canvas"), size = Number(canvas.dataset.size);
+          const columns = Number(canvas.dataset.columns), i = block - 1;
+          const x = (i % columns) * size + 1, y = (Math.floor(i / columns) + 0.5) * size;
+          const [r, g, b] = canvas.getContext("2d").getImageData(x, y, 1, 1).data;
+          return r === 176 && g === 42 && b === 0;
+        }""",
+        block,
+    )
+
+
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_what_changes_moves_but_not_with_reduced_motion(show, known, motion):
+    page = show(known[0])
+    page.emulate_media(reduced_motion=motion)
+    page.get_by_role("button", name="copy-on-write").click()
+    page.locator(".told", has_text="copy of its own").wait_for()
+    moving = page.locator(".motion i")
+    if motion == "no-preference":
+        moving.wait_for(state="attached")
+        moving.wait_for(state="detached")
+    else:
+        for _ in range(20):
+            assert moving.count() == 0
+            page.wait_for_timeout(20)
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_scrubbing_moves_nothing_but_what_changes(show, width):
+    page = show(read_recording(STORY), width=width)
+    places = set()
+    for step in range(1, 36):
+        page.evaluate(f"location.hash = 'step={step}'")
+        page.locator("#step", has_text=re.compile(rf"^(Step {step} |The end)")).wait_for()
+        places.add(
+            page.evaluate(
+                "['.timeline', '.times', '.counters'].map((one) => document.querySelector(one).offsetTop).join()"
+            )
+        )
+    assert len(places) == 1
+
+
+def test_mouse_over_a_block_says_whose_it_is_and_what_it_holds(show, known):
+    lines, states = known
+    page = show(lines, at="#step=3")
+    block = states[3]["seqs"]["seq-0", 0][2][0]
+    canvas = page.locator(".pool canvas").first
+    size = int(canvas.get_attribute("data-size"))
+    canvas.hover(position={"x": (block - 0.5) * size, "y": size / 2})
+    text = page.locator(".tip").inner_text()
+    assert text.startswith(f"Block {block} · seq-0, seq-1.0, seq-1.1 · 4 of 4 slots hold tokens: ")
+    step, free = next((step, state["free"][0]) for step, state in states.items() if state["free"])
+    page.evaluate(f"location.hash = 'step={step}'")
+    page.locator("#step", has_text=f"Step {step} ").wait_for()
+    canvas.hover(position={"x": (free - 0.5) * size, "y": size / 2})
+    assert "free; handed out before it: 0" in page.locator(".tip").inner_text()
+    page.mouse.move(5, 5)
+    page.locator(".tip").wait_for(state="detached")
+
+
+def test_block_that_would_be_evicted_next_is_the_first_free_one_that_is_cached(show, known):
+    lines, states = known
+    page = show(lines)
+    for step, state in states.items():
+        expected = next((block for block in state["free"] if block in state["cached"]), 0)
+        assert page.evaluate(f"nanovllm.runs[0].stateAt({step - 1}).nextEvicted()") == expected
+
+
+def test_times_of_the_median_decode_step_are_told(show):
+    lines = read_recording(STORY)
+    timed, only_decodes = [], False
+    for line in lines[1:]:
+        for event in line["events"]:
+            if event[0] == "schedule":
+                only_decodes = not event[4] and event[3] != []
+        timed += [line["times"]] if only_decodes else []
+    median = statistics.median_low(sum(times.values()) for times in timed)
+    build = statistics.median_low(times["build"] for times in timed)
+    page = show(lines)
+    text = page.locator(".times b").inner_text()
+    assert f"Of {len(timed)} steps that only decode" in text
+    assert f"build the batch {build} µs" in text
+    assert f"takes {median / 1000:.3g} ms" in text.replace(".0 ms", " ms")
+
+
+def test_two_recordings_differ_in_one_line(show, known):
+    page = show(read_recording(STORY), known[0])
+    text = page.locator(".difference").inner_text()
+    count = sum(event[0] == "preempt" for line in known[0][1:] for event in line["events"])
+    assert text.startswith(f"34 → {len(known[1])} steps, prefix hits ")
+    assert f"preemptions 2 → {count}," in text
+
+
+def test_each_sample_has_a_row_that_says_when_it_was_what(show, known):
+    lines, states = known
+    page = show(lines, at="#seq=2")
+    rows = page.locator(".timeline .labels button")
+    assert rows.locator("b").all_inner_texts() == ["seq-0", "seq-1.0", "seq-1.1", "seq-2"]
+    assert rows.locator("small").count() == 3, "the latencies of a request stand once"
+    assert page.evaluate("nanovllm.runs[0].rows.length") == 4
+    told = {}
+    for i in range(4):
+        rows.nth(i).click()
+        page.locator(".facts b", has_text=re.compile(rf"^{rows.nth(i).locator('b').inner_text()}$")).wait_for()
+        for one in page.locator(".facts button").all_inner_texts():
+            if one.startswith("length limit"):  # its end
+                continue
+            kind, first, last = re.fullmatch(r"(\w+)\D* (\d+)(?:–(\d+))?", one).groups()
+            told.update({(i, step): kind for step in range(int(first), int(last or first) + 1)})
+    numbers = {("seq-0", 0): 0, ("seq-1", 0): 1, ("seq-1", 1): 2, ("seq-2", 0): 3}
+    computing = {"prefill", "decode", "runs"}
+    for step, state in states.items():
+        for name, (status, *_) in state["seqs"].items():
+            assert (told[numbers[name], step] in computing) == (status == "running"), (step, name)
+
+
+def test_rows_of_beams_that_have_ended_go_to_new_beams(show, tmp_path):
+    """The search makes many sequences, `2 * beam_width` of which live at a time at most."""
+    with LLM(TINY_QWEN3, device="cpu", trace=tmp_path / "run.jsonl", block_size=4, num_kv_blocks=64) as llm:
+        llm.beam_search(["Paged"], BeamSearchParams(beam_width=2, max_tokens=16, ignore_eos=True))
+    lines = read_recording(tmp_path / "run.jsonl")
+    num_seqs = sum(event[0] in ("add", "fork") for line in lines[1:] for event in line["events"])
+    page = show(lines)
+    num_rows = page.locator(".timeline .labels button").count()
+    assert 2 <= num_rows <= 4 < num_seqs
+    last = page.evaluate("nanovllm.runs[0].rows.map((row) => Math.max(...row.spans.map((one) => one.stop)))")
+    assert max(last) == len(lines) - 1
+
+
+def test_waiting_is_cut_into_segments_by_reason(show):
+    lines = read_recording(STORY)
+    reasons, step = {}, 1
+    for event in (event for line in lines[1:] for event in line["events"]):
+        if event[0] == "wait" and event[1] == 5:
+            reasons[step] = event[2]
+        step += event[0] == "schedule"
+    first = [step for step in sorted(reasons) if reasons[step] == "max_num_seqs"]
+    assert first == list(range(first[0], first[-1] + 1))
+    facts = show(lines, at="#seq=5").locator(".facts").inner_text()
+    assert f"queued (for a place (max_num_seqs)) {first[0]}–{first[-1]}" in facts
+    assert f"queued (a step with a preemption admits none) {first[-1] + 1}" in facts
+
+
+def test_who_waited_longest_is_said_with_the_reasons(show):
+    """The oracle counts the steps in which a sequence was not running."""
+    lines = read_recording(STORY)
+    replay, waited = Replay(lines[0]), Counter()
+    for line in lines[1:]:
+        for event in line["events"]:
+            replay.apply(event)
+            if event[0] == "schedule":
+                waited.update(seq.request for seq in replay.seqs.values() if seq.status == "waiting")
+    said = show(lines, at="#lang=en").locator(".longest button").all_inner_texts()
+    expected = [f"{request} {count} steps" for request, count in waited.most_common(3)]
+    assert len(said) == 3
+    assert sorted(one.split(" (")[0] for one in said) == sorted(expected)
+    assert [sum(map(int, re.findall(r" (\d+)(?:,|\))", one))) for one in said] == [int(one.split()[1]) for one in said]
+
+
+def test_space_plays_after_a_moment_was_clicked(show, known):
+    page = show(known[0])
+    page.locator(".story .moments button:not(.turn)").first.click()
+    page.keyboard.press("Home")
+    page.keyboard.press(" ")
+    page.locator("#step", has_text=re.compile("^Step [2-9] ")).wait_for(timeout=5000)
+
+
+def test_step_numbers_stand_over_their_columns_also_of_two_recordings(show, known):
+    page = show(read_recording(STORY), at="#step=10")
+    edges = [page.locator(".axis").get_by_text("10", exact=True), page.locator(".timeline .now")]
+    middles = [box["x"] + box["width"] / 2 for box in (one.bounding_box() for one in edges)]
+    assert abs(middles[0] - middles[1]) < 1
+    both = show(read_recording(STORY), known[0])
+    places = both.evaluate(
+        "[...document.querySelectorAll('.axis')].map((axis) => Object.fromEntries("
+        "[...axis.children].map((one) => [one.textContent, one.style.left])))"
+    )
+    assert len(places) == 2
+    assert len(places[1]) > 1
+    assert places[1].items() <= places[0].items()
+
+
+def test_link_to_this_step_is_copied(show, known):
+    page = show(known[0], at="#step=4&seq=2")
+    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.get_by_role("button", name="Copy link to this step").click()
+    page.locator("#link", has_text="Copied").wait_for()
+    assert page.evaluate("copied").endswith("run.html#step=4&seq=2")
+
+
+@pytest.mark.parametrize("steps", [None, "2-4,13"])
+def test_moving_picture_shows_the_story_or_the_steps(tmp_path, steps):
+    from PIL import Image
+
+    path = tmp_path / "story.gif"
+    assert run_view("--gif", path, *(["--steps", steps] if steps else [])) == (0, f"{path}\n", "")
+    picture = Image.open(path)
+    durations = []
+    for i in range(picture.n_frames):
+        picture.seek(i)
+        durations.append(picture.info["duration"])
+    assert durations.count(3500) == (0 if steps else len(KINDS))
+    assert durations.count(900) == (4 if steps else 0)
+    assert (steps is None) == any(ms < 900 for ms in durations), "what moves"
+    assert path.stat().st_size < 400_000
+
+
+def test_moving_picture_of_a_run_without_moments_asks_for_steps(tmp_path):
+    run = RecordedRun(Lines(), num_blocks=8, block_size=4, budget=12)
+    run.add([1] * 3, max_tokens=2)
+    run.finish()
+    [lines] = run.stats._sink.segments
+    (tmp_path / "dull.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status, _, said = run_view(tmp_path / "dull.jsonl", "--gif", tmp_path / "dull.gif")
+    assert status == 2
+    assert "nothing of note happens in this recording; choose steps by --steps" in said
+
+
+def run_view(*arguments):
+    """As a process: this one has an event loop of Playwright."""
+    command = [sys.executable, "-m", "nanovllm", "view", *map(str, arguments)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=100)
+    return done.returncode, done.stdout, done.stderr
+
+
+# ---- how it is used
+
+
+def test_keys_scrub_play_and_choose(show, known):
+    lines, states = known
+    page, last = show(lines), len(states)
+    press = page.keyboard.press
+    assert step_of(page) == f"Step 1 of {last}"
+    for key, step in [("ArrowRight", 2), ("ArrowRight", 3), ("ArrowLeft", 2), ("Shift+ArrowRight", 12), ("Home", 1)]:
+        press(key)
+        page.locator("#step", has_text=f"Step {step} of {last}").wait_for()
+    press("End")
+    page.locator("#step", has_text=f"The end, after step {last}").wait_for()
+    press("Home")
+    press(" ")
+    page.locator("#step", has_text=re.compile("^Step ([2-9]|1[0-9]) ")).wait_for()
+    press(" ")
+    press("Home")  # on a busy machine it has played on, to where other sequences run
+    press("ArrowRight")
+    page.locator("#step", has_text=f"Step 2 of {last}").wait_for()
+    press("ArrowDown")
+    page.locator(".sequence h2", has_text="Sequence seq-0").wait_for()
+    press("ArrowDown")
+    page.locator(".sequence h2", has_text="Sequence seq-1").wait_for()
+    press("Escape")
+    page.locator(".sequence").wait_for(state="detached")
+    page.locator(".pool canvas").first.focus()
+    before = step_of(page)
+    press("ArrowRight")
+    press("ArrowRight")
+    page.locator(".block h2", has_text="Block 2").wait_for()
+    assert step_of(page) == before, "in the pool, arrows choose a block"
+
+
+def test_escape_leaves_the_pool_and_a_field_so_that_arrows_step(show, known):
+    page = show(known[0])
+    page.locator(".pool canvas").first.click(position={"x": 5, "y": 5})
+    page.locator(".block h2", has_text="Block 1").wait_for()
+    page.keyboard.press("Escape")
+    page.keyboard.press("ArrowRight")
+    page.locator("#step", has_text="Step 2 ").wait_for(timeout=5000)
+    assert "Block 1" in page.locator(".block h2").inner_text()
+    page.get_by_label("Block number").fill("3")
+    page.keyboard.press("Escape")
+    page.keyboard.press("ArrowRight")
+    page.locator("#step", has_text="Step 3 ").wait_for(timeout=5000)
+    assert "Block 3" in page.locator(".block h2").inner_text()
+    page.keyboard.press("Escape")
+    page.locator(".block h2", has_text="Block 3").wait_for(state="detached", timeout=5000)
+
+
+def test_links_keep_step_choice_language_and_theme(show, known):
+    page = show(known[0], at="#step=5&seq=2&block=3&lang=zh&theme=dark")
+    assert step_of(page).startswith("第 5 步")
+    assert "块 3" in page.locator(".block h2").inner_text()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.keyboard.press("l")
+    page.keyboard.press("d")
+    page.keyboard.press("ArrowRight")
+    page.locator("#step", has_text="Step 6 ").wait_for()
+    page.wait_for_url("**#step=6&seq=2&block=3&lang=en&theme=light")
+    page.evaluate("location.hash = 'step=9999'")
+    page.locator("#step", has_text="The end").wait_for()
+
+
+def test_two_recordings_are_scrubbed_together(show, known, tmp_path):
+    run = RecordedRun(Lines(), num_blocks=8, block_size=4, budget=12, enable_prefix_caching=False)
+    run.add([1] * 9, max_tokens=5)
+    run.finish()
+    [second] = run.stats._sink.segments
+    page = show(known[0], second, at="#step=3")
+    assert page.locator(".recording").count() == 2
+    assert [one.split(":")[1].strip() for one in page.locator(".step h2").all_inner_texts()] == ["3", "3"]
+    page.keyboard.press("ArrowRight")
+    page.locator(".step h2", has_text=": 4").nth(1).wait_for()
+    assert [one.split(":")[1].strip() for one in page.locator(".step h2").all_inner_texts()] == ["4", "4"]
+    assert step_of(page) == f"Step 4 of {len(known[1])} | {len(run.stats.states)}"
+    alone = show(known[0])
+    text = "".join(json.dumps(line) + "\n" for line in second)
+    alone.set_input_files("input[type=file]", {"name": "b.jsonl", "mimeType": "text/plain", "buffer": text.encode()})
+    alone.locator(".recording").nth(1).wait_for()
+    alone.get_by_text("Close the second").click()
+    alone.set_input_files("input[type=file]", {"name": "c.jsonl", "mimeType": "text/plain", "buffer": b"not json"})
+    alone.wait_for_selector("[role=alert]")
+    assert "c.jsonl is not a recording, or cannot be replayed: line 1: " in alone.locator("[role=alert]").inner_text()
+
+
+@pytest.mark.parametrize("lang", ["en", "zh"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_nothing_runs_over_the_side(show, known, width, lang):
+    page = show(known[0], at=f"#step=4&seq=2&block=1&lang={lang}", width=width)
+    for _ in range(3):
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.keyboard.press("Shift+ArrowRight")
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_no_line_of_a_list_is_cut(show, width):
+    page = show(read_recording(STORY), at="#step=13&seq=3&block=5&lang=en", width=width)
+    page.add_style_tag(content=".card, .scroll { content-visibility: visible !important; }")
+    page.locator(".highlights li").first.wait_for()
+    lines = page.locator(".events li, .highlights li button, .rows td, .facts button, .plain li, .story .told")
+    assert lines.count() > 30
+    cut = "(all) => all.filter((one) => one.scrollWidth > one.clientWidth + 1).map((one) => one.textContent)"
+    assert lines.evaluate_all(cut) == []
+
+
+@pytest.mark.parametrize(
+    "place", [".pool canvas", ".timeline .scroll", ".labels button", ".events button.text", ".highlights li button"]
+)
+def test_ring_of_what_has_the_focus_is_whole(show, place):
+    from PIL import Image
+
+    page = show(read_recording(STORY), at="#step=13&seq=3&theme=light&lang=en")
+    one = page.locator(place).first
+    one.scroll_into_view_if_needed()
+    page.keyboard.press("Shift")  # the focus that follows is one of the keyboard
+    one.focus()
+    page.wait_for_timeout(100)
+    box = one.bounding_box()
+    clip = {"x": box["x"] - 6, "y": box["y"] - 6, "width": box["width"] + 12, "height": box["height"] + 12}
+    image = Image.open(io.BytesIO(page.screenshot(clip=clip))).convert("RGB")
+    width, height = image.size
+    blue = (0, 114, 178)  # --accent
+    for side in ("left", "top", "right", "bottom"):
+        depth = range(14)
+        if side in ("left", "right"):
+            found = [(x if side == "left" else width - 1 - x, height // 2) for x in depth]
+        else:
+            found = [(width // 2, y if side == "top" else height - 1 - y) for y in depth]
+        assert sum(image.getpixel(place) == blue for place in found) >= 2, side
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_can_be_read_on_its_ground(show, known, theme):
+    """WCAG's contrast of 4.5 for every text that is shown."""
+    page = show(known[0], at=f"#step=4&seq=2&block=1&theme={theme}")
+    low = page.evaluate(
+        """() => {
+          const parse = (c) => c.match(/[\\d.]+/g).map(Number);
+          const light = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+            .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+            .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+          const ground = (e) => { for (; e; e = e.parentElement) {
+            const c = parse(getComputedStyle(e).backgroundColor); if (c.length < 4 || c[3] > 0) return c; }
+            return [255, 255, 255]; };
+          const low = [];
+          for (const e of document.querySelectorAll("#app *")) {
+            if (![...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim())) continue;
+            const a = light(parse(getComputedStyle(e).color)), b = light(ground(e));
+            const contrast = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+            if (contrast < 4.5) low.push([e.textContent.slice(0, 40), contrast]);
+          }
+          return low;
+        }"""
+    )
+    assert low == []
+
+
+def test_embedded_data_is_what_was_recorded(show, known):
+    page = show(known[0])
+    data = page.evaluate("document.querySelector('script[data-name]').textContent")
+    assert [json.loads(line) for line in gzip.decompress(base64.b64decode(data)).splitlines()] == known[0]

@@ -1,0 +1,253 @@
+"""`LLM(…, trace=…)`: what is written, how large it may grow, and what reads it: replay, page, Perfetto, command."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.extras.trace import view
+from nanovllm.extras.trace.page import DECIDED_BY, find_symbol, make_page, read_sources
+from nanovllm.extras.trace.perfetto import to_perfetto
+from nanovllm.extras.trace.recording import TraceFile, read_recording
+from nanovllm.extras.trace.replay import EVENTS, Replay
+from tools import story_recording
+
+PACKAGE = Path(view.__file__).parents[2]
+OPTIONS = {"num_kv_blocks": 12, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+OPTIONS |= {"attention_backend": "torch", "device": "cpu", "load_format": "safetensors"}
+
+
+def replay_of(lines):
+    replay = Replay(lines[0])
+    for line in lines[1:]:
+        for event in line["events"]:
+            replay.apply(event)
+    return replay
+
+
+@pytest.fixture(scope="module")
+def recorded(with_tokenizer, tmp_path_factory):
+    """(path, outputs, stats) of a run with samples, a beam search, preemption and a prefix hit."""
+    path = tmp_path_factory.mktemp("trace") / "run.jsonl"
+    with LLM(with_tokenizer, trace=path, **OPTIONS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        outputs = llm.generate(["abcdefgh", "abcdefghi", "xyz", "1234567"], params, use_tqdm=False)
+        outputs += llm.generate("abcd", SamplingParams(n=2, seed=1, max_tokens=6, ignore_eos=True), use_tqdm=False)
+        llm.beam_search("abc", BeamSearchParams(beam_width=2, max_tokens=4))
+        stats = llm.get_stats()
+    return path, outputs, stats
+
+
+def test_replayed_tokens_and_counts_are_those_of_the_run(recorded):
+    path, outputs, stats = recorded
+    replay = replay_of(read_recording(path))
+    found = {(seq.request, seq.sample): seq.tokens[seq.num_prompt_tokens :] for seq in replay.seqs.values()}
+    for output in outputs:
+        for completion in output.outputs:
+            assert found[output.request_id, completion.index] == completion.token_ids
+    assert replay.step == stats.steps
+    assert stats.num_preemptions > 0
+    assert replay.num_used == 0
+
+
+def test_header_and_lines_say_what_the_page_needs(recorded):
+    path, _, stats = recorded
+    header, *lines = read_recording(path)
+    assert (header["num_blocks"], header["block_size"], header["state"]) == (12, 4, None)
+    assert header["config"]["max_num_batched_tokens"] == 16
+    assert str(path.parent) not in json.dumps(header), "no path of this machine"
+    timed = [line["times"] for line in lines if "times" in line]
+    assert len(timed) == stats.steps
+    assert all(set(times) == {"schedule", "build", "run", "update", "output"} for times in timed)
+    texts = {}
+    for line in lines:
+        texts |= line.get("texts", {})
+    ids = {i for seq in replay_of([header, *lines]).seqs.values() for i in seq.tokens}
+    assert ids <= {int(i) for i in texts}, "each token has a text"
+
+
+def test_times_and_counters_are_those_of_the_statistics(recorded):
+    path, outputs, stats = recorded
+    events = [event for line in read_recording(path)[1:] for event in line["events"]]
+    assert sum(event[0] == "preempt" for event in events) == stats.num_preemptions
+    hits = sum(event[3] for event in events if event[0] == "admit" and event[2] == "new")
+    assert hits == stats.prefix_cache_hit_tokens > 0
+    arrival = {event[3]["request"]: event[2] for event in events if event[0] == "add"}
+    finish = {}
+    for event in events:
+        if event[0] == "finish":
+            finish.setdefault(event[1], event[5])
+    for output in outputs[:4]:
+        number = next(event[1] for event in events if event[0] == "add" and event[3]["request"] == output.request_id)
+        seconds = (finish[number] - arrival[output.request_id]) / 1e6
+        assert seconds == pytest.approx(output.metrics.e2e_latency, rel=0.3, abs=0.05)
+
+
+def test_interrupted_engine_begins_anew_in_the_recording(with_tokenizer, tmp_path):
+    path = tmp_path / "run.jsonl"
+    with LLM(with_tokenizer, trace=path, **OPTIONS) as llm:
+        stream = llm.stream("abcdefgh", SamplingParams(max_tokens=8, ignore_eos=True))
+        next(stream)
+        for request_id in list(llm.engine._requests):
+            llm.engine.abort_request(request_id)
+        stream.close()
+        llm.engine.recover()
+        llm.reset_prefix_cache()
+        llm.generate("abcdefgh", SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    lines = read_recording(path)
+    assert {"start", "reset"} <= {event[0] for line in lines[1:] for event in line["events"]}
+    assert replay_of(lines).num_used == 0
+
+
+def test_file_never_grows_above_its_limit_and_both_parts_can_be_read(tmp_path):
+    from tests.trace_traffic import RecordedRun
+
+    path = tmp_path / "run.jsonl"
+    file = TraceFile(path, max_bytes=20_000)
+    run = RecordedRun(file, num_blocks=10, block_size=2, budget=8)
+    largest = 0
+    for i in range(60):
+        run.add([i % 3, 1, 2, 3], n=1 + i % 3, max_tokens=9)
+        run.step()
+        largest = max(largest, sum(one.stat().st_size for one in tmp_path.iterdir()))
+    run.finish()
+    run.stats.close()
+    assert 15_000 < largest <= 26_000, "half of it, twice, and the line that went over it"
+    before, now = read_recording(tmp_path / "run.jsonl.1"), read_recording(path)
+    assert replay_of(before).step == now[0]["num_steps_before"] > 20
+    assert replay_of(now).step == len(run.stats.states)
+
+
+@pytest.mark.parametrize("end", [b"", "二".encode()[:2]], ids=["ascii", "inside a character"])
+def test_last_line_that_a_crash_has_cut_is_skipped_with_a_word(recorded, tmp_path, caplog, end):
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(recorded[0].read_bytes()[:-40] + end)
+    lines = read_recording(recorded[0])
+    assert caplog.messages == []
+    assert len(read_recording(cut)) == len(lines) - 1
+    assert caplog.messages == [f"{cut} was cut in its last line, line {len(lines)}, which is skipped"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a recording"),
+        ("{}\n", "not a recording"),
+        ("[1]\n", "not a recording"),
+        ("not json\n", "bad.jsonl, line 1 is not JSON"),
+        ("\x80\n", "bad.jsonl, line 1 is not JSON: 'utf-8' codec"),
+        ("[" * 10**5 + "]" * 10**5 + "\n", "bad.jsonl, line 1 is nested too deeply"),
+        ('{"t":NaN}\n', "bad.jsonl, line 1 is not JSON: NaN"),
+        ('{"format":"nanovllm-trace","version":99}\n', "version 99"),
+    ],
+)
+def test_what_is_no_recording_is_refused(tmp_path, text, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=message):
+        read_recording(path)
+
+
+@pytest.mark.parametrize(
+    ("trace", "error", "message"),
+    [(3, TypeError, "trace must be"), ("", TypeError, "trace must be"), ("/nowhere/at/all.jsonl", ValueError, "trace")],
+)
+def test_bad_path_is_refused_before_the_model_is_loaded(trace, error, message):
+    with pytest.raises(error, match=message):
+        LLM("no-such-model", trace=trace)
+
+
+# ---- what reads it
+
+
+def test_page_holds_all_and_is_small(recorded):
+    page = make_page([recorded[0]])
+    assert len(make_page([]).encode()) < 400_000
+    assert "http://" not in re.sub(r"(?s)<!--.*?-->|/\*!.*?\*/|https?://(www\.)?w3\.org\S*", "", page).replace(
+        "src=", ""
+    )
+    assert len(re.findall("<script", page)) == page.count("</script>") == 3
+    for name in ("preact", "htm", "uPlot", "MIT License", "Apache License", "Leon Sorokin", "Jason Miller"):
+        assert name in page
+    assert page.count('data-name="run.jsonl"') == 1
+
+
+def test_each_event_has_its_source():
+    sources = read_sources()
+    assert set(sources) == EVENTS
+    assert sources["take"]["symbol"] == "BlockManager._take"
+    assert sources["take"]["text"].startswith("def _take(self")
+    for source in sources.values():
+        lines = (PACKAGE / source["path"]).read_text().splitlines()[source["line"] - 1 :]
+        name = source["symbol"].split(".")[-1]
+        assert f"def {name}(" in source["text"], "the symbol is defined by these lines"
+        assert [line.strip() for line in source["text"].splitlines()] == [
+            line.strip() for line in lines[: len(source["text"].splitlines())]
+        ], "and they stand there"
+
+
+def test_names_of_sources_that_are_gone_are_noticed():
+    """`read_sources` leaves out files that are gone: they may be extras. In this repository none is."""
+    for place in DECIDED_BY.values():
+        assert (PACKAGE / place.split()[0]).exists(), f"{place}: follow the move in DECIDED_BY of extras/trace/page.py"
+    text = "class A:\n    x = 1\n\n    @property\n    def b(self):\n        return 1\n\n    def c(self): ...\n"
+    assert find_symbol(text, "a.py A.b") == (4, "@property\ndef b(self):\n    return 1\n")
+    with pytest.raises(LookupError, match=r"a.py A.d, and d is not there"):
+        find_symbol(text, "a.py A.d")
+
+
+def test_perfetto_export_has_steps_requests_and_counters(recorded):
+    path, outputs, stats = recorded
+    events = to_perfetto(read_recording(path))["traceEvents"]
+    assert all({"ph", "pid", "tid", "name"} <= set(event) for event in events)
+    steps = [event for event in events if event["name"].startswith("step ")]
+    assert len(steps) == stats.steps
+    parts = [event for event in events if event["ph"] == "X" and event["name"] == "run"]
+    assert all(any(s["ts"] <= p["ts"] and p["ts"] + p["dur"] <= s["ts"] + s["dur"] for s in steps) for p in parts)
+    threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {output.request_id for output in outputs} <= threads
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {"queued", "prefill", "decode", "preempted"} <= {event["name"] for event in spans}
+    assert all(event["dur"] >= 0 for event in spans)
+    assert {event["name"] for event in events if event["ph"] == "C"} == {"sequences", "blocks", "waste, %"}
+
+
+def test_story_is_small_and_what_its_command_makes_today(tmp_path, capsys):
+    def events(path):
+        header, *lines = read_recording(path)
+        untimed = {"add": 2, "fork": 6, "schedule": 2, "update": 2, "finish": 5}  # where an event says when
+        found = [event for line in lines for event in line["events"]]
+        return header["config"], [[one for i, one in enumerate(event) if i != untimed.get(event[0])] for event in found]
+
+    assert view.STORY.stat().st_size < 100_000
+    story_recording.record(tmp_path / "story.jsonl")
+    (config, made), (kept_config, kept) = events(tmp_path / "story.jsonl"), events(view.STORY)
+    assert made == kept, "run python -m tools.story_recording"
+    assert config.keys() == kept_config.keys()
+    assert view.main(["-o", str(tmp_path / "story.html")]) == 0
+    assert 'data-name="story.jsonl"' in (tmp_path / "story.html").read_text(encoding="utf-8")
+
+
+def test_command_writes_what_it_is_asked_for(recorded, tmp_path, capsys, monkeypatch):
+    opened = []
+    monkeypatch.setattr(view.webbrowser, "open", opened.append)
+    path = str(recorded[0])
+    page, perfetto = tmp_path / "run.html", tmp_path / "run.json"
+    assert view.main([path, path, "-o", str(page)]) == 0
+    assert view.main([path, "--perfetto", str(perfetto)]) == 0
+    assert page.read_text(encoding="utf-8").count('data-name="run.jsonl"') == 2
+    assert json.loads(perfetto.read_text())["traceEvents"]
+    assert opened == []
+    monkeypatch.setattr(view.tempfile, "tempdir", str(tmp_path))
+    assert view.main([path]) == 0
+    assert len(opened) == 1
+    assert opened[0].startswith("file://")
+    for bad in ([str(tmp_path / "none.jsonl")], [path, "-o", str(tmp_path / "no" / "such.html")]):
+        with pytest.raises(SystemExit, match="2"):
+            view.main(bad)
+        assert "cannot be" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        view.main([path, path, "--perfetto", str(perfetto)])
+    assert "--perfetto exports one recording, got" in capsys.readouterr().err

@@ -1,0 +1,20 @@
+"""What happens once: its parts are timed, and PyTorch draws tokens unless a kernel does."""
+
+from nanovllm import Config, LLMEngine
+from nanovllm.kv_cache import KVCache
+from nanovllm.sampler import draw_tokens
+
+
+def test_parts_are_timed_in_order(tiny_checkpoint):
+    parts = LLMEngine(Config(tiny_checkpoint[0], device="cpu")).parts
+    seconds = parts.startup_seconds
+    assert list(seconds) == ["backend", "weights", "layers", "memory", "graphs"]
+    assert all(one >= 0 for one in seconds.values())
+    assert sum(seconds.values()) > 0
+    assert type(parts.runner.kv_cache) is KVCache, "without swap space"
+
+
+def test_tokens_are_drawn_in_pytorch_with_the_backends_argmax(tiny_checkpoint):
+    runner = LLMEngine(Config(tiny_checkpoint[0], device="cpu")).runner
+    assert runner.draw.func is draw_tokens
+    assert runner.draw.keywords == {"argmax": runner.backend.argmax}

@@ -1,0 +1,165 @@
+"""Paged attention against the float64 reference of `attention_steps.py`: the definition, which is a loop over
+sequences, and `TorchAttention`, which batches decodes.
+"""
+
+import math
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from nanovllm.layers import attention
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backends import TorchAttention, slices_that_fit
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Sequence
+from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
+from tests.steps import batch_of
+
+
+class Definition(TorchAttention):
+    def attend(self, q, layer_cache, metadata, *options):
+        return attention.attend(q, layer_cache, metadata, *options)
+
+
+both = pytest.mark.parametrize("attention_class", [Definition, TorchAttention])
+
+
+class LargestTensor(TorchDispatchMode):
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        sizes = [x.untyped_storage().nbytes() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.num_bytes = max(self.num_bytes, *sizes, 0)
+        return out
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chunk_is_computed_without_all_of_its_scores(attention_class, dtype):
+    """Of 8,192 tokens they would be gigabytes."""
+    num_heads, n, seq_len = 8, 256, 1024
+    backend = attention_class(num_heads, 2, 64, 16)
+    step = Step(backend, [(seq_len - n, n)], dtype=dtype)
+    with LargestTensor() as largest:
+        step.run(backend)
+    assert 0 < largest.num_bytes < num_heads * n * seq_len * dtype.itemsize / 2
+
+
+def test_decodes_on_a_gpu_are_gathered_by_the_quarter_gibibyte_at_most():
+    """256 of 32k tokens, all at once, would be 34 GB; 64 of 512 are one batch, since each launch costs time."""
+    with FakeTensorMode():  # a device without memory
+        cache = torch.empty(2, 8, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    for num_decodes, length in [(256, 32_768), (256, 1000), (1, 1 << 20), (64, 512)]:
+        slices = slices_that_fit(num_decodes, length, cache)
+        assert [i for rows in slices for i in range(num_decodes)[rows]] == list(range(num_decodes))
+        widest = max(rows.stop - rows.start for rows in slices)
+        assert widest == 1 or widest * length * 2 * 8 * 128 * 2 <= 1 << 28
+    assert len(slices) == 1
+
+
+@both
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("block_size", [1, 8, 16])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+def test_mixed_batch_equals_the_reference(attention_class, num_heads, num_kv_heads, block_size, seed):
+    backend = attention_class(num_heads, num_kv_heads, [8, 32, 64][seed], block_size)
+    step = Step(backend, random_lens(block_size, seed), seed)
+    check_close(step.run(backend), step)
+
+
+@both
+def test_mixed_batch_with_large_blocks_equals_the_reference(attention_class):
+    backend = attention_class(4, 2, 16, 256)
+    step = Step(backend, [(255, 1), (256, 1), (0, 1), (0, 256), (250, 7), (512, 3)])
+    check_close(step.run(backend), step)
+
+
+@both
+@pytest.mark.parametrize(
+    "lens",
+    [[(0, 1)], [(7, 1), (8, 1), (9, 1)], [(0, 7), (0, 8), (0, 9)], [(5, 4), (8, 8), (16, 2)], [(9, 1), (0, 17)]],
+    ids=["one token", "decodes", "whole prompts", "later chunks", "decode and prompt"],
+)
+def test_each_kind_of_batch_equals_the_reference(attention_class, lens):
+    backend = attention_class(4, 2, 16, 8)
+    step = Step(backend, lens)
+    check_close(step.run(backend), step)
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_close_to_the_reference(attention_class, dtype):
+    backend = attention_class(4, 2, 32, 8)
+    step = Step(backend, random_lens(8, 5), dtype=dtype)
+    check_close(step.run(backend), step)
+
+
+@both
+def test_prompt_in_chunks_gives_what_it_gives_at_once(attention_class):
+    """Chunks of 5, 1, 8 and 3 tokens: each attends to what the ones before it have stored."""
+    backend = attention_class(4, 2, 16, 4)
+    whole = Step(backend, [(0, 17)])
+    at_once = whole.run(backend)
+    check_close(at_once, whole)
+    cache = torch.full_like(whole.cache, math.nan)[:, 0]
+    table = whole.batch.metadata.block_tables[0].tolist()
+    start = 0
+    for num_new in (5, 1, 8, 3):
+        seq = Sequence("seq", [0] * 17, SamplingParams())
+        seq.num_computed_tokens = start
+        for block_id in table:  # those of later chunks are empty so far
+            seq.block_table.append(block_id)
+        batch = batch_of([(seq, start, num_new)], 4)
+        rows = slice(start, start + num_new)
+        out = Attention(backend)(whole.q[rows], whole.k[rows], whole.v[rows], cache, batch.metadata)
+        torch.testing.assert_close(out, at_once[rows], rtol=2e-6, atol=2e-6)
+        start += num_new
+
+
+@both
+def test_block_that_is_filled_in_this_step_can_be_shared(attention_class):
+    out, expected = shared_step(attention_class(4, 2, 16, 8))
+    torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6)
+
+
+def test_store_kv_writes_its_slots_and_no_other():
+    backend = TorchAttention(4, 2, 8, 4)
+    cache = torch.full(backend.kv_cache_shape(3, 5), math.nan)  # [2, 3, 5, 4, 2, 8]
+    k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    slots = [9, 4, 19]
+    backend.store_kv(k, v, cache[:, 1], torch.tensor(slots, dtype=torch.int32))
+    expected = torch.full_like(cache, math.nan)
+    for row, slot in enumerate(slots):
+        expected[0, 1, slot // 4, slot % 4] = k[row]
+        expected[1, 1, slot // 4, slot % 4] = v[row]
+    torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@both
+def test_attention_leaves_the_cache_of_other_tokens_alone(attention_class):
+    backend = attention_class(4, 2, 16, 8)
+    step = Step(backend, random_lens(8, 3))
+    before = step.cache.clone()
+    step.run(backend)
+    changed = (before.isnan() & ~step.cache.isnan()).any(-1).any(-1)  # [2, num_layers, num_blocks, block_size]
+    slots = torch.arange(changed[0, 0].numel()).view_as(changed[0, 0])
+    for part in changed:
+        assert not part[0].any(), "another layer"
+        assert sorted(slots[part[1]].tolist()) == sorted(step.batch.metadata.slot_mapping.tolist())
+    kept = ~before.isnan()
+    assert torch.equal(before[kept], step.cache[kept])
+
+
+@both
+def test_oracle_sees_a_slot_that_was_never_filled(attention_class):
+    """The poison works: with one token of the past missing, the output is NaN."""
+    backend = attention_class(4, 2, 16, 8)
+    step = Step(backend, [(9, 1), (0, 12)])
+    step.layer_cache[:, step.batch.metadata.block_tables[0, 0], 3] = math.nan
+    out = step.run(backend)
+    assert out[0].isnan().all()
+    assert not out[1:].isnan().any()

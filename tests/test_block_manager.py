@@ -1,0 +1,886 @@
+"""Blocks are owned as often as tables say, written by one sequence only, and prefix hits are never wrong.
+
+Oracles: `fake_kv_cache.py`, which knows by its whole prefix what each slot holds, and counts over the block tables; for
+which blocks must be hit, a table from whole prefixes to blocks. Keys of blocks are real, constant, weak, or blind for
+the parent: a hit may be lost through a bad hash, but never be wrong.
+"""
+
+import time
+from importlib.util import find_spec
+from itertools import count
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import nanovllm.prefix_cache
+from nanovllm.block_manager import BlockManager
+from nanovllm.observer import count_empty_slots
+from nanovllm.prefix_cache import hash_block
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Sequence
+from tests.conftest import examples
+from tests.fake_kv_cache import (
+    FakeKVCache,
+    WriterCheck,
+    check_cached_blocks,
+    check_ownership,
+    check_stored,
+    forget_new,
+    table_of,
+    tokens_of,
+)
+
+HASHES = {
+    "real": hash_block,
+    "constant": lambda parent_hash, tokens: 7,
+    "weak": lambda parent_hash, tokens: (parent_hash + sum(tokens)) % 3,
+    "blind for the parent": lambda parent_hash, tokens: hash_block(0, tokens),
+}
+
+HAS_SWAP = find_spec("nanovllm.extras") is not None and find_spec("nanovllm.extras.swap") is not None
+
+
+def make_seq(tokens, name="seq", **params):
+    return Sequence(name, tokens, SamplingParams(**params))
+
+
+def start(manager, cache, tokens):
+    """Admit a sequence and compute all of its tokens in a step of its own; it must fit."""
+    manager.begin_step()
+    seq = make_seq(tokens)
+    assert manager.try_admit(seq)
+    advance(manager, cache, seq, seq.num_tokens)
+    return seq
+
+
+def advance(manager, cache, seq, num_tokens):
+    assert manager.try_allocate(seq, num_tokens)
+    cache.move(copies=manager.take_copies())
+    cache.write(seq, seq.num_computed_tokens, num_tokens)
+    cache.check(seq, num_tokens)
+    seq.num_computed_tokens = num_tokens
+
+
+def append(manager, cache, seq, *tokens):
+    """Decode: each token in a step of its own."""
+    for token in tokens:
+        manager.begin_step()
+        seq.append_token(token)
+        advance(manager, cache, seq, seq.num_tokens)
+
+
+def swapped(manager, seq, host_block_ids):
+    """A strategy that keeps the K and V of `seq` in these blocks of host memory."""
+    from nanovllm.extras.swap.space import Swap, SwapSpace
+
+    space = SwapSpace(0, manager.block_size)
+    space._held[seq] = list(host_block_ids)
+    return Swap(manager, space)
+
+
+def fork(manager, parent, name="child"):
+    child = make_seq(tokens_of(parent), name)
+    manager.fork(parent, child)
+    return child
+
+
+def num_hits(manager, tokens):
+    """How many blocks a sequence that begins with `tokens` would find; changes nothing."""
+    return len(manager.prefix_cache.find(make_seq([*tokens, 99])))
+
+
+# ---- random use, against the oracle
+
+
+TOKENS = (0, 1, 2, 3)
+
+
+class Known:
+    """What the oracle expects of a registered block; `parent` is the one before it."""
+
+    def __init__(self, block_id, parent):
+        self.block_id = block_id
+        self.parent = parent
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    """Random sequences over few token ids, so that prefixes repeat, in a pool that runs out.
+
+    A step's actions come in any order that a scheduler could choose, and more: sequences are admitted, swapped in, get
+    tokens, and those that have got none in this step are preempted or swapped out; then the step runs, or fails. In
+    between sequences are forked, also in the middle of their prompt, and end.
+    """
+
+    hash_name = "real"
+
+    def __init__(self):
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(nanovllm.prefix_cache, "hash_block", HASHES[self.hash_name])
+        self.names = count()
+        self.waiting = []
+        self.running = []
+        self.host = {}  # swapped sequence -> its blocks in host memory
+        self.known = {}  # whole prefix -> Known
+        self.registered = {}  # running sequence -> (how many of its blocks are, Known of the last)
+        self.registered_now = set()  # blocks, in this step
+
+    @initialize(block_size=st.integers(1, 4), num_blocks=st.integers(1, 9))
+    def make(self, block_size, num_blocks):
+        self.size = block_size
+        self.manager = BlockManager(num_blocks, block_size)
+        self.cache = FakeKVCache(block_size)
+
+    @property
+    def seqs(self):
+        return self.running + self.waiting
+
+    # ---- what the scheduler does between two steps
+
+    @rule(tokens=st.lists(st.sampled_from(TOKENS[:3]), min_size=1, max_size=12))
+    def add(self, tokens):
+        self.waiting.append(make_seq(tokens[: self.manager.capacity], f"seq-{next(self.names)}"))
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data())
+    def add_alike(self, data):
+        """A sequence that begins as another does, often in whole blocks, or goes on as it does behind another token."""
+        tokens = tokens_of(data.draw(st.sampled_from(self.seqs)))
+        tokens[0] = data.draw(st.sampled_from([tokens[0], tokens[0], TOKENS[-1]]))
+        length = data.draw(st.integers(1, len(tokens)))
+        if data.draw(st.booleans()):
+            length = max(1, length // self.size * self.size)
+        self.add((tokens[:length] + data.draw(st.lists(st.sampled_from(TOKENS), max_size=3)))[:12])
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def fork(self, data):
+        parent = data.draw(st.sampled_from(self.running))
+        child = fork(self.manager, parent, f"seq-{next(self.names)}")
+        assert table_of(child) == table_of(parent), "it shares all blocks, the last one included"
+        assert child.num_computed_tokens == parent.num_computed_tokens
+        self.running.append(child)
+        self.registered[child] = self.registered[parent]
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data())
+    def finish(self, data):
+        seq = data.draw(st.sampled_from(self.seqs))
+        if seq in self.running:
+            self.take_back(seq)
+        self.waiting = [other for other in self.waiting if other is not seq]
+
+    @rule()
+    def reset_prefix_cache(self):
+        self.manager.prefix_cache.reset()
+        self.known.clear()
+
+    # ---- a step
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data(), is_failure=st.integers(0, 4).map(lambda n: n == 4))
+    def step(self, data, is_failure):
+        """Up to five actions, then the forward pass."""
+        self.manager.begin_step()
+        self.registered_now = set()
+        writers, old = WriterCheck(self.running), set(self.running)
+        chunks, swap_outs, swap_ins, swapped_out = {}, [], [], []
+        may_admit = True
+        for _ in range(data.draw(st.integers(1, 5))):
+            idle = [seq for seq in self.running if seq not in chunks]
+            victims = [seq for seq in idle if seq in old]
+            actions = ["go on"] * 2 * bool(idle) + ["admit"] * 2 * bool(self.waiting and may_admit)
+            actions += ["preempt", *["swap out"] * HAS_SWAP] * bool(victims)
+            if not actions:
+                break
+            action = data.draw(st.sampled_from(actions))
+            if action == "go on":
+                self.schedule(data.draw(st.sampled_from(idle)), chunks, data)
+            elif action == "admit":
+                seq = data.draw(st.sampled_from(self.waiting))
+                if self.try_admit(seq, data.draw(st.sampled_from([0, 0, 1, 2])), swap_ins):
+                    assert self.schedule(seq, chunks, data), "an admitted sequence fits"
+            else:  # nothing is admitted after that: blocks of this step's copies may be free now
+                may_admit = False
+                seq = data.draw(st.sampled_from(victims))
+                self.preempt(seq, swap_outs if action == "swap out" else None)
+                swapped_out += [seq] if seq in self.host else []
+        self.forward(chunks, (swap_outs, swap_ins, self.manager.take_copies()), writers, swapped_out, not is_failure)
+
+    def forward(self, chunks, moves, writers, swapped_out, is_done):
+        writes = [(seq, seq.num_computed_tokens, num_tokens) for seq, num_tokens in chunks.items()]
+        writers.check(writes, self.size)
+        journal = self.cache.move(*moves)
+        for write in writes:
+            journal += self.cache.write(*write)
+        if is_done:
+            for seq, _, num_tokens in writes:
+                seq.num_computed_tokens = num_tokens
+            return
+        self.cache.spoil(journal)
+        forget_new(self.manager)
+        self.forget(self.registered_now)
+        for seq in chunks:
+            self.take_back(seq)
+            self.waiting.append(seq)
+        for seq in swapped_out:
+            self.host.pop(seq, None)
+            seq.num_computed_tokens = 0
+
+    def preempt(self, seq, swap_outs):
+        table, num_computed = table_of(seq), seq.num_computed_tokens
+        self.take_back(seq)
+        self.waiting.append(seq)
+        if swap_outs is not None:
+            if num_computed == seq.num_tokens:  # what waits always has a token to compute
+                seq.append_token(0)
+            seq.num_computed_tokens = num_computed
+            self.host[seq] = [next(self.names) for _ in table]  # as if host memory had no end
+            swap_outs += zip(table, self.host[seq], strict=True)
+
+    def take_back(self, seq):
+        self.manager.free(seq)
+        assert len(table_of(seq)) == seq.num_computed_tokens == 0
+        self.running.remove(seq)
+        del self.registered[seq]
+
+    # ---- what the oracle expects of it
+
+    def try_admit(self, seq, num_promised, swap_ins):
+        num_free = self.manager.num_free_blocks - num_promised
+        num_needed = -(-seq.num_tokens // self.size)
+        if seq in self.host:
+            kept = self.host[seq]
+            is_admitted = swapped(self.manager, seq, kept).try_admit(seq, num_promised)
+            if is_admitted:
+                del self.host[seq]
+            assert is_admitted == (num_needed <= num_free)
+            if is_admitted:
+                swap_ins += zip(kept, table_of(seq), strict=True)
+                self.forget(table_of(seq))
+                self.admit(seq, 0, None)
+                self.register(seq, table_of(seq), seq.num_computed_tokens)
+            return is_admitted
+        hits = self.expected_hits(seq)
+        owned = {block_id for other in self.running for block_id in table_of(other)}
+        num_shared = sum(known.block_id in owned for known in hits)
+        is_admitted = self.manager.try_admit(seq, num_promised)
+        table = table_of(seq)
+        if self.hash_name == "real":
+            assert is_admitted == (num_needed - num_shared <= num_free and num_free > 0)
+            if is_admitted:
+                assert table == [known.block_id for known in hits[: len(table)]]
+                assert seq.num_computed_tokens == len(hits) * self.size
+        assert is_admitted or (not table and num_needed > num_free)
+        if is_admitted:
+            assert seq.num_computed_tokens < seq.num_tokens, "the last token is always computed"
+            self.admit(seq, len(hits), hits[-1] if hits else None)
+        return is_admitted
+
+    def admit(self, seq, num_registered, last):
+        self.waiting.remove(seq)
+        self.running.append(seq)
+        self.registered[seq] = num_registered, last
+
+    def expected_hits(self, seq):
+        """The longest run of known blocks, each registered on top of the one before it, short of the last token."""
+        tokens = tokens_of(seq)
+        hits = []
+        for stop in range(self.size, len(tokens), self.size):
+            known = self.known.get(tuple(tokens[:stop]))
+            if known is None or known.parent is not (hits[-1] if hits else None):
+                break
+            hits.append(known)
+        return hits
+
+    def schedule(self, seq, chunks, data):
+        """Give blocks for some more tokens; full ones are known from now on. False if blocks ran out."""
+        if seq.num_computed_tokens == seq.num_tokens:
+            seq.append_token(data.draw(st.sampled_from(TOKENS)))
+        num_tokens = data.draw(st.integers(seq.num_computed_tokens + 1, seq.num_tokens))
+        before, num_free = table_of(seq), self.manager.num_free_blocks
+        num_needed = max(0, -(-num_tokens // self.size) - len(before))
+        tail = seq.num_computed_tokens // self.size  # the block that is written first
+        is_shared = tail < len(before) and any(before[tail] in table_of(o) for o in self.running if o is not seq)
+        has_room = self.manager.try_allocate(seq, num_tokens)
+        table = table_of(seq)
+        assert has_room == (num_needed + is_shared <= num_free)
+        if not has_room:
+            assert table == before
+            return False
+        chunks[seq] = num_tokens
+        assert len(table) == len(before) + num_needed
+        changed = [i for i in range(len(before)) if table[i] != before[i]]
+        assert changed == [tail] * is_shared, "block tables are append-only, but for copy-on-write"
+        self.forget(table[len(before) :] + [table[i] for i in changed])
+        self.register(seq, table, num_tokens)
+        return True
+
+    def register(self, seq, table, num_tokens):
+        num_registered, parent = self.registered[seq]
+        for i in range(num_registered, num_tokens // self.size):
+            prefix = tuple(tokens_of(seq)[: (i + 1) * self.size])
+            known = self.known.get(prefix)
+            if known is None or known.parent is not parent:
+                known = self.known[prefix] = Known(table[i], parent)
+                self.registered_now.add(table[i])
+            parent = known
+        self.registered[seq] = max(num_registered, num_tokens // self.size), parent
+
+    def forget(self, block_ids):
+        self.known = {prefix: known for prefix, known in self.known.items() if known.block_id not in block_ids}
+
+    # ---- what always holds
+
+    @invariant()
+    def every_block_is_free_or_owned(self):
+        if hasattr(self, "manager"):
+            check_ownership(self.manager, self.seqs)
+            check_stored(self.manager, self.running)
+
+    @invariant()
+    def every_sequence_reads_its_own_prefix(self):
+        for seq in self.running:
+            self.cache.check(seq, seq.num_computed_tokens)
+        for seq in self.waiting:
+            if seq in self.host:
+                self.cache.check_host(seq, seq.num_computed_tokens, self.host[seq])
+
+    @invariant()
+    def cached_blocks_hold_what_they_stand_for(self):
+        if hasattr(self, "manager"):
+            check_cached_blocks(self.manager, self.cache)
+            if self.hash_name == "real":
+                assert set(self.manager.prefix_cache._by_id) == {known.block_id for known in self.known.values()}
+
+    def teardown(self):
+        if hasattr(self, "manager"):
+            for seq in list(self.running):
+                self.take_back(seq)
+            check_ownership(self.manager, [])
+            everything = make_seq([9] * self.manager.capacity)
+            assert self.manager.try_admit(everything), "a leak"
+            assert self.manager.try_allocate(everything, everything.num_tokens), "a leak"
+        self.patch.undo()
+
+
+class ConstantHashMachine(BlockManagerMachine):
+    hash_name = "constant"
+
+
+class WeakHashMachine(BlockManagerMachine):
+    hash_name = "weak"
+
+
+class BlindHashMachine(BlockManagerMachine):
+    hash_name = "blind for the parent"
+
+
+SETTINGS = settings(
+    max_examples=examples(100), stateful_step_count=40, deadline=None, derandomize=True, report_multiple_bugs=False
+)
+TestRealHash = pytest.mark.examples(BlockManagerMachine.TestCase)
+TestConstantHash = pytest.mark.examples(ConstantHashMachine.TestCase)
+TestWeakHash = pytest.mark.examples(WeakHashMachine.TestCase)
+TestBlindHash = pytest.mark.examples(BlindHashMachine.TestCase)
+TestConstantHash.settings = TestWeakHash.settings = TestBlindHash.settings = SETTINGS
+TestRealHash.settings = settings(SETTINGS, max_examples=examples(300))
+
+
+# ---- prefix hits, by hand
+
+
+@pytest.fixture(params=HASHES)
+def any_hash(request, monkeypatch):
+    monkeypatch.setattr(nanovllm.prefix_cache, "hash_block", HASHES[request.param])
+    return request.param
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_same_block_after_another_prefix_is_no_hit(any_hash, block_size):
+    """A+X and B+Y are cached: B+X has B's block and not X's, which was computed after A."""
+    a, b, x, y = ([token] * block_size for token in (1, 2, 3, 4))
+    manager, cache = BlockManager(8, block_size), FakeKVCache(block_size)
+    for tokens in (a + x, b + y):
+        manager.free(start(manager, cache, tokens))
+    assert num_hits(manager, b + x) <= 1
+    if any_hash == "real":
+        assert num_hits(manager, b + x) == 1
+        assert num_hits(manager, a + x) == num_hits(manager, b + y) == 2
+    start(manager, cache, [*b, *x, 9])  # its slots are checked against its own prefix
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_same_block_after_another_prefix_is_no_twin(any_hash, block_size):
+    """A+X and B+X+Z are cached: A+X+Z has not Z's block, which was computed after B+X."""
+    a, b, x, z = ([token] * block_size for token in (1, 2, 3, 4))
+    manager, cache = BlockManager(8, block_size), FakeKVCache(block_size)
+    for tokens in (a + x, b + x + z):
+        manager.free(start(manager, cache, tokens))
+    assert num_hits(manager, a + x + z) <= 2
+    start(manager, cache, [*a, *x, *z, 9])
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_other_block_with_the_same_hash_is_no_twin(any_hash, block_size):
+    """A and B+Z are cached, A and B under one weak hash: A+Z has not Z's block, which was computed after B."""
+    a, b, z = ([token] * block_size for token in (0, 3, 1))
+    manager, cache = BlockManager(8, block_size), FakeKVCache(block_size)
+    for tokens in (a, b + z):
+        manager.free(start(manager, cache, tokens))
+    assert num_hits(manager, a + z) <= 1
+    start(manager, cache, [*a, *z, 9])
+
+
+def test_colliding_blocks_replace_each_other_without_a_trace(any_hash):
+    manager, cache = BlockManager(3, 2), FakeKVCache(2)
+    for tokens in ([1, 1, 2, 2, 5], [3, 3, 2, 2, 5], [1, 1, 2, 2, 5], [2, 2, 1, 1, 5]):
+        manager.free(start(manager, cache, tokens))
+        check_ownership(manager, [])
+        check_cached_blocks(manager, cache)
+
+
+def test_parent_that_was_evicted_and_computed_anew_does_not_adopt_old_children():
+    """A twin's child hangs on a parent that is gone; the parent's successor has another identity."""
+    manager, cache = BlockManager(6, 2), FakeKVCache(2)
+    manager.begin_step()
+    first, twin = make_seq([1, 1]), make_seq([1, 1, 2, 2, 7])
+    assert manager.try_admit(first)
+    assert manager.try_admit(twin)  # before `first` is registered: it gets its own copy of block [1, 1]
+    advance(manager, cache, first, 2)
+    advance(manager, cache, twin, 5)
+    manager.free(first)
+    manager.free(start(manager, cache, [8, 8, 8, 8, 8, 8]))  # evicts the block that the child's parent names
+    assert num_hits(manager, [1, 1, 2, 2]) == 0
+    start(manager, cache, [1, 1, 4])
+    assert num_hits(manager, [1, 1, 2, 2]) == 1
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("num_tokens", range(1, 14))
+def test_of_a_prompt_that_is_cached_only_what_is_needed_is_computed(num_tokens, block_size):
+    """Cached whole: its last token. Else: what follows the last full block."""
+    tokens = list(range(num_tokens))
+    manager, cache = BlockManager(16, block_size), FakeKVCache(block_size)
+    manager.free(start(manager, cache, tokens))
+    again = start_admitted(manager, tokens)
+    assert again.num_computed_tokens == (num_tokens - 1) // block_size * block_size, "the last token is computed anew"
+    advance(manager, cache, again, num_tokens)
+    assert manager.num_used_blocks == -(-num_tokens // block_size)
+
+
+def start_admitted(manager, tokens):
+    """The beginning of a step, as far as the admission of one sequence, which must fit."""
+    manager.begin_step()
+    seq = make_seq(tokens)
+    assert manager.try_admit(seq)
+    return seq
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_last_block_of_a_cached_prompt_is_computed_anew_in_a_block_of_its_own(block_size):
+    """The step needs the logits of the last token, so the block that holds it is not taken from the cache."""
+    tokens = list(range(8))
+    manager, cache = BlockManager(16, block_size), FakeKVCache(block_size)
+    first = start(manager, cache, tokens)
+    owned, used = table_of(first), manager.num_used_blocks
+    writers = WriterCheck([first])
+    again = start_admitted(manager, tokens)
+    assert again.num_computed_tokens == 8 - block_size
+    assert manager.try_allocate(again, 8)
+    assert manager.take_copies() == []
+    writers.check([(again, 8 - block_size, 8)], block_size)
+    cache.write(again, 8 - block_size, 8)
+    again.num_computed_tokens = 8
+    cache.check(again, 8)
+    assert table_of(first) == owned
+    assert table_of(again)[:-1] == owned[:-1]
+    assert table_of(again)[-1] != owned[-1]
+    assert manager.num_used_blocks == used + 1
+    check_ownership(manager, [first, again])
+    check_stored(manager, [first, again])
+
+
+def test_same_prompt_twice_in_one_step_shares_all_but_the_last_block():
+    manager = BlockManager(16, 4)
+    first = start_admitted(manager, list(range(8)))
+    assert manager.try_allocate(first, 8)
+    second = make_seq(list(range(8)))
+    assert manager.try_admit(second)
+    assert table_of(second) == table_of(first)[:1]
+    assert second.num_computed_tokens == 4
+    assert manager.try_allocate(second, 8)
+    assert manager.take_copies() == []
+
+
+def test_a_tap_that_reads_the_prompt_needs_every_position_so_nothing_is_found():
+    manager, cache = BlockManager(8, 2), FakeKVCache(2)
+    manager.free(start(manager, cache, [1, 2, 3, 4]))
+    manager.begin_step()
+    seq = make_seq([1, 2, 3, 4, 5])
+    seq.reads_prompt = True  # a tap does
+    assert manager.try_admit(seq)
+    assert seq.num_computed_tokens == len(table_of(seq)) == 0
+    assert num_hits(manager, [1, 2, 3, 4]) == 2
+
+
+def test_shared_block_is_one_block_until_its_last_owner_leaves():
+    manager, cache = BlockManager(8, 2), FakeKVCache(2)
+    first = start(manager, cache, [1, 2, 3])
+    second = start(manager, cache, [1, 2, 4])
+    assert table_of(first)[0] == table_of(second)[0]
+    assert manager.num_used_blocks == 3
+    manager.free(first)
+    check_ownership(manager, [second])
+    manager.free(second)
+    check_ownership(manager, [])
+
+
+def test_block_that_is_not_full_is_not_shared():
+    manager, cache = BlockManager(8, 4), FakeKVCache(4)
+    first = start(manager, cache, [1, 2, 3])
+    second = start_admitted(manager, [1, 2, 3, 4, 5])
+    assert second.num_computed_tokens == 0
+    advance(manager, cache, second, 5)
+    assert not set(table_of(first)) & set(table_of(second))
+
+
+def test_generated_tokens_are_cached_too():
+    manager, cache = BlockManager(8, 2), FakeKVCache(2)
+    seq = start(manager, cache, [1, 2, 3])
+    append(manager, cache, seq, 4, 5, 6)
+    manager.free(seq)
+    assert num_hits(manager, [1, 2, 3, 4, 5, 6]) == 3
+
+
+def test_without_prefix_caching_nothing_is_found():
+    manager, cache = BlockManager(8, 2, enable_prefix_caching=False), FakeKVCache(2)
+    manager.free(start(manager, cache, [1, 2, 3, 4]))
+    assert num_hits(manager, [1, 2, 3, 4]) == 0
+    check_ownership(manager, [])
+
+
+def test_reset_forgets_what_is_cached_and_leaves_running_sequences_alone():
+    manager, cache = BlockManager(8, 2), FakeKVCache(2)
+    running = start(manager, cache, [1, 2, 3, 4])
+    manager.prefix_cache.reset()
+    assert num_hits(manager, [1, 2, 3, 4]) == 0
+    check_ownership(manager, [running])
+    append(manager, cache, running, 5, 6)
+    assert num_hits(manager, [1, 2, 3, 4, 5, 6]) == 0, "its first blocks were forgotten, so nobody gets at the third"
+    check_cached_blocks(manager, cache)
+
+
+def test_refused_admission_changes_nothing():
+    manager, cache = BlockManager(3, 2), FakeKVCache(2)
+    manager.free(start(manager, cache, [1, 2, 3]))
+    running = start(manager, cache, [7, 8, 9])
+    waiting = make_seq([1, 2, 3])  # its one cached block is among the free ones, and it needs another: one too many
+    free_before = list(manager._free)
+    assert len(free_before) == 1
+    assert not manager.try_admit(waiting)
+    assert list(manager._free) == free_before
+    assert waiting.num_computed_tokens == len(table_of(waiting)) == 0
+    check_ownership(manager, [running])
+
+
+# ---- forks and copy-on-write
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_fork_costs_no_block_until_somebody_writes(enable_prefix_caching):
+    manager, cache = BlockManager(16, 4, enable_prefix_caching), FakeKVCache(4)
+    parent = start(manager, cache, [1, 2, 3, 4, 5, 6])
+    children = [fork(manager, parent, f"child-{i}") for i in range(3)]
+    assert [table_of(child) for child in children] == [table_of(parent)] * 3
+    assert manager.num_used_blocks == 2
+    assert manager.num_used_blocks * 4 - count_empty_slots([parent, *children], manager.block_size) == 6
+    check_ownership(manager, [parent, *children])
+    for seq, num_used in zip([parent, *children], (3, 4, 5, 5), strict=True):  # the last one has the block for itself
+        append(manager, cache, seq, 7)
+        assert manager.num_used_blocks == num_used
+        check_stored(manager, [parent, *children])
+    assert len({table_of(seq)[1] for seq in [parent, *children]}) == 4
+    assert len({table_of(seq)[0] for seq in [parent, *children]}) == 1
+    for seq in [parent, *children]:
+        cache.check(seq, 7)
+
+
+def test_first_write_names_the_copy_and_the_owner_that_is_left_writes_in_place():
+    manager, cache = BlockManager(16, 4), FakeKVCache(4)
+    parent = start(manager, cache, [1, 2])
+    child = fork(manager, parent)
+    (shared,) = table_of(parent)
+    manager.begin_step()
+    for seq, token in ((parent, 3), (child, 4)):
+        seq.append_token(token)
+        assert manager.try_allocate(seq, 3)
+    assert table_of(child) == [shared]
+    assert manager.take_copies() == [(shared, table_of(parent)[0])]
+    assert manager.take_copies() == []
+
+
+def test_fork_at_a_block_border_needs_no_copy():
+    manager, cache = BlockManager(16, 4), FakeKVCache(4)
+    parent = start(manager, cache, [1, 2, 3, 4])
+    child = fork(manager, parent)
+    for seq, token in ((parent, 3), (child, 4)):
+        append(manager, cache, seq, token)
+    assert manager.num_used_blocks == 3
+    assert table_of(parent)[0] == table_of(child)[0]
+
+
+def test_owner_that_is_left_by_all_others_needs_no_copy():
+    manager, cache = BlockManager(1, 4), FakeKVCache(4)
+    parent = start(manager, cache, [1, 2])
+    children = [fork(manager, parent, f"child-{i}") for i in range(2)]
+    manager.free(parent)
+    manager.free(children[0])
+    append(manager, cache, children[1], 3)
+    check_ownership(manager, [children[1]])
+    assert manager.num_used_blocks * 4 - count_empty_slots([children[1]], manager.block_size) == 3
+
+
+def test_copy_that_finds_no_block_changes_nothing():
+    manager, cache = BlockManager(1, 4), FakeKVCache(4)
+    parent = start(manager, cache, [1, 2])
+    child = fork(manager, parent)
+    child.append_token(3)
+    assert not manager.try_allocate(child, 3)
+    assert table_of(child) == table_of(parent)
+    assert manager.take_copies() == []
+    check_ownership(manager, [parent, child])
+    check_stored(manager, [parent, child])
+    manager.free(parent)
+    assert manager.try_allocate(child, 3), "it is alone now"
+
+
+def test_fork_of_a_fork_shares_with_both():
+    manager, cache = BlockManager(16, 4), FakeKVCache(4)
+    parent = start(manager, cache, [1, 2])
+    child = fork(manager, parent)
+    append(manager, cache, child, 3)
+    grandchildren = [fork(manager, child, f"grandchild-{i}") for i in range(2)]
+    seqs = [parent, child, *grandchildren]
+    check_ownership(manager, seqs)
+    check_stored(manager, seqs)
+    for token, seq in enumerate(seqs):
+        append(manager, cache, seq, token)
+        check_stored(manager, seqs)
+    for seq in seqs:
+        cache.check(seq, seq.num_tokens)
+        manager.free(seq)
+    check_ownership(manager, [])
+
+
+def test_forks_that_go_on_alike_share_what_they_both_filled_with_those_who_come_later():
+    """Both have filled a block of their own with the same tokens: one of the two is found."""
+    manager, cache = BlockManager(16, 2), FakeKVCache(2)
+    parent = start(manager, cache, [1, 2, 3])
+    child = fork(manager, parent)
+    append(manager, cache, parent, 4, 5)
+    append(manager, cache, child, 4, 6)
+    check_cached_blocks(manager, cache)
+    assert num_hits(manager, [1, 2, 3, 4]) == 2
+    later = start(manager, cache, [1, 2, 3, 4, 7])
+    assert table_of(later)[1] in (table_of(parent)[1], table_of(child)[1])
+
+
+# ---- swapped sequences
+
+
+def test_swapped_sequence_gets_private_blocks_or_none():
+    manager, cache = BlockManager(5, 2), FakeKVCache(2)
+    seq = start(manager, cache, [1, 2, 3])
+    manager.free(seq)
+    seq.num_computed_tokens = 3
+    seq.append_token(4)
+    seq.append_token(5)
+    other = start(manager, cache, [1, 2, 9])
+    manager.begin_step()
+    swap = swapped(manager, seq, [0, 1])
+    assert not swap.try_admit(seq, num_reserved=1)
+    assert table_of(seq) == []
+    assert swap.try_admit(seq, num_reserved=0)
+    assert len(table_of(seq)) == 2, "as many as were computed; the third comes with the tokens"
+    assert not set(table_of(seq)) & set(table_of(other))
+    assert seq.num_computed_tokens == 3
+    assert manager.try_allocate(seq, 5)
+    check_ownership(manager, [seq, other])
+
+
+# ---- steps that fail
+
+
+def test_blocks_of_a_failed_step_are_forgotten_and_those_of_others_are_not():
+    manager, cache = BlockManager(16, 2), FakeKVCache(2)
+    old = start(manager, cache, [1, 2, 3, 4])
+    new = start_admitted(manager, [1, 2, 5, 6])
+    assert manager.try_allocate(new, 4)
+    assert num_hits(manager, [1, 2, 5, 6]) == 2
+    forget_new(manager)
+    manager.free(new)
+    assert num_hits(manager, [1, 2, 5, 6]) == 1
+    assert num_hits(manager, [1, 2, 3, 4]) == 2
+    check_cached_blocks(manager, cache)
+    manager.begin_step()
+    forget_new(manager)
+    assert num_hits(manager, [1, 2, 3, 4]) == 2, "what an earlier step has registered is safe"
+    check_ownership(manager, [old])
+
+
+# ---- eviction
+
+
+def test_freed_blocks_are_hit_until_they_are_handed_out_again():
+    manager, cache = BlockManager(4, 2), FakeKVCache(2)
+    manager.free(start(manager, cache, [1, 1, 2, 2]))
+    assert manager.num_free_blocks == 4
+    assert num_hits(manager, [1, 1, 2, 2]) == 2
+    manager.free(start(manager, cache, [5, 5, 6, 6]))  # two blocks that held nothing
+    assert num_hits(manager, [1, 1, 2, 2]) == 2
+    manager.free(start(manager, cache, [7, 7, 8, 8]))
+    assert num_hits(manager, [1, 1, 2, 2]) == 0
+
+
+def test_least_recently_used_goes_first():
+    manager, cache = BlockManager(3, 2), FakeKVCache(2)
+    for token in (1, 2, 3):
+        manager.free(start(manager, cache, [token, token]))
+    # the oldest is used again: a hit, whose owner leaves the block behind as the newest
+    seq = start_admitted(manager, [1, 1, 9])
+    assert seq.num_computed_tokens == 2
+    manager.free(seq)
+    remaining = [[1], [2], [3]]
+    for new_token, evicted in ((5, 2), (6, 3), (7, 1)):
+        manager.free(start(manager, cache, [new_token, new_token]))
+        remaining.remove([evicted])
+        assert [[token] for token in (1, 2, 3) if num_hits(manager, [token, token])] == remaining
+
+
+def test_tail_of_a_prefix_is_evicted_before_its_head():
+    manager, cache = BlockManager(4, 2), FakeKVCache(2)
+    tokens = [1, 1, 2, 2, 3, 3, 4, 4]
+    manager.free(start(manager, cache, tokens))
+    holders = []
+    for num_left in (3, 2, 1, 0):
+        seq = make_seq([50 + num_left])
+        assert manager.try_admit(seq)
+        assert manager.try_allocate(seq, 1)
+        holders.append(seq)
+        assert num_hits(manager, tokens) == num_left
+    check_ownership(manager, holders)
+
+
+def test_blocks_that_nobody_can_hit_are_reused_first():
+    manager, cache = BlockManager(3, 2), FakeKVCache(2)
+    manager.free(start(manager, cache, [1, 1, 2, 2]))
+    manager.free(start(manager, cache, [3]))  # its block is not full, so not cached
+    manager.free(start(manager, cache, [4]))
+    assert num_hits(manager, [1, 1, 2, 2]) == 2
+
+
+def test_evicted_block_leaves_no_entry_behind():
+    manager, cache = BlockManager(2, 2), FakeKVCache(2)
+    for token in range(20):
+        manager.free(start(manager, cache, [token, token, token + 1, token + 1]))
+        check_cached_blocks(manager, cache)
+    assert len(manager.prefix_cache._by_hash) == 2
+    for token in range(19):
+        assert num_hits(manager, [token, token]) == 0
+
+
+def test_block_in_use_is_never_evicted():
+    manager, cache = BlockManager(4, 2), FakeKVCache(2)
+    running = start(manager, cache, [1, 1, 2, 2])
+    for token in range(5, 15):
+        manager.free(start(manager, cache, [token, token, token]))
+        cache.check(running, 4)
+    assert num_hits(manager, [1, 1, 2, 2]) == 2
+
+
+# ---- what it costs
+
+
+def test_each_block_is_hashed_once_in_the_life_of_its_sequence(monkeypatch):
+    calls = []
+
+    def counting_hash(parent_hash, tokens):
+        calls.append(tokens)
+        return hash_block(parent_hash, tokens)
+
+    monkeypatch.setattr(nanovllm.prefix_cache, "hash_block", counting_hash)
+    manager, cache = BlockManager(20, 2), FakeKVCache(2)
+    neighbour = start(manager, cache, [90, 91] * 14)
+    calls.clear()
+
+    seq = make_seq(list(range(13)))
+    for _ in range(3):
+        assert not manager.try_admit(seq)
+    manager.free(neighbour)
+    assert manager.try_admit(seq)
+    for num_tokens in (3, 4, 10, 13):
+        manager.begin_step()
+        advance(manager, cache, seq, num_tokens)
+    manager.free(seq)  # preempted
+    manager.begin_step()
+    assert manager.try_admit(seq)
+    assert seq.num_computed_tokens == 12
+    advance(manager, cache, seq, 13)
+    append(manager, cache, seq, *range(13, 16))
+    child = fork(manager, seq)
+    append(manager, cache, seq, 16, 17)
+    manager.free(seq)
+    manager.prefix_cache.reset()
+    manager.begin_step()
+    assert manager.try_admit(seq)
+    advance(manager, cache, seq, seq.num_tokens)
+    assert len(calls) == len(set(calls)) == seq.num_tokens // 2 == 9
+    append(manager, cache, child, 20, 21)
+    assert len(calls) == 10, "a fork knows its parent's hashes"
+
+
+def full_pool(num_blocks):
+    """All blocks free, cached, and of sequences of two blocks each."""
+    manager = BlockManager(num_blocks, 1)
+    for first in range(0, num_blocks, 2):
+        seq = make_seq([first, first + 1])
+        assert manager.try_admit(seq)
+        assert manager.try_allocate(seq, 2)
+        manager.free(seq)
+    assert len(manager.prefix_cache._by_id) == num_blocks
+    return manager
+
+
+def seconds_of_use(manager):
+    """Evictions at the front of the free queue, hits in its middle, forks, frees at both ends; the best of eight."""
+    tokens = count(10_000_000)
+    best = float("inf")
+    for attempt in range(8):
+        new = [make_seq([next(tokens)]) for _ in range(20)]
+        middle = manager.num_blocks // 2 + 4 * attempt
+        old = [make_seq([middle + 2 * i, middle + 2 * i + 1]) for i in range(2)]
+        begin = time.perf_counter()
+        manager.begin_step()
+        for seq in new:
+            assert manager.try_admit(seq)
+            assert manager.try_allocate(seq, 1)
+        for seq in old:
+            assert manager.try_admit(seq)
+            assert seq.num_computed_tokens == 1
+        children = [make_seq([1]) for _ in range(2)]
+        for child in children:
+            manager.fork(new[0], child)
+        for seq in new + old + children:
+            manager.free(seq)
+        forget_new(manager)
+        best = min(best, time.perf_counter() - begin)
+    return best
+
+
+def test_cost_of_a_block_does_not_grow_with_the_pool():
+    """A hundred times the blocks: whatever scans them takes a hundred times longer."""
+    small, large = full_pool(400), full_pool(40_000)
+    assert seconds_of_use(large) < 20 * seconds_of_use(small)

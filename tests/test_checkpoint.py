@@ -1,0 +1,183 @@
+"""What is beside the weights of a checkpoint: its folder, its config, its tokenizer; refused by name if not served.
+
+Faults are made by hand, each once. Nothing here touches the network.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+
+from nanovllm.checkpoint import (
+    load_tokenizer,
+    read_eos_token_ids,
+    read_model_config,
+    resolve_model,
+)
+from nanovllm.config import Config
+from nanovllm.weights import INDEX_FILE
+from tests.hub_cache import put_into_cache
+from tests.test_weights import check_equals, edit_config, load
+
+# ---- config.json
+
+
+@pytest.mark.parametrize("file", ["config.json", INDEX_FILE])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "is not valid JSON"), ("", "is not valid JSON"), ("[1]", "must hold a JSON object, got list")],
+)
+def test_bad_json_is_named(broken, file, content, message):
+    folder, _ = broken
+    (folder / file).write_text(content)
+    with pytest.raises(ValueError, match=f"{file} {message}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], ["Gemma3ForConditionalGeneration"], [], None])
+def test_other_architectures_are_refused(broken, architectures):
+    folder, _ = broken
+    edit_config(folder, architectures=architectures)
+    with pytest.raises(ValueError, match="is not supported; supported: .*LlamaForCausalLM.*Qwen3ForCausalLM") as error:
+        load(folder)
+    assert str(architectures) in str(error.value)
+
+
+def test_code_in_a_checkpoint_is_not_run_and_the_refusal_says_so(broken):
+    folder, _ = broken
+    edit_config(folder, architectures=["Own"], auto_map={"AutoModelForCausalLM": "own.Own"})
+    with pytest.raises(ValueError, match="never run: trust_remote_code does not exist here"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("field", "settings", "name"),
+    [
+        ("quantization_config", {"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
+        ("quantization_config", {"quant_method": "hqq"}, "hqq"),
+        ("compression_config", {"format": "marlin-24"}, "marlin-24"),
+        ("quantization_config", {"bits": 4}, "{'bits': 4}"),
+    ],
+    ids=str,
+)
+def test_quantised_checkpoints_are_refused_by_the_name_of_their_format(broken, field, settings, name):
+    """Also where all tensors would fit, as here."""
+    folder, _ = broken
+    edit_config(folder, **{field: settings})
+    with pytest.raises(ValueError, match=f"{field}: the weights are quantised with {re.escape(name)}, .*bfloat16"):
+        load(folder)
+
+
+def test_an_empty_quantization_config_is_no_quantisation(broken, tiny_checkpoint):
+    folder, _ = broken
+    edit_config(folder, quantization_config=None)
+    check_equals(load(folder), tiny_checkpoint[1])
+
+
+# ---- from a name to a folder
+
+
+def test_folder_is_taken_as_str_and_as_path(tiny_checkpoint):
+    folder = tiny_checkpoint[0]
+    assert resolve_model(folder) == resolve_model(str(folder)) == folder
+
+
+def test_home_is_expanded(tiny_checkpoint, monkeypatch):
+    folder = tiny_checkpoint[0]
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert resolve_model(f"~/{folder.name}") == folder
+
+
+def test_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path.name}' holds no config.json"):
+        resolve_model(tmp_path)
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./nothing", "../nothing", "a/b/c", "~/none", Path("nothing")])
+def test_path_that_is_not_there_is_named(model):
+    with pytest.raises(ValueError, match="is not a folder on this machine, nor a hub id") as error:
+        resolve_model(model)
+    assert repr(str(model)) in str(error.value)
+
+
+@pytest.mark.parametrize("hub_id", ["some-org/Some-Model.1", "model"])
+def test_hub_id_is_found_in_the_cache_when_offline(hub_cache, tiny_checkpoint, hub_id):
+    folder, hf_model = tiny_checkpoint
+    snapshot = put_into_cache(hub_cache, hub_id, folder)
+    found = resolve_model(hub_id)
+    assert found.samefile(snapshot)
+    check_equals(load(found), hf_model)
+
+
+def test_hub_id_that_is_not_in_the_cache_is_named_when_offline(hub_cache):
+    with pytest.raises(ValueError, match="model 'org/unknown' is neither a folder on this machine nor to be had"):
+        resolve_model("org/unknown")
+
+
+def test_hub_id_without_a_config_is_refused(hub_cache, tiny_checkpoint):
+    put_into_cache(hub_cache, "org/half", tiny_checkpoint[0], ["model.safetensors"])
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_model_config(resolve_model("org/half"))
+
+
+# ---- end tokens and tokenizer
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, {5, 6}),
+        ({"eos_token_id": 5}, {"eos_token_id": 7}, {5}),
+        ({"eos_token_id": 0}, {"eos_token_id": 7}, {0}),
+        ({}, {"eos_token_id": 7}, {7}),
+        ({"eos_token_id": None}, {"eos_token_id": [7, 8]}, {7, 8}),
+        (None, {"eos_token_id": 7}, {7}),
+        (None, {"eos_token_id": None}, set()),
+        (None, {}, set()),
+    ],
+)
+def test_end_tokens_are_those_of_the_generation_config_or_else_of_the_config(tmp_path, generation, config, expected):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_eos_token_ids(tmp_path) == expected
+
+
+def test_model_without_tokenizer_files_has_none(tiny_checkpoint):
+    assert load_tokenizer(Config(tiny_checkpoint[0]), tiny_checkpoint[0]) is None
+
+
+@pytest.fixture
+def tokenizer_folder(broken):
+    """The tiny checkpoint with a tokenizer of four words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "</s>": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder, _ = broken
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(folder)
+    return folder
+
+
+def test_tokenizer_is_read(tokenizer_folder):
+    tokenizer = load_tokenizer(Config(tokenizer_folder), tokenizer_folder)
+    assert tokenizer.encode("b a b", add_special_tokens=False) == [2, 1, 2]
+    assert tokenizer.eos_token_id == 3
+
+
+def test_code_of_a_checkpoint_is_not_run(tokenizer_folder, tmp_path):
+    file = tokenizer_folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    settings |= {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
+    file.write_text(json.dumps(settings))
+    (tokenizer_folder / "evil.py").write_text(
+        f"from pathlib import Path\nPath({str(tmp_path / 'run')!r}).touch()\n"
+        "from transformers import PreTrainedTokenizerFast as Evil\n"
+    )
+    try:
+        load_tokenizer(Config(tokenizer_folder), tokenizer_folder)
+    except ValueError as error:
+        assert "trust_remote_code" in str(error)  # noqa: PT017 (it may also load without that code)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,205 @@
+"""`build_sampling_batch` and `draw_uniforms`: what the rows of a step ask for, and the numbers that decide their draws.
+
+Oracles: published values of SplitMix64, chi-square and Kolmogorov-Smirnov tests for the uniform distribution, and
+tables worked out by hand for masks. Nothing here is random from run to run: the seeds are fixed.
+
+Seen to fail when broken: seed, sample index or position left out of the hash, or added without mixing; a number drawn
+from a generator, so that it depends on the order; `min_tokens` that masks only end tokens, only `stop_token_ids`, or
+one position too long or too short.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.sampling_batch import mix
+from nanovllm.stages import ForbiddenTokens
+from tests import sampling_rows
+from tests.steps import sampling_of, uniforms_of
+
+EOS = 90
+
+
+def sequence(*args, **fields):
+    return sampling_rows.sequence(*args, eos=EOS, **fields)
+
+
+def at(seed, sample_index, position):
+    """A sequence before its `position`-th output token."""
+    seq = sequence(seed=seed, sample_index=sample_index)
+    seq.token_ids.length += position
+    return seq
+
+
+# --- uniform numbers -------------------------------------------------------------------------------------------------
+
+
+def test_the_hash_is_splitmix64():
+    """The first numbers of the reference implementation for seeds 0 and 1234567."""
+    golden = 0x9E3779B97F4A7C15
+    states = [0, golden, 1234567, 1234567 + golden, (1234567 + 2 * golden) % 2**64]
+    expected = [
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
+    assert mix(np.array(states, dtype=np.uint64)).tolist() == expected
+
+
+def test_uniforms_lie_in_the_unit_interval():
+    seeds = [0, 1, 2**32, 2**63, 2**64 - 1, *range(100, 2000)]
+    uniforms = uniforms_of([at(seed, 0, 0) for seed in seeds])
+    assert uniforms.dtype == np.float64
+    assert uniforms.min() >= 0
+    assert uniforms.max() < 1
+
+
+def test_the_largest_hash_is_below_one_and_the_smallest_is_zero(monkeypatch):
+    for bits, expected in ((2**64 - 1, 1 - 2.0**-52), (0, 0.0)):
+        monkeypatch.setattr("nanovllm.sampling_batch.mix", lambda x, bits=bits: np.full_like(x, bits))
+        assert uniforms_of([at(5, 0, 0)]).tolist() == [expected]
+
+
+def test_equal_for_equal_and_different_for_different():
+    triples = [(seed, i, position) for seed in range(12) for i in range(12) for position in range(30)]
+    uniforms = uniforms_of([at(*triple) for triple in triples])
+    assert len(set(uniforms.tolist())) == len(triples)
+    again = uniforms_of([at(*triple) for triple in triples])
+    assert uniforms.tolist() == again.tolist()
+
+
+def test_independent_of_the_order_in_the_batch():
+    triples = [(seed, i, position) for seed in (3, 2**64 - 1) for i in range(3) for position in (0, 1, 500)]
+    together = dict(zip(triples, uniforms_of([at(*t) for t in triples]).tolist(), strict=True))
+    shuffled = np.random.default_rng(0).permutation(len(triples)).tolist()
+    for order in (shuffled, shuffled[:5], [7]):
+        drawn = uniforms_of([at(*triples[i]) for i in order]).tolist()
+        assert drawn == [together[triples[i]] for i in order]
+
+
+def test_position_counts_output_tokens_only():
+    """Two prompts of different lengths draw the same: only the seed decides."""
+    short, long = sequence([1], [5, 6], seed=7), sequence(range(40), [8, 9], seed=7)
+    assert uniforms_of([short]).tolist() == uniforms_of([long]).tolist() == uniforms_of([at(7, 0, 2)]).tolist()
+
+
+AXES = {
+    "seeds": lambda i: (i, 0, 0),
+    "far apart seeds": lambda i: (i << 40, 0, 0),
+    "samples": lambda i: (9, i, 4),
+    "positions": lambda i: (9, 0, i),
+    "all three": lambda i: (i % 20, i // 20 % 20, i // 400),
+}
+
+
+@functools.cache
+def uniforms_along(axis):
+    return uniforms_of([at(*AXES[axis](i)) for i in range(8001)])
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_uniform_along_every_axis(axis):
+    """Kolmogorov-Smirnov: the largest distance from the diagonal stays below its 99.9 % quantile."""
+    num_draws = 8000
+    uniforms = np.sort(uniforms_along(axis)[:num_draws])
+    steps = np.arange(num_draws + 1) / num_draws
+    distance = max((steps[1:] - uniforms).max(), (uniforms - steps[:-1]).max())
+    assert distance * num_draws**0.5 < 1.95
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_neighbours_are_independent(axis):
+    """Chi-square on a grid of 8 x 8 for pairs of neighbours; 103.4 is the 99.9 % quantile for 63 degrees of freedom."""
+    uniforms = uniforms_along(axis)
+    cells = (uniforms[:-1] * 8).astype(int) * 8 + (uniforms[1:] * 8).astype(int)
+    counts = np.bincount(cells, minlength=64)
+    assert ((counts - 125) ** 2 / 125).sum() < 103.4
+
+
+# --- nothing asked, nothing made -------------------------------------------------------------------------------------
+
+SPECIAL = ("top_k", "top_p", "min_p", "num_logprobs")
+
+
+def assert_nothing_special(batch):
+    assert [name for name in SPECIAL if getattr(batch, name) is not None] == []
+    assert batch.stages == ()
+
+
+def test_plain_rows_ask_for_nothing():
+    rows = [
+        sequence(temperature=0),
+        sequence(temperature=0.7),
+        sequence(seed=3, n=2, stop_token_ids=[5], ignore_eos=True, top_k=-1, detokenize=False),
+        sequence(stop=["x"], logit_bias={}, bad_words=[], logits_processors=[]),
+    ]
+    batch = sampling_of(rows)
+    assert_nothing_special(batch)
+    torch.testing.assert_close(batch.temperatures, torch.tensor([0, 0.7, 1, 1]), rtol=0, atol=0)
+    assert batch.uniforms.tolist() == uniforms_of(rows).tolist()
+
+
+def test_greedy_rows_need_no_uniforms():
+    batch = sampling_of([sequence(temperature=0)] * 3)
+    assert_nothing_special(batch)
+    assert batch.uniforms is None
+
+
+def test_greedy_rows_need_no_truncation():
+    """Top-k, top-p and min-p never take away the likeliest token."""
+    batch = sampling_of([sequence(temperature=0, top_k=3, top_p=0.5, min_p=0.2)] * 2)
+    assert batch.uniforms is None
+    assert (batch.top_k, batch.top_p, batch.min_p) == (None, None, None)
+
+
+# --- columns ---------------------------------------------------------------------------------------------------------
+
+
+def test_columns_have_neutral_values_for_rows_that_ask_for_nothing():
+    batch = sampling_of([sequence(), sequence(top_k=5), sequence(top_p=0.5, top_k=-1), sequence(min_p=0.25)])
+    assert batch.top_k.tolist() == [0, 5, 0, 0]
+    assert batch.top_p.tolist() == [1, 1, 0.5, 1]
+    assert batch.min_p.tolist() == [0, 0, 0, 0.25]
+
+
+def test_a_top_k_that_no_tensor_holds_is_all():
+    batch = sampling_of([sequence(top_k=5), sequence(top_k=2**70), sequence(top_k=2**63 - 1)])
+    assert batch.top_k.tolist() == [5, 2**63 - 1, 2**63 - 1]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"), [([None, 3, 1], 3), ([0, None], 0), ([5, -1, 7], -1), ([None, None], None)]
+)
+def test_num_logprobs_is_the_most_that_any_row_wants(wanted, expected):
+    assert sampling_of([sequence(logprobs=k) for k in wanted]).num_logprobs == expected
+
+
+# --- min_tokens ------------------------------------------------------------------------------------------------------
+
+
+def forbidden_in(rows):
+    """{(row, token)} of the batch; nothing else is asked, and nothing to forbid makes no tensors."""
+    stages = sampling_of(rows).stages
+    if not stages:
+        return set()
+    (forbidden,) = stages
+    assert isinstance(forbidden, ForbiddenTokens)
+    return set(zip(forbidden.rows.tolist(), forbidden.token_ids.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_min_tokens_masks_stop_tokens_of_both_kinds_until_it_is_reached(ignore_eos):
+    fields = {"min_tokens": 3, "stop_token_ids": [4, 8], "ignore_eos": ignore_eos}
+    stops = [4, 8] if ignore_eos else [4, 8, EOS]  # an end token that does not end anything is as good as others
+    for num_output_tokens in range(6):
+        rows = [sequence(), sequence(output=[9] * num_output_tokens, **fields)]
+        expected = {(1, token_id) for token_id in stops} if num_output_tokens < 3 else set()
+        assert forbidden_in(rows) == expected
+
+
+def test_min_tokens_masks_the_end_token_alone_too():
+    assert forbidden_in([sequence(min_tokens=1)]) == {(0, EOS)}
