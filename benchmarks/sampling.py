@@ -24,7 +24,7 @@ from benchmarks.common import describe_machine
 from nanovllm import SamplingParams
 from nanovllm.config import resolve_device
 from nanovllm.extras.cuda.input_buffer import map_tensors
-from nanovllm.extras.logits import stages_of
+from nanovllm.extras.logits import processors_of
 from nanovllm.sampler import draw_tokens as draw_in_torch
 from nanovllm.sampler import sample
 from nanovllm.sampling_batch import SamplingBatch, build_sampling_batch
@@ -90,7 +90,7 @@ def measure_calls(logits: torch.Tensor, rows: dict[str, list[SamplingParams]], r
 
 def make_batch(logits: torch.Tensor, params: list[SamplingParams]) -> SamplingBatch:
     prompt = list(range(100))
-    seqs = [Sequence(str(i), prompt, one, seed=i, stages=stages_of(one, None)) for i, one in enumerate(params)]
+    seqs = [Sequence(str(i), prompt, one, seed=i, processors=processors_of(one, None)) for i, one in enumerate(params)]
     return map_tensors(
         build_sampling_batch(seqs, np.array([seq.num_known_tokens for seq in seqs])),
         lambda tensor: tensor.to(logits.device),
@@ -112,7 +112,7 @@ def measure_kernels(
     read_s = logits.numel() * logits.element_size() / copy_bandwidth()
     for name, params in rows.items():
         batch = make_batch(logits, params)
-        if batch.stages or batch.num_logprobs is not None:
+        if batch.processors or batch.num_logprobs is not None:
             continue  # these stay in PyTorch
         arguments = (logits, *batch.draw_arguments)
         is_equal = draw_tokens(*arguments) == draw_in_torch(*arguments)

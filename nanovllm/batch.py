@@ -24,7 +24,7 @@ from nanovllm.block_tables import BlockTables
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.sampling_batch import SamplingBatch, build_sampling_batch
 from nanovllm.sequence import Sequence
-from nanovllm.stages import TapRows, build_taps
+from nanovllm.extras.logits_processors import ReaderRows, build_readers
 from nanovllm.step import BlockMoves, SchedulerOutput
 
 
@@ -37,7 +37,7 @@ class Batch:
     metadata: AttentionMetadata  # which token belongs to which sequence, and where K and V lie
     logits_indices: torch.Tensor  # [num_samples] int32
     sampling: SamplingBatch  # what the num_samples rows ask for
-    taps: tuple[TapRows, ...]  # what is read of the hidden states of prompts
+    readers: tuple[ReaderRows, ...]  # what is read of the hidden states of prompts
     moves: BlockMoves  # blocks to be copied before the forward pass
 
 
@@ -78,7 +78,7 @@ def build_batch(scheduled: SchedulerOutput, block_tables: BlockTables) -> Batch:
         ),
         logits_indices=torch.from_numpy(cu_seqlens_q[1:][sampled] - 1),
         sampling=build_sampling_batch(scheduled.samples, seq_lens[sampled]),
-        taps=build_taps(scheduled, cu_seqlens_q),
+        readers=build_readers(scheduled, cu_seqlens_q),
         moves=scheduled.moves,
     )
 

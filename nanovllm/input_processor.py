@@ -19,7 +19,7 @@ from nanovllm.inputs import Prompt, check_keys
 from nanovllm.request import Completion, Request
 from nanovllm.sampling_params import RequestOutputKind, SamplingParams
 from nanovllm.sequence import Sequence
-from nanovllm.stages import MinTokens
+from nanovllm.extras.logits_processors import MinTokens
 
 
 class OtherParams(Protocol):
@@ -35,7 +35,7 @@ class TakenParams(NamedTuple):
     """Parameters, copied and checked, and what is made of them. Requests may share them: sequences copy the grammar."""
 
     params: Any
-    stages: tuple[Any, ...] = ()
+    processors: tuple[Any, ...] = ()
     grammar: Any = None
 
 
@@ -72,7 +72,7 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             return TakenParams(params)
         form = params.structured_outputs
-        return TakenParams(params, self._stages(params), None if form is None else self.grammars.compile(form))
+        return TakenParams(params, self._processors(params), None if form is None else self.grammars.compile(form))
 
     def check_params(self, params: Any) -> Any:
         """A copy of the parameters, checked: what the user changes later, this request does not see."""
@@ -101,7 +101,7 @@ class InputProcessor:
         """`number` requests came before. One without a seed gets it from this, so only the order of arrival counts."""
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be an int, got {priority!r}")
-        params, stages, grammar = given if isinstance(given, TakenParams) else self.take_params(given)
+        params, processors, grammar = given if isinstance(given, TakenParams) else self.take_params(given)
         if not isinstance(params, SamplingParams):
             return params.make_request(self, request_id, prompt, priority)
         text, token_ids = self.encode(prompt, params)
@@ -109,13 +109,13 @@ class InputProcessor:
         seed = own_seed if params.seed is None else params.seed
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         gives_deltas = stream and params.output_kind is RequestOutputKind.DELTA
-        taps = self._taps(params, gives_deltas)
+        readers = self._readers(params, gives_deltas)
         # one sequence for each sample; the first computes the prompt, the others are its children
         seqs = []
         for i in range(params.n):
-            own_stages = stages if grammar is None else (*stages, grammar.copy())
-            own_taps = taps if i == 0 else ()
-            seq = Sequence(request_id, token_ids, params, self.eos_token_ids, priority, seed, i, own_stages, own_taps)
+            own_processors = processors if grammar is None else (*processors, grammar.copy())
+            own_readers = readers if i == 0 else ()
+            seq = Sequence(request_id, token_ids, params, self.eos_token_ids, priority, seed, i, own_processors, own_readers)
             seqs.append(seq)
         seqs[0].children = seqs[1:]
         kind = Request if grammar is None else self.grammars.request_class
@@ -141,16 +141,16 @@ class InputProcessor:
                 f"blocks of {parts.block_size}): give more num_kv_blocks or kv_cache_memory_bytes"
             )
 
-    def _stages(self, params: SamplingParams) -> tuple[Any, ...]:
+    def _processors(self, params: SamplingParams) -> tuple[Any, ...]:
         """What changes the logits of the request's rows."""
-        stages = (MinTokens(),) if params.min_tokens else ()
+        processors = (MinTokens(),) if params.min_tokens else ()
         if not params.changes_logits:
-            return stages
+            return processors
         with extra("extras/logits.py", "a penalty, bias, bad word, logits processor or list of allowed tokens"):
-            from nanovllm.extras.logits import stages_of
-        return *stages, *stages_of(params, self.tokenizer)
+            from nanovllm.extras.logits import processors_of
+        return *processors, *processors_of(params, self.tokenizer)
 
-    def _taps(self, params: SamplingParams, gives_deltas: bool) -> tuple[Any, ...]:
+    def _readers(self, params: SamplingParams, gives_deltas: bool) -> tuple[Any, ...]:
         """What reads the hidden states of the prompt."""
         if params.prompt_logprobs is None:
             return ()

@@ -15,7 +15,7 @@ from nanovllm.layers.backends import AttentionBackend
 from nanovllm.models.registry import CausalLM
 from nanovllm.sampler import Draw, LogprobRow, Logprobs, sample
 from nanovllm.sampling_batch import SamplingBatch
-from nanovllm.stages import TapResult
+from nanovllm.extras.logits_processors import ReaderResult
 
 
 class SampledTokens(NamedTuple):
@@ -23,7 +23,7 @@ class SampledTokens(NamedTuple):
 
     token_ids: torch.Tensor  # [num_samples] int64
     logprobs: Logprobs | None
-    tapped: tuple[TapResult, ...] = ()  # what the batch's taps have read
+    readings: tuple[ReaderResult, ...] = ()  # what the batch's readers have read
 
 
 class StepTokens(NamedTuple):
@@ -31,7 +31,7 @@ class StepTokens(NamedTuple):
 
     token_ids: list[int]
     logprobs: list[LogprobRow] | None  # one row for each token
-    tapped: tuple[TapResult, ...]
+    readings: tuple[ReaderResult, ...]
 
 
 class ArrivingTokens:
@@ -40,7 +40,7 @@ class ArrivingTokens:
     def __init__(self, sampled: SampledTokens) -> None:
         self._token_ids = sampled.token_ids.to("cpu", non_blocking=True)  # [num_samples]
         self._logprobs = None if sampled.logprobs is None else sampled.logprobs.to_host()
-        self.tapped = tuple(one.to_host() for one in sampled.tapped)
+        self.readings = tuple(one.to_host() for one in sampled.readings)
         self._arrived = torch.cuda.Event() if sampled.token_ids.is_cuda else None
         if self._arrived is not None:
             self._arrived.record()
@@ -49,7 +49,7 @@ class ArrivingTokens:
         if self._arrived is not None:
             self._arrived.synchronize()
         logprobs = None if self._logprobs is None else self._logprobs.to_rows()
-        return StepTokens(self._token_ids.tolist(), logprobs, self.tapped)
+        return StepTokens(self._token_ids.tolist(), logprobs, self.readings)
 
 
 class ModelRunner:
@@ -82,5 +82,5 @@ def compute_eagerly(runner: ModelRunner, batch: Batch) -> SampledTokens:
     batch = runner.send(batch)
     hidden = runner.model(batch.input_ids, batch.positions, batch.metadata, runner.kv_cache.tensor)
     token_ids, logprobs = runner.choose_tokens(hidden[batch.logits_indices], batch.sampling)
-    tapped = tuple(tap.compute(hidden, runner.model.compute_logits) for tap in batch.taps)
-    return SampledTokens(token_ids, logprobs, tapped)
+    readings = tuple(reader.compute(hidden, runner.model.compute_logits) for reader in batch.readers)
+    return SampledTokens(token_ids, logprobs, readings)

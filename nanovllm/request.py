@@ -176,8 +176,8 @@ class Request:
         output.outputs = [one.make_output() for one in self.completions if one.has_news]
         output.finished = is_finished
         output.num_cached_tokens = self.seqs[0].num_cached_tokens or 0
-        for tap in self.seqs[0].taps:
-            tap.add_to(output)
+        for reader in self.seqs[0].readers:
+            reader.add_to(output)
         if is_finished:  # now, so that the output does not keep the request
             output.metrics = self.make_metrics()
         else:
@@ -225,9 +225,9 @@ def note_admitted(requests: dict[str, Request], scheduled: SchedulerOutput, now:
 def read_tokens(
     requests: dict[str, Request], scheduled: SchedulerOutput, advanced: list[tuple[int, Sequence]], tokens: StepTokens
 ) -> list[Request]:
-    """Give a step's results to taps and requests, and return the requests that advanced."""
-    for tapped in tokens.tapped:
-        tapped.deliver(scheduled)
+    """Give a step's results to readers and requests, and return the requests that advanced."""
+    for readings in tokens.readings:
+        readings.deliver(scheduled)
     advanced_requests: dict[str, Request] = {}
     for row, seq in advanced:
         request = requests.get(seq.request_id)

@@ -1,10 +1,10 @@
 """Logits → token ids and log-probabilities, for all rows of a step in one pass.
 
-    stages        what sequences ask to be changed: `min_tokens`, penalties, biases, …      (`stages.py`)
+    processors        what sequences ask to be changed: `min_tokens`, penalties, biases, …      (`processors.py`)
     draw_tokens   temperature, min-p, top-k and top-p (`truncation.py`), inverse-CDF sampling
     logprobs      of the model itself, before all of that
 
-The order is vLLM's, and each stage is skipped unless a row asks for it. The sampler knows no stop rules (the
+The order is vLLM's, and each processor is skipped unless a row asks for it. The sampler knows no stop rules (the
 `Scheduler` applies those) and no sequences: a row is a row of tensors. Called by `ModelRunner`.
 
 Two rows of a vocabulary of four, with the uniform numbers 0.5 and 0.95:
@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from nanovllm.sampling_batch import SamplingBatch
-from nanovllm.stages import apply_stages
+from nanovllm.extras.logits_processors import apply_processors
 from nanovllm.truncation import truncate
 
 Draw = Callable[..., torch.Tensor]
@@ -32,7 +32,7 @@ def sample(logits: torch.Tensor, sampling: SamplingBatch, draw: Draw) -> "tuple[
 
     The logits stay as they are. `draw` is `draw_tokens`, or a faster twin.
     """
-    token_ids = draw(apply_stages(logits, sampling.stages), *sampling.draw_arguments)
+    token_ids = draw(apply_processors(logits, sampling.processors), *sampling.draw_arguments)
     if sampling.num_logprobs is None:
         return token_ids, None
     return token_ids, compute_logprobs(logits, token_ids, sampling.num_logprobs)
@@ -47,7 +47,7 @@ def draw_tokens(
     min_p: torch.Tensor | None = None,
     argmax: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """logits: [num_samples, vocab_size], as `apply_stages` returns them -> token ids [num_samples] int64
+    """logits: [num_samples, vocab_size], as `apply_processors` returns them -> token ids [num_samples] int64
 
     The other tensors have one entry for each row; `SamplingBatch` says what they are, and what None stands for. A
     backend may have a faster `argmax`.
@@ -75,7 +75,7 @@ def invert_distribution(logits: torch.Tensor, uniforms: torch.Tensor) -> torch.T
     return torch.searchsorted(cumulative, targets, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
 
 
-# ---- log-probabilities, before temperature and stages
+# ---- log-probabilities, before temperature and processors
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nanovllm.sequence import Sequence
-from nanovllm.stages import StageRows, build_stages
+from nanovllm.extras.logits_processors import ProcessorRows, build_processors
 
 MAX_TOP_K = torch.iinfo(torch.int64).max  # a larger one would fit no tensor, and means the same: all tokens
 
@@ -28,7 +28,7 @@ class SamplingBatch:
     top_k: torch.Tensor | None = None  # [num_samples] int64, 0 for all
     top_p: torch.Tensor | None = None  # [num_samples] float32
     min_p: torch.Tensor | None = None  # [num_samples] float32
-    stages: tuple[StageRows, ...] = ()  # what changes the logits before the draw, in this order
+    processors: tuple[ProcessorRows, ...] = ()  # what changes the logits before the draw, in this order
     num_logprobs: int | None = None  # how many likeliest tokens' log-probabilities are wanted at most; None for none
 
     @property
@@ -64,7 +64,7 @@ def add_special(plain: SamplingBatch, samples: list[Sequence], positions: list[i
         top_k=torch.tensor(top_k) if any(p.top_k > 0 for p in drawn) else None,
         top_p=column(params, "top_p", torch.float32) if any(p.top_p < 1 for p in drawn) else None,
         min_p=column(params, "min_p", torch.float32) if any(p.min_p > 0 for p in drawn) else None,
-        stages=build_stages(samples, positions),
+        processors=build_processors(samples, positions),
         num_logprobs=(-1 if -1 in num_logprobs else max(num_logprobs)) if num_logprobs else None,
     )
 

@@ -109,7 +109,7 @@ class SamplingParams:
     """Whether the text leaves out special tokens such as end markers."""
     spaces_between_special_tokens: bool = checked(True, check_bool)
     """Whether neighbouring special tokens keep the spaces that the tokenizer writes between them."""
-    truncate_prompt_tokens: int | None = checked(None, check_by_extra, file="truncation")
+    truncate_prompt_tokens: int | None = checked(None, check_by_extra, file="prompt_truncation")
     """Keep only this number of the prompt's last tokens; -1 keeps as many as leave room for `max_tokens`."""
     output_kind: RequestOutputKind = checked(RequestOutputKind.CUMULATIVE, check_output_kind)
     """What each output of a stream holds: all so far, what is new, or only the end."""
@@ -164,7 +164,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether a stage of `extras/logits.py` is asked for."""
+        """Whether a processor of `extras/logits.py` is asked for."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         lists = self.allowed_token_ids or self.logit_bias or self.bad_words or self.logits_processors
         return penalties != (0, 0, 1) or bool(lists)

@@ -41,8 +41,8 @@ class Sequence:
     priority: int = 0
     seed: int = 0
     sample_index: int = 0
-    stages: tuple[Any, ...] = ()  # what changes its logits before a draw (`stages.py`)
-    taps: tuple[Any, ...] = ()  # what reads the hidden states of its prompt (`stages.py`)
+    processors: tuple[Any, ...] = ()  # what changes its logits before a draw (`processors.py`)
+    readers: tuple[Any, ...] = ()  # what reads the hidden states of its prompt (`processors.py`)
 
     status: SequenceStatus = field(default=SequenceStatus.WAITING, init=False)
     arrival: int = field(default=0, init=False)  # number of sequences that arrived before
@@ -65,7 +65,7 @@ class Sequence:
     stop_reason: int | str | None = field(default=None, init=False)
 
     is_plain_sampling: bool = field(init=False)  # greedy, or only a temperature
-    reads_prompt: bool = field(init=False)  # a tap needs the hidden states of the whole prompt: nothing may be cached
+    reads_prompt: bool = field(init=False)  # a reader needs the hidden states of the whole prompt: nothing may be cached
 
     # written only by the block manager and the prefix cache
     block_table: BlockTable = field(default_factory=BlockTable, init=False)
@@ -80,8 +80,8 @@ class Sequence:
         self.num_tokens = self.num_prompt_tokens = len(prompt_token_ids)
         self.stop_token_ids = {i: i for i in params.stop_token_ids or ()}
         self.stop_token_ids.update(dict.fromkeys(() if params.ignore_eos else eos_token_ids))
-        self.is_plain_sampling = params.is_plain and not (self.stages or self.taps)
-        self.reads_prompt = any(tap.reads_prompt for tap in self.taps)
+        self.is_plain_sampling = params.is_plain and not (self.processors or self.readers)
+        self.reads_prompt = any(reader.reads_prompt for reader in self.readers)
 
     @property
     def num_known_tokens(self) -> int:

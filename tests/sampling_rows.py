@@ -28,16 +28,16 @@ class Tokenizer:
         return BAD_WORDS[text]
 
 
-def stages_of(params):
+def processors_of(params):
     """As a request gets them; extras are imported if `params` ask for one."""
-    return InputProcessor._stages(SimpleNamespace(tokenizer=Tokenizer()), params)
+    return InputProcessor._processors(SimpleNamespace(tokenizer=Tokenizer()), params)
 
 
-def sequence(prompt=(1, 2, 3), output=(), seed=0, sample_index=0, stages=None, eos=EOS, **fields):
+def sequence(prompt=(1, 2, 3), output=(), seed=0, sample_index=0, processors=None, eos=EOS, **fields):
     """A sequence that has `output` so far and is about to get its next token."""
     params = SamplingParams(**{"max_tokens": None, **fields})
-    stages = stages_of(params) if stages is None else stages
-    seq = Sequence("r", list(prompt), params, frozenset([eos]), 0, seed, sample_index, stages)
+    processors = processors_of(params) if processors is None else processors
+    seq = Sequence("r", list(prompt), params, frozenset([eos]), 0, seed, sample_index, processors)
     for token_id in output:
         seq.append_token(token_id)
     return seq

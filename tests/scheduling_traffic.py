@@ -78,7 +78,7 @@ def extend(beams, going_on):
 
 
 class Asks:
-    """A stage of a sequence whose next step needs to know its newest token."""
+    """A processor of a sequence whose next step needs to know its newest token."""
 
     place, reads_output = 0, True
 
@@ -101,7 +101,7 @@ class Search:
         self.is_aborted = False
 
     def new_beam(self, request_id, tokens):
-        seq = Sequence(request_id, tokens, self.params, sample_index=len(self.all_seqs), stages=(Asks(),))
+        seq = Sequence(request_id, tokens, self.params, sample_index=len(self.all_seqs), processors=(Asks(),))
         self.all_seqs.append(seq)
         return seq
 
@@ -230,8 +230,8 @@ class Run:
         """The sequences of a new request; the one sequence if it has one."""
         params = SamplingParams(n=n, **{"max_tokens": None, **params})
         name = f"seq-{len(self.requests)}"
-        stages = (Asks(),) if params.frequency_penalty else ()
-        seqs = [Sequence(name, prompt, params, self.eos_token_ids, priority, 0, i, stages) for i in range(n)]
+        processors = (Asks(),) if params.frequency_penalty else ()
+        seqs = [Sequence(name, prompt, params, self.eos_token_ids, priority, 0, i, processors) for i in range(n)]
         seqs[0].children = seqs[1:]
         self.requests.append(seqs)
         self.scheduler.add(seqs[0])
@@ -443,7 +443,7 @@ class Before:
             for flight in run.flights
             for seq in flight.samples
             if seq.finish_reason is None and seq.num_known_tokens + 1 < seq.max_num_tokens
-            if seq.stages
+            if seq.processors
         ]
 
     def must_wait(self, out):

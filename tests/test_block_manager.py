@@ -515,12 +515,12 @@ def test_same_prompt_twice_in_one_step_shares_all_but_the_last_block():
     assert manager.take_copies() == []
 
 
-def test_a_tap_that_reads_the_prompt_needs_every_position_so_nothing_is_found():
+def test_a_reader_that_reads_the_prompt_needs_every_position_so_nothing_is_found():
     manager, cache = BlockManager(8, 2), FakeKVCache(2)
     manager.free(start(manager, cache, [1, 2, 3, 4]))
     manager.begin_step()
     seq = make_seq([1, 2, 3, 4, 5])
-    seq.reads_prompt = True  # a tap does
+    seq.reads_prompt = True  # a reader does
     assert manager.try_admit(seq)
     assert seq.num_computed_tokens == len(table_of(seq)) == 0
     assert num_hits(manager, [1, 2, 3, 4]) == 2

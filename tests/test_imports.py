@@ -27,7 +27,7 @@ COMPOSITION = {
     "engine.assembly",  # kernels, CUDA, overlap, policies, swap, windows
     "engine.chat",  # options of chat templates
     "engine.detokenizer",  # spaces between special tokens
-    "engine.input_processor",  # stages, taps, grammars
+    "engine.input_processor",  # processors, readers, grammars
     "execution.checkpoint",  # the hub, overrides
     "execution.weights",  # dummy weights
     "models.config",  # positions beyond the plain ones

@@ -5,7 +5,7 @@ in float64 over single rows (`sampling_rows.py`) for the order of all, compared 
 uniform numbers that each token gets; the exact distribution, by chi-square, for draws with the engine's own uniform
 numbers; `log_softmax` in float64 for log-probabilities. `tests/extras/test_logits.py` has penalties, biases, and so on.
 
-Seen to fail when broken: any two stages swapped; a stage left out; `<` for `<=` in top-p; a draw that is one token off
+Seen to fail when broken: any two processors swapped; a processor left out; `<` for `<=` in top-p; a draw that is one token off
 or rounds to float32; a neighbour's parameters; greedy rows that are drawn; log-probabilities taken after the
 temperature; ranks from 0.
 """
@@ -18,7 +18,7 @@ import transformers
 
 from nanovllm import sampler, truncation
 from nanovllm.sampler import compute_logprobs, draw_tokens
-from nanovllm.stages import apply_stages
+from nanovllm.extras.logits_processors import apply_processors
 from tests.sampling_rows import (
     HISTORY,
     VOCAB_SIZE,
@@ -137,7 +137,7 @@ def test_each_field_alone_in_one_batch():
     assert_drawn_from(random_logits(len(rows), scale=1.5), rows)
 
 
-# each of these comes out differently if its stages change places
+# each of these comes out differently if its processors change places
 PAIRS = [
     {"temperature": 2.5, "min_p": 0.3},
     {"temperature": 0.5, "min_p": 0.05},
@@ -271,10 +271,10 @@ def test_tokens_of_probability_zero_are_never_drawn():
 
 @pytest.mark.parametrize("temperatures", [[0, 0, 0], [0.7, 1.0, 2.0], [0, 1.0, 0]])
 def test_plain_rows_touch_no_slow_path(temperatures, monkeypatch):
-    """No stage is called for nothing, and no copy is made."""
+    """No processor is called for nothing, and no copy is made."""
 
     def fail(*_):
-        pytest.fail("a stage that no row asks for was run")
+        pytest.fail("a processor that no row asks for was run")
 
     truncations = {"apply_min_p", "apply_top_k", "apply_top_p"}
     assert {name for name in dir(truncation) if name.startswith("apply_")} == truncations
@@ -283,8 +283,8 @@ def test_plain_rows_touch_no_slow_path(temperatures, monkeypatch):
     monkeypatch.setattr(sampler, "compute_logprobs", fail)
     raw = random_logits(3)
     batch = sampling_of([sequence(temperature=t) for t in temperatures])
-    assert batch.stages == ()
-    assert apply_stages(raw, batch.stages) is raw
+    assert batch.processors == ()
+    assert apply_processors(raw, batch.processors) is raw
     assert truncate(raw, batch) is raw
     _, logprobs = sample(raw, batch)
     assert logprobs is None

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nanovllm.sampling_batch import mix
-from nanovllm.stages import ForbiddenTokens
+from nanovllm.extras.logits_processors import ForbiddenTokens
 from tests import sampling_rows
 from tests.steps import sampling_of, uniforms_of
 
@@ -127,7 +127,7 @@ SPECIAL = ("top_k", "top_p", "min_p", "num_logprobs")
 
 def assert_nothing_special(batch):
     assert [name for name in SPECIAL if getattr(batch, name) is not None] == []
-    assert batch.stages == ()
+    assert batch.processors == ()
 
 
 def test_plain_rows_ask_for_nothing():
@@ -183,10 +183,10 @@ def test_num_logprobs_is_the_most_that_any_row_wants(wanted, expected):
 
 def forbidden_in(rows):
     """{(row, token)} of the batch; nothing else is asked, and nothing to forbid makes no tensors."""
-    stages = sampling_of(rows).stages
-    if not stages:
+    processors = sampling_of(rows).processors
+    if not processors:
         return set()
-    (forbidden,) = stages
+    (forbidden,) = processors
     assert isinstance(forbidden, ForbiddenTokens)
     return set(zip(forbidden.rows.tolist(), forbidden.token_ids.tolist(), strict=True))
 

@@ -11,8 +11,8 @@ requests, again and again. This engine looks for the request that is at fault:
     step of A, B, C      once more, and B asks for nothing. A and C get their tokens, B ends with its error
 
 Tokens do not depend on other rows of the batch, and random numbers do not depend on earlier draws. So A and C get the
-tokens that they get without B, and nothing is computed anew but this step. Only if what taps have read cannot be handed
-out, all requests of the step that have taps end. `extras/serve/engine_thread.py` drives this engine, and gives each error to
+tokens that they get without B, and nothing is computed anew but this step. Only if what readers have read cannot be handed
+out, all requests of the step that have readers end. `extras/serve/engine_thread.py` drives this engine, and gives each error to
 its request.
 """
 
@@ -36,7 +36,7 @@ from nanovllm.request import Request
 from nanovllm.sampling_batch import build_sampling_batch
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.sequence import Sequence
-from nanovllm.stages import TapResult, build_taps
+from nanovllm.extras.logits_processors import ReaderResult, build_readers
 from nanovllm.stats import LapClock
 from nanovllm.step import SchedulerOutput
 
@@ -114,7 +114,7 @@ class IsolatingEngine(LLMEngine):
         """The step, in which the guilty requests ask for nothing."""
         neutral = neutralise(scheduled, guilty)
         tokens = super()._run(neutral, clock).tokens
-        tokens.tapped = tuple(TappedOf(neutral, result) for result in tokens.tapped)
+        tokens.readings = tuple(ReadingsOf(neutral, result) for result in tokens.readings)
         return tokens
 
     # ---- while its tokens are read
@@ -123,13 +123,13 @@ class IsolatingEngine(LLMEngine):
         self, scheduled: SchedulerOutput, advanced: list[tuple[int, Sequence]], tokens: StepTokens, now: float
     ) -> list[RequestOutput]:
         """As the parent does, one request after the other."""
-        for result in tokens.tapped:
+        for result in tokens.readings:
             try:
                 result.deliver(scheduled)
             except EngineDeadError:  # no request is at fault
                 raise
             except Exception as error:  # the texts of tokens cannot be made
-                for request_id in {seq.request_id for seq, _, _ in scheduled.chunks if seq.taps}:
+                for request_id in {seq.request_id for seq, _, _ in scheduled.chunks if seq.readers}:
                     self._end_failed(request_id, error)
         advanced_requests: dict[str, Request] = {}
         for row, seq in advanced:
@@ -184,7 +184,7 @@ def neutralise(scheduled: SchedulerOutput, request_ids: Collection[str]) -> Sche
 def stand_in(seq: Sequence) -> Sequence:
     """It shares token ids and block table with `seq`."""
     stand = copy(seq)
-    stand.sampling_params, stand.stages, stand.taps = SamplingParams(temperature=0), (), ()
+    stand.sampling_params, stand.processors, stand.readers = SamplingParams(temperature=0), (), ()
     stand.is_plain_sampling = True
     return stand
 
@@ -197,19 +197,19 @@ def draw_alone(runner: ModelRunner, seq: Sequence, position: int, row: torch.Ten
 
 
 def read_alone(runner: ModelRunner, step: SchedulerOutput, rows: torch.Tensor) -> None:
-    """Read the hidden states of the step's only chunk, `rows`: [num_new_tokens, hidden_size], by its taps."""
-    for tap in build_taps(step, np.array([0, len(rows)], dtype=np.int32)):
-        runner.send(tap).compute(rows, runner.model.compute_logits).to_host()
+    """Read the hidden states of the step's only chunk, `rows`: [num_new_tokens, hidden_size], by its readers."""
+    for reader in build_readers(step, np.array([0, len(rows)], dtype=np.int32)):
+        runner.send(reader).compute(rows, runner.model.compute_logits).to_host()
 
 
-class TappedOf(NamedTuple):
-    """What the taps of a step have read, which is given to the sequences of this step, whichever step asks for it."""
+class ReadingsOf(NamedTuple):
+    """What the readers of a step have read, which is given to the sequences of this step, whichever step asks for it."""
 
     scheduled: SchedulerOutput
-    result: TapResult
+    result: ReaderResult
 
-    def to_host(self) -> "TappedOf":
-        return TappedOf(self.scheduled, self.result.to_host())
+    def to_host(self) -> "ReadingsOf":
+        return ReadingsOf(self.scheduled, self.result.to_host())
 
     def deliver(self, _: SchedulerOutput) -> None:
         self.result.deliver(self.scheduled)

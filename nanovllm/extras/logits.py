@@ -1,8 +1,8 @@
 """What requests change of the logits before a draw: allowed tokens, biases, bad words, the users' own functions,
 penalties.
 
-Each is a `Stage` of a sequence, and they run in vLLM's order: a class below, its tensors for a step, and what it does
-to the logits. `stages_of` says which ones a request asks for; `input_processor.py` calls it.
+Each is a `Processor` of a sequence, and they run in vLLM's order: a class below, its tensors for a step, and what it does
+to the logits. `processors_of` says which ones a request asks for; `input_processor.py` calls it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -17,23 +17,23 @@ from nanovllm.checks import check_int, check_list, check_number, check_strings, 
 from nanovllm.sampling_batch import column
 from nanovllm.sampling_params import LogitsProcessor, SamplingParams
 from nanovllm.sequence import Sequence
-from nanovllm.stages import ForbiddenTokens, Stage, StageRow, forbid
+from nanovllm.extras.logits_processors import ForbiddenTokens, Processor, ProcessorRow, forbid
 
 
-def stages_of(params: SamplingParams, tokenizer: Any) -> tuple[Stage, ...]:
+def processors_of(params: SamplingParams, tokenizer: Any) -> tuple[Processor, ...]:
     """What `params` ask for; bad words need the tokenizer."""
-    stages: list[Any] = []
+    processors: list[Any] = []
     if params.allowed_token_ids:
-        stages.append(AllowedTokens(params.allowed_token_ids))
+        processors.append(AllowedTokens(params.allowed_token_ids))
     if params.logit_bias:
-        stages.append(LogitBias(params.logit_bias))
+        processors.append(LogitBias(params.logit_bias))
     if params.bad_words:
-        stages.append(BadWords(encode_bad_words(params.bad_words, tokenizer)))
+        processors.append(BadWords(encode_bad_words(params.bad_words, tokenizer)))
     if params.logits_processors:
-        stages.append(Processors())
+        processors.append(UserFunctions())
     if (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1):
-        stages.append(Penalties())
-    return tuple(stages)
+        processors.append(Penalties())
+    return tuple(processors)
 
 
 # ---- allowed tokens
@@ -48,8 +48,8 @@ class AllowedTokens:
         self.token_ids = torch.tensor(list(token_ids))  # once: there may be as many as the vocabulary has
 
     @classmethod
-    def build(cls, rows: list[StageRow]) -> "AllowedRows":
-        lists = [row.stage.token_ids for row in rows]
+    def build(cls, rows: list[ProcessorRow]) -> "AllowedRows":
+        lists = [row.processor.token_ids for row in rows]
         return AllowedRows(
             rows=torch.tensor([row for row, _, _, _ in rows]),
             entries=torch.arange(len(lists)).repeat_interleave(torch.tensor([len(ids) for ids in lists])),
@@ -84,13 +84,13 @@ class LogitBias:
         self.values = torch.tensor(list(biases.values()), dtype=torch.float32)
 
     @classmethod
-    def build(cls, rows: list[StageRow]) -> "BiasRows":
-        stages = [row.stage for row in rows]
-        lengths = torch.tensor([len(stage.token_ids) for stage in stages])
+    def build(cls, rows: list[ProcessorRow]) -> "BiasRows":
+        processors = [row.processor for row in rows]
+        lengths = torch.tensor([len(processor.token_ids) for processor in processors])
         return BiasRows(
             rows=torch.tensor([row for row, _, _, _ in rows]).repeat_interleave(lengths),
-            token_ids=torch.cat([stage.token_ids for stage in stages]),
-            values=torch.cat([stage.values for stage in stages]),
+            token_ids=torch.cat([processor.token_ids for processor in processors]),
+            values=torch.cat([processor.values for processor in processors]),
         )
 
 
@@ -121,8 +121,8 @@ class BadWords:
             self.words.setdefault(first[-1] if first else None, []).append((first, last))
 
     @classmethod
-    def build(cls, rows: list[StageRow]) -> ForbiddenTokens | None:
-        return forbid((row.row, last) for row in rows for last in row.stage.last_tokens(row.seq, row.position))
+    def build(cls, rows: list[ProcessorRow]) -> ForbiddenTokens | None:
+        return forbid((row.row, last) for row in rows for last in row.processor.last_tokens(row.seq, row.position))
 
     def last_tokens(self, seq: Sequence, position: int) -> Iterator[int]:
         """Of the words whose first tokens end the output before `position`."""
@@ -148,20 +148,20 @@ def encode_bad_words(bad_words: Collection[str], tokenizer: Any) -> list[list[in
 # ---- the users' own functions
 
 
-class Processors:
+class UserFunctions:
     """`logits_processors`, called with the output so far."""
 
     place, reads_output = 3, True
 
     @classmethod
-    def build(cls, rows: list[StageRow]) -> "ProcessorRows":
-        return ProcessorRows(
+    def build(cls, rows: list[ProcessorRow]) -> "UserFunctionRows":
+        return UserFunctionRows(
             [(row, seq.output_token_ids, tuple(seq.sampling_params.logits_processors or ())) for row, seq, _, _ in rows]
         )
 
 
 @dataclass(frozen=True)
-class ProcessorRows:
+class UserFunctionRows:
     rows: list[tuple[int, list[int], tuple[LogitsProcessor, ...]]]  # row, output, functions
 
     def apply(self, logits: torch.Tensor, raw: torch.Tensor) -> None:
@@ -179,7 +179,7 @@ class Penalties:
     place, reads_output = 4, True
 
     @classmethod
-    def build(cls, rows: list[StageRow]) -> "PenaltyRows":
+    def build(cls, rows: list[ProcessorRow]) -> "PenaltyRows":
         seqs = [seq for _, seq, _, _ in rows]
         params = [seq.sampling_params for seq in seqs]
         return PenaltyRows(

@@ -14,7 +14,7 @@ the engine's `launch`, and `NewestTokens` wraps the runner's `send` and `compute
     without overlap     launch N     wait N       update N     launch N+1     wait N+1
     with overlap        launch N     launch N+1   wait N       update N       launch N+2     wait N+1
 
-If the next step needs the token itself (`Stage.reads_output`), it waits. The blocks of B are free as soon as step N has
+If the next step needs the token itself (`Processor.reads_output`), it waits. The blocks of B are free as soon as step N has
 run, although step N + 1 still writes to them: the device computes in the order of the launches, so their next owner
 writes its K and V later, and reads them after that.
 """
@@ -103,7 +103,7 @@ def expect_token(seq: Sequence, row: int) -> None:
 
 def needs_token(seq: Sequence) -> bool:
     """Whether the token in flight must be known before the next one is drawn."""
-    if not seq.stages or seq.finish_reason is not None or not any(stage.reads_output for stage in seq.stages):
+    if not seq.processors or seq.finish_reason is not None or not any(processor.reads_output for processor in seq.processors):
         return False
     return seq.num_known_tokens + 1 < seq.max_num_tokens
 

@@ -1,7 +1,7 @@
 """`prompt_logprobs`: how likely the model found the tokens of a prompt.
 
-A `Tap` of the first sample's sequence. The row of a token predicts the next token, so a chunk of the tokens 4 … 7 of a
-prompt of 8 has the targets 5 … 7. All values are the model's own, before temperature and stages.
+A `PromptReader` of the first sample's sequence. The row of a token predicts the next token, so a chunk of the tokens 4 … 7 of a
+prompt of 8 has the targets 5 … 7. All values are the model's own, before temperature and processors.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,14 +16,14 @@ from nanovllm.outputs import Logprob, RequestOutput
 from nanovllm.request import PositionLogprobs
 from nanovllm.sampler import Logprobs, compute_logprobs
 from nanovllm.sequence import Sequence
-from nanovllm.stages import ComputeLogits
+from nanovllm.extras.logits_processors import ComputeLogits
 from nanovllm.step import SchedulerOutput
 
 LOGITS_SLICE = 256  # rows of logits at a time: those of a long prompt would fill the memory
 
 
 class PromptLogprobs:
-    """The tap of one prompt. `num_logprobs` likeliest tokens at each position, or -1 for the whole vocabulary.
+    """The reader of one prompt. `num_logprobs` likeliest tokens at each position, or -1 for the whole vocabulary.
 
     `gives_once`: only the first output has them, as deltas do; else each of them.
     """
@@ -40,10 +40,10 @@ class PromptLogprobs:
     @classmethod
     def build(cls, scheduled: SchedulerOutput, cu_seqlens_q: np.ndarray) -> "TargetRows | None":
         rows, targets, wanted = [], [], []
-        for i, seq, positions, tap in chunks_with_targets(scheduled):
+        for i, seq, positions, reader in chunks_with_targets(scheduled):
             rows.append(np.arange(len(positions)) + cu_seqlens_q[i])
             targets.append(seq.token_ids.view(positions.start, positions.stop))
-            wanted.append(tap.num_logprobs)
+            wanted.append(reader.num_logprobs)
         if not rows:
             return None
         return TargetRows(
@@ -59,12 +59,12 @@ class PromptLogprobs:
 
 
 def chunks_with_targets(scheduled: SchedulerOutput) -> Iterator[tuple[int, Sequence, range, PromptLogprobs]]:
-    """(place in `chunks`, sequence, positions of targets, tap) of each chunk that has targets."""
+    """(place in `chunks`, sequence, positions of targets, reader) of each chunk that has targets."""
     for i, (seq, start, num_new_tokens) in enumerate(scheduled.chunks):
         positions = range(start + 1, min(start + 1 + num_new_tokens, seq.num_prompt_tokens))
-        for tap in seq.taps:
-            if isinstance(tap, PromptLogprobs) and positions:
-                yield i, seq, positions, tap
+        for reader in seq.readers:
+            if isinstance(reader, PromptLogprobs) and positions:
+                yield i, seq, positions, reader
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ class TargetLogprobs(NamedTuple):
     def deliver(self, scheduled: SchedulerOutput) -> None:
         """Positions that are computed again, after a preemption, are known already."""
         rows = iter(self.logprobs.to_rows())
-        for _, seq, positions, tap in chunks_with_targets(scheduled):
+        for _, seq, positions, reader in chunks_with_targets(scheduled):
             for position in positions:
                 row = next(rows)
-                if position >= len(tap.found):
+                if position >= len(reader.found):
                     token_id = int(seq.token_ids.data[position])
-                    tap.found.append(PositionLogprobs(row, token_id, tap.num_logprobs, tap.decoder))
+                    reader.found.append(PositionLogprobs(row, token_id, reader.num_logprobs, reader.decoder))

@@ -114,8 +114,8 @@ def fail(*_):
 
 
 BREAKAGES = {  # what raises -> the parameters of the request that makes it raise
-    "a stage is built": (LogitBias, "build", greedy(10, logit_bias={3: 1.0})),
-    "a tap is built": (PromptLogprobs, "build", greedy(10, prompt_logprobs=1)),
+    "a processor is built": (LogitBias, "build", greedy(10, logit_bias={3: 1.0})),
+    "a reader is built": (PromptLogprobs, "build", greedy(10, prompt_logprobs=1)),
     "an embedding is built": (Pooling, "build", PoolingParams()),
     "the text of a token is made": (Request, "end_step", greedy(10)),
     "an output is made": (Request, "make_output", greedy(10)),
@@ -129,7 +129,7 @@ def test_wherever_it_fails(tiny_checkpoint, answer, monkeypatch, overlap, breaka
     working = getattr(owner, method)
 
     def broken(self, *arguments):
-        if getattr(self, "request_id", "bad") == "bad":  # stages and taps are nobody else's here
+        if getattr(self, "request_id", "bad") == "bad":  # processors and readers are nobody else's here
             raise Failing
         return working(self, *arguments)
 

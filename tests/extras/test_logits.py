@@ -1,9 +1,9 @@
-"""What requests change of the logits: each stage by itself, all together in vLLM's order, and the tensors they become.
+"""What requests change of the logits: each processor by itself, all together in vLLM's order, and the tensors they become.
 
-Oracles: `transformers`' logits processor for repetition penalty, mask for mask and row by row; for the other stages and
+Oracles: `transformers`' logits processor for repetition penalty, mask for mask and row by row; for the other processors and
 the order of all, the loop in float64 of `sampling_rows.py`; tables worked out by hand for masks and histories.
 
-Seen to fail when broken: any two stages swapped; a stage left out; a penalty with the wrong sign, over the prompt
+Seen to fail when broken: any two processors swapped; a processor left out; a penalty with the wrong sign, over the prompt
 instead of the output or the other way round; a bad word's first tokens looked for in the prompt too, or not at all;
 histories filled up with 0; rows counted among the special ones instead of all; log-probabilities taken after them.
 """
@@ -17,7 +17,7 @@ import transformers
 
 from nanovllm.extras.cuda.input_buffer import map_tensors
 from nanovllm.extras.logits import BadWords, BiasRows
-from nanovllm.stages import ForbiddenTokens, MinTokens, apply_stages
+from nanovllm.extras.logits_processors import ForbiddenTokens, MinTokens, apply_processors
 from tests.sampling_rows import (
     EOS,
     HISTORY,
@@ -47,10 +47,10 @@ def test_repetition_penalty_is_that_of_transformers():
         transformers.RepetitionPenaltyLogitsProcessor(p)(torch.tensor([prompt + output]), raw[i : i + 1])
         for i, (p, (prompt, output)) in enumerate(zip(penalties, histories, strict=True))
     ]
-    assert torch.equal(apply_stages(raw, sampling_of(rows).stages), torch.cat(expected))
+    assert torch.equal(apply_processors(raw, sampling_of(rows).processors), torch.cat(expected))
 
 
-# ---- all stages, and their order
+# ---- all processors, and their order
 
 
 def double(output_token_ids, logits):
@@ -84,7 +84,7 @@ def test_each_field_alone_in_one_batch():
     assert_drawn_from(random_logits(len(rows), scale=1.5), rows)
 
 
-# each of these comes out differently if its stages change places
+# each of these comes out differently if its processors change places
 PAIRS = [
     {"allowed_token_ids": [5, 6, 7, 11], "bad_words": ["x"]},
     {"allowed_token_ids": [5, 6, 30], "logit_bias": {5: 1.0, 12: 100.0}},
@@ -163,12 +163,12 @@ def test_logprobs_are_those_of_the_model_itself(wanted):
     assert_logprobs_are_those_of_the_model(wanted, fields)
 
 
-# ---- the tensors that stages become
+# ---- the tensors that processors become
 
 
 def rows_of(rows):
-    """The only stage of the batch of `rows`."""
-    (found,) = sampling_of(rows).stages
+    """The only processor of the batch of `rows`."""
+    (found,) = sampling_of(rows).processors
     return found
 
 
@@ -196,10 +196,10 @@ def test_histories_before_any_output():
 def changes_of(rows):
     """{(row, token): bias} of the batch; -inf for a token that must not come."""
     changes = {}
-    for stage in sampling_of(rows).stages:
-        assert isinstance(stage, BiasRows | ForbiddenTokens)
-        pairs = list(zip(stage.rows.tolist(), stage.token_ids.tolist(), strict=True))
-        values = stage.values.tolist() if isinstance(stage, BiasRows) else [-math.inf] * len(pairs)
+    for processor in sampling_of(rows).processors:
+        assert isinstance(processor, BiasRows | ForbiddenTokens)
+        pairs = list(zip(processor.rows.tolist(), processor.token_ids.tolist(), strict=True))
+        values = processor.values.tolist() if isinstance(processor, BiasRows) else [-math.inf] * len(pairs)
         changes |= dict(zip(pairs, values, strict=True))
     return changes
 
@@ -230,10 +230,10 @@ CASES = [
 
 @pytest.mark.parametrize(("words", "prompt", "output", "forbidden"), CASES)
 def test_bad_words_forbid_their_last_token(words, prompt, output, forbidden):
-    row = sequence(prompt, output, stages=(BadWords(words),))
+    row = sequence(prompt, output, processors=(BadWords(words),))
     batch = sampling_of([sequence(), row])
     assert changes_of([sequence(), row]) == {(1, token_id): -math.inf for token_id in forbidden}
-    assert bool(batch.stages) == bool(forbidden), "nothing to forbid costs nothing"
+    assert bool(batch.processors) == bool(forbidden), "nothing to forbid costs nothing"
 
 
 def test_a_bad_word_is_forbidden_as_it_begins_a_text_and_as_it_follows_a_space():
@@ -265,9 +265,9 @@ def test_processors_come_with_their_row_and_the_output_so_far():
         ({"frequency_penalty": 0.1}, [True]),
     ],
 )
-def test_stages_say_whether_they_read_the_output(fields, reads_output):
+def test_processors_say_whether_they_read_the_output(fields, reads_output):
     """Those that do not can be prepared before the newest token is known."""
-    assert [stage.reads_output for stage in sequence(**fields).stages] == reads_output
+    assert [processor.reads_output for processor in sequence(**fields).processors] == reads_output
     assert not BadWords([[5], [6]]).reads_output
     assert not MinTokens.reads_output
 

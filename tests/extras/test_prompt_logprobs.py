@@ -20,15 +20,15 @@ VOCAB_SIZE = 11
 
 
 def make_seq(prompt, num_logprobs=None, output=(), gives_once=False):
-    taps = () if num_logprobs is None else (PromptLogprobs(num_logprobs, None, gives_once),)
-    seq = Sequence("r", prompt, SamplingParams(), taps=taps)
+    readers = () if num_logprobs is None else (PromptLogprobs(num_logprobs, None, gives_once),)
+    seq = Sequence("r", prompt, SamplingParams(), readers=readers)
     for token_id in output:
         seq.append_token(token_id)
     return seq
 
 
 def build(chunks):
-    """The step of `chunks`, and the rows of its batch that its taps read."""
+    """The step of `chunks`, and the rows of its batch that its readers read."""
     cu_seqlens_q = np.cumsum([0, *(num_new for _, _, num_new in chunks)])
     return step_of(chunks), PromptLogprobs.build(step_of(chunks), cu_seqlens_q)
 
@@ -67,7 +67,7 @@ def test_values_come_chunk_by_chunk_and_once(monkeypatch, logits_slice):
     monkeypatch.setattr(prompt_logprobs, "LOGITS_SLICE", logits_slice)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6]
     seq, other = make_seq(prompt, 2), make_seq([7, 7, 7], -1)
-    (tap,), hidden = seq.taps, random_logits(len(prompt))
+    (reader,), hidden = seq.readers, random_logits(len(prompt))
     sizes = []
 
     def compute_logits(rows):
@@ -81,26 +81,26 @@ def test_values_come_chunk_by_chunk_and_once(monkeypatch, logits_slice):
         rows.compute(of_step, compute_logits).to_host().deliver(step)
     assert max(sizes) <= logits_slice
     expected = hidden.double().log_softmax(-1)
-    assert len(tap.found) == len(prompt)
-    assert tap.found[0] is None
-    for position, found in enumerate(tap.found[1:], 1):
+    assert len(reader.found) == len(prompt)
+    assert reader.found[0] is None
+    for position, found in enumerate(reader.found[1:], 1):
         values = expected[position - 1]
         order = values.argsort(descending=True).tolist()
         assert set(found) == {prompt[position], *order[:2]}
         for token_id, one in found.items():
             assert one.logprob == pytest.approx(float(values[token_id]), abs=1e-5)
             assert one.rank == order.index(token_id) + 1
-    (other_tap,) = other.taps
-    assert [len(found) for found in other_tap.found[1:]] == [VOCAB_SIZE] * 2
+    (other_reader,) = other.readers
+    assert [len(found) for found in other_reader.found[1:]] == [VOCAB_SIZE] * 2
 
 
 def test_deltas_give_them_once():
     for gives_once in (True, False):
-        (tap,) = make_seq([1, 2, 3], 1, gives_once=gives_once).taps
+        (reader,) = make_seq([1, 2, 3], 1, gives_once=gives_once).readers
         outputs = [SimpleNamespace(prompt_logprobs=None) for _ in range(3)]
         for output in outputs:
-            tap.add_to(output)
+            reader.add_to(output)
         later = None if gives_once else [None]
         assert [output.prompt_logprobs for output in outputs] == [[None], later, later]
-        tap.found.append({})
+        reader.found.append({})
         assert outputs[0].prompt_logprobs == [None], "a snapshot"

@@ -342,10 +342,10 @@ def test_requests_without_it_start_nothing(with_tokenizer):
         llm.engine.runner.run = lambda batch: (batches.append(batch), run_batch(batch))[1]
         llm.generate(PROMPT, SamplingParams(max_tokens=3, top_p=0.5), use_tqdm=False)
         assert set(threading.enumerate()) == before
-        assert [batch.sampling.stages for batch in batches] == [()] * 3
+        assert [batch.sampling.processors for batch in batches] == [()] * 3
         llm.generate(PROMPT, SamplingParams(max_tokens=3, structured_outputs={"regex": "a+"}), use_tqdm=False)
         assert len(set(threading.enumerate()) - before) == 1
-        assert all(isinstance(batch.sampling.stages[-1], GrammarRows) for batch in batches[3:])
+        assert all(isinstance(batch.sampling.processors[-1], GrammarRows) for batch in batches[3:])
 
 
 def test_equal_forms_are_compiled_once_and_the_oldest_are_forgotten(with_tokenizer, monkeypatch):

@@ -26,7 +26,7 @@ from nanovllm.request import Request
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence, SequenceStatus
-from nanovllm.stages import StageRow
+from nanovllm.extras.logits_processors import ProcessorRow
 
 
 @dataclass
@@ -56,12 +56,12 @@ class Finished:
 
 
 class ChosenBySearch:
-    """A `Stage` that changes no logits: the next step must wait for the token that the search chooses."""
+    """A `Processor` that changes no logits: the next step must wait for the token that the search chooses."""
 
     place, reads_output = 9, True
 
     @classmethod
-    def build(cls, rows: list[StageRow]) -> None:
+    def build(cls, rows: list[ProcessorRow]) -> None:
         return None
 
 
@@ -207,9 +207,9 @@ class BeamSearch(Request):
 
     def _new_sequence(self, request_id: str, token_ids: list[int]) -> Sequence:
         index, self._num_seqs_made = self._num_seqs_made, self._num_seqs_made + 1
-        stages = (ChosenBySearch(),)
+        processors = (ChosenBySearch(),)
         return Sequence(
-            request_id, token_ids, self._seq_params, priority=self._priority, sample_index=index, stages=stages
+            request_id, token_ids, self._seq_params, priority=self._priority, sample_index=index, processors=processors
         )
 
 

@@ -174,7 +174,7 @@ class CudaGraphs:
         num_seqs = len(batch.metadata.seq_lens)
         return (
             batch.metadata.num_decodes == num_seqs <= self._sizes[-1]
-            and not batch.taps
+            and not batch.readers
             and np.array_equal(batch.logits_indices.numpy(), np.arange(num_seqs))
             and len(newest_ids) <= len(self._newest_ids)
         )
@@ -216,7 +216,7 @@ class ReplayedDecodes:
 
 def wants_only_draws(sampling: SamplingBatch) -> bool:
     """Whether no row asks for more than a draw from the model's own logits."""
-    return not sampling.stages and sampling.num_logprobs is None
+    return not sampling.processors and sampling.num_logprobs is None
 
 
 class DecodeInputs:
@@ -255,7 +255,7 @@ class DecodeInputs:
             ),
             logits_indices=self._offsets[:size],
             sampling=SamplingBatch(**column),
-            taps=(),
+            readers=(),
             moves=BlockMoves(),
         )
 

@@ -73,7 +73,7 @@ def null_batch(
         ),
         logits_indices=cu[1:] - 1,
         sampling=sampling,
-        taps=(),
+        readers=(),
         moves=BlockMoves(),
     )
 

@@ -28,7 +28,7 @@ class EmbeddingRequest(Request):
         sampling_params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         self.params = params
         self.pooled = Pooling(params.pooling)
-        seq = Sequence(request_id, prompt_token_ids, sampling_params, priority=priority, taps=(self.pooled,))
+        seq = Sequence(request_id, prompt_token_ids, sampling_params, priority=priority, readers=(self.pooled,))
         super().__init__(prompt, prompt_token_ids, [seq], False, None, time.monotonic())
 
     def make_output(self) -> Any:

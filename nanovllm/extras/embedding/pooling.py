@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from nanovllm.sequence import Sequence
-from nanovllm.stages import ComputeLogits
+from nanovllm.extras.logits_processors import ComputeLogits
 from nanovllm.step import SchedulerOutput
 
 
 class Pooling:
-    """A `Tap` that adds up hidden states of one prompt."""
+    """A `PromptReader` that adds up hidden states of one prompt."""
 
     def __init__(self, pooling: str) -> None:
         self.pooling = pooling
@@ -54,11 +54,11 @@ class Pooling:
 
 
 def pooled_chunks(scheduled: SchedulerOutput) -> Iterator[tuple[int, range, Pooling]]:
-    """(place in `chunks`, positions to add up, tap) of each chunk that has such positions."""
+    """(place in `chunks`, positions to add up, reader) of each chunk that has such positions."""
     for i, (seq, start, num_new_tokens) in enumerate(scheduled.chunks):
-        for tap in seq.taps:
-            if isinstance(tap, Pooling) and (positions := tap.wanted(seq, start, start + num_new_tokens)):
-                yield i, positions, tap
+        for reader in seq.readers:
+            if isinstance(reader, Pooling) and (positions := reader.wanted(seq, start, start + num_new_tokens)):
+                yield i, positions, reader
 
 
 @dataclass(frozen=True)
@@ -81,5 +81,5 @@ class Sums(NamedTuple):
         return Sums(self.sums.to("cpu", non_blocking=True))
 
     def deliver(self, scheduled: SchedulerOutput) -> None:
-        for chunk_sum, (_, positions, tap) in zip(self.sums.numpy(), pooled_chunks(scheduled), strict=True):
-            tap.add(chunk_sum, positions)
+        for chunk_sum, (_, positions, reader) in zip(self.sums.numpy(), pooled_chunks(scheduled), strict=True):
+            reader.add(chunk_sum, positions)

@@ -8,7 +8,7 @@ others do for one message, rank 0 does too, collective by collective:
 
 If rank 0 left this order half-way, the ranks would wait for each other. So an error between the message and the logits
 ends the engine. An interrupt waits until the step is over, and a second one ends the engine. An error behind the
-logits, by a stage of a request for example, disturbs nobody.
+logits, by a processor of a request for example, disturbs nobody.
 """
 
 import signal
@@ -60,7 +60,7 @@ class Driver:
                         raise dead from error
                 raise
             self._is_underway = self._has_due_logits = False  # a replayed CUDA graph passes none of the lines below
-            return sampled._replace(tapped=(*sampled.tapped, StillAlive(self.peers)))
+            return sampled._replace(readings=(*sampled.readings, StillAlive(self.peers)))
 
     def send(self, record: Any) -> Any:
         """Takes the place of `ModelRunner.send`. A batch that is not computed by `compute` is sent here."""

@@ -71,7 +71,7 @@ def pack_step(batch: Batch, has_draw: bool) -> np.ndarray:
         "num_seqs": len(metadata.seq_lens),
         "table_width": metadata.block_tables.shape[1],
         "num_samples": len(logits_indices),
-        "is_plain": not batch.sampling.stages and batch.sampling.num_logprobs is None,
+        "is_plain": not batch.sampling.processors and batch.sampling.num_logprobs is None,
         **{name: getattr(metadata, name) for name in NUMBERS},
         **{f"num_{name}": len(pairs) for name, pairs in moves.items()},
     }

@@ -211,7 +211,7 @@ def can_be_guessed(seq: Sequence) -> bool:
     Penalties and bad words read the output, which `as_if` provides. A grammar keeps a state, a beam search chooses
     otherwise, and a logits processor of the user may do both: their sequences get no drafts.
     """
-    return all([not stage.reads_output or isinstance(stage, BadWords | Penalties) for stage in seq.stages])
+    return all([not processor.reads_output or isinstance(processor, BadWords | Penalties) for processor in seq.processors])
 
 
 def place_drafts(seq: Sequence, token_ids: list[int]) -> None:
@@ -228,7 +228,7 @@ def forget_drafts(seq: Sequence) -> None:
 
 
 def as_if(seq: Sequence, num_known_tokens: int) -> Sequence:
-    """`seq` as its stages are to see it when so many of its tokens are known, drafts included; it shares them."""
+    """`seq` as its processors are to see it when so many of its tokens are known, drafts included; it shares them."""
     seen = copy(seq)
     seen.token_ids = IntArray.__new__(IntArray)
     seen.token_ids.data, seen.token_ids.length = seq.token_ids.data, num_known_tokens
@@ -273,7 +273,7 @@ def one_row_each(planned: SchedulerOutput, drafts: Drafts) -> tuple[SchedulerOut
     for seq, i in zip(planned.samples, planned.sampled_chunks, strict=True):
         num_rows = planned.chunks[i][2]
         rows.append(range(len(samples), len(samples) + num_rows))
-        samples += [seq, *(as_if(seq, seq.num_known_tokens + j) if seq.stages else seq for j in range(1, num_rows))]
+        samples += [seq, *(as_if(seq, seq.num_known_tokens + j) if seq.processors else seq for j in range(1, num_rows))]
         sampled_chunks += range(firsts[i], firsts[i] + num_rows)
     step = replace(planned, chunks=chunks, num_decodes=len(chunks), samples=samples, sampled_chunks=sampled_chunks)
     return step, rows

@@ -8,7 +8,7 @@ is complete. With the grammar "yes" | "no" and the tokens y, e, s, n, no, <end>:
     output [y]        allowed e
     output [no]       allowed <end>
 
-A grammar is the last `Stage` of its sequence, so that no other stage lets a token in again. Masks are computed by a
+A grammar is the last `Processor` of its sequence, so that no other processor lets a token in again. Masks are computed by a
 thread beside the forward pass: `build` hands the newest tokens over, and `apply` waits for the masks when the logits
 are there.
 """
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.stages import StageRow
+from nanovllm.extras.logits_processors import ProcessorRow
 
 NO_TOKEN = "no token of the vocabulary can come next"
 
@@ -56,9 +56,9 @@ class Grammar:
         return copied
 
     @classmethod
-    def build(cls, rows: list[StageRow]) -> "GrammarRows":
+    def build(cls, rows: list[ProcessorRow]) -> "GrammarRows":
         """Have the masks of the rows computed, while the caller goes on."""
-        grammars: list[Grammar] = [row.stage for row in rows]
+        grammars: list[Grammar] = [row.processor for row in rows]
         worker = grammars[0].worker
         new_tokens = [seq.token_ids.view(seq.num_prompt_tokens + one.num_sent).tolist() for _, seq, _, one in rows]
         stop_token_ids = [frozenset(seq.stop_token_ids) for _, seq, _, _ in rows]
@@ -129,7 +129,7 @@ class GrammarRows:
     def apply(self, logits: torch.Tensor, raw: torch.Tensor) -> None:
         """-inf for all tokens that do not fit.
 
-        Where earlier stages leave no token that fits, they give way: the tokens that fit keep their raw logits.
+        Where earlier processors leave no token that fits, they give way: the tokens that fit keep their raw logits.
         """
         masks = torch.from_numpy(self.masks.result()).to(logits.device)  # [num_constrained, num_words]
         is_allowed = unpack_bits(masks, logits.shape[1])  # [num_constrained, vocab_size]

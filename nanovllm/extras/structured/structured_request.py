@@ -15,7 +15,7 @@ class StructuredRequest(Request):
     def end_step(self, scheduler: Scheduler, now: float) -> None:
         for completion in self.completions:
             seq = completion.seq
-            errors = [stage.error for stage in seq.stages if isinstance(stage, Grammar) and stage.error]
+            errors = [processor.error for processor in seq.processors if isinstance(processor, Grammar) and processor.error]
             if errors and seq.finish_reason is None:
                 scheduler.finish(seq, "abort", f"structured_outputs: {errors[0]}")
                 completion.read_text()

@@ -254,7 +254,7 @@ class Recorder(SchedulingStats):
         self._drawn = [
             (seq, seq.num_known_tokens - 1, token_id)
             for seq, token_id in newest.items()
-            if seq.stages and seq in self._seqs
+            if seq.processors and seq in self._seqs
         ]
 
     def on_step_end(self, step: SchedulerOutput, seconds: Mapping[str, float]) -> None:

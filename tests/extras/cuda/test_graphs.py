@@ -36,7 +36,7 @@ from nanovllm.layers.backends import TorchAttention
 from nanovllm.sampler import draw_tokens
 from nanovllm.sampling_batch import SamplingBatch
 from nanovllm.sequence import Sequence
-from nanovllm.stages import ForbiddenTokens
+from nanovllm.extras.logits_processors import ForbiddenTokens
 from tests.extras.test_overlap import KINDS, visible
 from tests.late_runner import LateRunner
 from tests.recorded_operations import GatherAttention, OperationRecorder
@@ -277,7 +277,7 @@ def test_what_is_no_plain_decode_is_not_replayed(monkeypatch, tiny_checkpoint):
         dataclasses.replace(batch, metadata=dataclasses.replace(batch.metadata, num_decodes=2)), none
     ), "one is a prefill chunk"
     judged = TargetRows(torch.tensor([0]), torch.tensor([5]), 1)
-    assert not graphs.can_replay(dataclasses.replace(batch, taps=(judged,)), none), "a prompt is judged"
+    assert not graphs.can_replay(dataclasses.replace(batch, readers=(judged,)), none), "a prompt is judged"
     for rows in ([0, 1], [0, 2, 2], [0, 0, 1]):
         rows = torch.tensor(rows, dtype=torch.int32)
         assert not graphs.can_replay(dataclasses.replace(batch, logits_indices=rows), none), "not each row one token"
@@ -333,4 +333,4 @@ def test_sampling_rows_that_are_drawn_in_a_graph():
     assert wants_only_draws(plain)
     assert not wants_only_draws(dataclasses.replace(plain, num_logprobs=0))
     one_row = ForbiddenTokens(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    assert not wants_only_draws(dataclasses.replace(plain, stages=(one_row,)))
+    assert not wants_only_draws(dataclasses.replace(plain, processors=(one_row,)))

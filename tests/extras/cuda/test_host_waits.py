@@ -110,7 +110,7 @@ def kernels(monkeypatch):
         few_tokens,
         norm_kernels as norm,
         paged_attention,
-        quantised,
+        cuda_quantised as quantised,
         sample,
         store_kv,
         truncate,
@@ -142,7 +142,7 @@ def batches(with_tokenizer):
         engine.step()
     assert len(seen) > 50
     assert any(has_placeholders(batch) for batch in seen)
-    assert any(batch.taps for batch in seen)
+    assert any(batch.readers for batch in seen)
     assert any(batch.moves.copies for batch in seen)
     assert (
         {batch.metadata.num_decodes > 0 for batch in seen}

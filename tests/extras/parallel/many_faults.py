@@ -17,18 +17,18 @@ from pathlib import Path
 from tests.extras.parallel.zygote import Zygote
 
 SIGKILL = -9
-RANK_STAGES = ("message", "embedding", "attention", "logits", "draw", "tap")
+RANK_STAGES = ("message", "embedding", "attention", "logits", "draw", "reader")
 
 # name -> function of scenarios.py, its arguments after the model, the exit status
 SCENARIOS = {
     "rank killed, idle": ("rank_killed_idle", (), 0),
     **{
-        f"rank raises at stage {stage!r} of a step": (
+        f"rank raises at processor {processor!r} of a step": (
             "rank_fails_in_step",
-            (stage, "raise", "RuntimeError: planted"),
+            (processor, "raise", "RuntimeError: planted"),
             0,
         )
-        for stage in RANK_STAGES
+        for processor in RANK_STAGES
     },
     "rank killed in a forward pass": ("rank_fails_in_step", ("attention", "kill", "ended by SIGKILL"), 0),
     "rank aborts in a forward pass": ("rank_fails_in_step", ("attention", "abort", "ended by SIGABRT"), 0),
@@ -46,7 +46,7 @@ SCENARIOS = {
     "rank 0 raises in a forward pass": ("rank_0_fails_in_forward_pass", ("RuntimeError",), 0),
     "rank 0 with a MemoryError": ("rank_0_fails_in_forward_pass", ("MemoryError",), 0),
     "rank 0 raises at logits": ("rank_0_fails_at_logits", (), 0),
-    "a request's stage raises": ("stage_of_a_request_fails", (), 0),
+    "a request's processor raises": ("processor_of_a_request_fails", (), 0),
     "^C while ranks import": ("interrupted_in_start", ("import", 1), 0),
     "^C while loading": ("interrupted_in_start", ("load", 1), 0),
     "^C twice while loading": ("interrupted_in_start", ("load", 2), 0),

@@ -62,9 +62,9 @@ def is_rank(pid):
 class Fault:
     """A fault that is planted in the other ranks that start from now on."""
 
-    def __init__(self, stage, kind, skip=0):
+    def __init__(self, processor, kind, skip=0):
         self.mark = Path(tempfile.mkdtemp(prefix="mark-", dir=os.environ["NANOVLLM_TEST_MARKS"])) / "mark"
-        values = {"stage": stage, "kind": kind, "skip": skip, "mark": str(self.mark)}
+        values = {"processor": processor, "kind": kind, "skip": skip, "mark": str(self.mark)}
         self.environment = {"NANOVLLM_TEST_FAULT": json.dumps(values), "PYTHONPATH": str(PLANTED)}
         os.environ.update(self.environment)
 
@@ -133,11 +133,11 @@ def rank_killed_idle(model):
         assert tokens_of(llm) == truth
 
 
-def rank_fails_in_step(model, stage, kind, *reasons):
-    fault = Fault(stage, kind, 7)
+def rank_fails_in_step(model, processor, kind, *reasons):
+    fault = Fault(processor, kind, 7)
     llm = LLM(model, **options())
     params = LONG
-    if stage == "tap":
+    if processor == "reader":
         fault_params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=2)
         call = lambda: [tokens_of(llm, fault_params) for _ in range(10)]  # noqa: E731
     else:
@@ -167,8 +167,8 @@ def one_of_three_other_ranks_fails(model, kind, *reasons):
     expect_nothing_left()
 
 
-def rank_fails_at_start(model, stage, kind, *reasons):
-    fault = Fault(stage, kind)
+def rank_fails_at_start(model, processor, kind, *reasons):
+    fault = Fault(processor, kind)
     dead = expect_dead(lambda: LLM(model, **options()), "rank 1", *reasons)
     report(dead - fault.wait()["time"])
     expect_nothing_left()
@@ -227,7 +227,7 @@ def rank_0_fails_in_forward_pass(model, error_name):
 
 
 def rank_0_fails_at_logits(model):
-    """Behind the forward pass, and of a tap's logits: the others wait in a collective."""
+    """Behind the forward pass, and of a reader's logits: the others wait in a collective."""
     llm = LLM(model, **options())
     inner = llm.engine.runner.model.lm_head.inner
     logits, begins, left = inner.logits, [], [1]
@@ -240,16 +240,16 @@ def rank_0_fails_at_logits(model):
         return logits(hidden)
 
     inner.logits = fail
-    with_tap = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
-    report(expect_dead(lambda: tokens_of(llm, with_tap), "rank 0 failed", "planted") - begins[0])
+    with_reader = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
+    report(expect_dead(lambda: tokens_of(llm, with_reader), "rank 0 failed", "planted") - begins[0])
     expect_nothing_left()
 
 
-def stage_of_a_request_fails(model):
+def processor_of_a_request_fails(model):
     """Such a request disturbs nobody: the engine goes on, with the same processes."""
 
     def fail(output_token_ids, logits):
-        raise ZeroDivisionError("a stage of a request")
+        raise ZeroDivisionError("a processor of a request")
 
     with LLM(model, **options()) as llm:
         truth, pids = tokens_of(llm), worker_pids()

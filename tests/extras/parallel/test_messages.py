@@ -106,7 +106,7 @@ def test_a_batch_arrives_as_it_was(batch, has_draw):
     assert torch.equal(found.positions, batch.positions)
     assert torch.equal(found.logits_indices, batch.logits_indices if has_draw else torch.empty(0, dtype=torch.int32))
     assert found.moves == batch.moves
-    assert found.taps == ()
+    assert found.readers == ()
     assert (found.sampling.num_logprobs is None) == (batch.sampling.num_logprobs is None)
     assert found.sampling.draw_arguments[1:] == (None,) * 4
     assert not found.sampling.temperatures.any()

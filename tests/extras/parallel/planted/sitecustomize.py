@@ -1,9 +1,9 @@
 """Python imports this file first where its folder is in PYTHONPATH: it plants a fault in the process of a rank.
 
 NANOVLLM_TEST_FAULT is a JSON object with
-    stage: where in the rank's work, one of `STAGES`
+    processor: where in the rank's work, one of `STAGES`
     kind: what happens there, one of `KINDS`
-    skip: how often the stage passes before
+    skip: how often the processor passes before
     mark: a file that gets the time of the fault
 """
 
@@ -39,7 +39,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def plant(worker, fault):
-    if fault["stage"] == "import":
+    if fault["processor"] == "import":
         strike(fault)
         return
     from nanovllm.extras.parallel import joined
@@ -56,8 +56,8 @@ def plant(worker, fault):
         "attention": (Attention, "forward"),
         "logits": (joined.VocabularyShare, "logits"),
         "draw": (start, "draw_nothing"),
-        "tap": (worker, "compute_logits"),
-    }[fault["stage"]]
+        "reader": (worker, "compute_logits"),
+    }[fault["processor"]]
     function, left = getattr(owner, name), [fault.get("skip", 0)]
 
     def planted(*arguments, **options):

@@ -1,14 +1,14 @@
 """The seams of a forward pass: what may change the logits of a row, and what may read the hidden states of a prompt.
 
-A `Stage` hangs on a sequence and changes the logits of its row before the draw: a penalty, a bias, a grammar. A `Tap`
+A `Processor` hangs on a sequence and changes the logits of its row before the draw: a penalty, a bias, a grammar. A `PromptReader`
 hangs on a sequence and reads the hidden states of its prompt: log-probabilities of the prompt, an embedding. This file
 knows none of them but the shortest, `MinTokens`. It collects those of a step's sequences, one group for each class:
 
     samples          [A, B, C]      A has a bias, B has nothing, C has a bias and a penalty
     groups           bias: rows 0 and 2        penalty: row 2
-    apply_stages     the logits of row 0 and 2 with their biases, then of row 2 with its penalty
+    apply_processors     the logits of row 0 and 2 with their biases, then of row 2 with its penalty
 
-`build_batch` calls the `build_…` functions, the sampler `apply_stages`, and `ModelRunner` reads the taps.
+`build_batch` calls the `build_…` functions, the sampler `apply_processors`, and `ModelRunner` reads the readers.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,89 +25,89 @@ ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
 """[num_rows, hidden_size] -> [num_rows, vocab_size]"""
 
 
-class StageRow(NamedTuple):
-    """A row of the logits whose sequence has a stage."""
+class ProcessorRow(NamedTuple):
+    """A row of the logits whose sequence has a processor."""
 
     row: int
     seq: Sequence
     position: int  # of the token that will be drawn, in its sequence
-    stage: Any
+    processor: Any
 
 
-class Stage(Protocol):
+class Processor(Protocol):
     """A change that one sequence wants. Stages of a step run in the order of `place`, which is vLLM's."""
 
     place: int
     reads_output: bool  # the newest token must be known before the next one is drawn
 
     @classmethod
-    def build(cls, rows: list[StageRow]) -> "StageRows | None":
-        """All rows of a step that have a stage of this class, as tensors on the host; None if nothing is to do."""
+    def build(cls, rows: list[ProcessorRow]) -> "ProcessorRows | None":
+        """All rows of a step that have a processor of this class, as tensors on the host; None if nothing is to do."""
 
 
-class StageRows(Protocol):
+class ProcessorRows(Protocol):
     """A dataclass of tensors, which can be sent to the device."""
 
     def apply(self, logits: torch.Tensor, raw: torch.Tensor) -> None:
         """Change `logits` in place; `raw` is what the model gave. Both are [num_samples, vocab_size]."""
 
 
-class Tap(Protocol):
+class PromptReader(Protocol):
     """What one request wants to know of the hidden states of its prompt."""
 
     reads_prompt: bool  # it needs those of all tokens, so none of them may come from the prefix cache
 
     @classmethod
-    def build(cls, scheduled: SchedulerOutput, cu_seqlens_q: np.ndarray) -> "TapRows | None":
+    def build(cls, scheduled: SchedulerOutput, cu_seqlens_q: np.ndarray) -> "ReaderRows | None":
         """cu_seqlens_q: [num_seqs + 1], the chunks' first rows in the batch; None if there is nothing to read."""
 
     def add_to(self, output: Any) -> None:
         """Put what is known so far into a `RequestOutput`."""
 
 
-class TapRows(Protocol):
+class ReaderRows(Protocol):
     """A dataclass of tensors, which can be sent to the device."""
 
-    def compute(self, hidden: torch.Tensor, compute_logits: ComputeLogits) -> "TapResult":
+    def compute(self, hidden: torch.Tensor, compute_logits: ComputeLogits) -> "ReaderResult":
         """hidden: [num_tokens, hidden_size]"""
 
 
-class TapResult(Protocol):
+class ReaderResult(Protocol):
     """What has been read, on the device or on its way to the host."""
 
-    def to_host(self) -> "TapResult": ...
+    def to_host(self) -> "ReaderResult": ...
 
     def deliver(self, scheduled: SchedulerOutput) -> None:
-        """It has arrived: give each tap of the step's sequences its part."""
+        """It has arrived: give each reader of the step's sequences its part."""
 
 
-def build_stages(samples: list[Sequence], positions: list[int]) -> tuple[StageRows, ...]:
+def build_processors(samples: list[Sequence], positions: list[int]) -> tuple[ProcessorRows, ...]:
     """positions: for each sample, the position that its token will have"""
-    groups: dict[Any, list[StageRow]] = {}
+    groups: dict[Any, list[ProcessorRow]] = {}
     for row, seq in enumerate(samples):
-        for stage in seq.stages:
-            groups.setdefault(type(stage), []).append(StageRow(row, seq, positions[row], stage))
+        for processor in seq.processors:
+            groups.setdefault(type(processor), []).append(ProcessorRow(row, seq, positions[row], processor))
     built = [kind.build(groups[kind]) for kind in sorted(groups, key=lambda kind: kind.place)]
     return tuple(rows for rows in built if rows is not None)
 
 
-def apply_stages(raw: torch.Tensor, stages: Iterable[StageRows]) -> torch.Tensor:
-    """raw: [num_samples, vocab_size] -> a changed copy in float32; `raw` itself if there are no stages"""
+def apply_processors(raw: torch.Tensor, processors: Iterable[ProcessorRows]) -> torch.Tensor:
+    """raw: [num_samples, vocab_size] -> a changed copy in float32; `raw` itself if there are no processors"""
     logits = raw
-    for stage in stages:
+    for processor in processors:
         logits = raw.to(torch.float32, copy=True) if logits is raw else logits
-        stage.apply(logits, raw)
+        processor.apply(logits, raw)
     return logits
 
 
-def build_taps(scheduled: SchedulerOutput, cu_seqlens_q: np.ndarray) -> tuple[TapRows, ...]:
+def build_readers(scheduled: SchedulerOutput, cu_seqlens_q: np.ndarray) -> tuple[ReaderRows, ...]:
     """cu_seqlens_q: [num_seqs + 1], the chunks' first rows in the batch"""
-    kinds = dict.fromkeys([type(tap) for seq, _, _ in scheduled.chunks if seq.taps for tap in seq.taps])
+    kinds = dict.fromkeys([type(reader) for seq, _, _ in scheduled.chunks if seq.readers for reader in seq.readers])
     built = [kind.build(scheduled, cu_seqlens_q) for kind in kinds]
     return tuple(rows for rows in built if rows is not None)
 
 
-# ---- the shortest stage
+# ---- the shortest processor
 
 
 class MinTokens:
@@ -116,7 +116,7 @@ class MinTokens:
     place, reads_output = 2, False
 
     @classmethod
-    def build(cls, rows: list[StageRow]) -> "ForbiddenTokens | None":
+    def build(cls, rows: list[ProcessorRow]) -> "ForbiddenTokens | None":
         return forbid(
             (row, token_id)
             for row, seq, position, _ in rows
