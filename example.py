@@ -4,12 +4,12 @@
     python example.py --prompt "What is a block table?"  # ask it yourself; may be given several times
     python example.py --stream                           # see the answers grow
     python example.py --model Qwen/Qwen3-0.6B            # a local folder, or a hub id
-    python example.py --tensor-parallel-size 2           # two processes share each step
-    python example.py --view                             # then see, step by step, a run in which everything happens
-    python example.py --trace run.jsonl --view           # record this run, and replay it in a browser
+    python example.py --core                             # only the core's own code, without faster kernels
+    python example.py --view                             # then replay, step by step, a recorded run in a browser
+    python example.py --trace run.jsonl --view           # record this run, and replay it
 
-All questions are answered in one batch, which changes at every step. The table shows what a serving engine is judged
-by: how soon the first token came (TTFT), the pace after it (TPOT), and how little of the KV cache was wasted.
+All questions are answered in one batch, which changes at every step. The table shows by what a serving engine is
+judged: how soon the first token came (TTFT), the pace after it (TPOT), and how often a prefix was in the cache.
 """
 
 import argparse
@@ -17,9 +17,9 @@ import sys
 import textwrap
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from nanovllm import LLM, TINY_QWEN3, CompletionOutput, RequestOutput, SamplingParams
-from nanovllm.checks import MissingExtra, extra
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
 
 QUESTIONS = [
     "What is paged attention?",
@@ -49,58 +49,60 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Ask a model a few questions at once.")
     parser.add_argument("--model", default=TINY_QWEN3, help="folder or hub id (default: the bundled model)")
     parser.add_argument("--prompt", action="append", help="a question; may be given several times")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the likeliest token (default)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the most likely token (default)")
     parser.add_argument("--max-tokens", type=int, default=320, help="longest answer, in tokens (default: %(default)s)")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks that share each step")
     parser.add_argument("--stream", action="store_true", help="print answers as they grow, one line each")
+    parser.add_argument("--core", action="store_true", help="run only the core's own code")
+    parser.add_argument("--tensor-parallel-size", type=int, metavar="N", help="ranks that share each step")
     parser.add_argument("--trace", type=Path, metavar="JSONL", help="record each step of the run in this file")
-    parser.add_argument(
-        "--view",
-        action="store_true",
-        help="then replay a run in a browser: that of --trace, or one made to be instructive",
-    )
+    parser.add_argument("--view", action="store_true", help="then replay the run of --trace, or a recorded one")
     args = parser.parse_args()
     try:
         ask_with_options(args)
-    except (TypeError, ValueError, MissingExtra) as error:  # a bad argument: what the engine says of it is enough
+    except (TypeError, ValueError) as error:  # a bad argument: the engine's message says enough
         parser.error(str(error))
 
 
 def ask_with_options(args: argparse.Namespace) -> None:
-    if args.view:  # before the work, so that a missing extra is named at once
-        with extra("trace", "--view"):
-            from nanovllm.extras.trace.view import STORY, open_page
+    kind: Any = LLM
+    params: Any = SamplingParams
+    if args.core:
+        from nanovllm.llm import LLM as kind
+        from nanovllm.sampling_params import SamplingParams as params
+    options = {"tensor_parallel_size": args.tensor_parallel_size, "trace": args.trace}
+    llm = kind(args.model, **{name: value for name, value in options.items() if value is not None})
     questions = args.prompt or QUESTIONS
-    sampling_params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    with LLM(args.model, trace=args.trace, tensor_parallel_size=args.tensor_parallel_size) as llm:
-        prompts = make_prompts(llm, questions)
-        if args.stream:
-            outputs = stream_answers(llm, questions, prompts, sampling_params)
-        else:
-            outputs = llm.generate(prompts, sampling_params)
-            for question, output in zip(questions, outputs, strict=True):
-                print_answer(question, output.outputs[0])
-        print_costs(llm, outputs)
+    prompts = make_prompts(llm, questions)
+    sampling_params = params(temperature=args.temperature, max_tokens=args.max_tokens)
+    if args.stream:
+        outputs = stream_answers(llm, questions, prompts, sampling_params)
+    else:
+        outputs = llm.generate(prompts, sampling_params)
+        for question, output in zip(questions, outputs, strict=True):
+            print_answer(question, output.outputs[0])
+    print_costs(llm, outputs)
+    if hasattr(llm, "shutdown"):
+        llm.shutdown()
     if args.view:
+        from nanovllm.extras.trace.view import STORY, open_page
+
         open_page([args.trace or STORY])
 
 
-def make_prompts(llm: LLM, questions: list[str]) -> list:
-    """The questions of a user; the texts as they are, if the model was taught no conversations."""
-    tokenizer = llm.get_tokenizer()
+def make_prompts(llm: Any, questions: list[str]) -> list:
+    """Return the questions as prompts: with the chat template, or as they are if the model has none."""
+    tokenizer = llm.engine.tokenizer
     if tokenizer is None:
-        raise ValueError("there is no tokenizer in the model's folder, and this example asks in words")
+        raise ValueError("the model's folder holds no tokenizer, and this example needs one for its questions")
     if tokenizer.chat_template is None:
         print("This model has no chat template: it continues the texts.")
         return list(questions)
     return llm.render_chat([[{"role": "user", "content": question}] for question in questions])
 
 
-def stream_answers(
-    llm: LLM, questions: list[str], prompts: list, sampling_params: SamplingParams
-) -> list[RequestOutput]:
-    """Print what each step adds to the answer that is being shown; the others grow unseen until it is their turn."""
-    latest: dict[str, RequestOutput] = {}
+def stream_answers(llm: Any, questions: list[str], prompts: list, sampling_params: Any) -> list[Any]:
+    """Print what each step adds to the answer that is shown. The others grow unseen until it is their turn."""
+    latest: dict[str, Any] = {}
     shown: dict[str, int] = {}
     for output in llm.stream(prompts, sampling_params):
         latest[output.request_id] = output
@@ -120,30 +122,34 @@ def stream_answers(
 # ---- what is printed
 
 
-def print_answer(question: str, completion: CompletionOutput) -> None:
+def print_answer(question: str, completion: Any) -> None:
     answer = textwrap.fill(completion.text.strip(), width=100, initial_indent="  ", subsequent_indent="  ")
     cut = " [cut at --max-tokens]" if completion.finish_reason == "length" else ""
     print(f"\n> {question}\n{answer}{cut}")
 
 
-def print_costs(llm: LLM, outputs: list[RequestOutput]) -> None:
-    stats = llm.get_stats()
+def print_costs(llm: Any, outputs: list[Any]) -> None:
+    """Print a table. The core counts less than the whole package, whose engine also has times and a description."""
+    engine = llm.engine
+    stats = llm.get_stats() if hasattr(llm, "get_stats") else engine.stats
     ttfts = [output.metrics.ttft for output in outputs if output.metrics.ttft is not None]
     tpots = [output.metrics.tpot for output in outputs if output.metrics.tpot is not None]
-    *reasons, computed_by = llm.engine.description.split("; ")
-    missing = [reason for reason in reasons if reason.endswith("is not there")]  # an extra that has been deleted
+    computed_by = getattr(engine, "description", f"PyTorch on {engine.runner.device}, {engine.runner.dtype}")
     rows = [
-        ("computed by", "; ".join([computed_by, *missing])),
+        ("computed by", computed_by.split("; ")[-1]),
         ("requests", f"{len(outputs)}"),
         ("tokens", f"{stats.prompt_tokens} in, {stats.generation_tokens} out, {stats.steps} steps"),
         ("time to first token", f"{1000 * median(ttfts):.1f} ms (median)"),
         ("time per output token", f"{1000 * median(tpots):.1f} ms (median)" if tpots else "-"),
-        ("prefill throughput", rate(stats.prefill_step_tokens, stats.prefill_step_time_s)),
-        ("decode throughput", rate(stats.decode_step_tokens, stats.decode_step_time_s)),
         ("prefix-cache hit rate", f"{stats.prefix_cache_hit_rate:.0%} of the prompt tokens"),
-        ("KV blocks", f"{stats.num_kv_blocks}, up to {stats.peak_used_blocks} of them used at a time"),
-        ("KV waste", f"{stats.waste:.1%} of the reserved slots held no token"),
+        ("KV blocks", f"{engine.runner.kv_cache.num_blocks}, up to {stats.peak_used_blocks} of them used at a time"),
     ]
+    if hasattr(stats, "waste"):
+        rows += [
+            ("prefill throughput", rate(stats.prefill_step_tokens, stats.prefill_step_time_s)),
+            ("decode throughput", rate(stats.decode_step_tokens, stats.decode_step_time_s)),
+            ("KV waste", f"{stats.waste:.1%} of the reserved slots held no token"),
+        ]
     print()
     for name, value in rows:
         print(f"{name:<22} {value}")

@@ -29,7 +29,8 @@ from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm.extras.kernels.cpu.cpu_layers import CpuLinear, HugePages
 from nanovllm.extras.models.masking import PLAIN
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.backends import TorchAttention, attend_decodes
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.extras.kernels.backend import attend_decodes
 
 LAYER_SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]  # outputs, inputs
 HEAD_SHAPE = (151_936, 1024)

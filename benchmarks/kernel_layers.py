@@ -16,7 +16,8 @@ import torch.nn.functional as F
 
 from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import Rope, Rotary, apply_rotary
+from nanovllm.extras.models.rope import Rope
+from nanovllm.layers.rotary import Rotary, apply_rotary
 
 KERNEL_TOKENS, PRODUCT_TOKENS = (1, 32, 256, 8192), (1, 2, 4, 8, 16, 64, 256)
 EPS = 1e-6

@@ -25,10 +25,10 @@ from nanovllm import SamplingParams
 from nanovllm.config import resolve_device
 from nanovllm.extras.cuda.input_buffer import map_tensors
 from nanovllm.extras.logits import processors_of
-from nanovllm.sampler import draw_tokens as draw_in_torch
-from nanovllm.sampler import sample
-from nanovllm.sampling_batch import SamplingBatch, build_sampling_batch
-from nanovllm.sequence import Sequence
+from nanovllm.sampler import sample_tokens as draw_in_torch
+from nanovllm.extras.full_runner import sample
+from nanovllm.batch import SamplingBatch, build_sampling_batch
+from nanovllm.extras.full_sequence import Sequence
 
 CASES = {
     "greedy": SamplingParams(temperature=0),
@@ -107,7 +107,7 @@ def measure_kernels(
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """The same with the Triton kernels, without building the tensors, and how far it is from one read of the logits."""
     from benchmarks.kernels import copy_bandwidth, seconds
-    from nanovllm.extras.kernels.cuda.sample import draw_tokens
+    from nanovllm.extras.kernels.cuda.sample import sample_tokens
 
     read_s = logits.numel() * logits.element_size() / copy_bandwidth()
     for name, params in rows.items():
@@ -115,8 +115,8 @@ def measure_kernels(
         if batch.processors or batch.num_logprobs is not None:
             continue  # these stay in PyTorch
         arguments = (logits, *batch.draw_arguments)
-        is_equal = draw_tokens(*arguments) == draw_in_torch(*arguments)
-        time_s = seconds(partial(draw_tokens, *arguments))
+        is_equal = sample_tokens(*arguments) == draw_in_torch(*arguments)
+        time_s = seconds(partial(sample_tokens, *arguments))
         yield (
             name,
             {

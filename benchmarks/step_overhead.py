@@ -18,12 +18,12 @@ from benchmarks.common import describe_machine
 from nanovllm import TINY_QWEN3, Config, SamplingParams
 from nanovllm.batch import build_batch
 from nanovllm.block_manager import BlockManager
-from nanovllm.checkpoint import load_tokenizer
-from nanovllm.detokenizer import TokenDecoder
-from nanovllm.model_runner import StepTokens
-from nanovllm.request import Request
+from nanovllm.extras.checkpoint import load_tokenizer
+from nanovllm.extras.full_detokenizer import TokenDecoder
+from nanovllm.extras.full_runner import StepTokens
+from nanovllm.extras.full_request import Request
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
+from nanovllm.extras.full_sequence import Sequence
 
 
 def main() -> None:

@@ -1,23 +1,23 @@
-"""Which sequence owns which block of the KV cache?
+"""The block manager: which sequence owns which block of the KV cache?
 
-The cache is cut into blocks of `block_size` tokens, and a sequence's block table lists its blocks in order. Memory is
-handed out as sequences grow, and only the end of each one's last block is wasted (PagedAttention, Kwon et al. 2023,
-https://arxiv.org/abs/2309.06180). Sequences that begin with the same tokens share blocks (`prefix_cache.py`).
+The cache is divided into blocks of `block_size` tokens, and a sequence's block table lists its blocks in order. Blocks
+are allocated as sequences grow, so only the end of each sequence's last block is wasted (PagedAttention, Kwon et al.
+2023, https://arxiv.org/abs/2309.06180). Sequences that begin with the same tokens share blocks (`prefix_cache.py`).
 
-This file decides which block is given, shared, kept and evicted, each in O(1). It knows no queues and no tensors; the
-`Scheduler` calls it. Where a token lies, with block_size 4 and the block table [7, 2]:
+This file allocates, shares, keeps and evicts blocks, each in O(1). It has no queues and no tensors; the `Scheduler`
+calls it. Where the K and V of a token are stored, with block_size 4 and the block table [7, 2]:
 
     position              0   1   2   3   4   5          block_id = block_table[position // 4]
     block id              7   7   7   7   2   2          slot = block_id * 4 + position % 4
     slot                 28  29  30  31   8   9
 
-Who owns which range, for A (6 tokens) and B (7 tokens), whose first 4 tokens are the same:
+Which sequence owns which block, for A (6 tokens) and B (7 tokens), whose first 4 tokens are the same:
 
     block                       7             2             5        references: block 7 two, blocks 2 and 5 one each
     A  block table [7, 2]   [ 0 1 2 3 ]  [ 4 5 . . ]
     B  block table [7, 5]   [ 0 1 2 3 ]                [ 4 5 6 . ]   two slots of block 2 and one of block 5 are waste
 
-When A ends, block 2 goes back to the free queue, and block 7 stays B's.
+When A ends, block 2 returns to the free queue, and only B owns block 7.
 """
 
 from collections import OrderedDict
@@ -29,10 +29,10 @@ from nanovllm.sequence import Sequence
 
 
 class BlockManager:
-    """Blocks 1 … `num_blocks` for sequences. No sequence owns block 0, the null block, which fills up `block_tables`.
+    """Blocks 1 … `num_blocks` for sequences. No sequence owns block 0, the null block, which pads block tables.
 
-    A block is owned (reference count above zero) or free. A free block that is still cached can be found again until it
-    is handed out anew.
+    A block is either owned (its reference count is above zero) or free. A free block that is still cached can be found
+    again until it is reused.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class BlockManager:
         self.prefix_cache = PrefixCache(block_size, self.observer, enable_prefix_caching)
         self.block_tables = BlockTables(block_size)
         self._ref_counts = [0] * (num_blocks + 1)
-        # in the order in which they will be handed out again
+        # in the order in which they will be allocated again
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self._copies: list[tuple[int, int]] = []
 
@@ -58,30 +58,29 @@ class BlockManager:
 
     @property
     def capacity(self) -> int:
-        """Tokens that one sequence can have in the cache when it is alone."""
+        """Tokens that one sequence can have in the cache if it is the only one."""
         return self.num_blocks * self.block_size
 
     def num_missing_blocks(self, seq: Sequence) -> int:
-        """Blocks that `seq` still needs for all of its tokens."""
+        """Return the number of blocks that `seq` still needs for all of its tokens."""
         return -(-seq.num_tokens // self.block_size) - seq.block_table.length
 
-    def begin_step(self) -> None:
-        """From now on, the blocks that are registered are those that the next step fills."""
-        self.prefix_cache.new_blocks = set()
-
     def try_admit(self, seq: Sequence, num_reserved: int = 0) -> bool:
-        """Give `seq`, which owns nothing, the cached blocks of its prefix, if all of its tokens find room right now.
+        """Give `seq`, which owns no blocks, the cached blocks of its prefix, if there is room for all of its tokens.
 
-        `num_reserved` free blocks are left to running sequences, for tokens that they have not computed yet. Looking at
-        all tokens of `seq`, not only at its first chunk, keeps a long prompt from being preempted half-way. A prompt of
-        10 tokens whose first 4 are cached needs 3 blocks of 4: 1 is found, `try_allocate` will take 2 free ones.
+        Returns False, and changes nothing, if there is not enough room. `num_reserved` free blocks are kept for tokens
+        that running sequences have not computed yet. Requiring room for all tokens of `seq`, not only for its first
+        chunk, avoids preempting a long prompt half-way.
+
+        A prompt of 10 tokens whose first 4 are cached needs 3 blocks of 4: 1 is found, and `try_allocate` will take 2
+        free ones.
         """
         assert not seq.block_table.length, "a sequence that is admitted owns no blocks"
         num_free = len(self._free) - num_reserved
         if num_free <= 0:
             return False
         hits = self.prefix_cache.find(seq)
-        num_revived = sum([self._ref_counts[hit.block_id] == 0 for hit in hits])  # hits that count as free until now
+        num_revived = sum([self._ref_counts[hit.block_id] == 0 for hit in hits])  # hits that are free until now
         if self.num_missing_blocks(seq) - len(hits) + num_revived > num_free:
             return False
         for hit in hits:
@@ -92,12 +91,14 @@ class BlockManager:
         return True
 
     def try_allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        """Let the block table of `seq` cover its first `num_tokens` tokens; False, and no change, if blocks run out.
+        """Extend the block table of `seq` to its first `num_tokens` tokens. Returns False, unchanged, without room.
 
-        If the next token goes to a block that others own too, `seq` gets its own copy of it (copy-on-write). Blocks
-        that these tokens fill can be shared at once, even by later sequences of the same step: each layer stores the K
-        and V of the whole batch before it attends. With block_size 4 and the block table [7, 2], num_tokens 8 takes no
-        block; num_tokens 9 takes a free one, 5, and the block table is [7, 2, 5].
+        If the next token goes to a block that others own too, `seq` gets its own copy of the block (copy-on-write).
+        Full blocks are registered in the prefix cache at once, so that even later sequences of the same step share
+        them: each layer stores the K and V of the whole batch before it attends.
+
+        With block_size 4 and the block table [7, 2], num_tokens 8 takes no block; num_tokens 9 takes a free one, 5,
+        and the block table is [7, 2, 5].
         """
         size = self.block_size
         if num_tokens > seq.block_table.length * size or seq.has_shared_tail:
@@ -115,7 +116,7 @@ class BlockManager:
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child`, which owns nothing, share all blocks of `parent`."""
+        """Let `child`, which owns no blocks, share all blocks of `parent`."""
         parent.has_shared_tail = child.has_shared_tail = parent.num_computed_tokens % self.block_size > 0
         for block_id in parent.block_table.view().tolist():
             self._share(child, block_id)
@@ -125,12 +126,8 @@ class BlockManager:
         child.parent_serial = parent.parent_serial
 
     def free(self, seq: Sequence) -> None:
-        """Take all blocks of `seq` back, the last one first, so that the tails of prefixes are evicted first.
-
-        With overlap, a block can be filled before its tokens are known: it is registered now.
-        """
-        if seq.block_table.length:  # else it owns nothing: it waits, or is swapped out
-            self.prefix_cache.register(seq, seq.num_computed_tokens)
+        """Free all blocks of `seq`, the last one first, so that the ends of prefixes are evicted first."""
+        if seq.block_table.length:  # a waiting sequence has none
             for block_id in seq.block_table.view()[::-1].tolist():
                 self._disown(block_id)
             self.block_tables.clear(seq.block_table)
@@ -141,7 +138,7 @@ class BlockManager:
         self.observer.on_free(seq)
 
     def take_copies(self) -> list[tuple[int, int]]:
-        """The (source, destination) blocks of this step's copy-on-write, to be copied before it runs."""
+        """Return the (source, destination) blocks of this step's copy-on-write, to be copied before the step runs."""
         copies, self._copies = self._copies, []
         return copies
 
@@ -150,13 +147,13 @@ class BlockManager:
         self.block_tables.append(seq.block_table, block_id)
 
     def _share(self, seq: Sequence, block_id: int) -> None:
-        """One more owner for a block with contents, which may be free."""
+        """Add an owner to a block with contents. The block may be free until now."""
         self._free.pop(block_id, None)
         self._append(seq, block_id)
         self.observer.on_share_block(seq, block_id)
 
     def _take(self, seq: Sequence) -> int:
-        """A free block for `seq`: one that holds nothing cached, else the one freed longest ago, which is evicted."""
+        """Take a free block for `seq`: one without cached contents, otherwise the least recently freed one, evicted."""
         block_id, _ = self._free.popitem(last=False)
         self.observer.on_take_block(seq, block_id, block_id in self.prefix_cache)
         self.prefix_cache.forget(block_id)
@@ -166,11 +163,11 @@ class BlockManager:
         self._ref_counts[block_id] -= 1
         if self._ref_counts[block_id] == 0:
             self._free[block_id] = None
-            if block_id not in self.prefix_cache:  # nothing in it can be found: reuse it first
+            if block_id not in self.prefix_cache:  # its contents cannot be found: reuse it first
                 self._free.move_to_end(block_id, last=False)
 
     def _tail(self, seq: Sequence) -> int:
-        """The block that the next token's K and V go to."""
+        """Return the block that the K and V of the next token are written to."""
         return int(seq.block_table.data[seq.num_computed_tokens // self.block_size])
 
     def _copy_tail(self, seq: Sequence) -> None:

@@ -1,149 +1,62 @@
-"""Every option of the engine, frozen and checked once.
+"""The options of the engine, frozen and checked once.
 
-Decides what a user may set and which values are legal. What is found out later (the number of KV blocks that fit, the
-end-of-sequence ids) is a constructor argument of the class that needs it. Made by users, read by `assembly.py`.
+Values that are only known at start-up (the number of KV blocks that fit, the end-of-sequence ids) are not options: they
+are arguments of the classes that need them.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from nanovllm.checks import (
-    check_bool,
-    check_by_extra,
-    check_choice,
-    check_dict,
-    check_int,
-    check_number,
-    check_str,
-    checked,
-    checks_of,
-    extra,
-    translate_options,
-)
+from nanovllm.checks import check_bool, check_choice, check_int, check_number, check_str, checked, checks_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def check_policy(name: str, value: Any) -> None:
-    if not callable(value):
-        check_choice(name, value, ("fcfs", "priority", "sjf"))
-
-
 @dataclass(frozen=True)
 class Config:
-    """What `LLM(...)` and `LLMEngine(Config(...))` take.
+    """Options of `LLM(...)` and `LLMEngine(Config(...))`.
 
     A bad value raises a TypeError or ValueError that names the field, the value and what is allowed.
     """
 
     model: str | Path
-    """A local folder in Hugging Face's layout, or a hub id such as `Qwen/Qwen3-0.6B`."""
+    """A folder in Hugging Face's layout."""
     dtype: str | torch.dtype = checked("auto", check_choice, allowed=("auto", *DTYPES, *DTYPES.values()))
-    """Of weights, activations and KV cache: float32, bfloat16, float16; `auto` is the checkpoint's own."""
+    """Of weights, activations and KV cache: float32, bfloat16 or float16. `auto` is the checkpoint's own."""
     device: str = checked("auto", check_str)
-    """`cpu`, `cuda` or `cuda:1`; `auto` is CUDA where there is one."""
+    """`cpu`, `cuda` or `cuda:1`. `auto` is CUDA if there is a CUDA device."""
     max_model_len: int | None = checked(None, check_int, minimum=2, optional=True)
-    """Prompt and output of one request together, in tokens; None is the model's own limit."""
+    """Prompt and output of one request together, in tokens. None is the model's own limit."""
     max_num_seqs: int = checked(256, check_int, minimum=1)
     """Sequences that run at the same time."""
     max_num_batched_tokens: int | None = checked(None, check_int, minimum=1, optional=True)
-    """Token budget of one step: longer prompts are prefilled in chunks. None is 8192 on CUDA and 2048 on CPU, where
-    larger steps fall out of its caches."""
+    """Token budget of one step. Longer prompts are prefilled in chunks. None is 8192 on CUDA, and 2048 on CPU, where
+    larger steps do not fit in the processor's caches."""
     block_size: int | None = checked(None, check_int, minimum=1, optional=True)
-    """Tokens in a block of the KV cache; None is the attention backend's default."""
+    """Tokens in a block of the KV cache. None is the attention backend's default."""
     num_kv_blocks: int | None = checked(None, check_int, minimum=1, optional=True)
-    """Blocks that sequences can own; None sizes the cache by memory."""
-    kv_cache_memory_bytes: int | None = checked(None, check_int, minimum=1, optional=True)
-    """Size of the KV cache; None is 1 GiB on CPU, and on CUDA what `gpu_memory_utilization` leaves."""
+    """Blocks that sequences can own. None is 1 GiB on CPU, and on CUDA what `gpu_memory_utilization` leaves."""
     gpu_memory_utilization: float = checked(0.9, check_number, low=0, high=1, open_low=True)
     """Share of the GPU's memory for weights, activations, CUDA graphs and KV cache together."""
     enable_prefix_caching: bool = checked(True, check_bool)
     """Whether prompts that begin alike share their KV blocks."""
-    attention_backend: str = checked("auto", check_choice, allowed=("auto", "torch", "flash_attn", "triton", "cpu"))
-    """`torch`, `flash_attn`, `triton` or `cpu`; `auto` is the fastest that this machine has."""
-    kv_cache_dtype: str = checked("auto", check_choice, allowed=("auto", "fp8", "int8"))
-    """`fp8` (with `triton`, `torch`), `int8` (`cpu`, `torch`): K and V have 8 bits; `auto` is the model's dtype."""
-    quantization: str | Mapping[str, Any] | None = checked(
-        None, check_by_extra, file="quantization/quantization_options"
-    )
-    """`int8` or `int4` keeps weights in so many bits, or a dict as `{"method": "int4", "group_size": 64}`."""
-    scheduling_policy: str | Callable[[Any], float] = checked("fcfs", check_policy)
-    """`fcfs`, `priority` or `sjf` (`extras/policies.py`), or a function of your own: see `queues.py`."""
-    long_prefill_token_threshold: int = checked(0, check_int, minimum=0)
-    """Most tokens of one sequence in a step, so that short prompts get past a long one; 0 sets no limit."""
-    preemption_mode: str = checked("recompute", check_choice, allowed=("recompute", "swap"))
-    """What becomes of a preempted sequence's K and V: `recompute`, or `swap` to host memory while there is room."""
-    swap_space_bytes: int = checked(0, check_int, minimum=0)
-    """Host memory for `preemption_mode="swap"`."""
+    attention_backend: str = checked("auto", check_choice, allowed=("auto", "torch", "flash_attn"))
+    """`torch` or `flash_attn`. `auto` is flash-attn if this machine can run it."""
     enforce_eager: bool = checked(False, check_bool)
-    """Run all layers but attention by their definition in PyTorch, without fast twins and without CUDA graphs."""
-    enable_cuda_graphs: bool | None = checked(None, check_bool, optional=True)
-    """Whether decode steps are replayed from CUDA graphs; None replays them wherever possible."""
-    enable_overlap: bool | None = checked(None, check_bool, optional=True)
-    """Whether the next step is launched while one is in flight; None means only on CUDA. Outputs are the same."""
-    speculative_config: Mapping[str, Any] | None = checked(None, check_dict)
-    """Who guesses tokens that a step verifies together, as `{"method": "ngram", "num_speculative_tokens": 5}`."""
-    tensor_parallel_size: int = checked(1, check_int, minimum=1)
-    """Ranks that share each forward pass: CUDA devices, or processes on a CPU."""
-    nnodes: int = checked(1, check_int, minimum=1)
-    """Machines that the ranks run on, as many ranks on each."""
-    node_rank: int = checked(0, check_int, minimum=0)
-    """Number of this machine. Machine 0 schedules and draws; on others the engine only computes, until it ends."""
-    master_addr: str = checked("127.0.0.1", check_str)
-    """Address of machine 0, where it waits for the others."""
-    master_port: int = checked(29501, check_int, minimum=1, maximum=65535)
-    """Port of machine 0."""
-    load_format: str = checked("auto", check_choice, allowed=("auto", "safetensors", "gguf", "dummy"))
-    """`safetensors` (the same as `auto`), `gguf`, or `dummy` for seeded random weights, which need only config.json."""
+    """Whether to run decodes on CUDA kernel by kernel instead of replaying CUDA graphs."""
     seed: int = checked(0, check_int, minimum=0, maximum=2**64 - 1)
-    """Seed of sampling and of dummy weights."""
-    revision: str | None = checked(None, check_str, optional=True)
-    """Branch, tag or commit of `model` on the hub; a folder is taken as it is."""
-    hf_overrides: Mapping[str, Any] | None = checked(None, check_dict)
-    """Fields of config.json that are to have other values."""
-    tokenizer: str | Path | None = checked(None, check_str, optional=True, or_path=True)
-    """Folder or hub id of another tokenizer than the model's own."""
-    tokenizer_revision: str | None = checked(None, check_str, optional=True)
-    """Branch, tag or commit of `tokenizer` on the hub; None is `revision`."""
-    skip_tokenizer_init: bool = checked(False, check_bool)
-    """Whether to go without a tokenizer: prompts and outputs are token ids, without text."""
-    chat_template: str | Path | None = checked(None, check_str, optional=True, or_path=True)
-    """Another chat template than the tokenizer's own: a file, or the template itself."""
-    generation_config: str | Path = checked("auto", check_str, or_path=True)
-    """Where the default sampling parameters come from: `auto` is the model's generation_config.json, `vllm` are those
-    of `SamplingParams`, else a folder that holds a generation_config.json."""
-    override_generation_config: Mapping[str, Any] | None = checked(None, check_dict)
-    """Fields of generation_config.json that are to have other values."""
+    """Seed of the requests that have none of their own."""
 
     def __post_init__(self) -> None:
         check_str("model", self.model, or_path=True)
-        for name, check in checks_of(Config).items():
+        for name, check in checks_of(self).items():
             check(name, getattr(self, name))
-        if (self.preemption_mode == "swap") != (self.swap_space_bytes > 0):
-            raise ValueError(
-                f"preemption_mode='swap' and swap_space_bytes > 0 go together, "
-                f"got {self.preemption_mode!r} and {self.swap_space_bytes}"
-            )
-        if self.speculative_config is not None:
-            with extra("extras/speculation", "speculative_config"):
-                from nanovllm.extras.speculation.speculation_options import check_speculation
-            check_speculation(self)
-
-    @classmethod
-    def from_options(cls, model: str | Path, options: dict[str, Any]) -> "Config":
-        """`Config(model, **options)`, names and values as here or as vLLM's; TypeError for a name of neither."""
-        with suppress(TypeError, ValueError):
-            return cls(model, **options)
-        return cls(model, **translate_options(options, [field.name for field in fields(cls)], "engine"))
 
 
 def resolve_device(device: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N` to a device that this machine has."""
+    """Return the device that `auto`, `cpu`, `cuda` or `cuda:N` names. ValueError if this machine does not have it."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         return torch.device("cuda" if num_gpus else "cpu")
@@ -159,7 +72,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str | torch.dtype, checkpoint_dtype: str) -> torch.dtype:
-    """`auto` is the dtype that config.json names."""
+    """Return the dtype that the option `dtype` names; `auto` is `checkpoint_dtype`, from config.json."""
     if isinstance(dtype, torch.dtype):
         return dtype
     name = checkpoint_dtype if dtype == "auto" else dtype

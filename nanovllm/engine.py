@@ -1,222 +1,181 @@
-"""The engine: the loop that turns requests into tokens. Start reading at `LLMEngine.step()`.
+"""The engine: the loop that turns requests into tokens. Begin with `LLMEngine.step()`.
 
-    prompt ─encode→ Sequence ─schedule()→ SchedulerOutput ─build_batch()→ Batch
-       ─model(…, kv_cache)→ logits ─sample()→ token ids ─update()→ advanced sequences ─make_output()→ RequestOutput
+    prompt ─encode→ Sequence ─schedule()→ Step ─build_batch()→ Batch
+       ─model(…, kv_cache)→ logits ─sample_tokens()→ token ids ─update()→ sequences that advanced
+       ─make_output()→ RequestOutput
 
-One call for each arrow, forward only. This file joins the parts and reads the clock at the arrows; it decides nothing
-about memory or order. `LLM` drives it, or your own loop over `add_request` and `step`. `assembly.py` makes the parts,
-`input_processor.py` makes requests, `request.py` makes outputs.
+One call for each arrow, forward only. This file connects the parts; it decides nothing about memory or order. `LLM`
+uses it, or your own loop over `add_request` and `step`.
 """
 
 import time
-from typing import NamedTuple
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from nanovllm.assembly import assemble, make_scheduler, watched_by
 from nanovllm.batch import build_batch
-from nanovllm.checks import OfExtra
+from nanovllm.block_manager import BlockManager
 from nanovllm.config import Config
-from nanovllm.input_processor import InputProcessor, Params, Prompt
-from nanovllm.model_runner import ArrivingTokens, StepTokens
-from nanovllm.observer import Observer, SchedulingStats
-from nanovllm.outputs import EngineStats, RequestOutput, StepOutput
-from nanovllm.request import Request, note_admitted, read_tokens
+from nanovllm.loader import find_folder, load_tokenizer, read_eos_token_ids
+from nanovllm.model_runner import ModelRunner
+from nanovllm.observer import Stats
+from nanovllm.outputs import RequestOutput
+from nanovllm.request import Prompt, Request, encode_prompt
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Scheduler, Step
 from nanovllm.sequence import Sequence
-from nanovllm.stats import LapClock, Observations, make_stats
-from nanovllm.step import SchedulerOutput
-
-
-class LaunchedStep(NamedTuple):
-    """A step that the device computes, and the tokens that will come of it."""
-
-    scheduled: SchedulerOutput
-    tokens: ArrivingTokens
-    clock: LapClock
 
 
 class LLMEngine:
-    """Add requests, call `step()` while `has_unfinished_requests()`. Errors of construction are those of `assemble`.
+    """Add requests, and call `step()` while `has_unfinished_requests()`. The `make_…` methods choose the parts."""
 
-    `parts` holds what the engine is made of, and what was found out when it started.
-    """
-
-    from_engine_args = OfExtra("vllm/engine_args")
-
-    def __init__(self, config: Config, observer: Observer | None = None) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self.parts = assemble(config)
-        self.runner = self.parts.runner
-        self.tokenizer = self.parts.tokenizer
-        self.description = self.parts.description  # what computes, and why that was chosen
-        self.observer = SchedulingStats() if observer is None else watched_by(observer)
-        self.observed = Observations()
-        self._begin()
-        self.input_processor = InputProcessor(self.parts, self.scheduler.block_manager.capacity)
+        folder = self.find_folder()
+        self.tokenizer = self.load_tokenizer(folder)
+        self.runner = self.make_runner(folder)
+        self.eos_token_ids = read_eos_token_ids(folder, self.tokenizer, self.runner.shape.vocab_size)
+        self.stats = self.make_stats()
+        self.reset()
 
-    def _begin(self) -> None:
-        """With no request and an empty scheduler."""
-        # `_next_step` is a function of the engine: `_launch` itself, or overlap's `Ahead`, which calls it. (A bound
-        # method would be a circle of references, and keep the model's memory until Python looks for circles.)
-        self.scheduler, self._next_step = make_scheduler(self.parts, self.observer, LLMEngine._launch)
-        self._requests: dict[str, Request] = {}
-        self._is_stepping = False
-        self._aborted_meanwhile: list[Request] = []  # by a logits processor, during a step
-        self._has_failed = False  # the last step
+    def reset(self) -> None:
+        """Drop all requests and free all blocks."""
+        self.requests: dict[str, Request] = {}
+        self.scheduler = self.make_scheduler(self.make_block_manager())
 
     # ---- the loop
 
-    def step(self) -> StepOutput:
+    def step(self) -> list[RequestOutput]:
         """Advance the unfinished requests by one forward pass, and return the outputs of those that advanced.
 
-        If a step fails, its requests keep their tokens, wait, and are computed anew. Requests that had ended before the
-        failure are returned by the next step.
+        A step that fails or is interrupted may have changed anything half-way, so all requests are dropped.
         """
-        self._is_stepping = True
         try:
-            if late := self._take_late():
-                return StepOutput(self._deliver(late, time.monotonic()))
-            step = self._next_step(self)
-            return StepOutput() if step is None else self._complete(step)
+            launched = self.launch()
+            return [] if launched is None else self.complete(*launched)
         except BaseException:
-            self.scheduler.roll_back()
-            self._has_failed = True
+            self.on_failure()
             raise
-        finally:
-            self._end_step()
 
-    def _launch(self) -> LaunchedStep | None:
-        """The first half of a step, up to the forward pass; None if there is nothing to do."""
-        clock = LapClock()
-        scheduled = self.scheduler.schedule()
-        clock.lap("schedule_time_s")
-        if not scheduled.chunks:
-            return None
-        note_admitted(self._requests, scheduled, clock.now)
-        return self._run(scheduled, clock)
+    def launch(self) -> tuple[Step, Any] | None:
+        """Start a step: everything up to the forward pass. None if there is nothing to do."""
+        step = self.scheduler.schedule()  # which sequence computes how many tokens
+        return (step, self.compute(step)) if step.chunks else None
 
-    def _run(self, scheduled: SchedulerOutput, clock: LapClock) -> LaunchedStep:
-        batch = build_batch(scheduled, self.scheduler.block_manager.block_tables)
-        clock.lap("build_time_s")
-        tokens = self.runner.run(batch)
-        clock.lap("run_time_s")
-        return LaunchedStep(scheduled, tokens, clock)
+    def compute(self, step: Step) -> Any:
+        """Return the tokens that the step samples. On CUDA they are still being computed; `tolist` waits for them."""
+        batch = build_batch(step, self.scheduler.block_manager.block_tables)  # the step as tensors
+        return self.runner.run(batch)  # the model computes, the sampler samples
 
-    def _complete(self, step: LaunchedStep) -> StepOutput:
-        """The second half: wait for the tokens, append them to their sequences, and give them to their requests."""
-        scheduled, arriving, clock = step
-        clock.resume()  # with overlap, another step has been launched since
-        tokens = arriving.wait()
-        clock.lap("run_time_s")
-        advanced = self.scheduler.update(scheduled, tokens.token_ids)
-        clock.lap("update_time_s")
-        self.observer.count_step(scheduled, len(advanced), sum(clock.seconds.values()))
-        outputs = self._make_outputs(scheduled, advanced, tokens, clock.now)
-        clock.lap("output_time_s")
-        self.observer.on_step_end(scheduled, clock.seconds)
-        return StepOutput(
-            outputs=outputs,
-            num_scheduled_tokens=scheduled.num_scheduled_tokens,
-            num_prefill_tokens=scheduled.num_prefill_tokens,
-            num_decode_tokens=scheduled.num_decodes,
-            num_seqs=len({seq for seq, _, _ in scheduled.chunks}),
-            num_preempted=len(scheduled.preempted),
-            **clock.seconds,
-        )
+    def complete(self, step: Step, tokens: Any) -> list[RequestOutput]:
+        """Finish a step with the tokens that it has sampled."""
+        advanced = self.scheduler.update(step, tokens.tolist())  # append tokens, end what is done
+        return self.make_outputs(advanced, tokens)  # tokens become text
 
-    def _make_outputs(
-        self, scheduled: SchedulerOutput, advanced: list[tuple[int, Sequence]], tokens: StepTokens, now: float
-    ) -> list[RequestOutput]:
-        requests = read_tokens(self._requests, scheduled, advanced, tokens)
-        for request in requests:
-            request.end_step(self.scheduler, now)
-        return self._deliver(requests, now)
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether there is something to `step()` for."""
-        return bool(self._requests) or self.scheduler.has_unfinished()
-
-    def settle(self) -> None:
-        """If no request is left, finish what the scheduler still has in work."""
-        if not self._requests and self.scheduler.has_unfinished():
-            self.step()
-
-    # ---- requests come, and go
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        sampling_params: Params | None = None,
-        priority: int = 0,
-        stream: bool = True,
-    ) -> None:
-        """Check and queue one request. With `stream=False` steps return its output only when it has finished.
-
-        `priority` is kept with the sequence for scheduling policies; first come, first served does not look at it.
-        Raises ValueError or TypeError before anything changes.
-        """
-        self._check_request_id(request_id)
-        number = self.observer.num_requests
-        request = self.input_processor.make_request(request_id, prompt, sampling_params, priority, stream, number)
-        self.scheduler.add(request.seqs[0])
-        self._requests[request_id] = request
-        self.observer.num_requests += 1
-        self.observer.prompt_tokens += len(request.prompt_token_ids)
-
-    def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request and free its blocks; returns its output so far, or None if it is unknown or over.
-
-        During a step (a logits processor may call this) it ends when the step does.
-        """
-        request = self._requests.pop(request_id, None)
-        if request is None:
-            return None
-        if self._is_stepping:
-            self._aborted_meanwhile.append(request)
-        else:
-            request.abort(self.scheduler, time.monotonic())
-        return request.make_output()
-
-    def recover(self) -> None:
-        """After an interrupt, which can come between any two lines: if no request is left, make a new scheduler."""
-        if not self._requests:
-            self._begin()
-
-    def get_stats(self) -> EngineStats:
-        return make_stats(self.observer, self.scheduler)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, as before a fair measurement. Requests that run are not disturbed."""
-        self.scheduler.block_manager.prefix_cache.reset()
-
-    # ---- inside
-
-    def _check_request_id(self, request_id: str) -> None:
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a str, got {request_id!r}")
-        if request_id in self._requests or any(one.request_id == request_id for one in self._aborted_meanwhile):
-            raise ValueError(f"request_id {request_id!r} belongs to an unfinished request; choose another")
-
-    def _deliver(self, requests: list[Request], now: float) -> list[RequestOutput]:
-        """Outputs of requests that have read their tokens; finished requests are removed."""
-        outputs = []
-        for request in requests:
+    def make_outputs(self, advanced: list[tuple[int, Sequence]], tokens: Any) -> list[RequestOutput]:
+        """Return the outputs of the requests that advanced, and remove finished requests."""
+        requests: dict[str, Request] = {}
+        for _, seq in advanced:
+            request = requests[seq.request_id] = self.requests[seq.request_id]
+            request.read_tokens(seq, self.scheduler)
+        now, outputs = time.monotonic(), []
+        for request in requests.values():
+            request.end_step(now)
             if is_finished := request.is_finished:
-                request.finished_time = now
-                self.observer.num_finished += 1
-                self.observed.observe_request(request)
-                del self._requests[request.request_id]
+                del self.requests[request.request_id]
             if request.stream or is_finished:
                 outputs.append(request.make_output())
         return outputs
 
-    def _take_late(self) -> list[Request]:
-        """Requests that ended in a step which failed afterwards."""
-        has_failed, self._has_failed = self._has_failed, False
-        return [request for request in self._requests.values() if request.is_finished] if has_failed else []
+    def on_failure(self) -> None:
+        """Called when a step has failed or was interrupted."""
+        self.reset()
 
-    def _end_step(self) -> None:
-        """Requests that were aborted during the step end now."""
-        self._is_stepping = False
-        for request in self._aborted_meanwhile:
-            request.abort(self.scheduler, time.monotonic())
-        self._aborted_meanwhile.clear()
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    # ---- requests come and go
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None, *, stream: bool = True
+    ) -> None:
+        """Check and queue one request. With `stream=False` its only output is the last one.
+
+        TypeError or ValueError, before anything changes, for a request that this engine can never serve.
+        """
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {request_id!r}")
+        if request_id in self.requests:
+            raise ValueError(f"request_id {request_id!r} belongs to an unfinished request; choose another")
+        params = self.check_params(sampling_params)
+        text, token_ids = self.encode(prompt)
+        # a request without a seed gets one from its number, so only the order of arrival counts
+        own_seed = 1 << 63 | (self.config.seed * 1_000_003 + self.stats.num_requests) % 2**63
+        seed = own_seed if params.seed is None else params.seed
+        # one sequence for each sample; the first computes the prompt, the others are its children
+        seqs = [Sequence(request_id, token_ids, params, self.eos_token_ids, seed, i) for i in range(params.n)]
+        seqs[0].children = seqs[1:]
+        backend_tokenizer = getattr(self.tokenizer, "backend_tokenizer", None)
+        self.requests[request_id] = Request(text, seqs, stream, backend_tokenizer)
+        self.scheduler.add(seqs[0])
+
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """End a request and free its blocks. Returns its output so far, or None if it is unknown or finished."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return None
+        request.abort(self.scheduler)
+        return request.make_output()
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Return text and token ids of a prompt that this engine can serve."""
+        runner = self.runner
+        text, token_ids = encode_prompt(prompt, self.tokenizer, runner.shape.vocab_size)
+        num_tokens, capacity = len(token_ids), self.scheduler.block_manager.capacity
+        if num_tokens > runner.max_model_len - 1:
+            raise ValueError(f"the prompt has {num_tokens} tokens; at most {runner.max_model_len - 1} are allowed "
+                             f"(max_model_len {runner.max_model_len}, less one for the output)")  # fmt: skip
+        if num_tokens > capacity:
+            raise ValueError(f"the prompt has {num_tokens} tokens; the whole KV cache holds {capacity} "
+                             f"({capacity // runner.backend.block_size} blocks of {runner.backend.block_size}): "
+                             f"give more num_kv_blocks or kv_cache_memory_bytes")  # fmt: skip
+        return text, token_ids
+
+    def check_params(self, params: SamplingParams | None) -> SamplingParams:
+        """Return a checked copy of the parameters, so that later changes do not affect the request."""
+        if not isinstance(params, SamplingParams | None):
+            raise TypeError(f"sampling_params must be a SamplingParams or None, got {params!r}")
+        params = SamplingParams() if params is None else replace(params)
+        vocab_size, max_num_seqs = self.runner.shape.vocab_size, self.config.max_num_seqs
+        if bad := [token_id for token_id in params.stop_token_ids or () if token_id >= vocab_size]:
+            raise ValueError(f"stop_token_ids must hold token ids from 0 to {vocab_size - 1}, got {bad[0]}")
+        if params.n > max_num_seqs:
+            raise ValueError(f"n must be at most max_num_seqs {max_num_seqs}, got {params.n}")
+        if self.tokenizer is None and params.stop_strings:
+            raise ValueError(f"stop needs a tokenizer, but this model has none, got stop {params.stop!r}")
+        return params
+
+    # ---- the parts, which a subclass may choose differently
+
+    def find_folder(self) -> Path:
+        return find_folder(self.config.model)
+
+    def load_tokenizer(self, folder: Path) -> Any:
+        return load_tokenizer(folder)
+
+    def make_runner(self, folder: Path) -> ModelRunner:
+        return ModelRunner(self.config, folder)
+
+    def make_stats(self) -> Stats:
+        """Return the observer that is notified of the decisions of scheduler and block manager."""
+        return Stats()
+
+    def make_block_manager(self) -> BlockManager:
+        config, runner = self.config, self.runner
+        return BlockManager(
+            runner.kv_cache.num_blocks, runner.backend.block_size, config.enable_prefix_caching, self.stats
+        )
+
+    def make_scheduler(self, block_manager: BlockManager) -> Scheduler:
+        runner = self.runner
+        return Scheduler(block_manager, self.config.max_num_seqs, runner.max_num_batched_tokens, runner.max_model_len)

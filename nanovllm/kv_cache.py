@@ -1,52 +1,57 @@
 """The KV cache: one tensor on the device, and copies of whole blocks.
 
-The attention backend decides what the inside of a block looks like; the `BlockManager` decides which sequence owns
-which block. `ModelRunner` calls `move_blocks` before each forward pass.
+The attention backend decides the layout inside a block. The `BlockManager` decides which sequence owns which block.
+`ModelRunner` calls `copy_blocks` before each forward pass.
 """
 
 import torch
 
-from nanovllm.layers.backends import AttentionBackend
-from nanovllm.step import BlockMoves
+from nanovllm.layers.attention import TorchAttention
 
 
 class KVCache:
-    """`tensor`: [parts, num_layers, num_blocks + 1, …] as the backend shapes it; block 0 is the null block.
+    """`tensor` is [2, num_layers, num_blocks + 1, …], where the backend defines the rest. Block 0 is the null block.
 
-    Made without blocks, for a forward pass that measures how much memory is left for them; then `allocate`.
+    A new cache has only the null block, which is enough to measure how much memory a forward pass takes. `allocate`
+    makes the others.
     """
 
-    def __init__(self, backend: AttentionBackend, num_layers: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._backend = backend
-        self._num_layers = num_layers
-        self._dtype = backend.kv_cache_dtype or dtype
-        self._device = device
+    def __init__(self, backend: TorchAttention, num_layers: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.backend = backend
+        self.num_layers = num_layers
+        self.dtype = dtype
+        self.device = device
         self.allocate(0)
 
     @property
+    def num_blocks(self) -> int:
+        """The number of blocks that sequences can own."""
+        return self.tensor.shape[2] - 1
+
+    @property
     def bytes_per_block(self) -> int:
-        """Of all that one block holds, in all layers."""
-        return torch.Size(self._backend.kv_cache_shape(self._num_layers, 1)).numel() * self._dtype.itemsize
+        """The size of one block, in all layers together."""
+        return torch.Size(self.backend.kv_cache_shape(self.num_layers, 1)).numel() * self.dtype.itemsize
 
     def allocate(self, num_blocks: int) -> None:
-        """Room for `num_blocks` blocks and the null block."""
-        shape = self._backend.kv_cache_shape(self._num_layers, num_blocks + 1)
-        self.tensor = torch.zeros(shape, dtype=self._dtype, device=self._device)  # a slot never written holds no NaN
+        """Allocate `num_blocks` blocks and the null block."""
+        shape = self.backend.kv_cache_shape(self.num_layers, num_blocks + 1)
+        self.tensor = torch.zeros(shape, dtype=self.dtype, device=self.device)  # zeros: an unused slot holds no NaN
 
-    def move_blocks(self, moves: BlockMoves) -> None:
-        """Copy whole blocks as the step asks for, all layers at once: (5, 6) copies block 5 to block 6."""
-        if moves.copies:
-            sources, destinations = zip(*moves.copies, strict=True)
-            blocks = as_words(self.tensor)  # [parts, num_layers, num_blocks + 1, …]
-            blocks[:, :, indices_on(self._device, destinations)] = blocks[:, :, indices_on(self._device, sources)]
+    def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole blocks in all layers: (5, 6) copies block 5 to block 6."""
+        if copies:
+            sources, destinations = zip(*copies, strict=True)
+            blocks = as_words(self.tensor)  # [2, num_layers, num_blocks + 1, …]
+            blocks[:, :, indices_on(self.device, destinations)] = blocks[:, :, indices_on(self.device, sources)]
 
 
 def indices_on(device: torch.device, block_ids: tuple[int, ...]) -> torch.Tensor:
-    """[len(block_ids)] int64 on the device. A list as an index would make the host wait for the device."""
+    """Copy block ids to the device: [len(block_ids)] int64. From pinned memory, so that the host does not wait."""
     pinned = torch.tensor(block_ids, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
 
 
 def as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of 8 bytes, or of 1 if a row is no multiple of 8 bytes: fp8 cannot be indexed."""
+    """View a tensor as integers of 8 bytes, or of 1 byte if its rows are shorter. PyTorch cannot index some dtypes."""
     return tensor.view(torch.int64 if tensor.shape[-1] * tensor.itemsize % 8 == 0 else torch.uint8)

@@ -1,86 +1,144 @@
-"""The model and its KV cache on one device: Batch → token ids. Never sees a `Sequence`.
+"""The model and its KV cache on one device: Batch → token ids. The engine makes one runner and calls `run` each step.
 
-`run` returns a handle, because on CUDA the tokens have not arrived on the host when it returns. Made by `assembly.py`,
-called by `LLMEngine`. Extras wrap `send` (a step's tensors to the device) and `compute` (a batch to tokens).
+start    choose an attention backend → load the weights → allocate the KV cache → record CUDA graphs
+step     copy blocks → send the batch to the device → forward pass → logits of the last tokens → sample
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from nanovllm.batch import Batch
+from nanovllm.batch import Batch, largest_batch, to_device
+from nanovllm.config import Config, resolve_device, resolve_dtype
+from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.kv_cache import KVCache
-from nanovllm.layers.backends import AttentionBackend
-from nanovllm.models.registry import CausalLM
-from nanovllm.sampler import Draw, LogprobRow, Logprobs, sample
-from nanovllm.sampling_batch import SamplingBatch
-from nanovllm.extras.logits_processors import ReaderResult
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.layers.flash_attention import FlashAttention
+from nanovllm.loader import load_weights, read_json
+from nanovllm.models import find_architecture
+from nanovllm.models.config import ModelConfig
+from nanovllm.sampler import sample_tokens
 
-
-class SampledTokens(NamedTuple):
-    """The result of one step, on the device."""
-
-    token_ids: torch.Tensor  # [num_samples] int64
-    logprobs: Logprobs | None
-    readings: tuple[ReaderResult, ...] = ()  # what the batch's readers have read
-
-
-class StepTokens(NamedTuple):
-    """The result of one step, on the host."""
-
-    token_ids: list[int]
-    logprobs: list[LogprobRow] | None  # one row for each token
-    readings: tuple[ReaderResult, ...]
-
-
-class ArrivingTokens:
-    """The result of one step, on its way to the host."""
-
-    def __init__(self, sampled: SampledTokens) -> None:
-        self._token_ids = sampled.token_ids.to("cpu", non_blocking=True)  # [num_samples]
-        self._logprobs = None if sampled.logprobs is None else sampled.logprobs.to_host()
-        self.readings = tuple(one.to_host() for one in sampled.readings)
-        self._arrived = torch.cuda.Event() if sampled.token_ids.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def wait(self) -> StepTokens:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        logprobs = None if self._logprobs is None else self._logprobs.to_rows()
-        return StepTokens(self._token_ids.tolist(), logprobs, self.readings)
+CPU_KV_CACHE_BYTES = 1 << 30
 
 
 class ModelRunner:
-    """Owns the model, and the KV cache, whose block 0 is the null block."""
+    """Ready to run once it is made. ValueError if the model, the options and this machine do not go together."""
 
-    def __init__(self, model: CausalLM, backend: AttentionBackend, kv_cache: KVCache, draw: Draw) -> None:
-        self.model = model
-        self.backend = backend
-        self.kv_cache = kv_cache
-        self.draw = draw
-        self.device = kv_cache.tensor.device
-        self.send: Callable[[Any], Any] = lambda record: record  # a record of tensors on the host -> on the device
-        self.compute: Callable[[ModelRunner, Batch], SampledTokens] = compute_eagerly
-        self.stop: Callable[[], object] = lambda: None  # ends what computes along
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config = config
+        self.folder = folder
+        self.model_class, self.shape = self.find_network()
+        longest = self.shape.max_position_embeddings
+        self.max_model_len = config.max_model_len or longest
+        if self.max_model_len > longest:
+            raise ValueError(f"max_model_len must be at most {longest}, the model's max_position_embeddings, "
+                             f"got {self.max_model_len}")  # fmt: skip
+        self.device = resolve_device(config.device)
+        self.dtype = resolve_dtype(config.dtype, self.shape.dtype)
+        self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if self.device.type == "cuda" else 2048)
+        self.start()
+
+    def start(self) -> None:
+        """Make the model and the KV cache. The methods below may be overridden."""
+        self.backend = self.make_backend()
+        self.model = self.make_model()
+        self.kv_cache = self.make_kv_cache()
+        self.graphs: CudaGraphs | None = None
+        with torch.cuda.device_of(self.kv_cache.tensor):
+            self.kv_cache.allocate(self.config.num_kv_blocks or self.num_blocks_that_fit())
+            self.graphs = self.make_graphs()
+            if self.graphs is not None:
+                self.graphs.record_all()
+
+    # ---- a step
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> ArrivingTokens:
-        """Compute the batch, and draw one token for each of the step's samples."""
+    def run(self, batch: Batch) -> Tensor:
+        """Compute a batch and sample a token for each of its samples: [num_samples] int64 on the device"""
         with torch.cuda.device_of(self.kv_cache.tensor):
-            self.kv_cache.move_blocks(batch.moves)
-            return ArrivingTokens(self.compute(self, batch))
+            self.kv_cache.copy_blocks(batch.copies)
+            batch = self.send(batch)
+            hidden = self.forward(batch)  # [num_tokens, hidden_size]
+            return self.sample(hidden[batch.logits_indices], batch)
 
-    def choose_tokens(self, hidden: torch.Tensor, sampling: SamplingBatch) -> tuple[torch.Tensor, Logprobs | None]:
-        """hidden: [num_samples, hidden_size] -> [num_samples] int64, and log-probabilities if a row wants them"""
-        return sample(self.model.compute_logits(hidden), sampling, self.draw)
+    def send(self, batch: Batch) -> Batch:
+        """Copy the batch's tensors to the device."""
+        return batch if self.device.type == "cpu" else to_device(batch, self.device)
 
+    def forward(self, batch: Batch) -> Tensor:
+        """Run the model, or replay a CUDA graph of it -> [num_tokens, hidden_size]"""
+        if self.graphs is not None and self.graphs.can_replay(batch):
+            return self.graphs.replay(batch)
+        return self.model(batch.input_ids, batch.positions, batch.metadata, self.kv_cache.tensor)
 
-def compute_eagerly(runner: ModelRunner, batch: Batch) -> SampledTokens:
-    """Any batch, in as many launches as it takes."""
-    batch = runner.send(batch)
-    hidden = runner.model(batch.input_ids, batch.positions, batch.metadata, runner.kv_cache.tensor)
-    token_ids, logprobs = runner.choose_tokens(hidden[batch.logits_indices], batch.sampling)
-    readings = tuple(reader.compute(hidden, runner.model.compute_logits) for reader in batch.readers)
-    return SampledTokens(token_ids, logprobs, readings)
+    def sample(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """hidden: [num_samples, hidden_size] -> token ids [num_samples] int64"""
+        logits = self.model.compute_logits(hidden)  # [num_samples, vocab_size]
+        sampling = batch.sampling
+        return sample_tokens(
+            logits, sampling.temperatures, sampling.uniforms, sampling.top_k, sampling.top_p, sampling.min_p
+        )
+
+    # ---- the start
+
+    def find_network(self) -> tuple[Any, ModelConfig]:
+        """Return the class of the network that config.json describes, and its shape."""
+        raw = read_json(self.folder / "config.json")
+        model_class = find_architecture(raw)
+        return model_class, model_class.read_config(raw)
+
+    def make_backend(self) -> TorchAttention:
+        name, block_size = self.config.attention_backend, self.config.block_size
+        why_not = FlashAttention.why_not(self.device, self.dtype, self.shape.head_dim, block_size)
+        if name == "flash_attn" and why_not:
+            raise ValueError(f"attention_backend='flash_attn' cannot be used ({why_not}); take 'torch' or 'auto'")
+        kind = TorchAttention if name == "torch" or why_not else FlashAttention
+        return kind(self.shape.num_attention_heads, self.shape.num_key_value_heads, self.shape.head_dim, block_size)
+
+    def make_model(self) -> nn.Module:
+        """Make the network on the device and load its weights."""
+        with torch.device("meta"):  # takes no memory; the memory is allocated once, in the right dtype
+            model = self.model_class(self.shape, self.backend)
+        model = model.to(self.dtype).to_empty(device=self.device).eval().requires_grad_(False)
+        load_weights(model, self.folder)
+        return model
+
+    def make_kv_cache(self) -> KVCache:
+        return KVCache(self.backend, self.shape.num_hidden_layers, self.dtype, self.device)
+
+    def make_graphs(self) -> CudaGraphs | None:
+        """Return graphs for decodes on CUDA. PyTorch's attention reads lengths on the host, which a graph cannot do."""
+        if self.device.type != "cuda" or self.config.enforce_eager or not isinstance(self.backend, FlashAttention):
+            return None
+        max_num_seqs = min(self.config.max_num_seqs, self.max_num_batched_tokens)
+        max_num_blocks = -(-self.max_model_len // self.backend.block_size)
+        return CudaGraphs(self.model, self.kv_cache.tensor, max_num_seqs, max_num_blocks)
+
+    def num_blocks_that_fit(self) -> int:
+        """Return the number of blocks for which there is memory, but not more than running sequences can fill."""
+        num_bytes = CPU_KV_CACHE_BYTES if self.device.type == "cpu" else self.measure_free_bytes()
+        num_blocks = num_bytes // self.kv_cache.bytes_per_block - 1  # one is the null block
+        if num_blocks < 1:
+            raise ValueError(f"{num_bytes} bytes are left for the KV cache, but two blocks take "
+                             f"{2 * self.kv_cache.bytes_per_block}: raise gpu_memory_utilization, or lower "
+                             f"max_num_batched_tokens or block_size")  # fmt: skip
+        return min(num_blocks, self.config.max_num_seqs * -(-self.max_model_len // self.backend.block_size))
+
+    def measure_free_bytes(self) -> int:
+        """Return the GPU memory that weights, the largest forward pass and CUDA graphs leave for the KV cache."""
+        block_size = self.backend.block_size
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self.run(largest_batch(self.max_num_batched_tokens, self.config.max_num_seqs, self.max_model_len, block_size))
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.empty_cache()
+        graphs = self.make_graphs()  # over the null block only, which is all that empty sequences need
+        num_graph_bytes = 0 if graphs is None else graphs.measure_bytes()
+        del graphs
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        used_by_others = total - free - torch.cuda.memory_reserved()
+        return int(total * self.config.gpu_memory_utilization) - peak - num_graph_bytes - used_by_others

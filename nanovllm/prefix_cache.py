@@ -1,8 +1,8 @@
-"""Which blocks hold the K and V of a prefix that another sequence may need too?
+"""The prefix cache: which blocks hold the K and V of a prefix that another sequence needs too?
 
-A full block is known by its tokens and by all tokens before it. Sequences that begin with the same tokens share such
-blocks instead of computing them again. This file finds, registers and forgets blocks; the `BlockManager`, its only
-caller, decides which sequence owns a block, and when a block is handed out anew.
+A full block is identified by its tokens and by all tokens before it. Sequences that begin with the same tokens share
+such blocks instead of computing them again. This file finds, registers and forgets blocks. The `BlockManager`, its only
+caller, decides which sequence owns a block and when a block is reused.
 
 Two prompts with block_size 4; the second finds the first two blocks of the first one:
 
@@ -23,15 +23,15 @@ ROOT_SERIAL = 0  # the parent of every first block
 
 
 def hash_block(parent_hash: int, tokens: bytes) -> int:
-    """The key of a full block: 64 bits over its tokens, seeded with the key of the block before it."""
+    """Return the key of a full block: 64 bits over its tokens, seeded with the key of the block before it."""
     return xxhash.xxh3_64_intdigest(tokens, seed=parent_hash)
 
 
 class CachedBlock(NamedTuple):
-    """The contents of a full block. The hash finds it; `parent_serial` and `tokens` prove it.
+    """The contents of a full block. The hash finds it; `parent_serial` and `tokens` prove that it is the right one.
 
-    A serial number is given once and never again, so a parent's serial stands for the whole prefix before the block,
-    and two prefixes cannot be mistaken for each other even where their hashes collide.
+    A serial number is given once and never again, so the serial number of a parent identifies the whole prefix before
+    the block. Two prefixes are never mistaken for each other, even if their hashes are equal.
     """
 
     block_id: int
@@ -42,13 +42,12 @@ class CachedBlock(NamedTuple):
 
 
 class PrefixCache:
-    """`new_blocks` are the blocks registered since the newest step began; that step may still have to fill them."""
+    """All blocks that can be found, by hash and by id. If it is not enabled, it stays empty."""
 
     def __init__(self, block_size: int, observer: Observer, is_enabled: bool = True) -> None:
         self.block_size = block_size
         self.observer = observer
-        self.is_enabled = is_enabled  # else nothing is registered, so nothing is found
-        self.new_blocks: set[int] = set()
+        self.is_enabled = is_enabled
         self._by_hash: dict[int, CachedBlock] = {}
         self._by_id: dict[int, CachedBlock] = {}
         self._serials = count(ROOT_SERIAL + 1)
@@ -57,16 +56,16 @@ class PrefixCache:
         return block_id in self._by_id
 
     def find(self, seq: Sequence) -> list[CachedBlock]:
-        """The longest run of cached blocks that `seq` begins with, short of its last token.
+        """Return the longest run of cached blocks that `seq` begins with.
 
-        The last token is always computed, because the step needs its logits. So a prompt of 8 tokens in blocks of 4
-        finds one block at most, even if both are cached.
+        A prompt of 8 tokens in blocks of 4 finds at most one block, even if both are cached, since its last token is
+        always computed (`seq.max_cached_tokens` is 7).
         """
         hits: list[CachedBlock] = []
-        if seq.reads_prompt or not self.is_enabled:
+        if not self.is_enabled:
             return hits
         parent_serial = ROOT_SERIAL
-        for i in range((seq.num_known_tokens - 1) // self.block_size):
+        for i in range(seq.max_cached_tokens // self.block_size):
             block_hash, tokens = self._key(seq, i)
             hit = self._by_hash.get(block_hash)
             if hit is None or hit.parent_serial != parent_serial or hit.tokens != tokens:
@@ -76,46 +75,32 @@ class PrefixCache:
         return hits
 
     def register(self, seq: Sequence, num_tokens: int) -> None:
-        """Let others find the full blocks among the first `num_tokens` tokens of `seq`, as far as these are known."""
+        """Add the full blocks among the first `num_tokens` tokens of `seq`, so that other sequences can find them."""
         if not self.is_enabled:
             return
-        for i in range(seq.num_registered_blocks, min(num_tokens, seq.num_known_tokens) // self.block_size):
+        for i in range(seq.num_registered_blocks, num_tokens // self.block_size):
             block_hash, tokens = self._key(seq, i)
             known = self._by_hash.get(block_hash)
             # If another block with this prefix is registered, it stays the one that is found; `seq` keeps its own.
             if known is None or known.parent_serial != seq.parent_serial or known.tokens != tokens:
                 block_id = int(seq.block_table.data[i])
-                if not block_id:  # the null block: behind the window (`extras/window_blocks.py`), and evicted since
-                    return
-                if known is not None:  # another block under the same hash: the newer one wins
+                if known is not None:  # a different block with the same hash: the newer one wins
                     self.forget(known.block_id)
                 known = CachedBlock(block_id, block_hash, next(self._serials), seq.parent_serial, tokens)
                 self._by_hash[block_hash] = self._by_id[block_id] = known
-                self.new_blocks.add(block_id)
                 self.observer.on_register_block(seq, block_id, block_hash, known.serial)
             seq.parent_serial = known.serial
             seq.num_registered_blocks = i + 1
 
     def forget(self, block_id: int) -> None:
-        """Drop the entry of a block, if it has one."""
+        """Remove a block, if it is cached."""
         cached = self._by_id.pop(block_id, None)
         if cached is not None:
             del self._by_hash[cached.block_hash]
             self.observer.on_forget_block(block_id)
 
-    def forget_new_blocks(self) -> None:
-        """The newest step has failed: what it was to fill must not be found."""
-        for block_id in self.new_blocks:
-            self.forget(block_id)
-
-    def reset(self) -> None:
-        """Forget all cached contents; sequences that run keep their blocks."""
-        self._by_hash.clear()
-        self._by_id.clear()
-        self.observer.on_reset_prefix_cache()
-
     def _key(self, seq: Sequence, i: int) -> tuple[int, bytes]:
-        """Hash and tokens of the `i`-th block of `seq`, which is full; `i` counts up, so its parent's hash is known."""
+        """Return hash and tokens of the full block `i` of `seq`. Callers count `i` up, so the parent's hash is known."""
         tokens = seq.token_ids.view(i * self.block_size, (i + 1) * self.block_size).tobytes()
         if i == len(seq.block_hashes):
             seq.block_hashes.append(hash_block(seq.block_hashes[-1] if i else 0, tokens))

@@ -1,184 +1,55 @@
-"""What one request may ask for.
+"""The options of one request. Names, defaults and meanings are vLLM's."""
 
-Decides which fields exist and which values are legal; names, defaults and meanings are vLLM's. `sampling_batch.py`
-makes tensors of them for `sampler.py`, `detokenizer.py` finds stop strings, and the `Scheduler` ends a sequence.
-"""
-
-from collections import abc
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar
 
-from nanovllm.checks import (
-    OfExtra,
-    check_bool,
-    check_by_extra,
-    check_int,
-    check_number,
-    check_strings,
-    check_token_ids,
-    checked,
-    checks_of,
-    extra,
-    names_of_extras,
-    takes_vllm_options,
-)
-
-if TYPE_CHECKING:
-    import torch
-
-    from nanovllm.extras.beam_search.beam_params import BeamSearchParams as BeamSearchParams
-    from nanovllm.extras.structured.structured_params import StructuredOutputsParams
-else:  # vLLM has these two names here, too
-    NAMES = {
-        "beam_search/beam_params": ("BeamSearchParams",),
-        "structured/structured_params": ("StructuredOutputsParams",),
-    }
-    __getattr__ = names_of_extras(__name__, NAMES)
-
-LogitsProcessor = Callable[[list[int], "torch.Tensor"], "torch.Tensor"]
-"""(output token ids so far, logits [vocab_size]) -> logits [vocab_size]"""
+from nanovllm.checks import check_bool, check_int, check_number, check_strings, check_token_ids, checked, checks_of
 
 
-class RequestOutputKind(Enum):
-    """What each output of a request that is streamed holds. The values are vLLM's."""
-
-    CUMULATIVE = 0
-    """All text and tokens so far."""
-    DELTA = 1
-    """Text, tokens and log-probabilities that are new since the output before; only completions with news."""
-    FINAL_ONLY = 2
-    """There is one output, when the request has finished."""
-
-
-def check_output_kind(name: str, value: Any) -> None:
-    if not isinstance(value, RequestOutputKind):
-        allowed = ", ".join(str(kind) for kind in RequestOutputKind)
-        raise TypeError(f"{name} must be one of {allowed}, got {value!r}")
-
-
-@takes_vllm_options("request")
-@dataclass(slots=True)
+@dataclass
 class SamplingParams:
-    """Fields may be assigned until a request is added: the request takes a `clone`, and sees no later change.
+    """How the tokens of a request are sampled, and when it ends.
 
-    A bad value raises a TypeError or ValueError that names the field, the value and what is allowed: when the field is
-    assigned, or, where fields do not go together, when the object is made and when a request takes its clone.
+    A bad value raises a TypeError or ValueError that names the field, the value and what is allowed. Fields may be
+    assigned until a request is added: the request takes a copy, which is checked again.
     """
 
     n: int = checked(1, check_int, minimum=1)
     """Samples of one prompt, which is computed once. More than one needs a temperature above 0."""
-    presence_penalty: float = checked(0.0, check_number, low=-2, high=2)
-    """Subtracted from the logit of each token that the output holds; in [-2, 2]."""
-    frequency_penalty: float = checked(0.0, check_number, low=-2, high=2)
-    """Subtracted from the logit of a token as many times as the output holds it; in [-2, 2]."""
-    repetition_penalty: float = checked(1.0, check_number, low=0, open_low=True)
-    """Divides positive logits of tokens in prompt or output, multiplies others (CTRL, https://arxiv.org/abs/1909.05858)."""
     temperature: float = checked(1.0, check_number, low=0)
-    """Logits are divided by it before the draw; 0 takes the likeliest token (greedy)."""
+    """Divides the logits before sampling. With 0 the most likely token is taken (greedy)."""
     top_p: float = checked(1.0, check_number, low=0, high=1, open_low=True)
-    """Draw from the fewest likeliest tokens whose probabilities add up to this (https://arxiv.org/abs/1904.09751)."""
+    """Sample from the fewest most likely tokens whose probabilities add up to this (https://arxiv.org/abs/1904.09751)."""
     top_k: int = checked(0, check_int, minimum=-1)
-    """Draw from this number of likeliest tokens; 0 or -1 is all."""
+    """Sample from this number of most likely tokens; 0 or -1 is all."""
     min_p: float = checked(0.0, check_number, low=0, high=1)
-    """Draw from tokens at least this many times as likely as the likeliest (https://arxiv.org/abs/2407.01082)."""
+    """Sample from tokens at least this many times as likely as the most likely (https://arxiv.org/abs/2407.01082)."""
     seed: int | None = checked(None, check_int, minimum=0, optional=True, maximum=2**64 - 1)
-    """The same seed gives the same random numbers. Where kernels round alike in every batch (CPU), the same tokens."""
+    """The same seed gives the same random numbers. If kernels round alike in every batch (CPU), the same tokens."""
+    max_tokens: int | None = checked(16, check_int, minimum=1, optional=True)
+    """Maximum number of generated tokens. None goes on until `max_model_len`."""
     stop: str | Collection[str] | None = checked(None, check_strings, or_one=True)
-    """Texts that end the request; the text before them is the output."""
+    """Texts that end the request. The output is the text before them."""
     stop_token_ids: Collection[int] | None = checked(None, check_token_ids)
-    """Tokens that end the request, also under `ignore_eos`; the stop token is part of the output."""
-    bad_words: Collection[str] | None = checked(None, check_by_extra, file="logits")
-    """Words that must not appear: the last token of a word is not chosen after its first tokens."""
-    include_stop_str_in_output: bool = checked(False, check_bool)
-    """Whether the text keeps the stop string that ended it."""
+    """Tokens that end the request, also with `ignore_eos`. The stop token is part of the output."""
     ignore_eos: bool = checked(False, check_bool)
     """Whether to go on after the model's own end-of-sequence tokens."""
-    max_tokens: int | None = checked(16, check_int, minimum=1, optional=True)
-    """Tokens to generate at most; None goes on until `max_model_len`."""
-    min_tokens: int = checked(0, check_int, minimum=0)
-    """Tokens to generate before any end or stop token, or stop string, may end the request."""
-    logprobs: int | None = checked(None, check_int, minimum=-1, optional=True)
-    """Log-probabilities of this number of likeliest tokens at each position, and of the chosen one; -1 is all."""
-    prompt_logprobs: int | None = checked(None, check_int, minimum=-1, optional=True)
-    """The same for the positions of the prompt."""
-    detokenize: bool = checked(True, check_bool)
-    """Whether to make text of the output."""
-    skip_special_tokens: bool = checked(True, check_bool)
-    """Whether the text leaves out special tokens such as end markers."""
-    spaces_between_special_tokens: bool = checked(True, check_bool)
-    """Whether neighbouring special tokens keep the spaces that the tokenizer writes between them."""
-    truncate_prompt_tokens: int | None = checked(None, check_by_extra, file="prompt_truncation")
-    """Keep only this number of the prompt's last tokens; -1 keeps as many as leave room for `max_tokens`."""
-    output_kind: RequestOutputKind = checked(RequestOutputKind.CUMULATIVE, check_output_kind)
-    """What each output of a stream holds: all so far, what is new, or only the end."""
-    logit_bias: Mapping[int, float] | None = checked(None, check_by_extra, file="logits")
-    """Added to the logits of these tokens; each in [-100, 100]."""
-    allowed_token_ids: Collection[int] | None = checked(None, check_by_extra, file="logits")
-    """No other tokens are chosen."""
-    logits_processors: Collection[LogitsProcessor] | None = checked(None, check_by_extra, file="logits")
-    """Called with the output so far and the request's logits, in order; each returns the logits to go on with."""
-    structured_outputs: "StructuredOutputsParams | Mapping[str, Any] | None" = checked(
-        None, check_by_extra, file="structured/structured_params"
-    )
-    """The form of the output: JSON of a schema, a regular expression, a choice, or a grammar."""
-
-    if TYPE_CHECKING:
-        from_optional: ClassVar[Callable[..., "SamplingParams"]]
-    else:
-        from_optional = OfExtra("vllm/request_fields")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in FIELD_CHECKS:
-            raise AttributeError(f"SamplingParams has no field {name}; it has {', '.join(FIELD_CHECKS)}")
-        FIELD_CHECKS[name](name, value)
-        object.__setattr__(self, name, value)
 
     def __post_init__(self) -> None:
-        """Fields that do not go together."""
-        if self.n > 1 and self.is_greedy:
+        for name, check in checks_of(self).items():
+            check(name, getattr(self, name))
+        if self.n > 1 and self.temperature == 0:
             raise ValueError(f"n must be 1 with temperature 0, where all samples would be the same, got {self.n}")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be <= max_tokens {self.max_tokens}, got {self.min_tokens}")
-        if self.stop_strings and not self.detokenize:
-            raise ValueError(f"stop needs detokenize=True, got stop {self.stop!r} with detokenize=False")
-
-    def clone(self) -> "SamplingParams":
-        """An equal object that shares no list or dict with this one, checked anew: lists may have been appended to."""
-        values = {name: copy_of(getattr(self, name)) for name in FIELD_CHECKS}
-        if self.structured_outputs is not None:
-            with extra("extras/structured", "structured_outputs"):
-                from nanovllm.extras.structured.structured_params import StructuredOutputsParams
-            values["structured_outputs"] = StructuredOutputsParams.of(self.structured_outputs).clone()
-        return SamplingParams(**values)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the draw needs only a temperature; then `sampling_batch.py` looks no further."""
-        return (self.top_p, self.min_p) == (1, 0) and self.top_k <= 0 and self.logprobs is None
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether a processor of `extras/logits.py` is asked for."""
-        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
-        lists = self.allowed_token_ids or self.logit_bias or self.bad_words or self.logits_processors
-        return penalties != (0, 0, 1) or bool(lists)
-
-    @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
 
-
-FIELD_CHECKS = checks_of(SamplingParams)
-
-
-def copy_of(value: Any) -> Any:
-    """A list or dict of its own; any other value is never changed in place."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    return list(value) if isinstance(value, abc.Sequence) and not isinstance(value, str | tuple) else value
+    @property
+    def is_truncated(self) -> bool:
+        """Whether sampling leaves out some tokens (top-k, top-p or min-p)."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0

@@ -10,8 +10,8 @@ import random
 import torch
 
 from nanovllm.layers.attention import Attention
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Sequence
+from nanovllm.extras.request_params import SamplingParams
+from nanovllm.extras.full_sequence import Sequence
 from tests.steps import batch_of
 
 # ---- the reference

@@ -7,7 +7,7 @@ manager's and the scheduler's tests: it knows no hashes, no reference counts and
 
 from collections import Counter
 
-from nanovllm.observer import count_empty_slots
+from nanovllm.extras.full_observer import count_empty_slots
 
 GARBAGE = "garbage"
 

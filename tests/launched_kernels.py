@@ -85,7 +85,7 @@ def launch_all(kv_cache_dtypes, logits_dtypes):
     for dtype in logits_dtypes:
         logits = torch.zeros(2, VOCAB_SIZE, dtype=dtype)
         for limits in ({"uniforms": None}, {}, {"top_k": torch.ones(2, dtype=torch.int64)}, {"top_p": torch.ones(2)}):
-            sample.draw_tokens(logits, temperatures, **{"uniforms": uniforms, **limits})
+            sample.sample_tokens(logits, temperatures, **{"uniforms": uniforms, **limits})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nanovllm.extras.models.masking import PLAIN
-from nanovllm.layers.backends import TorchAttention
+from nanovllm.layers.attention import TorchAttention
 
 
 def tree_leaves(tree):

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import torch
 
 from nanovllm import sampler
-from nanovllm.input_processor import InputProcessor
-from nanovllm.sampler import draw_tokens
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Sequence
+from nanovllm.extras.input_processor import InputProcessor
+from nanovllm.sampler import sample_tokens
+from nanovllm.extras.request_params import SamplingParams
+from nanovllm.extras.full_sequence import Sequence
 from tests.steps import sampling_of
 
 VOCAB_SIZE = 40
@@ -53,7 +53,7 @@ def random_ids(length, seed, vocab_size=VOCAB_SIZE):
 
 
 def sample(raw, batch):
-    return sampler.sample(raw, batch, draw_tokens)
+    return sampler.sample(raw, batch, sample_tokens)
 
 
 # ---- the oracle

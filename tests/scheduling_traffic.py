@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.observer import SchedulingStats
-from nanovllm.preemption import Recompute
-from nanovllm.queues import fcfs
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.extras.full_observer import SchedulingStats
+from nanovllm.extras.preemption import Recompute
+from nanovllm.extras.policies import fcfs
+from nanovllm.extras.request_params import SamplingParams
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence, SequenceStatus
-from nanovllm.step import SchedulerOutput
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.sequence import SequenceStatus
+from nanovllm.scheduler import Step
 from tests.conftest import has_extra
 from tests.fake_kv_cache import (
     FakeKVCache,
@@ -255,7 +256,7 @@ class Run:
         if self.overlap and self.flights:
             self.launch()
         if not self.flights:
-            return SchedulerOutput()
+            return Step()
         if is_done:
             flight = self.flights.pop(0)
             self.update(flight)
@@ -271,7 +272,7 @@ class Run:
     def launch(self):
         before = Before(self)
         if self.flights and not self.scheduler.can_schedule_ahead():
-            out = SchedulerOutput()
+            out = Step()
         else:
             out = self.scheduler.schedule()
         if before.must_wait(out):
@@ -416,7 +417,7 @@ class Run:
 class Flight:
     """A step that is computed, while the scheduler has not heard of its tokens."""
 
-    out: SchedulerOutput
+    out: Step
     samples: list[Sequence]
     tokens: list[int]
     written: dict[int, Sequence]
@@ -456,7 +457,7 @@ class Before:
             missing = [self.run.manager.num_missing_blocks(seq) for seq in self.run.scheduler.running]
         needed = sum(max(0, n) for n in missing) + sum(seq.has_shared_tail for seq in self.run.scheduler.running)
         if self.askers or (not out.chunks and needed > free):
-            assert out == SchedulerOutput()
+            assert out == Step()
             assert {seq: table_of(seq) for seq in self.running} == self.tables
             return True
         return False

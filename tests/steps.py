@@ -4,8 +4,8 @@ import numpy as np
 
 from nanovllm.batch import build_batch
 from nanovllm.block_tables import BlockTable, BlockTables
-from nanovllm.sampling_batch import build_sampling_batch, draw_uniforms
-from nanovllm.step import BlockMoves, make_step
+from nanovllm.batch import build_sampling_batch, draw_uniforms
+from nanovllm.scheduler import BlockMoves, make_step
 
 
 def batch_of(chunks, block_size):

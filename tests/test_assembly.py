@@ -2,7 +2,7 @@
 
 from nanovllm import Config, LLMEngine
 from nanovllm.kv_cache import KVCache
-from nanovllm.sampler import draw_tokens
+from nanovllm.sampler import sample_tokens
 
 
 def test_parts_are_timed_in_order(tiny_checkpoint):
@@ -16,5 +16,5 @@ def test_parts_are_timed_in_order(tiny_checkpoint):
 
 def test_tokens_are_drawn_in_pytorch_with_the_backends_argmax(tiny_checkpoint):
     runner = LLMEngine(Config(tiny_checkpoint[0], device="cpu")).runner
-    assert runner.draw.func is draw_tokens
+    assert runner.draw.func is sample_tokens
     assert runner.draw.keywords == {"argmax": runner.backend.argmax}

@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from nanovllm.layers import attention
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.backends import TorchAttention, slices_that_fit
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Sequence
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.extras.kernels.backend import slices_that_fit
+from nanovllm.extras.request_params import SamplingParams
+from nanovllm.extras.full_sequence import Sequence
 from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
 from tests.steps import batch_of
 

@@ -37,7 +37,7 @@ from benchmarks.roofline import Rates
 from nanovllm import TINY_QWEN3, LLMEngine
 from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm.kv_cache import KVCache
-from nanovllm.model_runner import ModelRunner
+from nanovllm.extras.full_runner import ModelRunner
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY_WORK = ["--num-requests", "3", "--input-len", "4", "9", "--output-len", "2", "6"]

@@ -16,10 +16,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import nanovllm.prefix_cache
 from nanovllm.block_manager import BlockManager
-from nanovllm.observer import count_empty_slots
+from nanovllm.extras.full_observer import count_empty_slots
 from nanovllm.prefix_cache import hash_block
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Sequence
+from nanovllm.extras.request_params import SamplingParams
+from nanovllm.extras.full_sequence import Sequence
 from tests.conftest import examples
 from tests.fake_kv_cache import (
     FakeKVCache,

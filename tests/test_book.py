@@ -17,7 +17,7 @@ import torch
 from labs.model import Model
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.trace.recording import read_recording
-from nanovllm.sequence import Sequence
+from nanovllm.extras.full_sequence import Sequence
 from tools import book, book_pictures
 
 ROOT = Path(__file__).resolve().parent.parent

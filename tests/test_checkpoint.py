@@ -10,14 +10,9 @@ from pathlib import Path
 import pytest
 import transformers
 
-from nanovllm.checkpoint import (
-    load_tokenizer,
-    read_eos_token_ids,
-    read_model_config,
-    resolve_model,
-)
-from nanovllm.config import Config
-from nanovllm.weights import INDEX_FILE
+from nanovllm.extras.checkpoint import load_tokenizer, read_eos_token_ids, read_model_config, resolve_model
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.weights import INDEX_FILE
 from tests.hub_cache import put_into_cache
 from tests.test_weights import check_equals, edit_config, load
 

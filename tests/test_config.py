@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nanovllm.checks import checks_of
-from nanovllm.config import Config, resolve_device, resolve_dtype
+from nanovllm.extras.all_options import Config
+from nanovllm.config import resolve_device, resolve_dtype
 
 DEFAULTS = {
     "dtype": "auto",

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 import nanovllm
 from nanovllm import SamplingParams
-from nanovllm.detokenizer import TokenDecoder, is_context_free, make_detokenizer
+from nanovllm.extras.full_detokenizer import TokenDecoder
+from nanovllm.detokenizer import is_context_free, make_detokenizer
 from tests import tiny_tokenizers
 from tests.conftest import examples
 

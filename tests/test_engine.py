@@ -15,8 +15,8 @@ import torch
 import transformers
 
 from nanovllm import Config, LLMEngine, RequestOutput, SamplingParams, StepOutput
-from nanovllm.model_runner import StepTokens
-from nanovllm.request import Request
+from nanovllm.extras.full_runner import StepTokens
+from nanovllm.extras.full_request import Request
 from tests.conftest import examples, has_extra, hf_greedy
 from tests.late_runner import LateRunner
 

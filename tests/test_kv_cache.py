@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.kv_cache import KVCache
-from nanovllm.layers.backends import TorchAttention
-from nanovllm.step import BlockMoves
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.scheduler import BlockMoves
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE = 3, 8, 4
 

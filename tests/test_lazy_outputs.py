@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanovllm import LLM, CompletionOutput, Logprob, RequestOutput, RequestOutputKind, SamplingParams, request
-from nanovllm.request import PositionLogprobs
+from nanovllm.extras.logprobs import PositionLogprobs
 from tests.tiny_tokenizers import byte_level, copy_checkpoint
 
 TOKENIZER = byte_level()

@@ -71,9 +71,11 @@ def test_an_unknown_name():
 def test_names_that_vllm_has_in_modules():
     """As vLLM's examples import them, with the package's name changed."""
     from nanovllm.extras.vllm.engine_args import AsyncEngineArgs, EngineArgs
-    from nanovllm.inputs import TextPrompt, TokensPrompt
-    from nanovllm.outputs import EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
-    from nanovllm.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from nanovllm.extras.prompt_forms import TextPrompt, TokensPrompt
+    from nanovllm.outputs import EmbeddingOutput, EmbeddingRequestOutput
+    from nanovllm.extras.lazy_outputs import RequestOutput
+    from nanovllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+    from nanovllm.extras.request_params import RequestOutputKind, SamplingParams
 
     for thing in (AsyncEngineArgs, EngineArgs, TextPrompt, TokensPrompt, EmbeddingOutput, EmbeddingRequestOutput):
         assert getattr(nanovllm, thing.__name__) is thing

@@ -11,9 +11,10 @@ import transformers
 from transformers.models.qwen3 import modeling_qwen3 as oracle
 
 from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.layers.mlp import GatedMLP
+from nanovllm.extras.models.gated_mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import Rope, Rotary, apply_rotary
+from nanovllm.extras.models.rope import Rope
+from nanovllm.layers.rotary import Rotary, apply_rotary
 from nanovllm.models.qwen3 import read_qwen3_config
 
 SHAPE = {

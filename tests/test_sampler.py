@@ -17,7 +17,8 @@ import torch
 import transformers
 
 from nanovllm import sampler, truncation
-from nanovllm.sampler import compute_logprobs, draw_tokens
+from nanovllm.extras.logprobs import compute_logprobs
+from nanovllm.sampler import sample_tokens
 from nanovllm.extras.logits_processors import apply_processors
 from tests.sampling_rows import (
     HISTORY,
@@ -233,9 +234,9 @@ def test_greedy_rows_are_those_of_the_backends_argmax():
     def argmax(logits):
         return torch.full((len(logits),), 7)
 
-    assert draw_tokens(logits, temperatures, argmax=argmax).tolist() == [7, 7, 7]
-    expected = draw_tokens(logits, temperatures, uniforms, *others).tolist()
-    drawn = draw_tokens(logits, temperatures, uniforms, *others, argmax=argmax).tolist()
+    assert sample_tokens(logits, temperatures, argmax=argmax).tolist() == [7, 7, 7]
+    expected = sample_tokens(logits, temperatures, uniforms, *others).tolist()
+    drawn = sample_tokens(logits, temperatures, uniforms, *others, argmax=argmax).tolist()
     assert drawn == [7, *expected[1:]]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.sampling_batch import mix
+from nanovllm.batch import mix
 from nanovllm.extras.logits_processors import ForbiddenTokens
 from tests import sampling_rows
 from tests.steps import sampling_of, uniforms_of

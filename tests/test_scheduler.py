@@ -7,9 +7,9 @@ the same with overlap, swap and beams.
 import pytest
 from hypothesis import settings
 
-from nanovllm.queues import fcfs
+from nanovllm.extras.policies import fcfs
 from nanovllm.sequence import SequenceStatus
-from nanovllm.step import BlockMoves
+from nanovllm.scheduler import BlockMoves
 from tests.conftest import examples
 from tests.fake_kv_cache import table_of, tokens_of
 from tests.scheduling_traffic import (

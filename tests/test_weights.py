@@ -23,9 +23,10 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import weights
-from nanovllm.checkpoint import read_model_config
-from nanovllm.layers.backends import TorchAttention
-from nanovllm.weights import INDEX_FILE, checkpoint_places, load_model
+from nanovllm.extras.checkpoint import read_model_config
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.extras.weights import INDEX_FILE, load_model
+from nanovllm.loader import places_of
 
 CPU = torch.device("cpu")
 

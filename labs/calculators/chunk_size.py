@@ -33,8 +33,8 @@ from labs.calculators.common import Panel, draw, print_table
 from nanovllm import TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
-from nanovllm.step import SchedulerOutput
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.scheduler import Step
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048  # the bundled model's
@@ -162,7 +162,7 @@ def model(workload: Workload, num_users: int, budget: int, cost: Cost) -> Latenc
     return serve(workload, num_users, add, step)
 
 
-def count_pairs(step: SchedulerOutput) -> int:
+def count_pairs(step: Step) -> int:
     return sum([n * start + n * (n + 1) // 2 for _, start, n in step.chunks])
 
 

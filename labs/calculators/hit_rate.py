@@ -24,9 +24,9 @@ from pathlib import Path
 from labs.calculators.common import Panel, draw, print_table
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.observer import SchedulingStats
+from nanovllm.extras.full_observer import SchedulingStats
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
+from nanovllm.extras.full_sequence import Sequence
 
 MAX_MESSAGE_TOKEN = 10_000
 ANSWER_TOKEN = 10_001  # which one does not matter: the messages tell conversations apart

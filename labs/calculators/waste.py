@@ -31,10 +31,10 @@ from benchmarks.common import Workload, named_workload, random_workload
 from labs.calculators.common import Panel, draw, print_table
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.observer import SchedulingStats
+from nanovllm.extras.full_observer import SchedulingStats
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
-from nanovllm.step import SchedulerOutput
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.scheduler import Step
 
 VOCAB_SIZE = 10_001
 
@@ -60,7 +60,7 @@ class Slots(SchedulingStats):
         self._held.update(ranges)
         self._held_in_vain.update({rule: size - ranges["Oracle"] for rule, size in ranges.items()})
 
-    def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: BlockManager) -> None:
+    def on_schedule(self, step: Step, running: list[Sequence], blocks: BlockManager) -> None:
         super().on_schedule(step, running, blocks)
         self.num_steps_of_sequences += len(running)
         self.reserved.update(self._held)

@@ -15,7 +15,7 @@ from typing import Any
 
 from labs import rung_4_continuous, rung_5_paged
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.step import SchedulerOutput
+from nanovllm.scheduler import Step
 
 NUM_SLOTS, MAX_MODEL_LEN, MAX_TOKENS, BLOCK_SIZE = 512, 128, 48, 4
 STEP_OF_TABLES = 12
@@ -64,7 +64,7 @@ def watch_engine(prompts: list[list[int]], trace: Path | None) -> tuple[list[Not
         scheduler = llm.engine.scheduler
         schedule = scheduler.schedule
 
-        def schedule_and_note() -> SchedulerOutput:
+        def schedule_and_note() -> Step:
             step, running = schedule(), scheduler.running
             notes.append([(s, s.num_computed_tokens, s.block_table.length * BLOCK_SIZE) for s in running])
             if len(notes) == STEP_OF_TABLES:

@@ -9,9 +9,9 @@ from typing import Any
 
 from nanovllm import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.observer import SchedulingStats
-from nanovllm.sequence import Sequence
-from nanovllm.step import SchedulerOutput
+from nanovllm.extras.full_observer import SchedulingStats
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.scheduler import Step
 
 PROMPT_LEN, MAX_TOKENS = 10, {"A": 6, "B": 12, "C": 9}
 SMALL, LARGE = 10, 100  # blocks
@@ -35,7 +35,7 @@ class Watch(SchedulingStats):
         super().on_preempt(seq, host_block_ids, needy)
         self.num_copied += len(host_block_ids)
 
-    def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: BlockManager) -> None:
+    def on_schedule(self, step: Step, running: list[Sequence], blocks: BlockManager) -> None:
         super().on_schedule(step, running, blocks)
         self.num_steps += 1
         if self.is_shown:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.sampler import draw_tokens
-from nanovllm.truncation import truncate
+from nanovllm.sampler import sample_tokens
+from nanovllm.sampler import truncate
 
 TOKENS = ["full", "empty", "paged", "slow", "blue"]
 LOGITS = torch.tensor([math.log(weight) for weight in (16, 8, 4, 2, 1)])  # [5]
@@ -56,7 +56,7 @@ def draw(temperature: float = 1.0, **filters: float) -> list[str]:
     rows = len(UNIFORMS)
     limits: dict[str, Any] = {name: torch.tensor([value] * rows) for name, value in filters.items()}
     uniforms = torch.tensor(UNIFORMS, dtype=torch.float64)
-    token_ids = draw_tokens(LOGITS.repeat(rows, 1), torch.full((rows,), temperature), uniforms, **limits)
+    token_ids = sample_tokens(LOGITS.repeat(rows, 1), torch.full((rows,), temperature), uniforms, **limits)
     return [TOKENS[i] for i in token_ids.tolist()]
 
 

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.step import SchedulerOutput
+from nanovllm.scheduler import Step
 
 REQUESTS = {  # name: question, max_tokens, number of the step before which it arrives
     "A": ("Hi", 6, 1),
@@ -55,7 +55,7 @@ def run(llm: LLM, arrivals: dict[str, int], is_printed: bool = False) -> dict[st
     schedule, number = scheduler.schedule, 0
     tokens: dict[str, list[int]] = {}
 
-    def schedule_and_print() -> SchedulerOutput:
+    def schedule_and_print() -> Step:
         step = schedule()
         print_step(number, step, [seq.request_id for seq in scheduler.waiting])
         return step
@@ -74,7 +74,7 @@ def run(llm: LLM, arrivals: dict[str, int], is_printed: bool = False) -> dict[st
     return {name: tokens[name] for name in arrivals}
 
 
-def print_step(number: int, step: SchedulerOutput, waiting: list[str]) -> None:
+def print_step(number: int, step: Step, waiting: list[str]) -> None:
     cells = dict.fromkeys(REQUESTS, "")
     for seq, start, num_new_tokens in step.chunks:
         what = f"decode  {start}" if num_new_tokens == 1 else f"prefill {start} … {start + num_new_tokens - 1}"

@@ -1,5 +1,78 @@
-"""What the core can do without: one concept, one file or folder, and each can be deleted.
+"""Everything beyond the core. The folder can be deleted: then `nanovllm` exports the core's own classes.
 
-The core imports none of this until an option asks for it. An extra imports the core as any user does. Each shows what
-it adds by what it subclasses or wraps: begin with `overlap.py` and `cuda/`, the two that such an engine is known for.
+An extra is a subclass of one or more of the core's classes, or a function that replaces one of theirs, and an option
+chooses it. The composition root is here: `all_options.py` and `request_params.py` have the options, `full_engine.py`
+and `full_runner.py` make the parts, and `assembly.py` and `kernels/choices.py` choose them.
 """
+
+import nanovllm.extras.waiting_threads  # noqa: F401, I001 (before torch is imported)
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.full_engine import LLMEngine
+from nanovllm.extras.full_llm import LLM
+from nanovllm.extras.full_observer import EngineStats
+from nanovllm.extras.lazy_outputs import CompletionOutput, RequestMetrics, RequestOutput, StepOutput
+from nanovllm.extras.request_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.extras.beam_search.beam_params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from nanovllm.extras.commands import run_command
+    from nanovllm.extras.embedding.pooling_params import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
+    from nanovllm.extras.logprobs import Logprob
+    from nanovllm.extras.prompt_forms import PromptType, TextPrompt, TokensPrompt
+    from nanovllm.extras.structured.structured_params import StructuredOutputsParams
+    from nanovllm.extras.vllm.engine_args import AsyncEngineArgs, EngineArgs
+
+LAZY = {
+    "beam_search.beam_params": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
+    "commands": ("run_command",),
+    "embedding.pooling_params": ("EmbeddingOutput", "EmbeddingRequestOutput", "PoolingParams"),
+    "logprobs": ("Logprob",),
+    "prompt_forms": ("PromptType", "TextPrompt", "TokensPrompt"),
+    "structured.structured_params": ("StructuredOutputsParams",),
+    "vllm.engine_args": ("AsyncEngineArgs", "EngineArgs"),
+}
+"""Module in this folder -> its names that the package exports, imported when they are used."""
+
+__all__ = [
+    "LLM",
+    "TINY_QWEN3",
+    "AsyncEngineArgs",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
+    "CompletionOutput",
+    "Config",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "EngineArgs",
+    "EngineStats",
+    "LLMEngine",
+    "Logprob",
+    "PoolingParams",
+    "PromptType",
+    "RequestMetrics",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StepOutput",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+]
+"""What the package exports; `TINY_QWEN3` is in the package itself."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import an exported name when it is used."""
+    for module, names in LAZY.items():
+        if name in names:
+            return getattr(import_module(f"nanovllm.extras.{module}"), name)
+    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checks import check_bool, check_dict, check_str, takes_vllm_options
+from nanovllm.checks import check_bool, check_str
+from nanovllm.extras.option_checks import check_dict, takes_vllm_options
 
 
 @takes_vllm_options("request")

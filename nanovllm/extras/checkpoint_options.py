@@ -1,15 +1,16 @@
 """What is to differ from a checkpoint: fields of config.json, the tokenizer, the default sampling parameters.
 
 `hf_overrides`, `tokenizer`, `generation_config` and `override_generation_config` of `Config`. Called by
-`checkpoint.py` and `assembly.py`, where one of them is given.
+`checkpoint.py`, if one of them is given.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checkpoint import has_tokenizer, read_json, resolve_folder
-from nanovllm.config import Config
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.checkpoint import resolve_folder
+from nanovllm.loader import has_tokenizer, read_json
 
 
 def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,6 @@ import importlib
 import sys
 from typing import NamedTuple
 
-from nanovllm.checks import MissingExtra, extra
-
 
 class Command(NamedTuple):
     module: str
@@ -32,7 +30,7 @@ COMMANDS: dict[str, Command] = {
 """Words on the command line -> what they run."""
 
 
-def main(arguments: list[str]) -> int:
+def run_command(arguments: list[str]) -> int:
     """Run the command that `arguments` begin with, and return its exit status."""
     for name, command in COMMANDS.items():
         words = name.split()
@@ -48,13 +46,9 @@ def main(arguments: list[str]) -> int:
 
 
 def run(name: str, command: Command, arguments: list[str]) -> int:
-    folder = "/".join(command.module.split(".")[1:-1])
+    """Import the module of a command and run it. Prints what to install if a package is missing."""
     try:
-        with extra(folder, f"nanovllm {name}"):
-            module = importlib.import_module(command.module)
-    except MissingExtra as error:
-        print(error, file=sys.stderr)
-        return 1
+        module = importlib.import_module(command.module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "nanovllm":
             raise

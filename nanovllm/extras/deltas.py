@@ -5,8 +5,8 @@ Chosen by `input_processor.py`. Whole outputs grow with the completion; deltas l
 
 from typing import Any
 
-from nanovllm.outputs import CompletionOutput
-from nanovllm.request import Completion
+from nanovllm.extras.full_request import Completion
+from nanovllm.extras.lazy_outputs import CompletionOutput
 
 
 class DeltaCompletion(Completion):
@@ -28,7 +28,7 @@ class DeltaCompletion(Completion):
         """What is new since the last call."""
         seq, logprobs, first = self.seq, self.logprobs, self._num_given_tokens
         is_finished = seq.finish_reason is not None
-        text = self.detokenizer.text(is_finished)
+        text = "" if self.detokenizer is None else self.detokenizer.text(is_finished)
         delta = CompletionOutput(
             seq.sample_index,
             text[self._num_given_chars :],

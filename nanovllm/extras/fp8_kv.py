@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.backends import TorchAttention
 
 
-def with_fp8_cache(backend_class: type[TorchAttention]) -> type[TorchAttention]:
+def with_fp8_cache(backend_class: type[Any]) -> type[Any]:
     """`backend_class` with a cache in fp8, which PyTorch cannot index: bytes are copied in its place."""
 
     class Fp8Attention(backend_class):  # type: ignore[misc, valid-type]

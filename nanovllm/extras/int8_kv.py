@@ -16,13 +16,13 @@ the same bits in every batch and every chunk. `extras/kernels/cpu/int8_kv.c` doe
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.extras.models.masking import PLAIN, AttentionOptions
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.backends import TorchAttention
 
 MOST = 127  # of a K or V
 MOST_OF_16_BITS = 32_767  # of a query or weight
@@ -32,7 +32,7 @@ SMALLEST = 1e-30  # a vector whose magnitudes are all below is zero: MOST / x co
 SCORES = 1 << 24  # in memory at a time
 
 
-def with_int8_cache(backend_class: type[TorchAttention]) -> type[TorchAttention]:
+def with_int8_cache(backend_class: type[Any]) -> type[Any]:
     """`backend_class` with a cache in which each vector is followed by its scale, in one row of bytes."""
 
     class Int8Attention(backend_class):  # type: ignore[misc, valid-type]
@@ -76,13 +76,18 @@ def from_bytes(rows: Tensor) -> Tensor:
 
 
 class WeighIn16Bits:
-    """Takes the place of `F.scaled_dot_product_attention`, for vectors whose last number is the scale of the others."""
+    """Replaces `softmax_attention`, for vectors whose last number is the scale of the others."""
 
     def __init__(self, options: AttentionOptions) -> None:
         self.options = options
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, is_seen: Tensor) -> Tensor:
-        """q: [..., n, head_dim + 1]; k, v: [..., len, head_dim + 1]; is_seen: [..., n, len] -> as q; its last is 1"""
+        """q: [num_seqs, num_heads, n, head_dim + 1]; k, v: [num_seqs, num_kv_heads, len, head_dim + 1] -> as q
+
+        is_seen: [num_seqs, 1, n, len]. The last channel of the result is 1.
+        """
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         if self.options.window is not None:
             first = is_seen.sum(-1, keepdim=True) - self.options.window  # [..., n, 1]
             is_seen = is_seen & (torch.arange(is_seen.shape[-1], device=q.device) >= first)

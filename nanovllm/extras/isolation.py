@@ -20,43 +20,39 @@ import logging
 from collections.abc import Collection
 from copy import copy
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm.batch import Batch, build_batch, offsets
-from nanovllm.config import Config
-from nanovllm.engine import LaunchedStep, LLMEngine
+from nanovllm.batch import offsets
+from nanovllm.extras.all_options import Config
 from nanovllm.extras.dead import EngineDeadError
-from nanovllm.model_runner import ArrivingTokens, ModelRunner, SampledTokens, StepTokens
-from nanovllm.observer import Observer
-from nanovllm.outputs import RequestOutput
-from nanovllm.request import Request
-from nanovllm.sampling_batch import build_sampling_batch
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Sequence
+from nanovllm.extras.full_engine import LLMEngine
+from nanovllm.extras.full_observer import Observer
+from nanovllm.extras.full_runner import ArrivingTokens, ModelRunner, SampledTokens
 from nanovllm.extras.logits_processors import ReaderResult, build_readers
-from nanovllm.stats import LapClock
-from nanovllm.step import SchedulerOutput
+from nanovllm.extras.processed_batch import build_batch, build_sampling
+from nanovllm.extras.request_params import SamplingParams
+from nanovllm.scheduler import Step
 
 logger = logging.getLogger(__name__)
 
 
 class Begun:
-    """Wraps the runner's `compute`, and notes that it was called: the blocks of the step had been copied by then."""
+    """Wraps the runner's `compute`, and notes that it was called: the step's blocks had been copied by then."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.compute, self.has_begun = runner.compute, False
         runner.compute = self
 
-    def __call__(self, runner: ModelRunner, batch: Batch) -> SampledTokens:
+    def __call__(self, runner: ModelRunner, batch: Any) -> SampledTokens:
         self.has_begun = True
         return self.compute(runner, batch)
 
 
 class IsolatingEngine(LLMEngine):
-    """`take_failures()` after a step gives the errors of requests that have ended by themselves."""
+    """`take_failures()` after a step returns the errors of requests that have ended on their own."""
 
     def __init__(self, config: Config, observer: Observer | None = None) -> None:
         super().__init__(config, observer)
@@ -64,76 +60,75 @@ class IsolatingEngine(LLMEngine):
         self._failures: dict[str, Exception] = {}
 
     def take_failures(self) -> dict[str, Exception]:
-        """Request id -> error; each is given once."""
+        """Return request id -> error, each only once."""
         failures, self._failures = self._failures, {}
         return failures
 
     # ---- while a step is built and computed
 
-    def _run(self, scheduled: SchedulerOutput, clock: LapClock) -> LaunchedStep:
+    def compute(self, step: Step) -> ArrivingTokens:
         self._begun.has_begun = False
         try:
-            return super()._run(scheduled, clock)
+            return super().compute(step)
         except Exception as error:
-            # moved twice, a block could overwrite what the step has stored
-            errors = self._find_guilty(without_moves(scheduled) if self._begun.has_begun else scheduled)
+            # copied twice, a block could overwrite what the step has stored
+            errors = self._find_guilty(without_copies(step) if self._begun.has_begun else step)
             if not errors:
                 raise
-            logger.warning("%d requests end, since their step has failed by them: %r", len(errors), error)
-            tokens = self._run_without(errors.keys(), without_moves(scheduled), clock)
+            logger.warning("%d requests end, because their step has failed by them: %r", len(errors), error)
+            tokens = self._run_without(errors.keys(), without_copies(step))
             for request_id, own_error in errors.items():
                 self._end_failed(request_id, own_error)
-            return LaunchedStep(scheduled, tokens, clock)
+            return tokens
 
     @torch.inference_mode()
-    def _find_guilty(self, scheduled: SchedulerOutput) -> dict[str, Exception]:
-        """The requests whose own part of the step raises. Raises what the forward pass raises."""
+    def _find_guilty(self, step: Step) -> dict[str, Exception]:
+        """Return the requests whose own part of the step raises. Raises what the forward pass raises."""
         runner = self.runner
-        everybody = {seq.request_id for seq, _, _ in scheduled.chunks}
-        batch = build_batch(neutralise(scheduled, everybody), self.scheduler.block_manager.block_tables)
-        runner.kv_cache.move_blocks(batch.moves)
+        everybody = {seq.request_id for seq, _, _ in step.chunks}
+        batch = build_batch(neutralise(step, everybody), self.scheduler.block_manager.block_tables)
+        runner.kv_cache.copy_blocks(batch.copies)
         batch = runner.send(batch)
         hidden = runner.model(batch.input_ids, batch.positions, batch.metadata, runner.kv_cache.tensor)
-        starts = offsets(np.array([num_new_tokens for _, _, num_new_tokens in scheduled.chunks], dtype=np.int32))
+        starts = offsets(np.array([num_new_tokens for _, _, num_new_tokens in step.chunks], dtype=np.int32))
         errors: dict[str, Exception] = {}
-        for i, (seq, start, num_new_tokens) in enumerate(scheduled.chunks):
+        for i, (seq, start, num_new_tokens) in enumerate(step.chunks):
             rows = hidden[int(starts[i]) : int(starts[i + 1])]  # [num_new_tokens, hidden_size]
             try:
-                read_alone(runner, replace(scheduled, chunks=[scheduled.chunks[i]]), rows)
+                read_alone(runner, replace(step, chunks=[step.chunks[i]]), rows)
             except Exception as error:
                 errors.setdefault(seq.request_id, error)
-            for sample, place in zip(scheduled.samples, scheduled.sampled_chunks, strict=True):
+            for sample, place in zip(step.samples, step.sampled_chunks, strict=True):
                 if place == i:
                     try:
-                        draw_alone(runner, sample, start + num_new_tokens, rows[-1:])
+                        sample_alone(runner, sample, start + num_new_tokens, rows[-1:])
                     except Exception as error:
                         errors.setdefault(sample.request_id, error)
         return errors
 
-    def _run_without(self, guilty: Collection[str], scheduled: SchedulerOutput, clock: LapClock) -> ArrivingTokens:
-        """The step, in which the guilty requests ask for nothing."""
-        neutral = neutralise(scheduled, guilty)
-        tokens = super()._run(neutral, clock).tokens
+    def _run_without(self, guilty: Collection[str], step: Step) -> ArrivingTokens:
+        """Run the step, in which the guilty requests ask for nothing."""
+        neutral = neutralise(step, guilty)
+        tokens = super().compute(neutral)
         tokens.readings = tuple(ReadingsOf(neutral, result) for result in tokens.readings)
         return tokens
 
     # ---- while its tokens are read
 
-    def _make_outputs(
-        self, scheduled: SchedulerOutput, advanced: list[tuple[int, Sequence]], tokens: StepTokens, now: float
-    ) -> list[RequestOutput]:
+    def read_outputs(self, step: Step, advanced: list[tuple[int, Any]], tokens: Any, now: float) -> list[Any]:
         """As the parent does, one request after the other."""
         for result in tokens.readings:
             try:
-                result.deliver(scheduled)
+                result.deliver(step)
             except EngineDeadError:  # no request is at fault
                 raise
             except Exception as error:  # the texts of tokens cannot be made
-                for request_id in {seq.request_id for seq, _, _ in scheduled.chunks if seq.readers}:
+                chunks: list[Any] = step.chunks
+                for request_id in {seq.request_id for seq, _, _ in chunks if seq.readers}:
                     self._end_failed(request_id, error)
-        advanced_requests: dict[str, Request] = {}
+        advanced_requests: dict[str, Any] = {}
         for row, seq in advanced:
-            request = self._requests.get(seq.request_id)
+            request = self.requests.get(seq.request_id)
             if request is not None:
                 try:
                     request.read_token(seq, tokens, row)
@@ -144,30 +139,30 @@ class IsolatingEngine(LLMEngine):
         outputs = []
         for request in advanced_requests.values():
             try:
-                request.end_step(self.scheduler, now)
-                outputs += self._deliver([request], now)
+                request.finish_step(self.scheduler, now)
+                outputs += self.deliver([request], now)
             except Exception as error:
                 self._end(request, error)
         return outputs
 
     def _end_failed(self, request_id: str, error: Exception) -> None:
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         if request is not None:  # else it was aborted during the step, or has failed already
             self._end(request, error)
 
-    def _end(self, request: Request, error: Exception) -> None:
-        self._requests.pop(request.request_id, None)
+    def _end(self, request: Any, error: Exception) -> None:
+        self.requests.pop(request.request_id, None)
         self._failures[request.request_id] = error
         for seq in request.seqs:
             if seq.finish_reason is None:
                 self.scheduler.finish(seq, "abort")
 
 
-def without_moves(scheduled: SchedulerOutput) -> SchedulerOutput:
-    return replace(scheduled, moves=type(scheduled.moves)())
+def without_copies(step: Step) -> Step:
+    return replace(step, copies=[])
 
 
-def neutralise(scheduled: SchedulerOutput, request_ids: Collection[str]) -> SchedulerOutput:
+def neutralise(scheduled: Step, request_ids: Collection[str]) -> Step:
     """The same step, in which these requests want greedy tokens, and nothing else.
 
     Stand-ins take the places of their sequences: these stay as they are for other steps in flight.
@@ -181,22 +176,22 @@ def neutralise(scheduled: SchedulerOutput, request_ids: Collection[str]) -> Sche
     )
 
 
-def stand_in(seq: Sequence) -> Sequence:
+def stand_in(seq: Any) -> Any:
     """It shares token ids and block table with `seq`."""
     stand = copy(seq)
     stand.sampling_params, stand.processors, stand.readers = SamplingParams(temperature=0), (), ()
-    stand.is_plain_sampling = True
+    stand.is_plain = True
     return stand
 
 
-def draw_alone(runner: ModelRunner, seq: Sequence, position: int, row: torch.Tensor) -> None:
-    """Draw the token of one sequence. row: [1, hidden_size], the hidden state that it is drawn from."""
-    sampling = runner.send(build_sampling_batch([seq], np.array([position])))
+def sample_alone(runner: ModelRunner, seq: Any, position: int, row: torch.Tensor) -> None:
+    """Sample the token of one sequence. row: [1, hidden_size], its hidden state"""
+    sampling = runner.send(build_sampling([seq], [position]))
     token_ids, logprobs = runner.choose_tokens(row, sampling)
     ArrivingTokens(SampledTokens(token_ids, logprobs)).wait()
 
 
-def read_alone(runner: ModelRunner, step: SchedulerOutput, rows: torch.Tensor) -> None:
+def read_alone(runner: ModelRunner, step: Step, rows: torch.Tensor) -> None:
     """Read the hidden states of the step's only chunk, `rows`: [num_new_tokens, hidden_size], by its readers."""
     for reader in build_readers(step, np.array([0, len(rows)], dtype=np.int32)):
         runner.send(reader).compute(rows, runner.model.compute_logits).to_host()
@@ -205,11 +200,11 @@ def read_alone(runner: ModelRunner, step: SchedulerOutput, rows: torch.Tensor) -
 class ReadingsOf(NamedTuple):
     """What the readers of a step have read, which is given to the sequences of this step, whichever step asks for it."""
 
-    scheduled: SchedulerOutput
+    scheduled: Step
     result: ReaderResult
 
     def to_host(self) -> "ReadingsOf":
         return ReadingsOf(self.scheduled, self.result.to_host())
 
-    def deliver(self, _: SchedulerOutput) -> None:
+    def deliver(self, _: Step) -> None:
         self.result.deliver(self.scheduled)

@@ -14,15 +14,14 @@ import numpy as np
 import torch
 
 from nanovllm.checks import check_int, check_list, check_number, check_strings, check_token_ids
-from nanovllm.sampling_batch import column
-from nanovllm.sampling_params import LogitsProcessor, SamplingParams
-from nanovllm.sequence import Sequence
-from nanovllm.extras.logits_processors import ForbiddenTokens, Processor, ProcessorRow, forbid
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.logits_processors import ForbiddenTokens, MinTokens, Processor, ProcessorRow, forbid
+from nanovllm.extras.request_params import LogitsProcessor, SamplingParams
 
 
 def processors_of(params: SamplingParams, tokenizer: Any) -> tuple[Processor, ...]:
     """What `params` ask for; bad words need the tokenizer."""
-    processors: list[Any] = []
+    processors: list[Any] = [MinTokens()] if params.min_tokens else []
     if params.allowed_token_ids:
         processors.append(AllowedTokens(params.allowed_token_ids))
     if params.logit_bias:
@@ -222,6 +221,11 @@ def count_tokens(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     counts = torch.zeros(len(token_ids), vocab_size + 1, dtype=torch.float32, device=token_ids.device)
     counts.scatter_add_(1, token_ids + 1, torch.ones_like(token_ids, dtype=torch.float32))
     return counts[:, 1:]  # column 0 has collected the -1s
+
+
+def column(params: list[Any], name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return one field of all rows: [num_rows]"""
+    return torch.tensor([getattr(p, name) for p in params], dtype=dtype)
 
 
 def pad(rows: list[np.ndarray]) -> torch.Tensor:

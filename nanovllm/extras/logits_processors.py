@@ -1,14 +1,14 @@
-"""The seams of a forward pass: what may change the logits of a row, and what may read the hidden states of a prompt.
+"""What may change the logits of a row before sampling, and what may read the hidden states of a prompt.
 
-A `Processor` hangs on a sequence and changes the logits of its row before the draw: a penalty, a bias, a grammar. A `PromptReader`
-hangs on a sequence and reads the hidden states of its prompt: log-probabilities of the prompt, an embedding. This file
-knows none of them but the shortest, `MinTokens`. It collects those of a step's sequences, one group for each class:
+A `Processor` belongs to a sequence and changes the logits of its row: a penalty, a bias, a grammar. A `PromptReader`
+belongs to a sequence and reads the hidden states of its prompt: log-probabilities of the prompt, an embedding. This
+file has the interfaces and the shortest of them, `MinTokens`. It groups those of a step's sequences by class:
 
-    samples          [A, B, C]      A has a bias, B has nothing, C has a bias and a penalty
-    groups           bias: rows 0 and 2        penalty: row 2
-    apply_processors     the logits of row 0 and 2 with their biases, then of row 2 with its penalty
+    samples            [A, B, C]      A has a bias, B has nothing, C has a bias and a penalty
+    groups             bias: rows 0 and 2        penalty: row 2
+    apply_processors   the logits of rows 0 and 2 with their biases, then those of row 2 with its penalty
 
-`build_batch` calls the `build_…` functions, the sampler `apply_processors`, and `ModelRunner` reads the readers.
+`processed_batch.py` calls the `build_…` functions, and `full_runner.py` applies what they build.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from nanovllm.sequence import Sequence
-from nanovllm.step import SchedulerOutput
+from nanovllm.scheduler import Step
 
 ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
 """[num_rows, hidden_size] -> [num_rows, vocab_size]"""
@@ -29,7 +28,7 @@ class ProcessorRow(NamedTuple):
     """A row of the logits whose sequence has a processor."""
 
     row: int
-    seq: Sequence
+    seq: Any
     position: int  # of the token that will be drawn, in its sequence
     processor: Any
 
@@ -53,12 +52,12 @@ class ProcessorRows(Protocol):
 
 
 class PromptReader(Protocol):
-    """What one request wants to know of the hidden states of its prompt."""
+    """Reads hidden states of a request's prompt, for example to compute an embedding."""
 
     reads_prompt: bool  # it needs those of all tokens, so none of them may come from the prefix cache
 
     @classmethod
-    def build(cls, scheduled: SchedulerOutput, cu_seqlens_q: np.ndarray) -> "ReaderRows | None":
+    def build(cls, scheduled: Step, cu_seqlens_q: np.ndarray) -> "ReaderRows | None":
         """cu_seqlens_q: [num_seqs + 1], the chunks' first rows in the batch; None if there is nothing to read."""
 
     def add_to(self, output: Any) -> None:
@@ -77,11 +76,11 @@ class ReaderResult(Protocol):
 
     def to_host(self) -> "ReaderResult": ...
 
-    def deliver(self, scheduled: SchedulerOutput) -> None:
+    def deliver(self, scheduled: Step) -> None:
         """It has arrived: give each reader of the step's sequences its part."""
 
 
-def build_processors(samples: list[Sequence], positions: list[int]) -> tuple[ProcessorRows, ...]:
+def build_processors(samples: list[Any], positions: list[int]) -> tuple[ProcessorRows, ...]:
     """positions: for each sample, the position that its token will have"""
     groups: dict[Any, list[ProcessorRow]] = {}
     for row, seq in enumerate(samples):
@@ -100,9 +99,10 @@ def apply_processors(raw: torch.Tensor, processors: Iterable[ProcessorRows]) -> 
     return logits
 
 
-def build_readers(scheduled: SchedulerOutput, cu_seqlens_q: np.ndarray) -> tuple[ReaderRows, ...]:
+def build_readers(scheduled: Step, cu_seqlens_q: np.ndarray) -> tuple[ReaderRows, ...]:
     """cu_seqlens_q: [num_seqs + 1], the chunks' first rows in the batch"""
-    kinds = dict.fromkeys([type(reader) for seq, _, _ in scheduled.chunks if seq.readers for reader in seq.readers])
+    chunks: list[Any] = scheduled.chunks
+    kinds = dict.fromkeys([type(reader) for seq, _, _ in chunks if seq.readers for reader in seq.readers])
     built = [kind.build(scheduled, cu_seqlens_q) for kind in kinds]
     return tuple(rows for rows in built if rows is not None)
 
@@ -121,7 +121,7 @@ class MinTokens:
             (row, token_id)
             for row, seq, position, _ in rows
             if position - seq.num_prompt_tokens < seq.sampling_params.min_tokens
-            for token_id in seq.stop_token_ids
+            for token_id in seq.all_stop_token_ids
         )
 
 

@@ -8,8 +8,8 @@ behind the known ones, and the place holds the placeholder -1 - row, where row i
     step N      has run          token_ids of A: [ 11  7  42  63 ]     of B: [ 5  90  0 ], where 0 ends B
     step N + 1  has run          its token for A is kept, its token for B is dropped
 
-The core knows nothing of this. `OverlappedScheduler` gives tokens in flight their places, `Ahead` takes the place of
-the engine's `launch`, and `NewestTokens` wraps the runner's `send` and `compute`:
+`OverlappedScheduler` gives tokens in flight their places, `Ahead` wraps the engine's launches, and `NewestTokens` wraps
+the runner's transfers and computations:
 
     without overlap     launch N     wait N       update N     launch N+1     wait N+1
     with overlap        launch N     launch N+1   wait N       update N       launch N+2     wait N+1
@@ -21,68 +21,54 @@ writes its K and V later, and reads them after that.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from nanovllm.batch import Batch
-from nanovllm.model_runner import ModelRunner, SampledTokens
-from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
-from nanovllm.step import SchedulerOutput
+from nanovllm.extras.extended_scheduler import ExtendedScheduler
+from nanovllm.scheduler import Step
 
 
-class InFlight(NamedTuple):
-    step: SchedulerOutput
-    new_blocks: set[int]  # what the prefix cache knows already, although only this step fills it
-
-
-class OverlappedScheduler(Scheduler):
+class OverlappedScheduler(ExtendedScheduler):
     """`in_flight` are the steps that are scheduled and not updated yet, the oldest first."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.in_flight: list[InFlight] = []
+        self.in_flight: list[Step] = []
 
     def has_unfinished(self) -> bool:
         return super().has_unfinished() or bool(self.in_flight)
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self) -> Step:
         step = super().schedule()
         if step.chunks:
-            self.in_flight.append(InFlight(step, self.block_manager.prefix_cache.new_blocks))
+            self.in_flight.append(step)
             for row, seq in enumerate(step.samples):
                 if seq.num_tokens + 1 < seq.max_num_tokens:  # no step computes K and V of the last token
                     expect_token(seq, row)
         return step
 
-    def update(self, step: SchedulerOutput, new_token_ids: list[int]) -> list[tuple[int, Sequence]]:
-        assert step is self.in_flight[0].step, "the oldest"
+    def update(self, step: Step, new_token_ids: list[int]) -> list[tuple[int, Any]]:
+        assert step is self.in_flight[0], "the oldest"
         advanced = super().update(step, new_token_ids)
-        self.in_flight.pop(0)  # not before: if a line above fails, `roll_back` forgets the placeholders
+        self.in_flight.pop(0)  # not before: if a line above fails, `forget_steps` forgets the placeholders
         return advanced
 
-    def finish(self, seq: Sequence, finish_reason: str, stop_reason: int | str | None = None) -> None:
-        super().finish(seq, finish_reason, stop_reason)
-        seq.num_tokens = seq.num_known_tokens
-
-    def roll_back(self) -> None:
-        for step, new_blocks in self.in_flight:
-            self.block_manager.prefix_cache.new_blocks |= new_blocks
+    def forget_steps(self) -> None:
+        super().forget_steps()
+        for step in self.in_flight:
             for seq in step.preempted:  # blocks that were to be copied to host memory may not have been
-                self.preemption.drop(seq)
+                self.preemption.forget(seq)
         self.in_flight = []
-        super().roll_back()
-        for seq in self.waiting:
-            seq.num_tokens = seq.num_known_tokens
 
     def can_schedule_ahead(self) -> bool:
-        """Whether the next step needs no token of the step in flight, and would preempt no sequence.
+        """Return whether the next step needs no token of the step in flight, and would preempt no sequence.
 
         Otherwise the next step waits until the step in flight has run: then its tokens are known, and the sequences
         that they end have freed their blocks.
         """
-        if any([needs_token(seq) for seq in self.in_flight[-1].step.samples]):
+        if any([needs_token(seq) for seq in self.in_flight[-1].samples]):
             return False
         blocks, running = self.block_manager, self.running
         # each sequence fills the rest of one block and copies one at most, besides the blocks that the budget fills
@@ -92,7 +78,7 @@ class OverlappedScheduler(Scheduler):
         return sum(needed) <= blocks.num_free_blocks
 
 
-def expect_token(seq: Sequence, row: int) -> None:
+def expect_token(seq: Any, row: int) -> None:
     """Give the token that a step in flight draws in `row` a place, behind the known tokens."""
     num_tokens, ids = seq.num_tokens, seq.token_ids
     if num_tokens == len(ids.data):
@@ -101,15 +87,19 @@ def expect_token(seq: Sequence, row: int) -> None:
     seq.num_tokens = num_tokens + 1
 
 
-def needs_token(seq: Sequence) -> bool:
+def needs_token(seq: Any) -> bool:
     """Whether the token in flight must be known before the next one is drawn."""
-    if not seq.processors or seq.finish_reason is not None or not any(processor.reads_output for processor in seq.processors):
+    if (
+        not seq.processors
+        or seq.finish_reason is not None
+        or not any(processor.reads_output for processor in seq.processors)
+    ):
         return False
     return seq.num_known_tokens + 1 < seq.max_num_tokens
 
 
 class Ahead:
-    """Takes the place of `LLMEngine._launch`: launches the next step, and returns the one to wait for."""
+    """Replaces `LLMEngine.launch_one`: launches the next step, and returns the step to wait for."""
 
     def __init__(self, launch: Callable[[Any], Any], scheduler: OverlappedScheduler) -> None:
         self._launch = launch
@@ -125,11 +115,11 @@ class Ahead:
 
 
 class NewestTokens:
-    """Wraps the runner's `send` and `compute`: placeholders among input ids become the tokens of the step before."""
+    """Wraps the runner's `transfer` and `compute`: placeholders become the tokens of the step before."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._send, self._compute = runner.send, runner.compute
-        runner.send, runner.compute = self.send, self.compute
+    def __init__(self, runner: Any) -> None:
+        self._send, self._compute = runner.transfer, runner.compute
+        runner.transfer, runner.compute = self.send, self.compute
         self.ids = torch.empty(0, dtype=torch.int64, device=runner.device)  # drawn by the step before
 
     def send(self, record: Any) -> Any:
@@ -138,7 +128,7 @@ class NewestTokens:
             return replace(sent, input_ids=fill_in(sent.input_ids, self.ids))
         return sent
 
-    def compute(self, runner: ModelRunner, batch: Batch) -> SampledTokens:
+    def compute(self, runner: Any, batch: Batch) -> Any:
         sampled = self._compute(runner, batch)
         self.ids = sampled.token_ids
         return sampled

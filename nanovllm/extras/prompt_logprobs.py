@@ -6,18 +6,16 @@ prompt of 8 has the targets 5 … 7. All values are the model's own, before temp
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm.detokenizer import TokenDecoder
-from nanovllm.outputs import Logprob, RequestOutput
-from nanovllm.request import PositionLogprobs
-from nanovllm.sampler import Logprobs, compute_logprobs
-from nanovllm.sequence import Sequence
+from nanovllm.extras.full_detokenizer import TokenDecoder
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.lazy_outputs import RequestOutput
 from nanovllm.extras.logits_processors import ComputeLogits
-from nanovllm.step import SchedulerOutput
+from nanovllm.extras.logprobs import Logprob, Logprobs, PositionLogprobs, compute_logprobs
 
 LOGITS_SLICE = 256  # rows of logits at a time: those of a long prompt would fill the memory
 
@@ -38,7 +36,7 @@ class PromptLogprobs:
         self._has_given = False
 
     @classmethod
-    def build(cls, scheduled: SchedulerOutput, cu_seqlens_q: np.ndarray) -> "TargetRows | None":
+    def build(cls, scheduled: Any, cu_seqlens_q: np.ndarray) -> "TargetRows | None":
         rows, targets, wanted = [], [], []
         for i, seq, positions, reader in chunks_with_targets(scheduled):
             rows.append(np.arange(len(positions)) + cu_seqlens_q[i])
@@ -58,7 +56,7 @@ class PromptLogprobs:
         self._has_given = True
 
 
-def chunks_with_targets(scheduled: SchedulerOutput) -> Iterator[tuple[int, Sequence, range, PromptLogprobs]]:
+def chunks_with_targets(scheduled: Any) -> Iterator[tuple[int, Sequence, range, PromptLogprobs]]:
     """(place in `chunks`, sequence, positions of targets, reader) of each chunk that has targets."""
     for i, (seq, start, num_new_tokens) in enumerate(scheduled.chunks):
         positions = range(start + 1, min(start + 1 + num_new_tokens, seq.num_prompt_tokens))
@@ -93,7 +91,7 @@ class TargetLogprobs(NamedTuple):
     def to_host(self) -> "TargetLogprobs":
         return TargetLogprobs(self.logprobs.to_host())
 
-    def deliver(self, scheduled: SchedulerOutput) -> None:
+    def deliver(self, scheduled: Any) -> None:
         """Positions that are computed again, after a preemption, are known already."""
         rows = iter(self.logprobs.to_rows())
         for _, seq, positions, reader in chunks_with_targets(scheduled):

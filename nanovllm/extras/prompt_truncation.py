@@ -3,7 +3,7 @@
 from typing import Any
 
 from nanovllm.checks import check_int
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.extras.request_params import SamplingParams
 
 
 def check_truncation(name: str, value: Any) -> None:

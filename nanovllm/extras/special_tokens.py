@@ -1,29 +1,26 @@
 """`spaces_between_special_tokens=False`: neighbouring special tokens are written without the decoder's spaces.
 
-A `Detokenizer` that takes tokens one by one, since a text no longer adds up of what the tokenizer decodes at once.
-Chosen by `request.py`, unless special tokens are skipped anyway.
+`full_detokenizer.py` chooses it, unless special tokens are skipped anyway.
 """
 
-from typing import Any
+from nanovllm.extras.full_detokenizer import FullDetokenizer, TokenDecoder
+from nanovllm.extras.request_params import SamplingParams
 
-from nanovllm.detokenizer import Detokenizer, TokenDecoder
 
+class SpacelessDetokenizer(FullDetokenizer):
+    """Special tokens next to each other add their own texts, and nothing between them."""
 
-class SpacelessDetokenizer(Detokenizer):
-    """Special tokens side by side add their own texts, and nothing between them."""
+    def __init__(self, decoder: TokenDecoder, params: SamplingParams, prompt_token_ids: list[int]) -> None:
+        self._added_texts = decoder.added_texts
+        self._newest: int | None = None
+        super().__init__(decoder.backend, params, prompt_token_ids)
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._find_own_text = None  # a text depends on the token before it
-
-    def _append_window(self, decoder: TokenDecoder, chunk: list[int]) -> None:
-        for token_id in chunk:
-            if not decoder.gives_text(token_id, skip_special_tokens=False):
-                continue
-            is_added = token_id in decoder.added_texts
-            if is_added and not self._pending and self._context and self._context[-1] in decoder.added_texts:
-                self._text += decoder.added_texts[token_id]
-                self._context = [token_id]
-            else:
-                self._pending.append(token_id)
-                self._show(decoder, is_last=False)
+    def append(self, token_id: int) -> None:
+        before, self._newest = self._newest, token_id
+        if token_id in self._added_texts and before in self._added_texts and not self._pending:
+            if self.stop_string is None:
+                self._num_tokens += 1
+                self._restart([token_id])
+                self._show(self._added_texts[token_id])
+        else:
+            super().append(token_id)

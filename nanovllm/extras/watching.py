@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.observer import Observer, SchedulingStats
+from nanovllm.extras.full_observer import Observer, SchedulingStats
 
 logger = logging.getLogger(__name__)
 
@@ -46,5 +46,5 @@ def counting_and_passing_on(name: str) -> Callable[..., None]:
     return method
 
 
-for event in [name for name in vars(Observer) if name.startswith("on_")]:
+for event in [name for name in dir(Observer) if name.startswith("on_")]:
     setattr(Watching, event, counting_and_passing_on(event))

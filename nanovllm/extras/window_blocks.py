@@ -25,15 +25,15 @@ import sys
 
 import numpy as np
 
-from nanovllm.block_manager import BlockManager
-from nanovllm.observer import Observer
+from nanovllm.extras.full_observer import Observer
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.known_tokens import KnownTokensBlockManager
 from nanovllm.prefix_cache import ROOT_SERIAL
-from nanovllm.sequence import Sequence
 
 NULL_BLOCK = 0
 
 
-class WindowBlockManager(BlockManager):
+class WindowBlockManager(KnownTokensBlockManager):
     """A token sees `window` tokens, itself included; a step computes at most `max_chunk_len` tokens of a sequence."""
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Layers that hold one matrix: products with it, several in one, and a table of token vectors.
+"""Layers that hold one matrix: a product, several products at once, and a table of token vectors.
 
-The weights are made empty; the loader fills them. Called by the models.
+Weights are created empty; `loader.py` fills them.
 """
 
 import torch
@@ -23,12 +23,9 @@ class Linear(nn.Module):
 class FusedLinear(Linear):
     """Several projections of the same input as one product: their rows are stacked in one weight.
 
-    `parts` maps the name that each has in the checkpoint to its number of rows, in order; the loader reads it.
+    `parts` maps the name of each projection in the checkpoint to its number of rows, in order; the loader reads it.
     Returns one tensor [..., rows] for each part.
     """
-
-    is_stored_fused = False
-    """Whether the checkpoint holds one tensor too, under this layer's own name: a network says so of its layers."""
 
     def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False) -> None:
         super().__init__(in_features, sum(parts.values()), bias)
@@ -39,7 +36,7 @@ class FusedLinear(Linear):
 
 
 class Embedding(nn.Module):
-    """The table of token vectors; with tied embeddings it is the output layer too, a score for each token."""
+    """The table of token vectors. With tied embeddings it is the output layer too, and scores each token."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()

@@ -1,6 +1,16 @@
-"""One file for each architecture, which reads from top to bottom like the figure in its paper.
+"""The networks, and which one a checkpoint needs. Begin with `qwen3.py`, which reads from top to bottom."""
 
-A model sees tensors and the attention metadata; it knows no sequence, no request and no scheduler. Read `qwen3.py`
-first, then `decoder.py`, which all share; `registry.py` lists the architectures. All but Qwen3 may be deleted;
-`kernels/` needs `masking.py`.
-"""
+from typing import Any
+
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+
+ARCHITECTURES = {"Qwen3ForCausalLM": Qwen3ForCausalLM}
+"""The name in `architectures` of config.json -> the class of the network."""
+
+
+def find_architecture(raw: dict[str, Any]) -> Any:
+    """Return the class of the network that `raw`, the content of config.json, describes."""
+    for name in raw.get("architectures") or ():
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    raise ValueError(f"architectures must name one of {', '.join(ARCHITECTURES)}, got {raw.get('architectures')}")

@@ -1,22 +1,15 @@
-"""The shape of a network, read from the config.json of a checkpoint.
-
-`ModelConfig` is what dense decoders have in common; an architecture with more extends it. Each file of a network has
-the function that reads its config, with `read_common` for the fields below, `read_rope` for the rotary positions, and
-`refuse` for what the network would compute wrongly. Called by `registry.py`.
-"""
+"""The shape of a network, read from the config.json of a checkpoint."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.checks import check_bool, check_int, check_number, extra
-from nanovllm.layers.mlp import GATES
-from nanovllm.layers.rotary import Rope
+from nanovllm.checks import check_bool, check_int, check_number
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """By the names of config.json, but for `rope`, the biases, and what attention does."""
+    """The fields have the names of config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -25,106 +18,51 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-6
-    rope: Rope = Rope()
-    rotary_dim: int | None = None
-    """Of each head, how many dimensions are rotated; None is all of them."""
-    tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    hidden_act: str = "silu"
-    attention_options: tuple[Any, ...] = ()
-    """How each layer attends (`masking.py`); without entries, each token attends to all tokens up to itself."""
-    widest_window: int | None = None
-    """Tokens that the layers see at most; None if one of them sees all."""
-    latent_rank: int | None = None
-    """Channels of a token's latent that are values, where the cache holds latents; None where it holds K and V."""
-    num_experts: int = 0
-    """In each layer's mixture of experts; 0 is one feed-forward network."""
-    initializer_range: float = 0.02
-    dtype: str = "float32"
-    quantization_config: Any = None
-    """How the checkpoint's weights are quantised; None: they are plain."""
-
-    def options(self, layer: int) -> tuple[Any, ...]:
-        """The options of `Attention` in this layer: one, or none."""
-        return self.attention_options[layer : layer + 1]
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    dtype: str
 
 
-def read_common(
-    raw: dict[str, Any],
-    max_position_embeddings: int,
-    rms_norm_eps: float = 1e-6,
-    num_key_value_heads: int | None = None,
-    head_dim: int | None = None,
-    tie_word_embeddings: bool = False,
-) -> dict[str, Any]:
-    """The fields of `ModelConfig` but `rope`, `attention_options` and `widest_window`, checked.
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False, "attention_bias": False}  # fmt: skip
+COMPUTED = {"hidden_act": ("silu", None), "use_sliding_window": (False, None), "quantization_config": (None,)}
 
-    The arguments are what the file may leave out. A `num_key_value_heads` of None gives every query head its own K and
-    V, a `head_dim` of None shares out the width.
+
+def read_qwen3_config(raw: dict[str, Any]) -> ModelConfig:
+    """Read a Qwen3 config.json. Missing fields get the defaults of transformers.
+
+    ValueError for a field with a value that `qwen3.py` does not compute, such as a sliding window.
     """
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    if missing := [name for name in required if raw.get(name) is None]:
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    for name, allowed in COMPUTED.items():
+        refuse(name, raw.get(name), allowed)
+    refuse("rope_type", rope.get("rope_type") or rope.get("type"), ("default", None))
+    for layer_type in raw.get("layer_types") or ():
+        refuse("layer_types", layer_type, ("full_attention",))
+    if missing := [name for name in REQUIRED if raw.get(name) is None]:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
-    known = {name: raw[name] for name in required}
-    for name in required:
-        check_int(f"config.json: {name}", known[name], 1)
-    heads = known["num_attention_heads"]
-    known["num_key_value_heads"] = raw.get("num_key_value_heads", num_key_value_heads) or heads
-    known["head_dim"] = raw.get("head_dim") or head_dim or known["hidden_size"] // heads
-    known["max_position_embeddings"] = raw.get("max_position_embeddings") or max_position_embeddings
-    for name in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
-        check_int(f"config.json: {name}", known[name], 1)
-    if heads % known["num_key_value_heads"]:
-        raise ValueError(
-            f"num_attention_heads must be a multiple of num_key_value_heads, "
-            f"config.json has {heads} and {known['num_key_value_heads']}"
-        )
-    eps, tied = raw.get("rms_norm_eps"), raw.get("tie_word_embeddings")
-    known["rms_norm_eps"] = rms_norm_eps if eps is None else eps
-    check_number("config.json: rms_norm_eps", known["rms_norm_eps"], 0)
-    known["tie_word_embeddings"] = tie_word_embeddings if tied is None else tied
-    known["qkv_bias"] = known["o_bias"] = raw.get("attention_bias") or False
-    check_bool("config.json: tie_word_embeddings", known["tie_word_embeddings"])
-    check_bool("config.json: attention_bias", known["o_bias"])
-    known["hidden_act"] = raw.get("hidden_act") or "silu"
-    refuse("hidden_act", known["hidden_act"], GATES)
-    known["initializer_range"] = raw.get("initializer_range") or 0.02
-    known["quantization_config"] = raw.get("quantization_config")
-    known["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    return known
+    values: dict[str, Any] = {name: raw[name] for name in REQUIRED}
+    values |= {name: default if raw.get(name) is None else raw[name] for name, default in DEFAULTS.items()}
+    for name in (*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings"):
+        check_int(f"config.json: {name}", values[name], 1)
+    values["rope_theta"] = rope.get("rope_theta") or raw.get("rope_theta") or 10000.0
+    for name in ("rope_theta", "rms_norm_eps"):
+        check_number(f"config.json: {name}", values[name], 0, open_low=name == "rope_theta")
+    for name in ("tie_word_embeddings", "attention_bias"):
+        check_bool(f"config.json: {name}", values[name])
+    values["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if values["head_dim"] % 2 or values["num_attention_heads"] % values["num_key_value_heads"]:
+        raise ValueError(f"head_dim must be even, and num_attention_heads a multiple of num_key_value_heads, config.json "
+                         f"has {values['head_dim']}, {values['num_attention_heads']} and "
+                         f"{values['num_key_value_heads']}")  # fmt: skip
+    return ModelConfig(**values)
 
 
 def refuse(name: str, value: Any, allowed: Collection[Any]) -> None:
-    """ValueError unless `value` of the field `name` is one of those that the network computes."""
+    """Raise ValueError unless `value` of the field `name` is one of those that the network computes."""
     if value not in allowed:
         raise ValueError(f"{name} must be {' or '.join(repr(one) for one in allowed)}, config.json has {value!r}")
-
-
-def read_rope(raw: dict[str, Any], rotary_dim: int, max_len: int, theta: float = 10000.0) -> Rope:
-    """For all layers of a network. `theta` is the architecture's default, `max_len` the model's limit."""
-    parameters = raw.get("rope_parameters") or {}
-    if not raw.get("rope_scaling") and rope_type_of(parameters) == "default":
-        return plain_rope(parameters.get("rope_theta") or raw.get("rope_theta") or theta, rotary_dim)
-    with extra("extras/models/rope_types.py", "rope_scaling (a rope_type other than 'default')"):
-        from nanovllm.extras.models.rope_types import read_scaled_rope
-    return read_scaled_rope(raw, rotary_dim, max_len, theta)
-
-
-def rope_type_of(parameters: dict[str, Any]) -> str:
-    return parameters.get("rope_type") or parameters.get("type") or "default"
-
-
-def plain_rope(theta: float, rotary_dim: int) -> Rope:
-    if rotary_dim % 2:
-        raise ValueError(f"pairs of a head's dimensions are rotated, so their number must be even, it is {rotary_dim}")
-    check_number("config.json: rope_theta", theta, 0, open_low=True)
-    return Rope(float(theta))
-
-
-def refuse_partial_rotary(raw: dict[str, Any]) -> None:
-    for place in (raw, raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}):
-        refuse("partial_rotary_factor", place.get("partial_rotary_factor"), (1.0, None))

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, PoolingParams, SamplingParams
-from nanovllm.config import Config
-from nanovllm.engine import LLMEngine
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.full_engine import LLMEngine
 from tests.conftest import hf_greedy
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 64, 3]

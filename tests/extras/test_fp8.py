@@ -6,8 +6,8 @@ import torch
 from nanovllm import LLM
 from nanovllm.extras.fp8_kv import with_fp8_cache
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.backends import TorchAttention
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.extras.request_params import SamplingParams
 from tests.attention_steps import Step, random_lens
 
 

@@ -16,7 +16,7 @@ from nanovllm.extras.embedding.pooling_params import PoolingParams
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.extras.logits import LogitBias
 from nanovllm.extras.prompt_logprobs import PromptLogprobs
-from nanovllm.request import Request
+from nanovllm.extras.full_request import Request
 from tests.conftest import hf_greedy
 
 both_ways = pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlap"])

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from nanovllm import LLM, Config
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.policies import POLICIES, SJF_TOKENS_PER_ARRIVAL, priority, sjf
-from nanovllm.queues import fcfs
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.extras.policies import fcfs
+from nanovllm.extras.request_params import SamplingParams
 from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
+from nanovllm.extras.full_sequence import Sequence
 from tests.scheduling_traffic import Run, order_of_service
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 2000), st.integers(-3, 3)), min_size=1, max_size=12)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.engine import LLMEngine
+from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.structured import compiler as compiler_module
 from nanovllm.extras.structured.grammar import GrammarRows
 from tests.conftest import examples
@@ -471,7 +471,7 @@ def test_a_model_without_tokenizer_or_end_or_with_a_strange_tokenizer(tiny_check
 
 
 def test_the_engine_takes_it_too(with_tokenizer):
-    from nanovllm.config import Config
+    from nanovllm.extras.all_options import Config
 
     engine = LLMEngine(Config(with_tokenizer, attention_backend="torch", num_kv_blocks=16))
     params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["one", "two"]), max_tokens=9)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from nanovllm.assembly import make_block_manager
+from nanovllm.extras.assembly import make_block_manager
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.window_blocks import WindowBlockManager, max_held_blocks
-from nanovllm.observer import Observer
+from nanovllm.extras.full_observer import Observer
 from tests.conftest import examples
 from tests.extras.test_scheduling import BeamMachine, OverlapMachine
 from tests.fake_kv_cache import table_of, tokens_of

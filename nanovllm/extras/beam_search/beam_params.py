@@ -4,14 +4,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanovllm.checks import check_bool, check_int, check_number, takes_vllm_options
-from nanovllm.inputs import Prompt
+from nanovllm.checks import check_bool, check_int, check_number
+from nanovllm.extras.option_checks import takes_vllm_options
+from nanovllm.request import Prompt
 
 if TYPE_CHECKING:
-    from nanovllm.assembly import Parts
-    from nanovllm.input_processor import InputProcessor
-    from nanovllm.llm import LLM
-    from nanovllm.request import Request
+    from nanovllm.extras.assembly import Parts
+    from nanovllm.extras.full_llm import LLM
+    from nanovllm.extras.full_request import Request
+    from nanovllm.extras.input_processor import InputProcessor
 
 
 @takes_vllm_options("beam search")

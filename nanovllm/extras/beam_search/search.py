@@ -19,14 +19,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.extras.beam_search.beam_params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from nanovllm.input_processor import InputProcessor
-from nanovllm.inputs import Prompt
-from nanovllm.model_runner import StepTokens
-from nanovllm.request import Request
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence, SequenceStatus
+from nanovllm.extras.extended_scheduler import fork_anytime
+from nanovllm.extras.full_request import Request
+from nanovllm.extras.full_runner import StepTokens
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.input_processor import InputProcessor
 from nanovllm.extras.logits_processors import ProcessorRow
+from nanovllm.extras.request_params import SamplingParams
+from nanovllm.request import Prompt
+from nanovllm.scheduler import Scheduler
 
 
 @dataclass
@@ -106,7 +107,7 @@ class BeamSearch(Request):
             if beam.seq is seq and not beam.is_astray:
                 beam.candidates = list(zip(top, top_ids, strict=True))[: self._num_candidates]
 
-    def end_step(self, scheduler: Scheduler, now: float) -> None:
+    def finish_step(self, scheduler: Scheduler, now: float) -> None:
         """If all beams have their candidates, choose those that go on, and the next token of each."""
         for beam in self.beams:
             if beam.is_astray:
@@ -128,9 +129,9 @@ class BeamSearch(Request):
         else:
             self._go_on(going_on, scheduler)
 
-    def abort(self, scheduler: Scheduler, now: float) -> None:
+    def abort(self, scheduler: Scheduler) -> None:
         self._finish(scheduler)
-        self.finished_time = now
+        self.finished_time = time.monotonic()
 
     def make_output(self) -> Any:
         best_first = sorted(self.ended, key=lambda one: one.score, reverse=True)
@@ -182,7 +183,7 @@ class BeamSearch(Request):
         for beam in self.beams:
             seq, num_tokens = beam.seq, beam.num_tokens + 1
             for i, (cum_logprob, token_id) in enumerate(chosen[id(beam)]):
-                if i == 0 and seq.status is SequenceStatus.RUNNING:
+                if i == 0 and seq in scheduler.running:
                     seq.token_ids.data[beam.num_tokens] = token_id  # no step has computed its K and V yet
                     beams.append(Beam(seq, num_tokens, cum_logprob))
                 else:
@@ -195,9 +196,9 @@ class BeamSearch(Request):
         child = self._new_sequence(parent.request_id, beam.token_ids + next_token)
         child.num_prompt_tokens = parent.num_prompt_tokens
         child.max_num_tokens, child.arrival = parent.max_num_tokens, parent.arrival
-        child.order = (*parent.order[:2], child.sample_index)
+        child.order = (*parent.order[:-1], child.sample_index)
         self.seqs.append(child)
-        scheduler.fork(parent, child)
+        fork_anytime(scheduler, parent, child)
         return child
 
     def _finish(self, scheduler: Scheduler) -> None:

@@ -27,17 +27,13 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from nanovllm.batch import Batch
-from nanovllm.config import Config
+from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.extras.all_options import Config
 from nanovllm.extras.cuda.input_buffer import InputBuffer
+from nanovllm.extras.full_runner import Draw, ModelRunner, SampledTokens, sample
 from nanovllm.extras.overlap import NewestTokens, fill_in, has_placeholders
+from nanovllm.extras.processed_batch import wants_only_tokens
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.backends import AttentionBackend
-from nanovllm.model_runner import ModelRunner, SampledTokens
-from nanovllm.models.registry import CausalLM
-from nanovllm.sampler import Draw, sample
-from nanovllm.sampling_batch import SamplingBatch
-from nanovllm.step import BlockMoves
 
 T = TypeVar("T")
 
@@ -132,7 +128,7 @@ class CudaGraphs:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: Any,
         kv_cache: torch.Tensor,
         draw: Draw,
         sizes: list[int],
@@ -174,7 +170,7 @@ class CudaGraphs:
         num_seqs = len(batch.metadata.seq_lens)
         return (
             batch.metadata.num_decodes == num_seqs <= self._sizes[-1]
-            and not batch.readers
+            and not getattr(batch, "readers", ())
             and np.array_equal(batch.logits_indices.numpy(), np.arange(num_seqs))
             and len(newest_ids) <= len(self._newest_ids)
         )
@@ -208,15 +204,10 @@ class ReplayedDecodes:
             return self._compute(runner, batch)
         token_ids, hidden = self.graphs.replay(batch, self._newest.ids)
         logprobs = None
-        if not wants_only_draws(batch.sampling):
+        if not wants_only_tokens(batch.sampling):
             token_ids, logprobs = runner.choose_tokens(hidden, runner.send(batch.sampling))
         self._newest.ids = token_ids
         return SampledTokens(token_ids, logprobs)
-
-
-def wants_only_draws(sampling: SamplingBatch) -> bool:
-    """Whether no row asks for more than a draw from the model's own logits."""
-    return not sampling.processors and sampling.num_logprobs is None
 
 
 class DecodeInputs:
@@ -255,8 +246,7 @@ class DecodeInputs:
             ),
             logits_indices=self._offsets[:size],
             sampling=SamplingBatch(**column),
-            readers=(),
-            moves=BlockMoves(),
+            copies=[],
         )
 
     def fill(self, batch: Batch, size: int) -> None:
@@ -289,7 +279,7 @@ class DecodeInputs:
 
 
 def choose_graphs(
-    config: Config, backend: AttentionBackend, has_twin: bool, device: torch.device, num_experts: int = 0
+    config: Config, backend: Any, has_twin: bool, device: torch.device, num_experts: int = 0
 ) -> tuple[bool, str]:
     """Whether decodes are replayed; and on CUDA the reason, for the log. `has_twin`: a kernel draws the tokens."""
     reason = None
@@ -322,7 +312,7 @@ def replay_decodes(runner: ModelRunner, newest: NewestTokens, sizes: StepSizes) 
 
 
 def record_graphs(
-    model: CausalLM, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
+    model: Any, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
 ) -> CudaGraphs:
     """Graphs for steps of up to `max_batch_size` decodes, with block tables of up to `max_num_blocks` blocks."""
     start = time.monotonic()
@@ -340,7 +330,7 @@ def record_graphs(
 
 
 def measure_graph_bytes(
-    model: CausalLM, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
+    model: Any, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
 ) -> int:
     """Device memory that all graphs will take: that of the largest, and for each of the others that of the smallest.
 

@@ -3,15 +3,15 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
 from nanovllm.batch import Batch
-from nanovllm.config import Config
+from nanovllm.extras.all_options import Config
 from nanovllm.extras.cuda.graphs import StepSizes, measure_graph_bytes
 from nanovllm.extras.cuda.warm_up import draws, null_batch
-from nanovllm.model_runner import ModelRunner, SampledTokens
+from nanovllm.extras.full_runner import ModelRunner, SampledTokens
+from nanovllm.extras.processed_batch import ProcessedSampling, values_of
 
 Compute = Callable[[ModelRunner, Batch], SampledTokens]
 
@@ -44,7 +44,9 @@ def advised(compute: Compute) -> Compute:
     return compute_with_advice
 
 
-def measure_free_bytes(runner: ModelRunner, config: Config, sizes: StepSizes, has_graphs: bool) -> int:
+def measure_free_bytes(
+    runner: ModelRunner, config: Config, sizes: StepSizes, has_graphs: bool, has_core_graphs: bool = False
+) -> int:
     """What weights, a forward pass of the largest batch, and CUDA graphs leave of this GPU for the KV cache."""
     device = runner.device
     release_unused_memory()  # of an engine that is gone: it would count as memory that this engine needs
@@ -54,6 +56,11 @@ def measure_free_bytes(runner: ModelRunner, config: Config, sizes: StepSizes, ha
     peak = torch.cuda.max_memory_allocated(device)
     release_unused_memory()
     num_graph_bytes = 0
+    core_graphs = None if has_graphs or not has_core_graphs else runner.make_graphs()
+    if core_graphs is not None:
+        num_graph_bytes = core_graphs.measure_bytes()
+        del core_graphs
+        release_unused_memory()
     if has_graphs:
         table_width = -(-sizes.max_model_len // runner.backend.block_size)
         recorded = (runner.model, runner.kv_cache.tensor, runner.draw, sizes.max_decodes, table_width)
@@ -74,5 +81,5 @@ def widest_batch(sizes: StepSizes, block_size: int) -> Batch:
     max_num_tokens = sizes.max_num_batched_tokens
     num_seqs = max(sizes.max_decodes, -(-max_num_tokens // sizes.max_model_len))
     lens = [max_num_tokens // num_seqs + (i < max_num_tokens % num_seqs) for i in range(num_seqs)]
-    sampling = replace(draws("limited", num_seqs), num_logprobs=1)
+    sampling = ProcessedSampling(**values_of(draws("limited", num_seqs)), num_logprobs=1)
     return null_batch(lens, lens, False, -(-max(lens) // block_size), sampling)

@@ -1,26 +1,25 @@
-"""What an engine on CUDA adds at its start: a kernel that draws, pinned buffers, free memory, a warm-up, CUDA graphs.
+"""What CUDA adds to the start: a kernel that samples, pinned buffers, free memory, a warm-up, CUDA graphs.
 
-Made by `assembly.py` in its branch for CUDA, which calls the methods in their order here.
+`full_runner.py` makes it and calls its methods in their order here.
 """
 
 import importlib
 from contextlib import AbstractContextManager, suppress
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nanovllm.assembly import Device
 from nanovllm.batch import Batch
-from nanovllm.config import Config
+from nanovllm.extras.all_options import Config
 from nanovllm.extras.cuda.graphs import StepSizes, choose_graphs, replay_decodes
 from nanovllm.extras.cuda.input_buffer import InputBuffer
 from nanovllm.extras.cuda.memory import Compute, advice_on_start_memory, advised, measure_free_bytes
 from nanovllm.extras.cuda.warm_up import warm_up
+from nanovllm.extras.full_runner import Device, Draw, ModelRunner, SampledTokens
+from nanovllm.extras.kernels.backend import KernelBackend
+from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.overlap import NewestTokens
-from nanovllm.layers.backends import AttentionBackend
-from nanovllm.model_runner import ModelRunner, SampledTokens
-from nanovllm.models.config import ModelConfig
-from nanovllm.sampler import Draw
 
 
 class CudaDevice(Device):
@@ -32,8 +31,8 @@ class CudaDevice(Device):
         self,
         config: Config,
         device: torch.device,
-        backend: AttentionBackend,
-        shape: ModelConfig,
+        backend: Any,
+        shape: NetworkConfig,
         max_num_batched_tokens: int,
     ) -> None:
         self.config, self.device = config, device
@@ -41,18 +40,20 @@ class CudaDevice(Device):
         self.draw = choose_draw(config, device)
         has_kernel = self.draw is not None
         self.has_graphs, self.note = choose_graphs(config, backend, has_kernel, device, shape.num_experts)
+        # without Triton, only the forward pass is recorded, as in the core
+        self.has_core_graphs = not has_kernel and config.enable_cuda_graphs is not False
 
     def prepare(self, runner: ModelRunner) -> None:
         runner.draw = self.draw or runner.draw
-        if runner.backend.instructions == AttentionBackend.instructions:  # PyTorch's
+        if not isinstance(runner.backend, KernelBackend):  # PyTorch's
             runner.compute = without_plans(runner.compute)
-        runner.send = InputBuffer(self.device, 1 << 16).send_record
+        runner.transfer = InputBuffer(self.device, 1 << 16).send_record
 
     def advice(self) -> AbstractContextManager[None]:
         return advice_on_start_memory()
 
     def free_bytes(self, runner: ModelRunner) -> int:
-        return measure_free_bytes(runner, self.config, self.sizes, self.has_graphs)
+        return measure_free_bytes(runner, self.config, self.sizes, self.has_graphs, self.has_core_graphs)
 
     def wrap(self, runner: ModelRunner, newest: NewestTokens | None) -> None:
         """Compile what requests will run, and wrap `compute`.
@@ -62,6 +63,10 @@ class CudaDevice(Device):
         warm_up(runner, self.sizes)
         if self.has_graphs:
             replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
+        elif self.has_core_graphs:
+            runner.graphs = runner.make_graphs()
+            if runner.graphs is not None:
+                runner.graphs.record_all()
         runner.compute = advised(runner.compute)
 
 
@@ -83,5 +88,5 @@ def choose_draw(config: Config, device: torch.device) -> Draw | None:
     with suppress(ImportError):  # the folder of kernels has been deleted, or triton is of another torch
         requirements = importlib.import_module("nanovllm.extras.kernels.cuda.requirements")
         if requirements.why_no_triton() is None:
-            return importlib.import_module("nanovllm.extras.kernels.cuda.sample").draw_tokens
+            return importlib.import_module("nanovllm.extras.kernels.cuda.sample").sample_tokens
     return None

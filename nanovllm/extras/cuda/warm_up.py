@@ -9,12 +9,10 @@ from typing import Any
 
 import torch
 
-from nanovllm.batch import Batch
+from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.extras.cuda.graphs import StepSizes
+from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.model_runner import ModelRunner
-from nanovllm.sampling_batch import SamplingBatch
-from nanovllm.step import BlockMoves
 
 CONTEXT = 1024  # tokens: long enough to be split
 CHUNK = 32  # tokens: more than `few_tokens.py` takes
@@ -73,8 +71,7 @@ def null_batch(
         ),
         logits_indices=cu[1:] - 1,
         sampling=sampling,
-        readers=(),
-        moves=BlockMoves(),
+        copies=[],
     )
 
 

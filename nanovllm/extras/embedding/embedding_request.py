@@ -12,9 +12,9 @@ import numpy as np
 
 from nanovllm.extras.embedding.pooling import Pooling
 from nanovllm.extras.embedding.pooling_params import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
-from nanovllm.request import Request
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Sequence
+from nanovllm.extras.full_request import Request
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.request_params import SamplingParams
 
 
 class EmbeddingRequest(Request):

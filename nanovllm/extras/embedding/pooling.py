@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.sequence import Sequence
+from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.logits_processors import ComputeLogits
-from nanovllm.step import SchedulerOutput
 
 
 class Pooling:
@@ -27,7 +26,7 @@ class Pooling:
         self.num_pooled = 0  # tokens in the sum
 
     @classmethod
-    def build(cls, scheduled: SchedulerOutput, cu_seqlens_q: np.ndarray) -> "PooledRows | None":
+    def build(cls, scheduled: Any, cu_seqlens_q: np.ndarray) -> "PooledRows | None":
         rows, lens = [], []
         for i, positions, _ in pooled_chunks(scheduled):
             rows.append(np.arange(len(positions)) + positions.start - scheduled.chunks[i][1] + cu_seqlens_q[i])
@@ -53,7 +52,7 @@ class Pooling:
         """`EmbeddingRequest` makes the output."""
 
 
-def pooled_chunks(scheduled: SchedulerOutput) -> Iterator[tuple[int, range, Pooling]]:
+def pooled_chunks(scheduled: Any) -> Iterator[tuple[int, range, Pooling]]:
     """(place in `chunks`, positions to add up, reader) of each chunk that has such positions."""
     for i, (seq, start, num_new_tokens) in enumerate(scheduled.chunks):
         for reader in seq.readers:
@@ -80,6 +79,6 @@ class Sums(NamedTuple):
     def to_host(self) -> "Sums":
         return Sums(self.sums.to("cpu", non_blocking=True))
 
-    def deliver(self, scheduled: SchedulerOutput) -> None:
+    def deliver(self, scheduled: Any) -> None:
         for chunk_sum, (_, positions, reader) in zip(self.sums.numpy(), pooled_chunks(scheduled), strict=True):
             reader.add(chunk_sum, positions)

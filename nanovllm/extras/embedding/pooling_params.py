@@ -4,15 +4,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.checks import check_bool, check_choice, translate_options
-from nanovllm.inputs import Prompt
-from nanovllm.outputs import RequestMetrics
+from nanovllm.checks import check_bool, check_choice
+from nanovllm.extras.lazy_outputs import RequestMetrics
+from nanovllm.extras.option_checks import translate_options
+from nanovllm.request import Prompt
 
 if TYPE_CHECKING:
-    from nanovllm.assembly import Parts
-    from nanovllm.input_processor import InputProcessor
-    from nanovllm.llm import LLM
-    from nanovllm.request import Request
+    from nanovllm.extras.assembly import Parts
+    from nanovllm.extras.full_llm import LLM
+    from nanovllm.extras.full_request import Request
+    from nanovllm.extras.input_processor import InputProcessor
 
 POOLINGS = ("last", "mean")
 

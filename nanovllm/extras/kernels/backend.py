@@ -5,13 +5,47 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from nanovllm.extras.models.masking import AttentionOptions
-from nanovllm.layers.backends import AttentionBackend
+from nanovllm.layers.attention import TorchAttention
+
+SMALL_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+class AttentionBackend(TorchAttention):
+    """An attention backend that may have a cache of 8 bits, and fast versions of other layers.
+
+    Layers with options (`models/masking.py`) pass them to `attend` as a last argument.
+    """
+
+    instructions = "PyTorch"
+    """What computes, in a word for the log."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        kv_cache_dtype: str = "auto",
+    ) -> None:
+        super().__init__(num_heads, num_kv_heads, head_dim, block_size)
+        self.dtype = dtype
+        self.kv_cache_dtype = SMALL_DTYPES.get(kv_cache_dtype)
+        """None is the model's."""
+
+    def replace_layers(self, model: nn.Module) -> None:
+        """Replace other layers of the model by fast versions, if this backend has any."""
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Return the most likely token of each row of [num_samples, vocab_size]: [num_samples] int64, ties to the first."""
+        return logits.argmax(dim=-1)
 
 
 class KernelBackend(AttentionBackend):
-    """An attention backend that does not run everywhere. Each method gives the reason, or None if there is none."""
+    """An attention backend that does not run everywhere. Each method returns a reason, or None if there is none."""
 
     supports_graphs = True  # for decodes, the host decides nothing by values that only the device knows
 

@@ -1,6 +1,6 @@
 """The choice of an attention backend for this machine, with the reason.
 
-Called once, by `assembly.py`, unless the user asks for PyTorch's layers.
+Called once, by `full_runner.py`, unless the user asks for PyTorch's layers.
 """
 
 import importlib
@@ -9,19 +9,18 @@ from typing import Any
 
 import torch
 
-from nanovllm.checks import extra
-from nanovllm.config import Config
-from nanovllm.extras.kernels.backend import KernelBackend
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.kernels.backend import AttentionBackend, KernelBackend
 from nanovllm.extras.kernels.cpu.threads import limit_threads
 from nanovllm.extras.models.masking import PLAIN, AttentionOptions
-from nanovllm.layers.backends import AttentionBackend, TorchAttention
-from nanovllm.models.config import ModelConfig
+from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.layers.attention import TorchAttention
 
 BACKENDS = {  # best first; a module is imported only when `select_backend` tries it
     "flash_attn": "nanovllm.extras.kernels.cuda.flash_backend.FlashAttention",
     "cpu": "nanovllm.extras.kernels.cpu.cpu_attention.CpuAttention",
     "triton": "nanovllm.extras.kernels.cuda.triton_attention.TritonAttention",
-    "torch": "nanovllm.layers.backends.TorchAttention",
+    "torch": "nanovllm.layers.attention.TorchAttention",
 }
 LATENT_BACKENDS = {  # the same for models whose cache holds latents; None has no such attention
     "flash_attn": None,
@@ -32,8 +31,8 @@ LATENT_BACKENDS = {  # the same for models whose cache holds latents; None has n
 
 
 def choose(
-    config: Config, device: torch.device, dtype: torch.dtype, shape: ModelConfig
-) -> tuple[AttentionBackend, str]:
+    config: Config, device: torch.device, dtype: torch.dtype, shape: NetworkConfig
+) -> tuple[TorchAttention, str]:
     """The backend, and a line that says what was chosen and why."""
     if device.type == "cpu":
         limit_threads()
@@ -45,25 +44,26 @@ def choose(
     paths = LATENT_BACKENDS if is_latent else BACKENDS
     options = tuple(dict.fromkeys(shape.attention_options)) or (PLAIN,)
     backend_class, reasons = select_backend(*choice, options, paths)
-    if config.kv_cache_dtype != "auto" and issubclass(backend_class, TorchAttention):
-        backend_class = with_small_cache(backend_class, config.kv_cache_dtype)
-    block_size = config.block_size or backend_class.default_block_size
     heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+    if config.kv_cache_dtype != "auto" and not issubclass(backend_class, KernelBackend):
+        backend_class = with_small_cache(backend_class, config.kv_cache_dtype)
+    if backend_class is TorchAttention:
+        return TorchAttention(*heads, config.block_size), reasons
     latent: dict[str, Any] = {"rank": shape.latent_rank} if is_latent else {}
-    backend = backend_class(*heads, block_size, dtype, config.kv_cache_dtype, **latent)
-    return backend, reasons
+    make: Any = backend_class
+    return make(*heads, config.block_size, dtype, config.kv_cache_dtype, **latent), reasons
 
 
-def with_small_cache(backend_class: type[TorchAttention], kv_cache_dtype: str) -> type[TorchAttention]:
-    """PyTorch's attention with a cache of 8 bits."""
-    feature = f"kv_cache_dtype={kv_cache_dtype!r} with attention_backend='torch'"
+def with_small_cache(backend_class: type[TorchAttention], kv_cache_dtype: str) -> type[AttentionBackend]:
+    """Return PyTorch's attention with a cache of 8 bits."""
+    base = AttentionBackend if backend_class is TorchAttention else backend_class
     if kv_cache_dtype == "fp8":
-        with extra("extras/fp8_kv.py", feature):
-            from nanovllm.extras.fp8_kv import with_fp8_cache
-        return with_fp8_cache(backend_class)
-    with extra("extras/int8_kv.py", feature):
-        from nanovllm.extras.int8_kv import with_int8_cache
-    return with_int8_cache(backend_class)
+        from nanovllm.extras.fp8_kv import with_fp8_cache
+
+        return with_fp8_cache(base)
+    from nanovllm.extras.int8_kv import with_int8_cache
+
+    return with_int8_cache(base)
 
 
 def select_backend(
@@ -75,7 +75,7 @@ def select_backend(
     kv_cache_dtype: str = "auto",
     options: Collection[AttentionOptions] = (),
     paths: Mapping[str, str | None] = BACKENDS,
-) -> tuple[type[AttentionBackend], str]:
+) -> tuple[type[TorchAttention], str]:
     """The backend called `name`, or for `auto` the best that runs here; and a line that says why it was chosen."""
     reasons: list[str] = []
     for candidate, path in paths.items():
@@ -85,7 +85,7 @@ def select_backend(
             reasons.append(f"not {candidate}: it has no latent attention")
             continue
         module, _, class_name = path.rpartition(".")
-        backend_class: type[AttentionBackend] = getattr(importlib.import_module(module), class_name)
+        backend_class: type[TorchAttention] = getattr(importlib.import_module(module), class_name)
         if issubclass(backend_class, KernelBackend):
             reason = why_not(backend_class, device, dtype, head_dim, block_size, kv_cache_dtype, options)
             if name == "auto":

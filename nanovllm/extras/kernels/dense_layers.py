@@ -8,7 +8,10 @@ head of the queries and keys is normalised, if there are `q_norm` and `k_norm`, 
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from nanovllm.extras.kernels.classes import is_one
+from nanovllm.extras.models.masking import options_of
 
 DENSE_LAYERS = (
     "extras.models.llama.LlamaDecoderLayer",
@@ -45,6 +48,10 @@ class DenseParts:
         return [self.input_norm, self.q_norm, self.k_norm, self.post_attention_norm]
 
 
+def norm_or_none(module: nn.Module) -> nn.Module | None:
+    return None if isinstance(module, nn.Identity) else module
+
+
 def dense_parts(layer: Any) -> DenseParts | None:
     """None for a layer of another form."""
     if not is_one(layer, *DENSE_LAYERS):
@@ -53,10 +60,10 @@ def dense_parts(layer: Any) -> DenseParts | None:
     return DenseParts(
         layer.input_layernorm,
         attention.qkv_proj,
-        getattr(attention, "q_norm", None),
-        getattr(attention, "k_norm", None),
+        norm_or_none(attention.q_norm),
+        norm_or_none(attention.k_norm),
         getattr(attention, "rotary_dim", attention.head_dim) != attention.head_dim,
-        attention.attention.options,
+        options_of(attention.attention),
         attention.o_proj,
         layer.post_attention_layernorm,
         mlp.gate_up_proj,

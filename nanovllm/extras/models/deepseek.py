@@ -14,25 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.checks import check_bool, check_number
+from nanovllm.extras.models.decoder import CausalLM
+from nanovllm.extras.models.gated_mlp import GatedMLP
 from nanovllm.extras.models.group_routing import SigmoidRouter, route_by_sigmoid_in_groups, route_by_softmax_in_groups
 from nanovllm.extras.models.latent_attention import UpProjection, deinterleave
-from nanovllm.extras.models.masking import AttentionOptions
+from nanovllm.extras.models.masking import AttentionOptions, MaskedAttention
 from nanovllm.extras.models.moe import Experts, Router, read_experts, read_int
+from nanovllm.extras.models.network_config import NetworkConfig, read_common, read_rope, refuse_partial_rotary
 from nanovllm.extras.models.rope_types import ScaledRope, yarn_mscale
-from nanovllm.layers.attention import Attention, AttentionMetadata
-from nanovllm.layers.backends import AttentionBackend
+from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.linear import Linear
-from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary
-from nanovllm.models.config import ModelConfig, read_common, read_rope, refuse, refuse_partial_rotary
-from nanovllm.models.decoder import CausalLM
+from nanovllm.models.config import refuse
 
 ROUTERS = {"softmax": Router, "sigmoid": SigmoidRouter}  # by `scoring_func`
 
 
 @dataclass(frozen=True)
-class DeepseekConfig(ModelConfig):
+class DeepseekConfig(NetworkConfig):
     """By the names of config.json. `num_key_value_heads` is 1 and `head_dim` the size of what a slot holds: the latent
     of kv_lora_rank channels, and the rotated key of qk_rope_head_dim. `latent_rank` is kv_lora_rank."""
 
@@ -140,7 +140,7 @@ class DeepseekAttention(nn.Module):
     all heads, the other comes from the latent.
     """
 
-    def __init__(self, config: DeepseekConfig, backend: AttentionBackend) -> None:
+    def __init__(self, config: DeepseekConfig, backend: TorchAttention) -> None:
         super().__init__()
         self.config, size, heads = config, config.hidden_size, config.num_attention_heads
         self.split = (config.qk_nope_head_dim, config.qk_rope_head_dim)
@@ -155,7 +155,7 @@ class DeepseekAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(rank, eps=1e-6)
         self.kv_b_proj = UpProjection(heads, config.qk_nope_head_dim, config.v_head_dim, rank)
         self.rotate = ApplyRotary()
-        self.attention = Attention(backend, AttentionOptions(scale=config.score_scale))
+        self.attention = MaskedAttention(backend, AttentionOptions(scale=config.score_scale))
         self.o_proj = Linear(heads * config.v_head_dim, size, bias)
 
     def queries(self, x: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ class DeepseekBlock(nn.Module):
 
 
 class DeepseekDecoderLayer(nn.Module):
-    def __init__(self, config: DeepseekConfig, backend: AttentionBackend, layer: int) -> None:
+    def __init__(self, config: DeepseekConfig, backend: TorchAttention, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = DeepseekAttention(config, backend)

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.checks import check_int, check_number
+from nanovllm.extras.models.decoder import CausalLM, DecoderModel
+from nanovllm.extras.models.gated_mlp import GatedMLP
+from nanovllm.extras.models.llama import LlamaAttention
+from nanovllm.extras.models.network_config import NetworkConfig, read_common, refuse_partial_rotary
+from nanovllm.extras.models.rope import Rope, ScaledRotary
 from nanovllm.extras.models.rope_types import make_rope
 from nanovllm.extras.models.window_layers import FULL, SLIDING, layer_types_of, read_windows
-from nanovllm.layers.attention import Attention, AttentionMetadata
-from nanovllm.layers.backends import AttentionBackend
-from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.layers.mlp import GatedMLP
+from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.norm import RMSNorm, normalise
-from nanovllm.layers.rotary import ApplyRotary, Rope, Rotary
-from nanovllm.models.config import ModelConfig, read_common, refuse, refuse_partial_rotary
-from nanovllm.models.decoder import CausalLM, DecoderModel
+from nanovllm.models.config import refuse
 
 
 @dataclass(frozen=True)
-class Gemma3Config(ModelConfig):
+class Gemma3Config(NetworkConfig):
     """`rope` is that of the layers that see all tokens, `local_rope` that of the layers with a window."""
 
     local_rope: Rope = Rope()
@@ -85,29 +85,15 @@ class UnitOffsetRMSNorm(RMSNorm):
         return (normalise(x, self.eps) * (1.0 + self.weight.float())).to(x.dtype)
 
 
-class Gemma3Attention(nn.Module):
-    def __init__(self, config: Gemma3Config, backend: AttentionBackend, layer: int) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        q_size = config.num_attention_heads * config.head_dim
-        kv_size = config.num_key_value_heads * config.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=config.qkv_bias)
+class Gemma3Attention(LlamaAttention):
+    def __init__(self, config: Gemma3Config, backend: TorchAttention, layer: int) -> None:
+        super().__init__(config, backend, layer)
         self.q_norm = UnitOffsetRMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = UnitOffsetRMSNorm(config.head_dim, config.rms_norm_eps)
-        self.rotate = ApplyRotary()
-        self.attention = Attention(backend, *config.options(layer))
-        self.o_proj = Linear(q_size, config.hidden_size, bias=config.o_bias)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x))  # [num_tokens, heads, head_dim]
-        q, k = self.q_norm(q), self.k_norm(k)  # each head by itself
-        q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
-        return self.o_proj(self.attention(q, k, v, layer_cache, metadata).flatten(1))  # [num_tokens, hidden_size]
 
 
 class Gemma3DecoderLayer(nn.Module):
-    def __init__(self, config: Gemma3Config, backend: AttentionBackend, layer: int) -> None:
+    def __init__(self, config: Gemma3Config, backend: TorchAttention, layer: int) -> None:
         super().__init__()
         self.input_layernorm = UnitOffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Gemma3Attention(config, backend, layer)
@@ -123,10 +109,10 @@ class Gemma3DecoderLayer(nn.Module):
 
 
 class Gemma3Model(DecoderModel):
-    def __init__(self, config: Gemma3Config, backend: AttentionBackend, layer_class: type[nn.Module]) -> None:
+    def __init__(self, config: Gemma3Config, backend: TorchAttention, layer_class: type[nn.Module]) -> None:
         super().__init__(config, backend, layer_class)
         self.embed_scale = math.sqrt(config.hidden_size)
-        self.local_rotary = Rotary(config.head_dim, config.local_rope, config.max_position_embeddings)
+        self.local_rotary = ScaledRotary(config.head_dim, config.local_rope, config.max_position_embeddings)
         self.windows = [options.window for options in config.attention_options]
         self.norm = UnitOffsetRMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -145,7 +131,7 @@ class Gemma3ForCausalLM(CausalLM):
     layer_class = Gemma3DecoderLayer
     model_class = Gemma3Model
 
-    def __init__(self, config: Gemma3Config, backend: AttentionBackend) -> None:
+    def __init__(self, config: Gemma3Config, backend: TorchAttention) -> None:
         super().__init__(config, backend)
         self.softcap = config.final_logit_softcapping
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.extras.kernels.backend import AttentionBackend
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.backends import TorchAttention
 
 
 class UpProjection(nn.Module):
@@ -55,7 +55,7 @@ def deinterleave(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
-class TorchLatentAttention(TorchAttention):
+class TorchLatentAttention(AttentionBackend):
     """The definition: a cache of one part, in which K and V are the same memory.
 
     `head_dim` counts the channels of a slot, `rank` those that are values; `num_kv_heads` is 1.

@@ -10,14 +10,18 @@
     3               x x x
     4                 x x x
 
-A layer hands its `AttentionOptions` to the backend. PyTorch's attention calls them in the place of
-`F.scaled_dot_product_attention`; the fast backends read them, and do the same in their kernels.
+`MaskedAttention` passes its `AttentionOptions` to the backend. PyTorch's attention calls them instead of
+`softmax_attention`; the kernels of other backends read them and do the same.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.layers.attention import Attention, AttentionMetadata
 
 
 @dataclass(frozen=True)
@@ -32,18 +36,21 @@ class AttentionOptions:
     """Bound of the scaled scores; None is no bound."""
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_seen: torch.Tensor) -> torch.Tensor:
-        """softmax(scores) v. q: [..., n, head_dim]; k, v: [..., len, head_dim] -> as q
+        """Compute softmax(scores) v. q: [num_seqs, num_heads, n, head_dim] -> as q
 
-        is_seen: [..., n, len] bool, in each row the positions up to the token's own
+        k, v: [num_seqs, num_kv_heads, len, head_dim]; is_seen: [num_seqs, 1, n, len] bool, in each row the positions up
+        to the token's own
         """
         if self.window is not None:
             first = is_seen.sum(-1, keepdim=True) - self.window  # [..., n, 1]
             is_seen = is_seen & (torch.arange(is_seen.shape[-1], device=q.device) >= first)
             # blocks behind the window have been given back: a NaN in what stands there must reach no output
-            is_unseen = ~is_seen.any(-2)[..., None]  # [..., len, 1]
+            is_unseen = ~is_seen.any(-2)[..., None]  # [num_seqs, 1, len, 1]
             k, v = k.masked_fill(is_unseen, 0), v.masked_fill(is_unseen, 0)
         if self.softcap is None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=is_seen, scale=self.scale)
+            return F.scaled_dot_product_attention(q, k, v, is_seen, scale=self.scale, enable_gqa=True)
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         scores = self.softcap * torch.tanh((q @ k.transpose(-1, -2)).float() * (scale / self.softcap))
         weights = scores.masked_fill(~is_seen, -torch.inf).softmax(-1)  # [..., n, len] float32
@@ -51,3 +58,26 @@ class AttentionOptions:
 
 
 PLAIN = AttentionOptions()
+
+
+class MaskedAttention(Attention):
+    """Attention with options, which the backend gets as a last argument."""
+
+    def __init__(self, backend: Any, *options: AttentionOptions) -> None:
+        super().__init__(backend)
+        self.options = options
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim] -> as q"""
+        self.backend.store_kv(k, v, layer_cache, metadata.slot_mapping)
+        return self.backend.attend(q, layer_cache, metadata, *self.options)
+
+
+def make_attention(backend: Any, options: tuple[AttentionOptions, ...]) -> Attention:
+    """Return the core's attention for a layer without options, else one that passes them on."""
+    return MaskedAttention(backend, *options) if options else Attention(backend)
+
+
+def options_of(attention: Attention) -> tuple[Any, ...]:
+    """Return the options of an attention layer: one, or none."""
+    return getattr(attention, "options", ())

@@ -10,15 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nanovllm.extras.models.decoder import CausalLM
+from nanovllm.extras.models.gated_mlp import GATES
 from nanovllm.extras.models.llama import LlamaAttention
 from nanovllm.extras.models.moe import Experts, MoeConfig, Router, make_config, read_experts, route_by_softmax
-from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.backends import AttentionBackend
+from nanovllm.extras.models.network_config import read_common
+from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.linear import FusedLinear
-from nanovllm.layers.mlp import GATES
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.models.config import read_common
-from nanovllm.models.decoder import CausalLM
 
 
 def read_mixtral_config(raw: dict[str, Any]) -> MoeConfig:
@@ -55,7 +54,7 @@ class MixtralBlock(nn.Module):
 
 
 class MixtralDecoderLayer(nn.Module):
-    def __init__(self, config: MoeConfig, backend: AttentionBackend, layer: int) -> None:
+    def __init__(self, config: MoeConfig, backend: TorchAttention, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = LlamaAttention(config, backend, layer)

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.checks import check_int
+from nanovllm.extras.models.network_config import NetworkConfig, read_rope, refuse_partial_rotary
 from nanovllm.extras.models.window_layers import SLIDING, read_windows
 from nanovllm.layers.linear import Linear
-from nanovllm.models.config import ModelConfig, read_rope, refuse_partial_rotary
 
 
 @dataclass(frozen=True)
-class MoeConfig(ModelConfig):
+class MoeConfig(NetworkConfig):
     num_experts: int = 8
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 768

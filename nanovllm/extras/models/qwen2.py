@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.extras.models.llama import LlamaForCausalLM
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.qwen3 import read_qwen3_config
+from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.extras.models.qwen3_variants import read_qwen3_config
 
 
-def read_qwen2_config(raw: dict[str, Any]) -> ModelConfig:
+def read_qwen2_config(raw: dict[str, Any]) -> NetworkConfig:
     config = read_qwen3_config(raw, head_dim=None)
     return replace(config, qkv_bias=True, o_bias=False)  # always so, the file does not say it
 

@@ -11,14 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from nanovllm.checks import check_bool
+from nanovllm.extras.models.decoder import CausalLM
+from nanovllm.extras.models.gated_mlp import GatedMLP
 from nanovllm.extras.models.moe import Experts, MoeConfig, Router, make_config, read_experts, read_int, route_by_softmax
-from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.backends import AttentionBackend
-from nanovllm.layers.mlp import GatedMLP
+from nanovllm.extras.models.network_config import read_common
+from nanovllm.extras.models.qwen3_variants import Qwen3VariantAttention
+from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.models.config import read_common
-from nanovllm.models.decoder import CausalLM
-from nanovllm.models.qwen3 import Qwen3Attention
 
 
 def read_qwen3_moe_config(raw: dict[str, Any]) -> MoeConfig:
@@ -48,10 +47,10 @@ class Qwen3MoeBlock(nn.Module):
 
 
 class Qwen3MoeDecoderLayer(nn.Module):
-    def __init__(self, config: MoeConfig, backend: AttentionBackend, layer: int) -> None:
+    def __init__(self, config: MoeConfig, backend: TorchAttention, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Qwen3Attention(config, backend, layer)
+        self.self_attn = Qwen3VariantAttention(config, backend, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         is_dense = layer in config.dense_layers
         dense = (config.hidden_size, config.intermediate_size, config.hidden_act)

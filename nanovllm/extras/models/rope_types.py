@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from nanovllm.checks import check_number
-from nanovllm.layers.rotary import Rope
-from nanovllm.models.config import plain_rope, rope_type_of
+from nanovllm.extras.models.rope import Rope, plain_rope, rope_type_of
 
 REQUIRED = {  # numbers that each type needs
     "dynamic": ("factor",),

@@ -13,7 +13,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_windows(layer_types: list[str], sliding_window: int | None, scale: float | None = None) -> dict[str, Any]:
-    """The fields of `ModelConfig` that say how each layer attends; `scale` is that of all layers."""
+    """The fields of `NetworkConfig` that say how each layer attends; `scale` is that of all layers."""
     for layer_type in layer_types:
         refuse("layer_types", layer_type, (FULL, SLIDING))
     if SLIDING in layer_types:

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.layers.linear import Embedding, FusedLinear
-from nanovllm.models.config import ModelConfig
 
 DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
 
 
-def share_of(shape: ModelConfig, size: int) -> ModelConfig:
+def share_of(shape: NetworkConfig, size: int) -> NetworkConfig:
     """The network of one of `size` ranks. ValueError for a size of the model that `size` does not divide.
 
     The vocabulary need not be divided: the last rank's share is filled up with zeros.
@@ -43,7 +43,7 @@ def share_of(shape: ModelConfig, size: int) -> ModelConfig:
     return replace(shape, **sizes, vocab_size=-(-shape.vocab_size // size))
 
 
-def num_kv_heads_of(shape: ModelConfig, size: int) -> int:
+def num_kv_heads_of(shape: NetworkConfig, size: int) -> int:
     """K and V heads of one rank."""
     num_kv_heads = shape.num_key_value_heads
     if shape.latent_rank is not None:  # one latent for all heads: each rank holds it whole

@@ -1,6 +1,6 @@
 """Rank 0 drives: it sends each batch to the other ranks, computes its own share of it, and draws the tokens.
 
-`Driver` wraps the runner's `compute` and `send`. A batch that is sent to the device is sent to all devices. What the
+`Driver` wraps the runner's `compute` and `transfer`. A batch that is sent to the device is sent to all devices. What the
 others do for one message, rank 0 does too, collective by collective:
 
     rank 0       message → embedding → halves of layers … → logits → draw
@@ -23,11 +23,11 @@ import torch
 
 from nanovllm.batch import Batch
 from nanovllm.extras.dead import EngineDeadError
+from nanovllm.extras.full_runner import ModelRunner, SampledTokens
 from nanovllm.extras.parallel.communicator import CommunicationError, Communicator
 from nanovllm.extras.parallel.messages import pack_logits, pack_step
 from nanovllm.extras.parallel.peers import Peers
-from nanovllm.model_runner import ModelRunner, SampledTokens
-from nanovllm.step import SchedulerOutput
+from nanovllm.scheduler import Step
 
 
 class Driver:
@@ -36,8 +36,8 @@ class Driver:
     def __init__(self, runner: ModelRunner, peers: Peers, communicator: Communicator) -> None:
         self.peers = peers
         self._communicator = communicator
-        self._send, self._compute = runner.send, runner.compute
-        runner.send, runner.compute = self.send, self.compute
+        self._send, self._compute = runner.transfer, runner.compute
+        runner.transfer, runner.compute = self.send, self.compute
         own = weakref.proxy(self)  # CUDA graphs, which it holds, hold the model: no circle may keep them
         runner.model.register_forward_hook(lambda module, arguments, output: own._end_forward())
         lm_head: Any = runner.model.lm_head
@@ -48,7 +48,7 @@ class Driver:
         runner.stop = weakref.finalize(self, peers.stop)
 
     def compute(self, runner: ModelRunner, batch: Batch) -> SampledTokens:
-        """Takes the place of `ModelRunner.compute`."""
+        """Replaces `ModelRunner.compute`."""
         with interrupts_held_back(self.peers):
             self._announce(batch, has_draw=True)
             try:
@@ -63,7 +63,7 @@ class Driver:
             return sampled._replace(readings=(*sampled.readings, StillAlive(self.peers)))
 
     def send(self, record: Any) -> Any:
-        """Takes the place of `ModelRunner.send`. A batch that is not computed by `compute` is sent here."""
+        """Replaces `ModelRunner.transfer`. A batch that is not computed by `compute` is sent here."""
         if isinstance(record, Batch) and record is not self._announced:
             self._announce(record, has_draw=False)
         return self._send(record)
@@ -103,7 +103,7 @@ class StillAlive(NamedTuple):
     def to_host(self) -> "StillAlive":
         return self
 
-    def deliver(self, scheduled: SchedulerOutput) -> None:
+    def deliver(self, scheduled: Step) -> None:
         """The tokens have arrived. Raises `EngineDeadError`, before anybody sees them."""
         if self.peers.failure is not None:
             raise self.peers.failure

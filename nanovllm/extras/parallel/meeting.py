@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed import FileStore, Store, TCPStore
 
-from nanovllm.config import Config
+from nanovllm.extras.all_options import Config
 from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm.extras.parallel.communicator import Communicator, GlooCommunicator
 from nanovllm.extras.parallel.shared_memory import SharedMemoryCommunicator

@@ -14,16 +14,14 @@ No worker sees a sequence, a sampling parameter or a token's text: rank 0 draws.
 
 import json
 import socket
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm.batch import Batch
+from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.extras.processed_batch import ProcessedSampling, wants_only_tokens
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.sampling_batch import SamplingBatch
-from nanovllm.step import BlockMoves
 
 MAX_LINE = 1 << 20  # bytes of a line of JSON
 STEP, LOGITS = 1, 2  # compute a batch; compute the logits of hidden states that rank 0 sends
@@ -58,7 +56,7 @@ def pack_step(batch: Batch, has_draw: bool) -> np.ndarray:
     """`batch` on the host -> one array of int32. Without `has_draw` no logits are computed."""
     metadata = batch.metadata
     logits_indices = batch.logits_indices.numpy() if has_draw else np.empty(0, np.int32)
-    moves = {field.name: getattr(batch.moves, field.name) for field in fields(batch.moves)}
+    moves = moves_of(batch.copies)
     arrays = [
         batch.input_ids.numpy(),
         batch.positions.numpy(),
@@ -71,7 +69,7 @@ def pack_step(batch: Batch, has_draw: bool) -> np.ndarray:
         "num_seqs": len(metadata.seq_lens),
         "table_width": metadata.block_tables.shape[1],
         "num_samples": len(logits_indices),
-        "is_plain": not batch.sampling.processors and batch.sampling.num_logprobs is None,
+        "is_plain": wants_only_tokens(batch.sampling),
         **{name: getattr(metadata, name) for name in NUMBERS},
         **{f"num_{name}": len(pairs) for name, pairs in moves.items()},
     }
@@ -108,14 +106,24 @@ def unpack_step(header: Header, values: np.ndarray) -> Batch:
     metadata = AttentionMetadata(**arrays, **{name: getattr(header, name) for name in NUMBERS})
     logits_indices = take(header.num_samples)
     pairs = [list(map(tuple, take(count, 2).tolist())) for count in header[-3:] if count >= 0]
-    greedy = SamplingBatch(torch.zeros(header.num_samples), None, num_logprobs=None if header.is_plain else 0)
-    return Batch(input_ids, positions, metadata, logits_indices, greedy, (), make_moves(*pairs))
+    greedy = SamplingBatch(torch.zeros(header.num_samples))
+    if not header.is_plain:
+        greedy = ProcessedSampling(torch.zeros(header.num_samples), num_logprobs=0)
+    return Batch(input_ids, positions, metadata, logits_indices, greedy, make_moves(*pairs))
 
 
-def make_moves(copies: list[Any], *of_swap: list[Any]) -> BlockMoves:
+def moves_of(copies: list[Any]) -> dict[str, list[Any]]:
+    """Return the block copies of a step: those on the device, and with swap those out to the host and in from it."""
+    if not hasattr(copies, "swap_outs"):
+        return {"copies": copies}
+    moves: Any = copies
+    return {"copies": copies, "swap_outs": moves.swap_outs, "swap_ins": moves.swap_ins}
+
+
+def make_moves(copies: list[Any], *of_swap: list[Any]) -> list[Any]:
     if not of_swap:
-        return BlockMoves(copies)
-    from nanovllm.extras.swap.space import SwapMoves  # which is there: rank 0 has made some
+        return copies
+    from nanovllm.extras.swap.space import SwapMoves
 
     return SwapMoves(copies, *of_swap)
 

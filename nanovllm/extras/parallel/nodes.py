@@ -22,7 +22,7 @@ import time
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from nanovllm.config import Config
+from nanovllm.extras.all_options import Config
 from nanovllm.extras.parallel.messages import receive_json, send_json
 
 HELLO_S = 10.0  # for the first line of a connection

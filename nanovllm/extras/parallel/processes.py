@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch
 
-from nanovllm.config import Config
+from nanovllm.extras.all_options import Config
 from nanovllm.extras.parallel.nodes import accept_ranks, address_of, reach_engine
 from nanovllm.extras.parallel.peers import Peers
 

@@ -3,8 +3,8 @@
     check sizes → start the other ranks → meet → each rank: cut, load, fast layers, KV cache → wait for all → drive
 
 Rank 0 is the process of the user. The others are processes of their own (`rank.py`), which run no code of the user's
-script. All ranks start by the same functions, so that they take part in the same collectives. `assembly.py`
-calls `start_ranks` in the place of its own `start_runner`.
+script. All ranks have the same runner (`RankRunner`), so that they take part in the same collectives. `full_engine.py`
+calls `start_ranks` instead of making a `ModelRunner`.
 """
 
 import tempfile
@@ -17,22 +17,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm import assembly
-from nanovllm.assembly import Device
-from nanovllm.checkpoint import read_model_config
-from nanovllm.checks import extra
-from nanovllm.config import Config, resolve_device, resolve_dtype
+from nanovllm.config import resolve_device, resolve_dtype
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.checkpoint import read_model_config
+from nanovllm.extras.full_runner import Device, ModelRunner, has_overlap_by_default
+from nanovllm.extras.laps import LapClock
+from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.parallel.communicator import CommunicationError, Communicator
 from nanovllm.extras.parallel.cut import Cutter, read_part, share_of
 from nanovllm.extras.parallel.driver import Driver
 from nanovllm.extras.parallel.joined import join
 from nanovllm.extras.parallel.meeting import Meeting, choose_kind, connect, make_meeting
 from nanovllm.extras.parallel.processes import accept_other_machines, run_node, share_threads, start_peers
-from nanovllm.layers.backends import AttentionBackend
-from nanovllm.model_runner import ModelRunner
-from nanovllm.models.config import ModelConfig
-from nanovllm.stats import LapClock
-from nanovllm.weights import load_model
+from nanovllm.extras.weights import load_model
 
 NOT_OF_WORKERS = (
     *("scheduling_policy", "speculative_config"),
@@ -46,35 +43,25 @@ class Plan(NamedTuple):
     rank: int
     config: dict[str, Any]
     meeting: tuple[Any, ...]
-    max_model_len: int
-    max_num_batched_tokens: int
     hears_tokens: bool
     """Whether rank 0's token ids are sent with each batch: with overlap, only its device knows the newest."""
 
 
-def start_ranks(
-    config: Config,
-    folder: Path,
-    model_class: Any,
-    shape: ModelConfig,
-    max_num_batched_tokens: int,
-    has_overlap: bool,
-    clock: LapClock,
-) -> tuple[ModelRunner, str]:
-    """As `assembly.start_runner`, for all ranks. ValueError for what cannot be shared, before a process is started."""
+def start_ranks(config: Config, folder: Path) -> ModelRunner:
+    """Start all ranks, and return the runner of rank 0. ValueError, before a process is started, if that is impossible."""
     check_nodes(config)
+    _, shape = read_model_config(folder, config.hf_overrides)
     if shape.quantization_config is not None or config.load_format == "gguf":
         raise ValueError("tensor_parallel_size > 1 does not go with a checkpoint that is quantised already, or GGUF")
     share_of(shape, config.tensor_parallel_size)
     config = replace(config, model=folder, device=device_of(config, 0))
     if config.node_rank:
         run_node(config)
-    sizes = (max_num_batched_tokens, has_overlap)
     with private_folder() if config.nnodes == 1 else nullcontext("") as private:
-        runner, description, driver = start_all(config, model_class, shape, sizes, private, clock)
+        runner, driver = start_all(config, shape, private)
     driven: Any = runner
     driven.driver = driver
-    return runner, description
+    return runner
 
 
 def private_folder() -> AbstractContextManager[str]:
@@ -82,27 +69,26 @@ def private_folder() -> AbstractContextManager[str]:
     return tempfile.TemporaryDirectory(prefix="nanovllm-", ignore_cleanup_errors=True)
 
 
-def start_all(
-    config: Config, model_class: Any, shape: ModelConfig, sizes: tuple[int, bool], private: str, clock: LapClock
-) -> tuple[ModelRunner, str, Driver]:
-    """All ranks start; those of one machine meet in the folder `private`. Returns rank 0's runner, and its driver."""
-    size = config.tensor_parallel_size
+def start_all(config: Config, shape: NetworkConfig, private: str) -> tuple["RankRunner", Driver]:
+    """Start all ranks; those of one machine meet in the folder `private`. Returns rank 0's runner, and its driver."""
+    size, clock = config.tensor_parallel_size, LapClock()
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
     num_local = size // config.nnodes
     num_threads = share_threads(num_local)
     remote = accept_other_machines(config)
     meeting, store = make_meeting(choose_kind(config, device, dtype), size, config, private)
     peers = start_peers(remote, num_local, num_threads, meeting.memory, private)
+    has_overlap = has_overlap_by_default(config)
     try:
         for rank in range(1, size):
             theirs = replace(config, device=device_of(config, rank))
-            peers.send_json(rank, Plan(rank, as_json(theirs), meeting, shape.max_position_embeddings, *sizes))
+            peers.send_json(rank, Plan(rank, as_json(theirs), meeting, has_overlap))
         if device.type == "cpu":
             torch.set_num_threads(num_threads)
         communicator = peers.wait_for(partial(connect, meeting, 0, size, device, dtype, store))
         peers.tell_failure(lambda failure: communicator.abort())
         clock.lap("ranks")
-        runner, description = start_share(config, model_class, shape, *sizes, communicator, clock, peers.check)
+        runner = RankRunner(config, communicator, has_overlap, peers.check, clock)
         peers.wait_until_ready()
     except BaseException as error:
         peers.stop()
@@ -111,83 +97,76 @@ def start_all(
         raise
     finally:
         meeting.close()
-    return runner, f"{description}, {size} ranks ({meeting.kind})", Driver(runner, peers, communicator)
+    runner.description = f"{runner.description}, {size} ranks ({meeting.kind})"
+    return runner, Driver(runner, peers, communicator)
 
 
 def start_worker(plan: Plan, host: str | None) -> tuple[ModelRunner, Communicator]:
-    """Of a rank above 0. `host` is this machine's address for the others; None is machine 0's."""
+    """Start a rank above 0. `host` is this machine's address for the others; None is machine 0's."""
     config, meeting = Config(**plan.config), Meeting(*plan.meeting)
-    model_class, shape = read_model_config(Path(config.model), config.hf_overrides)
-    shape = replace(shape, max_position_embeddings=plan.max_model_len)
+    _, shape = read_model_config(Path(config.model), config.hf_overrides)
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
-    size = config.tensor_parallel_size
-    communicator = connect(meeting, plan.rank, size, device, dtype, None, host)
-    sizes = (plan.max_num_batched_tokens, plan.hears_tokens)
-    runner, _ = start_share(config, model_class, shape, *sizes, communicator, LapClock())
-    return runner, communicator
+    communicator = connect(meeting, plan.rank, config.tensor_parallel_size, device, dtype, None, host)
+    return RankRunner(config, communicator, plan.hears_tokens), communicator
 
 
-def start_share(
-    config: Config,
-    model_class: Any,
-    shape: ModelConfig,
-    max_num_batched_tokens: int,
-    hears_tokens: bool,
-    communicator: Communicator,
-    clock: LapClock,
-    check: Callable[[], None] = lambda: None,
-) -> tuple[ModelRunner, str]:
-    """What all ranks do: `assembly.start_runner` with the network of the rank's share. `check`: see `load_share`."""
-    load = partial(load_share, shape, Cutter(communicator.rank, communicator.size), check)
-    adapt = partial(RankDevice, communicator=communicator, vocab_size=shape.vocab_size, hears_tokens=hears_tokens)
-    return assembly.start_runner(
-        config,
-        Path(config.model),
-        model_class,
-        share_of(shape, communicator.size),
-        max_num_batched_tokens,
-        hears_tokens and communicator.rank == 0,  # the others need no token of the step before
-        clock,
-        load,
-        adapt,
-    )
+class RankRunner(ModelRunner):
+    """The runner of one rank, with the network of its share.
 
-
-def load_share(
-    whole_shape: ModelConfig,
-    cutter: Cutter,
-    check: Callable[[], None],
-    model_class: Any,
-    shape: ModelConfig,
-    backend: AttentionBackend,
-    dtype: torch.dtype,
-    device: torch.device,
-    folder: Path,
-    dummy_seed: int | None,
-) -> Any:
-    """As `load_model`: the network of a share, with its part of each tensor.
-
-    check: called before each, raises if loading is in vain.
+    hears_tokens: with overlap, only rank 0's device knows the newest tokens. check: called before each tensor is
+    loaded, raises if loading is in vain.
     """
-    with torch.device("meta"):
-        whole, share = model_class(whole_shape, backend), model_class(shape, backend)
-    if dummy_seed is None:
-        cuts = cutter.cuts_of_checkpoint(whole, share)
 
-        def read(file: Any, name: str) -> torch.Tensor:
-            check()
-            return read_part(cuts, file, name)
+    def __init__(
+        self,
+        config: Config,
+        communicator: Communicator,
+        hears_tokens: bool,
+        check: Callable[[], None] = lambda: None,
+        clock: LapClock | None = None,
+    ) -> None:
+        self.communicator, self.hears_tokens, self.check = communicator, hears_tokens, check
+        # the others need no token of the step before
+        super().__init__(config, Path(config.model), hears_tokens and communicator.rank == 0, clock)
 
-        return load_model(model_class, shape, backend, dtype, device, folder, None, read)
-    share = share.to(dtype).to_empty(device=device).eval().requires_grad_(False)
-    fill_with_dummies(share, whole, cutter, dummy_seed, shape.initializer_range)
-    return share
+    def start(self) -> None:
+        self.whole_shape = replace(self.shape, max_position_embeddings=self.max_model_len)
+        self.shape = share_of(self.shape, self.communicator.size)
+        super().start()
+
+    def make_device(self) -> Device:
+        return RankDevice(super().make_device(), self.communicator, self.whole_shape.vocab_size, self.hears_tokens)
+
+    def make_model(self) -> Any:
+        """Return the network of a share, with its part of each tensor."""
+        config, cutter = self.config, Cutter(self.communicator.rank, self.communicator.size)
+        with torch.device("meta"):
+            whole = self.model_class(self.whole_shape, self.backend)
+            share = self.model_class(self.shape, self.backend)
+        if config.load_format == "dummy":
+            model = share.to(self.dtype).to_empty(device=self.device).eval().requires_grad_(False)
+            fill_with_dummies(model, whole, cutter, config.seed, self.shape.initializer_range)
+        else:
+            cuts = cutter.cuts_of_checkpoint(whole, share)
+
+            def read(file: Any, name: str) -> torch.Tensor:
+                self.check()
+                return read_part(cuts, file, name)
+
+            model = load_model(
+                self.model_class, self.shape, self.backend, self.dtype, self.device, self.folder, None, read
+            )
+        if config.quantization is not None:
+            from nanovllm.extras.quantization.quantise import quantise
+
+            quantise(model, config.quantization, self.shape)
+        return model
 
 
 def fill_with_dummies(share: Any, whole: Any, cutter: Cutter, seed: int, std: float) -> None:
     """The rank's part of the weights that one rank alone would draw with this seed, one tensor after the other."""
-    with extra("extras/dummy_weights.py", "load_format='dummy'"):
-        from nanovllm.extras.dummy_weights import init_dummy_weight
+    from nanovllm.extras.dummy_weights import init_dummy_weight
+
     generator = torch.Generator(device=next(share.parameters()).device).manual_seed(seed)
     filled = set()
     for path, module, name, cut in cutter.cuts(whole, share):

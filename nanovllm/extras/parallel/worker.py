@@ -11,10 +11,10 @@ from typing import NoReturn
 import numpy as np
 import torch
 
+from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.parallel.communicator import CommunicationError, Communicator
 from nanovllm.extras.parallel.messages import HEADER_BYTES, STEP, Header, receive, receive_json, send_json, unpack_step
 from nanovllm.extras.parallel.start_ranks import Plan, start_worker
-from nanovllm.model_runner import ModelRunner
 
 REASON_S = 1.0  # within this time rank 0 hears of the rank that has ended first
 

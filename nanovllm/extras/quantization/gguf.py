@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nanovllm.extras.quantization.quantised_linear import QuantisedWeight
 from nanovllm.extras.quantization.stored import joined, parts_of, quantised_twin
 from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.weights import checkpoint_places
+from nanovllm.loader import places_of
 
 try:
     from gguf import MODEL_ARCH_NAMES, GGUFReader, dequantize, get_tensor_name_map
@@ -62,7 +62,7 @@ def load_gguf(
 
 def fill(model: nn.Module, file: "GgufFile") -> None:
     """All parameters; of tied embeddings, a file has one."""
-    places, filled = checkpoint_places(model), set()
+    places, filled = places_of(model), set()
     for name, place in places.items():
         if not file.has(name):
             continue

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.quantization.quantised_linear import (
     QuantisedEmbedding,
     QuantisedFusedLinear,
@@ -16,12 +17,11 @@ from nanovllm.extras.quantization.quantised_linear import (
 )
 from nanovllm.extras.quantization.quantization_options import STORED, Quantization, read_options
 from nanovllm.layers.linear import Embedding, FusedLinear, Linear
-from nanovllm.models.config import ModelConfig
 
 VECTOR = 16  # inputs come in whole vectors of so many
 
 
-def quantise(model: nn.Module, given: Any, shape: ModelConfig | None = None) -> None:
+def quantise(model: nn.Module, given: Any, shape: NetworkConfig | None = None) -> None:
     """In place, one layer after another: no more than one weight is there twice. `given`: as `Config.quantization`.
 
     `shape` knows the checkpoint's format. ValueError, before anything changes, if a layer does not fit.

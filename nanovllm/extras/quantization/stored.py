@@ -13,14 +13,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from nanovllm.config import Config
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.quantization.formats import READERS, Format
 from nanovllm.extras.quantization.fp8_weights import Fp8, read_compressed_fp8, read_fp8
 from nanovllm.extras.quantization.quantise import VECTOR
 from nanovllm.extras.quantization.quantised_linear import QuantisedFusedLinear, QuantisedLinear, QuantisedWeight
+from nanovllm.extras.weights import load_model, load_weights
 from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.models.config import ModelConfig
-from nanovllm.weights import checkpoint_files, load_model, load_weights
+from nanovllm.loader import checkpoint_files
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def read_format(field: str, raw: Any) -> Format | Fp8:
     return read(given)
 
 
-def loader(shape: ModelConfig, config: Config) -> Callable[..., Any]:
+def loader(shape: NetworkConfig, config: Config) -> Callable[..., Any]:
     """What takes the place of `load_model`, for a checkpoint whose config.json names a format, or for a GGUF file."""
     if config.load_format == "gguf":
         from nanovllm.extras.quantization.gguf import load_gguf  # whose library may be missing

@@ -20,16 +20,18 @@ from weakref import WeakValueDictionary
 import torch
 
 from nanovllm.checks import check_int
-from nanovllm.config import Config
-from nanovllm.engine import LLMEngine
+from nanovllm.extras.all_options import Config
 from nanovllm.extras.embedding.pooling_params import PoolingParams
+from nanovllm.extras.full_engine import LLMEngine
+from nanovllm.extras.full_observer import EngineStats
+from nanovllm.extras.input_processor import TakenParams
 from nanovllm.extras.isolation import IsolatingEngine
+from nanovllm.extras.lazy_outputs import RequestOutput
+from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.serve.engine_thread import EngineDeadError, EngineThread, NewRequest, in_passing_thread
 from nanovllm.extras.serve.inbox import Inbox, Waker, gives_deltas
 from nanovllm.extras.trace.recorder import start_engine
-from nanovllm.input_processor import Prompt, TakenParams
-from nanovllm.outputs import EngineStats, RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.request import Prompt
 
 RunLong = Callable[[Callable[[], Any]], Awaitable[Any]]
 

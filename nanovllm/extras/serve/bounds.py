@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.engine import LLMEngine
+from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.serve.protocol import MAX_FORM, GenerationRequest
 from nanovllm.extras.serve.workers import Check
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from nanovllm.extras.lazy_outputs import CompletionOutput
+from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.serve.answer import Answer, merge
 from nanovllm.extras.serve.body import JSONRoute
 from nanovllm.extras.serve.generation import Generation, usage_of
@@ -22,8 +24,6 @@ from nanovllm.extras.serve.state import ReadyServer, Server
 from nanovllm.extras.serve.streaming import EventStream, answer_whole
 from nanovllm.extras.serve.structured_outputs import compile_structured_outputs
 from nanovllm.extras.serve.token_bytes import TokenBytes
-from nanovllm.outputs import CompletionOutput
-from nanovllm.sampling_params import SamplingParams
 
 router = APIRouter(route_class=JSONRoute)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from nanovllm.extras.lazy_outputs import CompletionOutput, RequestOutput
 from nanovllm.extras.serve.body import JSONRoute
 from nanovllm.extras.serve.generation import Generation, usage_of
 from nanovllm.extras.serve.logprobs import completion_logprobs
@@ -21,7 +22,6 @@ from nanovllm.extras.serve.state import ReadyServer
 from nanovllm.extras.serve.streaming import EventStream, answer_whole
 from nanovllm.extras.serve.structured_outputs import compile_structured_outputs
 from nanovllm.extras.serve.token_bytes import TokenBytes
-from nanovllm.outputs import CompletionOutput, RequestOutput
 
 router = APIRouter(route_class=JSONRoute)
 

@@ -15,10 +15,10 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from nanovllm.checkpoint import read_json, resolve_model
-from nanovllm.engine import LLMEngine
+from nanovllm.extras.checkpoint import resolve_model
 from nanovllm.extras.checkpoint_options import overridden
 from nanovllm.extras.embedding.pooling_params import EmbeddingRequestOutput, PoolingParams
+from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.serve.body import JSONRoute
 from nanovllm.extras.serve.engine_thread import NewRequest
 from nanovllm.extras.serve.errors import refuse
@@ -29,7 +29,8 @@ from nanovllm.extras.serve.request_ids import new_id
 from nanovllm.extras.serve.state import ReadyServer, Server
 from nanovllm.extras.serve.streaming import encode
 from nanovllm.extras.serve.workers import Check, unless_client_leaves
-from nanovllm.input_processor import Prompt
+from nanovllm.loader import read_json
+from nanovllm.request import Prompt
 
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=JSONRoute)

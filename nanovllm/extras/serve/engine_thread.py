@@ -19,9 +19,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from nanovllm.extras.dead import EngineDeadError
+from nanovllm.extras.input_processor import Params
 from nanovllm.extras.isolation import IsolatingEngine
-from nanovllm.input_processor import Params, Prompt
-from nanovllm.outputs import RequestOutput
+from nanovllm.extras.lazy_outputs import RequestOutput
+from nanovllm.request import Prompt
+from nanovllm.scheduler import count_places
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +120,7 @@ class EngineThread:
         """
         scheduler = self.engine.scheduler
         num_waiting = self._num_posted - self._num_added + len(scheduler.waiting)
-        num_free = 0 if self._num_left else scheduler.max_num_seqs - scheduler.running.num_places
+        num_free = 0 if self._num_left else scheduler.max_num_seqs - count_places(scheduler.running)
         return max(0, num_waiting - num_free)
 
     def stop(self) -> None:

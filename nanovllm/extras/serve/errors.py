@@ -16,7 +16,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from nanovllm.checks import MissingExtra
 from nanovllm.extras.serve.async_llm import QueueFullError
 from nanovllm.extras.serve.engine_thread import EngineDeadError
 from nanovllm.extras.serve.protocol import CONFLICT
@@ -68,8 +67,6 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(499, "the client has gone")
     if isinstance(error, EngineDeadError):
         return APIError(503, "the engine has failed and must be started anew", code="engine_dead")
-    if isinstance(error, MissingExtra):
-        return APIError(501, str(error), code="missing_extra")
     return APIError(500, "the server has failed at this request; its log says why", code="internal_error")
 
 
@@ -111,6 +108,6 @@ async def answer(request: Request, error: Exception) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    known = (RequestValidationError, HTTPException, QueueFullError, Busy, ClientGone, EngineDeadError, MissingExtra)
+    known = (RequestValidationError, HTTPException, QueueFullError, Busy, ClientGone, EngineDeadError)
     for kind in (*known, Exception):
         app.add_exception_handler(kind, answer)

@@ -13,6 +13,8 @@ from uuid import uuid4
 
 from starlette.requests import Request
 
+from nanovllm.extras.lazy_outputs import RequestOutput
+from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.serve.async_llm import AsyncLLM
 from nanovllm.extras.serve.engine_thread import NewRequest
 from nanovllm.extras.serve.errors import APIError
@@ -21,9 +23,7 @@ from nanovllm.extras.serve.prompts import refuse_prompts
 from nanovllm.extras.serve.protocol import GenerationRequest
 from nanovllm.extras.serve.sampling import check_length
 from nanovllm.extras.serve.state import Server
-from nanovllm.input_processor import Prompt
-from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.request import Prompt
 
 logger = logging.getLogger(__name__)
 

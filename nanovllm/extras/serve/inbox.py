@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import RequestOutputKind, SamplingParams
+from nanovllm.extras.lazy_outputs import RequestOutput
+from nanovllm.extras.request_params import RequestOutputKind, SamplingParams
 
 PAUSE_S = 200e-6  # for each consumer that was woken
 

@@ -7,10 +7,9 @@ from the JSON of each token that `TokenBytes` keeps: as values of Python they wo
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nanovllm.extras.logprobs import Logprob, PositionLogprobs
 from nanovllm.extras.serve.streaming import Written
 from nanovllm.extras.serve.token_bytes import TokenBytes
-from nanovllm.outputs import Logprob
-from nanovllm.request import PositionLogprobs
 
 Position = Mapping[int, Logprob]
 

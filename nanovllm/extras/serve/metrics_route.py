@@ -14,6 +14,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
+from nanovllm.extras.full_observer import EngineStats
+from nanovllm.extras.lazy_outputs import RequestMetrics
+from nanovllm.extras.observations import Observations
 from nanovllm.extras.vllm.vllm_metrics import (
     COUNTERS,
     GAUGES,
@@ -25,8 +28,6 @@ from nanovllm.extras.vllm.vllm_metrics import (
     make_metrics,
     request_metrics,
 )
-from nanovllm.outputs import EngineStats, RequestMetrics
-from nanovllm.stats import Observations
 
 
 class Metrics(Collector):

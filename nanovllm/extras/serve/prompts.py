@@ -12,7 +12,7 @@ from nanovllm.extras.chat_options import ChatOptions
 from nanovllm.extras.serve.bounds import BoundedTokenizer, Bounds, count_chars
 from nanovllm.extras.serve.errors import APIError, refuse
 from nanovllm.extras.serve.protocol import ChatCompletionRequest, TokenizeRequest
-from nanovllm.input_processor import Prompt
+from nanovllm.request import Prompt
 
 MANY = 16  # prompts
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanovllm.engine import LLMEngine
+from nanovllm.extras.full_engine import LLMEngine
+from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.serve.errors import APIError
 from nanovllm.extras.serve.parsers.parser_registry import Parsers
 from nanovllm.extras.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from nanovllm.extras.structured.structured_params import StructuredOutputsParams
-from nanovllm.sampling_params import SamplingParams
 
 Form = StructuredOutputsParams | None
 """What the output must fit (`structured_outputs.py`)."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fastapi import FastAPI
 
 from nanovllm import TINY_QWEN3
-from nanovllm.engine import LLMEngine
+from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.serve.app import make_app
 from nanovllm.extras.serve.async_llm import AsyncLLM
 from nanovllm.extras.serve.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, parsers_named

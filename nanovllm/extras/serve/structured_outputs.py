@@ -11,7 +11,7 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from nanovllm.engine import LLMEngine
+from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.serve.errors import APIError, refuse
 from nanovllm.extras.serve.parsers.hermes import Hermes
 from nanovllm.extras.serve.parsers.parser_registry import Parsers

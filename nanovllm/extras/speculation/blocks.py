@@ -1,7 +1,7 @@
 """Blocks for drafts: taken before it is known whether the drafts are right, and given back if they are not."""
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.sequence import Sequence
+from nanovllm.extras.full_sequence import Sequence
 
 
 def reserve(blocks: BlockManager, seq: Sequence, num_tokens: int) -> None:

@@ -17,19 +17,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nanovllm import assembly
-from nanovllm.batch import Batch, build_batch
-from nanovllm.checkpoint import read_model_config, resolve_model
+from nanovllm.batch import Batch
+from nanovllm.extras.checkpoint import read_model_config, resolve_model
+from nanovllm.extras.full_runner import ModelRunner, SampledTokens
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.processed_batch import build_batch
 from nanovllm.extras.speculation.blocks import reserve
 from nanovllm.extras.speculation.speculation_options import Speculation
 from nanovllm.extras.speculation.speculative_scheduler import SpeculativeScheduler, as_if
-from nanovllm.model_runner import ModelRunner, SampledTokens
-from nanovllm.sequence import Sequence
-from nanovllm.stats import LapClock
-from nanovllm.step import SchedulerOutput
+from nanovllm.scheduler import Step
 
 if TYPE_CHECKING:
-    from nanovllm.assembly import Parts
+    from nanovllm.extras.assembly import Parts
 
 
 class DraftModel:
@@ -62,9 +61,7 @@ class DraftModel:
         assert self._scheduler is not None
         seqs = [with_tokens(seq, drafts[i]) for i, seq in growing]
         count = len(seqs)
-        step = SchedulerOutput(
-            [(seq, seq.num_known_tokens - 1, 1) for seq in seqs], count, count, seqs, [*range(count)]
-        )
+        step = Step([(seq, seq.num_known_tokens - 1, 1) for seq in seqs], count, count, seqs, [*range(count)])
         return self.runner.run(build_batch(step, self._scheduler.block_manager.block_tables)).wait().token_ids
 
     def compute_along(self, runner: ModelRunner) -> None:
@@ -73,7 +70,7 @@ class DraftModel:
 
         def compute(runner: ModelRunner, batch: Batch) -> SampledTokens:
             own = self.runner
-            own.kv_cache.move_blocks(batch.moves)
+            own.kv_cache.copy_blocks(batch.copies)
             sent = own.send(batch)
             own.model(sent.input_ids, sent.positions, sent.metadata, own.kv_cache.tensor)
             return inner(runner, batch)
@@ -99,12 +96,14 @@ def load_draft_model(parts: "Parts", options: Speculation) -> DraftModel:
         revision=None,
         hf_overrides=None,
         block_size=parts.block_size,
+        max_model_len=parts.max_model_len,
+        max_num_batched_tokens=parts.max_num_batched_tokens,
         num_kv_blocks=parts.num_kv_blocks,
         enable_overlap=False,
         speculative_config=None,
     )
     folder = resolve_model(config.model, config.load_format != "dummy", config.revision)
-    model_class, shape = read_model_config(folder, config.hf_overrides)
+    _, shape = read_model_config(folder, config.hf_overrides)
     large = parts.model_config
     if shape.vocab_size != large.vocab_size:
         raise ValueError(
@@ -121,10 +120,6 @@ def load_draft_model(parts: "Parts", options: Speculation) -> DraftModel:
             "speculative_config['model'] cannot draft for a model whose layers all have a window: "
             "blocks behind the window are given back"
         )
-    shape = replace(shape, max_position_embeddings=parts.max_model_len)
-    runner, _ = assembly.start_runner(
-        config, folder, model_class, shape, parts.max_num_batched_tokens, False, LapClock()
-    )
-    proposer = DraftModel(runner)
+    proposer = DraftModel(ModelRunner(config, folder))
     proposer.compute_along(parts.runner)
     return proposer

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.checks import check_int, check_str
 
 if TYPE_CHECKING:
-    from nanovllm.config import Config
+    from nanovllm.extras.all_options import Config
 
 METHODS = ("ngram", "draft_model")
 DEFAULT_LOOKUP = 5  # tokens, as in vLLM

@@ -33,13 +33,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from nanovllm.block_tables import IntArray
+from nanovllm.extras.extended_scheduler import ExtendedScheduler
+from nanovllm.extras.full_request import Request
+from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.logits import BadWords, Penalties
 from nanovllm.extras.speculation.blocks import shrink
 from nanovllm.extras.speculation.patience import Patience
-from nanovllm.request import Request
-from nanovllm.scheduler import Scheduler
-from nanovllm.sequence import Sequence
-from nanovllm.step import Chunk, SchedulerOutput
+from nanovllm.scheduler import Chunk, Step, count_places
 
 Drafts = dict[Sequence, list[int]]
 """Of each sequence that has some, in the order of the running sequences."""
@@ -55,12 +55,12 @@ class Proposer(Protocol):
 class Verification(NamedTuple):
     """A step with drafts, from `schedule()` to `update()`."""
 
-    planned: SchedulerOutput  # where a sequence's token and its drafts are one chunk
+    planned: Step  # where a sequence's token and its drafts are one chunk
     drafts: Drafts
     rows: list[range]  # for each of `planned.samples`, its rows in the step that runs
 
 
-class SpeculativeScheduler(Scheduler):
+class SpeculativeScheduler(ExtendedScheduler):
     """`max_rows` bounds the tokens of a step that has drafts, `max_seqs` its sequences, `max_drafts` those of one."""
 
     def __init__(
@@ -76,7 +76,7 @@ class SpeculativeScheduler(Scheduler):
         self._patience: dict[Sequence, Patience] = {}
         self._underway: Verification | None = None
 
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self) -> Step:
         drafts = self._draft()
         planned = super().schedule()
         if not drafts:
@@ -85,7 +85,7 @@ class SpeculativeScheduler(Scheduler):
         self._underway = Verification(planned, drafts, rows)
         return step
 
-    def update(self, step: SchedulerOutput, new_token_ids: list[int]) -> list[tuple[int, Sequence]]:
+    def update(self, step: Step, new_token_ids: list[int]) -> list[tuple[int, Sequence]]:
         """As the parent does; a sequence that had drafts may be among the advanced ones several times."""
         if self._underway is None:
             return super().update(step, new_token_ids)
@@ -109,12 +109,10 @@ class SpeculativeScheduler(Scheduler):
         forget_drafts(seq)
         self._patience.pop(seq, None)
 
-    def roll_back(self) -> None:
+    def forget_steps(self) -> None:
+        super().forget_steps()
         self._underway = None
         for seq in self.running:
-            forget_drafts(seq)
-        super().roll_back()
-        for seq in self.waiting:
             forget_drafts(seq)
 
     # ---- before a step
@@ -164,7 +162,7 @@ class SpeculativeScheduler(Scheduler):
         return patience
 
     def _may_admit(self) -> bool:
-        return self.running.num_places + self.waiting[0].num_places <= self.max_num_seqs
+        return count_places(self.running) + 1 + len(self.waiting[0].children) <= self.max_num_seqs
 
     def has_blocks_for(self, wanted: list[tuple[Sequence, int]]) -> bool:
         """Whether no sequence would be preempted for the sake of so many drafts."""
@@ -211,7 +209,9 @@ def can_be_guessed(seq: Sequence) -> bool:
     Penalties and bad words read the output, which `as_if` provides. A grammar keeps a state, a beam search chooses
     otherwise, and a logits processor of the user may do both: their sequences get no drafts.
     """
-    return all([not processor.reads_output or isinstance(processor, BadWords | Penalties) for processor in seq.processors])
+    return all(
+        [not processor.reads_output or isinstance(processor, BadWords | Penalties) for processor in seq.processors]
+    )
 
 
 def place_drafts(seq: Sequence, token_ids: list[int]) -> None:
@@ -243,10 +243,9 @@ def before_stop_string(request: Request, seq: Sequence, drafts: list[int]) -> li
     completion = request.completions[seq.sample_index]
     if len(completion.token_ids) != seq.num_output_tokens:  # a step has failed before the newest token was read
         return []
-    detokenizer = copy(completion.detokenizer)
-    detokenizer.__dict__ |= {name: value.copy() for name, value in vars(detokenizer).items() if isinstance(value, list)}
+    detokenizer = completion.detokenizer.copy()
     for i, token_id in enumerate(drafts):
-        detokenizer.append_token(token_id)
+        detokenizer.append(token_id)
         if detokenizer.stop_string is not None:
             return drafts[:i]
     return drafts
@@ -255,7 +254,7 @@ def before_stop_string(request: Request, seq: Sequence, drafts: list[int]) -> li
 # ---- a step
 
 
-def one_row_each(planned: SchedulerOutput, drafts: Drafts) -> tuple[SchedulerOutput, list[range]]:
+def one_row_each(planned: Step, drafts: Drafts) -> tuple[Step, list[range]]:
     """The step in which each draft is a decode; and for each of `planned.samples`, its rows among those of the step.
 
     planned     chunks [(A, 19, 1), (B, 7, 3)]                         samples [A, B]          B has two drafts
@@ -280,12 +279,12 @@ def one_row_each(planned: SchedulerOutput, drafts: Drafts) -> tuple[SchedulerOut
 
 
 class KnowsRequests:
-    """Takes the place of `LLMEngine._launch`, and shows the scheduler the engine's requests."""
+    """Replaces `LLMEngine.launch_one`, and gives the scheduler the engine's requests."""
 
     def __init__(self, launch: Callable[[Any], Any], scheduler: SpeculativeScheduler) -> None:
         self._launch = launch
         self._scheduler = scheduler
 
     def __call__(self, engine: Any) -> Any:
-        self._scheduler.requests = engine._requests
+        self._scheduler.requests = engine.requests
         return self._launch(engine)

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.batch import build_batch
 from nanovllm.block_tables import BlockTables
+from nanovllm.extras.full_runner import ModelRunner
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.speculation.ngram import NGrams
 from nanovllm.extras.speculation.speculation_options import Speculation, read_options
 from nanovllm.extras.speculation.speculative_scheduler import KnowsRequests, Proposer, SpeculativeScheduler
-from nanovllm.model_runner import ModelRunner
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.sequence import Sequence
-from nanovllm.step import SchedulerOutput
+from nanovllm.scheduler import Step
 
 if TYPE_CHECKING:
-    from nanovllm.assembly import Parts
+    from nanovllm.extras.assembly import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -110,11 +110,11 @@ def cost_of_doubling(runner: ModelRunner, num_rows: int) -> float:
     return min(times[1]) / min(times[0])
 
 
-def decodes_of_nobody(num_rows: int, block_size: int) -> tuple[SchedulerOutput, BlockTables]:
+def decodes_of_nobody(num_rows: int, block_size: int) -> tuple[Step, BlockTables]:
     """A step with so many decodes, which read and write only the null block."""
     tables = BlockTables(block_size)
     seq = Sequence("measured", [0] * num_rows, SamplingParams(temperature=0))
     for _ in range(-(-num_rows // block_size)):
         tables.append(seq.block_table, 0)
     chunks = [(seq, position, 1) for position in range(num_rows)]
-    return SchedulerOutput(chunks, num_rows, num_rows, [seq] * num_rows, [*range(num_rows)]), tables
+    return Step(chunks, num_rows, num_rows, [seq] * num_rows, [*range(num_rows)]), tables

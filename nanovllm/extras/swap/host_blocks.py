@@ -4,16 +4,15 @@ On CUDA the copies run in a stream of their own, so that a copy to the host may 
 
     moves.swap_outs [(3, 0)]    device block 3 -> host block 0      always done
     moves.swap_ins  [(1, 3)]    host block 1 -> device block 3      in this order
-    moves.copies    [(5, 6)]    device block 5 -> device block 6: copy-on-write
+    moves itself    [(5, 6)]    device block 5 -> device block 6: copy-on-write
 """
 
 import torch
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.extras.swap.space import Swap, SwapMoves, SwapSpace
+from nanovllm.extras.swap.space import BlockPairs, Swap, SwapMoves, SwapSpace
 from nanovllm.kv_cache import KVCache, as_words, indices_on
-from nanovllm.layers.backends import AttentionBackend
-from nanovllm.step import BlockMoves, BlockPairs
+from nanovllm.layers.attention import TorchAttention
 
 
 class SwappingKVCache(KVCache):
@@ -21,7 +20,7 @@ class SwappingKVCache(KVCache):
 
     def __init__(
         self,
-        backend: AttentionBackend,
+        backend: TorchAttention,
         num_layers: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -37,13 +36,13 @@ class SwappingKVCache(KVCache):
         super().allocate(num_blocks)
         self.host_blocks = HostBlocks(self.tensor, self.num_swap_blocks)
 
-    def move_blocks(self, moves: BlockMoves) -> None:
-        assert isinstance(moves, SwapMoves)
-        if moves.swap_outs:
-            self.host_blocks.copy_out(self.tensor, moves.swap_outs)
-        if moves.swap_ins:
-            self.host_blocks.copy_in(self.tensor, moves.swap_ins)
-        super().move_blocks(moves)
+    def copy_blocks(self, copies: BlockPairs) -> None:
+        if isinstance(copies, SwapMoves):
+            if copies.swap_outs:
+                self.host_blocks.copy_out(self.tensor, copies.swap_outs)
+            if copies.swap_ins:
+                self.host_blocks.copy_in(self.tensor, copies.swap_ins)
+        super().copy_blocks(copies)
 
 
 def make_swap(kv_cache: KVCache, blocks: BlockManager) -> Swap:

@@ -1,23 +1,25 @@
 """The swap space: which host blocks hold the K and V of preempted sequences, and which copies are due.
 
-To copy K and V out and back can be cheaper than to compute them anew. The `Scheduler` decides which sequence is
+Copying K and V out and back can be cheaper than computing them again. The scheduler decides which sequence is
 preempted; `SwappingKVCache` does the copies before the step's forward pass.
 """
 
-from dataclasses import dataclass, field
+from typing import Any
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.preemption import Recompute
-from nanovllm.sequence import Sequence
-from nanovllm.step import BlockMoves, BlockPairs
+from nanovllm.extras.preemption import Recompute
+
+BlockPairs = list[tuple[int, int]]
+"""(source, destination) of each block that is copied."""
 
 
-@dataclass(frozen=True)
-class SwapMoves(BlockMoves):
-    """Copies in this order: out to the host, in from the host, and then copy-on-write."""
+class SwapMoves(list[tuple[int, int]]):
+    """A step's copies on the device, and before them copies out to the host and in from the host."""
 
-    swap_outs: BlockPairs = field(default_factory=list)  # device -> host
-    swap_ins: BlockPairs = field(default_factory=list)  # host -> device
+    def __init__(self, copies: BlockPairs, swap_outs: BlockPairs, swap_ins: BlockPairs) -> None:
+        super().__init__(copies)
+        self.swap_outs = swap_outs  # device -> host
+        self.swap_ins = swap_ins  # host -> device
 
 
 class SwapSpace:
@@ -27,7 +29,7 @@ class SwapSpace:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = list(range(num_blocks))
-        self._held: dict[Sequence, list[int]] = {}  # blocks of each sequence that is swapped out
+        self._held: dict[Any, list[int]] = {}  # blocks of each sequence that is swapped out
         self._outs: BlockPairs = []
         self._ins: BlockPairs = []
 
@@ -35,24 +37,24 @@ class SwapSpace:
     def num_free_blocks(self) -> int:
         return len(self._free)
 
-    def __contains__(self, seq: Sequence) -> bool:
+    def __contains__(self, seq: Any) -> bool:
         return seq in self._held
 
-    def host_block_ids(self, seq: Sequence) -> list[int]:
+    def host_block_ids(self, seq: Any) -> list[int]:
         """Where the K and V of `seq` are while it is swapped out."""
         return list(self._held.get(seq, ()))
 
-    def try_swap_out(self, seq: Sequence) -> bool:
+    def try_swap_out(self, seq: Any) -> bool:
         """Note that the computed blocks of `seq` are to be copied out; False, and no change, if they do not fit."""
         blocks = seq.block_table.view(0, -(-seq.num_computed_tokens // self.block_size)).tolist()
-        blocks = [block_id for block_id in blocks if block_id]  # without those behind a window (`windows.py`)
+        blocks = [block_id for block_id in blocks if block_id]  # without those behind a window (`window_blocks.py`)
         if not blocks or len(blocks) > len(self._free):
             return False
         self._held[seq] = [self._free.pop() for _ in blocks]
         self._outs += zip(blocks, self._held[seq], strict=True)
         return True
 
-    def swap_in(self, seq: Sequence) -> None:
+    def swap_in(self, seq: Any) -> None:
         """Note that the blocks of `seq` are to be copied back, into the first blocks that it has been given."""
         num_blocks = -(-seq.num_computed_tokens // self.block_size)
         held = self._held[seq]
@@ -61,7 +63,7 @@ class SwapSpace:
         self._ins += [pair for pair in zip(held, block_ids, strict=True) if pair[1]]
         self.drop(seq)
 
-    def drop(self, seq: Sequence) -> None:
+    def drop(self, seq: Any) -> None:
         """Take back the host blocks of `seq`, if it has any."""
         self._free += self._held.pop(seq, [])
 
@@ -77,24 +79,25 @@ class SwapSpace:
 
 
 class Swap(Recompute):
-    """Preempted sequences go to `space` as long as it has room, and are recomputed otherwise."""
+    """Preempted sequences go to `space` as long as it has room, and are computed again otherwise."""
 
     def __init__(self, block_manager: BlockManager, space: SwapSpace) -> None:
         super().__init__(block_manager)
         self.space = space
-        self._leaving: list[Sequence] = []  # swapped out since `take_moves`
-        self._left: list[Sequence] = []  # swapped out by the newest step
+        self._leaving: list[Any] = []  # swapped out since `take_moves`
+        self._left: list[Any] = []  # swapped out by the newest step
 
-    def preempt(self, seq: Sequence) -> list[int]:
+    def preempt(self, seq: Any) -> None:
         num_computed_tokens = seq.num_computed_tokens
         is_swapped = self.space.try_swap_out(seq)
         self.block_manager.free(seq)
         if is_swapped:
             seq.num_computed_tokens = num_computed_tokens
             self._leaving.append(seq)
-        return self.space.host_block_ids(seq)
+            observer: Any = self.block_manager.observer
+            observer.on_swap_out(seq, self.space.host_block_ids(seq))
 
-    def try_admit(self, seq: Sequence, num_reserved: int) -> bool:
+    def try_admit(self, seq: Any, num_reserved: int) -> bool:
         if seq not in self.space:
             return super().try_admit(seq, num_reserved)
         if self.block_manager.num_missing_blocks(seq) > self.block_manager.num_free_blocks - num_reserved:
@@ -103,18 +106,20 @@ class Swap(Recompute):
         self.space.swap_in(seq)
         return True
 
-    def drop(self, seq: Sequence) -> None:
-        super().drop(seq)
+    def drop(self, seq: Any) -> None:
         self.space.drop(seq)
 
-    def take_moves(self) -> BlockMoves:
+    def take_moves(self) -> SwapMoves:
         self._left, self._leaving = self._leaving, []
         return SwapMoves(self.block_manager.take_copies(), *self.space.take_moves())
 
     def roll_back(self) -> None:
-        """Copies of the newest step may not have been done: what it swapped out is computed anew."""
-        super().roll_back()
+        """What the newest step has swapped out is computed again."""
         self.space.take_moves()
         for seq in [*self._left, *self._leaving]:
-            if seq in self.space:
-                self.drop(seq)
+            self.forget(seq)
+
+    def forget(self, seq: Any) -> None:
+        if seq in self.space:
+            self.block_manager.free(seq)
+            self.space.drop(seq)

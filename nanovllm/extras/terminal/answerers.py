@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import httpx
 
 from nanovllm.extras.event_stream import DONE, EventReader
+from nanovllm.extras.full_llm import LLM
 from nanovllm.extras.terminal.chat_history import Cost, Message
 from nanovllm.extras.vllm.engine_args import EngineArgs
-from nanovllm.llm import LLM
 
 FAILURES = (httpx.HTTPError, httpx.InvalidURL)
 SAMPLE = re.compile(r"^(?:\w+:)(\w+)(?:\{[^}]*\})? ([-+.\w]+)", re.MULTILINE)  # prefix:name{label="…"} value

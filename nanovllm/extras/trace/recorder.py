@@ -22,13 +22,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.config import Config
-from nanovllm.engine import LLMEngine
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.full_engine import LLMEngine
+from nanovllm.extras.full_observer import SchedulingStats
+from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.trace.recording import FORMAT, VERSION, Sink, Sinks, to_sink
 from nanovllm.extras.watching import Watching
-from nanovllm.observer import SchedulingStats
-from nanovllm.sequence import Sequence
-from nanovllm.step import Chunk, SchedulerOutput
+from nanovllm.scheduler import Chunk, Step
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,8 @@ class Recorder(SchedulingStats):
         self._seqs: dict[Sequence, int] = {}  # the numbers of all that have not finished
         self._num_seqs = 0
         self._drawn: list[tuple[Sequence, int, int]] = []  # place and token of the newest draws that may be replaced
+        self._running: set[Sequence] = set()
+        self._leaving: list[int] = []  # host blocks of the sequence that is being preempted
         self._host_block_ids: dict[Sequence, list[int]] = {}  # of sequences that are swapped out
         self._num_steps = 0
         self._flights: deque[tuple[int, list[Sequence]]] = deque()  # steps in flight, and the sequences they sample
@@ -93,7 +95,7 @@ class Recorder(SchedulingStats):
         self._known_ids.clear()
         self._decodes = []
         flights = [[step, [self._seqs.get(seq, 0) for seq in samples]] for step, samples in self._flights]
-        state = take_snapshot(self._blocks, self._seqs, self._host_block_ids) if self._num_seqs else None
+        state = take_snapshot(self._blocks, self._seqs, self._running, self._host_block_ids) if self._num_seqs else None
         if state is not None:
             self._new_ids |= {i for seq in state["seqs"] for i in seq["tokens"]}
             self._new_ids |= {i for *_, token_ids in state["cached"] for i in token_ids}
@@ -144,13 +146,22 @@ class Recorder(SchedulingStats):
         self._seqs.clear()
         self._drawn = []
         self._host_block_ids.clear()
+        self._running.clear()
         self._flights.clear()
         self._decodes = []
 
     def on_add(self, seq: Sequence) -> None:
+        super().on_add(seq)
         self._number(seq)
 
-    def on_fork(self, parent: Sequence, child: Sequence, is_shared: bool) -> None:
+    def on_fork(self, parent: Sequence, child: Sequence) -> None:
+        self._note_fork(parent, child, is_shared=True)
+        self._running.add(child)
+
+    def on_fork_apart(self, parent: Sequence, child: Sequence) -> None:
+        self._note_fork(parent, child, is_shared=False)
+
+    def _note_fork(self, parent: Sequence, child: Sequence, is_shared: bool) -> None:
         self._note_replaced()
         if parent not in self._seqs:  # it has finished
             self._name(child)
@@ -167,6 +178,7 @@ class Recorder(SchedulingStats):
 
     def on_finish(self, seq: Sequence) -> None:
         self._note_replaced()
+        self._running.discard(seq)
         self._host_block_ids.pop(seq, None)
         place = [seq.finish_reason, seq.stop_reason, seq.num_known_tokens, self._now()]
         self._events.append(["finish", self._number(seq), *place])
@@ -184,17 +196,24 @@ class Recorder(SchedulingStats):
 
     def on_admit(self, seq: Sequence) -> None:
         super().on_admit(seq)
+        self._running.add(seq)
         self._host_block_ids.pop(seq, None)
         code = "new" if seq.num_cached_tokens is None else "again"
         self._events.append(["admit", self._number(seq), code, seq.num_computed_tokens])
 
-    def on_preempt(self, seq: Sequence, host_block_ids: list[int], needy: Sequence) -> None:
-        super().on_preempt(seq, host_block_ids, needy)
+    def on_swap_out(self, seq: Sequence, host_block_ids: list[int]) -> None:
+        super().on_swap_out(seq, host_block_ids)
+        self._leaving = host_block_ids
+
+    def on_preempt(self, seq: Sequence, needy: Sequence) -> None:
+        super().on_preempt(seq, needy)
+        host_block_ids, self._leaving = self._leaving, []
+        self._running.discard(seq)
         self._host_block_ids[seq] = host_block_ids
         place = [self._number(needy), seq.num_computed_tokens, host_block_ids]
         self._events.append(["preempt", self._number(seq), *place])
 
-    def on_schedule(self, step: SchedulerOutput, running: list[Sequence], blocks: BlockManager) -> None:
+    def on_schedule(self, step: Step, running: list[Sequence], blocks: BlockManager) -> None:
         super().on_schedule(step, running, blocks)
         self._note_replaced()
         self._note_idle(step, running)
@@ -205,7 +224,7 @@ class Recorder(SchedulingStats):
         named = 0 if decodes == self._decodes else self._numbers(decodes)
         samples = 0 if step.samples == decodes else self._numbers(step.samples)
         chunks = [self._describe(chunk) for chunk in step.chunks[step.num_decodes :]]
-        moves = [getattr(step.moves, "swap_outs", []), getattr(step.moves, "swap_ins", [])]
+        moves = [getattr(step.copies, "swap_outs", []), getattr(step.copies, "swap_ins", [])]
         num_stored = self._in_flight[-1][0]
         place = [named, chunks, samples, moves, blocks.num_free_blocks, num_stored]
         self._events.append(["schedule", self._num_steps, self._now(), *place])
@@ -222,7 +241,7 @@ class Recorder(SchedulingStats):
             code = "all" if start + num_new_tokens == seq.num_known_tokens else "drafts"
         return [self._number(seq), start, num_new_tokens, code]
 
-    def _note_drafts(self, step: SchedulerOutput) -> None:
+    def _note_drafts(self, step: Step) -> None:
         """Tokens behind the known ones, which a chunk computes. (Without a chunk they are those of steps in flight.)"""
         for seq, start, num_new_tokens in step.chunks[step.num_decodes :]:
             drafts = seq.token_ids.data[seq.num_known_tokens : start + num_new_tokens].tolist()
@@ -230,7 +249,7 @@ class Recorder(SchedulingStats):
                 self._new_ids.update(drafts)
                 self._events.append(["draft", self._number(seq), drafts])
 
-    def _note_idle(self, step: SchedulerOutput, running: list[Sequence]) -> None:
+    def _note_idle(self, step: Step, running: list[Sequence]) -> None:
         """Why running sequences get nothing, and why no waiting one has been looked at."""
         has_waiting = len(self._seqs) > len(running)
         if has_waiting and step.preempted and not step.admitted:
@@ -245,7 +264,7 @@ class Recorder(SchedulingStats):
                 code = "caught_up" if seq.num_computed_tokens == seq.num_tokens else "budget"
                 self._events.append(["idle", self._number(seq), code])
 
-    def on_update(self, step: SchedulerOutput, new_token_ids: list[int]) -> None:
+    def on_update(self, step: Step, new_token_ids: list[int]) -> None:
         super().on_update(step, new_token_ids)
         number, _ = self._flights.popleft()
         self._new_ids.update(new_token_ids)
@@ -257,12 +276,13 @@ class Recorder(SchedulingStats):
             if seq.processors and seq in self._seqs
         ]
 
-    def on_step_end(self, step: SchedulerOutput, seconds: Mapping[str, float]) -> None:
+    def on_step_end(self, step: Step, seconds: Mapping[str, float]) -> None:
         self._note_replaced()
         self.flush(seconds)
 
     def on_roll_back(self) -> None:
         super().on_roll_back()
+        self._running.clear()
         self._flights.clear()
         self._events.append(["roll_back", self._now()])
 
@@ -292,6 +312,7 @@ class Recorder(SchedulingStats):
             self._events.append(["free", number])
 
     def on_register_block(self, seq: Sequence, block_id: int, block_hash: int, serial: int) -> None:
+        super().on_register_block(seq, block_id, block_hash, serial)
         self._events.append(["register", self._number(seq), block_id, f"{block_hash:016x}", serial])
 
     def on_forget_block(self, block_id: int) -> None:
@@ -309,7 +330,10 @@ def to_json(line: Mapping[str, Any]) -> str:
 
 
 def take_snapshot(
-    blocks: Any, seqs: Mapping[Sequence, int], host_block_ids: Mapping[Sequence, list[int]]
+    blocks: Any,
+    seqs: Mapping[Sequence, int],
+    running: Collection[Sequence],
+    host_block_ids: Mapping[Sequence, list[int]],
 ) -> dict[str, Any]:
     """The state of a `BlockManager` and of `seqs`, each with its number.
 
@@ -324,16 +348,18 @@ def take_snapshot(
     return {
         "free": list(blocks._free),
         "cached": cached,
-        "seqs": [describe_sequence(seq, number, host_block_ids.get(seq, [])) for seq, number in seqs.items()],
+        "seqs": [
+            describe_sequence(seq, number, seq in running, host_block_ids.get(seq, [])) for seq, number in seqs.items()
+        ],
     }
 
 
-def describe_sequence(seq: Sequence, number: int, host_block_ids: list[int]) -> dict[str, Any]:
+def describe_sequence(seq: Sequence, number: int, is_running: bool, host_block_ids: list[int]) -> dict[str, Any]:
     return {
         "number": number,
         "request": seq.request_id,
         "sample": seq.sample_index,
-        "status": seq.status.name.lower(),
+        "status": "running" if is_running else "waiting",
         "tokens": seq.token_ids.view().tolist(),
         "num_prompt_tokens": seq.num_prompt_tokens,
         "max_num_tokens": seq.max_num_tokens,

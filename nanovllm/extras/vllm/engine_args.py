@@ -14,9 +14,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
-from nanovllm.checks import translate_options
-from nanovllm.config import Config
-from nanovllm.engine import LLMEngine
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.full_engine import LLMEngine
+from nanovllm.extras.option_checks import translate_options
 from nanovllm.extras.vllm.tables import RENAMED
 from nanovllm.extras.vllm.vllm_options import names_of_vllm
 

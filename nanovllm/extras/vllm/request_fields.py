@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.extras.request_params import SamplingParams
 
 
 @classmethod  # type: ignore[misc]

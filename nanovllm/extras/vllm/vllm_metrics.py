@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from nanovllm.outputs import EngineStats
-from nanovllm.stats import LADDER, Observations
+from nanovllm.extras.full_observer import EngineStats
+from nanovllm.extras.observations import LADDER, Observations
 
 if TYPE_CHECKING:
-    from nanovllm.llm import LLM
+    from nanovllm.extras.full_llm import LLM
 
 # upper bounds of the buckets: seconds, or tokens. Their numbers have two digits: they are steps of the `LADDER`
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)

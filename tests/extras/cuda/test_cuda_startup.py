@@ -7,13 +7,13 @@ import torch
 
 from nanovllm import Config
 from nanovllm.extras.cuda.startup import CudaDevice, choose_draw
-from nanovllm.models.config import ModelConfig
+from nanovllm.extras.models.network_config import NetworkConfig
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def test_who_draws_with_triton(monkeypatch):
-    """None is PyTorch, by `draw_tokens`."""
+    """None is PyTorch, by `sample_tokens`."""
     assert choose_draw(Config("model"), CPU) is None
     assert choose_draw(Config("model", enforce_eager=True), CPU) is None
     assert choose_draw(Config("model", enforce_eager=True), CUDA) is None

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nanovllm import BeamSearchParams, Config, LLMEngine, SamplingParams
-from nanovllm.assembly import Device
+from nanovllm.extras.full_runner import Device
 from nanovllm.extras.cuda.graphs import (
     CudaGraphs,
     DecodeInputs,
@@ -32,10 +32,10 @@ from nanovllm.extras.cuda.graphs import (
 )
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.extras.prompt_logprobs import TargetRows
-from nanovllm.layers.backends import TorchAttention
-from nanovllm.sampler import draw_tokens
-from nanovllm.sampling_batch import SamplingBatch
-from nanovllm.sequence import Sequence
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.sampler import sample_tokens
+from nanovllm.batch import SamplingBatch
+from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.logits_processors import ForbiddenTokens
 from tests.extras.test_overlap import KINDS, visible
 from tests.late_runner import LateRunner
@@ -170,7 +170,7 @@ def wants_no_truncation(sampling):
 
 def draw_plainly(logits, temperatures, uniforms, *_):
     """The draw that is recorded: PyTorch's truncation cannot be, so the rows that ask for it are drawn again."""
-    return draw_tokens(logits, temperatures, uniforms)
+    return sample_tokens(logits, temperatures, uniforms)
 
 
 def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):

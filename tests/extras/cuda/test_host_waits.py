@@ -24,8 +24,8 @@ from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm.extras.overlap import NewestTokens, has_placeholders
 from nanovllm.extras.quantization.quantise import quantise
 from nanovllm.kv_cache import KVCache
-from nanovllm.model_runner import ArrivingTokens, ModelRunner
-from nanovllm.models.config import ModelConfig
+from nanovllm.extras.full_runner import ArrivingTokens, ModelRunner
+from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from tests.extras.test_overlap import KINDS
 from tests.late_runner import LateRunner
@@ -160,11 +160,11 @@ def make_runner(backend, has_twins, quantization=None):
     model.model.rotary(torch.zeros(1, dtype=torch.int32, device=META), torch.bfloat16)  # the first call moves its table
     if has_twins:
         backend.replace_layers(model)
-    from nanovllm.extras.kernels.cuda.sample import draw_tokens
+    from nanovllm.extras.kernels.cuda.sample import sample_tokens
 
     kv_cache = KVCache(backend, SHAPE.num_hidden_layers, torch.bfloat16, META)
     kv_cache.allocate(30)
-    runner = ModelRunner(model, backend, kv_cache, draw_tokens)
+    runner = ModelRunner(model, backend, kv_cache, sample_tokens)
     buffer = InputBuffer(META, 1 << 20)
     runner.send = buffer.send_record
     NewestTokens(runner).ids = torch.zeros(64, dtype=torch.int64, device=META)

@@ -11,7 +11,7 @@ from nanovllm.extras.kernels.cpu.cpu_layers import replace_layers
 from nanovllm.extras.kernels.cpu.experts import CpuExperts, fuse_experts
 from nanovllm.extras.models.group_routing import SigmoidRouter
 from nanovllm.extras.models.moe import Experts, Router
-from nanovllm.layers.mlp import GatedMLP
+from nanovllm.extras.models.gated_mlp import GatedMLP
 from tests.extras.kernels.test_cpu_kernels import (
     filled,
     one_rounding,

@@ -12,9 +12,9 @@ from nanovllm.extras.int8_kv import with_int8_cache
 from nanovllm.extras.kernels.choices import select_backend
 from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm.extras.models.masking import PLAIN
-from nanovllm.layers.backends import TorchAttention
-from nanovllm.models.config import ModelConfig
-from nanovllm.sequence import Sequence
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.extras.full_sequence import Sequence
 from tests.attention_options import OPTIONS
 from tests.attention_steps import HEADS, Int8Step, random_lens
 from tests.extras.kernels.test_cpu_kernels import LAYER_LENS, check_layer_in_one_call

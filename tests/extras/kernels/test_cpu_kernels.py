@@ -24,14 +24,16 @@ from nanovllm.extras.kernels.cpu.cpu_layers import CpuLinear, HugePages, pack, r
 from nanovllm.extras.kernels.cpu.head_norms import CpuNormedAttention, fuse_head_norms
 from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm.extras.models.gemma3 import Gemma3Attention, Gemma3Config, UnitOffsetRMSNorm
-from nanovllm.layers.backends import TorchAttention
+from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.linear import Embedding, FusedLinear, Linear
-from nanovllm.layers.mlp import GeluAndMul, SiluAndMul
+from nanovllm.extras.models.gated_mlp import GeluAndMul
+from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import ApplyRotary, Rope, Rotary
-from nanovllm.models.config import ModelConfig
+from nanovllm.layers.rotary import ApplyRotary, Rotary
+from nanovllm.extras.models.rope import Rope
+from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
-from nanovllm.sequence import Sequence
+from nanovllm.extras.full_sequence import Sequence
 from tests.attention_options import OPTIONS
 from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
 from tests.steps import batch_of

@@ -17,7 +17,7 @@ import torch
 from nanovllm.extras.kernels.choices import select_backend
 from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm.extras.models.masking import PLAIN
-from nanovllm.layers.backends import TorchAttention
+from nanovllm.layers.attention import TorchAttention
 from tests.attention_options import OPTIONS
 from tests.attention_steps import Step, check_close, shared_step
 

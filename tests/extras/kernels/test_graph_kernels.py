@@ -11,10 +11,10 @@ import random
 import pytest
 
 from nanovllm import Config, LLMEngine, SamplingParams
-from nanovllm.assembly import Device
+from nanovllm.extras.full_runner import Device
 from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
 from nanovllm.extras.kernels.cuda.cuda_decoder_layer import TritonDecoderLayer
-from nanovllm.extras.kernels.cuda.sample import draw_tokens
+from nanovllm.extras.kernels.cuda.sample import sample_tokens
 from nanovllm.extras.overlap import NewestTokens
 from tests.conftest import hf_greedy
 from tests.late_runner import LateRunner
@@ -37,7 +37,7 @@ def make_engine(monkeypatch, folder, **options):
     recorder = OperationRecorder()
 
     def record(model, kv_cache, draw, max_batch_size, max_num_blocks):
-        assert draw is draw_tokens
+        assert draw is sample_tokens
         graphs = CudaGraphs(model, kv_cache, draw, graph_sizes(max_batch_size), max_num_blocks, recorder)
         graphs.record_all()
         return graphs
@@ -47,7 +47,7 @@ def make_engine(monkeypatch, folder, **options):
             self.sizes = StepSizes(max_num_batched_tokens, config.max_num_seqs, shape.max_position_embeddings)
 
         def prepare(self, runner):
-            runner.draw = draw_tokens
+            runner.draw = sample_tokens
 
         def wrap(self, runner, newest):
             replay_decodes(runner, newest or NewestTokens(runner), self.sizes)

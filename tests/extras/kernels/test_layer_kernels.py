@@ -33,11 +33,12 @@ from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
 from nanovllm.extras.kernels.dense_layers import dense_parts
 from nanovllm.extras.models.llama import LlamaDecoderLayer
 from nanovllm.extras.models.masking import AttentionOptions
-from nanovllm.layers.backends import TorchAttention
+from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import Rope, Rotary, apply_rotary
-from nanovllm.models.config import ModelConfig
+from nanovllm.extras.models.rope import Rope
+from nanovllm.layers.rotary import Rotary, apply_rotary
+from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from tests.attention_steps import Step
 

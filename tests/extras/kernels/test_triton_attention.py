@@ -19,7 +19,7 @@ from packaging.version import Version
 from nanovllm import LLM
 from nanovllm.extras.kernels.choices import select_backend
 from nanovllm.extras.models.masking import AttentionOptions
-from nanovllm.layers.backends import TorchAttention
+from nanovllm.layers.attention import TorchAttention
 from tests.conftest import KERNEL_TESTS
 
 pytest.importorskip("triton")

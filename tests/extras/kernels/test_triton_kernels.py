@@ -22,8 +22,8 @@ from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm.extras.kernels.cuda.kernel_launch import Launch
 from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.backends import TorchAttention
-from nanovllm.sequence import Sequence
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.extras.full_sequence import Sequence
 from tests.attention_options import OPTIONS
 from tests.attention_steps import Step, check_close
 from tests.steps import batch_of

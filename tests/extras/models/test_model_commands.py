@@ -14,7 +14,7 @@ import torch
 
 import bench
 import example
-from nanovllm.models.registry import ARCHITECTURES as REGISTERED
+from nanovllm.extras.models.architectures import ARCHITECTURES as REGISTERED
 from tests.extras.models.architectures import ARCHITECTURES, Checkpoints
 from tests.hub_cache import put_into_cache
 from tests.tiny_tokenizers import byte_level

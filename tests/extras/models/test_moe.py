@@ -13,7 +13,7 @@ from nanovllm.extras.models.group_routing import (
     route_by_softmax_in_groups,
 )
 from nanovllm.extras.models.moe import Experts, Router, route_by_softmax
-from nanovllm.layers.mlp import GatedMLP
+from nanovllm.extras.models.gated_mlp import GatedMLP
 
 HIDDEN, INNER = 12, 20
 

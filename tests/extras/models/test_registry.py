@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from nanovllm import checks
-from nanovllm.models.registry import find_architecture
+from nanovllm.extras.models.architectures import find_architecture
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, weights
-from nanovllm.checkpoint import read_model_config
+from nanovllm.extras.checkpoint import read_model_config
 from nanovllm.extras.dead import EngineDeadError
 from nanovllm.extras.parallel import cut as cut_module
 from nanovllm.extras.parallel.cut import Cut, Cutter, read_part, share_of
 from nanovllm.extras.parallel.start_ranks import load_share
-from nanovllm.layers.backends import TorchAttention
-from nanovllm.models.registry import find_architecture
-from nanovllm.weights import checkpoint_places, load_model
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.extras.models.architectures import find_architecture
+from nanovllm.loader import places_of
+from nanovllm.extras.weights import load_model
 from tests.conftest import examples
 from tests.extras.models.architectures import ARCHITECTURES
 from tests.extras.parallel.shareable import LATENT

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanovllm import Config, LLMEngine, SamplingParams
-from nanovllm.assembly import Device
+from nanovllm.extras.full_runner import Device
 from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.extras.parallel import start_ranks as start

@@ -8,8 +8,9 @@ from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm.extras.kernels.cpu.cpu_decoder_layer import fuse_layers
 from nanovllm.extras.kernels.cpu.cpu_layers import replace_layers
 from nanovllm.extras.parallel.communicator import CommunicationError
-from nanovllm.layers.rotary import Rope, Rotary
-from nanovllm.models.config import ModelConfig
+from nanovllm.extras.models.rope import Rope
+from nanovllm.layers.rotary import Rotary
+from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
 from tests.attention_steps import Step
 from tests.extras.kernels.processors import need_a_compiler

@@ -30,8 +30,8 @@ from nanovllm.extras.parallel.messages import (
 )
 from nanovllm.extras.swap.space import SwapMoves
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.sampling_batch import SamplingBatch
-from nanovllm.step import BlockMoves
+from nanovllm.batch import SamplingBatch
+from nanovllm.scheduler import BlockMoves
 from tests.conftest import examples
 
 INT32 = st.integers(-(2**31), 2**31 - 1)

@@ -7,11 +7,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanovllm import TINY_QWEN3
-from nanovllm.detokenizer import TokenDecoder
+from nanovllm.extras.full_detokenizer import TokenDecoder
 from nanovllm.extras.serve.logprobs import chat_logprobs
 from nanovllm.extras.serve.streaming import Written, encode, go_on
 from nanovllm.extras.serve.token_bytes import TokenBytes
-from nanovllm.request import PositionLogprobs
+from nanovllm.extras.logprobs import PositionLogprobs
 from tests.tiny_tokenizers import byte_level, metaspace, sentencepiece
 
 TEXTS = ["Hello there", "naïve café ☕", "é", "  a\nb", "日本 ☃ 🙂"]

@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.extras.speculation.ngram import NGrams
-from nanovllm.sequence import Sequence
+from nanovllm.extras.full_sequence import Sequence
 
 
 def propose(tokens, count, shortest, longest):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from nanovllm.step import SchedulerOutput
+from nanovllm.scheduler import Step
 from tests.conftest import examples
 from tests.extras.test_scheduling import BeamMachine
 from tests.scheduling_traffic import SETTINGS, Run, SchedulerMachine
@@ -102,7 +102,7 @@ def test_a_step_has_no_more_rows_than_are_nearly_free():
     run.add([5] * 3, max_tokens=30)
     run.step()
     assert len(run.step().chunks) == 4, "four sequences, four rows"
-    assert run.step() != SchedulerOutput()
+    assert run.step() != Step()
     run.finish()
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm.extras.swap.host_blocks import HostBlocks, SwappingKVCache
 from nanovllm.extras.swap.space import SwapMoves
 from nanovllm.kv_cache import KVCache
-from nanovllm.layers.backends import TorchAttention
+from nanovllm.layers.attention import TorchAttention
 
 NUM_LAYERS, NUM_BLOCKS, NUM_HOST_BLOCKS, BLOCK_SIZE = 3, 8, 6, 4
 KINDS = ("swap_outs", "swap_ins", "copies")

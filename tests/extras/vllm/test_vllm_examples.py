@@ -17,7 +17,7 @@ from tqdm import tqdm
 import example
 from nanovllm import LLM, TINY_QWEN3, EngineArgs, LLMEngine, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
 from nanovllm.extras.vllm.vllm_metrics import BOUNDS, Counter, Gauge, Histogram, make_histogram
-from nanovllm.stats import Observations
+from nanovllm.extras.observations import Observations
 
 PROMPTS = ["What is a block table?", "Paged attention", "The KV cache"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import Config, EngineArgs
-from nanovllm.checks import translate_options
+from nanovllm.extras.option_checks import translate_options
 from nanovllm.extras.vllm.tables import WITHOUT_EFFECT
 
 VLLM = json.loads((Path(__file__).parent / "vllm_engine_options.json").read_text())

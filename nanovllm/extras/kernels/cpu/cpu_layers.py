@@ -15,10 +15,11 @@ from torch import nn
 
 from nanovllm.extras.kernels.classes import is_one
 from nanovllm.extras.kernels.cpu.library import LANES, Library, keep_freed_memory, load_library
+from nanovllm.extras.models.gated_mlp import GeluAndMul
 from nanovllm.layers.linear import Embedding, FusedLinear, Linear
-from nanovllm.layers.mlp import GeluAndMul, SiluAndMul
+from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import ApplyRotary, apply_rotary
+from nanovllm.layers.rotary import ApplyRotary
 
 # layers of architectures that may be deleted
 ROUTER, SIGMOID_ROUTER = "extras.models.moe.Router", "extras.models.group_routing.SigmoidRouter"
@@ -161,7 +162,7 @@ class CpuApplyRotary(nn.Module):
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         if cos.shape[-1] % LANES:
-            return apply_rotary(x, cos, sin)
+            return ApplyRotary.forward(self, x, cos, sin)  # type: ignore[arg-type]
         return norm_and_rotate(self.library, x, None, cos, sin)
 
 

@@ -14,7 +14,11 @@ from nanovllm.extras.kernels.cpu.cpu_layers import CpuRMSNorm
 from nanovllm.extras.kernels.cpu.library import LANES
 from nanovllm.layers.attention import AttentionMetadata
 
-NORMED_ATTENTION = ("models.qwen3.Qwen3Attention", "extras.models.gemma3.Gemma3Attention")
+NORMED_ATTENTION = (
+    "models.qwen3.Qwen3Attention",
+    "extras.models.qwen3_variants.Qwen3VariantAttention",
+    "extras.models.gemma3.Gemma3Attention",
+)
 
 
 class CpuNormedAttention(nn.Module):

@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.extras.kernels.backend import AttentionBackend
 from nanovllm.extras.kernels.cuda import few_tokens
 from nanovllm.extras.kernels.cuda.activation import silu_and_mul
 from nanovllm.extras.kernels.cuda.norm_kernels import norm_rotary_store, rms_norm
 from nanovllm.extras.kernels.cuda.quantised_layers import TritonQuantisedLinear, replace_quantised
 from nanovllm.extras.kernels.dense_layers import DenseParts, dense_parts
 from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.backends import AttentionBackend
 from nanovllm.layers.linear import Linear
 from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm

@@ -1,4 +1,4 @@
-"""`draw_tokens` of `nanovllm/sampler.py` in Triton: temperature, min-p, top-k, top-p and the draw.
+"""`sample_tokens` of `nanovllm/sampler.py` in Triton: temperature, min-p, top-k, top-p and the draw.
 
 Nothing is sorted, and no probability is written down. Three kernels run for a batch:
 
@@ -19,7 +19,7 @@ from nanovllm.extras.kernels.cuda.logit_weights import CHUNK, row_stride, stats_
 from nanovllm.extras.kernels.cuda.truncate import CAPACITY, GROUP, find_limits
 
 
-def draw_tokens(
+def sample_tokens(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
     uniforms: torch.Tensor | None = None,
@@ -32,7 +32,7 @@ def draw_tokens(
 ) -> torch.Tensor:
     """logits: [num_samples, vocab_size] -> token ids [num_samples] int64; the other tensors have an entry for each row
 
-    The tokens are those of `draw_tokens` in `sampler.py`, except where a border is missed by no more than
+    The tokens are those of `sample_tokens` in `sampler.py`, except where a border is missed by no more than
     rounding. A token whose logit is NaN counts as impossible. `chunk`, `group` (2 or more) and `capacity` are
     powers of two, for tests and measurements.
     """

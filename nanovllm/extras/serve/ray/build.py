@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from nanovllm.config import Config
+from nanovllm.extras.all_options import Config
 from nanovllm.extras.serve.ray.ingress import IngressDeployment
 from nanovllm.extras.serve.ray.ray_engine import Engine
 from nanovllm.extras.serve.ray.ray_options import RayOptions, count_gpus

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nanovllm.checks import check_int
-from nanovllm.config import Config
+from nanovllm.extras.all_options import Config
 
 ROUTINGS = ("prefix", "load")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from nanovllm.extras.lazy_outputs import CompletionOutput, RequestOutput
 from nanovllm.extras.serve.answer import Answer
 from nanovllm.extras.serve.body import JSONRoute
 from nanovllm.extras.serve.chat_route import prepare_chat
@@ -23,7 +24,6 @@ from nanovllm.extras.serve.state import ReadyServer
 from nanovllm.extras.serve.streaming import EventStream, Written, answer_whole, encode
 from nanovllm.extras.serve.token_bytes import TokenBytes
 from nanovllm.extras.serve.workers import Check
-from nanovllm.outputs import CompletionOutput, RequestOutput
 
 router = APIRouter(route_class=JSONRoute)
 

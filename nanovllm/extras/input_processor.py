@@ -4,22 +4,18 @@ A prompt is text, token ids, or a dict of one of the two. What this engine could
 changes. Called by `LLM`, and by `LLMEngine` when requests are added.
 """
 
-import re
 import time
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
-from nanovllm.assembly import Parts
-from nanovllm.checks import check_int, extra
-from nanovllm.detokenizer import TokenDecoder
-from nanovllm.inputs import Prompt, check_keys
-from nanovllm.request import Completion, Request
-from nanovllm.sampling_params import RequestOutputKind, SamplingParams
-from nanovllm.sequence import Sequence
-from nanovllm.extras.logits_processors import MinTokens
+from nanovllm.extras.assembly import Parts
+from nanovllm.extras.full_detokenizer import TokenDecoder
+from nanovllm.extras.full_request import Completion, Request
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.prompt_forms import check_keys
+from nanovllm.extras.request_params import RequestOutputKind, SamplingParams
+from nanovllm.request import Prompt, encode_prompt
 
 
 class OtherParams(Protocol):
@@ -58,10 +54,12 @@ class InputProcessor:
 
     def encode(self, prompt: Prompt, params: Params | None = None) -> tuple[str | None, list[int]]:
         """Text (None if there was none) and token ids of a prompt, or of the end of it that `params` keep."""
+        if isinstance(prompt, Mapping):
+            check_keys(prompt)
         text, token_ids = encode_prompt(prompt, self.tokenizer, self.vocab_size)
         if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:
-            with extra("extras/prompt_truncation.py", "truncate_prompt_tokens"):
-                from nanovllm.extras.prompt_truncation import truncate
+            from nanovllm.extras.prompt_truncation import truncate
+
             token_ids = truncate(token_ids, params, self.parts.max_model_len)
         self._check_prompt_len(len(token_ids))
         return text, token_ids
@@ -115,7 +113,9 @@ class InputProcessor:
         for i in range(params.n):
             own_processors = processors if grammar is None else (*processors, grammar.copy())
             own_readers = readers if i == 0 else ()
-            seq = Sequence(request_id, token_ids, params, self.eos_token_ids, priority, seed, i, own_processors, own_readers)
+            seq = Sequence(
+                request_id, token_ids, params, self.eos_token_ids, seed, i, priority, own_processors, own_readers
+            )
             seqs.append(seq)
         seqs[0].children = seqs[1:]
         kind = Request if grammar is None else self.grammars.request_class
@@ -125,8 +125,8 @@ class InputProcessor:
     @cached_property
     def grammars(self) -> Any:
         """The compiler of structured outputs, made for the first request that needs it."""
-        with extra("extras/structured", "structured_outputs"):
-            from nanovllm.extras.structured.compiler import GrammarCompiler
+        from nanovllm.extras.structured.compiler import GrammarCompiler
+
         return GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
 
     def _check_prompt_len(self, num_tokens: int) -> None:
@@ -142,61 +142,25 @@ class InputProcessor:
             )
 
     def _processors(self, params: SamplingParams) -> tuple[Any, ...]:
-        """What changes the logits of the request's rows."""
-        processors = (MinTokens(),) if params.min_tokens else ()
-        if not params.changes_logits:
-            return processors
-        with extra("extras/logits.py", "a penalty, bias, bad word, logits processor or list of allowed tokens"):
-            from nanovllm.extras.logits import processors_of
-        return *processors, *processors_of(params, self.tokenizer)
+        """Return what changes the logits of the request's rows."""
+        if params.is_plain:
+            return ()
+        from nanovllm.extras.logits import processors_of
+
+        return processors_of(params, self.tokenizer)
 
     def _readers(self, params: SamplingParams, gives_deltas: bool) -> tuple[Any, ...]:
         """What reads the hidden states of the prompt."""
         if params.prompt_logprobs is None:
             return ()
-        with extra("extras/prompt_logprobs.py", "prompt_logprobs"):
-            from nanovllm.extras.prompt_logprobs import PromptLogprobs
+        from nanovllm.extras.prompt_logprobs import PromptLogprobs
+
         return (PromptLogprobs(params.prompt_logprobs, self.decoder, gives_once=gives_deltas),)
 
     def _completion_class(self, gives_deltas: bool) -> type[Completion]:
         """What an output of a stream holds of each sample: all so far, or what is new."""
         if not gives_deltas:
             return Completion
-        with extra("extras/deltas.py", "output_kind=RequestOutputKind.DELTA"):
-            from nanovllm.extras.deltas import DeltaCompletion
+        from nanovllm.extras.deltas import DeltaCompletion
+
         return DeltaCompletion
-
-
-# ---- the forms of a prompt
-
-
-def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[str | None, list[int]]:
-    """Text (None if there was none) and token ids of a prompt; TypeError or ValueError if it is not one."""
-    text: Any = None
-    token_ids: Any = prompt
-    if isinstance(prompt, Mapping):
-        check_keys(prompt)
-        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids", prompt.get("prompt"))
-        if "prompt_token_ids" in prompt and isinstance(token_ids, str):
-            raise TypeError(f"prompt_token_ids must be a list of token ids, got {token_ids!r}")
-    if isinstance(token_ids, str):
-        if tokenizer is None:
-            raise ValueError("this model has no tokenizer, so a prompt must be token ids, got text")
-        if half := re.search("[\ud800-\udfff]", token_ids):
-            raise ValueError(f"a prompt must not hold half of a surrogate pair, got {half[0]!r} at {half.start()}")
-        text, token_ids = token_ids, tokenizer.encode(token_ids)
-    return text, check_token_ids(token_ids, vocab_size)
-
-
-def check_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
-    """A list of ints in [0, vocab_size), from any sequence of integers; an error names the first bad one."""
-    if isinstance(token_ids, torch.Tensor):
-        token_ids = token_ids.tolist()
-    if isinstance(token_ids, bytes | Mapping) or not hasattr(token_ids, "__iter__"):
-        allowed = "a str, a list of token ids, or a dict with prompt or prompt_token_ids"
-        raise TypeError(f"a prompt must be {allowed}, got {type(token_ids).__name__}")
-    token_ids = list(token_ids)
-    if set(map(type, token_ids)) != {int} or min(token_ids) < 0 or max(token_ids) >= vocab_size:  # usual ones pass soon
-        for i, token_id in enumerate(token_ids):
-            check_int(f"prompt_token_ids[{i}]", token_id, 0, maximum=vocab_size - 1)
-    return list(map(int, token_ids))

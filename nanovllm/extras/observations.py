@@ -1,12 +1,12 @@
 """What the engine has done so far: how large the values of its requests were, gauges, the times of a step's parts."""
 
-import time
 from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import fields
 
-from nanovllm.outputs import Counts, EngineStats, RequestMetrics
-from nanovllm.request import Request
+from nanovllm.extras.full_observer import Counts, EngineStats
+from nanovllm.extras.full_request import Request
+from nanovllm.extras.lazy_outputs import RequestMetrics
 from nanovllm.scheduler import Scheduler
 
 LADDER = [float(f"{digits}e{power}") for power in range(-5, 6) for digits in range(10, 100)]
@@ -48,25 +48,6 @@ class Observations:
         if value is not None:
             self.counts[name][bisect_left(LADDER, value)] += 1
             self.sums[name] += value
-
-
-class LapClock:
-    """Seconds of each part of a step, or of the start: `lap(name)` ends a part. Parts of one name add up.
-
-    `now` is the last reading, in seconds of `time.monotonic()`.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.now = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        before, self.now = self.now, time.monotonic()
-        self.seconds[name] = self.seconds.get(name, 0.0) + self.now - before
-
-    def resume(self) -> None:
-        """What has passed since the last reading is of no part."""
-        self.now = time.monotonic()
 
 
 def make_stats(counts: Counts, scheduler: Scheduler) -> EngineStats:

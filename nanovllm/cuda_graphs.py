@@ -1,0 +1,97 @@
+"""CUDA graphs: the forward pass of decodes, recorded for some batch sizes and replayed with one launch.
+
+A decode step of a small model is hundreds of kernels of a few microseconds each. Launching them one by one from Python
+takes longer than running them (https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/). A graph fixes the
+addresses and shapes of all tensors, but not their contents. So:
+
+- the inputs of all graphs are in the same buffers, and each step's inputs are copied there;
+- a batch is padded to the next recorded size with empty sequences, whose K and V go to slot 0, in the null block: 70
+  decodes replay the graph of 80;
+- block tables are as wide as the longest sequence needs.
+
+`ModelRunner.forward` replays a batch if `can_replay` allows it. Prefill has any shape, and takes long enough to hide
+its launches, so it is never replayed. Logits and sampling are not part of the graphs.
+"""
+
+from bisect import bisect_left
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.batch import Batch
+from nanovllm.layers.attention import AttentionMetadata
+
+
+class CudaGraphs:
+    """Graphs of `model` for up to `max_num_seqs` decodes. `kv_cache` must keep its address."""
+
+    def __init__(self, model: nn.Module, kv_cache: Tensor, max_num_seqs: int, max_num_blocks: int) -> None:
+        self.model, self.kv_cache = model, kv_cache
+        self.sizes = [size for size in (1, 2, 4, 8, *range(16, max_num_seqs, 16)) if size < max_num_seqs]
+        self.sizes.append(max_num_seqs)
+        # the buffers: one row for each decode
+        device = kv_cache.device
+        columns = torch.zeros(4, max_num_seqs, dtype=torch.int32, device=device)
+        self.input_ids, self.positions, self.slot_mapping, self.seq_lens = columns  # [max_num_seqs] each
+        self.block_tables = torch.zeros(max_num_seqs, max_num_blocks, dtype=torch.int32, device=device)
+        self.offsets = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # size -> graph, and the tensor that it writes
+        self.pool = torch.cuda.graph_pool_handle()  # only one graph runs at a time, so they share their working memory
+
+    def record_all(self) -> None:
+        for size in reversed(self.sizes):  # the memory of the largest graph is enough for all others
+            self.record(size)
+
+    def measure_bytes(self) -> int:
+        """Measure the memory that all graphs take: that of the largest, plus that of the smallest for each other one."""
+        free = [torch.cuda.mem_get_info()[0]]
+        for size in (self.sizes[-1], self.sizes[0]):
+            self.record(size)
+            free.append(torch.cuda.mem_get_info()[0])
+        return free[0] - free[1] + (len(self.sizes) - 1) * (free[1] - free[2])
+
+    @torch.inference_mode()
+    def record(self, size: int) -> None:
+        self.forward(size)  # once without recording: libraries initialise themselves, which cannot be recorded
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            hidden = self.forward(size)
+        self.graphs[size] = graph, hidden
+
+    def forward(self, size: int) -> Tensor:
+        """Run the model over the first `size` rows of the buffers -> [size, hidden_size]"""
+        none = self.offsets[:1]
+        metadata = AttentionMetadata(
+            slot_mapping=self.slot_mapping[:size],
+            block_tables=self.block_tables[:size],
+            seq_lens=self.seq_lens[:size],
+            cu_seqlens_q=self.offsets[: size + 1],
+            prefill_cu_seqlens_q=none,
+            prefill_cu_seqlens_k=none,
+            num_decodes=size,
+            max_seqlen_q=0,
+            max_seqlen_k=0,
+            num_prefix_tokens=0,
+        )
+        return self.model(self.input_ids[:size], self.positions[:size], metadata, self.kv_cache)
+
+    def can_replay(self, batch: Batch) -> bool:
+        """Return whether the batch has only decodes, and not more than the largest graph."""
+        return batch.metadata.num_decodes == len(batch.metadata.seq_lens) <= self.sizes[-1]
+
+    def replay(self, batch: Batch) -> Tensor:
+        """Replay a batch of decodes -> hidden states [num_tokens, hidden_size], valid until the next replay"""
+        metadata = batch.metadata
+        n, width = metadata.block_tables.shape
+        size = self.sizes[bisect_left(self.sizes, n)]
+        self.slot_mapping[n:size] = 0  # padding
+        self.seq_lens[n:size] = 0
+        self.input_ids[:n] = batch.input_ids
+        self.positions[:n] = batch.positions
+        self.slot_mapping[:n] = metadata.slot_mapping
+        self.seq_lens[:n] = metadata.seq_lens
+        self.block_tables[:n, :width] = metadata.block_tables
+        graph, hidden = self.graphs[size]
+        graph.replay()
+        return hidden[:n]

@@ -1,0 +1,96 @@
+"""All options of the engine: those of the core, and those that choose extras. Names that differ from vLLM's are
+translated."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from nanovllm import config
+from nanovllm.checks import check_bool, check_choice, check_int, check_str, checked
+from nanovllm.extras.option_checks import check_dict, check_in, translate_options
+
+
+def check_policy(name: str, value: Any) -> None:
+    if not callable(value):
+        check_choice(name, value, ("fcfs", "priority", "sjf"))
+
+
+@dataclass(frozen=True)
+class Config(config.Config):
+    """What `LLM(...)` and `LLMEngine(Config(...))` take.
+
+    A bad value raises a TypeError or ValueError that names the field, the value and what is allowed.
+    """
+
+    kv_cache_memory_bytes: int | None = checked(None, check_int, minimum=1, optional=True)
+    """Size of the KV cache; None is 1 GiB on CPU, and on CUDA what `gpu_memory_utilization` leaves."""
+    attention_backend: str = checked("auto", check_choice, allowed=("auto", "torch", "flash_attn", "triton", "cpu"))
+    """`torch`, `flash_attn`, `triton` or `cpu`; `auto` is the fastest that this machine has."""
+    kv_cache_dtype: str = checked("auto", check_choice, allowed=("auto", "fp8", "int8"))
+    """`fp8` (with `triton`, `torch`), `int8` (`cpu`, `torch`): K and V have 8 bits; `auto` is the model's dtype."""
+    quantization: str | Mapping[str, Any] | None = checked(None, check_in, module="quantization.quantization_options")
+    """`int8` or `int4` keeps weights in so many bits, or a dict as `{"method": "int4", "group_size": 64}`."""
+    scheduling_policy: str | Callable[[Any], float] = checked("fcfs", check_policy)
+    """`fcfs`, `priority` or `sjf` (`extras/policies.py`), or a function of your own: see `queues.py`."""
+    long_prefill_token_threshold: int = checked(0, check_int, minimum=0)
+    """Most tokens of one sequence in a step, so that short prompts get past a long one; 0 sets no limit."""
+    preemption_mode: str = checked("recompute", check_choice, allowed=("recompute", "swap"))
+    """What becomes of a preempted sequence's K and V: `recompute`, or `swap` to host memory while there is room."""
+    swap_space_bytes: int = checked(0, check_int, minimum=0)
+    """Host memory for `preemption_mode="swap"`."""
+    enable_cuda_graphs: bool | None = checked(None, check_bool, optional=True)
+    """Whether decode steps are replayed from CUDA graphs; None replays them wherever possible."""
+    enable_overlap: bool | None = checked(None, check_bool, optional=True)
+    """Whether the next step is launched while one is in flight; None means only on CUDA. Outputs are the same."""
+    speculative_config: Mapping[str, Any] | None = checked(None, check_dict)
+    """Who guesses tokens that a step verifies together, as `{"method": "ngram", "num_speculative_tokens": 5}`."""
+    tensor_parallel_size: int = checked(1, check_int, minimum=1)
+    """Ranks that share each forward pass: CUDA devices, or processes on a CPU."""
+    nnodes: int = checked(1, check_int, minimum=1)
+    """Machines that the ranks run on, as many ranks on each."""
+    node_rank: int = checked(0, check_int, minimum=0)
+    """Number of this machine. Machine 0 schedules and draws; on others the engine only computes, until it ends."""
+    master_addr: str = checked("127.0.0.1", check_str)
+    """Address of machine 0, where it waits for the others."""
+    master_port: int = checked(29501, check_int, minimum=1, maximum=65535)
+    """Port of machine 0."""
+    load_format: str = checked("auto", check_choice, allowed=("auto", "safetensors", "gguf", "dummy"))
+    """`safetensors` (the same as `auto`), `gguf`, or `dummy` for seeded random weights, which need only config.json."""
+    revision: str | None = checked(None, check_str, optional=True)
+    """Branch, tag or commit of `model` on the hub; a folder is taken as it is."""
+    hf_overrides: Mapping[str, Any] | None = checked(None, check_dict)
+    """Fields of config.json that are to have other values."""
+    tokenizer: str | Path | None = checked(None, check_str, optional=True, or_path=True)
+    """Folder or hub id of another tokenizer than the model's own."""
+    tokenizer_revision: str | None = checked(None, check_str, optional=True)
+    """Branch, tag or commit of `tokenizer` on the hub; None is `revision`."""
+    skip_tokenizer_init: bool = checked(False, check_bool)
+    """Whether to go without a tokenizer: prompts and outputs are token ids, without text."""
+    chat_template: str | Path | None = checked(None, check_str, optional=True, or_path=True)
+    """Another chat template than the tokenizer's own: a file, or the template itself."""
+    generation_config: str | Path = checked("auto", check_str, or_path=True)
+    """Where the default sampling parameters come from: `auto` is the model's generation_config.json, `vllm` are those
+    of `SamplingParams`, else a folder that holds a generation_config.json."""
+    override_generation_config: Mapping[str, Any] | None = checked(None, check_dict)
+    """Fields of generation_config.json that are to have other values."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.preemption_mode == "swap") != (self.swap_space_bytes > 0):
+            raise ValueError(
+                f"preemption_mode='swap' and swap_space_bytes > 0 go together, "
+                f"got {self.preemption_mode!r} and {self.swap_space_bytes}"
+            )
+        if self.speculative_config is not None:
+            from nanovllm.extras.speculation.speculation_options import check_speculation
+
+            check_speculation(self)
+
+    @classmethod
+    def from_options(cls, model: str | Path, options: dict[str, Any]) -> "Config":
+        """`Config(model, **options)`, names and values as here or as vLLM's; TypeError for a name of neither."""
+        with suppress(TypeError, ValueError):
+            return cls(model, **options)
+        return cls(model, **translate_options(options, [field.name for field in fields(cls)], "engine"))

@@ -1,0 +1,71 @@
+"""A checkpoint on this machine or on the hub: its folder, its config, its tokenizer, its default parameters.
+
+`weights.py` reads the weights. No code of a checkpoint is run. Called by `full_engine.py` and `full_runner.py`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanovllm import loader
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.models.architectures import find_architecture
+from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.extras.request_params import SamplingParams
+from nanovllm.loader import read_json
+
+
+def resolve_model(model: str | Path, with_weights: bool = True, revision: str | None = None) -> Path:
+    """Return the folder of `model`. ValueError if there is none."""
+    folder = resolve_folder("model", model, revision, with_weights)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model folder {str(model)!r} holds no config.json")
+    return folder
+
+
+def resolve_folder(option: str, name: str | Path, revision: str | None = None, with_weights: bool = False) -> Path:
+    """Return a folder on this machine, or that of a hub id after downloading its files. ValueError if it is neither."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    from nanovllm.extras.hub import download
+
+    return download(option, name, revision, with_weights)
+
+
+def read_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Any, NetworkConfig]:
+    """Return the class of the network that config.json describes, and its shape. ValueError if it is not supported."""
+    raw = read_json(folder / "config.json")
+    if overrides:
+        from nanovllm.extras.checkpoint_options import overridden
+
+        raw = overridden(raw, overrides)
+    try:
+        return find_architecture(raw)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"the model in {folder} cannot be served: {error}") from error
+
+
+def read_default_sampling_params(config: Config, folder: Path) -> SamplingParams:
+    """Return the parameters of requests without any: vLLM's defaults, except for what generation_config.json sets."""
+    if config.generation_config == "auto" and not config.override_generation_config:
+        file = folder / "generation_config.json"
+        raw = read_json(file) if file.is_file() else {}
+    else:
+        from nanovllm.extras.checkpoint_options import read_generation_config
+
+        raw = read_generation_config(config, folder)
+    if raw.get("do_sample") is False:
+        raw["temperature"] = 0.0  # what transformers makes of it
+    names = {"max_new_tokens": "max_tokens"}
+    names |= {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    return SamplingParams(**{ours: raw[theirs] for theirs, ours in names.items() if raw.get(theirs) is not None})
+
+
+def load_tokenizer(config: Config, folder: Path) -> Any:
+    """Return the tokenizer of `folder`, unless `config` names another one. None if there is none."""
+    if config.tokenizer is not None:
+        from nanovllm.extras.checkpoint_options import find_tokenizer
+
+        folder = find_tokenizer(config, config.tokenizer)
+    return loader.load_tokenizer(folder)

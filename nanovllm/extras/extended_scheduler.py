@@ -1,0 +1,78 @@
+"""The scheduler with policies, a limit for chunks of long prompts, swap, and beams that are forked at any time.
+
+The engine uses the core's scheduler unless an option needs this one, or a subclass of it: `overlap.py`,
+`speculation/speculative_scheduler.py`.
+"""
+
+from typing import Any
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.extras.policies import Policy, fcfs
+from nanovllm.extras.preemption import Recompute
+from nanovllm.scheduler import Scheduler, count_places, insert
+
+
+class ExtendedScheduler(Scheduler):
+    """Serves in the order of `policy`.
+
+    `long_prefill_token_threshold`, unless it is 0, limits the tokens of one sequence in a step. `preemption` decides
+    what happens to the K and V of sequences that lose their blocks.
+    """
+
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        policy: Policy = fcfs,
+        long_prefill_token_threshold: int = 0,
+        preemption: Recompute | None = None,
+    ) -> None:
+        super().__init__(block_manager, max_num_seqs, max_num_batched_tokens, max_model_len)
+        self.max_chunk_len = long_prefill_token_threshold or max_num_batched_tokens
+        self.preemption = preemption or Recompute(block_manager)
+        self.policy = policy
+
+    def place_of(self, seq: Any, arrival: int) -> tuple[float, ...]:
+        seq.arrival = arrival
+        rank = self.policy(seq)
+        if not isinstance(rank, int | float) or rank != rank:
+            raise TypeError(f"scheduling_policy must return a number for each sequence, got {rank!r}")
+        return (rank, *super().place_of(seq, arrival))
+
+    def share_of(self, seq: Any, budget: int) -> int:
+        return min(super().share_of(seq, budget), self.max_chunk_len)
+
+    def preempt(self, seq: Any, needy: Any) -> None:
+        self.preemption.preempt(seq)
+        self.observer.on_preempt(seq, needy)
+
+    def try_admit(self, seq: Any, num_reserved: int) -> bool:
+        return self.preemption.try_admit(seq, num_reserved)
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        return self.preemption.take_moves()
+
+    def finish(self, seq: Any, finish_reason: str, stop_reason: int | str | None = None) -> None:
+        self.preemption.drop(seq)
+        super().finish(seq, finish_reason, stop_reason)
+        seq.num_tokens = seq.token_ids.length  # without placeholders and drafts
+
+    def forget_steps(self) -> None:
+        """Called by `roll_back`: the steps in flight have failed."""
+        self.preemption.roll_back()
+
+
+def fork_anytime(scheduler: Scheduler, parent: Any, child: Any) -> None:
+    """Fork `child` from `parent` between two steps.
+
+    If `parent` is not running, or if all of `max_num_seqs` are in use, `child` waits and is computed again.
+    """
+    if parent in scheduler.running and count_places(scheduler.running) < scheduler.max_num_seqs:
+        scheduler.fork(parent, child)
+        return
+    child.num_cached_tokens = parent.num_cached_tokens
+    observer: Any = scheduler.observer
+    observer.on_fork_apart(parent, child)
+    insert(scheduler.waiting, child)

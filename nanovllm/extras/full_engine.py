@@ -1,0 +1,274 @@
+"""The engine with everything: options that choose extras, times of each part of a step, requests of other kinds.
+
+The loop is the core's. A step that fails is rolled back: its requests keep their tokens, wait, and are computed again.
+`isolation.py` goes further, for servers. `input_processor.py` makes requests, `full_request.py` makes outputs.
+"""
+
+import logging
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from nanovllm import engine
+from nanovllm.block_manager import BlockManager
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.assembly import Parts, make_block_manager, make_scheduler, watched_by
+from nanovllm.extras.checkpoint import load_tokenizer, read_default_sampling_params, resolve_model
+from nanovllm.extras.full_observer import EngineStats, Observer, SchedulingStats
+from nanovllm.extras.full_request import note_admitted, read_tokens
+from nanovllm.extras.full_runner import ArrivingTokens, ModelRunner
+from nanovllm.extras.input_processor import InputProcessor
+from nanovllm.extras.laps import LapClock
+from nanovllm.extras.lazy_outputs import StepOutput
+from nanovllm.extras.observations import Observations, make_stats
+from nanovllm.extras.option_checks import LazyMethod
+from nanovllm.extras.processed_batch import build_batch
+from nanovllm.request import Prompt
+from nanovllm.scheduler import Scheduler, Step
+
+logger = logging.getLogger(__name__)
+
+
+class LLMEngine(engine.LLMEngine):
+    """Add requests, and call `step()` while `has_unfinished_requests()`.
+
+    `parts` holds what the engine is made of, and what was found out when it started. `observer` is notified of what
+    scheduler and block manager decide. ValueError or TypeError if the model cannot be loaded as the config says.
+    """
+
+    from_engine_args = LazyMethod("vllm.engine_args")
+    config: Config
+    runner: ModelRunner
+    requests: dict[str, Any]
+
+    def __init__(self, config: Config, observer: Observer | None = None) -> None:
+        self._watcher = observer
+        self.observed = Observations()
+        self._aborted_meanwhile: list[Any] = []  # by a logits processor, during a step
+        super().__init__(config)
+        self.input_processor = InputProcessor(self.parts, self.scheduler.block_manager.capacity)
+
+    def reset(self) -> None:
+        """Drop all requests, and start an empty scheduler."""
+        super().reset()
+        self._clocks: deque[LapClock] = deque()  # of the steps in flight
+        self._is_stepping = False
+        self._aborted_meanwhile.clear()
+        self._has_failed = False  # the last step
+
+    @property
+    def observer(self) -> SchedulingStats:
+        return self.stats  # type: ignore[return-value]
+
+    # ---- the loop
+
+    def step(self) -> StepOutput:  # type: ignore[override]
+        """Advance the unfinished requests by one forward pass, and return the outputs of those that advanced.
+
+        If a step fails, its requests keep their tokens, wait, and are computed again. Requests that had ended before
+        the failure are returned by the next step.
+        """
+        self._is_stepping = True
+        try:
+            if late := self._take_late():
+                return StepOutput(self.deliver(late, time.monotonic()))
+            outputs: Any = super().step()
+            return outputs or StepOutput()
+        finally:
+            self._end_step()
+
+    def launch(self) -> tuple[Step, Any] | None:
+        """Return the step to wait for: the next one, or one that was launched ahead of it."""
+        return self._next_step(self)
+
+    def launch_one(self) -> tuple[Step, Any] | None:
+        """Start a step, and time it."""
+        self._clock = LapClock()
+        launched = super().launch()
+        if launched is not None:
+            self._clock.lap("run_time_s")
+            self._clocks.append(self._clock)
+        return launched
+
+    def compute(self, step: Step) -> ArrivingTokens:
+        clock = self._clock
+        clock.lap("schedule_time_s")
+        note_admitted(self.requests, step, clock.now)
+        batch = build_batch(step, self.scheduler.block_manager.block_tables)
+        clock.lap("build_time_s")
+        return self.runner.run(batch)
+
+    def complete(self, step: Step, tokens: Any) -> StepOutput:  # type: ignore[override]
+        """Wait for the tokens, append them to their sequences, and give them to their requests."""
+        clock = self._clocks.popleft()
+        clock.resume()  # with overlap, another step has been launched since
+        arrived = tokens.wait()
+        clock.lap("run_time_s")
+        advanced = self.scheduler.update(step, arrived.token_ids)
+        clock.lap("update_time_s")
+        self.observer.count_step(step, len(advanced), sum(clock.seconds.values()))
+        outputs = self.read_outputs(step, advanced, arrived, clock.now)
+        clock.lap("output_time_s")
+        self.observer.on_step_end(step, clock.seconds)
+        return StepOutput(
+            outputs,
+            num_scheduled_tokens=step.num_scheduled_tokens,
+            num_prefill_tokens=step.num_prefill_tokens,
+            num_decode_tokens=step.num_decodes,
+            num_seqs=len({seq for seq, _, _ in step.chunks}),
+            num_preempted=len(step.preempted),
+            **clock.seconds,
+        )
+
+    def read_outputs(self, step: Step, advanced: list[tuple[int, Any]], tokens: Any, now: float) -> list[Any]:
+        """Return the outputs of the requests that advanced. tokens: the `StepTokens` of the step"""
+        requests = read_tokens(self.requests, step, advanced, tokens)
+        for request in requests:
+            request.finish_step(self.scheduler, now)
+        return self.deliver(requests, now)
+
+    def on_failure(self) -> None:
+        from nanovllm.extras.roll_back import roll_back
+
+        self._clocks.clear()
+        roll_back(self.scheduler)
+        self._has_failed = True
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether there is something to `step()` for."""
+        return bool(self.requests) or self.scheduler.has_unfinished()
+
+    def settle(self) -> None:
+        """If no request is left, finish the steps in flight."""
+        if not self.requests and self.scheduler.has_unfinished():
+            self.step()
+
+    # ---- requests come and go
+
+    def add_request(  # type: ignore[override]
+        self, request_id: str, prompt: Prompt, sampling_params: Any = None, priority: int = 0, stream: bool = True
+    ) -> None:
+        """Check and queue one request. With `stream=False` its only output is the last one.
+
+        `priority` is for scheduling policies; first come, first served does not use it. Raises ValueError or TypeError
+        before anything changes.
+        """
+        self._check_request_id(request_id)
+        number = self.stats.num_requests
+        request = self.input_processor.make_request(request_id, prompt, sampling_params, priority, stream, number)
+        self.scheduler.add(request.seqs[0])
+        self.requests[request_id] = request
+
+    def abort_request(self, request_id: str) -> Any:
+        """End a request and free its blocks. Returns its output so far, or None if it is unknown or finished.
+
+        During a step (a logits processor may call this) the request ends when the step does.
+        """
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return None
+        if self._is_stepping:
+            self._aborted_meanwhile.append(request)
+        else:
+            request.abort(self.scheduler)
+        return request.make_output()
+
+    def recover(self) -> None:
+        """After an interrupt, which can come between any two lines: if no request is left, make a new scheduler."""
+        if not self.requests:
+            self.reset()
+
+    def get_stats(self) -> EngineStats:
+        return make_stats(self.observer, self.scheduler)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, as before a fair measurement. Running requests are not affected."""
+        from nanovllm.extras.roll_back import reset_prefix_cache
+
+        reset_prefix_cache(self.scheduler)
+
+    def deliver(self, requests: list[Any], now: float) -> list[Any]:
+        """Return the outputs of requests that have read their tokens, and remove finished requests."""
+        outputs = []
+        for request in requests:
+            if is_finished := request.is_finished:
+                request.finished_time = now
+                self.observer.num_finished += 1
+                self.observed.observe_request(request)
+                del self.requests[request.request_id]
+            if request.stream or is_finished:
+                outputs.append(request.make_output())
+        return outputs
+
+    def _check_request_id(self, request_id: str) -> None:
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a str, got {request_id!r}")
+        if request_id in self.requests or any(one.request_id == request_id for one in self._aborted_meanwhile):
+            raise ValueError(f"request_id {request_id!r} belongs to an unfinished request; choose another")
+
+    def _take_late(self) -> list[Any]:
+        """Return requests that ended in a step which failed afterwards."""
+        has_failed, self._has_failed = self._has_failed, False
+        return [request for request in self.requests.values() if request.is_finished] if has_failed else []
+
+    def _end_step(self) -> None:
+        """End the requests that were aborted during the step."""
+        self._is_stepping = False
+        for request in self._aborted_meanwhile:
+            request.abort(self.scheduler)
+        self._aborted_meanwhile.clear()
+
+    # ---- the parts
+
+    def find_folder(self) -> Path:
+        config = self.config
+        return resolve_model(config.model, config.load_format != "dummy", config.revision)
+
+    def load_tokenizer(self, folder: Path) -> Any:
+        config = self.config
+        tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config, folder)
+        if config.chat_template is not None:
+            from nanovllm.extras.chat_options import set_chat_template
+
+            set_chat_template(tokenizer, config.chat_template)
+        # here, so that bad ones show before weights are loaded
+        self._default_sampling_params = read_default_sampling_params(config, folder)
+        return tokenizer
+
+    def make_runner(self, folder: Path) -> ModelRunner:
+        config, kind = self.config, ModelRunner
+        if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
+            from nanovllm.extras.parallel.start_ranks import start_ranks as kind
+        runner = kind(config, folder)
+        seconds = runner.clock.seconds
+        logger.info("started in " + ", ".join(f"{part} {spent:.2f} s" for part, spent in seconds.items()))
+        return runner
+
+    def make_stats(self) -> SchedulingStats:
+        runner, config = self.runner, self.config
+        self.parts = Parts(
+            config=config,
+            model_config=runner.shape,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            default_sampling_params=self._default_sampling_params,
+            max_model_len=runner.max_model_len,
+            max_num_batched_tokens=runner.max_num_batched_tokens,
+            enable_overlap=runner.has_overlap,
+            runner=runner,
+            description=runner.description,
+            startup_seconds=runner.clock.seconds,
+        )
+        self.description = runner.description
+        return SchedulingStats() if self._watcher is None else watched_by(self._watcher)
+
+    def make_block_manager(self) -> BlockManager:
+        return make_block_manager(self.parts, self.observer)
+
+    def make_scheduler(self, block_manager: BlockManager) -> Scheduler:
+        self.observer.on_start(block_manager)
+        # a function of the engine: a bound method would be a circle of references, which keeps the model's memory until
+        # Python looks for circles
+        scheduler, self._next_step = make_scheduler(self.parts, block_manager, LLMEngine.launch_one)
+        return scheduler

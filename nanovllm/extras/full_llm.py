@@ -1,0 +1,222 @@
+"""`LLM` with everything: vLLM's options, priorities, chat options, embeddings, beam search, statistics.
+
+Requests and their outputs go through the core's loop (`nanovllm/llm.py`).
+"""
+
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanovllm import llm
+from nanovllm.chat import Message, check_messages, render_conversation
+from nanovllm.checks import check_bool
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.full_engine import LLMEngine
+from nanovllm.extras.full_observer import EngineStats
+from nanovllm.extras.lazy_outputs import RequestOutput
+from nanovllm.extras.option_checks import LazyMethod, translate_options
+from nanovllm.extras.request_params import SamplingParams
+from nanovllm.llm import Requests, spread
+from nanovllm.request import Prompt, is_single_prompt
+
+if TYPE_CHECKING:
+    from nanovllm.extras.beam_search import beam_params
+    from nanovllm.extras.embedding import pooling_params
+    from nanovllm.extras.vllm import vllm_metrics
+
+
+class LLM(llm.LLM):
+    """`LLM(model, **options)`: the options are the fields of `Config`. `trace` is a file to record the run in.
+
+    >>> with LLM(TINY_QWEN3) as llm:
+    ...     llm.chat([{"role": "user", "content": "What is a block table?"}])[0].outputs[0].text
+    """
+
+    def __init__(self, model: str | Path, *, trace: str | Path | None = None, **options: Any) -> None:
+        self._trace = trace
+        self._on_shutdown = ExitStack()
+        self._engine: LLMEngine | None = None
+        super().__init__(model, **options)
+        self._on_shutdown.callback(self.engine.runner.stop)  # even if a traceback still holds the engine
+
+    def make_engine(self, model: str | Path, options: dict[str, Any]) -> LLMEngine:
+        config = Config.from_options(model, options)
+        if self._trace is None:
+            return LLMEngine(config)
+        from nanovllm.extras.trace.recorder import start_engine
+
+        return start_engine(config, self._trace, self._on_shutdown, LLMEngine)
+
+    @property
+    def engine(self) -> LLMEngine:  # type: ignore[override]
+        if self._engine is None:
+            raise RuntimeError("this LLM has been shut down; make a new one")
+        return self._engine
+
+    @engine.setter
+    def engine(self, engine: LLMEngine) -> None:
+        self._engine = engine
+
+    llm_engine = engine
+    """vLLM's name for it."""
+
+    if TYPE_CHECKING:
+        from_engine_args: Callable[[Any], "LLM"]
+        beam_search, embed = beam_params.beam_search, pooling_params.embed
+        get_metrics = vllm_metrics.get_metrics
+    else:
+        from_engine_args = LazyMethod("vllm.engine_args")
+        beam_search = LazyMethod("beam_search.beam_params")
+        embed = LazyMethod("embedding.pooling_params")
+        get_metrics = LazyMethod("vllm.vllm_metrics")
+
+    def generate(  # type: ignore[override]
+        self,
+        prompts: Prompt | Collection[Prompt],
+        sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | Collection[int] | None = None,
+        **vllm_options: Any,
+    ) -> list[RequestOutput]:
+        """Complete all prompts, and return the outputs in their order.
+
+        prompts: one prompt or a list of them; a prompt is a str, a list of token ids, `{"prompt": str}` or
+            `{"prompt_token_ids": list}`.
+        sampling_params: one for all, or one for each; None is `get_default_sampling_params()`.
+        use_tqdm: whether to show a progress bar, or a function to make one with, such as `tqdm`.
+        priority: one for all, or one for each prompt, smaller first, for `scheduling_policy="priority"`.
+        vllm_options: others of vLLM, only at their neutral values (`lora_request=None`).
+        Raises TypeError or ValueError before anything is queued if any of them is bad.
+        """
+        translate_options(vllm_options, ("prompts", "sampling_params", "use_tqdm", "priority"), "request")
+        return self._complete(self._check(prompts, sampling_params, priority), use_tqdm)
+
+    def stream(  # type: ignore[override]
+        self,
+        prompts: Prompt | Collection[Prompt],
+        sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
+        priority: int | Collection[int] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Like `generate`, but yield each request's output whenever it has grown; `finished` is True on the last.
+
+        Each `outputs[i].text` is a prefix of the next one. Closing the iterator early aborts the unfinished requests.
+        """
+        return self._stream(self._check(prompts, sampling_params, priority))
+
+    def chat(  # type: ignore[override]
+        self,
+        messages: Collection[Message] | Collection[Collection[Message]],
+        sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | Collection[int] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of a list; a message is `{"role": "user", "content": "…"}`.
+
+        options: the fields of `extras/chat_options.py`'s `ChatOptions`: `add_generation_prompt`,
+            `continue_final_message`, `chat_template`, `chat_template_kwargs`, `tools`.
+        """
+        return self.generate(self.render_chat(messages, **options), sampling_params, use_tqdm, priority)
+
+    def render_chat(  # type: ignore[override]
+        self, messages: Collection[Message] | Collection[Collection[Message]], **options: Any
+    ) -> list[Prompt]:
+        """Conversations as prompts by the model's chat template, for `generate` and `stream`; `options` as `chat`."""
+        arguments: dict[str, Any] = {}
+        if options:
+            from nanovllm.extras.chat_options import ChatOptions
+
+            arguments = ChatOptions(**options).template_arguments()
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")
+        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
+        return [self._render(one, arguments) for one in conversations]
+
+    def _render(self, messages: Any, arguments: dict[str, Any]) -> Prompt:
+        check_messages(messages)
+        if not all(isinstance(message.get("content"), str) and not message.get("tool_calls") for message in messages):
+            from nanovllm.extras.chat_options import plain_messages
+
+            messages = plain_messages(messages)
+        return render_conversation(self.get_tokenizer(), messages, **arguments)
+
+    def get_tokenizer(self) -> Any:
+        """The `transformers` tokenizer of the model, or None if its folder holds none."""
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that bring none: the model's generation_config.json over vLLM's defaults.
+
+        They are the caller's own, to be changed and handed back: `params.max_tokens = 20`.
+        """
+        return self.engine.parts.default_sampling_params.clone()
+
+    def get_stats(self) -> EngineStats:
+        return self.engine.get_stats()
+
+    def reset_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Release the model and its cache, and give the GPU's memory back. A second call does nothing."""
+        self._engine = None
+        self._on_shutdown.close()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _complete(self, requests: Requests, use_tqdm: bool | Callable[..., Any]) -> list[Any]:
+        check_bool("use_tqdm", callable(use_tqdm) or use_tqdm)
+        if not callable(use_tqdm):
+            return super()._complete(requests, use_tqdm)
+        with use_tqdm(total=len(requests), desc="Generating", unit="req") as bar:
+            finished = {output.request_id: output for output in self._count(requests, bar)}
+        return [finished[request_id] for request_id in requests]
+
+    def _count(self, requests: Requests, bar: Any) -> Iterator[Any]:
+        """Yield the outputs of requests, and advance a progress bar."""
+        with closing(self._stream(requests, stream=False)) as outputs:
+            for output in outputs:
+                yield output
+                bar.update()
+
+    def _check(
+        self,
+        prompts: Any,
+        params: Any,
+        priority: Any = None,
+        name: str = "sampling_params",
+        kind: type = SamplingParams,
+    ) -> Requests:
+        """Return requests that can be served. Raises if one cannot. Parameters are of `kind`; None is the default."""
+        processor = self.engine.input_processor
+        prompt_list = [prompts] if is_single_prompt(prompts) else list(prompts)
+        wanted = spread(name, params, kind, self.engine.parts.default_sampling_params, len(prompt_list))
+        priorities = spread("priority", priority, int, 0, len(prompt_list))
+        taken = {id(one): processor.take_params(one) for one in wanted}
+        requests: Requests = {}
+        for prompt, one, rank in zip(prompt_list, wanted, priorities, strict=True):
+            text, token_ids = processor.encode(prompt, taken[id(one)].params)
+            encoded = {"prompt": text, "prompt_token_ids": token_ids}
+            requests[str(next(self._request_ids))] = encoded, taken[id(one)], rank
+        return requests
+
+    def _stream(self, requests: Requests, stream: bool = True) -> Generator[Any, None, None]:
+        """As the core's, and however it ends, no step stays in flight."""
+        try:
+            yield from super()._stream(requests, stream)
+            self.engine.settle()
+        except GeneratorExit:  # the caller has closed the iterator
+            self.engine.settle()
+            raise
+        except BaseException:
+            self.engine.recover()
+            raise

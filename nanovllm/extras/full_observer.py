@@ -1,0 +1,161 @@
+"""What extras notify an observer of, and what the engine counts.
+
+`SchedulingStats` is the engine's observer. It also remembers which blocks the steps in flight are to fill, so that
+`roll_back.py` can forget them.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nanovllm import observer
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.scheduler import Step
+
+if TYPE_CHECKING:
+    from nanovllm.block_manager import BlockManager
+
+
+class Observer(observer.Observer):
+    """The core's events, and those of extras."""
+
+    def on_start(self, blocks: "BlockManager") -> None:
+        """A scheduler starts with `blocks`, all of them free. Sequences and blocks of an earlier scheduler are gone."""
+
+    def on_fork_apart(self, parent: Sequence, child: Sequence) -> None:
+        """`child` is a copy of `parent` that shares no blocks: it waits, and will be computed again."""
+
+    def on_step_end(self, step: Step, seconds: Mapping[str, float]) -> None:
+        """The engine has made the outputs of `step`. `seconds` has the times of its parts, named as in `StepOutput`."""
+
+    def on_roll_back(self) -> None:
+        """All steps in flight have failed."""
+
+    def on_swap_out(self, seq: Sequence, host_block_ids: list[int]) -> None:
+        """`seq`, which is about to be preempted, has its K and V copied to these blocks in host memory."""
+
+    def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
+        """`seq` gives up blocks behind the window of all layers. In its block table the null block replaces them."""
+
+    def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
+        """A step has computed drafts (`speculation/`): `seq` keeps the accepted ones, and gives up blocks."""
+
+    def on_reset_prefix_cache(self) -> None:
+        """The prefix cache has forgotten all blocks."""
+
+
+@dataclass
+class Counts(observer.Stats):
+    """Counters over an engine's life. The observer counts decisions, the engine requests and steps."""
+
+    num_window_blocks: int = 0
+    """Blocks that sequences have given back because they were behind the window of all layers."""
+    num_swaps: int = 0
+    """Preemptions that copied K and V to host memory."""
+    num_finished: int = 0
+    kv_tokens_stored: int = 0
+    """Summed over the steps: tokens in the cache; a shared block counts once."""
+    kv_slots_reserved: int = 0
+    """Summed over the steps: slots of the blocks that sequences own."""
+    prefill_step_tokens: int = 0
+    """Tokens computed in steps with a prefill chunk. `prefill_step_time_s` is the time of these steps."""
+    prefill_step_time_s: float = 0.0
+    decode_step_tokens: int = 0
+    """Tokens computed in steps without a prefill chunk. `decode_step_time_s` is the time of these steps."""
+    decode_step_time_s: float = 0.0
+    num_drafts: int = 0
+    """Verifications of drafts. Of `num_draft_tokens` draft tokens, `num_accepted_tokens` were accepted."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_failed_observers: int = 0
+    """Observers that have failed and are not notified any more, such as a recording whose disk is full."""
+
+    @property
+    def waste(self) -> float:
+        """Share of the reserved KV slots that held no token, averaged over the steps."""
+        return 1 - self.kv_tokens_stored / self.kv_slots_reserved if self.kv_slots_reserved else 0.0
+
+
+@dataclass(kw_only=True)
+class EngineStats(Counts):
+    """What the engine has counted so far, and gauges of this moment."""
+
+    num_kv_blocks: int
+    num_free_blocks: int
+    num_running: int
+    num_waiting: int
+    budget_used: float
+    """Share of the steps' token budgets that was scheduled."""
+
+
+class SchedulingStats(Counts, Observer):
+    """Counts what is scheduled. `LLMEngine` adds the requests and the times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new_blocks: set[int] = set()  # registered since the newest step was scheduled
+        # of each step in flight: tokens stored, slots, used blocks, and the blocks that were registered for it
+        self._in_flight: deque[tuple[int, int, int, set[int]]] = deque()
+
+    def blocks_in_flight(self) -> set[int]:
+        """Return the blocks that are in the prefix cache although a step in flight is still to fill them."""
+        return self.new_blocks.union(*[new_blocks for *_, new_blocks in self._in_flight])
+
+    def on_start(self, blocks: "BlockManager") -> None:
+        self._in_flight.clear()
+        self.new_blocks = set()
+
+    def on_register_block(self, seq: Sequence, block_id: int, block_hash: int, serial: int) -> None:
+        self.new_blocks.add(block_id)
+
+    def on_swap_out(self, seq: Sequence, host_block_ids: list[int]) -> None:
+        self.num_swaps += 1
+
+    def on_give_back(self, seq: Sequence, block_ids: list[int]) -> None:
+        self.num_window_blocks += len(block_ids)
+
+    def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
+        self.num_drafts += num_drafts > 0
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+
+    def on_schedule(self, step: Step, running: list[Sequence], blocks: "BlockManager") -> None:
+        num_used_blocks, size = blocks.num_used_blocks, blocks.block_size
+        num_stored = num_used_blocks * size - count_empty_slots(running, size)
+        self._in_flight.append((num_stored, num_used_blocks * size, num_used_blocks, self.new_blocks))
+        self.new_blocks = set()
+
+    def on_update(self, step: Step, new_token_ids: list[int]) -> None:
+        num_stored, num_slots, num_used_blocks, _ = self._in_flight.popleft()
+        self.new_blocks.clear()
+        self.kv_tokens_stored += num_stored
+        self.kv_slots_reserved += num_slots
+        self.peak_used_blocks = max(self.peak_used_blocks, num_used_blocks)
+
+    def on_roll_back(self) -> None:
+        self._in_flight.clear()
+        self.new_blocks.clear()
+
+    def count_step(self, step: Step, num_advanced: int, time_s: float) -> None:
+        """Count a step that has run, and has brought a token to `num_advanced` sequences."""
+        self.steps += 1
+        self.scheduled_tokens += step.num_scheduled_tokens
+        self.generation_tokens += num_advanced
+        if step.num_prefill_tokens:
+            self.prefill_step_tokens += step.num_scheduled_tokens
+            self.prefill_step_time_s += time_s
+        else:
+            self.decode_step_tokens += step.num_scheduled_tokens
+            self.decode_step_time_s += time_s
+
+
+def count_empty_slots(running: list[Any], block_size: int) -> int:
+    """Count the slots of owned blocks that hold no token: all blocks are full except the last one of each sequence.
+
+    Forks may share their last block, whose empty slots count once.
+    """
+    num_empty = sum([-seq.num_computed_tokens % block_size for seq in running])
+    sharing = [seq for seq in running if seq.has_shared_tail]
+    shared_tails = {int(seq.block_table.view()[-1]): -seq.num_computed_tokens % block_size for seq in sharing}
+    return num_empty - sum([-seq.num_computed_tokens % block_size for seq in sharing]) + sum(shared_tails.values())

@@ -1,0 +1,308 @@
+"""The runner with kernels, other devices' start, log-probabilities and tokens that arrive later.
+
+`run` returns a handle, because on CUDA the tokens have not arrived on the host when it returns. Overlap, CUDA graphs of
+whole steps, ranks and draft models wrap two of its functions: `transfer` (a step's tensors to the device) and `compute`
+(a batch to tokens).
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm import model_runner
+from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.config import resolve_device
+from nanovllm.cuda_graphs import CudaGraphs
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.checkpoint import read_model_config
+from nanovllm.extras.laps import LapClock
+from nanovllm.kv_cache import KVCache
+from nanovllm.layers.attention import Attention, TorchAttention
+from nanovllm.sampler import sample_tokens
+
+if TYPE_CHECKING:
+    from nanovllm.extras.logits_processors import ReaderResult
+    from nanovllm.extras.logprobs import LogprobRow, Logprobs
+
+logger = logging.getLogger(__name__)
+
+Draw = Callable[..., Tensor]
+"""`sample_tokens`, or a fast version with the same signature."""
+
+
+class SampledTokens(NamedTuple):
+    """The result of one step, on the device."""
+
+    token_ids: Tensor  # [num_samples] int64
+    logprobs: "Logprobs | None" = None
+    readings: "tuple[ReaderResult, ...]" = ()  # what the batch's readers have read
+
+
+class StepTokens(NamedTuple):
+    """The result of one step, on the host."""
+
+    token_ids: list[int]
+    logprobs: "list[LogprobRow] | None"  # one row for each token
+    readings: "tuple[ReaderResult, ...]"
+
+
+class ArrivingTokens:
+    """The result of one step, on its way to the host."""
+
+    def __init__(self, sampled: SampledTokens) -> None:
+        self._token_ids = sampled.token_ids.to("cpu", non_blocking=True)  # [num_samples]
+        self._logprobs = None if sampled.logprobs is None else sampled.logprobs.to_host()
+        self.readings = tuple(one.to_host() for one in sampled.readings)
+        self._arrived = torch.cuda.Event() if sampled.token_ids.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def wait(self) -> StepTokens:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        logprobs = None if self._logprobs is None else self._logprobs.to_rows()
+        return StepTokens(self._token_ids.tolist(), logprobs, self.readings)
+
+
+class Device:
+    """What a kind of device adds to the start: by default nothing. `cuda/startup.py` has a subclass."""
+
+    note = ""
+    """For the log."""
+    memory_knob = "kv_cache_memory_bytes"
+    """The option to raise if there is not enough memory."""
+
+    def prepare(self, runner: "ModelRunner") -> None:
+        """Called before the first forward pass."""
+
+    def advice(self) -> AbstractContextManager[None]:
+        """Return a context for what allocates memory."""
+        return nullcontext()
+
+    def free_bytes(self, runner: "ModelRunner") -> int:
+        """Return the memory for the KV cache, if the options do not set it."""
+        return model_runner.CPU_KV_CACHE_BYTES
+
+    def wrap(self, runner: "ModelRunner", newest: Any) -> None:
+        """Called last, when the KV cache is allocated. May wrap the runner's `compute`."""
+
+
+class ModelRunner(model_runner.ModelRunner):
+    """Ready to run once it is made. ValueError if the model, the options and this machine do not go together.
+
+    With `has_overlap`, placeholders among the input ids become the tokens of the step before.
+    """
+
+    config: Config
+    shape: Any  # a `NetworkConfig`
+
+    def __init__(
+        self, config: Config, folder: Path, has_overlap: bool | None = None, clock: LapClock | None = None
+    ) -> None:
+        self.has_overlap = has_overlap_by_default(config) if has_overlap is None else has_overlap
+        self.clock = clock or LapClock()
+        self.stop: Callable[[], object] = lambda: None  # stops the other ranks
+        super().__init__(config, folder)
+
+    def start(self) -> None:
+        """Choose a backend, load the weights, put fast layers in place, allocate the KV cache, record CUDA graphs."""
+        clock, config = self.clock, self.config
+        self.shape = replace(self.shape, max_position_embeddings=self.max_model_len)  # longer ones are never computed
+        self.backend: Any = self.make_backend()
+        kind = self.make_device()
+        clock.lap("backend")
+        self.model = self.make_model()
+        clock.lap("weights")
+        if not config.enforce_eager and hasattr(self.backend, "replace_layers"):
+            self.backend.replace_layers(self.model)
+        self.description = self.describe(kind)
+        logger.info(self.description)
+        self.kv_cache = self.make_kv_cache()
+        self.graphs = None
+        self.transfer: Callable[[Any], Any] = lambda record: record  # a record of tensors on the host -> on the device
+        self.compute: Callable[[ModelRunner, Batch], SampledTokens] = compute_eagerly
+        argmax = getattr(self.backend, "argmax", None)
+        self.draw: Draw = sample_tokens if argmax is None else partial(sample_with, argmax)
+        kind.prepare(self)
+        clock.lap("layers")
+        with kind.advice():
+            self.kv_cache.allocate(self.num_blocks_that_fit_on(kind))
+        clock.lap("memory")
+        with kind.advice():
+            kind.wrap(self, self.read_newest_tokens() if self.has_overlap else None)
+        clock.lap("graphs")
+
+    def describe(self, kind: Device) -> str:
+        """Return what computes, and why that was chosen."""
+        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        instructions = getattr(self.backend, "instructions", "PyTorch")
+        what = f"{instructions} on {self.device}{threads}, {self.dtype}, blocks of {self.backend.block_size}"
+        in_pytorch = ", ".join(sorted(pytorch_layers(self.model))) or "nothing"
+        return f"{self.reasons}; {what}, in PyTorch: {in_pytorch}{kind.note}"
+
+    # ---- a step
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> Any:
+        """Compute a batch and sample a token for each of its samples. Returns `ArrivingTokens`."""
+        with torch.cuda.device_of(self.kv_cache.tensor):
+            self.kv_cache.copy_blocks(batch.copies)
+            return ArrivingTokens(self.compute(self, batch))
+
+    def send(self, batch: Any) -> Any:
+        return self.transfer(batch)
+
+    def choose_tokens(self, hidden: Tensor, sampling: SamplingBatch) -> "tuple[Tensor, Logprobs | None]":
+        """Sample tokens [num_samples] int64 from hidden: [num_samples, hidden_size], with log-probabilities if wanted."""
+        return sample(self.model.compute_logits(hidden), sampling, self.draw)  # type: ignore[operator]
+
+    # ---- the start
+
+    def find_network(self) -> tuple[Any, Any]:
+        return read_model_config(self.folder, self.config.hf_overrides)
+
+    def make_backend(self) -> TorchAttention:
+        """Choose the attention backend. `torch` and eager is the core's."""
+        config, shape = self.config, self.shape
+        is_plain = config.kv_cache_dtype == "auto" and shape.latent_rank is None
+        if config.attention_backend == "torch" and config.enforce_eager and is_plain:
+            self.reasons = "attention_backend=torch"
+            heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+            return TorchAttention(*heads, config.block_size)
+        from nanovllm.extras.kernels.choices import choose
+
+        backend, self.reasons = choose(config, self.device, self.dtype, shape)
+        return backend
+
+    def make_device(self) -> Device:
+        """CUDA has more to start. Other devices refuse `enable_cuda_graphs=True`."""
+        if self.device.type != "cuda" and not self.config.enable_cuda_graphs:
+            return Device()
+        from nanovllm.extras.cuda.startup import CudaDevice
+
+        return CudaDevice(self.config, self.device, self.backend, self.shape, self.max_num_batched_tokens)
+
+    def make_model(self) -> nn.Module:
+        from nanovllm.extras.weights import load_model
+
+        config, load = self.config, load_model
+        if self.shape.quantization_config is not None or config.load_format == "gguf":
+            from nanovllm.extras.quantization.stored import loader
+
+            load = loader(self.shape, config)
+        seed = config.seed if config.load_format == "dummy" else None
+        model = load(self.model_class, self.shape, self.backend, self.dtype, self.device, self.folder, seed)
+        if config.quantization is not None:
+            from nanovllm.extras.quantization.quantise import quantise
+
+            quantise(model, config.quantization, self.shape)
+        return model
+
+    def make_kv_cache(self) -> KVCache:
+        dtype = getattr(self.backend, "kv_cache_dtype", None) or self.dtype
+        arguments = (self.backend, self.shape.num_hidden_layers, dtype, self.device)
+        if not self.config.swap_space_bytes:
+            return KVCache(*arguments)
+        from nanovllm.extras.swap.host_blocks import SwappingKVCache
+
+        return SwappingKVCache(*arguments, self.config.swap_space_bytes)
+
+    def make_graphs(self) -> CudaGraphs | None:
+        """Return the core's graphs of the forward pass of decodes, for the backends that allow it."""
+        if not getattr(self.backend, "supports_graphs", False) or self.config.enforce_eager or self.shape.num_experts:
+            return None
+        max_num_seqs = min(self.config.max_num_seqs, self.max_num_batched_tokens)
+        return CudaGraphs(
+            self.model, self.kv_cache.tensor, max_num_seqs, -(-self.max_model_len // self.backend.block_size)
+        )
+
+    def num_blocks_that_fit_on(self, kind: Device) -> int:
+        """Return the number of blocks as configured, or as many as memory allows and running sequences can fill."""
+        config = self.config
+        if config.num_kv_blocks is not None:
+            return config.num_kv_blocks
+        num_bytes, knob = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+        if num_bytes is None:
+            num_bytes, knob = kind.free_bytes(self), kind.memory_knob
+        num_blocks = num_bytes // self.kv_cache.bytes_per_block - 1  # one is the null block
+        if num_blocks < 1:
+            raise ValueError(
+                f"{max(num_bytes, 0)} bytes are left for the KV cache, but its least size, two blocks, takes "
+                f"{2 * self.kv_cache.bytes_per_block}: raise {knob}, or lower block_size or max_num_batched_tokens"
+            )
+        if config.kv_cache_memory_bytes is not None:  # the prefix cache may keep more than what runs
+            return num_blocks
+        return min(num_blocks, config.max_num_seqs * -(-self.max_model_len // self.backend.block_size))
+
+    def read_newest_tokens(self) -> Any:
+        """Let the runner take tokens that the host does not know yet from the step before."""
+        from nanovllm.extras.overlap import NewestTokens
+
+        return NewestTokens(self)
+
+
+def has_overlap_by_default(config: Config) -> bool:
+    """Return whether steps overlap: as configured, otherwise on CUDA without speculation."""
+    if config.enable_overlap is not None:
+        return config.enable_overlap
+    return config.speculative_config is None and resolve_device(config.device).type == "cuda"
+
+
+# ---- a step
+
+
+def compute_eagerly(runner: ModelRunner, batch: Batch) -> SampledTokens:
+    """Compute any batch, kernel by kernel, or with the core's graphs of the forward pass."""
+    batch = runner.send(batch)
+    hidden = runner.forward(batch)  # [num_tokens, hidden_size]
+    token_ids, logprobs = runner.choose_tokens(hidden[batch.logits_indices], batch.sampling)
+    readers = getattr(batch, "readers", ())
+    return SampledTokens(
+        token_ids, logprobs, tuple(one.compute(hidden, runner.model.compute_logits) for one in readers)
+    )
+
+
+def sample(logits: Tensor, sampling: SamplingBatch, draw: Draw) -> "tuple[Tensor, Logprobs | None]":
+    """logits: [num_samples, vocab_size] -> token ids [num_samples] int64, and log-probabilities if a row wants them
+
+    The logits are not changed. Processors work on a copy.
+    """
+    arguments = draw_arguments(sampling)
+    processors, num_logprobs = getattr(sampling, "processors", ()), getattr(sampling, "num_logprobs", None)
+    if not processors and num_logprobs is None:
+        return draw(logits, *arguments), None
+    from nanovllm.extras.logits_processors import apply_processors
+    from nanovllm.extras.logprobs import compute_logprobs
+
+    token_ids = draw(apply_processors(logits, processors), *arguments)
+    return token_ids, None if num_logprobs is None else compute_logprobs(logits, token_ids, num_logprobs)
+
+
+def draw_arguments(sampling: SamplingBatch) -> tuple[Tensor | None, ...]:
+    """Return the arguments of `sample_tokens` after the logits."""
+    return sampling.temperatures, sampling.uniforms, sampling.top_k, sampling.top_p, sampling.min_p
+
+
+def sample_with(
+    argmax: Callable[[Tensor], Tensor], logits: Tensor, temperatures: Tensor, uniforms: Tensor | None = None, *rest: Any
+) -> Tensor:
+    """As `sample_tokens`, with a faster `argmax` for batches whose rows are all greedy."""
+    return argmax(logits) if uniforms is None else sample_tokens(logits, temperatures, uniforms, *rest)
+
+
+def pytorch_layers(module: nn.Module) -> set[str]:
+    """Return the classes of single layers that compute in PyTorch, because no fast version replaced them."""
+    path = type(module).__module__
+    if path.startswith("nanovllm.extras.kernels."):
+        return set()  # what a fast version keeps of the layer that it has replaced
+    folders = ("nanovllm.layers.", "nanovllm.models.", "nanovllm.extras.models.", "nanovllm.extras.quantization.")
+    is_single = path.startswith(folders) and not list(module.children()) and not isinstance(module, Attention)
+    own = {type(module).__name__} if is_single else set()
+    return own.union(*(pytorch_layers(child) for child in module.children()))

@@ -1,0 +1,53 @@
+"""A sequence with all that extras keep of it. The engine makes sequences of this class."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm import sequence
+
+
+@dataclass(eq=False, slots=True)
+class Sequence(sequence.Sequence):
+    """The core's sequence, whose newest tokens may not be known yet.
+
+    `num_tokens` may count tokens that a step in flight samples (`overlap.py`) or that are drafts (`speculation/`);
+    `num_known_tokens` does not.
+    """
+
+    priority: int = 0
+    processors: tuple[Any, ...] = ()  # what changes its logits before sampling (`logits_processors.py`)
+    readers: tuple[Any, ...] = ()  # what reads the hidden states of its prompt (`logits_processors.py`)
+
+    arrival: int = field(default=0, init=False)  # number of sequences that arrived before
+    num_preemptions: int = field(default=0, init=False)
+    is_plain: bool = field(init=False)  # sampled by the core alone, and without readers
+    reads_prompt: bool = field(init=False)  # a reader needs the hidden states of the whole prompt
+    # `stop_token_ids`, once the output has `min_tokens` tokens; until then `stop_token_ids` is empty
+    all_stop_token_ids: dict[int, int | None] = field(init=False)
+
+    def __post_init__(self, prompt_token_ids: list[int], eos_token_ids: frozenset[int]) -> None:
+        sequence.Sequence.__post_init__(self, prompt_token_ids, eos_token_ids)
+        params: Any = self.sampling_params
+        self.is_plain = not (self.processors or self.readers) and params.is_plain
+        self.reads_prompt = any(reader.reads_prompt for reader in self.readers)
+        self.all_stop_token_ids = self.stop_token_ids
+        if params.min_tokens:
+            self.stop_token_ids = {}
+
+    @property
+    def num_known_tokens(self) -> int:
+        return self.token_ids.length
+
+    @property
+    def max_cached_tokens(self) -> int:
+        return 0 if self.reads_prompt else self.token_ids.length - 1
+
+    def append_token(self, token_id: int) -> None:
+        ids = self.token_ids
+        ids.append(token_id)
+        if self.num_tokens < ids.length:  # otherwise `num_tokens` has counted this token already
+            self.num_tokens = ids.length
+        if self.stop_token_ids is not self.all_stop_token_ids:
+            params: Any = self.sampling_params
+            if ids.length - self.num_prompt_tokens > params.min_tokens:
+                self.stop_token_ids = self.all_stop_token_ids

@@ -1,0 +1,133 @@
+"""Outputs with log-probabilities and more times, whose large fields are made when they are first read.
+
+Every step makes an output for every stream, and few users read all token ids and times each time. The records are the
+core's with more fields; names are vLLM's.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nanovllm import outputs
+from nanovllm.outputs import between
+
+if TYPE_CHECKING:
+    from nanovllm.extras.logprobs import Logprob
+
+
+class LazyRecord:
+    """A dataclass, one of whose fields may be made when it is first read, by `_recipe`: a function and its arguments.
+
+    The value of the field must not depend on anything that changes later.
+    """
+
+    _lazy_field: ClassVar[str]
+    _recipe: tuple[Any, ...]
+
+    if not TYPE_CHECKING:  # to a checker it would mean that every name is a field
+
+        def __getattr__(self, name: str) -> Any:
+            """Called by Python for attributes that are not set."""
+            if name != self._lazy_field or "_recipe" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            make, *arguments = self._recipe
+            value = make(*arguments)
+            setattr(self, name, value)
+            return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return all fields, including the lazy one, for copies and pickles."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+
+
+@dataclass
+class CompletionOutput(LazyRecord, outputs.CompletionOutput):
+    """One sample of a request, up to now."""
+
+    _lazy_field = "token_ids"
+
+    logprobs: "list[Mapping[int, Logprob]] | None" = None
+    """For each output token, the most likely tokens and the sampled one by token id."""
+    cumulative_logprob: float | None = None
+    """Of the whole sample."""
+
+
+@dataclass
+class RequestMetrics(outputs.RequestMetrics):
+    """Times of one request, in seconds of `time.monotonic()`."""
+
+    scheduled_time: float | None = None
+    """When a step first computed tokens of the request."""
+    token_times: list[float] = field(default_factory=list)
+    """When each step that sampled tokens of the request was done."""
+    num_preemptions: int = 0
+    """Of all samples together."""
+
+    @property
+    def queue_time(self) -> float | None:
+        """How long the request waited to be scheduled."""
+        return between(self.arrival_time, self.scheduled_time)
+
+    @property
+    def prefill_time(self) -> float | None:
+        """From the first step that computed the request to its first token."""
+        return between(self.scheduled_time, self.first_token_time)
+
+    @property
+    def inter_token_latencies(self) -> list[float]:
+        """Each gap between two tokens."""
+        return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:], strict=False)]
+
+    @property
+    def e2e_latency(self) -> float | None:
+        """From arrival to the last token."""
+        return between(self.arrival_time, self.finished_time)
+
+
+@dataclass
+class RequestOutput(LazyRecord, outputs.RequestOutput):
+    """A request with all of its samples, up to now; `finished` is True on its last output."""
+
+    _lazy_field = "metrics"
+
+    metrics: RequestMetrics
+    prompt_logprobs: "list[Mapping[int, Logprob] | None] | None" = None
+    """For each prompt token, as `logprobs`; None for the first token, which no other token predicts."""
+
+
+class StepOutput(list[Any]):
+    """What one `LLMEngine.step()` did: a list of the outputs of the requests that advanced, with some numbers.
+
+    Requests added with `stream=False` give an output when they have finished.
+    """
+
+    def __init__(
+        self,
+        outputs: Iterable[Any] = (),
+        num_scheduled_tokens: int = 0,
+        num_prefill_tokens: int = 0,
+        num_decode_tokens: int = 0,
+        num_seqs: int = 0,
+        num_preempted: int = 0,
+        schedule_time_s: float = 0.0,
+        build_time_s: float = 0.0,
+        run_time_s: float = 0.0,
+        update_time_s: float = 0.0,
+        output_time_s: float = 0.0,
+    ) -> None:
+        super().__init__(outputs)
+        self.num_scheduled_tokens = num_scheduled_tokens
+        self.num_prefill_tokens = num_prefill_tokens
+        self.num_decode_tokens = num_decode_tokens
+        """Scheduled tokens of decodes, that is of chunks of one token."""
+        self.num_seqs = num_seqs
+        self.num_preempted = num_preempted
+        self.schedule_time_s = schedule_time_s
+        self.build_time_s = build_time_s
+        self.run_time_s = run_time_s
+        self.update_time_s = update_time_s
+        self.output_time_s = output_time_s
+
+    @property
+    def outputs(self) -> list[Any]:
+        return list(self)

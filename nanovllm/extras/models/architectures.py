@@ -1,0 +1,47 @@
+"""The architectures that this engine computes beyond the core's, and how a config.json is refused.
+
+The module of an architecture is imported when a checkpoint asks for it. Called by `checkpoint.py`;
+docs/adding_a_model.md shows how an architecture is added.
+"""
+
+import importlib
+from typing import Any
+
+from nanovllm.extras.models.network_config import NetworkConfig
+
+ARCHITECTURES = {  # by the name that config.json has in `architectures`: module and class in this folder
+    "DeepseekV2ForCausalLM": "deepseek.DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM": "deepseek.DeepseekV3ForCausalLM",
+    "Gemma3ForCausalLM": "gemma3.Gemma3ForCausalLM",
+    "LlamaForCausalLM": "llama.LlamaForCausalLM",
+    "MistralForCausalLM": "llama.MistralForCausalLM",
+    "MixtralForCausalLM": "mixtral.MixtralForCausalLM",
+    "Phi3ForCausalLM": "phi3.Phi3ForCausalLM",
+    "Qwen2ForCausalLM": "qwen2.Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "qwen3_variants.Qwen3VariantForCausalLM",
+    "Qwen3MoeForCausalLM": "qwen3_moe.Qwen3MoeForCausalLM",
+}
+
+
+def find_architecture(raw: dict[str, Any]) -> tuple[Any, NetworkConfig]:
+    """Return the class of the network, and its shape. ValueError for an architecture or field that is not computed."""
+    check_stored_weights(raw)
+    for name in raw.get("architectures") or ():
+        if name in ARCHITECTURES:
+            module, _, class_name = ARCHITECTURES[name].rpartition(".")
+            model_class = getattr(importlib.import_module(f"nanovllm.extras.models.{module}"), class_name)
+            shape = model_class.read_config(raw)
+            return getattr(model_class, "choose", lambda shape: model_class)(shape), shape
+    code = " (its code in auto_map is never run: trust_remote_code does not exist here)" if "auto_map" in raw else ""
+    raise ValueError(
+        f"architecture {raw.get('architectures')} is not supported{code}; supported: {', '.join(ARCHITECTURES)}"
+    )
+
+
+def check_stored_weights(raw: dict[str, Any]) -> None:
+    """Raise ValueError if the checkpoint's weights are quantised in a way that is not known."""
+    for field in ("quantization_config", "compression_config"):
+        if raw.get(field) is not None:
+            from nanovllm.extras.quantization.stored import read_format
+
+            read_format(field, raw[field])

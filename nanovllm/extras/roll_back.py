@@ -1,0 +1,41 @@
+"""A step has failed or was interrupted: running sequences keep their tokens, lose their blocks, and wait.
+
+The step may have failed half-way, even in `schedule()`. So no block that it was to fill may be found in the prefix
+cache, and no copy that it has requested is done. Tokens that it would have sampled are sampled again, with the same
+random numbers.
+"""
+
+from typing import Any
+
+from nanovllm.scheduler import Scheduler, insert
+
+
+def roll_back(scheduler: Scheduler) -> None:
+    """Put all sequences of `scheduler` back into the queue, and forget all steps in flight."""
+    observer: Any = scheduler.observer
+    blocks = scheduler.block_manager
+    forget_steps = getattr(scheduler, "forget_steps", None)  # of schedulers that keep more of a step
+    if forget_steps is not None:
+        forget_steps()
+    blocks.take_copies()
+    for block_id in observer.blocks_in_flight():
+        blocks.prefix_cache.forget(block_id)
+    for seq in [*scheduler.running, *scheduler.waiting]:
+        if seq.block_table.length:
+            seq.num_computed_tokens = 0  # so that `free` registers no block that may not have been filled
+            blocks.free(seq)
+    while scheduler.running:
+        insert(scheduler.waiting, scheduler.running.pop())
+    for seq in scheduler.waiting:
+        seq.num_tokens = seq.token_ids.length  # without placeholders and drafts
+    observer.on_roll_back()
+
+
+def reset_prefix_cache(scheduler: Scheduler) -> None:
+    """Forget all cached prefixes, as before a fair measurement. Running sequences keep their blocks."""
+    cache, observer = scheduler.block_manager.prefix_cache, scheduler.observer
+    cache._by_hash.clear()
+    cache._by_id.clear()
+    reset: Any = getattr(observer, "on_reset_prefix_cache", None)
+    if reset is not None:
+        reset()

@@ -1,0 +1,132 @@
+"""Weights as the core loads them, with a progress bar, in little memory, and from checkpoints that hold more.
+
+Pages of a file that were read count as this process's memory until the file is closed, so a file is opened again after
+as many bytes as its largest tensor has. `full_runner.py` calls `load_model`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from tqdm import tqdm
+
+from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.loader import WEIGHT_DTYPES, checkpoint_files, fill, places_of
+
+OF_QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|input_scale)$")  # GPTQ, AWQ, FP8
+Read = Callable[[Any, str], torch.Tensor | None]  # a tensor of an open file, a part of it, or None: not needed
+
+
+def load_model(
+    model_class: Any,
+    config: NetworkConfig,
+    backend: TorchAttention,
+    dtype: torch.dtype,
+    device: torch.device,
+    folder: Path,
+    dummy_seed: int | None = None,
+    read: Read = safe_open.get_tensor,
+) -> Any:
+    """The network on `device`, with the weights of `folder`, or with random ones of seed `dummy_seed`."""
+    with torch.device("meta"):  # without memory, which is then allocated once, in the right dtype on the right device
+        model = model_class(config, backend)
+    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    if dummy_seed is None:
+        load_weights(model, folder, read)
+    else:
+        from nanovllm.extras.dummy_weights import init_dummy_weights
+
+        init_dummy_weights(model, dummy_seed, config.initializer_range)
+    return model
+
+
+def load_weights(model: nn.Module, folder: Path, read: Read = safe_open.get_tensor) -> None:
+    """Copy each tensor of the checkpoint to its place. ValueError unless checkpoint and model match exactly."""
+    is_unused = getattr(model, "is_unused", lambda name: False)  # a network has it whose checkpoints hold more
+    fill(places_of_stored(model), plain_tensors(iterate_checkpoint(folder, read), is_unused, folder), folder)
+
+
+def places_of_stored(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the core's places. Layers that are fused in the checkpoint too have one under their own name."""
+    places = places_of(model)
+    for path, module in model.named_modules(remove_duplicate=False):
+        if getattr(module, "is_stored_fused", False):
+            parent = path.rpartition(".")[0]
+            for name, parameter in module.named_parameters(recurse=False):
+                for part in module.parts:
+                    del places[f"{parent}.{part}.{name}"]
+                places[f"{path}.{name}"] = parameter
+    return places
+
+
+def plain_tensors(
+    tensors: Iterator[tuple[str, torch.Tensor]], is_unused: Callable[[str], bool], folder: Path
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that the network needs. ValueError for a part of quantised weights."""
+    for name, tensor in tensors:
+        if tensor.dtype not in WEIGHT_DTYPES or OF_QUANTISED.search(name):
+            raise ValueError(
+                f"tensor {name} in {folder} is {str(tensor.dtype).removeprefix('torch.')}, and part of quantised "
+                f"weights, though config.json names no format: take the same model in bfloat16, float16 or float32"
+            )
+        if not is_unused(name) and not name.endswith("rotary_emb.inv_freq"):  # Llama 2's, which config.json has too
+            yield name, tensor
+
+
+# ---- safetensors files
+
+
+def iterate_checkpoint(folder: Path, read: Read = safe_open.get_tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of all that the folder has, mapped from disk; with a progress bar in a terminal.
+
+    Pages that were read count as this process's memory until their file is closed. So a file is opened anew after as
+    many bytes as its largest tensor has: loading takes the memory of the weights and little more.
+    """
+    files = checkpoint_files(folder)
+    num_bytes = sum(file.stat().st_size for file in files)
+    with tqdm(total=num_bytes, desc="Loading weights", unit="B", unit_scale=True, disable=None, delay=1) as bar:
+        for file in files:
+            for name, tensor in iterate_file(file, read):
+                yield name, tensor
+                bar.update(tensor.nbytes)
+        bar.update(num_bytes - bar.n)  # the headers
+
+
+def iterate_file(file: Path, read: Read) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one file, in the order in which they lie there."""
+    try:
+        with safe_open(file, framework="pt"):  # which checks the header
+            groups = groups_of_names(file)
+        for names in groups:
+            with safe_open(file, framework="pt") as tensors:
+                for name in names:
+                    if (tensor := read(tensors, name)) is not None:
+                        yield name, tensor
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+def groups_of_names(file: Path) -> list[list[str]]:
+    """Names of tensors that lie side by side, so many that a group has no more bytes than the largest tensor.
+
+    A safetensors file begins with the length of its header, in 8 bytes, and the header, which is JSON.
+    """
+    with open(file, "rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    header.pop("__metadata__", None)
+    spans = sorted((*entry["data_offsets"], name) for name, entry in header.items())
+    largest = max((end - start for start, end, _ in spans), default=0)
+    groups: list[list[str]] = []
+    first = 0
+    for start, end, name in spans:
+        if not groups or end - first > largest:
+            groups.append([])
+            first = start
+        groups[-1].append(name)
+    return groups

@@ -1,0 +1,142 @@
+"""A checkpoint in Hugging Face's layout: its JSON files, its tokenizer, its weights.
+
+Each tensor is copied straight to its place on the device, so the weights are never in memory twice. A tensor that is
+missing, unexpected or of another shape is an error that names it. No code of a checkpoint is run: nothing is unpickled.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from nanovllm.layers.linear import FusedLinear
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def find_folder(model: str | Path) -> Path:
+    """Return the folder of a checkpoint. ValueError if there is none."""
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model must be a folder on this machine that holds a config.json, got {str(model)!r}")
+    return folder
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object. ValueError if it does not."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent} holds no {path.name}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the `transformers` tokenizer of `folder`, or None if it has none."""
+    if not has_tokenizer(folder):
+        return None
+    from transformers import AutoTokenizer  # imported late: it takes longer than the rest of the engine together
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """Return the model's end-of-sequence tokens: those of generation_config.json (else config.json), and the
+    tokenizer's."""
+    found: set[int] = set() if getattr(tokenizer, "eos_token_id", None) is None else {tokenizer.eos_token_id}
+    for file in (folder / "generation_config.json", folder / "config.json"):
+        eos = read_json(file).get("eos_token_id") if file.is_file() else None
+        if eos is not None:
+            found |= set(eos if isinstance(eos, list) else [eos])
+            break
+    return frozenset(token_id for token_id in found if 0 <= token_id < vocab_size)
+
+
+# ---- the weights
+
+
+def load_weights(model: nn.Module, folder: Path) -> None:
+    """Copy each tensor of the checkpoint to its place. ValueError unless checkpoint and model match exactly."""
+    fill(places_of(model), iterate_checkpoint(folder), folder)
+
+
+def fill(places: dict[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]], source: Path) -> None:
+    """Copy named tensors to the places of the same names. ValueError unless both are the same set of names."""
+    filled: dict[int, str] = {}
+    for name, tensor in tensors:
+        if name not in places:
+            raise ValueError(
+                f"unexpected tensor {name} {list(tensor.shape)} in {source}: the model has no place for it"
+            )
+        place = places[name]
+        if tensor.dtype not in WEIGHT_DTYPES or tensor.shape != place.shape:
+            raise ValueError(f"tensor {name} in {source} is {tensor.dtype} {list(tensor.shape)}, the model needs "
+                             f"{list(place.shape)} in float32, bfloat16 or float16")  # fmt: skip
+        twice = filled.get(id(place))  # tied embeddings have two names for one place
+        if twice is not None and not torch.equal(place, tensor.to(place)):
+            raise ValueError(f"tensors {twice} and {name} in {source} differ, but config.json ties them together")
+        place.copy_(tensor)
+        filled[id(place)] = name
+    if missing := [name for name, place in places.items() if id(place) not in filled]:
+        raise ValueError(f"{len(missing)} tensors are missing in {source}: {', '.join(missing[:5])}")
+
+
+def places_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the place of every tensor by its name in a checkpoint: a parameter, or some rows of a fused one."""
+    places: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, FusedLinear):
+                parent = path.rpartition(".")[0]
+                rows = parameter.split(tuple(module.parts.values()))
+                places |= {f"{parent}.{part}.{name}": view for part, view in zip(module.parts, rows, strict=True)}
+            else:
+                places[f"{path}.{name}"] = parameter
+    return places
+
+
+def iterate_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and tensor of everything in the folder's safetensors files, mapped from disk."""
+    for file in checkpoint_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    yield name, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder. ValueError if there are none, or if one is missing."""
+    if (folder / INDEX_FILE).is_file():
+        weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{folder / INDEX_FILE} has no weight_map from tensor to file")
+        files = [folder / name for name in sorted(set(weight_map.values()))]
+    elif (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"{folder} holds no *.safetensors weights. Pickled ones (*.bin, *.pt) are never read, since that may run "
+            f'code. If you trust them: python -c "from transformers import AutoModelForCausalLM; AutoModelForCausalLM.'
+            f"from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}-safetensors')\"; add the tokenizer"
+        )
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file} is missing, but {INDEX_FILE} names it")
+    return files
