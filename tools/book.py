@@ -1,16 +1,18 @@
-"""Put code and the output of commands into the pages of the book, and say which pages are stale.
+"""Put code and the output of commands into the pages of the book, and report which pages are stale.
 
-    python -m tools.book                  # write; then look at the difference
-    python -m tools.book --check          # fails if a page differs from the code, or from what a command prints
-    python -m tools.book --refresh        # run also the commands whose output differs from machine to machine
+    python -m tools.book                  # write the pages; then look at the difference
+    python -m tools.book --check          # fail if a page differs from the code, or from what a command prints
+    python -m tools.book --refresh        # also run the commands whose output differs from machine to machine
 
-A page asks for what stands between two comments, which are invisible where it is read (cogapp does the rest):
+cogapp replaces the text between two comments by what the call in the first comment prints. The comments are invisible
+on the rendered page:
 
     <!-- [[[cog code("nanovllm/scheduler.py", "Scheduler.update") ]]] -->
     <!-- [[[end]]] -->
 
-`code` is a function or class as it stands, `output` what a command prints, the same on each machine; `sample` what it
-printed on some machine, which is not checked. Each command runs once for all pages.
+`code` prints a function or class as it is in the file. `output` prints the output of a command, which must be the same
+on each machine. `sample` prints what a command printed on one machine, and is not checked. Each command runs once for
+all pages.
 """
 
 import argparse
@@ -45,12 +47,12 @@ def code(path: str, symbol: str, docstring: bool = True) -> None:
 
 
 def output(command: str) -> None:
-    """Print what `python -m …` prints. It must be the same on every machine."""
+    """Print what the command `python -m …` prints, which must be the same on every machine."""
     print(f"\n```text\n{run(command)}\n```\n")
 
 
 def sample(command: str) -> None:
-    """Print what `python -m …` printed when the page was refreshed. Say above it that the reader's will differ."""
+    """Print what `python -m …` printed when the page was refreshed. The page must say before it that outputs differ."""
     import cog
 
     if os.environ.get(REFRESH) or not cog.previous.strip():
@@ -79,10 +81,10 @@ def excerpt(path: Path, symbol: str, docstring: bool = True) -> str:
 
 @functools.cache
 def run(command: str) -> str:
-    """What `python -m MODULE ARGUMENTS …` writes to its standard output. Raises RuntimeError if it fails.
+    """Run `python -m MODULE ARGUMENTS …` and return its standard output. Raises RuntimeError if the command fails.
 
-    It runs in a process of its own: no seed, thread or option of a command reaches the next one. The process is a fork
-    of one that has imported torch, which takes seconds, once.
+    Each command runs in its own process, so that no seed, thread or option affects the next command. The process is
+    forked from one that has already imported torch, because the import takes seconds.
     """
     python, dash_m, module, *arguments = shlex.split(command)
     if (python, dash_m) != ("python", "-m"):
@@ -94,7 +96,7 @@ def run(command: str) -> str:
     process.start()
     sender.close()
     printed = ""
-    with contextlib.suppress(EOFError):  # it has failed, and sent nothing
+    with contextlib.suppress(EOFError):  # the command failed and sent nothing
         printed = receiver.recv()
     process.join()
     if process.exitcode:
@@ -103,7 +105,7 @@ def run(command: str) -> str:
 
 
 def run_module(module: str, arguments: list[str], sender: Connection) -> None:
-    """In the new process: run a module as a script, and send what it has printed, if it has ended well."""
+    """Run a module as a script in the new process, and send what it printed if it succeeds."""
     printed = io.StringIO()
     sys.argv = [module, *arguments]
     try:
@@ -123,8 +125,8 @@ def main() -> None:
     from cogapp import Cog
 
     parser = argparse.ArgumentParser(description="Put code and outputs into the pages of the book.")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is stale")
-    parser.add_argument("--refresh", action="store_true", help="run commands whose output differs by machine, too")
+    parser.add_argument("--check", action="store_true", help="fail if a page is stale, and write nothing")
+    parser.add_argument("--refresh", action="store_true", help="also run commands whose output differs by machine")
     parser.add_argument("page", type=Path, nargs="*", help="only these pages")
     args = parser.parse_args()
     if args.refresh:

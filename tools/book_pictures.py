@@ -1,10 +1,10 @@
 """Make the recordings of the book, and the pictures of the page that replays them.
 
-    python -m tools.book_pictures                    # what is missing, or is not what its demonstration records
-    python -m tools.book_pictures --only preemption  # only this demonstration; its pictures are taken anew
-    python -m tools.book_pictures --all              # everything anew, with the times of this machine
+    python -m tools.book_pictures                    # make what is missing or differs from its demonstration
+    python -m tools.book_pictures --only preemption  # only this demonstration; take its pictures again
+    python -m tools.book_pictures --all              # make everything again, with the times of this machine
 
-A chapter asks for both by a link, whose address says what the page shows:
+A chapter requests a recording and a picture by a link. The link's address says what the page shows:
 
     [![What one sees](images/preemption.png)](recordings/preemption.jsonl#step=12&seq=3)
 
@@ -25,12 +25,12 @@ from tools.book import BOOK, run
 WIDTH, LAST = 1440, ".timeline"  # a picture shows the pool, the step and the timeline
 LOOK = "theme=light&lang=en"
 LINK = re.compile(r"\[!\[[^\]]*\]\(images/([\w-]+)\.png\)\]\(recordings/([\w-]+)\.jsonl(?:#([^)]*))?\)")
-TIMES = {"add": 2, "fork": 6, "schedule": 2, "update": 2, "finish": 5, "roll_back": 1}  # where an event has its time
+TIMES = {"add": 2, "fork": 6, "schedule": 2, "update": 2, "finish": 5, "roll_back": 1}  # event -> index of its time
 
 
 class Picture(NamedTuple):
     name: str
-    demo: str  # and the name of its recording
+    demo: str  # module of labs/demos; also the name of the recording
     address: str  # what the page shows: step=12&seq=3
 
     @property
@@ -41,7 +41,7 @@ class Picture(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the recordings and pictures of the book.")
     parser.add_argument("--only", metavar="NAME", action="append", help="only this demonstration; may be repeated")
-    parser.add_argument("--all", action="store_true", help="make all anew, also recordings with the same events")
+    parser.add_argument("--all", action="store_true", help="make all again, even recordings with the same events")
     args = parser.parse_args()
     wanted = [picture for picture in pictures() if args.only is None or picture.demo in args.only]
     if not wanted:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def pictures() -> list[Picture]:
-    """All that the chapters link to, in their order."""
+    """Return all pictures that the chapters link to, in order of appearance."""
     texts = [page.read_text(encoding="utf-8") for page in sorted(BOOK.glob("*.md"))]
     return [Picture(*found) for text in texts for found in LINK.findall(text)]
 
@@ -67,7 +67,7 @@ def record(demo: str, path: Path) -> None:
 
 
 def renew(demo: str, always: bool = False) -> bool:
-    """Record anew, and keep the recording if it tells something else than the one before. Returns whether it does."""
+    """Record again, and replace the old recording if its events differ. Returns whether it was replaced."""
     kept = recording_of(demo)
     with tempfile.TemporaryDirectory() as work:
         fresh = Path(work) / kept.name
@@ -81,7 +81,7 @@ def renew(demo: str, always: bool = False) -> bool:
 
 
 def read_events(path: Path) -> list[Any]:
-    """A recording without what differs from run to run and from machine to machine."""
+    """Read a recording without the parts that differ from run to run and from machine to machine."""
     header, *lines = read_recording(path)
     config = {name: value for name, value in header["config"].items() if name != "description"}  # has the threads
     events = [[without_time(event) for event in line["events"]] for line in lines]
@@ -93,7 +93,7 @@ def without_time(event: list[Any]) -> list[Any]:
     return event[:place] + event[place + 1 :]
 
 
-# ---- pictures, which hold the address at which they were taken
+# ---- pictures; their metadata contains the address at which they were taken
 
 
 def photograph(wanted: list[Picture]) -> None:

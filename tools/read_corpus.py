@@ -1,7 +1,7 @@
-"""Reads the text that the bundled tiny model is trained on, and makes its additions.
+"""Read the text that the bundled tiny model is trained on, and make its addition exercises.
 
-Decides what a well-formed corpus is and which sums are held out of training. It does not decide how often
-anything is shown, nor how it is tokenized: that is `train_tiny.py`, which calls this module, as the tests do.
+This module decides what a well-formed corpus is and which sums are held out of training. `train_tiny.py`, which calls
+this module, decides how often each text is shown and how it is tokenized. The tests call this module too.
 
 A corpus file is a list of entries, separated by blank lines; lines that start with `#` are comments:
 
@@ -32,18 +32,18 @@ SUM_WORDINGS = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One thing the model knows: the wordings that ask for it, and the answer."""
+    """One answer that the model learns, with the questions that ask for it."""
 
     topic: str  # the file's name without its suffix
     questions: tuple[str, ...]  # trained wordings
-    unseen: str  # never trained on: tells whether the model understands more than it has seen
+    unseen: str  # never trained on: measures whether the model generalizes
     answer: str
     is_long: bool
 
 
 @dataclass(frozen=True)
 class _Line:
-    """One line of an entry, and where it stands, for error messages."""
+    """One line of an entry, with its file and line number for error messages."""
 
     kind: str  # "Q", "U" or "A"
     text: str
@@ -51,12 +51,12 @@ class _Line:
 
 
 def normalize(wording: str) -> str:
-    """Folds what the training's augmentation may change: `"What is X?"` -> `"what is x"`."""
+    """Remove what the training's augmentation may change: `"What is X?"` -> `"what is x"`."""
     return wording.lower().rstrip("?.! ")
 
 
 def load_corpus(folder: Path | str) -> list[Entry]:
-    """Every entry of every `*.txt` in `folder`, in file order; ValueError where the text is malformed."""
+    """Return the entries of all `*.txt` files in `folder`, in file order. Raises ValueError if a file is malformed."""
     paths = sorted(Path(folder).glob("*.txt"))
     if not paths:
         raise ValueError(f"no *.txt in {folder}: is this the corpus folder?")
@@ -70,7 +70,7 @@ def load_corpus(folder: Path | str) -> list[Entry]:
 
 
 def _split_entries(path: Path) -> list[list[_Line]]:
-    """The file's lines, grouped by the blank lines between them, without the comments."""
+    """Return the file's lines without comments, grouped by the blank lines between them."""
     groups: list[list[_Line]] = [[]]
     for number, raw in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not raw.strip():
@@ -92,7 +92,7 @@ def _parse_line(raw: str, place: str) -> _Line:
 
 
 def _make_entry(path: Path, lines: list[_Line]) -> Entry:
-    """Checks the order Q.. U A, so that an entry that lost its blank line is noticed."""
+    """Make an entry of lines in the order Q … Q U A. Raises ValueError otherwise, as without a blank line."""
     kinds = "".join(line.kind for line in lines)
     num_questions = len(kinds) - 2
     if num_questions < MIN_QUESTIONS or kinds != "Q" * num_questions + "UA":
@@ -105,7 +105,10 @@ def _make_entry(path: Path, lines: list[_Line]) -> Entry:
 
 
 def _reject_duplicates(lines: list[_Line], first_places: dict[str, str]) -> None:
-    """One wording cannot have two answers, and a held-out wording must not be trained in lower case."""
+    """Raise ValueError if a wording occurs twice, also if only case or final punctuation differs.
+
+    One wording cannot have two answers, and a held-out wording must not be trained in lower case.
+    """
     for line in lines[:-1]:
         key = normalize(line.text)
         if key in first_places:
@@ -114,9 +117,9 @@ def _reject_duplicates(lines: list[_Line], first_places: dict[str, str]) -> None
 
 
 def split_sums(num_held_out: int = NUM_HELD_OUT_SUMS) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """All pairs of two-digit numbers as (trained, held out); always the same split.
+    """Return all pairs of two-digit numbers as (trained, held out). The split is always the same.
 
-    Holding out (23, 48) keeps (48, 23) out of training too: addition commutes, and the model may know it.
+    Holding out (23, 48) keeps (48, 23) out of training too, because addition commutes and the model may learn this.
     """
     unordered = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     rng = random.Random(0)
@@ -128,6 +131,6 @@ def split_sums(num_held_out: int = NUM_HELD_OUT_SUMS) -> tuple[list[tuple[int, i
 
 
 def sum_exchange(pair: tuple[int, int], wording: int) -> tuple[str, str]:
-    """Question and answer: `sum_exchange((23, 48), 0)` -> `("What is 23 + 48?", "23 + 48 = 71.")`."""
+    """Return question and answer: `sum_exchange((23, 48), 0)` -> `("What is 23 + 48?", "23 + 48 = 71.")`."""
     a, b = pair
     return SUM_WORDINGS[wording % len(SUM_WORDINGS)].format(a=a, b=b), f"{a} + {b} = {a + b}."

@@ -1,9 +1,9 @@
-"""Make the recording that `nanovllm view` shows without a file: a short run in which everything happens.
+"""Make the recording that `nanovllm view` shows without a file: a short run with every kind of moment of the story.
 
     python -m tools.story_recording            # writes nanovllm/extras/trace/story.jsonl
 
-20 blocks are too few for these requests, which come one after the other: they share blocks, wait, and lose some to
-each other. Host memory has room for three blocks: one request is swapped out, another is computed again.
+The requests arrive one after the other and need more than the 20 blocks: they share blocks, wait and are preempted.
+Host memory has space for three blocks, so one request is swapped out and another is computed again.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 TWO_SAMPLES = SamplingParams(temperature=1, seed=1, n=2, max_tokens=18, ignore_eos=True)
-ARRIVALS = {  # before which step a request comes
+ARRIVALS = {  # step before which a request arrives -> its id, prompt and parameters
     1: ("A", SHORT, greedy(16)),
     2: ("B", "Name two colors", TWO_SAMPLES),
     4: ("C", LONG, greedy(10)),

@@ -1,11 +1,12 @@
-"""Pictures of the page of recordings, in both themes, two widths and two languages, to be looked at.
+"""Take pictures of the page of recordings for visual checks, in both themes, two widths and two languages.
 
     python tools/trace_screenshots.py pictures/
 
-README's moving picture is made by `nanovllm view --gif docs/images/story.gif`.
+(`nanovllm view --gif docs/images/story.gif` makes the animated GIF of README.)
 
-Records the bundled model with a pool so small that requests wait, share, copy, are preempted and swapped; and the same
-without prefix caching, for the picture of two runs side by side. Needs the extra `browser`, and Chromium.
+The program records the bundled model with a small pool, so that requests wait, share and copy blocks and are preempted.
+It records the same requests without prefix caching, for the picture of two recordings side by side. It needs the extra
+`browser`, and Chromium.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def all_pictures(one: Path, two: Path, folder: Path) -> list[tuple[Path, Path, int, str]]:
-    """(page, picture, width, address) of each."""
+    """Return (page, picture, width, address) for each picture."""
     pictures = []
     for theme, width, lang in itertools.product(("light", "dark"), (1440, 390), ("en", "zh")):
         look = f"theme={theme}&lang={lang}"
@@ -57,7 +58,7 @@ def all_pictures(one: Path, two: Path, folder: Path) -> list[tuple[Path, Path, i
 
 
 def record(path: Path, enable_prefix_caching: bool) -> Path:
-    """Seven chats, of which one asks for two answers and two are alike, in 24 blocks of 8 tokens."""
+    """Record seven chats in 24 blocks of 8 tokens. One asks for two answers, and two are the same."""
     options: dict[str, Any] = {"num_kv_blocks": 24, "block_size": 8, "max_num_batched_tokens": 32, "max_num_seqs": 5}
     options |= {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True}
     with LLM(TINY_QWEN3, trace=path, enable_prefix_caching=enable_prefix_caching, **options) as llm:
@@ -70,7 +71,7 @@ def record(path: Path, enable_prefix_caching: bool) -> Path:
 
 
 def take(pictures: list[tuple[Path, Path, int, str]], height: int | None = None, last: str = "") -> None:
-    """Each picture shows its whole page, or the top `height` pixels, or what is above the end of the element `last`."""
+    """Take each picture of the whole page, of its top `height` pixels, or down to the end of the element `last`."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

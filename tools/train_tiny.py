@@ -1,15 +1,15 @@
-"""Trains the tiny Qwen3 that nanovllm ships, on the text in `tools/corpus/`, in about twenty minutes on two CPU cores.
+"""Train the tiny Qwen3 that nanovllm ships, on the text in `tools/corpus/`, in about twenty minutes on two CPU cores.
 
     python tools/train_tiny.py                  # writes nanovllm/assets/tiny-qwen3/, docs/images/train_tiny_loss.png
-    python tools/train_tiny.py --evaluate-only  # what the saved model answers
+    python tools/train_tiny.py --evaluate-only  # evaluate the saved model
 
-The model is meant to know this corpus by heart, and two-digit addition, which it has to learn: 200 sums are held
-out. So there is no validation loss to watch; what counts is how many questions are answered word for word under
-greedy decoding once the weights are rounded to bfloat16, and that is what is printed at the end. The entries'
-`U:` wordings are held out of training: the share of them that is answered tells how much the model generalizes.
+The model must memorize this corpus and learn two-digit addition, for which 200 sums are held out. So a validation loss
+would not be useful. Instead, the program prints how many questions are answered word for word by greedy decoding after
+the weights are rounded to bfloat16. The entries' `U:` wordings are held out of training: the share of them that is
+answered correctly shows how much the model generalizes.
 
-Nothing of nanovllm is imported here: the network is transformers' own Qwen3ForCausalLM, an independent witness of
-what the engine must compute.
+This file does not import nanovllm. The network is transformers' own Qwen3ForCausalLM, an independent reference for what
+the engine must compute.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tqdm import tqdm
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # so that `python tools/train_tiny.py` finds its sibling, as the tests do
+sys.path.insert(0, str(ROOT))  # so that `python tools/train_tiny.py` finds tools.read_corpus
 from tools.read_corpus import SUM_WORDINGS, Entry, load_corpus, normalize, split_sums, sum_exchange  # noqa: E402
 
 # A question and its answer.
@@ -42,7 +42,7 @@ VOCAB_SIZE = 2048
 MAX_POSITIONS = 2048
 ROPE_THETA = 10000.0
 
-# Qwen's splitting rule: words keep the space before them, digits stand alone.
+# Qwen's splitting rule: words keep the space before them, each digit is separate.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -62,28 +62,28 @@ SYSTEM_PROMPTS = (
     "Be brief.",
 )
 
-# What the training mixes; found by trial on short runs.
+# The mixture of training examples; the values were found by short trial runs.
 SHARE_MULTI_TURN = 0.22  # conversations of two or three exchanges
 SHARE_SYSTEM_PROMPT = 0.08
-SHARE_LOWER_CASE = 0.15  # questions as hurried users type them
+SHARE_LOWER_CASE = 0.15  # as users often type
 SHARE_NO_PUNCTUATION = 0.25
 SHARE_DROPPED_WORD = 0.1
-MIN_WORDS_TO_DROP = 4  # a shorter question has no word to spare
+MIN_WORDS_TO_DROP = 4  # a shorter question needs all of its words
 SUMS_PER_PASS = 2500  # with 500 the held-out sums were still at 42 %
 
 
 @dataclass(frozen=True)
 class Example:
-    """One conversation as the model sees it; three lists of one length."""
+    """One conversation as the model sees it: three lists of the same length."""
 
     token_ids: list[int]
     positions: list[int]
-    is_answer: list[bool]  # this token is the assistant's, so predicting it has a loss
+    is_answer: list[bool]  # the token is part of an answer, so predicting it has a loss
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples padded on the right: under a causal mask no real token sees the padding."""
+    """Examples padded on the right. With a causal mask, no real token attends to the padding."""
 
     token_ids: torch.Tensor  # [batch, seq_len]
     positions: torch.Tensor  # [batch, seq_len]
@@ -94,7 +94,7 @@ class Batch:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE: all 256 bytes are in the vocabulary, so any text survives encoding and decoding."""
+    """Train a byte-level BPE tokenizer. All 256 bytes are in the vocabulary, so any text can be encoded and decoded."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -116,13 +116,13 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def corpus_texts(entries: list[Entry]) -> list[str]:
-    """What the tokenizer learns from; the chat format's own words must be in it too."""
+    """Return the texts that the tokenizer is trained on, including the words of the chat format."""
     texts = [text for entry in entries for text in (*entry.questions, entry.answer)]
     return texts + ["system", "user", "assistant", *SYSTEM_PROMPTS] * 5
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """tokenizer.json and its config, by hand: transformers 5 would put the chat template into a file of its own."""
+    """Write tokenizer.json and its config directly: transformers 5 would write the chat template to a separate file."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         # The generic class: the one that reads tokenizer.json as it is, in transformers 4 and 5.
@@ -149,10 +149,10 @@ def encode_turn(tokenizer: Tokenizer, role: str, content: str) -> list[int]:
 def encode_conversation(
     tokenizer: Tokenizer, exchanges: list[Exchange], system: str | None = None, gaps: list[int] | None = None
 ) -> Example:
-    """The chat template's tokens, the answers marked up to and including their `<|im_end|>`.
+    """Return the chat template's tokens, with the answers marked up to and including their `<|im_end|>`.
 
-    `gaps[i]` positions are left out before exchange i. RoPE sees only distances, so a gap shows the model the
-    distances of a long conversation at the price of a short one.
+    `gaps[i]` positions are left out before exchange i. RoPE depends only on distances, so a gap trains the model on the
+    distances of a long conversation at the cost of a short one.
     """
     ids = encode_turn(tokenizer, "system", system) if system else []
     positions, is_answer = list(range(len(ids))), [False] * len(ids)
@@ -170,7 +170,10 @@ def encode_conversation(
 
 
 def perturb_question(question: str, rng: random.Random) -> str:
-    """Now and then a lost word, lower case, no question mark: as users type, and so that no one word is relied on."""
+    """Return the question as a user may type it: sometimes without a word, in lower case, or without its question mark.
+
+    So the model does not rely on a single word.
+    """
     words = question.split(" ")
     if len(words) >= MIN_WORDS_TO_DROP and rng.random() < SHARE_DROPPED_WORD:
         del words[rng.randrange(len(words))]
@@ -185,7 +188,7 @@ def perturb_question(question: str, rng: random.Random) -> str:
 def make_pass(
     entries: list[Entry], sums: list[tuple[int, int]], long_repeats: int, rng: random.Random
 ) -> list[Exchange]:
-    """Every trained wording once (the long explanations' several times), and fresh sums, in random order."""
+    """Return each trained wording once (those of long answers `long_repeats` times) and new sums, in random order."""
     unseen = {normalize(entry.unseen) for entry in entries}
     exchanges = []
     for entry in entries:
@@ -200,7 +203,7 @@ def make_pass(
 
 
 def make_examples(tokenizer: Tokenizer, exchanges: list[Exchange], rng: random.Random) -> list[Example]:
-    """Cuts the pass into conversations: mostly one exchange, sometimes two or three, sometimes a system prompt."""
+    """Group exchanges into conversations: mostly of one, sometimes of two or three, sometimes with a system prompt."""
     examples = []
     while exchanges:
         num_exchanges = rng.choice((2, 3)) if rng.random() < SHARE_MULTI_TURN else 1
@@ -219,10 +222,10 @@ def make_examples(tokenizer: Tokenizer, exchanges: list[Exchange], rng: random.R
 
 
 def group_by_length(examples: list[Example], batch_tokens: int) -> list[list[Example]]:
-    """Neighbours in length share a batch of at most `batch_tokens` padded tokens, so that little is padding."""
+    """Group examples of similar length into batches of at most `batch_tokens` padded tokens, to have little padding."""
     groups: list[list[Example]] = []
     for example in sorted(examples, key=lambda e: len(e.token_ids)):
-        # Sorted by length, so the newcomer decides the padded length of its group.
+        # The examples are sorted by length, so the new one decides the padded length of its group.
         if groups and (len(groups[-1]) + 1) * len(example.token_ids) <= batch_tokens:
             groups[-1].append(example)
         else:
@@ -242,7 +245,7 @@ def pad(examples: list[Example]) -> Batch:
 
 
 def endless_batches(entries: list[Entry], tokenizer: Tokenizer, args: argparse.Namespace) -> Iterator[Batch]:
-    """Pass after pass over the corpus, each with its own perturbations, conversations and order."""
+    """Yield batches of one pass over the corpus after another, each with new perturbations, conversations and order."""
     rng = random.Random(args.seed)
     trained_sums, _ = split_sums()
     while True:
@@ -256,9 +259,9 @@ def endless_batches(entries: list[Entry], tokenizer: Tokenizer, args: argparse.N
 
 
 def build_model(seed: int) -> Qwen3ForCausalLM:
-    """3.5 M parameters with everything that makes a Qwen3: GQA, q/k norm, a head_dim of its own, tied embeddings."""
+    """Build a Qwen3 of 3.5 M parameters with all its features: GQA, q/k norm, its own head_dim, tied embeddings."""
     torch.manual_seed(seed)
-    # any keyword is taken, but transformers 5 declares neither of these
+    # Qwen3Config accepts any keyword, but transformers 5 declares neither of these.
     undeclared: dict[str, Any] = {"rope_theta": ROPE_THETA, "attn_implementation": "sdpa"}
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
@@ -280,12 +283,12 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
 
 
 def answer_logits(model: Qwen3ForCausalLM, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and targets at the answers' tokens only: most of the LM head's work is saved."""
+    """Return logits and targets only for the answers' tokens, which saves most of the LM head's work."""
     hidden = model.model(
         input_ids=batch.token_ids,
         position_ids=batch.positions,
-        # No mask tensor means causal attention. Given None instead of this dict, transformers would build a mask,
-        # and take a gap in the positions for the border between two packed sequences.
+        # Without a mask tensor, attention is causal. If this were None instead of a dict, transformers would build a
+        # mask, and treat a gap in the positions as the border between two packed sequences.
         attention_mask={"full_attention": None},
         use_cache=False,
     ).last_hidden_state  # [batch, seq_len, hidden]
@@ -295,7 +298,7 @@ def answer_logits(model: Qwen3ForCausalLM, batch: Batch) -> tuple[torch.Tensor, 
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Linear warm-up, then half a cosine down to nothing."""
+    """Return the learning rate of a step: a linear warm-up, then half a cosine down to zero."""
     if step < args.warmup_steps:
         return args.lr * (step + 1) / args.warmup_steps
     progress = (step - args.warmup_steps) / max(1, args.steps - args.warmup_steps)
@@ -304,13 +307,13 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
 def make_optimizer(model: Qwen3ForCausalLM, args: argparse.Namespace) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.ndim >= 2]
-    gains = [p for p in model.parameters() if p.ndim < 2]  # norm weights: pulling them to zero makes no sense
+    gains = [p for p in model.parameters() if p.ndim < 2]  # norm weights: they have no weight decay
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": gains, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
 
 def train(model: Qwen3ForCausalLM, batches: Iterator[Batch], args: argparse.Namespace) -> list[float]:
-    """The loop; returns the loss of every step."""
+    """Train the model and return the loss of every step."""
     optimizer = make_optimizer(model, args)
     losses, num_tokens, started = [], 0, time.perf_counter()
     progress = tqdm(range(args.steps), desc="training", mininterval=args.log_interval_s)
@@ -332,7 +335,7 @@ def train(model: Qwen3ForCausalLM, batches: Iterator[Batch], args: argparse.Name
 
 
 def plot_losses(losses: list[float], path: Path) -> None:
-    """Every step as a faint dot, and a running mean to read."""
+    """Plot the loss of every step as a faint dot, and a running mean."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -355,12 +358,12 @@ def plot_losses(losses: list[float], path: Path) -> None:
 
 
 def save_model(model: Qwen3ForCausalLM, folder: Path) -> None:
-    """Weights in bfloat16, and configs that transformers 4.51 and 5 both understand."""
+    """Save the weights in bfloat16, with configs that both transformers 4.51 and 5 can read."""
     folder.mkdir(parents=True, exist_ok=True)
     model.bfloat16().save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner only
+    (folder / "model.safetensors").chmod(0o644)  # by default, only the owner can read it
     config = json.loads((folder / "config.json").read_text())
-    # transformers 5 keeps the base in `rope_parameters` and calls the dtype `dtype`; 4.51 knows only these two.
+    # transformers 5 writes the base to `rope_parameters` and the dtype to `dtype`; 4.51 reads only these two fields.
     config |= {"rope_theta": ROPE_THETA, "torch_dtype": "bfloat16"}
     config.pop("transformers_version", None)
     _write_json(folder / "config.json", config)
@@ -377,10 +380,10 @@ def _write_json(path: Path, content: dict) -> None:
 
 @torch.inference_mode()
 def count_right(model: Qwen3ForCausalLM, examples: list[Example], batch_tokens: int = 8192) -> int:
-    """How many examples greedy decoding would answer word for word.
+    """Return the number of examples that greedy decoding answers word for word.
 
-    No need to generate: greedy decoding gives the target exactly if, fed the target, the model's first choice is
-    right at every position. A conversation counts only if all its answers are right.
+    Generating is not necessary: greedy decoding gives the target exactly if, with the target as input, the largest
+    logit is right at every position. A conversation counts only if all its answers are right.
     """
     num_right = 0
     for group in group_by_length(examples, batch_tokens):
@@ -393,7 +396,7 @@ def count_right(model: Qwen3ForCausalLM, examples: list[Example], batch_tokens: 
 
 
 def evaluation_groups(entries: list[Entry], tokenizer: Tokenizer) -> dict[str, list[Example]]:
-    """What is measured: names and the conversations behind them."""
+    """Return the conversations to evaluate, grouped by name."""
     _, held_out_sums = split_sums()
     rng = random.Random(1)
     trained = {
@@ -418,7 +421,7 @@ def evaluation_groups(entries: list[Entry], tokenizer: Tokenizer) -> dict[str, l
 
 
 def print_evaluation(folder: Path, entries: list[Entry]) -> None:
-    """The saved files' own answers, computed in float32 and in bfloat16 from the same bfloat16 weights."""
+    """Print the accuracy of the saved model, computed in float32 and in bfloat16 from the same bfloat16 weights."""
     groups = evaluation_groups(entries, Tokenizer.from_file(str(folder / "tokenizer.json")))
     print(f"{'answered word for word':34}{'float32':>18}{'bfloat16':>18}")
     models_by_dtype = [Qwen3ForCausalLM.from_pretrained(folder, dtype=d) for d in (torch.float32, torch.bfloat16)]
@@ -438,14 +441,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, default=ROOT / "docs/images/train_tiny_loss.png", help="loss curve")
     parser.add_argument("--steps", type=int, default=3500)
     parser.add_argument("--warmup-steps", type=int, default=150)
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="padded tokens of a batch, at most")
-    parser.add_argument("--long-repeats", type=int, default=1, help="how often a pass shows a long explanation")
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="maximum of padded tokens in a batch")
+    parser.add_argument("--long-repeats", type=int, default=1, help="how often a pass contains a long explanation")
     parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--log-interval-s", type=float, default=1.0, help="seconds between progress updates")
-    parser.add_argument("--evaluate-only", action="store_true", help="measure the saved model, train nothing")
+    parser.add_argument("--evaluate-only", action="store_true", help="evaluate the saved model without training")
     return parser.parse_args()
 
 

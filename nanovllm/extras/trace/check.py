@@ -1,8 +1,8 @@
-"""`check_recording`: whether the page can replay a recording. `nanovllm view` asks it before it makes a page.
+"""`check_recording` checks that the page can replay a recording. `nanovllm view` calls it before it makes a page.
 
-It refuses what would stop the page, and names the line: an unknown event, a field of another type, a sequence that was
-not added, a block outside the pool. It does not compare with the engine: the page opens a recording that contradicts
-the engine's counts, and shows the failed check.
+It refuses a recording that would stop the page, and names the line: an unknown event, a field of the wrong type, a
+sequence that was not added, a block outside the pool. It does not compare with the engine's counts: the page opens a
+recording that contradicts them, and shows the failed check.
 """
 
 import reprlib
@@ -13,14 +13,14 @@ from typing import Any
 
 from nanovllm.extras.trace.replay import Replay, ReplayError
 
-MAX_BLOCKS = 10_000_000  # the page has 28 bytes for each, several times
+MAX_BLOCKS = 10_000_000  # each state in the page's memory has 28 bytes per block, and there are several states
 MAX_BLOCK_SIZE = 2**20
-MAX_DRAFTS = 64  # of a sequence in a step
-MAX_INT = 2**53  # above, a browser's numbers have gaps
+MAX_DRAFTS = 64  # of one sequence in one step
+MAX_INT = 2**53  # a browser's numbers cannot represent all integers above this
 
 
 def is_int(value: Any) -> bool:
-    return type(value) is int and abs(value) < MAX_INT  # True is none
+    return type(value) is int and abs(value) < MAX_INT  # not a bool
 
 
 def is_count(value: Any) -> bool:
@@ -43,7 +43,7 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-KINDS: dict[str, Callable[["Checker", Any], bool]] = {  # what a field must be, in words -> whether it is
+KINDS: dict[str, Callable[["Checker", Any], bool]] = {  # kind of a field, in words -> its check
     "an integer": lambda _, value: is_int(value),
     "an integer >= 0": lambda _, value: is_count(value),
     "0 or 1": lambda _, value: is_int(value) and value in (0, 1),
@@ -106,7 +106,7 @@ SEQUENCE = NEW_SEQUENCE | {
     "block_table": "a block table",
     "host_block_ids": "a list of integers >= 0",
 }
-EVENTS = {  # code -> field -> what it is, in the order of docs/trace.md
+EVENTS = {  # code -> field -> kind, in the order of docs/trace.md
     "add": {"seq": "a new sequence", "t": "a number", "about": "an object"},
     "fork": {
         "parent": "a known sequence",
@@ -179,7 +179,7 @@ def is_flight(value: Any) -> bool:
 
 
 class Checker(Replay):
-    """A replay that checks each field before it is applied, and keeps no free blocks: the pool may be large."""
+    """A replay that checks each field before applying it. It keeps no list of free blocks: the pool may be large."""
 
     def __init__(self, header: Mapping[str, Any]) -> None:
         self.num_blocks, self.seqs = 0, {}
@@ -215,7 +215,7 @@ class Checker(Replay):
             raise ReplayError(f"{name} must be {kind}, got {reprlib.repr(value)}")
 
     def _check_bound(self, name: str, count: int, bound: int) -> None:
-        """The page has a loop up to `count`: a few bytes must not make it a long one."""
+        """Raise ReplayError if `count` exceeds `bound`. The page has a loop up to `count`, which must stay short."""
         if count > bound:
             raise ReplayError(f"{name} must be <= {bound}, got {count}")
 
@@ -225,7 +225,7 @@ class Checker(Replay):
         return type(number) is int and number in self.seqs
 
     def has(self, block_id: Any) -> bool:
-        """Whether it is a block of the pool, or the null block."""
+        """Return whether `block_id` is a block of the pool or the null block."""
         return type(block_id) is int and 0 <= block_id <= self.num_blocks
 
     def is_chunk(self, value: Any) -> bool:
@@ -241,7 +241,7 @@ class Checker(Replay):
         block_id, block_hash, serial, token_ids = value
         return self.has(block_id) and is_text(block_hash) and is_count(serial) and is_list(token_ids, is_count)
 
-    # ---- what the page compares, and shows
+    # ---- counts, which the page compares itself
 
     def _check(self, holds: bool, message: str) -> None:
         pass
@@ -253,7 +253,7 @@ class Checker(Replay):
         self.num_blocks = num_blocks
         self.ref_counts, self.free, self.cached = [0] * (num_blocks + 1), OrderedDict(), {}
 
-    # ---- what the page counts up to
+    # ---- bounds of the page's loops
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self.check_fields(state, STATE)
@@ -277,7 +277,7 @@ class Checker(Replay):
     def _schedule(self, step: int, time: int, decodes: Any, chunks: list[list], *rest: Any) -> None:
         if step != self.step + 1:
             raise ReplayError(f"step {self.step + 1} comes next, got {step}")
-        for number, start, num_new_tokens, _ in chunks:  # each step in flight draws a token
+        for number, start, num_new_tokens, _ in chunks:  # each step in flight samples a token
             bound = len(self.seqs[number].tokens) + len(self.seqs[number].drafts) + len(self.in_flight)
             self._check_bound(f"the end of the chunk of sequence {number}", start + num_new_tokens, bound)
         super()._schedule(step, time, decodes, chunks, *rest)
@@ -298,7 +298,7 @@ class Checker(Replay):
 
 
 def check_recording(path: Path, lines: list[Any]) -> None:
-    """`lines` are those of `read_recording`. Raises ValueError, with a line's number, if the page cannot show them."""
+    """Check the `lines` of `read_recording`. Raises ValueError with a line number if the page cannot replay them."""
     number = 0
     try:
         for number, line in enumerate(lines, 1):

@@ -1,6 +1,6 @@
-"""`nanovllm view --gif story.gif`: the page's story, or some of its steps, as a moving picture.
+"""`nanovllm view --gif story.gif`: write the page's story, or some of its steps, as an animated GIF.
 
-A browser without a window shows the page, and each picture is one of what it shows: the story, the pool and the step.
+A headless browser opens the page. Each frame of the GIF is a screenshot of the page's story and pool.
 """
 
 import io
@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 920  # CSS pixels
-LOOK_MS = 3500  # at a moment
-STEP_MS = 900  # at a step
-MOVING_MS = 1800  # a little longer than what moves (`Motion` of viewer/story.js)
+LOOK_MS = 3500  # how long a moment is shown
+STEP_MS = 900  # how long a step is shown
+MOVING_MS = 1800  # a little longer than the animation (`Motion` of viewer/story.js)
 MOVING_PICTURES = 6
 NUM_COLORS = 64
 
 
 def make_gif(page_text: str, steps: list[int] | None = None) -> bytes:
-    """The moments of the first recording's story, or the steps. Raises ValueError without the extra `browser`."""
+    """Return a GIF of `steps`, or of the first recording's story. Raises ValueError without the extra `browser`."""
     try:
         from PIL import Image
         from playwright.sync_api import Error, sync_playwright
@@ -46,7 +46,7 @@ def make_gif(page_text: str, steps: list[int] | None = None) -> bytes:
 
 
 def colors_of(drawn: list[Any]) -> Any:
-    """A palette for all pictures: then a file holds only what changes from one to the next."""
+    """Return one palette for all pictures, so that the file stores only what changes from one to the next."""
     small = [one.reduce(4) for one in drawn]
     together = small[0].resize((small[0].width, small[0].height * len(small)))
     for i, one in enumerate(small):
@@ -55,10 +55,10 @@ def colors_of(drawn: list[Any]) -> Any:
 
 
 def shots_of_moments(page: Any) -> Iterator[tuple[bytes, int]]:
-    """(PNG, ms that it stays) of each moment: what moves, and then what has changed."""
+    """Yield (PNG, milliseconds to show it) for each moment: the animation's frames, then the state after it."""
     moments = page.locator(".story .moments button:not(.turn)")
     if not moments.count():
-        raise ValueError("--gif: nothing of note happens in this recording; choose steps by --steps")
+        raise ValueError("--gif: this recording has no notable event; choose steps with --steps")
     for i in range(moments.count()):
         moments.nth(i).click()
         moments.nth(i).and_(page.locator("[aria-pressed=true]")).wait_for()
@@ -80,7 +80,7 @@ def shots_of_steps(page: Any, steps: list[int]) -> Iterator[tuple[bytes, int]]:
 
 
 def shot(page: Any) -> bytes:
-    """From the story to the end of the pool."""
+    """Take a screenshot from the top of the story to the end of the pool, as PNG."""
     story, pool = page.locator(".story").bounding_box(), page.locator(".first").bounding_box()
     height = pool["y"] + pool["height"] - story["y"]
     clip = {"x": 0, "y": story["y"] - 6, "width": WIDTH, "height": height + 12}

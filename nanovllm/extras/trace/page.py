@@ -1,11 +1,11 @@
-"""`make_page`: recordings as one HTML file. It holds the program, the libraries with their licences, and the data.
+"""`make_page` puts recordings into one HTML file, with the page's program, its libraries and their licences.
 
-The program is a dozen small modules in `viewer/`. `bundle` joins them in the order of their imports and drops their
-import and export lines: this needs no build step, and works from `file://`, where browsers refuse to load modules. The
-libraries in `viewer/vendor/` are preact, htm and uPlot as they were published.
+The program is about twenty small modules in `viewer/`. `bundle` joins them in the order of their imports and removes
+their import and export lines. So no build step is needed, and the page works from `file://`, where browsers refuse to
+load modules. The libraries in `viewer/vendor/` are preact, htm and uPlot as they were published.
 
-Beside each event the page shows the lines of the engine that decide it. `DECIDED_BY` names them, and `read_sources`
-finds them in the files' text: the page needs no engine, and no torch.
+For each event the page can show the engine's code that decided it. `DECIDED_BY` names the function, and `read_sources`
+finds it in the source files' text, so making a page needs neither the engine nor torch.
 """
 
 import ast
@@ -53,7 +53,7 @@ DECIDED_BY = {  # code of an event -> a file of the package, and the function or
 
 
 def make_page(recordings: list[Path], is_live: bool = False) -> str:
-    """The page with up to two recordings; a live page has none, and reads the server's events instead."""
+    """Return the page with up to two recordings. A live page has none: it reads the server's events."""
     parts = {
         "licences": "\n".join((VIEWER / "vendor" / name).read_text(encoding="utf-8") for name in LICENCES),
         "style": (VIEWER / "vendor" / "uplot.css").read_text(encoding="utf-8") + read("style.css"),
@@ -62,7 +62,7 @@ def make_page(recordings: list[Path], is_live: bool = False) -> str:
         "libraries": "\n".join((VIEWER / "vendor" / name).read_text(encoding="utf-8") for name in LIBRARIES),
         "program": f"window.SOURCES = {to_script(read_sources())};\n{bundle('app.js')}",
     }
-    parts["licences"] = parts["licences"].replace("--", "- -")  # two of them would end the comment
+    parts["licences"] = parts["licences"].replace("--", "- -")  # "--" may not occur inside a comment
     page = read("page.html").replace("<!--{{licences}}-->", "<!--\n{{licences}}\n-->")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page)
 
@@ -72,12 +72,12 @@ def read(name: str) -> str:
 
 
 def to_script(value: object) -> str:
-    """JSON that can stand inside a script element."""
+    """Return `value` as JSON that can be put inside a script element."""
     return json.dumps(value, ensure_ascii=False).replace("</", "<\\/").replace("<!--", "<\\!--")
 
 
 def bundle(name: str) -> str:
-    """The module `name` after all modules that it imports, as one script."""
+    """Return the module `name` and all modules that it imports as one script, imported modules first."""
     return "\n".join(in_order(name, set()))
 
 
@@ -92,7 +92,7 @@ def in_order(name: str, seen: set[str]) -> Iterator[str]:
 
 
 def embed(path: Path) -> str:
-    """A recording as base64 of gzip: what a browser can unpack by itself."""
+    """Return a script element with the recording as base64 of gzip, which browsers can unpack."""
     data = base64.b64encode(gzip.compress(path.read_bytes(), mtime=0)).decode()
     name = html.escape(path.name, quote=True)
     return f'<script type="application/x-nanovllm-trace" data-name="{name}">{data}</script>'
@@ -102,7 +102,7 @@ def embed(path: Path) -> str:
 
 
 def read_sources() -> dict[str, dict[str, Any]]:
-    """For each code of an event: the symbol, its file inside the package, its first line, and its text.
+    """Return, for each code of an event, the symbol, its file inside the package, its first line, and its text.
 
     Events of an extra that has been deleted are left out. Raises LookupError if a file has no such symbol.
     """
@@ -116,7 +116,7 @@ def read_sources() -> dict[str, dict[str, Any]]:
 
 
 def find_symbol(source: str, place: str) -> tuple[int, str]:
-    """The first line of the symbol that `place` names, and its lines, with no indentation in front of the first."""
+    """Return the first line number and the text of the symbol that `place` names, dedented to its own column."""
     found: Any = ast.parse(source)
     for name in place.split()[1].split("."):
         found = next((node for node in found.body if getattr(node, "name", None) == name), None)

@@ -1,7 +1,8 @@
-"""A recording in the format of Chrome's tracing, which https://ui.perfetto.dev and chrome://tracing open.
+"""Export a recording in Chrome's trace format, which https://ui.perfetto.dev and chrome://tracing open.
 
-One process has the steps, with their parts below each other, and the counters; the other has a thread for each request:
-queued, prefill, decode, preempted, swapped. Times are microseconds. The format is described in "Trace Event Format",
+One process has the steps, the parts of each step, and the counters. The other process has a thread for each sequence,
+with the spans queued, prefill, decode, idle, preempted and swapped. Times are microseconds. "Trace Event Format"
+describes the format:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
 """
 
@@ -13,13 +14,13 @@ ENGINE, REQUESTS = 1, 2
 
 
 class Exporter:
-    """Reads a recording once, and collects events."""
+    """Reads a recording once and collects the trace events."""
 
     def __init__(self, lines: list[dict[str, Any]]) -> None:
         self.replay = Replay(lines[0])
         self.events: list[dict[str, Any]] = []
-        self._threads: dict[str, int] = {}  # request -> its thread
-        self._since: dict[int, tuple[str, int]] = {}  # sequence -> what it does, and since when
+        self._threads: dict[str, int] = {}  # name of a request or of one of its samples -> its thread
+        self._since: dict[int, tuple[str, int]] = {}  # sequence -> kind of its open span, and start of the span
         self._ends = lines[0]["num_steps_before"]
         self._name(ENGINE, 0, "process_name", "engine")
         self._name(REQUESTS, 0, "process_name", "requests")
@@ -76,7 +77,7 @@ class Exporter:
             self.events.append({"ph": "C", "pid": ENGINE, "tid": 0, "name": name, "ts": time, "args": args})
 
     def _turn(self, number: int, kind: str | None, time: int) -> None:
-        """From `time` on the sequence does `kind`; None if it has ended."""
+        """End the sequence's span at `time` and begin one of `kind`; None begins none: the sequence has finished."""
         seq = self.replay.seqs[number]
         name = f"{seq.request}.{seq.sample}" if seq.sample else seq.request
         if name not in self._threads:
@@ -99,5 +100,8 @@ class Exporter:
 
 
 def to_perfetto(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The recording `lines` of `read_recording`. Raises ReplayError if they contradict themselves."""
+    """Return the trace of a recording, given as `lines` of `read_recording`.
+
+    Raises ReplayError if the recording contradicts itself.
+    """
     return {"traceEvents": Exporter(lines).events, "displayTimeUnit": "ms"}

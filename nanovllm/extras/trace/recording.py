@@ -1,7 +1,7 @@
 """`TraceFile` writes a recording, a file of JSON lines; `read_recording` reads it.
 
-A file larger than half of `max_bytes` is renamed to `run.jsonl.1` and replaces an older one. The new file begins with
-the state of that moment. So a long run keeps its newest steps, and each of the two files can be read without the other.
+A file that exceeds half of `max_bytes` is renamed to `run.jsonl.1`, which replaces an older file of that name. The new
+file begins with the current state. So a long run keeps its newest steps, and each file can be read without the other.
 """
 
 import json
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class Sink(Protocol):
-    """A destination of lines: a file, or the browsers that watch."""
+    """A destination of a recording's lines: a file, or the browsers that follow a server's run."""
 
     @property
     def is_full(self) -> bool:
-        """Whether the lines before may be dropped: the recorder begins anew then, with the state of this moment."""
+        """Whether earlier lines may be dropped. If so, the recorder calls `begin` with the current state."""
 
     def begin(self, line: str) -> None:
-        """The header, with which a reader can begin."""
+        """Write a header. A reader can start here without the lines before."""
 
     def write(self, line: str) -> None: ...
 
@@ -35,7 +35,7 @@ class Sink(Protocol):
 
 
 class TraceFile:
-    """A `Sink`. Raises ValueError or TypeError if `path` cannot be written."""
+    """A `Sink` that writes to a file. Raises ValueError or TypeError if `path` cannot be written."""
 
     def __init__(self, path: str | Path, max_bytes: int = MAX_BYTES) -> None:
         if not isinstance(path, str | Path) or not str(path):
@@ -63,7 +63,7 @@ class TraceFile:
         self.write(line)
 
     def write(self, line: str) -> None:
-        """Whole lines reach the file at once, so that what a crash leaves can be read."""
+        """Write one line and flush it, so that the file can be read after a crash."""
         self._num_bytes += self._file.write(line + "\n")
         self._file.flush()
 
@@ -72,11 +72,14 @@ class TraceFile:
 
 
 class Sinks:
-    """A `Sink` that passes all to several. One that fails gets no more, and the others go on; the last one raises."""
+    """A `Sink` that passes each line to several sinks.
+
+    A sink that raises is removed, and the others continue. The error of the last remaining sink is raised.
+    """
 
     def __init__(self, sinks: list[Sink]) -> None:
         self.sinks = sinks
-        self.on_failure: Callable[[], None] = lambda: None  # called for each that fails, but for the last
+        self.on_failure: Callable[[], None] = lambda: None  # called for each sink that is removed
 
     @property
     def is_full(self) -> bool:
@@ -98,18 +101,21 @@ class Sinks:
             except Exception:
                 if len(self.sinks) == 1:
                     raise
-                logger.exception("%s has failed, and gets no more of the recording", type(sink).__name__)
+                logger.exception("%s has failed and receives no more of the recording", type(sink).__name__)
                 self.sinks.remove(sink)
                 self.on_failure()
 
 
 def to_sink(trace: str | Path | Sink) -> Sink:
-    """Opens a path; returns a sink as it is. Raises TypeError or ValueError if the path cannot be written."""
+    """Return `trace` if it is a sink; otherwise open it as a file.
+
+    Raises TypeError or ValueError if the path cannot be written.
+    """
     return trace if isinstance(trace, Sink) else TraceFile(trace)
 
 
 def read_recording(path: str | Path) -> list[dict[str, Any]]:
-    """The header, and the lines after it. Raises ValueError if the file holds something else."""
+    """Return the header and the lines after it. Raises ValueError if the file is not a recording."""
     try:
         lines = list(read_lines(Path(path)))
     except OSError as error:
@@ -123,7 +129,7 @@ def read_recording(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[Any]:
-    """The parsed lines. A last line without a newline was cut by a crash, and is skipped with a warning."""
+    """Yield the parsed lines. A last line without a newline was cut by a crash: it is skipped with a warning."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -137,8 +143,8 @@ def read_lines(path: Path) -> Iterator[Any]:
 
 
 def refuse_constant(name: str) -> None:
-    """NaN and Infinity are Python's: browsers do not read them."""
-    raise ValueError(f"{name} is no JSON number")
+    """Reject NaN and Infinity, which Python's parser accepts and browsers do not."""
+    raise ValueError(f"{name} is not a JSON number")
 
 
 DECODER = json.JSONDecoder(parse_constant=refuse_constant)

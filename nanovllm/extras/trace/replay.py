@@ -1,8 +1,8 @@
-"""`Replay`: applies the events of a recording one by one, and so finds the state of the pool at each step.
+"""`Replay` applies the events of a recording one by one, which reconstructs the state of the pool at each step.
 
-It keeps blocks and sequences a second time, independently, and decides nothing. It raises an error when an event
-contradicts the state: a block is taken that is not the first free one, or a count differs from the engine's. The page
-does the same in JavaScript (`viewer/replay.js`); tests compare both with the block manager.
+It has its own copy of blocks and sequences, and makes no decisions. It raises an error if an event contradicts the
+state, for example if a block is taken that is not the first free one, or if a count differs from the engine's. The page
+does the same in JavaScript (`viewer/replay.js`). Tests compare both with the block manager.
 """
 
 from collections import Counter, OrderedDict
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-NULL_BLOCK = 0  # in a block table, the place of a block behind the window of all layers
+NULL_BLOCK = 0  # replaces a block in a block table once the block is behind the window of all layers
 EVENTS = {
     *(
         "start",
@@ -38,7 +38,7 @@ class ReplayError(ValueError):
 
 @dataclass
 class ReplayedSequence:
-    """As `sequence.py`, without the tokens in flight."""
+    """One sequence's state, as in `sequence.py`, without the tokens in flight."""
 
     number: int
     request: str
@@ -50,13 +50,13 @@ class ReplayedSequence:
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     host_block_ids: list[int] = field(default_factory=list)
-    drafts: list[int] = field(default_factory=list)  # behind `tokens`, while a step verifies them
+    drafts: list[int] = field(default_factory=list)  # draft tokens after `tokens`, while a step verifies them
     num_final_tokens: int | None = None  # set when it finishes
     finish_reason: str | None = None
 
 
 class Replay:
-    """The state after the events that were applied; `step` is the number of the newest step among them."""
+    """The state after the events that were applied. `step` is the number of the newest step among these events."""
 
     def __init__(self, header: Mapping[str, Any]) -> None:
         self.block_size = header["block_size"]
@@ -70,14 +70,14 @@ class Replay:
             self._load(header["state"])
 
     def apply(self, event: list) -> None:
-        """Raises ReplayError if the event is unknown, or contradicts the events before it."""
+        """Apply one event. Raises ReplayError if it is unknown or contradicts the events before it."""
         if event[0] not in EVENTS:
             raise ReplayError(f"step {self.step}: unknown event {event!r}")
         try:
             getattr(self, f"_{event[0]}")(*event[1:])
         except ReplayError:
             raise
-        except (KeyError, IndexError, TypeError, ValueError) as error:  # it names what is not there
+        except (KeyError, IndexError, TypeError, ValueError) as error:  # it names a missing sequence or block
             raise ReplayError(f"step {self.step}: {event!r} does not fit: {error!r}") from error
 
     def _check(self, holds: bool, message: str) -> None:
@@ -172,7 +172,7 @@ class Replay:
         self.seqs[number].drafts = token_ids
 
     def _verify(self, number: int, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
-        """The newest step draws a token for each draft that was right, besides the one that follows."""
+        """Apply the result of verification: the newest step samples one token more for each accepted draft."""
         seq = self.seqs[number]
         seq.drafts = []
         seq.num_computed_tokens -= num_drafts - num_accepted
@@ -215,12 +215,12 @@ class Replay:
             seq.status = "running"
 
     def _count_owner(self, block_id: int) -> None:
-        """The null block stands for blocks behind a window, and has no owners."""
+        """Add one to a block's reference count. The null block has no owners and is skipped."""
         if block_id != NULL_BLOCK:
             self.ref_counts[block_id] += 1
 
     def _copy(self, number: int, source: int, destination: int) -> None:
-        """`take` has put the destination at the end of the table; its place is that of the source."""
+        """Replace the source by the destination, which the `take` before has put at the end of the block table."""
         seq = self.seqs[number]
         self._check(seq.block_table.pop() == destination, f"block {destination} is a copy, and was not taken")
         place = seq.num_computed_tokens // self.block_size
@@ -268,12 +268,12 @@ class Replay:
 
     @property
     def num_shared(self) -> int:
-        """Blocks with several owners."""
+        """Number of blocks with several owners."""
         return sum(count > 1 for count in self.ref_counts)
 
     @property
     def num_stored(self) -> int:
-        """Tokens in owned blocks; what several sequences share counts once."""
+        """Number of tokens in owned blocks. A block that several sequences share counts once."""
         stored: Counter[int] = Counter()
         for seq in self.seqs.values():
             for place, block_id in enumerate(seq.block_table):
@@ -285,5 +285,5 @@ class Replay:
 
     @property
     def waste(self) -> float:
-        """The share of the owned slots that holds no token."""
+        """The fraction of the owned slots that hold no token."""
         return 1 - self.num_stored / (self.num_used * self.block_size) if self.num_used else 0.0

@@ -1,10 +1,10 @@
 """`nanovllm view run.jsonl`: write the page of a recording, and open it in a browser.
 
-nanovllm view                                # opens a recording that comes with the package, and shows it all
-nanovllm view run.jsonl                      # opens it
-nanovllm view run.jsonl -o run.html          # writes it
+nanovllm view                                # open the recording that comes with the package
+nanovllm view run.jsonl                      # open the page of a recording
+nanovllm view run.jsonl -o run.html          # write the page
 nanovllm view with.jsonl without.jsonl       # two recordings side by side, scrubbed together
-nanovllm view run.jsonl --gif story.gif      # a moving picture of its story
+nanovllm view run.jsonl --gif story.gif      # an animated GIF of its story
 nanovllm view run.jsonl --perfetto run.json  # for https://ui.perfetto.dev
 """
 
@@ -34,16 +34,16 @@ def make_parser() -> argparse.ArgumentParser:
         default=STORY,
         help="a file that LLM(…, trace=…) or --trace wrote",
     )
-    parser.add_argument("second", type=Path, nargs="?", help="another one, shown beside it and scrubbed with it")
-    parser.add_argument("-o", "--output", type=Path, metavar="HTML", help="write the page here, and do not open it")
-    parser.add_argument("--perfetto", type=Path, metavar="JSON", help="write Chrome's trace format of one recording")
-    parser.add_argument("--gif", type=Path, help="write a moving picture of its story here instead (extra: browser)")
-    parser.add_argument("--steps", type=steps_of, metavar="12-16,20", help="steps for --gif, in place of the story")
+    parser.add_argument("second", type=Path, nargs="?", help="a second recording, shown next to the first")
+    parser.add_argument("-o", "--output", type=Path, metavar="HTML", help="write the page to this file, do not open it")
+    parser.add_argument("--perfetto", type=Path, metavar="JSON", help="export one recording in Chrome's trace format")
+    parser.add_argument("--gif", type=Path, help="write an animated GIF of the story instead (needs the extra browser)")
+    parser.add_argument("--steps", type=steps_of, metavar="12-16,20", help="steps for --gif, instead of the story")
     return parser
 
 
 def steps_of(text: str) -> list[int]:
-    """ "12-14,20" -> [12, 13, 14, 20]"""
+    """Parse ranges of steps: "12-14,20" -> [12, 13, 14, 20]."""
     ranges = [part.partition("-") for part in text.split(",")]
     return [step for first, _, last in ranges for step in range(int(first), int(last or first) + 1)]
 
@@ -88,7 +88,7 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def open_page(paths: list[Path]) -> Path:
-    """Write the page to a file of its own, and ask the browser to open it; the file stays for as long as the reader."""
+    """Write the page to a new temporary file, open it in the browser, and return its path. The file is not deleted."""
     with tempfile.NamedTemporaryFile("w", suffix=".html", prefix="nanovllm-", encoding="utf-8", delete=False) as file:
         file.write(make_page(paths))
     print(file.name)

@@ -591,7 +591,7 @@ def test_moving_picture_of_a_run_without_moments_asks_for_steps(tmp_path):
     (tmp_path / "dull.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     status, _, said = run_view(tmp_path / "dull.jsonl", "--gif", tmp_path / "dull.gif")
     assert status == 2
-    assert "nothing of note happens in this recording; choose steps by --steps" in said
+    assert "this recording has no notable event; choose steps with --steps" in said
 
 
 def run_view(*arguments):

@@ -1,4 +1,4 @@
-// The page: one or two recordings, scrubbed together, and what is chosen. The address keeps the step: #step=17.
+// The page: one or two recordings, scrubbed together, and what the reader has chosen. The address has the step: #step=17.
 
 import { BlockCard, SequenceCard } from "./details.js";
 import { Counters } from "./counters.js";
@@ -52,12 +52,12 @@ function App({ read, unread, live }) {
   const [story, setStory] = useState(asked.story);
   const t = useMemo(() => translator(lang), [lang]);
   const last = Math.max(0, ...runs.map((run) => run.lastFrame));
-  const newest = live ? Math.max(0, (runs[0]?.lastFrame ?? 0) - 1) : last; // a live run's last frame is no step yet
+  const newest = live ? Math.max(0, (runs[0]?.lastFrame ?? 0) - 1) : last; // a live run's last frame is not a step yet
   const { follows } = place;
   const frame = follows ? newest : place.frame;
   const ends = useRef(null);
   ends.current = { last, newest };
-  const goTo = useCallback((to) => setPlace((before) => { // nothing that goes to a step follows the newest one any more
+  const goTo = useCallback((to) => setPlace((before) => { // going to a step ends following the newest one
     const from = before.follows ? ends.current.newest : before.frame;
     return { frame: Math.min(ends.current.last, Math.max(0, typeof to === "function" ? to(from) : to)), follows: false };
   }), []);
@@ -69,18 +69,18 @@ function App({ read, unread, live }) {
   const choose = useCallback((one) => setChoice((before) => ({ ...before, ...one })), []);
 
   const address = () => hashOf(follows ? null : runs[0].firstStep + frame, moment?.kind, choice, lang, theme, wasSet);
-  useMemo(() => { document.documentElement.dataset.theme = theme; }, [theme]); // before anything is drawn with it
+  useMemo(() => { document.documentElement.dataset.theme = theme; }, [theme]); // before anything is drawn in its colours
   useEffect(() => { [document.title, document.documentElement.lang] = [t("title"), lang]; }, [t]);
-  useEffect(() => { // not in every frame: browsers refuse an address that changes too often
+  useEffect(() => { // delayed: browsers refuse an address that changes too often
     const timer = setTimeout(() => runs[0] && history.replaceState(null, "", address()), 150);
     return () => clearTimeout(timer);
   }, [frame, follows, moment, choice, lang, theme, runs]);
-  useEffect(() => { // a link to a story alone; a step beside it is the story's own
+  useEffect(() => { // only for a link that names a story and no step; a step next to a story is the story's own
     const one = asked.step === null && moments?.find(({ kind }) => kind === asked.story);
     if (one) tell(one);
   }, []);
   useLayoutEffect(() => {
-    const onHash = ({ newURL }) => { // location.hash may hold by now what the timer above has written
+    const onHash = ({ newURL }) => { // not location.hash: the timer above may have changed it since
       const now = readHash(new URL(newURL).hash);
       const told = now.step === null && moments?.find(({ kind }) => kind === now.story);
       if (told) return tell(told);
@@ -102,12 +102,12 @@ function App({ read, unread, live }) {
 
   const changeLang = () => { setLang(lang === "en" ? "zh" : "en"); setWasSet({ ...wasSet, lang: true }); };
   const changeTheme = () => { setTheme(theme === "light" ? "dark" : "light"); setWasSet({ ...wasSet, theme: true }); };
-  const play = (is) => (follows ? stay() : setPlaying(is)); // to follow is to play
+  const play = (is) => (follows ? stay() : setPlaying(is)); // following the newest step counts as playing
   useKeys({ run: runs[0], frame, goTo, choice, choose, setChoice, setPlaying: play, changeLang, changeTheme, setSource });
   useDrop((file) => openFile(file, (run) => setRuns((before) => (before[0] ? beside(before[0], run) : [run])), setBad));
 
   const firstStep = useRef(0);
-  useLayoutEffect(() => { // a live run may begin anew, at a later step
+  useLayoutEffect(() => { // a live run may begin again, at a later step
     if (!live || !runs[0]) return;
     const passed = runs[0].firstStep - firstStep.current;
     firstStep.current = runs[0].firstStep;
@@ -158,7 +158,7 @@ function Head({ runs, frame, last, goTo, isPlaying, setPlaying, changeLang, chan
   </header>`;
 }
 
-// What sets two recordings apart, in one line.
+// The differences between two recordings, in one line.
 function Difference({ runs }) {
   const { t } = useView();
   const about = (of) => runs.map(of).join(" → ");
@@ -201,7 +201,7 @@ function Recording({ run, frame, goTo, isAlone, moments, moment, tell, columns }
   </div>`;
 }
 
-// What follows when the scrubbing rests, so that scrubbing stays smooth.
+// The cards that are drawn only when the scrubbing pauses, so that scrubbing stays smooth.
 function Below(shared) {
   const { run, frame } = shared;
   return useMemo(
@@ -229,7 +229,7 @@ function Source({ code, close }) {
 }
 
 function useKeys({ run, frame, goTo, choice, choose, setChoice, setPlaying, changeLang, changeTheme, setSource }) {
-  useLayoutEffect(() => { // a key is for what the reader sees, however fresh it is
+  useLayoutEffect(() => { // a layout effect: a key pressed right after a frame must act on that frame
     const onKey = (event) => {
       const isTyping = ["INPUT", "TEXTAREA"].includes(event.target.tagName) && !["range", "checkbox"].includes(event.target.type);
       const isPool = event.target.getAttribute?.("role") === "application"; // there, arrows choose a block
@@ -276,13 +276,13 @@ async function openFile(file, add, setBad) {
   }
 }
 
-// Two recordings, whose names differ.
+// Return both recordings, with different names.
 function beside(first, second) {
   if (second.name === first.name) second.name += " (2)";
   return [first, second];
 }
 
-// The recordings in the page, base64 of gzip, so that a long run is a small file: {read: runs, unread: [{name, error}]}
+// Read the recordings in the page, which are base64 of gzip to keep the file small: {read: runs, unread: [{name, error}]}
 async function readEmbedded() {
   const [read, unread] = [[], []];
   for (const element of document.querySelectorAll("script[type='application/x-nanovllm-trace']")) {
@@ -300,7 +300,7 @@ async function readEmbedded() {
 async function main() {
   const { read, unread } = await readEmbedded();
   const live = document.body.dataset.live !== undefined;
-  window.nanovllm = { runs: read, Run, Replay }; // for tests, and for the curious
+  window.nanovllm = { runs: read, Run, Replay }; // for tests and for the browser's console
   render(html`<${App} read=${read} unread=${unread} live=${live} />`, document.getElementById("app"));
   document.body.dataset.ready = "";
 }

@@ -1,5 +1,5 @@
-// A colour for each owner of blocks. They differ for colour-blind readers too (after Okabe and Ito, in two lightnesses).
-// They repeat when there are more sequences, so a label always stands beside them.
+// A colour for each owner of blocks. Colour-blind readers can tell them apart (after Okabe and Ito, in two lightnesses).
+// The colours repeat when there are more sequences than colours, so a label is always shown too.
 
 const OWNERS = {
   light: ["#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a7a00", "#5b4ea1", "#7fbf9a", "#a0522d", "#f0b6d5", "#34657f"],
@@ -15,7 +15,7 @@ export function cssColor(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-// `share` of `color` on `ground`, as an opaque colour: browsers draw that faster than a transparent one.
+// Mix `share` of `color` into `ground` and return an opaque colour, which browsers draw faster than a transparent one.
 export function blend(color, ground, share) {
   const name = `${color} ${ground} ${share}`;
   if (!blended.has(name)) {
@@ -26,7 +26,7 @@ export function blend(color, ground, share) {
 }
 const blended = new Map();
 
-// Black or white, whichever can be read on `color`.
+// Return black or white, whichever is readable on `color`.
 export function inkOn(color) {
   const [r, g, b] = [1, 3, 5].map((i) => parseInt(color.slice(i, i + 2), 16));
   return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#111418" : "#ffffff";

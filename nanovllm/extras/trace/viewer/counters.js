@@ -1,4 +1,4 @@
-// Counters over the steps, in three small charts of uPlot with one scale each. A click goes to the step.
+// Counters over the steps, in three small uPlot charts with one scale each. A click goes to the step.
 
 import { cssColor } from "./colors.js";
 import { html, useEffect, useLayoutEffect, useRef, useView, useWidth } from "./ui.js";
@@ -10,7 +10,7 @@ const CHARTS = [
 ];
 const SPECULATION = ["keptRate", "line1"];
 const NAMES = { hitRate: "hitRateShort", keptRate: "keptRateShort", waste: "wasteShort", shared: "ofThemShared" };
-const DASHES = [[], [6, 3], [2, 2]]; // so that colour is not all
+const DASHES = [[], [6, 3], [2, 2]]; // the lines differ not only in colour
 
 function chartsOf(run) {
   if (!run.proposed) return CHARTS;
@@ -35,7 +35,7 @@ function optionsOf(chart, width, place, columns) {
       {},
       ...chart.series.map(([, color], i) => ({ stroke: cssColor(color), width: 2, dash: DASHES[i], points: { show: false } })),
     ],
-    hooks: { draw: [place] }, // its scale is known only then
+    hooks: { draw: [place] }, // the scale is not known earlier
   };
 }
 
@@ -43,7 +43,7 @@ function Chart({ run, frame, goTo, chart, columns }) {
   const { t, theme } = useView();
   const [ref, width] = useWidth();
   const plot = useRef(null);
-  const line = useRef(null); // the present step: moved, because to draw the chart anew would take longer
+  const line = useRef(null); // marks the current step: it is moved, which is faster than drawing the chart again
   useEffect(() => {
     if (!width) return undefined;
     plot.current = new uPlot(optionsOf(chart, width, (one) => placeLine(one), columns), dataOf(run, chart), ref.current);
@@ -55,7 +55,7 @@ function Chart({ run, frame, goTo, chart, columns }) {
   useEffect(() => plot.current?.setData(dataOf(run, chart)), [run.frames.length]);
   const at = useRef(0);
   at.current = run.frames[frame].step;
-  const placeLine = (one) => { // from the plot's own numbers: to ask the browser where things are makes it lay out the page
+  const placeLine = (one) => { // uses the plot's own numbers: asking the browser for positions would force a layout of the page
     const { left, top, height } = one.bbox;
     const ratio = window.devicePixelRatio || 1;
     line.current.style.transform = `translate(${left / ratio + one.valToPos(at.current, "x")}px, ${top / ratio}px)`;

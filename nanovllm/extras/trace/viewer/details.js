@@ -1,4 +1,4 @@
-// The chosen sequence: its block table, and where this step writes. The chosen block: its tokens, hash and owners.
+// The cards of the chosen sequence (its block table and this step's slots) and of the chosen block (tokens, hash, owners).
 
 import { ownerColor } from "./colors.js";
 import { chunksOf, Seq } from "./step.js";
@@ -13,7 +13,7 @@ export function SequenceCard({ run, frame, state }) {
   const name = run.label(choice.seq);
   if (!seq) return html`<section class="card"><h2>${t("sequence", { seq: name })}</h2><p class="soft">${t("status.unborn")}</p></section>`;
   const chunk = chunksOf(run.frames[frame], state).find((one) => one.number === seq.number);
-  const isOver = seq.status === "finished"; // without blocks nothing is computed, whatever was
+  const isOver = seq.status === "finished"; // its blocks are freed, so its number of computed tokens is 0
   return html`<section class="card sequence">
     <h2 title=${run.longName(seq.number)}><i style=${{ background: ownerColor(seq.number, theme) }}></i> ${t("sequence", { seq: name })}</h2>
     <p>${t("status")}: <b>${t(isOver && run.isAborted(seq.number) ? "status.aborted" : `status.${seq.status}`)}</b>. ${t(isOver ? "tokensKnown" : "tokensComputed", { computed: seq.computed, known: seq.known })} (${t("promptAndOutput", { prompt: seq.numPrompt, output: seq.known - seq.numPrompt })}).
@@ -45,7 +45,7 @@ function Tokens({ run, seq, first, stop, numComputed, drafts = [] }) {
 
 const visible = (text) => text.replace(/\n/g, "⏎").replace(/^$/, "∅");
 
-// {owners, rank among the free blocks or -1, writer, holds: whether tokens of `writer` are in it}
+// Return {owners, rank among the free blocks or -1, writer, holds: whether the block holds tokens of `writer`}.
 export function lookInto(state, block) {
   const owners = state.owners().get(block) ?? [];
   const rank = owners.length ? -1 : state.freeOrder.indexOf(block);
@@ -53,7 +53,7 @@ export function lookInto(state, block) {
   return { owners, rank, writer, holds: (owners.length > 0 || state.serial[block] > 0) && writer && state.filled[block] > 0 };
 }
 
-// A block in a few words: whose it is, what it holds, when it is handed out.
+// Describe a block in a few words: its owners or its rank among the free blocks, and its contents.
 export function describeBlock(run, state, block, t) {
   const { owners, rank, writer, holds } = lookInto(state, block);
   const first = state.place[block] * run.header.block_size;
@@ -64,7 +64,7 @@ export function describeBlock(run, state, block, t) {
   return parts;
 }
 
-// For screen readers: what the arrows have chosen in the pool. Steps do not repeat it.
+// For screen readers: announce the block that the arrow keys choose in the pool. A change of step does not repeat it.
 export function SpokenBlock({ run, state }) {
   const { t, choice } = useView();
   const { block } = choice;

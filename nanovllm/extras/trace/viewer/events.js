@@ -1,4 +1,4 @@
-// Each event as a sentence, and what it is about. The lines of the engine that decided it are in SOURCES, by page.py.
+// Each event as a sentence, and its subject. SOURCES, made by page.py, has the engine's code that decided each event.
 
 export function describeEvent(run, event, t, numFree) {
   const [code, number, ...rest] = event;
@@ -36,14 +36,15 @@ function scheduledTokens(run, [, step, , , chunks]) {
   return (frame?.decodes?.length ?? 0) + chunks.reduce((sum, chunk) => sum + chunk[2], 0);
 }
 
-// The free blocks just before each event; a preempted sequence has given its blocks back when the event comes.
+// Return a map from notable events to the number of free blocks. For `preempt`, that is the number before the sequence
+// freed its blocks.
 export function freeBefore(run, frame) {
   const found = new Map();
   for (const { frame: at, event, numFree } of run.highlights) if (at === frame) found.set(event, numFree);
   return found;
 }
 
-// The sequence and block that an event is about: {seq, block}
+// Return the sequence and block that an event is about: {seq, block}.
 export function subjectOf([code, number, ...rest]) {
   if (["take", "share", "register"].includes(code) && rest[0]) return { seq: number, block: rest[0] };
   if (code === "copy") return { seq: number, block: rest[1] };
@@ -53,8 +54,8 @@ export function subjectOf([code, number, ...rest]) {
   return { seq: number };
 }
 
-// Of a step's events, a function: why does a sequence wait? What the scheduler said of it, or, behind the first that waits,
-// ["behind", that one], or what it said of all; undefined if it came later.
+// Return a function that tells why a sequence waits, from a step's events: the sequence's own `wait` event; or ["behind",
+// first], where `first` is the first waiting sequence; or the event for all sequences; or undefined if it arrived later.
 export function waitsOf(events) {
   const own = new Map();
   let all;

@@ -1,5 +1,5 @@
-// What a reader may want to jump to: preemptions, aborts, copies, waits, prefix hits; all of them, or one kind.
-// Evictions are many in a full pool: they are shown only when they are chosen.
+// A list of notable events to jump to: preemptions, aborts, copies, waits, prefix hits; all of them, or one kind.
+// A full pool has many evictions, so these are shown only when their kind is chosen.
 
 import { describeEvent, subjectOf } from "./events.js";
 import { html, useState, useView } from "./ui.js";

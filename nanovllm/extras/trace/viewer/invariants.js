@@ -1,4 +1,4 @@
-// What must hold in every state. The first line is about the whole recording, the others about the state that is shown.
+// The invariants of every state. The first check is about the whole recording, the others about the state that is shown.
 
 import { html, useMemo, useView } from "./ui.js";
 
@@ -19,7 +19,7 @@ export function brokenInvariants(state) {
   return found;
 }
 
-// [name, where it fails]: `replay` is about the whole recording.
+// Return [name, places where the check fails] for each check. `replay` is about the whole recording.
 export function failedChecks(run, state) {
   const found = brokenInvariants(state);
   const broken = run.replay.broken.map((one) => `step ${one.step}: ${one.message}`);

@@ -1,10 +1,10 @@
-// A server's run as it happens: lines come as server-sent events, read by fetch, because that can send a key; and a chat
-// box that submits requests as any client does. The conversation and the key last as long as the browser's tab.
+// A server's live run, and a chat box that submits requests like any client. The lines come as server-sent events, which
+// are read with fetch because it can send the API key. The conversation and the key last as long as the browser's tab.
 
 import { Run } from "./run.js";
 import { html, useEffect, useLayoutEffect, useRef, useState, useView } from "./ui.js";
 
-// Why there is no answer. status: that of HTTP; 0 if the server cannot be reached.
+// The reason for a missing answer. status: the HTTP status, or 0 if the server cannot be reached.
 class Refusal extends Error {
   constructor(status, message) {
     super(message);
@@ -28,7 +28,7 @@ async function submit(path, key, options) {
   throw new Refusal(response.status, (await response.json().catch(() => null))?.error?.message ?? response.statusText);
 }
 
-// The `data:` of each server-sent event of a response, as it arrives.
+// Yield the `data:` of each server-sent event of a response as it arrives.
 async function* readEvents(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -49,9 +49,9 @@ function reasonOf(problem, t) {
   return problem.status ? `${problem.status} ${problem.message}` : problem.message;
 }
 
-const MAX_FRAMES = 10000; // then the page begins anew, with the next header
+const MAX_FRAMES = 10000; // after these, the page starts a new run at the next header
 
-// Read the recording until it breaks off; a header begins a run anew.
+// Read the recording until the connection ends. A header starts a new run, unless it repeats the known state.
 async function follow(response, grow) {
   let run = null;
   for await (const data of readEvents(response)) {
@@ -67,7 +67,7 @@ async function follow(response, grow) {
   }
 }
 
-// `draw` once before the screen shows the next picture, with the newest value; lines may come faster.
+// Return a function that calls `draw` with the newest value, at most once per displayed picture: lines may come faster.
 function atMostOncePerPicture(draw) {
   let [newest, isDue] = [null, false];
   return (value) => {
@@ -100,7 +100,7 @@ export function Live({ grow }) {
       if (controller.signal.aborted) return;
       setState(problem ? { word: "disconnected", problem } : { word: "ended" });
       if (problem) note(problem);
-      if (problem?.status !== 401) timer = setTimeout(connect, 2000); // the same key would be refused again
+      if (problem?.status !== 401) timer = setTimeout(connect, 2000); // retrying with the same key would fail again
     };
     connect();
     return () => { controller.abort(); clearTimeout(timer); };
@@ -120,12 +120,12 @@ const readConversation = () => JSON.parse(sessionStorage.getItem("nanovllm-chat"
 
 function Chat({ apiKey, note }) {
   const { t } = useView();
-  const [messages, setMessages] = useState(() => readConversation().messages); // all that have been answered, and the answers
+  const [messages, setMessages] = useState(() => readConversation().messages); // the answered messages and their answers
   const [text, setText] = useState(() => readConversation().text);
   const [asking, setAsking] = useState(null); // {question, answer, controller}: the message that is being answered
   const [failure, setFailure] = useState(null); // {problem, answer} of the last message
   const [box, alarm] = [useRef(null), useRef(null)];
-  const atEnd = useRef(true); // a reader who has scrolled up stays there
+  const atEnd = useRef(true); // false while the reader has scrolled up
   const talk = asking ? [...messages, ...exchange(asking.question, asking.answer)] : messages;
   const isUnheard = asking?.answer === "";
   useLayoutEffect(() => { // at once: a reload may be next
@@ -159,7 +159,7 @@ function Chat({ apiKey, note }) {
       problem = error;
     }
     setAsking(null);
-    if (problem && !answer) setText((now) => [question, now].filter(Boolean).join(" ")); // it is not sent with the next
+    if (problem && !answer) setText((now) => [question, now].filter(Boolean).join(" ")); // a refused message is not sent with the next one
     else setMessages([...messages, ...exchange(question, answer)]);
     if (!problem || controller.signal.aborted) return;
     setFailure({ problem, answer });

@@ -1,4 +1,4 @@
-// The attention mask of the step: a row for each new token, as many as can be drawn, with the tokens it attends to.
+// The step's attention mask, if it is small enough to draw: a row for each new token shows the tokens that it attends to.
 
 import { ownerColor } from "./colors.js";
 import { chunksOf, Seq } from "./step.js";

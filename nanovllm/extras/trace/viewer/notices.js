@@ -1,10 +1,10 @@
-// What stands above the recordings: files that cannot be read, checks that have failed, a recording that was cut; and what
-// stands in the place of a part that cannot be drawn, so that the page is never blank.
+// Notices above the recordings: files that cannot be read, failed checks, a recording whose last line was cut. And the
+// error message that replaces a part of the page that cannot be drawn, so that the page is never blank.
 
 import { failedChecks } from "./invariants.js";
 import { html, useEffect, useErrorBoundary, useMemo, useSettled, useView } from "./ui.js";
 
-// `children`, or why they cannot be drawn; another frame is tried again. If `isQuiet`, nothing stands in their place.
+// Show `children`, or the reason why they cannot be drawn (nothing if `isQuiet`). Another frame tries to draw them again.
 export function Boundary({ name, frame, isQuiet, children }) {
   const { t } = useView();
   const [error, retry] = useErrorBoundary();
@@ -13,7 +13,7 @@ export function Boundary({ name, frame, isQuiet, children }) {
   return isQuiet ? null : html`<p class="notice error" role="alert">${t("cannotShow", { name, error: error.message })}</p>`;
 }
 
-// bad: [{name, error}] of files that cannot be read
+// bad: [{name, error}] for each file that cannot be read
 export function Notices({ bad, runs, frame }) {
   const { t } = useView();
   return html`${bad.map((one) => html`<p class="notice error" role="alert">${t("badFile", one)}</p>`)}
@@ -21,7 +21,7 @@ export function Notices({ bad, runs, frame }) {
     ${runs.map((run) => run.isCut && html`<p class="notice soft" role="status">${t("wasCut", { name: run.name })}</p>`)}`;
 }
 
-// A banner if a check has failed: of the whole recording, or of the state that is shown once the scrubbing rests.
+// A banner for failed checks: those of the whole recording, and those of the shown state once the scrubbing pauses.
 function FailedChecks({ run, frame }) {
   const { t } = useView();
   const checks = useMemo(() => failedChecks(run, run.stateAt(frame)), [run, run.frames.length, useSettled(frame)]);

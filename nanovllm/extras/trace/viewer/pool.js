@@ -1,4 +1,4 @@
-// The pool as a grid: a cell a block. Only cells whose look has changed are drawn again, so that scrubbing stays smooth.
+// The pool as a grid with one cell per block. Only cells whose look has changed are drawn again: scrubbing stays smooth.
 
 import { blend, cssColor, inkOn, ownerColor } from "./colors.js";
 import { describeBlock, SpokenBlock } from "./details.js";
@@ -6,9 +6,9 @@ import { Motion } from "./story.js";
 import { fitCanvas, html, useEffect, useLayoutEffect, useMemo, useRef, useState, useView, useWidth } from "./ui.js";
 
 const GAP = 1;
-const LABELLED = 15; // a cell that is larger than this says whose it is
+const LABELLED = 15; // pixels; a larger cell has its owner's label
 
-// {size, columns, height}: cells as large as they may be, so that the grid is not too high.
+// Return {size, columns, height} with the largest cells for which the grid is not too high.
 export function layOut(numCells, width) {
   const most = Math.max(260, Math.min(480, width * 0.75));
   for (let size = 44; size > 3; size--) {
@@ -20,9 +20,9 @@ export function layOut(numCells, width) {
   return { size: 4, columns, height: Math.ceil(numCells / columns) * 4 };
 }
 
-// How each block looks, as numbers that are quickly compared: up to three owners, how many there are, whose contents it
-// holds, and in one number: filled slots, the rank among the free ones (1 … 9), cached, chosen, dimmed, lit up, next to be
-// evicted.
+// The look of each block as numbers, which are fast to compare: up to three owners, the number of owners, the sequence
+// that wrote a free block, and in one number (bits): filled slots, the rank among the free blocks (1 … 9), and flags for
+// cached, chosen, dimmed, lit up and next to be evicted.
 const FIELDS = ["own1", "own2", "own3", "count", "writer", "bits"];
 
 export function looksOf(state, numCells, choice, lit = []) {
@@ -62,16 +62,17 @@ function lookAt(looks, b, blockSize) {
   };
 }
 
-// What drawCell needs besides the cell: {theme, surface, empty, soft, text, …}; isSharp: cells begin and end with pixels.
+// Return the colours that drawCell needs: {theme, surface, empty, soft, text, …}. The caller sets isSharp: whether the
+// edges of cells fall on the edges of pixels.
 function inkOf(theme) {
   const names = ["surface", "empty", "soft", "text", "accent", "bad"];
   return { theme, ...Object.fromEntries(names.map((name) => [name, cssColor(name)])) };
 }
 
-// Draws all of the cell but the gap beside it, whatever was there, with as few rectangles as can be.
+// Draw a cell, except for the gap next to it, over its old contents, with as few rectangles as possible.
 function drawCell(context, look, x, y, size, ink) {
   const inner = size - GAP;
-  if (!ink.isSharp || look.owners.length > 1) { // else what was there would shine through at the edges
+  if (!ink.isSharp || look.owners.length > 1) { // otherwise the old contents would show through at the edges
     context.fillStyle = ink.surface;
     context.fillRect(x, y, size, size);
   }
@@ -112,7 +113,7 @@ function drawCell(context, look, x, y, size, ink) {
 
 const ringOf = (inner) => Math.min(4, inner / 4);
 
-// The block's number, small, in the upper left.
+// Draw the block's number, small, in the upper left corner.
 function drawNumber(context, look, x, y, inner, ink) {
   const edge = look.lit ? ringOf(inner) : 1;
   const isOnColor = look.owners.length && look.filled > 0.85 && !look.dimmed;
@@ -150,13 +151,13 @@ function drawLabel(context, look, left, top, inner, ink, several) {
   context.font = `600 ${font}px system-ui, sans-serif`;
   const isOnColor = look.filled > 0.7 && !look.dimmed;
   context.fillStyle = isOnColor ? inkOn(ownerColor(look.owners[0], ink.theme)) : ink.text;
-  if (!several && !isOnColor && look.filled > 0.3) { // half of the letters is on the colour
+  if (!several && !isOnColor && look.filled > 0.3) { // the letters are partly on the colour
     [context.strokeStyle, context.lineWidth] = [ink.surface, 3];
     context.strokeText(look.label, left + inner / 2, top + inner / 2 + 0.5, inner - 2);
   }
   if (!several) context.fillText(look.label, left + inner / 2, top + inner / 2 + 0.5, inner - 2);
   if (!several) return;
-  const badge = Math.max(9, inner * 0.42); // how many own it
+  const badge = Math.max(9, inner * 0.42); // the number of owners
   if (look.lit) [left, top] = [left - ringOf(inner), top + ringOf(inner)];
   context.fillStyle = ink.text;
   context.fillRect(left + inner - badge, top, badge, badge);
@@ -187,14 +188,14 @@ export function Pool({ run, frame, state, moment }) {
   const grid = useMemo(() => layOut(numCells, width || 300), [numCells, width]);
 
   const ink = useMemo(() => inkOf(theme), [theme]);
-  useLayoutEffect(() => { // in the same frame as the numbers beside it
+  useLayoutEffect(() => { // a layout effect: drawn in the same frame as the numbers
     if (!width) return;
     const { context, isNew } = fitCanvas(canvas.current, grid.columns * grid.size, grid.height);
     [context.textAlign, context.textBaseline] = ["center", "middle"];
     ink.isSharp = Number.isInteger(window.devicePixelRatio);
     const style = `${theme} ${grid.size} ${grid.columns} ${run.name}`;
     const old = isNew || drawn.current?.style !== style ? null : drawn.current.looks;
-    const owner = under && choice.seq == null ? state.ownerOf(under.block) : null; // all of its cells light up
+    const owner = under && choice.seq == null ? state.ownerOf(under.block) : null; // all cells of this owner are highlighted
     const looks = looksOf(state, numCells, owner ? { ...choice, seq: owner } : choice, moment?.blocks);
     for (let b = 1; b <= numCells; b++) {
       if (old && FIELDS.every((name) => old[name][b] === looks[name][b])) continue;

@@ -1,15 +1,15 @@
-// The state of the pool after each event, as in replay.py. Typed arrays make a state quick to copy.
+// The state of the pool after each event, as in replay.py. It is in typed arrays, which are fast to copy.
 //
 // Block b has refs[b] owners, holds filled[b] tokens, and was written by sequence writer[b] as its place[b]-th block.
-// serial[b] is not 0 while the prefix cache can find it. Free blocks are a ring in the order in which they are handed
-// out: next[0] is the first, previous[0] the last. In a block table 0, the null block, which has no owners, takes the place
-// of a block that lies behind the window of all layers. What contradicts the engine is kept in `broken`, and nothing throws.
+// serial[b] is not 0 while the prefix cache can find the block. The free blocks are a linked ring in the order in which
+// they are handed out: next[0] is the first one, previous[0] the last one. In a block table, 0 is the null block: it has no
+// owners and replaces blocks behind the window of all layers. `broken` collects contradictions; no method throws for them.
 
 export class Replay {
   constructor(header) {
     this.blockSize = header.block_size;
     this.step = header.num_steps_before;
-    this.seqs = new Map(); // number -> sequence; all of them, the finished ones too
+    this.seqs = new Map(); // number -> sequence, including finished ones
     this.hashes = new Map(); // serial number -> hash
     this.inFlight = new Map(header.in_flight);
     this.decodes = [];
@@ -18,7 +18,7 @@ export class Replay {
     if (header.state) this.load(header.state);
   }
 
-  // A copy whose numbers can be changed; tokens and hashes are shared, because they only grow.
+  // Copy the state. The copy shares tokens and hashes, because these only grow.
   clone() {
     const copy = Object.create(Replay.prototype);
     Object.assign(copy, this);
@@ -51,7 +51,7 @@ export class Replay {
   emptyPool(numBlocks) {
     this.numBlocks = numBlocks;
     this.numFree = numBlocks;
-    this.top = 0; // no block above has ever been owned
+    this.top = 0; // no block with a larger id has ever been owned
     for (const name of ["refs", "filled", "writer", "place", "serial"]) this[name] = new Int32Array(numBlocks + 1);
     this.next = Int32Array.from({ length: numBlocks + 1 }, (_, i) => (i + 1) % (numBlocks + 1));
     this.previous = Int32Array.from({ length: numBlocks + 1 }, (_, i) => (i + numBlocks) % (numBlocks + 1));
@@ -79,7 +79,7 @@ export class Replay {
       this.hashes.set(serial, hash);
       if (this.refs[b]) return;
       const ghost = makeSequence(-1 - i, { request: "?", sample: 0, tokens, num_prompt_tokens: tokens.length });
-      this.seqs.set(ghost.number, { ...ghost, status: "finished" }); // only its contents are known
+      this.seqs.set(ghost.number, { ...ghost, status: "finished" }); // its owner is unknown
       [this.writer[b], this.place[b], this.filled[b]] = [ghost.number, 0, this.blockSize];
     });
   }
@@ -151,7 +151,7 @@ export class Replay {
     this.fill(seq, start, start + numNew);
   }
 
-  // Tokens [start, stop) of `seq` are in its blocks.
+  // Note that the tokens [start, stop) of `seq` are in its blocks.
   fill(seq, start, stop) {
     const size = this.blockSize;
     for (let i = Math.floor(start / size); i * size < stop && i < seq.table.length; i++) {
@@ -165,7 +165,7 @@ export class Replay {
     this.seqs.get(number).drafts = ids;
   }
 
-  // The newest step draws a token for each draft that was right, besides the one that follows.
+  // Apply the result of verification: the newest step samples one token more for each accepted draft.
   verify(number, numDrafts, numAccepted, blocks) {
     const seq = this.seqs.get(number);
     seq.drafts = [];
@@ -295,14 +295,14 @@ export class Replay {
 
   // ---- counts
 
-  // The free block whose contents the pool forgets first; 0 if none holds any.
+  // Return the free block whose cached contents are evicted next; 0 if no free block is cached.
   nextEvicted() {
     let b = this.next[0];
     while (b > 0 && !this.serial[b]) b = this.next[b];
     return Math.max(0, b);
   }
 
-  // Of one of its owners the number, or null.
+  // Return the number of one owner of `block`, or null.
   ownerOf(block) {
     for (const seq of this.seqs.values()) if (seq.table.includes(block)) return seq.number;
     return null;
@@ -338,12 +338,12 @@ export class Replay {
     return { owned, shared, cachedFree, free: this.numFree, stored, waste };
   }
 
-  // The living sequences, in the order in which they came.
+  // The unfinished sequences, in the order of their arrival.
   get living() {
     return [...this.seqs.values()].filter((seq) => seq.status !== "finished");
   }
 
-  // For each block its owners; what the reference counts must say.
+  // Return the owners of each block; their number must be the block's reference count.
   owners() {
     const owners = new Map();
     for (const seq of this.seqs.values()) {
@@ -371,7 +371,7 @@ function makeSequence(number, about) {
     computed: about.num_computed_tokens ?? 0,
     table: about.block_table?.slice() ?? [],
     host: about.host_block_ids ?? [],
-    drafts: [], // behind the known tokens, while a step verifies them
+    drafts: [], // draft tokens after the known tokens, while a step verifies them
     final: null,
     preempted: false,
   };

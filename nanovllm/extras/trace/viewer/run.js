@@ -1,7 +1,7 @@
-// One recording as a whole: its steps, what each step's events were, counters over time, and what each request did.
+// One whole recording: its steps with their events, counters over time, and the timeline of each request.
 //
-// A frame is a step, from when the step before it was scheduled to when it is itself scheduled; the last frame, after the
-// last step, is the end of the recording. `stateAt(i)` is the state of the pool at the end of frame i.
+// A frame is a step: it begins after the previous step was scheduled and ends when the step itself is scheduled. The last
+// frame, after the last step, is the end of the recording. `stateAt(i)` is the state of the pool at the end of frame i.
 
 import { waitsOf } from "./events.js";
 import { Replay } from "./replay.js";
@@ -13,16 +13,16 @@ export class Run {
     this.name = name;
     this.header = header;
     this.texts = {};
-    this.isCut = false; // its last line is not whole
+    this.isCut = false; // whether its last line is incomplete
     this.frames = []; // {step, events, time, sizes…}; frames[i].step is frames[0].step + i
-    this.requests = new Map(); // request -> what it did
-    this.rows = []; // what each sequence did, those of a request one below the other
+    this.requests = new Map(); // request -> its times, tokens, sequences and rows
+    this.rows = []; // rows of the timeline; the rows of a request are adjacent
     this.rowOf = new Map(); // sequence -> row
-    this.highlights = []; // {frame, event}: where a reader may jump to; a step's evictions are one entry
+    this.highlights = []; // {frame, event} of notable events; all evictions of a step are one entry
     this.times = new Map(); // step -> microseconds of each of its parts
     this.replay = new Replay(header);
     this.keyframes = [{ frame: -1, state: this.replay.clone() }];
-    this.cache = null; // the state that was asked for last
+    this.cache = null; // the state that `stateAt` returned last
     this.pending = []; // events since the last step
     this.queried = 0;
     this.hit = 0;
@@ -32,7 +32,7 @@ export class Run {
     for (const seq of this.replay.living) this.meet(seq, header.t);
   }
 
-  // Throws an Error that names the line if the text is no recording, or cannot be replayed.
+  // Parse a recording. Throws an Error with the line's number if the text is not a recording or cannot be replayed.
   static parse(name, text) {
     const lines = text.split("\n");
     let run = null;
@@ -41,7 +41,7 @@ export class Run {
         if (!run) run = new Run(name, checkHeader(JSON.parse(line)));
         else if (line.trim()) run.append(JSON.parse(line));
       } catch (error) {
-        const isLast = run && i === lines.length - 1; // without a newline at its end: a crash has cut it
+        const isLast = run && i === lines.length - 1; // without a newline: a crash has cut it
         if (!isLast || !(error instanceof SyntaxError)) throw new Error(`line ${i + 1}: ${error.message}`);
         run.isCut = true;
       }
@@ -66,7 +66,7 @@ export class Run {
     return Math.min(this.lastFrame, Math.max(0, step - this.firstStep));
   }
 
-  // A line of the recording. In a live page, `end` is called after each, and the frame that it made goes again.
+  // Append a line of the recording. A live page calls `end` after each line; the next `append` removes `end`'s frame.
   append(line) {
     if (this.ended) {
       this.frames.pop();
@@ -78,7 +78,7 @@ export class Run {
     this.endTime = line.t;
   }
 
-  // The last frame: what has happened since the last step.
+  // Add the last frame, with the events since the last step.
   end() {
     this.frames.push({ step: this.replay.step + 1, events: this.pending.slice(), time: this.endTime ?? this.header.t, isEnd: true, ...this.count() });
     this.ended = true;
@@ -129,7 +129,7 @@ export class Run {
     this.giveRow(request, seq.number);
   }
 
-  // A row for each sample. A new beam goes on in the row of one that has ended, so that a search has few rows.
+  // Give a sequence a row. A new beam continues in the row of a finished one, so that a beam search has few rows.
   giveRow(request, number) {
     let row = request.rows.find((one) => one.isOver);
     if (!row) {
@@ -179,7 +179,7 @@ export class Run {
     if (computed) this.highlights.push({ frame: this.frames.length, event: ["admit", number, code, computed] });
   }
 
-  // All evictions of a frame are one highlight.
+  // Note an eviction. All evictions of a frame are one highlight.
   followEviction(frame, block) {
     const same = this.highlights.findLast((one) => one.frame !== frame || one.event[0] === "evictions");
     if (same?.frame === frame) same.event[1].push(block);
@@ -193,7 +193,7 @@ export class Run {
     if (!request.living.size) Object.assign(request, { isOver: true, finished: time });
   }
 
-  // A new scheduler: all that lived is gone.
+  // A new scheduler starts: all unfinished sequences end.
   followStart(frame) {
     for (const request of this.requests.values()) {
       for (const number of request.living) this.endRow(number, frame, "abort");
@@ -217,7 +217,7 @@ export class Run {
     this.accepted += accepted;
   }
 
-  // What each living sequence does in this frame; equal neighbours are one span of its row.
+  // Note what each unfinished sequence does in this frame. Consecutive frames of the same kind are one span of its row.
   followRequests(frame) {
     const { decodes, inFlight, step } = this.replay;
     const schedule = this.frames[frame].events.at(-1);
@@ -250,7 +250,7 @@ export class Run {
     return seq.host.length ? "swapped" : seq.preempted ? "preempted" : "queued";
   }
 
-  // Seconds to the first token, and for each token after it; null while they are not known.
+  // Seconds to the first token (ttft) and for each token after it (tpot); null while they are not known.
   ttft(request) {
     return request.first === null ? null : (request.first - request.arrival) / 1e6;
   }
@@ -264,7 +264,7 @@ export class Run {
     return this.replay.seqs.get(number).reason === "abort";
   }
 
-  // A request runs with all of its samples or not at all: {places, most}, those that it needs and max_num_seqs.
+  // Return {places, most}: how many places of max_num_seqs the request needs (one for each sample), and max_num_seqs.
   placesFor(number) {
     return { places: this.requestOf(number)?.seqs.length ?? 1, most: this.header.config.max_num_seqs };
   }
@@ -276,7 +276,7 @@ export class Run {
     return seqs.length > 1 ? `${name}.${seq.sample}` : name;
   }
 
-  // What a label leaves out, for those who point at it.
+  // The full request id if the label shortens it: the text that is shown when the mouse points at the label.
   longName(number) {
     const request = number > 0 ? this.replay.seqs.get(number)?.request : undefined;
     return request?.length > MAX_NAME ? request : undefined;
@@ -289,14 +289,14 @@ export class Run {
 
 const MAX_NAME = 12; // characters
 
-// `LLM` numbers its requests; a bare number would be mistaken for a count. A server's ids are too long for cells and
-// sentences: #7 is the request whose first sequence has number 7, on every page that watches.
+// `LLM` numbers its requests; "r7" cannot be mistaken for a count. A server's ids are too long for cells and sentences:
+// "#7" is the request whose first sequence has number 7, on every page that follows the run.
 function nameOf(request, number) {
   if (request.length > MAX_NAME) return `#${number}`;
   return /^\d+$/.test(request) ? `r${request}` : request;
 }
 
-// As check.py: with another pool the page would stand still, and say nothing.
+// Check the header as check.py does: a pool that is too large would freeze the page without a message.
 function checkHeader(header) {
   if (header?.format !== "nanovllm-trace" || header.version !== 1) throw new Error('it must have the format "nanovllm-trace", version 1');
   for (const [name, most] of [["num_blocks", 1e7], ["block_size", 2 ** 20]]) {

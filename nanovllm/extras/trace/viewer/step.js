@@ -1,4 +1,5 @@
-// The step: how its budget was split, which sequences wait and why, and every event since the step before, each with its source.
+// The card of a step: how its budget was split, which sequences wait and why, and each event since the step before, with
+// the code that decided it.
 
 import { ownerColor } from "./colors.js";
 import { describeEvent, freeBefore, subjectOf, waitsOf } from "./events.js";
@@ -6,17 +7,17 @@ import { formatTime, html, useState, useView } from "./ui.js";
 
 const FEW = 12;
 
-// The chip of a sequence: its colour and its name; a click chooses it.
+// A button with a sequence's colour and name; a click chooses the sequence.
 export function Seq({ run, number }) {
   const { theme, choose, choice } = useView();
   return html`<button class=${`seq ${choice.seq === number ? "on" : ""}`} title=${run.longName(number)} onClick=${() => choose({ seq: number })}>
     <i style=${{ background: ownerColor(number, theme) }}></i>${run.label(number)}</button>`;
 }
 
-// [{number, start, numNew, code}] of the step, decodes first; `state` is the one after it.
+// Return [{number, start, numNew, code}] for the step's chunks, decodes first. `state` is the state after the step.
 export function chunksOf(at, state) {
   if (at.isEnd) return [];
-  const decodes = at.decodes.map((number) => { // a chunk of one token can be the part of a prompt that the budget allows
+  const decodes = at.decodes.map((number) => { // a chunk of one token may also be a part of a prompt, cut by the budget
     const { computed, known } = state.seqs.get(number);
     return { number, start: computed - 1, numNew: 1, code: computed < known ? "budget" : "decode" };
   });
@@ -27,7 +28,7 @@ function Budget({ run, at, chunks }) {
   const { t, theme } = useView();
   const used = chunks.reduce((sum, one) => sum + one.numNew, 0);
   const all = run.header.config.max_num_batched_tokens;
-  const scale = all && used * 20 > all ? all : Math.max(1, used); // a budget that is hardly used would hide its parts
+  const scale = all && used * 20 > all ? all : Math.max(1, used); // if little of the budget is used, its parts would be too narrow to see
   const parts = chunks.filter((one) => one.code !== "decode");
   const numDecodes = chunks.length - parts.length;
   const split = [t("decodeCount", { count: numDecodes }), t("chunkCount", { count: parts.length, tokens: used - numDecodes })];
@@ -45,7 +46,7 @@ function Chunks({ run, state, chunks }) {
   const { t } = useView();
   const [isOpen, setOpen] = useState(false);
   const isDecode = (one) => one.code === "decode";
-  const sorted = [...chunks.filter((one) => !isDecode(one)), ...chunks.filter(isDecode)]; // many decodes would hide the others
+  const sorted = [...chunks.filter((one) => !isDecode(one)), ...chunks.filter(isDecode)]; // prefill chunks first: many decodes would hide them
   const shown = isOpen ? sorted : sorted.slice(0, FEW);
   return html`<table class="rows"><tbody>
     ${shown.map(({ number, start, numNew, code }) => html`<tr>
@@ -58,17 +59,17 @@ function Chunks({ run, state, chunks }) {
   </tbody></table>`;
 }
 
-// Why each waiting or idle sequence got nothing.
+// Return why each waiting or idle sequence got no token: [{seq, event}].
 function reasonsOf(events, state) {
   const waitOf = waitsOf(events);
   const idle = new Map(events.filter(([code]) => code === "idle").map((event) => [event[1], event]));
   return state.living
     .filter((seq) => idle.has(seq.number) || seq.status === "waiting")
     .map((seq) => ({ seq, event: idle.get(seq.number) ?? waitOf(seq.number) }))
-    .sort((a, b) => (a.event?.[0] === "behind") - (b.event?.[0] === "behind")); // the first of the queue above those behind it
+    .sort((a, b) => (a.event?.[0] === "behind") - (b.event?.[0] === "behind")); // the first of the queue before those behind it
 }
 
-// At the end no step has been decided since `before`, the last one: what it said holds for whoever still waits.
+// Return the reasons at the end of the recording: those of `before`, the last step, for the sequences that still wait.
 function reasonsAtEnd(before, state) {
   const isWaiting = (number) => state.seqs.get(number)?.status === "waiting";
   const events = (before?.events ?? []).filter((event) => event[0] === "wait" && isWaiting(event[1]));

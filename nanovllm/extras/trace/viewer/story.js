@@ -1,7 +1,7 @@
-// The story of a recording: the first moment of each kind that a reader should see, told in a sentence, with its blocks.
+// The story of a recording: the first moment of each kind, explained in one sentence, with the blocks concerned.
 //
-// A moment is {kind, frame, values, blocks, moves}: `values` fills its sentence in; `blocks` light up in the pool; a move
-// is {from, to, seq}: what is in block `from` comes to `to`, in the colour of `seq`, or `to` only changes its owner.
+// A moment is {kind, frame, values, blocks, moves}. `values` fills in its sentence; `blocks` light up in the pool; a move
+// {from, to, seq} shows that block `from` is copied to `to`, or, without `from`, that `seq` becomes the owner of `to`.
 
 import { html, useEffect, useMemo, useRef, useView } from "./ui.js";
 
@@ -58,7 +58,7 @@ export function Story({ run, frame, moments, moment, tell }) {
   const at = moment ? moments.indexOf(moment) : moments.findLastIndex((one) => one.frame <= frame - 1);
   const [before, after] = moment ? [at - 1, at + 1] : [at, at + 1];
   const pick = (one, { detail, currentTarget }) => {
-    if (detail) currentTarget.blur(); // clicked with a mouse: the space bar plays, and does not click again
+    if (detail) currentTarget.blur(); // after a mouse click the space bar must play, not click again
     tell(one);
   };
   const button = (label, text, to) => html`<button class="turn" disabled=${!moments[to]} aria-label=${t(label)} onClick=${(event) => pick(moments[to], event)}>${text}</button>`;
@@ -73,7 +73,7 @@ export function Story({ run, frame, moments, moment, tell }) {
   </section>`;
 }
 
-// What moves over the pool's canvas while a moment is told. With reduced motion nothing does: the cells are lit anyway.
+// The animation over the pool's canvas for a moment. With reduced motion there is none: the cells light up anyway.
 export function Motion({ moment, grid, colorOf }) {
   const layer = useRef(null);
   useEffect(() => {

@@ -1,13 +1,13 @@
-// A row for each sample, a column for each step. The rows are drawn once; the line of the present step moves over them.
+// A row for each sample, a column for each step. The rows are drawn once; the line of the current step moves over them.
 
 import { cssColor, ownerColor } from "./colors.js";
 import { fitCanvas, formatTime, html, useEffect, useMemo, useRef, useSettled, useState, useView, useWidth } from "./ui.js";
 
-const ROW = 24; // of what can be touched
+const ROW = 24; // pixels: the least height for touch
 const LABEL = 150;
-const ROWS = 22; // more than fit into the box
-const WHY_COLORS = { blocks: "bad", max_num_seqs: "accent" }; // what it waits for; all else is grey
-const WHY_DASHES = { blocks: [6, 2], max_num_seqs: [3, 3] }; // and the dashes of its line: [drawn, left out], else [1, 3]
+const ROWS = 22; // drawn at once: more than fit into the box
+const WHY_COLORS = { blocks: "bad", max_num_seqs: "accent" }; // by the reason for waiting; grey for other reasons
+const WHY_DASHES = { blocks: [6, 2], max_num_seqs: [3, 3] }; // dashes of the line: [drawn, left out], otherwise [1, 3]
 const KINDS = ["queued", "prefill", "decode", "idle", "preempted", "swapped"];
 
 function drawRow(context, run, row, y, scale, theme, width) {
@@ -40,7 +40,7 @@ function drawCross(context, x, y) {
   context.stroke();
 }
 
-// Each kind has a shape of its own, so that colour is not all: full, half, hatched, a line, …
+// Draw a span. Each kind has its own shape (full, half, hatched, a line, …), so kinds differ not only in colour.
 export function drawSpan(context, kind, color, x, y, w, height, why) {
   context.fillStyle = color;
   if (kind === "prefill") context.fillRect(x, y, w, height);
@@ -58,14 +58,14 @@ export function drawSpan(context, kind, color, x, y, w, height, why) {
     context.globalAlpha = 0.25;
     context.fillRect(x, y, w, height);
     context.globalAlpha = 1;
-    const gap = kind === "swapped" ? 8 : 4; // upright strokes: near each other, preempted; apart, swapped
+    const gap = kind === "swapped" ? 8 : 4; // vertical strokes: close together for preempted, further apart for swapped
     for (let i = 0; i < w; i += gap) context.fillRect(x + i, y, 1, height);
   }
 }
 
 const inTime = (seconds) => formatTime(seconds === null ? null : 1e6 * seconds);
 
-// [frame] of the step numbers that have room, 60 pixels apart.
+// Return the frames whose step numbers are shown, at least 60 pixels apart.
 function ticksOf(run, scale) {
   let by = 1;
   for (let i = 0; by * scale < 60; i++) by *= i % 3 === 1 ? 2.5 : 2; // 1, 2, 5, 10, …
@@ -76,7 +76,7 @@ export function Timeline({ run, frame, goTo, columns }) {
   const { t, theme, choice, choose } = useView();
   const [ref, width] = useWidth();
   const canvas = useRef(null);
-  const [top, setTop] = useState(0); // the first row that can be seen; rows out of sight are not drawn
+  const [top, setTop] = useState(0); // the first row that is drawn; rows that are scrolled out of view are not drawn
   const { rows } = run;
   const shown = useMemo(() => rows.slice(top, top + ROWS), [rows, top]);
   const plot = Math.max(60, width - LABEL);
@@ -95,7 +95,7 @@ export function Timeline({ run, frame, goTo, columns }) {
   };
   const settled = useSettled(frame);
   useEffect(() => bringIntoSight(rows.indexOf(chosen)), [chosen]);
-  useEffect(() => { if (!chosen) bringIntoSight(rows.findIndex((one) => !(one.isOver && one.end < settled))); }, [settled]); // the oldest that lives
+  useEffect(() => { if (!chosen) bringIntoSight(rows.findIndex((one) => !(one.isOver && one.end < settled))); }, [settled]); // the oldest unfinished one
   const jump = (event) => {
     const box = canvas.current.getBoundingClientRect();
     goTo(Math.min(run.lastFrame, Math.max(0, Math.floor((event.clientX - box.left) / scale))));
@@ -124,7 +124,7 @@ export function Timeline({ run, frame, goTo, columns }) {
   </section>`;
 }
 
-// The rows that waited longest, and for what: {row, count, whys: Map of reason -> steps}, at most three.
+// Return the rows that waited longest, at most three, with the reasons: {row, count, whys: Map of reason -> steps}.
 export function longestWaits(run) {
   const found = run.rows.map((row) => {
     const whys = new Map();
@@ -142,7 +142,7 @@ function Longest({ run }) {
   return html`<p class="longest">${t("waitedLongest")}: ${longest.map(({ row, count, whys }) => html`<button onClick=${() => choose({ seq: row.number })}><b>${run.label(row.number)}</b> ${t("waitedSteps", { count, split: split(whys) })}</button>`)}</p>`;
 }
 
-// The chosen row in words: when it was what, and the latencies of its request.
+// The chosen row in words: its spans with their steps, and the latencies of its request.
 function Facts({ run, row, goTo }) {
   const { t } = useView();
   return html`<p class="facts"><b title=${run.longName(row.number)}>${run.label(row.number)}</b>:

@@ -1,4 +1,4 @@
-// Where the time of a step goes: its parts in each step, and in words for the decode step in the middle.
+// Where the time of a step goes: the parts of each step in a chart, and the median decode step in words.
 
 import { cssColor } from "./colors.js";
 import { formatTime, html, useMemo, useRef, useLayoutEffect, useView, useWidth, fitCanvas } from "./ui.js";
@@ -9,7 +9,8 @@ const TALL = 90;
 
 const sumOf = (times) => PARTS.reduce((sum, part) => sum + (times[part] ?? 0), 0);
 
-// {count, sum, times}: how many steps only decode, the median of their times, and of each part; null without any.
+// Return {count, sum, times}: the number of steps that only decode, the median of their times, and the median of each
+// part; null if there is no such step.
 export function medianDecode(run) {
   const decodes = run.frames.filter((at) => !at.isEnd && at.decodes.length > 0 && at.events.at(-1)[4].length === 0);
   const timed = decodes.map((at) => run.times.get(at.step)).filter(Boolean);
@@ -19,7 +20,7 @@ export function medianDecode(run) {
   return { count: timed.length, sum: middleOf(timed.map(sumOf)), times };
 }
 
-// The median; of an even number, the lower of the two in the middle.
+// Return the median; for an even number of values, the lower of the two in the middle.
 const middleOf = (values) => Float64Array.from(values).sort()[Math.floor((values.length - 1) / 2)];
 
 export const Times = (shared) => (shared.run.times.size ? html`<${TimesCard} ...${shared} />` : null);
@@ -35,7 +36,7 @@ function TimesCard({ run, frame, goTo, columns }) {
     if (!width) return;
     const { context } = fitCanvas(canvas.current, width, TALL);
     context.clearRect(0, 0, width, TALL);
-    const colors = PART_COLORS.map(cssColor); // once: each asks the browser
+    const colors = PART_COLORS.map(cssColor); // read once: each colour is a query to the browser
     const sums = run.frames.map((at) => sumOf(run.times.get(at.step) ?? {}));
     const most = Math.max(1, [...sums].sort((a, b) => a - b)[Math.floor(0.98 * (sums.length - 1))] * 1.15); // one slow step would flatten the others
     run.frames.forEach((at, i) => {
@@ -46,7 +47,7 @@ function TimesCard({ run, frame, goTo, columns }) {
         context.fillRect(i * scale, (y -= high), Math.max(1, scale - (scale > 3 ? 1 : 0)), high);
       });
       if (y >= 0) return;
-      context.fillStyle = colors.at(-1); // it is taller than the chart
+      context.fillStyle = colors.at(-1); // the bar is taller than the chart
       context.fillText("↑", i * scale, 10);
     });
     if (!median) return;

@@ -1,14 +1,14 @@
-// preact with htm: components are functions, and html`…` makes their elements. No build step.
+// preact with htm: components are functions, and html`…` makes their elements, without a build step.
 
 const { h, render, createContext } = preact;
 const { useState, useEffect, useErrorBoundary, useLayoutEffect, useMemo, useRef, useContext, useCallback } = preactHooks;
 const html = htm.bind(h);
 
-// What every component may read: {t, theme, choice: {seq, block}, choose, showSource}
+// The context that every component can read: {t, theme, choice: {seq, block}, choose, showSource}
 const View = createContext(null);
 const useView = () => useContext(View);
 
-// The width of an element, in CSS pixels, as it changes.
+// Return a ref for an element and the element's current width in CSS pixels.
 function useWidth() {
   const ref = useRef(null);
   const [width, setWidth] = useState(0);
@@ -20,7 +20,7 @@ function useWidth() {
   return [ref, width];
 }
 
-// `value` once it has stayed for a moment: what is costly to draw need not follow each step of a scrub.
+// Return `value` once it has not changed for 100 ms, so that what is slow to draw does not follow each step of a scrub.
 function useSettled(value) {
   const [settled, setSettled] = useState(value);
   useEffect(() => {
@@ -30,7 +30,7 @@ function useSettled(value) {
   return settled;
 }
 
-// A canvas of width × height CSS pixels, sharp on any screen; its size is set only when it changes, because that clears it.
+// Give a canvas width × height CSS pixels, sharp on any screen. Its size is set only if it changed: setting it clears it.
 function fitCanvas(canvas, width, height) {
   const ratio = window.devicePixelRatio || 1;
   const size = [Math.round(width * ratio), Math.round(height * ratio)];
