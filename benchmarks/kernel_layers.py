@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.extras.models.rope import Rope
-from nanovllm.layers.rotary import Rotary, apply_rotary
+from nanovllm.layers.rotary import ApplyRotary, Rotary
 
 KERNEL_TOKENS, PRODUCT_TOKENS = (1, 32, 256, 8192), (1, 2, 4, 8, 16, 64, 256)
 EPS = 1e-6
@@ -125,9 +125,9 @@ def norm_rotary_store(shape: Shape, num_tokens: int, dtype: torch.dtype, device:
     def pytorch(qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (-1, d)) for t in qkv.split((h * d, kv * d, kv * d), dim=-1))
         k_slots, v_slots = cache.view(2, -1, kv, d)
-        k_slots[slots] = apply_rotary(k_norm(k), cos, sin)
+        k_slots[slots] = ApplyRotary()(k_norm(k), cos, sin)
         v_slots[slots] = v
-        return apply_rotary(q_norm(q), cos, sin)
+        return ApplyRotary()(q_norm(q), cos, sin)
 
     def fused() -> torch.Tensor:
         return kernel(qkv, q_norm.weight, k_norm.weight, q_norm.eps, cos, sin, cache, slots)

@@ -64,7 +64,7 @@ def measure(engine: LLMEngine, context_len: int, rounds: int) -> tuple[float, fl
         if round_:  # the first warms up
             swaps.append(swapped - start)
             recomputes.append(time.perf_counter() - computing)
-        engine.scheduler.roll_back()
+        engine.on_failure()
         engine.abort_request("r")
     return median(swaps), median(recomputes)
 

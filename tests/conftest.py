@@ -14,17 +14,15 @@ import torch
 import transformers
 
 import nanovllm
-from nanovllm import assembly
-from nanovllm.checks import MissingExtra
+from nanovllm import model_runner
 from tests.broken_checkpoint import broken  # noqa: F401 (a fixture)
-from tests.core_alone import CORE_MODELS
 from tests.hub_cache import hub_cache  # noqa: F401 (a fixture)
 
 # On models this small a second thread only waits for the first.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"  # nor do processes that tests start want to wait for each other
 transformers.utils.logging.disable_progress_bar()
-assembly.CPU_KV_CACHE_BYTES = 64 << 20  # to fill a gigabyte with zeros takes longer than most tests
+model_runner.CPU_KV_CACHE_BYTES = 64 << 20  # to fill a gigabyte with zeros takes longer than most tests
 
 # These need a GPU or Triton's interpreter; test_triton_attention.py runs them in the latter, every second one together.
 KERNEL_TESTS = [
@@ -48,24 +46,6 @@ def every_second(values):
 def has_extra(name):
     """Whether nanovllm/extras/`name` is there: CI runs the core's own tests in a copy that has none."""
     return (pathlib.Path(nanovllm.__file__).parent / "extras" / name).exists()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    """In a copy without extras, a test that asks for one is skipped: `tests/test_core.py` tests the refusals."""
-    try:
-        return (yield)
-    except ImportError as error:
-        if has_extra("") or not (isinstance(error, MissingExtra) or of_extra(error.name or "")):
-            raise
-        pytest.skip(str(error))
-
-
-def of_extra(module):
-    """Whether a module of this name is one of those that have been deleted in such a copy."""
-    _, *path = module.split(".")
-    is_model = path[:1] == ["models"] and path[1:2] and path[1] not in CORE_MODELS
-    return bool(path) and (path[0] in ("extras", "kernels", "parallel", "serve", "trace") or bool(is_model))
 
 
 def examples(n):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from nanovllm.block_manager import BlockManager
+from nanovllm.extras.roll_back import roll_back
 from nanovllm.extras.full_observer import SchedulingStats
 from nanovllm.extras.preemption import Recompute
 from nanovllm.extras.policies import fcfs
@@ -265,7 +266,7 @@ class Run:
             for lost in reversed(self.flights):
                 self.cache.spoil(lost.journal)
             self.flights.clear()
-            self.scheduler.roll_back()
+            roll_back(self.scheduler)
         self.check_state()
         return flight.out
 

@@ -5,7 +5,7 @@ import numpy as np
 from nanovllm.batch import build_batch
 from nanovllm.block_tables import BlockTable, BlockTables
 from nanovllm.batch import build_sampling_batch, draw_uniforms
-from nanovllm.scheduler import BlockMoves, make_step
+from nanovllm.scheduler import make_step
 
 
 def batch_of(chunks, block_size):
@@ -16,7 +16,7 @@ def batch_of(chunks, block_size):
 def step_of(chunks):
     """What the scheduler says of `chunks`."""
     num_tokens = sum(num_new for _, _, num_new in chunks)
-    return make_step(chunks, num_tokens, [], [], BlockMoves())
+    return make_step(chunks, num_tokens, [], [], [])
 
 
 def build_step(scheduled, block_size):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
-from nanovllm.scheduler import BlockMoves
 
 NUM_LAYERS, NUM_BLOCKS, BLOCK_SIZE = 3, 8, 4
 
@@ -28,7 +27,7 @@ def check(cache, copies):
     expected = cache.tensor.clone()
     for source, target in copies:
         expected[:, :, target] = cache.tensor[:, :, source]
-    cache.move_blocks(BlockMoves(copies))
+    cache.copy_blocks(copies)
     assert torch.equal(cache.tensor, expected)
 
 
@@ -41,7 +40,7 @@ def test_every_dtype_is_copied_bit_by_bit(dtype, head_dim):
     assert cache.tensor.dtype == dtype
     bits = torch.randint(0, 256, (*cache.tensor.shape[:-1], head_dim * dtype.itemsize), dtype=torch.uint8)
     cache.tensor.view(torch.uint8).copy_(bits)
-    cache.move_blocks(BlockMoves([(1, 4), (3, 1)]))
+    cache.copy_blocks([(1, 4), (3, 1)])
     expected = bits.clone()
     expected[:, :, 4], expected[:, :, 1] = bits[:, :, 1], bits[:, :, 3]
     assert torch.equal(cache.tensor.view(torch.uint8), expected)
@@ -61,7 +60,7 @@ def test_copies_are_those_of_a_loop(pairs):
 def test_no_moves_change_nothing():
     cache = make_cache()
     before = cache.tensor.clone()
-    cache.move_blocks(BlockMoves())
+    cache.copy_blocks([])
     assert torch.equal(cache.tensor, before)
 
 
@@ -69,7 +68,7 @@ def test_copies_read_what_was_there_before_any_of_them_was_made():
     """A block that is copied away may be the place of another copy in the same step."""
     cache = make_cache()
     one, two = cache.tensor[:, :, 1].clone(), cache.tensor[:, :, 2].clone()
-    cache.move_blocks(BlockMoves([(1, 2), (2, 3)]))
+    cache.copy_blocks([(1, 2), (2, 3)])
     assert torch.equal(cache.tensor[:, :, 2], one)
     assert torch.equal(cache.tensor[:, :, 3], two)
 
@@ -89,5 +88,5 @@ def test_shapes_and_zeros():
     assert cache.tensor.nbytes == (NUM_BLOCKS + 1) * cache.bytes_per_block
     assert not cache.tensor.any(), "what was never written holds no NaN"
     cache.tensor[:, :, 1] = 1.0
-    cache.move_blocks(BlockMoves([(1, 2)]))
+    cache.copy_blocks([(1, 2)])
     assert cache.tensor.sum() == 2 * cache.tensor[:, :, 1].sum()

@@ -139,7 +139,7 @@ def test_a_finished_output_keeps_no_request(folder):
     requests = []
 
     def note(output):
-        requests.extend(weakref.ref(request) for request in engine._requests.values())
+        requests.extend(weakref.ref(request) for request in engine.requests.values())
 
     outputs = [output for output in outputs_of(engine, note) if output.finished]
     gc.collect()

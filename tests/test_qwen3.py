@@ -14,7 +14,7 @@ from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.extras.models.gated_mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.extras.models.rope import Rope
-from nanovllm.layers.rotary import Rotary, apply_rotary
+from nanovllm.layers.rotary import ApplyRotary, Rotary
 from nanovllm.models.qwen3 import read_qwen3_config
 
 SHAPE = {
@@ -209,7 +209,7 @@ def test_rotary_equals_transformers(head_dim, theta, dtype, tolerance):
     cos, sin = Rotary(head_dim, Rope(theta), 40_960)(positions, dtype)
     assert cos.shape == sin.shape == (7, 1, head_dim // 2)
     for ours, their in zip((q, k), theirs, strict=True):
-        turned = apply_rotary(ours, cos, sin)
+        turned = ApplyRotary()(ours, cos, sin)
         assert turned.dtype == dtype
         torch.testing.assert_close(turned, their[0].transpose(0, 1), rtol=tolerance, atol=tolerance)
 

@@ -9,7 +9,6 @@ from hypothesis import settings
 
 from nanovllm.extras.policies import fcfs
 from nanovllm.sequence import SequenceStatus
-from nanovllm.scheduler import BlockMoves
 from tests.conftest import examples
 from tests.fake_kv_cache import table_of, tokens_of
 from tests.scheduling_traffic import (
@@ -503,7 +502,7 @@ def test_schedule_that_fails_half_way_loses_nobody(hook, monkeypatch):
         patch.setattr(run.stats, hook, failing)
         with pytest.raises(RuntimeError):
             run_to_the_end()
-    run.scheduler.roll_back()
+    run.roll_back(scheduler)
     assert run.waiting == seqs
     run_to_the_end()
     assert [len(seq.output_token_ids) for seq in seqs] == [9, 9, 9]
@@ -607,7 +606,7 @@ def test_cached_prompt_is_counted_right_while_somebody_else_owns_it():
     run.step()
     run.add([1] * 8, max_tokens=9)
     out = run.step()
-    assert out.moves == BlockMoves()
+    assert out.copies == []
     assert chunk_lens(out) == {"seq-0": 1, "seq-1": 4}
     assert run.kv_use(out) == (9 + 4, 4 * 4)
     run.finish()
@@ -625,5 +624,5 @@ def test_waste_is_counted_over_blocks_and_not_over_sequences():
 def test_idle_scheduler_has_no_work():
     run = Run()
     out = run.scheduler.schedule()
-    assert (list(out.chunks), out.preempted, out.moves) == ([], [], BlockMoves())
+    assert (list(out.chunks), out.preempted, out.copies) == ([], [], [])
     assert (out.num_scheduled_tokens, run.stats.uses) == (0, {})

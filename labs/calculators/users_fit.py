@@ -134,7 +134,7 @@ def count_parameters(folder: Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def count_activations(shape: ModelConfig, num_tokens: int, num_seqs: int, bytes_per_value: int) -> int:
+def count_activations(shape: NetworkConfig, num_tokens: int, num_seqs: int, bytes_per_value: int) -> int:
     """Bytes of the widest tensors of a step, estimated as the module's docstring says."""
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
     width = 2 * shape.hidden_size + max(heads * shape.head_dim, 2 * shape.intermediate_size)

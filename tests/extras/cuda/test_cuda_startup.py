@@ -29,7 +29,7 @@ def test_who_draws_with_triton(monkeypatch):
 
 def test_pytorchs_attention_is_not_cudnns(runner):
     """It plans for seconds at each new shape."""
-    shape = ModelConfig(300, 64, 96, 2, 4, 2, 32, 512, tie_word_embeddings=False)
+    shape = NetworkConfig(300, 64, 96, 2, 4, 2, 32, 512, tie_word_embeddings=False)
     seen = []
     runner.compute = lambda runner, batch: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
     before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -42,7 +42,7 @@ def test_pytorchs_attention_is_not_cudnns(runner):
 @pytest.mark.parametrize(("max_num_batched_tokens", "max_model_len"), [(64, 512), (1, 512), (64, 3)])
 def test_each_kind_of_step_is_run_at_the_start(runner, max_num_batched_tokens, max_model_len):
     """On CPU here; `test_host_waits.py` shows that requests launch no other variants of kernels."""
-    shape = ModelConfig(300, 64, 96, 2, 4, 2, 32, max_model_len, tie_word_embeddings=False)
+    shape = NetworkConfig(300, 64, 96, 2, 4, 2, 32, max_model_len, tie_word_embeddings=False)
     seen, compute, draw = [], runner.compute, runner.draw
     runner.compute = lambda runner, batch: seen.append(batch) or compute(runner, batch)
     cache = runner.kv_cache.tensor.clone()

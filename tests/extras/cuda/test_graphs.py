@@ -28,7 +28,7 @@ from nanovllm.extras.cuda.graphs import (
     measure_graph_bytes,
     record_graphs,
     replay_decodes,
-    wants_only_draws,
+    wants_only_tokens,
 )
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.extras.prompt_logprobs import TargetRows
@@ -165,7 +165,7 @@ def test_graphs_are_recorded_and_measured(fake_cuda, runner):
 
 
 def wants_no_truncation(sampling):
-    return wants_only_draws(sampling) and sampling.top_k is sampling.top_p is sampling.min_p is None
+    return wants_only_tokens(sampling) and sampling.top_k is sampling.top_p is sampling.min_p is None
 
 
 def draw_plainly(logits, temperatures, uniforms, *_):
@@ -176,7 +176,7 @@ def draw_plainly(logits, temperatures, uniforms, *_):
 def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
     """The same engine with and without graphs, both with the same attention."""
     monkeypatch.setattr("nanovllm.assembly.TorchAttention", GatherAttention)
-    monkeypatch.setattr("nanovllm.extras.cuda.graphs.wants_only_draws", wants_no_truncation)
+    monkeypatch.setattr("nanovllm.extras.cuda.graphs.wants_only_tokens", wants_no_truncation)
     recorder = OperationRecorder()
 
     def record(model, kv_cache, draw, max_batch_size, max_num_blocks):
@@ -330,7 +330,7 @@ def test_experts_are_not_replayed():
 
 def test_sampling_rows_that_are_drawn_in_a_graph():
     plain = SamplingBatch(torch.ones(1), torch.zeros(1, dtype=torch.float64), top_k=torch.ones(1, dtype=torch.int64))
-    assert wants_only_draws(plain)
-    assert not wants_only_draws(dataclasses.replace(plain, num_logprobs=0))
+    assert wants_only_tokens(plain)
+    assert not wants_only_tokens(dataclasses.replace(plain, num_logprobs=0))
     one_row = ForbiddenTokens(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    assert not wants_only_draws(dataclasses.replace(plain, processors=(one_row,)))
+    assert not wants_only_tokens(dataclasses.replace(plain, processors=(one_row,)))

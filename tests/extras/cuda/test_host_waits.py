@@ -32,7 +32,7 @@ from tests.late_runner import LateRunner
 from tests.test_engine import ids
 
 META = torch.device("meta")
-SHAPE = ModelConfig(300, 64, 128, 2, 4, 2, 32, 512, tie_word_embeddings=True)
+SHAPE = NetworkConfig(300, 64, 128, 2, 4, 2, 32, 512, tie_word_embeddings=True)
 
 
 class DeviceCheck(TorchDispatchMode):

@@ -161,7 +161,7 @@ def test_sequences_that_share_blocks_have_the_bits_of_each_alone(
 @pytest.mark.parametrize("lens", LAYER_LENS)
 def test_a_layer_in_one_call_gives_the_bits_of_its_parts(dtype, lens):
     backend = int8_attention(4, 2, 32, 16, dtype)
-    config = ModelConfig(64, 96, 176, 1, 4, 2, head_dim=32)
+    config = NetworkConfig(64, 96, 176, 1, 4, 2, head_dim=32)
     check_layer_in_one_call(config, backend, Int8Step(backend, lens, dtype=dtype), dtype)
 
 

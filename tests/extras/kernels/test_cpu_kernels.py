@@ -383,13 +383,13 @@ LAYER_LENS = [[(20, 1)], [(0, 37), (3, 5)], [(40, 1), (15, 1), (0, 300)]]
 @pytest.mark.parametrize("lens", LAYER_LENS)
 @pytest.mark.sparse(2)
 def test_a_layer_in_one_call_gives_the_bits_of_its_parts(processor, dtype, lens, bias):
-    config = ModelConfig(64, 96, 176, 1, 4, 2, head_dim=32, qkv_bias=bias, o_bias=bias)
+    config = NetworkConfig(64, 96, 176, 1, 4, 2, head_dim=32, qkv_bias=bias, o_bias=bias)
     backend = CpuAttention(4, 2, 32, 16, dtype)
     check_layer_in_one_call(config, backend, Step(backend, lens, dtype=dtype), dtype)
 
 
 @pytest.mark.parametrize(
-    ("attention_class", "config_class"), [(Qwen3Attention, ModelConfig), (Gemma3Attention, Gemma3Config)]
+    ("attention_class", "config_class"), [(Qwen3Attention, NetworkConfig), (Gemma3Attention, Gemma3Config)]
 )
 def test_heads_normalised_and_rotated_in_one_call_have_the_bits_of_two_calls(
     processor, dtype, attention_class, config_class
@@ -405,7 +405,7 @@ def test_heads_normalised_and_rotated_in_one_call_have_the_bits_of_two_calls(
 
 def test_a_layer_of_an_odd_shape_is_called_part_by_part():
     backend = CpuAttention(4, 2, 32, 16, torch.bfloat16)
-    layer = filled(Qwen3DecoderLayer(ModelConfig(64, 96, 170, 1, 4, 2, head_dim=32), backend), torch.bfloat16)
+    layer = filled(Qwen3DecoderLayer(NetworkConfig(64, 96, 170, 1, 4, 2, head_dim=32), backend), torch.bfloat16)
     model = torch.nn.ModuleDict({"layer": layer})
     replace_layers(model, torch.bfloat16)
     fuse_layers(model, backend)

@@ -37,7 +37,7 @@ from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.extras.models.rope import Rope
-from nanovllm.layers.rotary import Rotary, apply_rotary
+from nanovllm.layers.rotary import ApplyRotary, Rotary
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from tests.attention_steps import Step
@@ -228,8 +228,8 @@ def test_norm_rotary_store_rounds_as_the_layers_do(dtype):
     step = make_projections(16, 8, 128, 12, dtype, range(20, 32))
     q = run(step)
     angles = step.rotary(step.positions, dtype)  # of other strides
-    check_bits(q, apply_rotary(step.norms[0](step.heads[0]), *angles))
-    check_bits(step.cache[0].flatten(0, 1)[20:32], apply_rotary(step.norms[1](step.heads[1]), *angles))
+    check_bits(q, ApplyRotary()(step.norms[0](step.heads[0]), *angles))
+    check_bits(step.cache[0].flatten(0, 1)[20:32], ApplyRotary()(step.norms[1](step.heads[1]), *angles))
     step.angles = angles
     assert torch.equal(run(step), q)
 
@@ -322,7 +322,7 @@ def small_config(**options):
         "head_dim": 16,
         "max_position_embeddings": 128,
     }
-    return ModelConfig(**{**shape, **options})
+    return NetworkConfig(**{**shape, **options})
 
 
 LENS = [(20, 1), (15, 1), (0, 1), (16, 5), (0, 7)]

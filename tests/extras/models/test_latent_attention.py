@@ -12,7 +12,7 @@ from nanovllm.extras.kernels.choices import LATENT_BACKENDS, select_backend
 from nanovllm.extras.models.latent_attention import TorchLatentAttention, UpProjection, deinterleave
 from nanovllm.extras.swap.space import SwapMoves
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.rotary import apply_rotary
+from nanovllm.layers.rotary import ApplyRotary
 from tests.attention_steps import LatentStep, attend_with_loops, random_lens
 from tests.extras.swap.test_host_blocks import allocate
 
@@ -62,7 +62,7 @@ def test_absorbed_weights_give_what_keys_and_values_of_each_head_would():
 def test_interleaved_pairs_are_rotated():
     """Products of rotated queries and keys are those of pairs (0, 1), (2, 3), … as complex numbers."""
     q, k, angles = normal(5, 2, 8, seed=1), normal(5, 1, 8, seed=2), normal(5, 1, 4, seed=3) * 3
-    ours = [apply_rotary(deinterleave(x), angles.cos(), angles.sin()) for x in (q, k)]
+    ours = [ApplyRotary()(deinterleave(x), angles.cos(), angles.sin()) for x in (q, k)]
     turn = torch.polar(torch.ones_like(angles, dtype=torch.float64), angles.double())
     theirs = [torch.view_as_real(torch.view_as_complex(x.double().unflatten(-1, (4, 2))) * turn) for x in (q, k)]
     products = [(a * b.expand_as(a)).flatten(2).sum(-1) for a, b in (ours, theirs)]

@@ -30,7 +30,7 @@ class Summed(nn.Module):
 
 
 def make_layer(num_heads, num_kv_heads, intermediate_size, dtype, seed=0):
-    config = ModelConfig(64, 96, intermediate_size, 1, num_heads, num_kv_heads, head_dim=32)
+    config = NetworkConfig(64, 96, intermediate_size, 1, num_heads, num_kv_heads, head_dim=32)
     backend = CpuAttention(num_heads, num_kv_heads, 32, 16, dtype)
     layer = filled(Qwen3DecoderLayer(config, backend), dtype, seed)
     for norm in (layer.input_layernorm, layer.post_attention_layernorm):  # as of all ranks

@@ -31,7 +31,6 @@ from nanovllm.extras.parallel.messages import (
 from nanovllm.extras.swap.space import SwapMoves
 from nanovllm.layers.attention import AttentionMetadata
 from nanovllm.batch import SamplingBatch
-from nanovllm.scheduler import BlockMoves
 from tests.conftest import examples
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
@@ -124,7 +123,7 @@ def test_256_decodes_are_some_kilobytes():
     ids = torch.zeros(n, dtype=torch.int32)
     offsets = torch.zeros(n + 1, dtype=torch.int32)
     metadata = AttentionMetadata(ids, torch.zeros(n, 64, dtype=torch.int32), ids, offsets, ids[:1], ids[:1], n, 0, 0, 0)
-    message = pack_step(Batch(ids, ids, metadata, ids, SamplingBatch(torch.zeros(n), None), (), BlockMoves()), True)
+    message = pack_step(Batch(ids, ids, metadata, ids, SamplingBatch(torch.zeros(n), None), []), True)
     num_values = len(Header._fields) + 5 * n + 64 * n + (n + 1) + 2
     assert message.nbytes == 4 * num_values == 71_752
 

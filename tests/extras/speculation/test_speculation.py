@@ -61,7 +61,7 @@ def serve(folder, requests, speculative_config=None, engine_class=LLMEngine, **o
         del todo[:2]
         for output in engine.step().outputs:
             outputs[output.request_id] = output
-        seqs = [seq for request in engine._requests.values() for seq in request.seqs]
+        seqs = [seq for request in engine.requests.values() for seq in request.seqs]
         check_ownership(engine.scheduler.block_manager, seqs)
         check_stored(engine.scheduler.block_manager, engine.scheduler.running)
         assert all(seq.num_tokens == seq.num_known_tokens for seq in seqs)
@@ -158,7 +158,7 @@ def test_a_failed_step_loses_drafts_and_nothing_else(with_tokenizer):
             outputs |= {output.request_id: output for output in engine.step().outputs}
         except Planted:
             num_failures += 1
-        assert all(seq.num_tokens == seq.num_known_tokens for one in engine._requests.values() for seq in one.seqs)
+        assert all(seq.num_tokens == seq.num_known_tokens for one in engine.requests.values() for seq in one.seqs)
     assert {i: visible(one) for i, one in outputs.items()} == {i: visible(one) for i, one in plain.items()}
     assert engine.get_stats().num_accepted_tokens > 0
     assert num_failures > 2

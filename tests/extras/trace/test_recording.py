@@ -90,7 +90,7 @@ def test_interrupted_engine_begins_anew_in_the_recording(with_tokenizer, tmp_pat
     with LLM(with_tokenizer, trace=path, **OPTIONS) as llm:
         stream = llm.stream("abcdefgh", SamplingParams(max_tokens=8, ignore_eos=True))
         next(stream)
-        for request_id in list(llm.engine._requests):
+        for request_id in list(llm.engine.requests):
             llm.engine.abort_request(request_id)
         stream.close()
         llm.engine.recover()

@@ -173,7 +173,7 @@ def load_fatal(folder):
     step = llm.engine.step
 
     def step_or_die():
-        if any(len(request.prompt_token_ids) == 3 for request in llm.engine._requests.values()):
+        if any(len(request.prompt_token_ids) == 3 for request in llm.engine.requests.values()):
             raise SystemExit("the device is lost")
         return step()
 
