@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.checks import check_bool, check_str
+from nanovllm.chat import check_messages, render_conversation
 from nanovllm.extras.option_checks import check_dict, takes_vllm_options
 
 
@@ -77,6 +78,14 @@ def read_chat_template(chat_template: str | Path) -> str:
 
 
 # ---- messages
+
+
+def render_chat(tokenizer: Any, messages: Any, options: ChatOptions | None = None) -> dict[str, Any]:
+    """Return one conversation as a prompt, as the core's `render_conversation` does, with content in parts and tools."""
+    check_messages(messages)
+    if not all(isinstance(message.get("content"), str) and not message.get("tool_calls") for message in messages):
+        messages = plain_messages(messages)
+    return render_conversation(tokenizer, messages, **({} if options is None else options.template_arguments()))
 
 
 def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -9,10 +9,11 @@ from typing import Any
 
 from nanovllm import loader
 from nanovllm.extras.all_options import Config
-from nanovllm.extras.models.architectures import find_architecture
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.loader import read_json
+from nanovllm.models.config import read_qwen3_config
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 
 def resolve_model(model: str | Path, with_weights: bool = True, revision: str | None = None) -> Path:
@@ -40,10 +41,26 @@ def read_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) 
         from nanovllm.extras.checkpoint_options import overridden
 
         raw = overridden(raw, overrides)
+    if (plain := read_plain_qwen3(raw)) is not None:
+        return Qwen3ForCausalLM, plain
+    from nanovllm.extras.models.architectures import find_architecture
+
     try:
         return find_architecture(raw)
     except (ValueError, TypeError) as error:
         raise ValueError(f"the model in {folder} cannot be served: {error}") from error
+
+
+def read_plain_qwen3(raw: Mapping[str, Any]) -> NetworkConfig | None:
+    """Return the shape of a network that the core computes, or None for any other."""
+    if list(raw.get("architectures") or ()) != ["Qwen3ForCausalLM"] or raw.get("compression_config") is not None:
+        return None
+    try:
+        shape = read_qwen3_config(dict(raw))
+    except (TypeError, ValueError):  # what is wrong is found, and said, by `models/architectures.py`
+        return None
+    biases = {"qkv_bias": shape.attention_bias, "o_bias": shape.attention_bias}
+    return NetworkConfig(**vars(shape), **biases, initializer_range=raw.get("initializer_range") or 0.02)
 
 
 def read_default_sampling_params(config: Config, folder: Path) -> SamplingParams:

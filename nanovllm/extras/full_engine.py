@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import engine
+from nanovllm.batch import build_batch
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.assembly import Parts, make_block_manager, make_scheduler, watched_by
@@ -23,7 +24,6 @@ from nanovllm.extras.laps import LapClock
 from nanovllm.extras.lazy_outputs import StepOutput
 from nanovllm.extras.observations import Observations, make_stats
 from nanovllm.extras.option_checks import LazyMethod
-from nanovllm.extras.processed_batch import build_batch
 from nanovllm.request import Prompt
 from nanovllm.scheduler import Scheduler, Step
 
@@ -95,7 +95,10 @@ class LLMEngine(engine.LLMEngine):
         clock = self._clock
         clock.lap("schedule_time_s")
         note_admitted(self.requests, step, clock.now)
-        batch = build_batch(step, self.scheduler.block_manager.block_tables)
+        build, chunks = build_batch, step.chunks  # the core's, unless a sequence asks for more
+        if not all([seq.is_plain for seq, _, _ in chunks]):  # type: ignore[attr-defined]
+            from nanovllm.extras.processed_batch import build_batch as build
+        batch = build(step, self.scheduler.block_manager.block_tables)
         clock.lap("build_time_s")
         return self.runner.run(batch)
 

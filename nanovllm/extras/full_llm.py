@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm import llm
-from nanovllm.chat import Message, check_messages, render_conversation
+from nanovllm.chat import Message
 from nanovllm.checks import check_bool
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.full_engine import LLMEngine
@@ -125,23 +125,13 @@ class LLM(llm.LLM):
         self, messages: Collection[Message] | Collection[Collection[Message]], **options: Any
     ) -> list[Prompt]:
         """Conversations as prompts by the model's chat template, for `generate` and `stream`; `options` as `chat`."""
-        arguments: dict[str, Any] = {}
-        if options:
-            from nanovllm.extras.chat_options import ChatOptions
+        from nanovllm.extras.chat_options import ChatOptions, render_chat
 
-            arguments = ChatOptions(**options).template_arguments()
+        chat_options = ChatOptions(**options)
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
-        return [self._render(one, arguments) for one in conversations]
-
-    def _render(self, messages: Any, arguments: dict[str, Any]) -> Prompt:
-        check_messages(messages)
-        if not all(isinstance(message.get("content"), str) and not message.get("tool_calls") for message in messages):
-            from nanovllm.extras.chat_options import plain_messages
-
-            messages = plain_messages(messages)
-        return render_conversation(self.get_tokenizer(), messages, **arguments)
+        return [render_chat(self.get_tokenizer(), one, chat_options) for one in conversations]
 
     def get_tokenizer(self) -> Any:
         """The `transformers` tokenizer of the model, or None if its folder holds none."""

@@ -13,7 +13,6 @@ from nanovllm.extras.assembly import Parts
 from nanovllm.extras.full_detokenizer import TokenDecoder
 from nanovllm.extras.full_request import Completion, Request
 from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.prompt_forms import check_keys
 from nanovllm.extras.request_params import RequestOutputKind, SamplingParams
 from nanovllm.request import Prompt, encode_prompt
 
@@ -54,7 +53,9 @@ class InputProcessor:
 
     def encode(self, prompt: Prompt, params: Params | None = None) -> tuple[str | None, list[int]]:
         """Text (None if there was none) and token ids of a prompt, or of the end of it that `params` keep."""
-        if isinstance(prompt, Mapping):
+        if isinstance(prompt, Mapping) and not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+            from nanovllm.extras.prompt_forms import check_keys
+
             check_keys(prompt)
         text, token_ids = encode_prompt(prompt, self.tokenizer, self.vocab_size)
         if isinstance(params, SamplingParams) and params.truncate_prompt_tokens is not None:

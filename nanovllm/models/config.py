@@ -41,6 +41,7 @@ def read_qwen3_config(raw: dict[str, Any]) -> ModelConfig:
     for name, allowed in COMPUTED.items():
         refuse(name, raw.get(name), allowed)
     refuse("rope_type", rope.get("rope_type") or rope.get("type"), ("default", None))
+    refuse("partial_rotary_factor", rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor"), (1.0, None))
     for layer_type in raw.get("layer_types") or ():
         refuse("layer_types", layer_type, ("full_attention",))
     if missing := [name for name in REQUIRED if raw.get(name) is None]:

@@ -9,7 +9,7 @@ the names that they have in the checkpoint.
 from torch import nn
 
 from nanovllm.extras.models.network_config import NetworkConfig
-from nanovllm.extras.models.rope import ScaledRotary
+from nanovllm.extras.models.rope import Rope, ScaledRotary
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.linear import Embedding
 from nanovllm.layers.norm import RMSNorm
@@ -22,7 +22,8 @@ class DecoderModel(Qwen3Model):
     def __init__(self, config: NetworkConfig, backend: TorchAttention, layer_class: type[nn.Module]) -> None:
         nn.Module.__init__(self)
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = ScaledRotary(config.rotary_dim or config.head_dim, config.rope, config.max_position_embeddings)
+        rope = config.rope or Rope(config.rope_theta)
+        self.rotary = ScaledRotary(config.rotary_dim or config.head_dim, rope, config.max_position_embeddings)
         self.layers = nn.ModuleList(layer_class(config, backend, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

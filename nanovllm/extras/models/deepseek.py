@@ -20,7 +20,8 @@ from nanovllm.extras.models.group_routing import SigmoidRouter, route_by_sigmoid
 from nanovllm.extras.models.latent_attention import UpProjection, deinterleave
 from nanovllm.extras.models.masking import AttentionOptions, MaskedAttention
 from nanovllm.extras.models.moe import Experts, Router, read_experts, read_int
-from nanovllm.extras.models.network_config import NetworkConfig, read_common, read_rope, refuse_partial_rotary
+from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.extras.models.read_config import read_common, read_rope, refuse_partial_rotary
 from nanovllm.extras.models.rope_types import ScaledRope, yarn_mscale
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.linear import Linear

@@ -18,7 +18,8 @@ from nanovllm.checks import check_int, check_number
 from nanovllm.extras.models.decoder import CausalLM, DecoderModel
 from nanovllm.extras.models.gated_mlp import GatedMLP
 from nanovllm.extras.models.llama import LlamaAttention
-from nanovllm.extras.models.network_config import NetworkConfig, read_common, refuse_partial_rotary
+from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.extras.models.read_config import read_common, refuse_partial_rotary
 from nanovllm.extras.models.rope import Rope, ScaledRotary
 from nanovllm.extras.models.rope_types import make_rope
 from nanovllm.extras.models.window_layers import FULL, SLIDING, layer_types_of, read_windows

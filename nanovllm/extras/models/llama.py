@@ -14,7 +14,8 @@ from nanovllm.checks import check_bool
 from nanovllm.extras.models.decoder import CausalLM
 from nanovllm.extras.models.gated_mlp import GatedMLP
 from nanovllm.extras.models.masking import make_attention
-from nanovllm.extras.models.network_config import NetworkConfig, read_common, read_rope, refuse_partial_rotary
+from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.extras.models.read_config import read_common, read_rope, refuse_partial_rotary
 from nanovllm.extras.models.window_layers import SLIDING, read_windows
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.linear import FusedLinear, Linear

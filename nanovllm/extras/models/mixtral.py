@@ -14,7 +14,7 @@ from nanovllm.extras.models.decoder import CausalLM
 from nanovllm.extras.models.gated_mlp import GATES
 from nanovllm.extras.models.llama import LlamaAttention
 from nanovllm.extras.models.moe import Experts, MoeConfig, Router, make_config, read_experts, route_by_softmax
-from nanovllm.extras.models.network_config import read_common
+from nanovllm.extras.models.read_config import read_common
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.linear import FusedLinear
 from nanovllm.layers.norm import RMSNorm

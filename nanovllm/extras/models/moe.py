@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.checks import check_int
-from nanovllm.extras.models.network_config import NetworkConfig, read_rope, refuse_partial_rotary
+from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.extras.models.read_config import read_rope, refuse_partial_rotary
 from nanovllm.extras.models.window_layers import SLIDING, read_windows
 from nanovllm.layers.linear import Linear
 

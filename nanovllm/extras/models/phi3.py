@@ -11,7 +11,8 @@ from typing import Any
 from nanovllm.checks import check_number
 from nanovllm.extras.models.decoder import CausalLM
 from nanovllm.extras.models.llama import LlamaAttention, LlamaDecoderLayer
-from nanovllm.extras.models.network_config import NetworkConfig, read_common, read_rope
+from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.extras.models.read_config import read_common, read_rope
 from nanovllm.extras.models.rope import rope_type_of
 from nanovllm.extras.models.window_layers import SLIDING, read_windows
 from nanovllm.layers.attention import TorchAttention

@@ -10,7 +10,8 @@ from torch import nn
 from nanovllm.extras.models.decoder import CausalLM
 from nanovllm.extras.models.gated_mlp import GatedMLP
 from nanovllm.extras.models.masking import make_attention
-from nanovllm.extras.models.network_config import NetworkConfig, read_common, read_rope, refuse_partial_rotary
+from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.extras.models.read_config import read_common, read_rope, refuse_partial_rotary
 from nanovllm.extras.models.rope import Rope
 from nanovllm.extras.models.window_layers import read_qwen_windows
 from nanovllm.layers.attention import TorchAttention

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nanovllm.chat import render_conversation
+from nanovllm.extras.chat_options import render_chat
 from nanovllm.extras.chat_options import ChatOptions
 from nanovllm.extras.serve.bounds import BoundedTokenizer, Bounds, count_chars
 from nanovllm.extras.serve.errors import APIError, refuse
@@ -43,7 +43,7 @@ def chat_prompt(
             tools=tools,
         )
         try:
-            return render_conversation(tokenizer, messages, options)
+            return render_chat(tokenizer, messages, options)
         except RecursionError as error:
             raise ValueError("messages are nested too deeply for the chat template") from error
 

@@ -1,0 +1,77 @@
+"""The core's CUDA path on a CPU that plays a CUDA device: flash-attn's two calls, and graphs of decodes.
+
+The oracle is the core with PyTorch's attention, which is compared with transformers elsewhere.
+"""
+
+import random
+
+import pytest
+import torch
+
+from nanovllm.config import Config
+from nanovllm.layers.flash_attention import FlashAttention
+from tests import cuda_stand_in
+from tests.core_traffic import MODEL, SMALL, drive, random_requests
+
+
+@pytest.fixture
+def card(monkeypatch):
+    cuda_stand_in.install(monkeypatch)
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_tokens_are_those_of_pytorchs_attention(card, enforce_eager):
+    rng = random.Random(5)
+    requests = list(random_requests(rng, 12))
+    options = {**SMALL, "enforce_eager": enforce_eager}
+    engine = cuda_stand_in.StandInEngine(Config(MODEL, **options, attention_backend="flash_attn"))
+    assert type(engine.runner.backend) is FlashAttention
+    found = drive(engine, requests, rng)
+    from nanovllm.engine import LLMEngine
+
+    assert found == drive(LLMEngine(Config(MODEL, **options, attention_backend="torch")), requests, rng)
+    if not enforce_eager:
+        graphs = engine.runner.graphs
+        assert graphs.sizes == [1, 2, 4, 5]
+        replays = {size: graph.num_replays for size, (graph, _) in graphs.graphs.items()}
+        assert sum(count > 0 for count in replays.values()) >= 3, replays
+
+
+def test_a_graph_of_a_larger_size_is_padded_with_empty_sequences(card):
+    engine = cuda_stand_in.StandInEngine(Config(MODEL, **SMALL, attention_backend="flash_attn"))
+    for i in range(3):
+        engine.add_request(str(i), [5 + i, 6, 7], stream=False)
+    while engine.has_unfinished_requests():
+        engine.step()
+    graphs = engine.runner.graphs
+    assert graphs.graphs[4][0].num_replays > 0, "three decodes replay the graph of four"
+    assert graphs.slot_mapping[3] == 0 == graphs.seq_lens[3]
+
+
+def test_the_memory_of_all_graphs_is_reserved(card, monkeypatch):
+    """The largest graph takes 90 bytes, each other one 10: four sizes take 120."""
+    engine = cuda_stand_in.StandInEngine(Config(MODEL, **SMALL, attention_backend="flash_attn"))
+    graphs = engine.runner.graphs
+    free = iter([1000, 910, 900])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 2000))
+    assert graphs.measure_bytes() == 120
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "block_size", "reason"),
+    [
+        ("cpu", torch.bfloat16, 64, None, "CUDA device"),
+        ("cuda", torch.float32, 64, None, "float16 or bfloat16"),
+        ("cuda", torch.bfloat16, 60, None, "multiple of 8"),
+        ("cuda", torch.bfloat16, 64, 16, "multiple of 256, got 16"),
+    ],
+)
+def test_why_it_cannot_be_used(device, dtype, head_dim, block_size, reason):
+    assert reason in FlashAttention.why_not(torch.device(device), dtype, head_dim, block_size)
+
+
+def test_asking_for_it_on_a_cpu_says_why_not():
+    from nanovllm.llm import LLM
+
+    with pytest.raises(ValueError, match="attention_backend='flash_attn' cannot be used.*CUDA device"):
+        LLM(MODEL, attention_backend="flash_attn")
