@@ -282,7 +282,7 @@ def positive(text: str) -> int:
 def seconds(text: str) -> float:
     """Parse a finite number of at least 0."""
     if not 0 <= float(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {text}")
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
     return float(text)
 
 
