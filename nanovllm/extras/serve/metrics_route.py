@@ -30,7 +30,7 @@ from nanovllm.stats import Observations
 
 
 class Metrics(Collector):
-    """The metrics of one server, with a registry of their own."""
+    """The metrics of one server, with their own registry."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name

@@ -34,7 +34,7 @@ class Screen:
     """Reads lines, and shows answers, notes and tables."""
 
     def __init__(self, commands: Mapping[str, str]) -> None:
-        """commands: their descriptions, for completion."""
+        """Create the screen. commands: name -> description, for completion."""
         self.console = Console(highlight=False)
         completer = WordCompleter(list(commands), meta_dict=dict(commands), sentence=True)
         self._session: PromptSession[str] = PromptSession(

@@ -27,7 +27,7 @@ def answer_here(batch: Input, parts: Parts, done: Digests, spec: ReplicaSpec) ->
         try:
             run_loop(Session(replica, batch, parts, done, waiting).run(spec.max_in_flight))
         except EngineDeadError as error:
-            logger.warning("%s; a new engine goes on", error)
+            logger.warning("%s; a new engine continues", error)
         finally:
             replica.shutdown()
 
@@ -47,7 +47,7 @@ class Session:
         self._records = Records()
 
     async def run(self, max_in_flight: int) -> None:
-        """Compute the waiting chunks, several at once. Of several errors, EngineDeadError is raised only if all are."""
+        """Compute the waiting chunks, several at once. Of several errors, another one than EngineDeadError is raised."""
         workers = [self._work() for _ in range(self._batch.num_chunks_at_once(max_in_flight))]
         ends = await asyncio.gather(*workers, return_exceptions=True)
         self._files.shutdown()

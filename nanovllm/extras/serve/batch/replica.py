@@ -119,7 +119,7 @@ class Replica:
 
 
 class Places:
-    """A semaphore for `num` rows, first come, first served. A row can also acquire all places, to be computed alone."""
+    """A semaphore for `num` rows, first come, first served. A row can also acquire all places."""
 
     def __init__(self, num: int) -> None:
         self._num = num
