@@ -23,7 +23,7 @@ from nanovllm.extras.serve.errors import APIError, answer, as_api_error
 from nanovllm.extras.serve.state import RETRY_LATER, Server
 from nanovllm.extras.serve.workers import Busy, ClientGone
 
-MAX_BODIES = 8  # the large bodies being read may have the bytes of this number of bodies of the maximum size
+MAX_BODIES = 8  # large bodies being read may have together this many times `max_request_bytes`
 SHORT_BODY = 1 << 17  # bytes; bodies up to this size are parsed in the event loop
 LARGE_BODY = 1 << 20  # bytes; the limits below apply to larger bodies, and their memory is returned to the system
 MAX_BODIES_OF_CALLER = 4  # as MAX_BODIES, for one caller

@@ -47,7 +47,7 @@ class Session:
         self._records = Records()
 
     async def run(self, max_in_flight: int) -> None:
-        """Compute the waiting chunks, several at once. Of several errors, another one than EngineDeadError is raised."""
+        """Compute the waiting chunks, several at once. Raises EngineDeadError only if there is no other error."""
         workers = [self._work() for _ in range(self._batch.num_chunks_at_once(max_in_flight))]
         ends = await asyncio.gather(*workers, return_exceptions=True)
         self._files.shutdown()
