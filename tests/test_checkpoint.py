@@ -107,7 +107,7 @@ def test_hub_id_is_found_in_the_cache_when_offline(hub_cache, tiny_checkpoint, h
 
 
 def test_hub_id_that_is_not_in_the_cache_is_named_when_offline(hub_cache):
-    with pytest.raises(ValueError, match="model 'org/unknown' is neither a folder on this machine nor to be had"):
+    with pytest.raises(ValueError, match="model 'org/unknown' is neither a folder on this machine nor available"):
         resolve_model("org/unknown")
 
 

@@ -1,7 +1,7 @@
-"""Conversations beyond plain text: options, another template, content in parts, tools and the model's calls of them.
+"""Render conversations beyond plain text: template options, another template, content in parts, and tool calls.
 
-The chat template shows all of these to the model. Called by `chat.py` and `assembly.py`, in the branches
-that need one of them.
+The chat template shows all of these to the model. `chat.py` and `assembly.py` call this module when they need one of
+these features.
 """
 
 import json
@@ -18,16 +18,16 @@ from nanovllm.extras.option_checks import check_dict, takes_vllm_options
 @takes_vllm_options("request")
 @dataclass(frozen=True)
 class ChatOptions:
-    """How conversations are rendered; names and defaults are vLLM's. A bad value raises a TypeError or ValueError."""
+    """Options for rendering conversations, with vLLM's names and defaults. Raises TypeError or ValueError."""
 
     add_generation_prompt: bool = True
-    """Whether to end with the beginning of the assistant's answer."""
+    """Whether the prompt ends with the start of the assistant's answer."""
     continue_final_message: bool = False
-    """Whether the answer goes on with the last message; needs `add_generation_prompt=False`."""
+    """Whether the answer continues the last message; needs `add_generation_prompt=False`."""
     chat_template: str | Path | None = None
-    """Another template than the tokenizer's: a file, or the template itself."""
+    """A template that replaces the tokenizer's: a file, or the template itself."""
     chat_template_kwargs: Mapping[str, Any] | None = None
-    """What the template may ask for, such as `{"enable_thinking": False}`."""
+    """Variables for the template, such as `{"enable_thinking": False}`."""
     tools: Collection[Mapping[str, Any]] | None = None
     """Functions that the model may call, as JSON schemas in OpenAI's form."""
 
@@ -42,7 +42,7 @@ class ChatOptions:
             raise ValueError("continue_final_message=True needs add_generation_prompt=False, got True for both")
 
     def template_arguments(self) -> dict[str, Any]:
-        """The arguments of the tokenizer's `apply_chat_template`; ValueError if a name is given twice."""
+        """Return the arguments of the tokenizer's `apply_chat_template`. Raises ValueError if a name is given twice."""
         arguments = {
             "tools": self.tools,
             "add_generation_prompt": self.add_generation_prompt,
@@ -51,7 +51,7 @@ class ChatOptions:
         more = self.chat_template_kwargs or {}
         if twice := more.keys() & {*arguments, "chat_template"}:
             raise ValueError(
-                f"chat_template_kwargs must not hold names of other options, got {', '.join(sorted(twice))}"
+                f"chat_template_kwargs must not contain names of other options, got {', '.join(sorted(twice))}"
             )
         template = {} if self.chat_template is None else {"chat_template": read_chat_template(self.chat_template)}
         return {**arguments, **template, **more}
@@ -61,15 +61,15 @@ class ChatOptions:
 
 
 def set_chat_template(tokenizer: Any, chat_template: str | Path) -> None:
-    """Give the tokenizer another template than its own."""
+    """Replace the tokenizer's chat template. Raises ValueError if there is no tokenizer."""
     if tokenizer is None:
         raise ValueError(f"chat_template needs a tokenizer, but this model has none; got {str(chat_template)!r}")
     tokenizer.chat_template = read_chat_template(chat_template)
 
 
 def read_chat_template(chat_template: str | Path) -> str:
-    """The template itself: `chat_template`, or the content of the file of this name."""
-    if isinstance(chat_template, str) and "{" in chat_template:  # Jinja, and not the name of a file
+    """Return the template: `chat_template` itself if it is Jinja, else the content of the file of this name."""
+    if isinstance(chat_template, str) and "{" in chat_template:  # Jinja, not a file name
         return chat_template
     file = Path(chat_template).expanduser()
     if not file.is_file():
@@ -89,7 +89,7 @@ def render_chat(tokenizer: Any, messages: Any, options: ChatOptions | None = Non
 
 
 def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates expect them: content is one text, the arguments of a tool call are a dict."""
+    """Return messages as templates expect them: `content` is one text, the arguments of tool calls are dicts."""
     plain = [{**message, "content": text_of(message.get("content"))} for message in messages]
     for message in plain:
         if message.get("tool_calls"):
@@ -98,7 +98,7 @@ def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def text_of(content: Any) -> Any:
-    """The texts of a list of parts, one in a line; a part is `{"type": "text", "text": …}` or a str."""
+    """Return `content` with a list of parts joined by newlines; a part is `{"type": "text", "text": …}` or a str."""
     if not isinstance(content, list | tuple):
         return content
     texts = []
@@ -114,7 +114,7 @@ def text_of(content: Any) -> Any:
 
 
 def check_tools(tools: Any) -> None:
-    """JSON schemas in OpenAI's form; TypeError for anything but a list of dicts."""
+    """Raise TypeError if `tools` is not a list of dicts: JSON schemas in OpenAI's form."""
     if not isinstance(tools, list | tuple):
         raise TypeError(f"tools must be a list of dicts or None, got {tools!r}")
     for i, tool in enumerate(tools):
@@ -122,12 +122,12 @@ def check_tools(tools: Any) -> None:
 
 
 def plain_tool_call(call: Any) -> Any:
-    """OpenAI's form has the arguments as a string of JSON."""
+    """Return a tool call with its arguments as a dict. In OpenAI's form they are a string of JSON."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"])
     except ValueError:
-        return call  # the template writes what there is
+        return call  # the template writes the arguments as they are
     return {**call, "function": {**function, "arguments": arguments}}

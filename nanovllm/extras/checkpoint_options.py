@@ -1,7 +1,7 @@
-"""What is to differ from a checkpoint: fields of config.json, the tokenizer, the default sampling parameters.
+"""Override parts of a checkpoint: fields of config.json, the tokenizer, the default sampling parameters.
 
-`hf_overrides`, `tokenizer`, `generation_config` and `override_generation_config` of `Config`. Called by
-`checkpoint.py`, if one of them is given.
+The options are `hf_overrides`, `tokenizer`, `generation_config` and `override_generation_config` of `Config`.
+`checkpoint.py` calls this module if one of them is set.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from nanovllm.loader import has_tokenizer, read_json
 
 
 def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json with other values; of a dict in it, only the keys that the override has.
+    """Return config.json with `overrides` merged into it. Nested dicts are merged key by key.
 
-    transformers 5 writes `rope_theta` and `rope_scaling` into `rope_parameters`, where an override by the older name
-    must take effect too.
+    transformers 5 writes `rope_theta` and `rope_scaling` into `rope_parameters`. So an override of the older names
+    changes `rope_parameters` too.
     """
     merged = dict(raw)
     for name, value in overrides.items():
@@ -30,7 +30,7 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 
 
 def find_tokenizer(config: Config, name: str | Path) -> Path:
-    """The folder of another tokenizer than the model's own."""
+    """Return the folder of the tokenizer `name`, which replaces the model's. Raises ValueError if it has none."""
     folder = resolve_folder("tokenizer", name, config.tokenizer_revision or config.revision)
     if not has_tokenizer(folder):
         raise ValueError(f"tokenizer folder {str(name)!r} holds no tokenizer")
@@ -38,7 +38,10 @@ def find_tokenizer(config: Config, name: str | Path) -> Path:
 
 
 def read_generation_config(config: Config, folder: Path) -> dict[str, Any]:
-    """generation_config.json of the folder that `config` names: `auto` is the model's, `folder`, and `vllm` none."""
+    """Return the values of generation_config.json, with the overrides of `config`.
+
+    `config.generation_config` selects the folder: `auto` is the model's, `folder`; `vllm` reads no file.
+    """
     chosen = config.generation_config
     if chosen not in ("auto", "vllm"):
         folder = resolve_folder("generation_config", chosen)

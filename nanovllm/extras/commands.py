@@ -1,7 +1,7 @@
-"""`nanovllm COMMAND …`, or `python -m nanovllm COMMAND …`: the commands and their files.
+"""Run the commands of `nanovllm COMMAND …`, or `python -m nanovllm COMMAND …`.
 
-The file of a command is imported when the command is run, so a command that needs an extra of pyproject.toml costs the
-others nothing. It has `main(arguments: list[str]) -> int | None`, which returns the exit status.
+The module of a command is imported only when the command is run, so that the other commands do not need its packages.
+The module has a function `main(arguments: list[str]) -> int | None`, which returns the exit status.
 """
 
 import importlib
@@ -10,16 +10,18 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
+    """The module of a command, the packages that it needs, and a line of help."""
+
     module: str
     extra: str
-    """The extra of pyproject.toml that brings the packages which the module imports."""
+    """The extra of pyproject.toml that installs the packages of the module."""
     help: str
 
 
 COMMANDS: dict[str, Command] = {
     "serve": Command("nanovllm.extras.serve.serve_command", "serve", "serve a model over HTTP, with OpenAI's API"),
     "run-batch": Command(
-        "nanovllm.extras.serve.batch.command", "batch", "answer all rows of files, on one machine or with Ray"
+        "nanovllm.extras.serve.batch.command", "batch", "answer files of requests, on one machine or with Ray"
     ),
     "chat": Command("nanovllm.extras.terminal.chat_command", "chat", "talk to a model in the terminal"),
     "bench serve": Command(
@@ -27,7 +29,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "view": Command("nanovllm.extras.trace.view", "", "replay a recording of LLM(…, trace=…) in a browser"),
 }
-"""Words on the command line -> what they run."""
+"""Name of a command, one or two words -> the command."""
 
 
 def run_command(arguments: list[str]) -> int:
@@ -40,25 +42,26 @@ def run_command(arguments: list[str]) -> int:
         print(usage())
         return 0
     if arguments:
-        print(f"nanovllm: there is no command {arguments[0]!r}\n", file=sys.stderr)
+        print(f"nanovllm: unknown command {arguments[0]!r}\n", file=sys.stderr)
     print(usage(), file=sys.stderr)
     return 2
 
 
 def run(name: str, command: Command, arguments: list[str]) -> int:
-    """Import the module of a command and run it. Prints what to install if a package is missing."""
+    """Import and run a command, and return its exit status: 1 if a package is missing."""
     try:
         module = importlib.import_module(command.module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] == "nanovllm":
             raise
         install = f"pip install 'nanovllm[{command.extra}]'"
-        print(f"nanovllm {name} needs the package {error.name}: {install} brings it", file=sys.stderr)
+        print(f"nanovllm {name} needs the package {error.name}: run {install}", file=sys.stderr)
         return 1
     return module.main(arguments) or 0
 
 
 def usage() -> str:
+    """Return the help text: a line for each command."""
     width = max(map(len, COMMANDS), default=0)
     lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(

@@ -1,9 +1,8 @@
-"""The client's side of server-sent events, for `nanovllm chat` and `nanovllm bench serve`.
+"""Parse server-sent events, for `nanovllm chat` and `nanovllm bench serve`.
 
-An event is some lines and a blank line; its data follow `data:` on these lines. Follows the HTML Living Standard,
-section "Parsing an event stream". The fields `event`, `id` and `retry` are skipped: no OpenAI server uses them.
-
-By hand, because the load generator reads recorded bytes afterwards, and `httpx-sse` takes only a response of `httpx`.
+An event is one or more lines, then a blank line. Its data follows `data:` on these lines. The parser follows the HTML
+Living Standard, section "Parsing an event stream", but skips the fields `event`, `id` and `retry`, which no OpenAI
+server uses. The package `httpx-sse` accepts only a response of `httpx`, and the load generator parses recorded bytes.
 """
 
 import re
@@ -11,11 +10,11 @@ import re
 LINE_END = re.compile(rb"\r\n|\n|\r")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 DONE = "[DONE]"
-"""Data of the last event of an OpenAI stream."""
+"""The data of the last event of an OpenAI stream."""
 
 
 class EventReader:
-    """Takes bytes as they arrive, cut anywhere; returns the data of the events that are complete.
+    """Parses events from chunks of bytes, which may begin and end anywhere.
 
     >>> reader = EventReader()
     >>> reader.feed(b"data: on"), reader.feed(b"e\\n\\ndata: two\\n\\n")
@@ -24,11 +23,12 @@ class EventReader:
 
     def __init__(self) -> None:
         self._is_start = True
-        self._after_return = False  # a "\n" that comes next belongs to a "\r" that was read before
-        self._line = b""  # the line that has no end yet
-        self._data: list[bytes] = []  # the data lines of the event that has no end yet
+        self._after_return = False  # if the next byte is "\n", it belongs to the previous "\r"
+        self._line = b""  # the incomplete line
+        self._data: list[bytes] = []  # the data lines of the incomplete event
 
     def feed(self, data: bytes) -> list[str]:
+        """Read a chunk, and return the data of the events that it completes."""
         if not data:
             return []
         if self._after_return and data.startswith(b"\n"):
@@ -41,7 +41,7 @@ class EventReader:
         return [event for line in lines if (event := self._read_line(line)) is not None]
 
     def _read_line(self, line: bytes) -> str | None:
-        """The data of the event that this line ends, or None."""
+        """Read a complete line. Return the data of the event if the line ends an event with data, else None."""
         if not line:
             event = b"\n".join(self._data).decode(errors="replace") if self._data else None
             self._data = []

@@ -1,6 +1,6 @@
-"""Files of a model on the Hugging Face hub, downloaded or found in the hub's cache on this machine.
+"""Download the files of a model from the Hugging Face hub, or find them in the hub's cache on this machine.
 
-Called by `checkpoint.py` for a name that is not a folder. Only data is downloaded.
+`checkpoint.py` calls this for a name that is not a folder. Only data is downloaded, no code.
 """
 
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 TOKENIZER_FILES = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.jinja")
 WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
-FILES = {  # the option that names the folder -> what is needed of it
+FILES = {  # the option that names the folder -> the files that it needs
     "model": ("config.json", "generation_config.json", *TOKENIZER_FILES),
     "tokenizer": ("config.json", *TOKENIZER_FILES),
     "generation_config": ("generation_config.json",),
@@ -17,7 +17,11 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def download(option: str, name: str | Path, revision: str | None, with_weights: bool) -> Path:
-    """The folder of the files of hub id `name`; ValueError if `name` is none, or not to be had."""
+    """Return the local folder with the files of hub id `name`.
+
+    option: the option that has this value; it selects the files. Raises ValueError if `name` is not a hub id, or if
+    the files are not available.
+    """
     if isinstance(name, Path) or not HUB_ID.fullmatch(name) or name.startswith("."):
         raise ValueError(
             f"{option} {str(name)!r} is not a folder on this machine, nor a hub id such as 'Qwen/Qwen3-0.6B'"
@@ -27,10 +31,10 @@ def download(option: str, name: str | Path, revision: str | None, with_weights: 
 
     files = [*FILES[option], *(WEIGHT_FILES if with_weights else ())]
     try:
-        # Mistral's repositories hold all weights once more, under names of their own
+        # Mistral's repositories contain all weights a second time, under these names
         ignored = ["consolidated*"]
         return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=ignored, revision=revision))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         raise ValueError(
-            f"{option} {name!r} is neither a folder on this machine nor to be had from the hub: {error}"
+            f"{option} {name!r} is neither a folder on this machine nor available on the hub: {error}"
         ) from error

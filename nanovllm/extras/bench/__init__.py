@@ -1,7 +1,7 @@
-"""`nanovllm bench serve`: a load generator for any OpenAI-compatible server.
+"""Measure an OpenAI-compatible server under load (`nanovllm bench serve`).
 
-Read `load.py` first: requests leave at random moments and wait for no earlier one (an open loop). Then `client.py` (one
-request over HTTP, as raw bytes with their times), `results.py` (what the bytes say, once the load is over), `report.py`
-(what all of them say together). `workloads.py` makes the prompts, `plot.py` the picture, `options.py` has the options,
-`benchmark.py` is the command.
+Read `load_generator.py` first: requests are sent at random times and do not wait for earlier ones (an open loop). Then
+read `client.py` (one request over HTTP, as raw bytes with their times), `results.py` (parses the bytes after the load)
+and `report.py` (the metrics of all requests). `workloads.py` creates the prompts, `plot.py` draws the picture,
+`bench_options.py` has the options, and `benchmark.py` is the command.
 """

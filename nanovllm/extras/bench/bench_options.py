@@ -1,4 +1,4 @@
-"""The options of `nanovllm bench serve`, under vLLM's names: the server, the load, the requests and the report."""
+"""Define the options of `nanovllm bench serve`, with vLLM's names: the server, the load, the requests, the report."""
 
 import argparse
 import json
@@ -12,9 +12,10 @@ ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-cha
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(
         prog="nanovllm bench serve",
-        description="Offer requests at random moments to an OpenAI-compatible server, and measure its answers.",
+        description="Send requests at random times to an OpenAI-compatible server, and measure its answers.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_server_options(parser.add_argument_group("the server"))
@@ -25,9 +26,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_server_options(group: Any) -> None:
-    group.add_argument("--base-url", help="such as http://127.0.0.1:8000, in place of --host and --port")
-    group.add_argument("--host", default="127.0.0.1", help="of the server")
-    group.add_argument("--port", type=int, default=8000, help="of the server")
+    group.add_argument("--base-url", help="such as http://127.0.0.1:8000, instead of --host and --port")
+    group.add_argument("--host", default="127.0.0.1", help="address of the server")
+    group.add_argument("--port", type=int, default=8000, help="port of the server")
     group.add_argument("--backend", choices=ENDPOINTS, default="openai",
                        help="completions of token ids (openai, vllm) or chats of words (openai-chat)")  # fmt: skip
     group.add_argument("--endpoint", help="path of the API (default: the backend's)")
@@ -39,37 +40,37 @@ def add_server_options(group: Any) -> None:
 
 
 def add_load_options(group: Any) -> None:
-    group.add_argument("--num-prompts", type=positive_int, default=1000, help="requests of a load")
+    group.add_argument("--num-prompts", type=positive_int, default=1000, help="number of requests of a load")
     group.add_argument("--request-rate", type=positive, nargs="+", default=[float("inf")], metavar="RATE",
-                       help="requests per second, Poisson; inf: all at once; several: a load of each")  # fmt: skip
+                       help="requests per second; inf: all at once; several rates: a load for each")  # fmt: skip
     group.add_argument("--burstiness", type=positive, default=1.0, help="1 is Poisson; less is burstier")
-    group.add_argument("--max-concurrency", type=positive_int, help="most requests under way; later ones wait here")
+    group.add_argument("--max-concurrency", type=positive_int, help="maximum number of requests in flight")
     group.add_argument("--num-warmups", type=count, default=0, help="requests before the load, one by one, not counted")
-    group.add_argument("--seed", type=int, default=0, help="of lengths, tokens and moments")
+    group.add_argument("--seed", type=int, default=0, help="seed of lengths, tokens and departure times")
 
 
 def add_work_options(group: Any) -> None:
     group.add_argument("--dataset-name", choices=["random", "prefix_repetition"], default="random",
-                       help="prompts of random tokens, or with prefixes that several share")  # fmt: skip
+                       help="random prompts, or prompts with shared prefixes")  # fmt: skip
     group.add_argument("--random-input-len", type=positive_int, default=1024, help="tokens of a prompt")
-    group.add_argument("--random-output-len", type=positive_int, default=128, help="most tokens of an answer")
-    group.add_argument("--random-range-ratio", type=fraction, default=0.0, help="lengths vary by this share")
+    group.add_argument("--random-output-len", type=positive_int, default=128, help="maximum tokens of an answer")
+    group.add_argument("--random-range-ratio", type=fraction, default=0.0, help="lengths vary by this fraction")
     group.add_argument(
-        "--random-prefix-len", type=count, default=0, help="tokens before these, the same in all prompts"
+        "--random-prefix-len", type=count, default=0, help="tokens of a prefix that all prompts share, added in front"
     )
-    group.add_argument("--tokenizer", help="folder or hub id: chats have texts of exactly so many of its tokens")
-    group.add_argument("--random-vocab-size", type=positive_int, default=1000, help="token ids are below this")
+    group.add_argument("--tokenizer", help="folder or hub id: prompts of chats have exact lengths in its tokens")
+    group.add_argument("--random-vocab-size", type=positive_int, default=1000, help="token ids are below this number")
     group.add_argument("--prefix-repetition-prefix-len", type=positive_int, default=256, help="tokens of a prefix")
-    group.add_argument("--prefix-repetition-suffix-len", type=positive_int, default=256, help="tokens after it")
-    group.add_argument("--prefix-repetition-num-prefixes", type=positive_int, default=10, help="different prefixes")
+    group.add_argument("--prefix-repetition-suffix-len", type=positive_int, default=256, help="tokens of a suffix")
+    group.add_argument("--prefix-repetition-num-prefixes", type=positive_int, default=10, help="number of prefixes")
     group.add_argument(
-        "--prefix-repetition-output-len", type=positive_int, default=128, help="most tokens of an answer"
+        "--prefix-repetition-output-len", type=positive_int, default=128, help="maximum tokens of an answer"
     )
-    group.add_argument("--ignore-eos", action="store_true", help="every answer has all its tokens (vLLM, nanovllm)")
+    group.add_argument("--ignore-eos", action="store_true", help="give all answers full length (vLLM, nanovllm)")
     group.add_argument("--temperature", type=positive_or_zero, default=0.0, help="0 is greedy")
-    group.add_argument("--top-p", type=float, help="the server's default if not given")
-    group.add_argument("--top-k", type=int, help="likewise")
-    group.add_argument("--min-p", type=float, help="likewise")
+    group.add_argument("--top-p", type=float, help="without it, the server's default")
+    group.add_argument("--top-k", type=int, help="without it, the server's default")
+    group.add_argument("--min-p", type=float, help="without it, the server's default")
     group.add_argument(
         "--extra-body", type=parse_object, default={}, metavar="JSON", help="more fields of each request"
     )
@@ -77,31 +78,33 @@ def add_work_options(group: Any) -> None:
 
 def add_report_options(group: Any) -> None:
     group.add_argument("--percentile-metrics", type=metric_names, default=tuple(METRICS), metavar="NAMES",
-                       help="of ttft,tpot,itl,e2el")  # fmt: skip
+                       help="metrics to report, some of ttft,tpot,itl,e2el")  # fmt: skip
     group.add_argument("--metric-percentiles", type=percentiles, default=(50.0, 90.0, 99.0), metavar="NUMBERS",
-                       help="such as 50,99")  # fmt: skip
+                       help="percentiles to report, such as 50,99")  # fmt: skip
     group.add_argument("--goodput", type=parse_limit, nargs="+", default=[], metavar="METRIC:MS",
-                       help="limits, such as ttft:500 tpot:50; counts the requests that keep all")  # fmt: skip
-    group.add_argument("--save-result", action="store_true", help="write the figures as JSON")
-    group.add_argument("--save-detailed", action="store_true", help="and those of every request")
-    group.add_argument("--result-dir", type=Path, default=Path(), help="where to")
-    group.add_argument("--result-filename", help="under which name (default: of rate, model and time)")
-    group.add_argument("--label", help="name of the run in JSON and picture")
-    group.add_argument("--metadata", type=parse_pair, nargs="+", default=[], metavar="NAME=VALUE", help="kept in JSON")
+                       help="limits, such as ttft:500 tpot:50; goodput counts requests within all")  # fmt: skip
+    group.add_argument("--save-result", action="store_true", help="write the results as JSON")
+    group.add_argument("--save-detailed", action="store_true", help="write the results of every request, too")
+    group.add_argument("--result-dir", type=Path, default=Path(), help="folder of the JSON file")
+    group.add_argument("--result-filename", help="name of the JSON file (default: from rate, model and time)")
+    group.add_argument("--label", help="name of the run in the JSON file and the picture")
+    group.add_argument("--metadata", type=parse_pair, nargs="+", default=[], metavar="NAME=VALUE", help="added to JSON")
     group.add_argument("--plot", type=Path, metavar="PNG", help="draw latency against rate")
-    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    group.add_argument("--disable-tqdm", action="store_true", help="do not show a progress bar")
 
 
 def base_url(args: argparse.Namespace) -> str:
+    """Return the URL of the server."""
     return args.base_url or f"http://{args.host}:{args.port}"
 
 
 def make_headers(args: argparse.Namespace) -> dict[str, str]:
+    """Return the headers of every request."""
     key = os.environ.get("OPENAI_API_KEY")
     return {**({"Authorization": f"Bearer {key}"} if key else {}), **dict(args.header)}
 
 
-# ---- what an option may be; argparse prints these errors behind the option's name
+# ---- parsers of values; argparse prints their errors after the option's name
 
 
 def positive(text: str) -> float:

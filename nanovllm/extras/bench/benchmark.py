@@ -1,4 +1,4 @@
-"""`nanovllm bench serve`: options in, loads offered, figures out."""
+"""Run the command `nanovllm bench serve`: send the loads, and report and save the results."""
 
 import argparse
 import json
@@ -19,14 +19,14 @@ from nanovllm.extras.bench.report import Options, print_report, summarize
 from nanovllm.extras.bench.results import Result, read_result
 from nanovllm.extras.bench.workloads import Work, make_prefix_repetition, make_random
 
-try:  # a streamed chunk costs a quarter less than in asyncio's own loop
+try:  # a streamed chunk costs a quarter less than in asyncio's event loop
     from uvloop import run
 except ImportError:
     from asyncio import run  # type: ignore[assignment]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 if a request was answered, 1 if none was, 2 for a bad option."""
+    """Run the command. Return 0 if a request was answered, 1 if none was answered, 2 for a bad option."""
     args = make_parser().parse_args(argv)
     try:
         runs = run(run_loads(args))
@@ -41,10 +41,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def run_loads(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """One load for each rate, one after the other, all of the same requests."""
+    """Send one load for each rate, one after the other, all with the same requests. Return their reports."""
     tokenizer = load_tokenizer(args.tokenizer)
     works = make_works(args, args.num_prompts, args.seed)
-    warm_up = make_works(args, args.num_warmups, args.seed + 1)  # others, lest the prefix cache holds the load's own
+    warm_up = make_works(args, args.num_warmups, args.seed + 1)  # other prompts, so that the load's are not cached
     runs = []
     async with Client(base_url(args), make_headers(args)) as client:
         args.model = args.model or await client.find_model(args.ready_check_timeout_sec)
@@ -65,7 +65,7 @@ async def run_loads(args: argparse.Namespace) -> list[dict[str, Any]]:
 async def run_load(
     works: list[Work], bodies: list[bytes], rate: float, send: Callable[..., Any], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Offer one load, print its report, and return it with all that belongs beside it in JSON."""
+    """Send one load, print its report, and return the report with the options, as it is saved in JSON."""
     departures = draw_departures(len(bodies), rate, args.burstiness, args.seed)
     cpu_start = time.process_time()
     with tqdm(total=len(bodies), unit="req", disable=args.disable_tqdm or None) as bar:
@@ -96,6 +96,7 @@ async def run_load(
 
 
 def make_works(args: argparse.Namespace, num_prompts: int, seed: int) -> list[Work]:
+    """Return the prompts and output lengths of a load."""
     options = {"vocab_size": args.random_vocab_size, "seed": seed}
     if args.dataset_name == "random":
         lengths = (args.random_input_len, args.random_output_len, args.random_range_ratio, args.random_prefix_len)
@@ -106,9 +107,10 @@ def make_works(args: argparse.Namespace, num_prompts: int, seed: int) -> list[Wo
 
 
 def load_tokenizer(name: str | None) -> Any:
+    """Return the tokenizer `name`; None for None. Exits if it cannot be loaded."""
     if name is None:
         return None
-    from transformers import AutoTokenizer  # takes a second, and most loads need none
+    from transformers import AutoTokenizer  # takes a second, and most loads do not need it
 
     try:
         return AutoTokenizer.from_pretrained(name)
@@ -117,7 +119,7 @@ def load_tokenizer(name: str | None) -> Any:
 
 
 def make_body(work: Work, args: argparse.Namespace, tokenizer: Any = None) -> bytes:
-    """The request as JSON. A field that was not asked for is left out: some servers refuse fields that they lack."""
+    """Return the JSON of a request. Fields without an option are omitted, because servers may refuse unknown fields."""
     is_chat = ENDPOINTS[args.backend].endswith("chat/completions")
     prompt: dict[str, Any] = {"prompt": work.prompt_token_ids}
     if is_chat:
@@ -139,7 +141,7 @@ def make_body(work: Work, args: argparse.Namespace, tokenizer: Any = None) -> by
 
 
 def details(results: list[Result]) -> dict[str, Any]:
-    """Figures of each request, in the order of the requests; times in seconds, as vLLM has them."""
+    """Return the results of each request, in the order of the requests. Times are in seconds, as in vLLM."""
     first = min(result.sent for result in results)
     return {
         "input_lens": [result.prompt_tokens for result in results],
@@ -153,7 +155,7 @@ def details(results: list[Result]) -> dict[str, Any]:
 
 
 def save(runs: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """One load: an object. Several: an object with the list `runs`."""
+    """Write the results as JSON: an object for one load, or an object with the list `runs` for several loads."""
     rates = "-".join(f"{rate:g}qps" for rate in args.request_rate)
     model = args.model.rstrip("/").rsplit("/", 1)[-1]
     path = args.result_dir / (

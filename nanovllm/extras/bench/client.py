@@ -1,9 +1,9 @@
-"""One request over HTTP: bytes out, bytes in, and the clock.
+"""Send one request over HTTP, and record the bytes of the answer with their times.
 
-The client shares the machine with the server that it measures, so it does as little as it can while the load lasts:
-bodies are encoded before it, and answers are kept as raw bytes with their times. `results.py` reads them afterwards.
-`aiohttp` parses in C. For 100 streams of 4,000 chunks a second together it used 26 µs of processor time a chunk, and 18
-with `uvloop`. `httpx` used 88 and could not keep up: half of its chunks came in bunches.
+The client may share the machine with the server that it measures, so it does little work during the load: bodies are
+encoded before the load, and answers are stored as raw bytes with their times. `results.py` parses them afterwards.
+`aiohttp` parses HTTP in C. For 100 streams with together 4,000 chunks per second, it used 26 µs of processor time per
+chunk, and 18 µs with `uvloop`. `httpx` used 88 µs and was too slow: half of its chunks arrived in bursts.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 
 class Client:
-    """Connections to one server, as many as are needed: `async with Client(base_url, headers) as client`."""
+    """A client of one server, without a limit of connections: `async with Client(base_url, headers) as client`."""
 
     def __init__(self, base_url: str, headers: dict[str, str]) -> None:
         self._base_url = base_url.rstrip("/")
@@ -36,7 +36,7 @@ class Client:
         await self._session.close()
 
     async def post(self, path: str, body: bytes, exchange: Exchange) -> None:
-        """Send the body; `exchange` gets the status and the bytes of the answer, or the error."""
+        """Send a body, and store the status and the bytes of the answer, or the error, in `exchange`."""
         reads = exchange.reads
         try:
             async with self._session.post(self._base_url + path, data=body) as response:
@@ -47,9 +47,10 @@ class Client:
             exchange.error = f"{type(error).__name__}: {error}"
 
     async def find_model(self, timeout_s: float) -> str:
-        """The name of the first model that the server lists; asks until there is one. ConnectionError after a while.
+        """Return the name of the first model that the server lists.
 
-        An answer of 4xx is an error at once: asking again would not change it.
+        Repeats the request until a model is listed. Raises ConnectionError after `timeout_s`, or immediately if the
+        status is 4xx, because another try would not change it.
         """
         deadline = time.perf_counter() + timeout_s
         while True:
@@ -58,7 +59,7 @@ class Client:
             except (*FAILURES, ValueError) as error:
                 is_refused = isinstance(error, aiohttp.ClientResponseError) and error.status < 500
                 if is_refused or time.perf_counter() > deadline:
-                    raise ConnectionError(f"{self._base_url}/v1/models names no model: {error}") from error
+                    raise ConnectionError(f"{self._base_url}/v1/models does not list a model: {error}") from error
                 await asyncio.sleep(0.2)
 
     async def _first_model(self) -> str:
@@ -68,4 +69,4 @@ class Client:
         try:
             return answer["data"][0]["id"]
         except (KeyError, IndexError, TypeError):
-            raise ValueError(f"its answer is {answer!r}") from None
+            raise ValueError(f"the answer is {answer!r}") from None

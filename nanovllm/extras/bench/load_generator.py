@@ -1,7 +1,7 @@
-"""An open loop: requests leave at moments that were drawn in advance, and wait for no earlier answer.
+"""Generate load in an open loop: requests are sent at times drawn in advance, and do not wait for earlier answers.
 
 The users of a server behave like this. A closed loop (a fixed number of users, each waiting for an answer) slows down
-together with the server, and so hides the queue that it is to measure. `max_concurrency` closes the loop.
+when the server slows down, and so hides the queue that it should measure. `max_concurrency` closes the loop.
 """
 
 import asyncio
@@ -16,29 +16,29 @@ import numpy as np
 
 @dataclass
 class Exchange:
-    """One request, as it went over the wire; times in seconds of `time.perf_counter()`."""
+    """One request and its answer as bytes. Times are in seconds, from `time.perf_counter()`."""
 
     due: float
-    """When the request was to leave."""
+    """The time at which the request should be sent."""
     sent: float = 0.0
     reads: list[tuple[float, bytes]] = field(default_factory=list)
-    """When each piece of the body arrived, and its bytes."""
+    """The arrival time and the bytes of each piece of the answer's body."""
     ended: float = 0.0
     status: int | None = None
-    """HTTP's status; None without an answer."""
+    """The HTTP status; None without an answer."""
     error: str | None = None
 
 
 Send = Callable[[bytes, Exchange], Awaitable[None]]
-"""Sends the body, and notes in the exchange what happens."""
+"""A function that sends the body, and stores the answer in the exchange."""
 
 
 def draw_departures(num_requests: int, request_rate: float, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """When the requests leave, in seconds after the first, which leaves at once.
+    """Return the departure times of the requests, in seconds after the first request.
 
     request_rate: requests per second; `inf`: all at once.
     burstiness: shape of the gamma distribution of the gaps, whose mean is 1 / request_rate. With 1 the gaps are
-        exponential, that is, requests are a Poisson process; smaller is burstier, larger more even.
+        exponential, that is, the requests are a Poisson process; smaller values are burstier, larger ones more even.
     """
     if math.isinf(request_rate):
         return [0.0] * num_requests
@@ -55,7 +55,10 @@ async def offer(
     max_concurrency: int | None = None,
     on_end: Callable[[], object] = lambda: None,
 ) -> list[Exchange]:
-    """Send each body at its moment; exchanges come in the order of the bodies. `on_end` is called after each."""
+    """Send each body at its departure time, and return the exchanges in the order of the bodies.
+
+    on_end: called after each exchange.
+    """
     free_slots = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
 
     async def exchange_one(body: bytes, due: float) -> Exchange:
@@ -79,7 +82,7 @@ async def offer(
 
 @contextlib.contextmanager
 def cancelling(tasks: list[asyncio.Task]) -> Iterator[None]:
-    """No task outlives the block, also when it fails or is interrupted."""
+    """Cancel all tasks at the end of the block, also if the block fails or is interrupted."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A picture of several loads of one server: latency against the rate."""
+"""Draw a picture of several loads of one server: latency against the rate."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,10 +8,10 @@ from nanovllm.extras.bench.report import METRICS
 
 
 def plot(runs: Sequence[Mapping[str, Any]], metrics: Sequence[str], percentiles: Sequence[float], path: Path) -> None:
-    """A panel for each metric, a line for each percentile, a mark for each rate; and one for the throughput.
+    """Draw a panel for each metric, with a line for each percentile and a mark for each rate, and one for throughput.
 
-    The horizontal axis is the rate at which requests were answered. A load without a rate (`inf`) shows the server's
-    limit there.
+    The horizontal axis is the rate at which requests were answered. A load with the rate `inf` shows the server's
+    limit.
     """
     import matplotlib
 

@@ -1,6 +1,6 @@
-"""The report of a load: rates, percentiles, and goodput (requests that kept all limits).
+"""Report a load: rates, percentiles, and goodput (requests within all limits).
 
-Keys are those of vLLM's `bench serve`; times are in milliseconds. Failed requests count only in `failed`.
+The keys are those of vLLM's `bench serve`. Times are in milliseconds. Failed requests count only in `failed`.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Options:
-    """The metrics and percentiles of the report; `goodput` limits metrics, in milliseconds."""
+    """The metrics and percentiles of the report. `goodput`: metric -> limit in milliseconds."""
 
     metrics: tuple[str, ...] = tuple(METRICS)
     percentiles: tuple[float, ...] = (50, 90, 99)
@@ -28,7 +28,7 @@ class Options:
 
 
 def summarize(results: list[Result], options: Options) -> dict[str, object]:
-    """Figures of one load. Its duration is from the first request sent to the last token that arrived."""
+    """Return the report of one load. Its duration is from the first sent request to the last received token."""
     done = [result for result in results if result.error is None]
     duration = max((one.end for one in done), default=0.0) - min((one.sent for one in results), default=0.0)
     duration = max(duration, 0.0)
@@ -58,7 +58,7 @@ def summarize(results: list[Result], options: Options) -> dict[str, object]:
 
 
 def milliseconds(metric: str, results: list[Result]) -> list[float]:
-    """All values of the metric: one for each request, or for each gap between chunks (`itl`)."""
+    """Return all values of a metric: one for each request, or for `itl` one for each gap between chunks."""
     if metric == "itl":
         return [1e3 * gap for result in results for gap in result.itls]
     values = [getattr(result, metric) for result in results]
@@ -66,7 +66,7 @@ def milliseconds(metric: str, results: list[Result]) -> list[float]:
 
 
 def describe(metric: str, values: list[float], percentiles: tuple[float, ...]) -> dict[str, object]:
-    """Mean, median, deviation and percentiles; zeros where there are no values, as in vLLM."""
+    """Return mean, median, standard deviation and percentiles; zeros if there are no values, as in vLLM."""
     values = values or [0.0]
     named = {f"p{p:g}_{metric}_ms": float(np.percentile(values, p)) for p in percentiles}
     return {
@@ -78,21 +78,22 @@ def describe(metric: str, values: list[float], percentiles: tuple[float, ...]) -
 
 
 def is_good(result: Result, limits: Mapping[str, float]) -> bool:
-    """Whether the request kept all limits, in milliseconds. Of `itl` the longest gap counts. A single token has no
-    TPOT, and keeps any limit of it.
+    """Return whether a request is within all limits, in milliseconds.
+
+    For `itl`, the longest gap is compared. An answer with a single token has no TPOT, and is within any limit of it.
     """
     found = {metric: max(milliseconds(metric, [result]), default=0.0) for metric in limits}
     return all(found[metric] <= limit for metric, limit in limits.items())
 
 
 def max_concurrent(results: list[Result]) -> int:
-    """Most requests that were under way at one moment."""
+    """Return the maximum number of requests that were in flight at the same time."""
     changes = sorted([(r.sent, 1) for r in results] + [(r.end, -1) for r in results])
     return int(max(np.cumsum([change for _, change in changes]), default=0))
 
 
 def print_report(report: Mapping[str, object], options: Options) -> None:
-    """For people: a table of rates, and one of times."""
+    """Print a table of rates, and a table of times."""
     labels = {
         "completed": "requests completed",
         "failed": "requests failed",

@@ -1,8 +1,9 @@
-"""The result of one request, read from the bytes of its answer and the times at which they arrived.
+"""Compute the result of one request from the bytes of its answer and their arrival times.
 
-TTFT = first token − sent. ITL = each gap between two chunks that carry tokens. TPOT = (last − first) ÷ (tokens − 1).
-E2E = last − sent. "First" and "last" are the arrivals of the first and the last chunk that carries tokens.
-A server that sends several tokens in a chunk has fewer and longer gaps: ITL is the pace on the screen, TPOT the mean.
+TTFT = first token − sent. ITL = each gap between two chunks with tokens. TPOT = (last − first) ÷ (tokens − 1).
+E2E = last − sent. "First" and "last" are the arrival times of the first and the last chunk with tokens.
+If a server sends several tokens in a chunk, there are fewer and longer gaps: ITL is the rate that a user sees, and TPOT
+is the mean.
 """
 
 import itertools
@@ -16,20 +17,20 @@ from nanovllm.extras.event_stream import DONE, EventReader
 
 @dataclass
 class Result:
-    """What came of one request; times in seconds."""
+    """The result of one request. Times are in seconds."""
 
     sent: float
     lag: float = 0.0
-    """How much later than drawn the request left: the load generator's own delay, or the wait for `max_concurrency`."""
+    """The delay after the request's departure time: by the load generator, or by `max_concurrency`."""
     error: str | None = None
-    """Why the request has failed, or None."""
+    """The reason why the request has failed, or None."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    """As the server counts them; the number of chunks if it does not say."""
+    """The number in the server's usage; without usage, the number of chunks."""
     has_usage: bool = False
     chunk_times: list[float] = field(default_factory=list)
-    """When each chunk that carries tokens arrived."""
+    """The arrival times of the chunks with tokens."""
     text: str = ""
 
     @property
@@ -42,7 +43,7 @@ class Result:
 
     @property
     def tpot(self) -> float | None:
-        """None for a single token."""
+        """The mean time per token after the first; None for a single token."""
         if self.output_tokens < 2:
             return None
         return (self.chunk_times[-1] - self.chunk_times[0]) / (self.output_tokens - 1)
@@ -57,7 +58,7 @@ class Result:
 
 
 def read_result(exchange: Exchange, num_sent_tokens: int) -> Result:
-    """`num_sent_tokens`: of the prompt, for servers that do not count."""
+    """Return the result of an exchange. num_sent_tokens: tokens of the prompt, used if the server sends no usage."""
     result = Result(exchange.sent, exchange.sent - exchange.due, exchange.error, num_sent_tokens)
     if result.error is None and exchange.status != 200:
         body = b"".join(data for _, data in exchange.reads).decode(errors="replace")
@@ -68,7 +69,7 @@ def read_result(exchange: Exchange, num_sent_tokens: int) -> Result:
 
 
 def read_stream(exchange: Exchange, result: Result) -> str | None:
-    """Fill the result; returns what is wrong with the stream, or None."""
+    """Parse the stream of an answer into `result`. Return the error of the stream, or None."""
     reader, finished = EventReader(), 0.0
     for arrived, data in exchange.reads:
         for event in reader.feed(data):
@@ -87,16 +88,16 @@ def read_stream(exchange: Exchange, result: Result) -> str | None:
     if result.output_tokens and finished and not result.chunk_times:
         result.chunk_times.append(finished)  # some servers report tokens without text only at the end
     if not result.chunk_times:
-        return "the stream held no token"
+        return "the stream contained no tokens"
     if not result.has_usage:
         result.output_tokens = len(result.chunk_times)
     return None if finished else "the stream ended before the answer"
 
 
 def read_choice(choice: dict[str, Any], arrived: float, result: Result) -> None:
-    """Note the time of a chunk that carries tokens. Chunks with only the role, or only the end, do not.
+    """Add the text and the arrival time of a chunk with tokens. Skip chunks with only the role or the finish reason.
 
-    A chunk may carry a token and no text, because a character can consist of several tokens.
+    A chunk may contain a token but no text, because a character can consist of several tokens.
     """
     delta = choice.get("delta", choice)
     texts = [delta.get(key) for key in ("text", "content", "reasoning", "reasoning_content")]
@@ -109,6 +110,7 @@ def read_choice(choice: dict[str, Any], arrived: float, result: Result) -> None:
 
 
 def read_usage(usage: dict[str, Any] | None, result: Result) -> None:
+    """Store the numbers of tokens in `result`."""
     if not usage:
         return
     result.has_usage = True

@@ -1,9 +1,9 @@
-"""The prompts of a load: their lengths are given, their tokens are random.
+"""Create the prompts of a load, with given lengths and random tokens.
 
-Names and meaning of the parameters are those of vLLM's `--dataset-name random` and `prefix_repetition`. Token ids are
-drawn below a small bound, so every model has them: the cost of a request does not depend on which tokens it has. No
-tokenizer is needed. For a chat, each id stands for a common English word, which most tokenizers take as one token; with
-`--tokenizer` the text has exactly as many tokens as there are ids.
+The parameters have the names and meanings of vLLM's `--dataset-name random` and `prefix_repetition`. Token ids are
+drawn below a small bound, so that every model has them; the cost of a request does not depend on its tokens. No
+tokenizer is needed. For a chat, each id is replaced by a common English word, which is one token for most tokenizers.
+With `--tokenizer`, the text has exactly as many tokens as there are ids.
 """
 
 from dataclasses import dataclass
@@ -19,24 +19,27 @@ WORDS = (
 )
 
 
-MAX_ROUNDS = 8  # a text that is cut is not always encoded as it was
+MAX_ROUNDS = 8  # the tokens of a cut text may differ from the tokens that it was cut from
 
 
 @dataclass(frozen=True)
 class Work:
-    """One request: its prompt, and the most tokens that it may generate."""
+    """One request: its prompt, and the maximum number of tokens to generate."""
 
     prompt_token_ids: list[int]
     output_len: int
 
     @property
     def text(self) -> str:
-        """A word for each token id; prompts that begin with the same ids begin with the same words."""
+        """A text with a word for each token id. Prompts that begin with the same ids begin with the same words."""
         words = WORDS.split()
         return " ".join(words[token_id % len(words)] for token_id in self.prompt_token_ids)
 
     def text_for(self, tokenizer: Any) -> str:
-        """`text`, with as many of the tokenizer's tokens as there are token ids; without a tokenizer, as it is."""
+        """Return `text`, changed so that it has as many of the tokenizer's tokens as there are token ids.
+
+        Without a tokenizer, return `text` unchanged.
+        """
         text, num_tokens = self.text, len(self.prompt_token_ids)
         for _ in range(MAX_ROUNDS if tokenizer is not None else 0):
             token_ids = tokenizer.encode(text, add_special_tokens=False)
@@ -58,7 +61,10 @@ def make_random(
     vocab_size: int = 1000,
     seed: int = 0,
 ) -> list[Work]:
-    """Lengths are uniform in [len × (1 − range_ratio), len × (1 + range_ratio)]; all prompts share a prefix."""
+    """Return requests with random prompts that share a prefix.
+
+    Lengths are uniform in [len × (1 − range_ratio), len × (1 + range_ratio)], without the prefix.
+    """
     rng = np.random.default_rng(seed)
     prefix = draw(rng, prefix_len, vocab_size)
     input_lens = draw_lengths(rng, num_prompts, input_len, range_ratio)
@@ -75,7 +81,10 @@ def make_prefix_repetition(
     vocab_size: int = 1000,
     seed: int = 0,
 ) -> list[Work]:
-    """Each prompt is one of `num_prefixes` prefixes, all equally often (± 1), and a suffix of its own; shuffled."""
+    """Return requests in random order, each with one of `num_prefixes` prefixes, and its own suffix.
+
+    All prefixes occur equally often (± 1).
+    """
     rng = np.random.default_rng(seed)
     prefixes = [draw(rng, prefix_len, vocab_size) for _ in range(num_prefixes)]
     works = [
@@ -85,9 +94,11 @@ def make_prefix_repetition(
 
 
 def draw(rng: np.random.Generator, num_tokens: int, vocab_size: int) -> list[int]:
+    """Return random token ids."""
     return rng.integers(0, vocab_size, num_tokens).tolist()
 
 
 def draw_lengths(rng: np.random.Generator, count: int, length: int, range_ratio: float) -> list[int]:
+    """Return random lengths of at least 1."""
     low, high = int(length * (1 - range_ratio)), int(length * (1 + range_ratio))
     return rng.integers(max(1, low), max(1, high) + 1, count).tolist()

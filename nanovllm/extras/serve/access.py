@@ -1,6 +1,7 @@
-"""Decides from its headers and its size whether a request is let in, before any route sees it.
+"""Check the headers and the size of each request before a route gets it: the API key, the rate, the number of bytes.
 
-Middleware wraps the application: `app(scope, receive, send)` with the same signature (https://asgi.readthedocs.io).
+This is middleware. It wraps the application and has the same signature, `app(scope, receive, send)`
+(https://asgi.readthedocs.io).
 """
 
 import asyncio
@@ -17,14 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanovllm.extras.serve.errors import APIError
 from nanovllm.extras.serve.state import Server
 
-OPEN_PATHS = ("/health", "/ping", "/version", "/metrics", "/ui")  # need no key: read by monitors; `/ui` holds no data
+OPEN_PATHS = ("/health", "/ping", "/version", "/metrics", "/ui")  # no key: monitors read them; `/ui` contains no data
 MAX_ADDRESSES = 10_000
 MAX_HEADER_BYTES = 64 * 2**10
-LINGER_S = 5  # a client that is refused may go on sending for this long
+LINGER_S = 5  # after a refusal, the server reads what the client still sends for this long
 
 
 class AccessControl:
-    """Answers 400, 401, 413, 429 or 431 itself, or passes a request on."""
+    """Answers a request with 400, 401, 413, 429 or 431, or passes it on to the application."""
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         options = server.options
@@ -45,7 +46,7 @@ class AccessControl:
             if scope["path"].removeprefix(self._root_path) not in OPEN_PATHS:
                 caller = self._authenticate(headers) or network_of(str((scope.get("client") or ("", 0))[0]))
                 scope.setdefault("state", {})["caller"] = caller
-                is_loading = self._server.is_loading  # what is refused for it costs nobody's rate
+                is_loading = self._server.is_loading  # requests refused during loading do not count
                 if self._rate is not None and scope["method"] == "POST" and not is_loading:
                     self._rate.check(caller)
         except APIError as error:
@@ -54,7 +55,7 @@ class AccessControl:
         await self._app(scope, limited(receive, self._max_bytes), lingering(receive, send))
 
     def _authenticate(self, headers: Headers) -> str | None:
-        """The caller's key, or None if the server has none. Each key takes the same time to compare."""
+        """Return the name of the caller's key, None if the server has no keys. Keys are compared in constant time."""
         if not self._keys:
             return None
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -78,20 +79,23 @@ class AccessControl:
 
 
 def network_of(address: str) -> str:
-    """The caller of an address: the address itself; for IPv6 its /64, because one client usually owns all of it."""
+    """Return the network that identifies a caller: its address, or for IPv6 its /64, which one client usually owns."""
     try:
         parsed = ipaddress.ip_address(address)
-    except ValueError:  # a proxy may name its client by another word
+    except ValueError:  # a proxy may send something other than an address
         return address
     if isinstance(parsed, ipaddress.IPv4Address):
         return str(parsed)
-    if parsed.ipv4_mapped is not None:  # IPv4, on a socket that listens to both
+    if parsed.ipv4_mapped is not None:  # an IPv4 client of a socket that also accepts IPv6
         return str(parsed.ipv4_mapped)
     return str(ipaddress.IPv6Network((int(parsed), 64), strict=False))
 
 
 def limited(receive: Receive, max_bytes: int) -> Receive:
-    """`receive`, which raises APIError 413 when a body without a Content-Length grows beyond `max_bytes`."""
+    """Return a `receive` that raises APIError 413 if the body grows beyond `max_bytes`.
+
+    It limits bodies without a Content-Length.
+    """
     num_bytes = 0
 
     async def receive_some() -> Message:
@@ -106,9 +110,9 @@ def limited(receive: Receive, max_bytes: int) -> Receive:
 
 
 def lingering(receive: Receive, send: Send) -> Send:
-    """`send`, which reads the rest of the request before it ends an answer that closes the connection.
+    """Return a `send` that reads the rest of the request before it ends an answer that closes the connection.
 
-    To close a connection on which bytes arrive resets it, and the client may lose the answer.
+    If the connection were closed while bytes arrive, it would be reset, and the client could lose the answer.
     """
     closes = False
 
@@ -129,28 +133,30 @@ def lingering(receive: Receive, send: Send) -> Send:
 
 
 async def read_to_end(receive: Receive) -> None:
+    """Read the rest of a request and discard it."""
     while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
         pass
 
 
 def too_large(max_bytes: int) -> APIError:
+    """Return the error for a body that has more than `max_bytes`."""
     # the rest of the body is not read, so the connection cannot be used again
     return APIError(413, f"the request's body is larger than {max_bytes} bytes", headers={"Connection": "close"})
 
 
 class RateLimit:
-    """At most `max_per_minute` requests of each caller in any 60 seconds.
+    """Allows each caller at most `max_per_minute` requests in any period of 60 seconds.
 
-    By hand, because the memory storage of `limits` 5.8 never forgets a caller, and starts a thread at a request.
+    The package `limits` (5.8) is not used: its storage in memory never forgets a caller, and starts a thread.
     """
 
     def __init__(self, max_per_minute: int) -> None:
         self._most = max_per_minute
         self._next_clean_up = 0.0
-        self._times: dict[str, deque[float]] = {}  # by caller: when its requests of the last minute came
+        self._times: dict[str, deque[float]] = {}  # caller -> arrival times of its requests in the last minute
 
     def check(self, caller: str) -> None:
-        """Count a request; raises APIError 429, which says how long to wait, if it is one too many."""
+        """Count a request. Raises APIError 429, with the time to wait, if the caller has reached the limit."""
         now = time.monotonic()
         if len(self._times) > MAX_ADDRESSES and now >= self._next_clean_up:
             self._times = {caller: times for caller, times in self._times.items() if times[-1] > now - 60}
@@ -160,6 +166,6 @@ class RateLimit:
             times.popleft()
         if len(times) >= self._most:
             wait = math.ceil(times[0] + 60 - now)
-            message = f"at most {self._most} requests a minute are allowed; wait {wait} s"
+            message = f"at most {self._most} requests per minute are allowed; wait {wait} s"
             raise APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(wait)})
         times.append(now)

@@ -1,7 +1,7 @@
-"""Splits the text of a chat's answer into reasoning, calls of tools and content, as it grows.
+"""Split the text of a chat's answer into reasoning, tool calls and content while it grows.
 
-<think>\\n…\\n</think>      reasoning: `reasoning`, and `reasoning_content`, which is other servers' name
-<tool_call>…</tool_call>   tool_calls, if the request has tools; models of other families write them otherwise
+<think>\\n…\\n</think>      reasoning: `reasoning`, and `reasoning_content`, the name in other servers
+<tool_call>…</tool_call>   tool_calls, if the request has tools; other model families use other formats
 the rest                   content
 """
 
@@ -15,7 +15,7 @@ from nanovllm.extras.serve.protocol import ChatCompletionRequest
 
 
 class Answer:
-    """Reads one answer. Made for each choice of a request."""
+    """Parses the text of one choice of a request."""
 
     def __init__(self, body: ChatCompletionRequest, prompt: str, parsers: Parsers) -> None:
         self._reasoning = parsers.reasoning_of(body, starts_inside=prompt.rstrip().endswith(OPEN))
@@ -24,7 +24,10 @@ class Answer:
         self._max_calls = 1 if body.has_one_call else None
 
     def feed(self, text: str, is_last: bool) -> list[dict[str, Any]]:
-        """Deltas of OpenAI's streams for `text`, the next piece of the answer. After the last, nothing is held back."""
+        """Return the deltas of OpenAI's streams for `text`, the next piece of the answer.
+
+        Text that may be the start of a tag is held back until more text arrives, or until the last piece.
+        """
         parts = [self._reasoning.feed(text)] + ([self._reasoning.finish()] if is_last else [])
         deltas: list[dict[str, Any]] = []
         for reasoning, content in parts:
@@ -36,7 +39,7 @@ class Answer:
         return deltas
 
     def finish_reason(self, reason: str) -> str:
-        """`reason` is the engine's."""
+        """Return OpenAI's finish reason for the engine's `reason`: `tool_calls` if the answer has called a tool."""
         has_called = self._tools is not None and self._tools.num_calls > 0
         return "tool_calls" if has_called and reason == "stop" else reason
 
@@ -54,6 +57,7 @@ class Answer:
 
 
 def to_delta(event: Event) -> dict[str, Any]:
+    """Return the delta of OpenAI's streams for an event of a parser."""
     if isinstance(event, CallStart):
         call = {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": {"name": event.name, "arguments": ""}}
         return {"tool_calls": [{"index": event.index, **call}]}
@@ -63,7 +67,7 @@ def to_delta(event: Event) -> dict[str, Any]:
 
 
 def merge(deltas: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that these deltas add up to; `content` is None for calls without text."""
+    """Return the message that consists of these deltas. Its `content` is None for calls without text."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     calls: dict[int, dict[str, Any]] = {}
     for delta in deltas:

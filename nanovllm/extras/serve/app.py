@@ -1,4 +1,4 @@
-"""The application: its routes, and the middleware before them.
+"""Create the application: its routes and the middleware before them.
 
 socket ─uvicorn→ RequestIds → CORS → AccessControl → JSONRequest → route ─Generation→ AsyncLLM
 """
@@ -23,13 +23,16 @@ from nanovllm.extras.serve.token_bytes import TokenBytes
 from nanovllm.extras.serve.ui import LiveLines
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "What is wrong with the request"},
+    "4XX": {"model": ErrorBody, "description": "The request is invalid"},
     "5XX": {"model": ErrorBody, "description": "The server is not ready, or has failed"},
 }
 
 
 def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLines | None = None) -> FastAPI:
-    """An application over `llm`; without one it answers 503 until `set_engine` is called. With `live` it has `/ui`."""
+    """Return an application that serves `llm`. Without `llm` it answers 503 until `set_engine` is called.
+
+    live: the lines of `/ui`; without it there is no such page.
+    """
     app = FastAPI(title="nanovllm", docs_url=None, redoc_url=None, responses=ERRORS)
     app.root_path = options.root_path
     app.state.server = Server(options, Metrics(options.model_names[0]))
@@ -51,7 +54,7 @@ def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLine
 
 
 def set_engine(app: FastAPI, llm: AsyncLLM) -> None:
-    """From now on requests are served."""
+    """Set the engine. From now on the application serves requests."""
     server: Server = app.state.server
     server.bounds = Bounds.of(llm.engine, server.options.max_request_values, server.options.max_choices)
     server.token_bytes = TokenBytes(llm.engine.tokenizer)
@@ -62,7 +65,7 @@ def set_engine(app: FastAPI, llm: AsyncLLM) -> None:
 
 
 def without_422(schema: dict[str, Any]) -> dict[str, Any]:
-    """FastAPI documents its own status for bad requests; here they are answered with 400."""
+    """Remove status 422, which FastAPI documents for bad requests: this server answers them with 400."""
     for path in schema["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)

@@ -1,9 +1,9 @@
-"""A request's body, from bytes to JSON values: counted first, then parsed, so that no body costs more than it may.
+"""Read a request's body and parse its JSON. Its values are counted before it is parsed, to limit memory and time.
 
     AccessControl (bytes) → JSONRequest (bytes of all requests, values) → the route's pydantic model → bounds.py
 
-`count_values` looks at the bytes alone. A value is small in bytes and large in Python (`{}` takes 2 and 64), so a body
-has a limit for its values beside that for its bytes.
+`count_values` counts the values from the bytes, without parsing. A value is small in JSON but large in Python (`{}`
+takes 2 bytes in JSON and 64 in Python), so the number of values is limited in addition to the number of bytes.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from nanovllm.extras.serve.errors import APIError, answer, as_api_error
 from nanovllm.extras.serve.state import RETRY_LATER, Server
 from nanovllm.extras.serve.workers import Busy, ClientGone
 
-MAX_BODIES = 8  # so many of the largest size are read at the same time; other large ones are refused
-SHORT_BODY = 1 << 17  # bytes; parsed in the event loop
-LARGE_BODY = 1 << 20  # bytes; larger ones are counted together, and give their free memory back to the system
-MAX_BODIES_OF_CALLER = 4
-MIN_PACE = 1 << 16  # bytes a second, of a large body
+MAX_BODIES = 8  # large bodies being read may have together this many times `max_request_bytes`
+SHORT_BODY = 1 << 17  # bytes; bodies up to this size are parsed in the event loop
+LARGE_BODY = 1 << 20  # bytes; the limits below apply to larger bodies, and their memory is returned to the system
+MAX_BODIES_OF_CALLER = 4  # as MAX_BODIES, for one caller
+MIN_PACE = 1 << 16  # bytes per second, of a large body
 STALL_S = 5.0  # seconds by which a large body may fall behind MIN_PACE
 
 
 class JSONRoute(APIRoute):
-    """A route whose request has a body."""
+    """A route whose request has a JSON body."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -41,7 +41,7 @@ class JSONRoute(APIRoute):
             read = JSONRequest(request.scope, request.receive, request.app.state.server)
             try:
                 return await handle(read)
-            except Exception as error:  # outside of the middleware Starlette would answer, and raise it once more
+            except Exception as error:  # otherwise Starlette answers outside the middleware, and raises it again
                 return await answer(request, error)
             finally:
                 read.forget()
@@ -50,7 +50,7 @@ class JSONRoute(APIRoute):
 
 
 class JSONRequest(Request):
-    """What FastAPI asks for a body. Raises APIError for a body that is not JSON, or too much of it."""
+    """A request whose body FastAPI reads. Raises APIError if the body is not JSON or exceeds a limit."""
 
     def __init__(self, scope: Any, receive: Any, server: Server) -> None:
         super().__init__(scope, receive)
@@ -60,7 +60,7 @@ class JSONRequest(Request):
         self.state.num_bytes = 0  # read by `Workers.run`
 
     async def body(self) -> bytes:
-        """The first byte, if there is one: FastAPI keeps it until the answer. The rest is for `json`."""
+        """Read the body for `json`. Return only its first byte, because FastAPI keeps the result until the answer."""
         with told():
             self._server.check_ready()
         chunks: list[bytes] = []
@@ -76,10 +76,11 @@ class JSONRequest(Request):
         return self._bytes[:1]
 
     async def json(self) -> Any:
+        """Return the JSON value of the body. A long body is parsed in a thread."""
         body, self._bytes = self._bytes, b""
         most = self._server.bounds.max_values
         try:
-            if len(body) <= min(most, SHORT_BODY):  # too short for more values, but for small objects
+            if len(body) <= min(most, SHORT_BODY):  # at most `most` values: each takes at least one byte
                 return json.loads(body)
             with told():
                 return await self._server.workers.run(self, lambda check: parse_long(body, most))
@@ -87,13 +88,13 @@ class JSONRequest(Request):
             self._stop_counting()
 
     def forget(self) -> None:
-        """The request has been answered, or its answer has begun."""
+        """Release the memory of the body. Called when the request has been answered, or its answer has begun."""
         self._stop_counting()
         if self.state.num_bytes >= LARGE_BODY:
             self._server.workers.trim_soon()
 
     def _count(self) -> None:
-        """All bytes so far. Raises APIError 503 if those of all large bodies are too many."""
+        """Count the bytes read so far. Raises APIError 503 if the large bodies together have too many bytes."""
         counts, largest = self._server.body_bytes, self._server.options.max_request_bytes
         counts[self.state.caller] += self.state.num_bytes - self._num_counted
         self._num_counted = self.state.num_bytes
@@ -109,18 +110,18 @@ class JSONRequest(Request):
 
 
 async def in_time(awaitable: Awaitable[bytes], seconds: float | None) -> bytes:
-    """The next bytes of a body; APIError 408 if they do not come."""
+    """Return the next bytes of a body. Raises APIError 408 if they do not arrive within `seconds`."""
     try:
         return await asyncio.wait_for(awaitable, seconds)
     except asyncio.TimeoutError:
-        message = f"a body of more than {LARGE_BODY} bytes must come at {MIN_PACE} bytes a second"
+        message = f"a body of more than {LARGE_BODY} bytes must arrive at {MIN_PACE} bytes per second or faster"
         # the rest of the body is not read, so the connection cannot be used again
         raise APIError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
 
 
 @contextmanager
 def told() -> Iterator[None]:
-    """FastAPI answers any other error of a body with its own 400."""
+    """Convert these exceptions to an APIError. FastAPI answers other exceptions of a body with its own 400."""
     try:
         yield
     except (EngineDeadError, Busy, ClientGone) as error:
@@ -128,13 +129,13 @@ def told() -> Iterator[None]:
 
 
 def parse_long(body: bytes, max_values: int) -> Any:
-    """The JSON value of `body`; APIError 400 if there is none, or if it holds more than `max_values`.
+    """Return the JSON value of `body`. Raises APIError 400 if it is not JSON, or has more than `max_values` values.
 
-    Not by `json`, which takes four times the memory for a text with one emoji. This parser refuses a body with half of
-    a surrogate pair as a whole, where `protocol.py` would name its field.
+    This uses pydantic's parser: the module `json` takes four times the memory for a text with one emoji. pydantic's
+    parser refuses the whole body if a text has a lone surrogate; for short bodies `protocol.py` names the field.
     """
     if count_values(body, max_values) > max_values:
-        message = f"the body holds more than {max_values} numbers, texts, lists and objects (--max-request-values)"
+        message = f"the body has more than {max_values} numbers, texts, lists and objects (--max-request-values)"
         raise APIError(400, message)
     try:
         return from_json(body)

@@ -1,8 +1,8 @@
-"""How much a request may hold, as it follows from the model and the options. Counts are checked before contents.
+"""Limit the size of requests, depending on the model and the options. Counts are checked before contents.
 
-`body.py` bounds the values of a body, `protocol.py` the lists and texts whose bounds are the same for every model; here
-are prompts, messages and token ids, and how values are counted. Each check raises a ValueError that names the size and
-what is allowed.
+`body.py` limits the number of values of a body. `protocol.py` limits the lists and texts whose limits are the same for
+every model. This file limits prompts, messages and token ids, and counts values. Each check raises a ValueError with
+the size and the limit.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -15,36 +15,43 @@ from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.serve.protocol import MAX_FORM, GenerationRequest
 from nanovllm.extras.serve.workers import Check
 
-PIECE = 1 << 15  # characters that are encoded together while the tokens of a long text are counted
-SHORT = 1000  # characters of a text that is not worth an array
-BLOCK = 1 << 18  # bytes that are looked at together
+PIECE = 1 << 15  # characters that are encoded at a time while the tokens of a long text are counted
+SHORT = 1000  # characters; shorter texts are counted without an array
+BLOCK = 1 << 18  # bytes that are examined at a time
 COSTS: Mapping[str, int] = {",": 1, ":": 7, "[": 8, "{": 32}
-"""How many values each sign of JSON counts for: a number, a key, a list, and an object, which may become a model."""
+"""JSON character -> number of values that it counts as, by the memory that it needs: the next value, a key, a list, and
+an object, which may become a pydantic model."""
 
 QUOTE, BACKSLASH = b'"', b"\\"
 
 
 class TooLong(ValueError):
-    """More text than the model's context holds."""
+    """Raised for a text that is longer than the model's context."""
 
     code = "context_length_exceeded"
 
 
 @dataclass(frozen=True)
 class Bounds:
+    """The limits of requests to one model."""
+
     max_values: int
-    """Numbers, texts, lists and objects of a body; also tokens of all of its prompts together."""
+    """The maximum number of numbers, texts, lists and objects of a body, and of tokens of all its prompts together."""
     max_model_len: int
     max_prompt_len: int
-    """A prompt must have fewer tokens: max_model_len, or max_values if only the prompt's end is kept."""
+    """A prompt must have fewer tokens than this: max_model_len, or max_values if only the prompt's end is kept."""
     max_choices: int
     vocab_size: int
     longest_token: int
-    """Characters of the vocabulary's longest token. A token of bytes may have fewer characters than this says."""
+    """The length in characters of the vocabulary's longest token. For tokens of bytes this is an upper bound."""
 
     @classmethod
     def of(cls, engine: LLMEngine, max_values: int, max_choices: int) -> "Bounds":
-        """A list of the whole vocabulary beside a prompt that fills the context is always allowed."""
+        """Return the limits for an engine.
+
+        `max_values` is raised where needed, so that a request can always have a prompt that fills the context, together
+        with a list of the whole vocabulary.
+        """
         tokenizer, vocab_size = engine.tokenizer, engine.input_processor.vocab_size
         max_model_len = engine.parts.max_model_len
         return cls(
@@ -57,15 +64,16 @@ class Bounds:
         )
 
     def of_prompts(self, body: GenerationRequest) -> "Bounds":
-        """As they hold for the prompts of a request."""
+        """Return the limits for the prompts of a request. If it truncates its prompts, they may be longer."""
         return self if body.truncate_prompt_tokens is None else replace(self, max_prompt_len=self.max_values)
 
     @property
     def max_chars(self) -> int:
+        """The maximum number of characters of a text. A longer text has more tokens than a prompt may have."""
         return self.max_prompt_len * self.longest_token
 
     def check_text(self, num_chars: int) -> None:
-        """Whether a text may have as few tokens as a prompt may."""
+        """Raise TooLong if a text has too many characters to fit in a prompt."""
         if num_chars > self.max_chars:
             raise TooLong(
                 f"the text has {num_chars} characters; at most {self.max_chars} are allowed "
@@ -73,7 +81,7 @@ class Bounds:
             )
 
     def check_prompts(self, prompts: list[Any], max_inputs: int | None = None) -> None:
-        """Texts or lists of token ids; with `max_inputs`, they are embedded."""
+        """Check prompts: texts or lists of token ids. With `max_inputs`, they are the inputs of embeddings."""
         if max_inputs is None:
             self.check_count(prompts, self.max_choices, "prompts (--max-choices)")
         else:
@@ -88,7 +96,7 @@ class Bounds:
                 )
 
     def check_messages(self, messages: list[dict[str, Any]]) -> None:
-        """Messages as dicts, with all fields that the template may write."""
+        """Check messages: dicts with all fields that the template may write."""
         self.check_count(messages, self.max_model_len, "messages (max_model_len)")
         self.check_text(sum(map(count_chars, messages)))
         calls = [call for message in messages for call in as_list(message.get("tool_calls"))]
@@ -101,16 +109,20 @@ class Bounds:
             raise ValueError(f"arguments of tool_calls may have {self.max_values} values (--max-request-values)")
 
     def _values_within(self, text: str) -> int:
-        """Of JSON within a text. In a short one, what stands in its strings counts too: there may be many of them."""
+        """Return the number of values of JSON within a text.
+
+        For a short text, characters within its strings are counted too. This is faster, and there may be many texts.
+        """
         if len(text) > SHORT:
             return count_values(text.encode("utf-8", "replace"), self.max_values)
         return sum(cost * text.count(sign) for sign, cost in COSTS.items())
 
     def tokenizer(self, tokenizer: Any, check: Check) -> "BoundedTokenizer | None":
-        """Of one request; None if the model has none."""
+        """Return the tokenizer for one request; None if the model has no tokenizer."""
         return None if tokenizer is None else BoundedTokenizer(tokenizer, self, check)
 
     def check_count(self, values: Sized, most: int, what: str) -> None:
+        """Raise ValueError if there are more than `most` values. what: their name in the message."""
         if len(values) > most:
             raise ValueError(f"at most {most} {what} are allowed, got {len(values)}")
 
@@ -120,12 +132,12 @@ def as_list(value: Any) -> list[Any]:
 
 
 def count_chars(value: Any) -> int:
-    """Of all texts within a JSON value."""
+    """Return the total number of characters of all texts within a JSON value."""
     return sum(map(len, texts_of(value)))
 
 
 def texts_of(value: Any) -> Iterator[str]:
-    """All texts within a JSON value, with the keys of its objects."""
+    """Yield all texts within a JSON value, including the keys of its objects."""
     left = [value]
     while left:
         one = left.pop()
@@ -138,10 +150,11 @@ def texts_of(value: Any) -> Iterator[str]:
 
 
 def count_values(body: bytes, enough: int) -> int:
-    """Values in a JSON text, at most one too few; it stops where there are more than `enough`.
+    """Count the values in a JSON text by the characters of `COSTS`. Stop when there are more than `enough`.
 
-    Each value but the first stands behind a comma, or is the first of a list or object. So the signs of `COSTS` are
-    counted, where they stand outside of strings. In a text that is not JSON, the count is right up to the first error.
+    Each value except the first follows a comma, or is the first of a list or object. So it suffices to count these
+    characters outside strings, and the count is at most one too low. In invalid JSON, the count is right up to the
+    first error.
     """
     num_values, is_inside, left = 0, False, b""
     for start in range(0, len(body), BLOCK):
@@ -152,8 +165,8 @@ def count_values(body: bytes, enough: int) -> int:
             block = block[: len(block) - len(left)].replace(BACKSLASH * 2, b"").replace(BACKSLASH + QUOTE, b"")
         else:
             left = b""
-        codes = np.frombuffer(block, np.uint8)  # [num_bytes], with no quotes but those of strings
-        # 1 behind an odd number of quotes; overflow keeps what is odd
+        codes = np.frombuffer(block, np.uint8)  # [num_bytes]; escaped quotes have been removed
+        # odd within a string; overflow does not change whether a number is odd
         num_quotes = np.cumsum(codes == ord(QUOTE), dtype=np.uint8) + np.uint8(is_inside)
         is_outside = (num_quotes & 1) == 0
         for sign, cost in COSTS.items():
@@ -165,11 +178,11 @@ def count_values(body: bytes, enough: int) -> int:
 
 
 class BoundedTokenizer:
-    """The engine's tokenizer for the prompts of one request; `encode` refuses what cannot fit, or has become too much.
+    """The engine's tokenizer for the prompts of one request. `encode` raises TooLong if they have too many tokens.
 
-    A long text is first encoded in pieces. Its tokens are about those of the pieces, for only words at the cuts differ;
-    so it is refused when the pieces have twice as many as a prompt may. The pieces take little memory, and between two
-    of them `check` may say that the client has gone.
+    A long text is first encoded in pieces, to count its tokens. Only the words at the cuts can differ, so the pieces
+    have about as many tokens as the text. The text is refused if the pieces have twice as many tokens as a prompt may
+    have. The pieces need little memory, and between two pieces `check` stops the work if the client has gone.
     """
 
     def __init__(self, tokenizer: Any, bounds: Bounds, check: Check) -> None:
@@ -182,6 +195,7 @@ class BoundedTokenizer:
         return getattr(self._tokenizer, name)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. Raises TooLong, or ClientGone if the client has gone."""
         self._check()
         self._bounds.check_text(len(text))
         if len(text) > PIECE:
@@ -198,4 +212,4 @@ class BoundedTokenizer:
             self._check()
             num_tokens += len(self._tokenizer.encode(text[start : start + PIECE], add_special_tokens=False))
             if num_tokens > most:
-                raise TooLong(f"the text has more than {most} tokens, and may have {self._bounds.max_prompt_len}")
+                raise TooLong(f"the text has more than {most} tokens; {self._bounds.max_prompt_len} are allowed")

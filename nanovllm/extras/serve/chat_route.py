@@ -1,6 +1,6 @@
-"""`POST /v1/chat/completions`: a conversation in, the assistant's next message out, whole or as it grows.
+"""Handle `POST /v1/chat/completions`: answer a conversation, and return the message whole or as a stream.
 
-Read `create_chat_completion` for the way of a request; the rest is the form of OpenAI's answers.
+Read `create_chat_completion` for the life of a request. The rest converts outputs to OpenAI's format.
 https://platform.openai.com/docs/api-reference/chat
 """
 
@@ -44,7 +44,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request, 
 
 
 async def prepare_chat(server: Server, request: Request, body: ChatCompletionRequest) -> tuple[Any, SamplingParams]:
-    """The prompt, as a dict of text and token ids, and how it is answered. Raises APIError."""
+    """Return the prompt, a dict with text and token ids, and its sampling parameters. Raises APIError."""
     engine, parsers, run = server.check_ready().engine, server.options.parsers, partial(server.workers.run, request)
     bounds = server.bounds.of_prompts(body)
     prompt: Any = await run(lambda check: chat_prompt(bounds.tokenizer(engine.tokenizer, check), bounds, body))
@@ -53,7 +53,7 @@ async def prepare_chat(server: Server, request: Request, body: ChatCompletionReq
 
 
 class Chat:
-    """One conversation's answers: `body.n` choices, each with its `Answer`."""
+    """The answer to a request: `body.n` choices, each with its `Answer`."""
 
     def __init__(
         self,
@@ -69,11 +69,13 @@ class Chat:
         self._choices = [Choice(body, i, answer, token_bytes) for i, answer in enumerate(answers)]
 
     def whole(self) -> dict[str, Any]:
+        """Return the JSON of the whole answer."""
         (output,) = self._generation.latest.values()
         choices = [self._choices[completion.index].whole(completion) for completion in output.outputs]
         return self._head("chat.completion", choices) | {"usage": usage_of([output])}
 
     async def chunks(self) -> AsyncIterator[Iterable[dict[str, Any]]]:
+        """Yield the JSON of the stream's chunks, several at a time."""
         options = self._body.stream_options
         extra: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
         async for outputs in self._generation.outputs():
@@ -100,7 +102,7 @@ class Chat:
 
 
 class Choice:
-    """One answer, and how much of it the client has."""
+    """One choice of the answer, and how much of it has been sent."""
 
     def __init__(self, body: ChatCompletionRequest, index: int, answer: Answer, token_bytes: TokenBytes) -> None:
         self._index = index
@@ -112,6 +114,7 @@ class Choice:
         self._is_finished = False
 
     def whole(self, completion: CompletionOutput) -> dict[str, Any]:
+        """Return the JSON of the whole choice."""
         deltas = self._answer.feed(completion.text, is_last=True)
         return {
             "index": self._index,
@@ -121,7 +124,7 @@ class Choice:
         }
 
     def grow(self, completion: CompletionOutput) -> list[dict[str, Any]]:
-        """The choices of the next chunks: the first names the role, the last the reason of the end."""
+        """Return the choices of the next chunks. The first contains the role, the last the finish reason."""
         if self._is_finished:
             return []
         is_first, self._is_finished = self._num_tokens == 0, completion.finish_reason is not None
@@ -144,7 +147,7 @@ class Choice:
         return {"finish_reason": self._answer.finish_reason(reason), "stop_reason": completion.stop_reason}
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
-        """Of the new tokens."""
+        """Return the log-probabilities of the tokens that have not been sent; None if not requested."""
         if self._num_top is None or completion.logprobs is None or len(completion.token_ids) == self._num_tokens:
             return None
         new = slice(self._num_tokens, None)

@@ -1,6 +1,6 @@
-"""`POST /v1/completions`: prompts in, their continuations out, whole or as they grow.
+"""Handle `POST /v1/completions`: continue one or several prompts, and return the texts whole or as a stream.
 
-The older of OpenAI's two interfaces: no conversation, no chat template; prompts may be token ids, and several.
+This is the older of OpenAI's two interfaces. It has no conversations and no chat template; prompts may be token ids.
 https://platform.openai.com/docs/api-reference/completions
 """
 
@@ -28,7 +28,7 @@ router = APIRouter(route_class=JSONRoute)
 
 @router.post("/v1/completions")
 async def create_completion(body: CompletionRequest, request: Request, server: ReadyServer) -> Response:
-    """Continue one prompt, or several."""
+    """Continue one or several prompts."""
     server.check_model(body.model)
     engine = server.check_ready().engine
     bounds, run = server.bounds.of_prompts(body), partial(server.workers.run, request)
@@ -48,7 +48,7 @@ async def create_completion(body: CompletionRequest, request: Request, server: R
 
 
 class Completions:
-    """`n` choices for each prompt, numbered prompt by prompt."""
+    """The answer to a request: `n` choices for each prompt, numbered prompt by prompt."""
 
     def __init__(
         self,
@@ -66,11 +66,13 @@ class Completions:
         self._choices = [Choice(body, i, tokenizer, token_bytes) for i in range(num_choices)]
 
     def whole(self) -> dict[str, Any]:
+        """Return the JSON of the whole answer."""
         outputs = [self._generation.latest[request_id] for request_id in self._generation.indices]
         choices = [choice for output in outputs for choice in self._grown(output)]
         return self._head(choices) | {"usage": self._usage(outputs)}
 
     async def chunks(self) -> AsyncIterator[Iterable[dict[str, Any]]]:
+        """Yield the JSON of the stream's chunks, several at a time."""
         options = self._body.stream_options
         extra: dict[str, Any] = {"usage": None} if options and options.include_usage else {}
         async for outputs in self._generation.outputs():
@@ -99,7 +101,7 @@ class Completions:
 
 
 class Choice:
-    """One completion, and how much of it the client has. With `echo` it begins with the prompt."""
+    """One completion, and how much of it has been sent. With `echo`, its text begins with the prompt."""
 
     def __init__(self, body: CompletionRequest, index: int, tokenizer: Any, token_bytes: TokenBytes) -> None:
         self._body = body
@@ -113,7 +115,7 @@ class Choice:
         self._text_offset = 0  # of the next token, for log-probabilities
 
     def grow(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
-        """What is new, or None."""
+        """Return the JSON of the text, tokens and end that have not been sent; None if there is nothing new."""
         if self._is_finished:
             return None
         text, token_ids, logprobs = "", [], []

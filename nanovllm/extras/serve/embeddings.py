@@ -1,6 +1,6 @@
-"""`POST /v1/embeddings`: texts in, vectors out, as lists of numbers or in base64.
+"""Handle `POST /v1/embeddings`: return a vector for each text, as a list of numbers or in base64.
 
-https://platform.openai.com/docs/api-reference/embeddings. Each prompt has a line in the log:
+https://platform.openai.com/docs/api-reference/embeddings. Each prompt logs a line when it ends:
 
     embd-5f2…-0 stop: 24 tokens in (16 cached), embedded after 3.1 ms
 """
@@ -35,17 +35,17 @@ from nanovllm.request import Prompt
 logger = logging.getLogger(__name__)
 router = APIRouter(route_class=JSONRoute)
 
-MAX_INPUTS = 2048  # as OpenAI allows
+MAX_INPUTS = 2048  # OpenAI's limit
 
 
 class EmbeddingRequest(StrictModel):
     model: Name | None = None
     input: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
-    """One text, several, the token ids of one prompt, or of several."""
+    """One text or several texts, or the token ids of one prompt or of several prompts."""
     encoding_format: Literal["float", "base64"] | None = None
-    """`base64` holds float32 numbers, the lowest byte first."""
+    """`base64` encodes float32 numbers in little-endian order."""
     dimensions: int | None = Field(None, ge=1)
-    """Only the first numbers of a vector, for a model that was trained to have the most in them."""
+    """The length to which vectors are cut, for models that were trained for this (Matryoshka embeddings)."""
     # nanovllm's additions
     pooling: Literal["last", "mean"] | None = None
     normalize: bool | None = None
@@ -55,7 +55,7 @@ class EmbeddingRequest(StrictModel):
 
 @router.post("/v1/embeddings")
 async def create_embeddings(body: EmbeddingRequest, request: Request, server: ReadyServer) -> Response:
-    """One vector for each input."""
+    """Return one vector for each input."""
     server.check_model(body.model)
     engine = server.check_ready().engine
     if body.dimensions is not None:
@@ -84,7 +84,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request, server: Re
 def write_answer(
     server: Server, body: EmbeddingRequest, embedding_id: str, outputs: list[EmbeddingRequestOutput], check: Check
 ) -> bytes:
-    """The answer's JSON, vector by vector."""
+    """Return the JSON of the answer. `check` is called before each vector."""
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     num_cached = sum(output.num_cached_tokens for output in outputs)
     usage = {
@@ -103,7 +103,7 @@ def write_answer(
 async def embed(
     server: Server, request: Request, body: EmbeddingRequest, embedding_id: str, prompts: list[Prompt]
 ) -> list[EmbeddingRequestOutput]:
-    """The embeddings of all prompts, in their order. Cancelling aborts the unfinished requests."""
+    """Return the embeddings of all prompts, in their order. If cancelled, it aborts the unfinished requests."""
     arrival_time, llm = time.monotonic(), server.check_ready()
     params = PoolingParams(body.pooling or "last", True if body.normalize is None else body.normalize)
     requests = [
@@ -130,7 +130,7 @@ async def embed(
 
 
 def read_raw_config(engine: LLMEngine) -> dict[str, Any]:
-    """config.json, with the engine's overrides."""
+    """Return the values of config.json, with the engine's overrides."""
     config = engine.config
     folder = resolve_model(config.model, with_weights=False, revision=config.revision)
     return overridden(read_json(folder / "config.json"), config.hf_overrides or {})
@@ -144,14 +144,15 @@ def check_dimensions(dimensions: int, size: int, raw: dict[str, Any]) -> None:
             raise ValueError(f"dimensions must be one of {sizes}, got {dimensions}")
     elif not raw.get("is_matryoshka"):
         raise ValueError(
-            f"dimensions cannot be chosen: the model gives vectors of {size} numbers (hf_overrides with is_matryoshka "
-            "says of a model that its vectors may be cut)"
+            f"dimensions cannot be chosen: the model's vectors have {size} numbers. If it was trained for shorter "
+            "vectors, set is_matryoshka in hf_overrides"
         )
     elif dimensions > size:
         raise ValueError(f"dimensions must be at most {size}, got {dimensions}")
 
 
 def note_end(server: Server, output: Any, arrival_time: float) -> None:
+    """Count and log the end of a request."""
     num_tokens, reason = len(output.prompt_token_ids), "stop" if output.outputs.embedding else "abort"
     server.metrics.note_end(output.metrics, arrival_time, num_tokens, 0, reason)
     after = 1000 * (output.metrics.finished_time - arrival_time)
@@ -162,6 +163,7 @@ def note_end(server: Server, output: Any, arrival_time: float) -> None:
 
 
 def describe(index: int, output: EmbeddingRequestOutput, body: EmbeddingRequest) -> dict[str, Any]:
+    """Return the JSON of one embedding, cut to `body.dimensions`."""
     embedding: Any = output.outputs.embedding
     if body.dimensions is not None:
         embedding = embedding[: body.dimensions]

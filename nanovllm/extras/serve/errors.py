@@ -1,8 +1,9 @@
-"""Errors as a client sees them: OpenAI's JSON shape, the status that OpenAI's clients expect, and no traceback.
+"""Convert exceptions to the errors that clients get: OpenAI's JSON, with the status that OpenAI's clients expect.
 
     {"error": {"message": "…", "type": "invalid_request_error", "param": "temperature", "code": null}}
 
-Shape and statuses: https://platform.openai.com/docs/guides/error-codes. `param` is the field of the request at fault.
+`param` is the invalid field of the request. Errors contain no traceback. OpenAI documents the JSON and the statuses:
+https://platform.openai.com/docs/guides/error-codes
 """
 
 import json
@@ -28,7 +29,7 @@ TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_una
 
 
 class APIError(HTTPException):
-    """Raised anywhere in a route or its dependencies; becomes the answer."""
+    """An error that becomes the answer if a route, or one of its dependencies, raises it."""
 
     def __init__(
         self,
@@ -42,17 +43,19 @@ class APIError(HTTPException):
         self.param, self.code = param, code
 
     def body(self) -> dict[str, Any]:
+        """Return the JSON of the error. A long message is cut."""
         kind = TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
         message = self.detail if len(self.detail) <= MAX_MESSAGE else self.detail[:MAX_MESSAGE] + "…"
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
+        """Return the response with the error."""
         # pure ASCII: a message may quote characters that UTF-8 cannot encode
         return Response(json.dumps(self.body()), self.status_code, self.headers, "application/json")
 
 
 def as_api_error(error: Exception) -> APIError:
-    """What a client is told of an exception."""
+    """Return the error that a client gets for an exception."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, RequestValidationError):
@@ -64,16 +67,19 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, Busy):
         return APIError(429, str(error), code="busy", headers={"Retry-After": "1"})
     if isinstance(error, ClientGone):
-        return APIError(499, "the client has gone")
+        return APIError(499, "the client has closed the connection")
     if isinstance(error, EngineDeadError):
-        return APIError(503, "the engine has failed and must be started anew", code="engine_dead")
-    return APIError(500, "the server has failed at this request; its log says why", code="internal_error")
+        return APIError(503, "the engine has failed; the server must be restarted", code="engine_dead")
+    return APIError(500, "the server failed to process the request; its log has the reason", code="internal_error")
 
 
 def from_validation(error: RequestValidationError) -> APIError:
-    """What `protocol.py` does not allow: of a value that fits none of several types, the error nearest to one."""
+    """Return the error for a body that `protocol.py` refuses.
+
+    If a value matches none of several types, take the error with the longest path: that type was the nearest match.
+    """
     first = max(error.errors(), key=lambda one: len(one["loc"]))
-    # where it stands, without the names of a union's branches
+    # the path to the field, without the names of a union's branches
     path = [str(part) for part in first["loc"][1:] if not re.search(r"\[|^str$|^constrained-str$|^function", str(part))]
     if first["type"] == "json_invalid":
         return APIError(400, f"the body is not valid JSON: {first['ctx']['error']} at character {path[0]}")
@@ -87,9 +93,9 @@ def from_validation(error: RequestValidationError) -> APIError:
 
 @contextmanager
 def refuse(field: str, code: str | None = None) -> Iterator[None]:
-    """Around checks of one field: a ValueError or TypeError becomes a 400 that names the field.
+    """Convert a ValueError or TypeError, raised by the checks of one field, to an APIError 400 that names the field.
 
-    An error may bring a `code` of its own.
+    If the error has an attribute `code`, it overrides `code`.
     """
     try:
         yield
@@ -98,7 +104,7 @@ def refuse(field: str, code: str | None = None) -> Iterator[None]:
 
 
 async def answer(request: Request, error: Exception) -> Response:
-    """Log an exception, and tell the client of it."""
+    """Log an exception, and return the response with the error."""
     told = as_api_error(error)
     if told.status_code == 500:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
@@ -108,6 +114,7 @@ async def answer(request: Request, error: Exception) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
+    """Answer all exceptions of the application's routes with `answer`."""
     known = (RequestValidationError, HTTPException, QueueFullError, Busy, ClientGone, EngineDeadError)
     for kind in (*known, Exception):
         app.add_exception_handler(kind, answer)

@@ -1,6 +1,7 @@
-"""The engine's requests behind one HTTP request: started together, read together, and always ended.
+"""Run the engine's requests that belong to one HTTP request: start them, read their outputs, and end them.
 
-`chat.py` and `completions.py` make a `Generation`, `streaming.py` closes it. At its end it logs a line:
+`chat_route.py` and `completions.py` create a `Generation`, and `streaming.py` closes it. Each request logs a line when
+it ends:
 
     chatcmpl-5f2…-0 stop: 24 tokens in (16 cached), 38 out, first after 3.1 ms, then 1.2 ms each
 """
@@ -29,7 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 class Generation:
-    """`outputs()` yields, `close()` ends. `indices` has the prompt's index of each request."""
+    """The engine's requests for one HTTP request: one request for each prompt.
+
+    Call `start()`, iterate over `outputs()` or await `finish()`, and call `close()` in the end. `indices` maps the
+    engine's name of each request to the index of its prompt.
+    """
 
     def __init__(self, server: Server, request_id: str, prompts: list[Prompt], params: SamplingParams) -> None:
         self.request_id = request_id
@@ -47,7 +52,7 @@ class Generation:
         self._inbox: Inbox | None = None
 
     async def start(self, request: Request, body: GenerationRequest, prompt_field: str) -> None:
-        """Queue all prompts. Raises APIError 400 for what the engine cannot serve, QueueFullError, EngineDeadError."""
+        """Queue all prompts. Raises APIError 400 if the engine cannot serve them, QueueFullError, EngineDeadError."""
         most, num_choices = self._server.options.max_choices, len(self._prompts) * self.params.n
         if num_choices > most:
             raise APIError(400, f"a request may have {most} completions (prompts times n), got {num_choices}", "n")
@@ -62,7 +67,7 @@ class Generation:
         self._server.num_in_progress += 1
 
     async def outputs(self) -> AsyncIterator[list[RequestOutput]]:
-        """Yields the outputs that have grown, one for each of these requests."""
+        """Yield lists of the outputs that have grown, at most one for each request."""
         assert self._inbox is not None
         while self._inbox.unfinished:
             outputs = await self._inbox.take()
@@ -77,11 +82,14 @@ class Generation:
 
     @property
     def is_read(self) -> bool:
-        """Whether `outputs()` has yielded its last."""
+        """Whether `outputs()` has yielded the last outputs."""
         return self._inbox is not None and not self._inbox.unfinished
 
     def take_num_new(self) -> int:
-        """Tokens and log-probabilities in the outputs since the last call; at the end all: events may repeat them."""
+        """Return the number of new tokens and log-probabilities since the last call.
+
+        After the last outputs, return the number of all of them, because the last events may repeat them.
+        """
         num_new, self._num_new = self._num_new, 0
         return sum(self._num_told.values()) if self.is_read else num_new
 
@@ -94,16 +102,17 @@ class Generation:
 
     @property
     def shows_logprobs(self) -> bool:
+        """Whether the outputs have log-probabilities."""
         return self.params.logprobs is not None
 
     async def finish(self) -> list[RequestOutput]:
-        """Wait for all, and return the last outputs in the order of the prompts."""
+        """Wait for all requests, and return their last outputs in the order of the prompts."""
         async for _ in self.outputs():
             pass
         return [self.latest[request_id] for request_id in self.indices]
 
     def close(self) -> None:
-        """Abort what is unfinished. A second call does nothing."""
+        """Abort the unfinished requests. A second call does nothing."""
         if self._inbox is not None and self._llm is not None:
             self._llm.close(self._inbox)
             self._server.num_in_progress -= 1
@@ -142,18 +151,18 @@ class Generation:
 
 
 def engine_ids(request_id: str, num_prompts: int) -> list[str]:
-    """The engine's name of each prompt, unique although clients may give two requests the same name."""
+    """Return the engine's name of each prompt. They are unique, although clients may use a name for two requests."""
     unique = uuid4().hex[:8]
     return [f"{request_id}-{i}#{unique}" for i in range(num_prompts)]
 
 
 def told_name(engine_id: str) -> str:
-    """The name of a prompt in the log."""
+    """Return the name of a prompt in the log."""
     return engine_id.rpartition("#")[0]
 
 
 def usage_of(outputs: Iterable[RequestOutput], with_output: bool = True) -> dict[str, object]:
-    """OpenAI's usage: tokens of these requests. Without `with_output` generated tokens do not count."""
+    """Return OpenAI's usage: the numbers of tokens. Without `with_output`, generated tokens are not counted."""
     outputs = list(outputs)
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = sum(len(completion.token_ids) for output in outputs for completion in output.outputs) * with_output

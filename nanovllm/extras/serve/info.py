@@ -1,4 +1,4 @@
-"""The routes that generate nothing: health, version, metrics, models, and the tokenizer."""
+"""Handle the routes that do not generate: health, version, metrics, models, and the tokenizer."""
 
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -20,12 +20,13 @@ router = APIRouter(route_class=JSONRoute)
 @router.get("/ping")
 @router.post("/ping", include_in_schema=False)
 async def health(server: ReadyServer) -> Response:
-    """200 if requests are served, 503 while the model is loaded, while the server shuts down, or if the engine died."""
+    """Return 200 if the server is ready, 503 while it loads or shuts down, or if the engine has died."""
     return Response()
 
 
 @router.get("/version")
 async def show_version() -> dict[str, str]:
+    """Return the version of nanovllm."""
     try:
         return {"version": version("nanovllm")}
     except PackageNotFoundError:  # run from a folder that was not installed
@@ -34,24 +35,26 @@ async def show_version() -> dict[str, str]:
 
 @router.get("/metrics")
 async def metrics(server: AnyServer) -> Response:
-    """Counts and times, for Prometheus."""
+    """Return the metrics for Prometheus."""
     return Response(server.metrics.as_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/v1/models")
 async def list_models(server: ReadyServer) -> dict[str, Any]:
+    """Return all names of the model."""
     return {"object": "list", "data": [describe(server, name) for name in server.options.model_names]}
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, server: ReadyServer) -> dict[str, Any]:
+    """Return one name of the model."""
     server.check_model(name)
     return describe(server, name)
 
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request, server: ReadyServer) -> Response:
-    """Token ids of a text, or of a conversation as the chat template writes it."""
+    """Return the token ids of a text, or of a conversation rendered by the chat template."""
     server.check_model(body.model)
     engine = server.check_ready().engine
 
@@ -72,18 +75,19 @@ async def tokenize(body: TokenizeRequest, request: Request, server: ReadyServer)
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request, server: ReadyServer) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     server.check_model(body.model)
     tokenizer, bounds = require_tokenizer(server.check_ready().engine.tokenizer), server.bounds
     with refuse("tokens"):
         bounds.check_count(body.tokens, bounds.max_model_len, "tokens (max_model_len)")
     most = bounds.vocab_size - 1
     if body.tokens and max(body.tokens) > most:
-        raise APIError(400, f"tokens must hold token ids from 0 to {most}, got {max(body.tokens)}", "tokens")
+        raise APIError(400, f"tokens must be token ids from 0 to {most}, got {max(body.tokens)}", "tokens")
     return JSON({"prompt": await server.workers.run(request, lambda check: tokenizer.decode(body.tokens))})
 
 
 def describe(server: Server, name: str) -> dict[str, Any]:
+    """Return OpenAI's JSON of the model under one of its names."""
     engine = server.check_ready().engine
     return {
         "id": name,
@@ -97,6 +101,7 @@ def describe(server: Server, name: str) -> dict[str, Any]:
 
 
 def require_tokenizer(tokenizer: Any) -> Any:
+    """Return the tokenizer. Raises APIError 400 if it is None."""
     if tokenizer is None:
         raise APIError(400, "this model has no tokenizer")
     return tokenizer

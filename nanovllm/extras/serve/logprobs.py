@@ -1,7 +1,7 @@
-"""Log-probabilities as OpenAI's two endpoints show them.
+"""Format log-probabilities for OpenAI's two endpoints.
 
-An answer may have a hundred thousand. So those of a chat, which tell the bytes of each token, are written here at once,
-from the JSON of each token that `TokenBytes` keeps: as values of Python they would take twenty times as long.
+An answer may have a hundred thousand of them. Those of a chat contain the bytes of each token. They are encoded here
+from the JSON of each token, which `TokenBytes` caches: encoding Python values would take twenty times as long.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,14 @@ from nanovllm.extras.serve.token_bytes import TokenBytes
 
 Position = Mapping[int, Logprob]
 
-LOWEST = -9999.0  # in place of minus infinity (a token that cannot be drawn), which JSON lacks
+LOWEST = -9999.0  # replaces minus infinity (a token that cannot be sampled), which JSON cannot represent
 
 
 def entries_of(position: Position) -> Mapping[int, tuple[float, int]]:
-    """Token id -> log-probability, which is finite, and rank."""
+    """Return a dict: token id -> (log-probability, which is finite; rank)."""
     if isinstance(position, PositionLogprobs):
         entries = position.entries
-    else:  # has been copied, or sent from another process
+    else:  # the position was copied, or sent from another process
         entries = {i: (one.logprob, one.rank) for i, one in position.items()}
     return {i: (value if value > LOWEST else LOWEST, rank) for i, (value, rank) in entries.items()}
 
@@ -28,7 +28,7 @@ def entries_of(position: Position) -> Mapping[int, tuple[float, int]]:
 def chat_logprobs(
     positions: Sequence[Position], token_ids: Sequence[int], num_top: int, token_bytes: TokenBytes
 ) -> dict[str, list[Written]]:
-    """For each token its own entry, and those of the `num_top` likeliest."""
+    """Return for each token its own entry, and the entries of the `num_top` likeliest tokens."""
     json_of, content = token_bytes.json_of, []
     for position, token_id in zip(positions, token_ids, strict=True):
         entries, top = entries_of(position), []
@@ -44,7 +44,10 @@ def chat_logprobs(
 def completion_logprobs(
     positions: Sequence[Position | None], token_ids: Sequence[int], offset: int, token_bytes: TokenBytes
 ) -> dict[str, Any]:
-    """`offset` is the length of the text before the first token; the first token of a prompt has no log-probability."""
+    """Return the log-probabilities of a completion. offset: the length of the text before the first token.
+
+    The first token of a prompt has no log-probability.
+    """
     text_of, tokens, offsets = token_bytes.text_of, [], []
     chosen: list[float | None] = []
     top: list[dict[str, float] | None] = []

@@ -1,7 +1,7 @@
-"""What Prometheus reads at `/metrics`: the table of `extras/vllm/vllm_metrics.py`, in Prometheus' text format.
+"""Provide the metrics at `/metrics`: the metrics of `extras/vllm/vllm_metrics.py`, in Prometheus' text format.
 
-The engine's statistics are read when they are asked for, and cost the requests nothing. The server observes requests
-itself: from their arrival here, and also those that a client has left.
+The engine's statistics are read only when `/metrics` is requested, so requests do not pay for them. The server observes
+requests itself: it measures from the arrival at the server, and counts requests whose clients have disconnected.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +31,7 @@ from nanovllm.extras.vllm.vllm_metrics import (
 
 
 class Metrics(Collector):
-    """One for each server; nothing is global."""
+    """The metrics of one server, with their own registry."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -42,25 +42,28 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def watch(self, get_stats: Callable[[], EngineStats], info: Mapping[str, str]) -> None:
-        """Show the counters and gauges of an engine, too; `info` are labels that say what it is."""
+        """Include the counters and gauges of an engine. info: labels that describe the engine."""
         self._get_stats, self._info = get_stats, dict(info)
 
     def note_end(
         self, times: RequestMetrics, arrival_time: float, num_prompt_tokens: int, num_output_tokens: int, reason: str
     ) -> None:
-        """A request has ended, or its client has gone. `arrival_time` is of `time.monotonic()`."""
+        """Observe a request that has ended, or whose client has disconnected.
+
+        arrival_time: when the server received the request, in `time.monotonic()`.
+        """
         self.observed.observe(replace(times, arrival_time=arrival_time), num_prompt_tokens, num_output_tokens, reason)
 
     def note_abort(self) -> None:
-        """A client has gone before anything was known of its request."""
+        """Count a request whose client has disconnected before the first output."""
         self.observed.num_ended["abort"] += 1
 
     def as_text(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Family]:
-        """Called by Prometheus' library."""
+        """Yield all metric families. Prometheus' library calls this."""
         observed = self.observed
         metrics = request_metrics(observed) if self._get_stats is None else make_metrics(self._get_stats(), observed)
         for name, same in groupby(metrics, key=lambda metric: metric.name):
@@ -70,7 +73,7 @@ class Metrics(Collector):
             yield InfoMetricFamily("nanovllm:engine", "What computes.", value=labels)
 
     def _family(self, name: str, metrics: list[Metric]) -> Family:
-        """Metrics of one name, which differ only by their labels."""
+        """Return the family of metrics that have the same name and differ only in their labels."""
         short, labels = name.removeprefix("nanovllm:"), ["model_name", *metrics[0].labels]
         family: Any
         if isinstance(metrics[0], Gauge):

@@ -1,7 +1,7 @@
-"""The fields of a request's JSON: OpenAI's, and those that vLLM adds. Strict about types; unknown fields pass.
+"""Define the fields of a request's JSON: OpenAI's and vLLM's. Types are strict; unknown fields are ignored.
 
-Refused here is what is wrong in any engine. `sampling.py` makes `SamplingParams` of these fields, which check the rest.
-https://platform.openai.com/docs/api-reference
+These models refuse values that no engine accepts. `sampling.py` converts the fields to `SamplingParams`, which check
+the rest. https://platform.openai.com/docs/api-reference
 """
 
 from typing import Annotated, Any, Literal
@@ -11,28 +11,31 @@ from pydantic_core import PydanticCustomError
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
-MAX_TOKEN_IDS = 1024  # that stop, or have a bias
-MAX_BAD_WORDS = 256  # the engine encodes them between two steps, each twice
+MAX_TOKEN_IDS = 1024  # of stop_token_ids, and of logit_bias
+MAX_BAD_WORDS = 256  # the engine encodes each of them twice, between two steps
 MAX_BAD_WORD_CHARS = 128
 MAX_NAME_CHARS = 1024
 MAX_CHOICES_OF_FORM = 4096
-MAX_FORM = 2**16  # characters of a schema, expression or grammar: what they are parsed into is far larger
-MAX_TOP_LOGPROBS = 20  # of each token
+MAX_FORM = 2**16  # characters of a schema, expression or grammar, which needs far more memory when it is parsed
+MAX_TOP_LOGPROBS = 20  # for each token
 MAX_TOOLS = 128
-CONFLICT = "conflict"  # pydantic's type of an error of several fields
+CONFLICT = "conflict"  # the type, in pydantic's errors, of a conflict between several fields
 BOTH_ENDS = "continue_final_message and add_generation_prompt exclude each other"
 FUNCTION_NAME = r"^[a-zA-Z0-9_.\-]{1,64}$"
 
 
 def check_text(text: str) -> str:
-    """JSON can hold half of a surrogate pair (`"\\ud800"`), which no encoding can write."""
+    """Return `text`. Raises ValueError if it has a lone surrogate (`"\\ud800"`): JSON allows it, UTF-8 does not."""
     if not text.isascii():
         text.encode()
     return text
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Counts before it looks: pydantic makes an error of each bad item of a dict, and of each unknown field."""
+    """Return a validator that refuses a dict with more than `most` items before pydantic checks the items.
+
+    Otherwise pydantic would create an error for each invalid item of a dict, and for each unknown field.
+    """
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -43,7 +46,7 @@ def at_most(most: int) -> BeforeValidator:
 
 
 def conflict(field: str, message: str) -> PydanticCustomError:
-    """To raise for fields that do not go together; `field` is the one at fault."""
+    """Return the error for fields that cannot be combined. field: the name of the field in the client's error."""
     return PydanticCustomError(CONFLICT, "{message}", {"field": field, "message": message})
 
 
@@ -59,12 +62,14 @@ BadWord = Annotated[Text, Field(max_length=MAX_BAD_WORD_CHARS)]
 
 
 class StrictModel(BaseModel):
-    """Refuses `"5"` for a number, `1` for a boolean, and NaN and Infinity, which Python's JSON reads."""
+    """A model that refuses `"5"` for a number, `1` for a boolean, and NaN and Infinity, which Python's JSON accepts."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class ErrorDetail(BaseModel):
+    """One error, in OpenAI's format."""
+
     message: str
     type: str
     param: str | None
@@ -72,16 +77,18 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer that is an error."""
+    """The body of an error response."""
 
     error: ErrorDetail
 
 
 class StreamOptions(StrictModel):
+    """What a stream contains besides the tokens."""
+
     include_usage: bool | None = None
-    """Whether a last chunk brings the usage."""
+    """Whether the last chunk contains the usage."""
     continuous_usage_stats: bool | None = None
-    """Whether every chunk does."""
+    """Whether every chunk contains the usage."""
 
 
 class JsonSchema(StrictModel):
@@ -98,12 +105,12 @@ class ResponseFormat(StrictModel):
     @model_validator(mode="after")
     def _check_together(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema must be given with the type json_schema, and with no other")
+            raise ValueError("json_schema must be given if, and only if, the type is json_schema")
         return self
 
 
 class StructuredOutputs(StrictModel):
-    """The fields of `StructuredOutputsParams`, which checks them together."""
+    """The fields of `StructuredOutputsParams`, which checks their combination."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
@@ -117,10 +124,12 @@ class StructuredOutputs(StrictModel):
 
 
 class Function(StrictModel):
+    """A function that the model may call."""
+
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """A JSON schema of the arguments; None is any object."""
+    """A JSON schema of the arguments. None allows any object."""
     strict: bool | None = None
 
 
@@ -134,7 +143,7 @@ class FunctionName(StrictModel):
 
 
 class NamedTool(StrictModel):
-    """A choice of one tool."""
+    """The value of `tool_choice` that requires one tool."""
 
     type: Literal["function"]
     function: FunctionName
@@ -146,14 +155,14 @@ class AllowedTools(StrictModel):
 
 
 class ToolsChoice(StrictModel):
-    """A choice of some tools: the model is told of no others."""
+    """The value of `tool_choice` that selects some tools. The chat template shows only these to the model."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
 
 class GenerationRequest(StrictModel):
-    """What requests for completions and for chat completions have in common. None is the default."""
+    """The common fields of requests for completions and for chat completions. None means the default."""
 
     model: Name | None = None
     n: int | None = Field(None, ge=1)
@@ -179,10 +188,10 @@ class GenerationRequest(StrictModel):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Only the end of a prompt is computed; -1 leaves room for the output."""
+    """The number of tokens of the prompt's end to keep; -1 keeps as many as leave space for the output."""
     structured_outputs: Annotated[StructuredOutputs | None, at_most(len(StructuredOutputs.model_fields))] = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    # known, and allowed only with the value that changes nothing
+    # accepted only with the value that has no effect
     use_beam_search: Literal[False] | None = None
     best_of: int | None = None
 
@@ -191,29 +200,29 @@ class GenerationRequest(StrictModel):
         if self.stream_options is not None and not self.stream:
             raise conflict("stream_options", "stream_options needs stream to be true")
         if self.best_of not in (None, self.n or 1):
-            raise conflict("best_of", "best_of must be n: completions are not ranked here")
+            raise conflict("best_of", "best_of must be equal to n: completions are not ranked")
         return self
 
 
 class CompletionRequest(GenerationRequest):
     prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
-    """One text, several, the token ids of one prompt, or of several."""
+    """One text or several texts, or the token ids of one prompt or of several prompts."""
     max_tokens: int | None = Field(None, ge=0)
-    """0 is allowed with `echo`, to score a prompt."""
+    """The maximum number of tokens to generate. 0 is allowed with `echo`, to score a prompt."""
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
-    """Whether the prompt is part of the text."""
+    """Whether the text of the answer begins with the prompt."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens to a text; true by default."""
     suffix: Text | None = None
-    """Known, and allowed only with the value that changes nothing."""
+    """Accepted only if it is empty."""
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise conflict("max_tokens", "max_tokens must be at least 1 without echo")
         if self.suffix:
-            raise conflict("suffix", "suffix cannot be used: these models continue a text, and do not fill a gap in it")
+            raise conflict("suffix", "suffix is not supported: these models continue a text, they do not fill a gap")
         return self
 
 
@@ -223,7 +232,7 @@ class TextPart(StrictModel):
 
 
 class Message(BaseModel):
-    """Other fields of a message, such as `name`, are for the chat template."""
+    """A message of a conversation. Other fields, such as `name`, are passed to the chat template."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -234,21 +243,21 @@ class Message(BaseModel):
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: int | None = Field(None, ge=1)
-    """Older name of `max_completion_tokens`."""
+    """The older name of `max_completion_tokens`."""
     max_completion_tokens: int | None = Field(None, ge=1)
-    """None goes on until the model ends, or its context does."""
+    """The maximum number of tokens to generate. None: until the model ends its answer, or the context is full."""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | ToolsChoice | None = None
-    """None is `auto` where there are tools."""
+    """Whether the answer may or must call tools. None is `auto` if there are tools."""
     parallel_tool_calls: bool | None = None
-    """False: one call at most."""
+    """False allows at most one call."""
     # vLLM's additions
     add_generation_prompt: bool | None = None
-    """Whether the assistant's turn is opened after the messages; true by default."""
+    """Whether the prompt ends with the start of the assistant's answer; true by default."""
     continue_final_message: bool | None = None
-    """Whether the last message is left open, to be continued."""
+    """Whether the answer continues the last message."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, such as `enable_thinking`."""
 
@@ -276,7 +285,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def told_tools(self) -> list[Tool]:
-        """Those that the chat template is told of. For a named tool, these are all."""
+        """The tools that the chat template gets: all, none for `none`, or the allowed tools."""
         if self.tool_choice == "none":
             return []
         names = self._chosen_names() if isinstance(self.tool_choice, ToolsChoice) else None
@@ -284,25 +293,25 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """Those that an answer may call."""
+        """The tools that the answer may call."""
         names = self._chosen_names()
         return [tool for tool in self.told_tools if not names or tool.function.name in names]
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer must be a call."""
+        """Whether the answer must be a tool call."""
         if isinstance(self.tool_choice, ToolsChoice):
             return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
     def has_one_call(self) -> bool:
-        """Whether the answer may have one call at most."""
+        """Whether the answer may have at most one call."""
         return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
 
 
 class TokenizeRequest(StrictModel):
-    """Either a prompt, or messages."""
+    """A request to tokenize either a prompt or messages."""
 
     model: Name | None = None
     prompt: Text | None = None
@@ -323,5 +332,7 @@ class TokenizeRequest(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
+    """A request for the text of token ids."""
+
     model: Name | None = None
     tokens: TokenIds

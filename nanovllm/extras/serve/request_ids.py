@@ -1,6 +1,6 @@
-"""`x-request-id`: the client's own name of a request is in its answer's header, its id and the log.
+"""Handle the header `x-request-id`: the client's name of a request is used in the answer's header, its id and the log.
 
-A request without the header, or with one that is not allowed, gets another name in its answer.
+A request without the header, or with a value that is not allowed, gets a random name.
 """
 
 import re
@@ -15,7 +15,7 @@ ALLOWED = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestIds:
-    """Middleware: notes the name of each request, and sends it back."""
+    """Middleware that stores the name of each request, and sends it in the answer's header."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -39,5 +39,5 @@ class RequestIds:
 
 
 def new_id(prefix: str, request: Request) -> str:
-    """The id of an answer: `chatcmpl-` and what the client calls the request, or a random name."""
+    """Return the id of an answer: `prefix`, for example `chatcmpl`, and the client's id or a random name."""
     return f"{prefix}-{getattr(request.state, 'given_id', None) or uuid4().hex}"

@@ -1,4 +1,4 @@
-"""`nanovllm serve [MODEL]`: from the command line to a server that runs."""
+"""Run the command `nanovllm serve [MODEL]`: parse its options, and start the server."""
 
 import argparse
 import gc
@@ -24,7 +24,7 @@ from nanovllm.extras.serve.ui import LiveLines
 from nanovllm.extras.trace.recording import Sinks, TraceFile
 from nanovllm.extras.vllm.engine_args import EngineArgs
 
-try:  # a streamed chunk costs a quarter less than in asyncio's own loop
+try:  # a streamed chunk costs a quarter less than in asyncio's event loop
     from uvloop import run
 except ImportError:
     from asyncio import run  # type: ignore[assignment]
@@ -34,18 +34,18 @@ QUESTION = "What is a block table?"
 
 
 class Settings(NamedTuple):
-    """A command line, checked."""
+    """The checked options of a command line."""
 
     engine_args: EngineArgs
     options: ServerOptions
     max_queued_requests: int | None
     log_level: str
     ray: RayOptions | None
-    """None for a server of one engine, in this process."""
+    """None for a server with one engine in this process."""
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: 0 after a signal, 1 if the server cannot start, 2 for a bad command line."""
+    """Run the server and return the exit status: 0 after a signal, 1 if it cannot start, 2 for a bad command line."""
     parser = make_parser()
     args = parser.parse_args(arguments)
     log_to_stderr(args.server_log_level)
@@ -62,13 +62,14 @@ def main(arguments: list[str]) -> int:
 
 
 def log_to_stderr(level: str) -> None:
+    """Send the log to stderr, from `level` on."""
     log = logging.StreamHandler()
     log.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[log])
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Of what `make_parser` has parsed. Raises ValueError or TypeError."""
+    """Check the arguments that `make_parser` has parsed, and return the settings. Raises ValueError, TypeError."""
     args.model = args.server_model or args.model or TINY_QWEN3
     engine_args = EngineArgs.from_cli_args(args)
     engine_args.create_engine_config()
@@ -77,7 +78,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 class PlainFormatter(logging.Formatter):
-    """Escapes what is not printable: a client's text moves no cursor, and begins no line."""
+    """Escapes characters that are not printable, so that a client's text cannot move the cursor or start a line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = printable(record.message)
@@ -88,10 +89,12 @@ class PlainFormatter(logging.Formatter):
 
 
 def printable(text: str) -> str:
+    """Return `text` with the characters escaped that are not printable."""
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 def serve(settings: Settings, args: argparse.Namespace) -> int:
+    """Serve until a signal, and return the exit status."""
     engine_args, options = settings.engine_args, settings.options
     if settings.ray is not None:
         return serve_by_ray(settings, args)
@@ -119,17 +122,18 @@ def serve(settings: Settings, args: argparse.Namespace) -> int:
 
 
 def serve_by_ray(settings: Settings, args: argparse.Namespace) -> int:
+    """Serve with Ray until a signal, and return the exit status. Raises RuntimeError if Ray is not installed."""
     try:
         from nanovllm.extras.serve.ray.ray_launch import run as run_on_cluster
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise RuntimeError("--ray needs the package ray: pip install 'nanovllm[ray]' brings it") from error
+        raise RuntimeError("--ray needs the package ray: run pip install 'nanovllm[ray]'") from error
     return run_on_cluster(settings, args.server_host, args.server_port)
 
 
 def compute_for_others(engine_args: EngineArgs) -> int:
-    """On a machine that is not the first: run its ranks, without HTTP, until machine 0 ends."""
+    """Run the ranks of a machine other than machine 0, without HTTP, until machine 0 ends. Return the exit status."""
     try:
         print(f"computing for {engine_args.master_addr}:{engine_args.master_port} …", flush=True)
         LLMEngine(engine_args.create_engine_config())
@@ -137,25 +141,31 @@ def compute_for_others(engine_args: EngineArgs) -> int:
         return int(end.code or 0)
     except KeyboardInterrupt:
         return 0
-    raise AssertionError("an engine of another machine than the first never starts")
+    raise AssertionError("LLMEngine returned on a machine other than machine 0")
 
 
 def leave_at_once() -> None:
-    """A thread that loads cannot be stopped, and may wait for other machines. What it has started ends by itself."""
+    """End the process while it loads the model.
+
+    The loading thread cannot be stopped, and may wait for other machines. The processes that it has started end on
+    their own.
+    """
     print("nanovllm serve: ended while loading", file=sys.stderr, flush=True)
     os._exit(0)
 
 
 def keep_from_collector() -> None:
-    """Exclude all objects of the loaded model from garbage collection: they stay to the end.
+    """Exclude all existing objects from garbage collection.
 
-    To look through the objects of torch, transformers and the tokenizer takes 100 ms, and stops all streams.
+    They live as long as the process. A collection that traverses the objects of torch, transformers and the tokenizer
+    takes 100 ms, and stops all streams.
     """
     gc.collect()
     gc.freeze()
 
 
 async def start(app: FastAPI, *others: Any) -> None:
+    """Run the server in an event loop until a signal. others: arguments of `DrainingServer.run_until_signal`."""
     await DrainingServer(app).run_until_signal(*others)
 
 
@@ -163,16 +173,15 @@ async def start(app: FastAPI, *others: Any) -> None:
 
 
 def make_parser(kind: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Return the parser of the command's options, including those of the engine."""
     parser = kind(
         prog="nanovllm serve",
         usage="nanovllm serve [MODEL] [options]",
         description="Serve a model over HTTP, with OpenAI's API.",
-        epilog="Without MODEL, the tiny bundled model is served, which knows about LLM inference.",
+        epilog="Without MODEL, the command serves the bundled model, which answers questions about LLM inference.",
         conflict_handler="resolve",  # the server's option replaces one of the engine with the same name
     )
-    parser.add_argument(
-        "server_model", metavar="MODEL", nargs="?", help="a folder, or a hub id such as Qwen/Qwen3-0.6B"
-    )
+    parser.add_argument("server_model", metavar="MODEL", nargs="?", help="a folder or a hub id such as Qwen/Qwen3-0.6B")
     server = parser.add_argument_group("server")
     tls = parser.add_argument_group("https")
     limits = parser.add_argument_group("limits")
@@ -186,64 +195,69 @@ def make_parser(kind: type[argparse.ArgumentParser] = argparse.ArgumentParser) -
 
 
 def add_server_options(group: Any) -> None:
-    add(group, "host", str, "address to listen on; 0.0.0.0 is all", "127.0.0.1")
-    add(group, "port", int, "0 takes any free port", 8000)
+    """Add the options of the server itself."""
+    add(group, "host", str, "address to listen on; 0.0.0.0 for all addresses", "127.0.0.1")
+    add(group, "port", int, "port to listen on; 0 for any free port", 8000)
     add_model_options(group)
-    add(group, "root-path", str, "path under which a proxy serves all of this", "")
-    flag(group, "disable-log-requests", "no line of the log for each request")
+    add(group, "root-path", str, "path under which a proxy serves this server", "")
+    flag(group, "disable-log-requests", "do not log a line for each request")
     add_log_level(group, "info")
     add(group, "trace", str, "record each step in this file; nanovllm view replays it")
-    flag(group, "ui", "a page that shows each step, at /ui")
-    flag(group, "enable-auto-tool-choice", "as always: calls are read where a request has tools")
+    flag(group, "ui", "serve a page that shows each step, at /ui")
+    flag(group, "enable-auto-tool-choice", "no effect (vLLM's option): calls are always parsed if a request has tools")
     add(group, "drain-timeout", seconds, "time for requests to finish after SIGTERM", ServerOptions.drain_timeout_s)
 
 
 def add_model_options(group: Any) -> None:
-    """What clients call the model, and how it writes."""
-    add(group, "served-model-name", str, "names of the model in requests; the first is in answers", nargs="+")
+    """Add the options for the model's names and for the format of its answers."""
+    add(group, "served-model-name", str, "names of the model in requests; answers have the first one", nargs="+")
     tool_parsers, reasoning_parsers = sorted(TOOL_PARSERS), sorted(REASONING_PARSERS)
-    add(group, "tool-call-parser", str, "how the model writes calls of tools", "hermes", choices=tool_parsers)
-    add(group, "reasoning-parser", str, "how the model writes thoughts", "qwen3", choices=reasoning_parsers)
+    add(group, "tool-call-parser", str, "format of the model's tool calls", "hermes", choices=tool_parsers)
+    add(group, "reasoning-parser", str, "format of the model's reasoning", "qwen3", choices=reasoning_parsers)
 
 
 def add_log_level(group: Any, default: str) -> None:
-    add(group, "log-level", str, "what is logged", default, choices=["debug", "info", "warning", "error"])
+    """Add `--log-level`."""
+    add(group, "log-level", str, "least severe level to log", default, choices=["debug", "info", "warning", "error"])
 
 
 def add_request_bounds(group: Any) -> None:
+    """Add the options that limit the size of one request."""
     add(group, "max-choices", positive, "completions of one request: its prompts times n", ServerOptions.max_choices)
-    add(group, "max-request-bytes", positive, "of a request's body", ServerOptions.max_request_bytes)
+    add(group, "max-request-bytes", positive, "size of a request's body", ServerOptions.max_request_bytes)
     values = "numbers, texts, lists and objects of a request's body, and tokens of its prompts"
     add(group, "max-request-values", positive, values, ServerOptions.max_request_values)
 
 
 def add_tls(group: Any) -> None:
-    add(group, "ssl-keyfile", str, "the server's private key; with --ssl-certfile it speaks https")
-    add(group, "ssl-certfile", str, "the server's certificate")
-    add(group, "ssl-ca-certs", str, "certificates that vouch for clients")
+    """Add the options of HTTPS."""
+    add(group, "ssl-keyfile", str, "the server's private key")
+    add(group, "ssl-certfile", str, "the server's certificate; enables HTTPS")
+    add(group, "ssl-ca-certs", str, "certificates of the authorities that sign clients' certificates")
     add(
-        group, "ssl-cert-reqs", int, "of clients: 0 none, 1 may, 2 must have one", int(ssl.CERT_NONE), choices=[0, 1, 2]
+        group, "ssl-cert-reqs", int, "of clients: 0 none, 1 optional, 2 required", int(ssl.CERT_NONE), choices=[0, 1, 2]
     )
 
 
 def add_limits(group: Any) -> None:
-    keys = f"requests need one of these keys; also from the variable {API_KEY_VARIABLE}, with spaces between several"
+    """Add the options of access and limits."""
+    keys = f"keys, of which requests need one; more can be in the variable {API_KEY_VARIABLE}, separated by spaces"
     add(group, "api-key", str, keys, [], nargs="+")
     add(
         group,
         "max-requests-per-minute",
         positive,
-        "of each key; without keys, of each address (IPv6: each /64); no limit",
+        "limit for each key, or without keys for each address (IPv6: each /64) (default: no limit)",
     )
-    add(group, "max-queued-requests", positive, "refuse requests when this many wait to be computed; no limit")
+    add(group, "max-queued-requests", positive, "refuse requests if this many are waiting (default: no limit)")
     add_request_bounds(group)
-    proxies = "addresses or networks of proxies whose X-Forwarded-For is believed; * is all; none"
+    proxies = "addresses or networks of proxies whose X-Forwarded-For is trusted; * for all (default: none)"
     add(group, "forwarded-allow-ips", str, proxies, [], nargs="+")
-    add(group, "allowed-origins", str, "web pages from there may call the server; * is all", [], nargs="+")
+    add(group, "allowed-origins", str, "origins of web pages that may call the server; * for all", [], nargs="+")
 
 
 def add(group: Any, name: str, kind: Any, text: str, default: Any = None, **others: Any) -> None:
-    """`--name`, kept as `server_name`: the engine has options of its own."""
+    """Add the option `--name`. It is stored as `server_name`, because the engine may have an option `name`."""
     if default:
         text += f" (default: {default})"
     if "choices" not in others:
@@ -254,22 +268,26 @@ def add(group: Any, name: str, kind: Any, text: str, default: Any = None, **othe
 
 
 def flag(group: Any, name: str, text: str) -> None:
+    """Add the option `--name`, which has no value."""
     group.add_argument(f"--{name}", dest=f"server_{name.replace('-', '_')}", action="store_true", help=text)
 
 
 def positive(text: str) -> int:
+    """Parse an integer of at least 1."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return int(text)
 
 
 def seconds(text: str) -> float:
+    """Parse a finite number of at least 0."""
     if not 0 <= float(text) < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
     return float(text)
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
+    """Return the server's options. Raises ValueError if they are invalid."""
     name = TINY_QWEN3.name if args.model == TINY_QWEN3 else str(args.model)
     return ServerOptions(
         model_names=tuple(args.server_served_model_name or [name]),
@@ -289,13 +307,14 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
 
 
 def root_path(text: str) -> str:
+    """Return a valid `--root-path`. Raises ValueError if it is invalid."""
     if text and (not text.startswith("/") or text.endswith("/")):
         raise ValueError(f"--root-path must begin with / and not end with it, got {text!r}")
     return text
 
 
 def tls_options(args: argparse.Namespace) -> dict[str, Any]:
-    """uvicorn's; none without a certificate."""
+    """Return uvicorn's options of HTTPS; an empty dict without a certificate. Raises ValueError."""
     names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
     given = {name: value for name in names if (value := getattr(args, f"server_{name}"))}
     if given and "ssl_certfile" not in given:
@@ -312,13 +331,14 @@ def tls_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def url_of(listening: socket.socket, scheme: str) -> str:
+    """Return a URL at which the server can be reached from this machine."""
     host, port = listening.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
     return f"{scheme}://{host}:{port}"
 
 
 def announcement(llm: AsyncLLM, options: ServerOptions, url: str) -> str:
-    """What is served, how much fits, and a command to try it."""
+    """Return the text that is printed when the server is ready: names, capacity, and a command to try it."""
     engine = llm.engine
     num_tokens, most = engine.parts.num_kv_blocks * engine.parts.block_size, engine.config.max_num_seqs
     concurrency = min(num_tokens / engine.parts.max_model_len, most)
@@ -332,7 +352,7 @@ max concurrency  {most} requests, of which {concurrency:.1f} may have {engine.pa
 
 
 def attempt(url: str, options: ServerOptions, has_chat: bool) -> str:
-    """The last line of an announcement."""
+    """Return the last line of an announcement: a command that sends a request."""
     body = {"messages": [{"role": "user", "content": QUESTION}]} if has_chat else {"prompt": QUESTION}
     key = ' -H "Authorization: Bearer $KEY"' if options.api_keys else ""
     return f"""\

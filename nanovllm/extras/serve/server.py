@@ -1,7 +1,8 @@
-"""The process: a socket, uvicorn, a model that loads while the socket listens, and a graceful shutdown.
+"""Run the server's process: load the model while the socket already listens, serve, and shut down gracefully.
 
-SIGTERM or SIGINT drains: new requests are refused with 503, those in progress finish, and the process exits with 0.
-After `drain_timeout_s`, or at a second signal, what is unfinished is aborted: its clients get what there is.
+At SIGTERM or SIGINT the server drains: it refuses new requests with 503, requests in progress finish, and the process
+exits with status 0. After `drain_timeout_s`, or at a second signal, unfinished requests are aborted, and their clients
+get the tokens computed so far.
 """
 
 import asyncio
@@ -27,25 +28,25 @@ from nanovllm.extras.serve.state import Server
 
 logger = logging.getLogger(__name__)
 
-CLOSE_S = 5  # after draining, open connections have this long to take their last bytes
-SILENCE_S = 30  # after this silence the kernel asks a client whether it is there
-PATIENCE_S = 60  # a client that has confirmed nothing for this long has gone
-HEAD_S = 10  # from a request's first byte, or the connection's begin, to the end of its headers
-BODY_S = 60  # from there to the end of its body
-REFUSAL = "this is no valid HTTP/1.1 request, or its headers are too large"
+CLOSE_S = 5  # time after draining for open connections to send their last bytes
+SILENCE_S = 30  # idle time after which the kernel sends a keepalive probe to the client
+PATIENCE_S = 60  # a client that acknowledges nothing for this long is considered gone
+HEAD_S = 10  # limit from the request's first byte, or the start of the connection, to the end of the headers
+BODY_S = 60  # limit from the end of the headers to the end of the body
+REFUSAL = "this is not a valid HTTP/1.1 request, or its headers are too large"
 TOO_SLOW = "the request has not arrived within {} s"
 
 
 class HTTPProtocol(H11Protocol):
-    """One connection. Refuses bytes that are not HTTP, and requests that take too long to arrive, in the form of all
-    other errors.
+    """One connection. It refuses bytes that are not HTTP, and requests that arrive too slowly, with an error in JSON.
 
-    uvicorn's parser refuses bytes before the application sees them; it has a time limit only between two requests.
+    uvicorn's parser refuses invalid bytes itself, before the application sees them, and in another form. uvicorn has a
+    time limit only between two requests.
     """
 
     timer: asyncio.TimerHandle | None = None
     timed: Any = None
-    """The state of the parser that the timer is for. No byte prolongs it."""
+    """The parser's state that the timer limits. Arriving bytes do not restart the timer."""
     is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -62,7 +63,7 @@ class HTTPProtocol(H11Protocol):
         self._cancel_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """Called by the parser; its `msg` says only that the request is invalid."""
+        """Refuse the request. The parser calls this; its `msg` says only that the request is invalid."""
         self._refuse(APIError(400, REFUSAL))
 
     def _set_timer(self) -> None:
@@ -81,20 +82,23 @@ class HTTPProtocol(H11Protocol):
             self.timer = None
 
     def _refuse(self, error: APIError) -> None:
-        """Answer, read for a while what is still sent, and close: to close at once could take the answer back."""
+        """Send the error, read the client's remaining bytes for a while, and close the connection.
+
+        If the connection were closed while bytes arrive, it would be reset, and the client could lose the answer.
+        """
         self._cancel_timer()
         self._unset_keepalive_if_required()
         self.is_refused = True
         if self.transport.is_closing():
             return
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.close()  # in the middle of an answer, or behind it, there is no place for an error
+            self.transport.close()  # an answer has begun, so an error can no longer be sent
             return
         body = json.dumps(error.body()).encode()
         head = f"HTTP/1.1 {error.status_code} {HTTPStatus(error.status_code).phrase}\r\n"
         head += f"Content-Type: application/json\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         self.transport.write(head.encode() + body)
-        if self.cycle is not None:  # what waits for the rest of the request ends
+        if self.cycle is not None:  # end the task that waits for the rest of the request
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.flow.resume_reading()
@@ -104,7 +108,7 @@ class HTTPProtocol(H11Protocol):
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server with a start and an end of its own."""
+    """uvicorn's server, which loads the model after it has started, and drains at a signal."""
 
     def __init__(self, app: FastAPI) -> None:
         proxies = list(app.state.server.options.forwarded_allow_ips)
@@ -127,7 +131,7 @@ class DrainingServer(uvicorn.Server):
         self._must_hurry = asyncio.Event()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called at a signal: the first begins to drain, the second ends at once."""
+        """Handle a signal: the first starts to drain, the second ends the server immediately."""
         (self._must_hurry if self._must_end.is_set() else self._must_end).set()
 
     async def run_until_signal(
@@ -137,9 +141,11 @@ class DrainingServer(uvicorn.Server):
         announce: Callable[[AsyncLLM], None],
         abandon: Callable[[], None] = lambda: None,
     ) -> None:
-        """`load` takes its time in a thread, `announce` is called when it is done. Raises what `load` raises.
+        """Serve until a signal arrives, then drain. Raises the errors of `load`.
 
-        abandon: called at a signal while `load` runs; unless it ends the process, loading ends first.
+        load: loads the engine; it runs in a thread while the socket already listens.
+        announce: called when the engine is loaded.
+        abandon: called at a signal while `load` runs. If it does not end the process, the server waits for `load`.
         """
         serving = asyncio.create_task(self.serve([listening]))
         ending = asyncio.create_task(self._must_end.wait())
@@ -160,7 +166,7 @@ class DrainingServer(uvicorn.Server):
             ending.cancel()
 
     async def _drain(self, llm: AsyncLLM) -> None:
-        """Refuse new requests, wait for those in progress, and abort the rest in the end."""
+        """Refuse new requests, wait for those in progress, and abort those that take too long."""
         self.state.is_draining = True
         logger.info("draining: %d requests in progress", self.state.num_in_progress)
         loop = asyncio.get_running_loop()
@@ -170,15 +176,15 @@ class DrainingServer(uvicorn.Server):
         if self.state.num_in_progress:
             logger.warning("%d requests are aborted", self.state.num_in_progress)
             await llm.abort_all()
-            await asyncio.sleep(0.2)  # their clients get what there is
+            await asyncio.sleep(0.2)  # so that their clients get the tokens computed so far
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections; port 0 is any free one. Raises OSError."""
+    """Return a socket that accepts connections. Port 0 selects a free port. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # accepted connections inherit these: a client that has vanished silently is noticed
+    # accepted connections inherit these options, which detect clients that vanish without closing
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform == "linux":
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S)

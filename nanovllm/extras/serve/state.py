@@ -1,6 +1,6 @@
-"""What all routes share: the engine, once it is loaded, the names it is served by, and what is in progress.
+"""Hold the state that all routes share: the engine, the options, and the requests in progress.
 
-Nothing is global: `make_app` puts one `Server` into the application's state, and routes take it from there.
+There are no global variables: `make_app` puts one `Server` into the application's state, and the routes read it there.
 """
 
 import time
@@ -24,55 +24,58 @@ RETRY_LATER = {"Retry-After": "5"}
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The server's options of `nanovllm serve`, beside the engine's."""
+    """The options of `nanovllm serve` that are not the engine's."""
 
     model_names: tuple[str, ...]
-    """The first is the name in answers; requests may use any."""
+    """The names that requests may use. Answers have the first one."""
     api_keys: tuple[str, ...] = ()
-    """Without keys every request is let in."""
+    """The allowed keys. If empty, requests need no key."""
     max_request_bytes: int = 16 * 2**20
     max_requests_per_minute: int | None = None
-    """Of each key, or of each address where there are no keys: for IPv6, of each /64."""
+    """The limit for each key, or for each address if there are no keys (for IPv6, for each /64)."""
     max_choices: int = 1024
-    """Completions of one request: its prompts times `n`."""
+    """The maximum number of completions of one request: its prompts times `n`."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages of these origins may call the server (CORS)."""
     drain_timeout_s: float = 60.0
-    """After SIGTERM, requests in progress have this long to finish."""
+    """The time in seconds that requests in progress have to finish after SIGTERM."""
     root_path: str = ""
-    """The path under which a proxy serves all of this."""
+    """The path under which a proxy serves this application."""
     log_requests: bool = True
     """Whether the log has a line for each request."""
     parsers: Parsers = Parsers()
-    """How the model writes thoughts and calls."""
+    """The parsers of the model's reasoning and tool calls."""
     tls: Mapping[str, Any] = field(default_factory=dict)
     """uvicorn's `ssl_keyfile`, `ssl_certfile`, `ssl_ca_certs`, `ssl_cert_reqs`; empty for plain HTTP."""
     max_request_values: int = 2**19
-    """Numbers, texts, lists and objects of a body, and tokens of its prompts."""
+    """The maximum number of JSON values (numbers, texts, lists, objects) of a body, and of tokens of its prompts."""
     forwarded_allow_ips: tuple[str, ...] = ()
-    """Addresses or networks of proxies: what they say of a client's address is believed."""
+    """Addresses or networks of proxies whose headers about the client's address are trusted."""
 
 
 @dataclass
 class Server:
+    """The state of one server: the engine, its limits, and the requests in progress."""
+
     options: ServerOptions
     metrics: Metrics
     llm: AsyncLLM | None = None
     """None until the model is loaded."""
     bounds: Bounds = field(init=False)
-    """Of requests to this model; there are none until it is loaded."""
+    """The limits of requests to this model. Set when the model is loaded."""
     token_bytes: TokenBytes = field(init=False)
-    """Of this model's tokenizer."""
+    """The bytes of the tokens of this model's tokenizer. Set when the model is loaded."""
     workers: Workers = field(default_factory=Workers)
     is_draining: bool = False
     num_in_progress: int = 0
     """Requests that the engine has not finished."""
     body_bytes: Counter[str] = field(default_factory=Counter)
-    """By caller, of the large bodies that have not been parsed."""
+    """Caller -> number of bytes of its large bodies that have not been parsed."""
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def model_name(self) -> str:
+        """The name of the model in answers."""
         return self.options.model_names[0]
 
     @property
@@ -80,7 +83,7 @@ class Server:
         return self.llm is None
 
     def check_ready(self) -> AsyncLLM:
-        """The engine; raises APIError 503 while it is loading or draining, EngineDeadError if it is dead."""
+        """Return the engine. Raises APIError 503 while it loads or drains, EngineDeadError if it is dead."""
         if self.llm is None:
             raise APIError(503, "the model is being loaded; try again soon", code="loading", headers=RETRY_LATER)
         if self.is_draining:
@@ -89,26 +92,29 @@ class Server:
         return self.llm
 
     def check_model(self, name: str | None) -> None:
+        """Raise APIError 404 if `name` is not a name of the model."""
         if name is not None and name not in self.options.model_names:
             served = ", ".join(self.options.model_names)
-            raise APIError(404, f"there is no model {name!r}; this server has {served}", "model", "model_not_found")
+            raise APIError(404, f"unknown model {name!r}; this server has {served}", "model", "model_not_found")
 
 
-# coroutines, because FastAPI runs plain functions in another thread, at each request
+# these are coroutines because FastAPI would run plain functions in another thread, for each request
 
 
 async def get_server(request: Request) -> Server:
+    """Return the server of a request's application."""
     server: Server = request.app.state.server
     return server
 
 
 async def get_ready_server(request: Request) -> Server:
+    """Return the server. Raises APIError or EngineDeadError if its engine is not ready."""
     server = await get_server(request)
     server.check_ready()
     return server
 
 
 AnyServer = Annotated[Server, Depends(get_server)]
-"""A route's parameter of this type is the server."""
+"""The type of a route's parameter that gets the server."""
 ReadyServer = Annotated[Server, Depends(get_ready_server)]
-"""The same, and its engine is ready."""
+"""The type of a route's parameter that gets the server if its engine is ready."""

@@ -1,8 +1,8 @@
-"""Answers that take time: sent whole, or event by event, and aborted when the client goes away.
+"""Send the answers of generations, whole or event by event. Abort a generation if its client disconnects.
 
-Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html. Each event is `data: JSON` and a
-blank line; the last is `data: [DONE]`. Starlette's `StreamingResponse` sends them. `sse-starlette` 3.7 is not used: a
-write takes 1.5 times the processor time, and it takes over `uvicorn`'s signals.
+Streams are server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html. Each event is
+`data: JSON` and a blank line; the last event is `data: [DONE]`. Starlette's `StreamingResponse` sends them.
+`sse-starlette` 3.7 is not used: it takes 1.5 times the processor time, and replaces uvicorn's signal handlers.
 """
 
 import json
@@ -23,23 +23,23 @@ from nanovllm.extras.serve.workers import Check, ClientGone, unless_client_leave
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
-LONG_ANSWER = 4096  # tokens and log-probabilities, or values of JSON in events; more are written in a thread
-PIECE = 1000  # values of JSON that are written together
+LONG_ANSWER = 4096  # tokens and log-probabilities, or JSON values of events; longer answers are encoded in a thread
+PIECE = 1000  # JSON values that are encoded at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A value whose JSON is there already, in ASCII. `encode` knows it only if it is given a `check`."""
+    """A value that is already encoded as JSON in ASCII. `encode` accepts it only with a `check`."""
 
     json: bytes
 
 
 def go_on() -> None:
-    """A check that lets all work be done."""
+    """Do nothing: a check that never stops the work."""
 
 
 async def answer_whole(request: Request, generation: Generation, make_answer: Callable[[], dict[str, Any]]) -> Response:
-    """Wait for a generation, then send what `make_answer` makes of it."""
+    """Wait for a generation, then return the response with the JSON of `make_answer()`."""
 
     async def finish_and_write() -> bytes:
         await generation.finish()
@@ -56,25 +56,28 @@ async def answer_whole(request: Request, generation: Generation, make_answer: Ca
 
 
 class JSON(Response):
-    """In pure ASCII, so that any text can be sent."""
+    """A response with JSON in pure ASCII, so that any text can be sent."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
+        """Return the JSON of `content`."""
         return encode(content)
 
 
 class EventStream(StreamingResponse):
-    """Sends the events that `chunks` yields, several JSON values at a time, while the client is there.
+    """Sends the JSON values of `chunks` as events, until the client disconnects.
 
-    A generator makes its values from the new tokens, in a thread if those are many. Where events repeat what earlier
-    ones have told, a few tokens may make long ones: they are made in the event loop, and written in a thread.
+    Each item of `chunks` is an iterable of JSON values. If there are many new tokens, it is iterated and encoded in a
+    thread. If events repeat earlier ones (`repeats`), a few new tokens may give long events: then the values are made
+    in the event loop, and encoded in a thread.
 
-    A slow client makes Starlette's `send` wait; outputs that come meanwhile merge in the generation's inbox.
+    A slow client makes Starlette's `send` wait. The outputs that arrive meanwhile merge in the generation's inbox.
     """
 
     media_type = "text/event-stream"
     repeats = False
+    """Whether events may repeat the contents of earlier events."""
 
     def __init__(self, generation: Generation, chunks: AsyncIterator[Iterable[dict[str, Any]]]) -> None:
         super().__init__(self._events(chunks), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -83,7 +86,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._caller = scope["state"]["caller"]
-        try:  # by itself, StreamingResponse may notice only at its next write that the client has gone
+        try:  # StreamingResponse itself may notice only at its next write that the client has gone
             await unless_client_leaves(receive, self.stream_response(send))
         except ClientGone:
             pass
@@ -91,10 +94,11 @@ class EventStream(StreamingResponse):
             self._generation.close()
 
     def encode(self, value: dict[str, Any], check: Check | None = None) -> bytes:
+        """Return the event with a JSON value."""
         return to_event(value, check)
 
     def encode_end(self, error: Exception | None) -> bytes:
-        """The end of the stream; an error after its status has been sent is an event."""
+        """Return the end of the stream. An error is sent as an event, because the status has already been sent."""
         return (b"" if error is None else to_event(as_api_error(error).body())) + DONE
 
     async def _events(self, chunks: AsyncIterator[Iterable[dict[str, Any]]]) -> AsyncIterator[bytes]:
@@ -102,7 +106,7 @@ class EventStream(StreamingResponse):
         try:
             async for values in chunks:
                 body += await self._write(values)
-                if body and not self._generation.is_read:  # the last events leave with the end: a write costs the most
+                if body and not self._generation.is_read:  # send the last events with the end: writes are expensive
                     yield body
                     body = b""
         except Exception as error:
@@ -121,19 +125,20 @@ class EventStream(StreamingResponse):
 
 
 def to_event(value: Any, check: Check | None = None) -> bytes:
+    """Return the server-sent event with the JSON of `value`."""
     return b"data: " + encode(value, check) + b"\n\n"
 
 
-ENCODER = json.JSONEncoder(separators=(",", ":"))  # `json.dumps` would make one for each chunk
+ENCODER = json.JSONEncoder(separators=(",", ":"))  # `json.dumps` would create one for each chunk
 
 
 def encode(value: Any, check: Check | None = None) -> bytes:
-    """JSON. With `check` it is written in pieces, since the encoder does not let other threads in."""
+    """Return the JSON of `value`. With `check` it is encoded in pieces, since the encoder blocks other threads."""
     return ENCODER.encode(value).encode("ascii") if check is None else b"".join(pieces_of(value, check))
 
 
 def pieces_of(value: Any, check: Check) -> Iterator[bytes]:
-    """The JSON of `value`, at most `PIECE` values at a time."""
+    """Yield the JSON of `value`, at most `PIECE` values at a time."""
     check()
     if isinstance(value, Written):
         yield value.json
@@ -152,7 +157,7 @@ def pieces_of(value: Any, check: Check) -> Iterator[bytes]:
 
 
 def is_short(value: Any, most: int, is_plain: bool = False) -> bool:
-    """Whether it holds at most `most` values; with `is_plain`, none of which is `Written`."""
+    """Return whether `value` contains at most `most` JSON values and, with `is_plain`, no `Written`."""
     left, num_values = [value], 0
     while left and num_values < most:
         one, num_values = left.pop(), num_values + 1

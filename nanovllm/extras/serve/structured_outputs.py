@@ -1,10 +1,10 @@
-"""From a request's fields to one `StructuredOutputsParams`, which the engine then forces upon the answer.
+"""Convert a request's fields to one `StructuredOutputsParams`, which constrains the answer.
 
     response_format, structured_outputs     the form itself
-    tool_choice "required", or a name       calls of these tools, as `parsers/` read them
+    tool_choice "required", or a name       calls of these tools, in the format that `parsers/` parse
     tools, and a response_format            either such calls, or the format
 
-A form that cannot be compiled is a 400 that names the field and gives the reason.
+A form that cannot be compiled is answered with status 400, the name of the field and the reason.
 """
 
 import json
@@ -22,13 +22,16 @@ from nanovllm.extras.structured.compiler import JSON_OPTIONS
 from nanovllm.extras.structured.structured_params import StructuredOutputsParams
 
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
-"""How arguments are spelled: as by Python's `json.dumps`, because models have learned that."""
+"""The format of arguments: that of Python's `json.dumps`, because models were trained with it."""
 
 
 async def compile_structured_outputs(
     run: Callable[..., Awaitable[Any]], engine: LLMEngine, body: GenerationRequest, parsers: Parsers
 ) -> StructuredOutputsParams | None:
-    """The form of the answer, compiled in a thread by `Workers.run`; None if any text will do."""
+    """Compile the form of the answer in a thread and return it; None if the answer is not constrained.
+
+    run: `Workers.run` for the request.
+    """
     _, must_call = callable_functions(body)
     if body.structured_outputs is None and body.response_format is None and not must_call:
         return None
@@ -37,6 +40,7 @@ async def compile_structured_outputs(
 
 
 def compile_form(engine: LLMEngine, body: GenerationRequest, parsers: Parsers) -> StructuredOutputsParams | None:
+    """Compile the form of the answer and return it. Raises APIError 400 if it cannot be compiled."""
     field, params = params_of(body, parsers)
     if params is not None:
         check_form(field, params)
@@ -49,12 +53,12 @@ def compile_form(engine: LLMEngine, body: GenerationRequest, parsers: Parsers) -
 
 
 def check_form(field: str, params: StructuredOutputsParams) -> None:
-    """The size of what is compiled. Compiled, it can be 500 times as large."""
+    """Raise APIError 400 if a form is too large: a compiled form can be 500 times as large."""
     check_chars(field, [params.json, params.regex, params.grammar, *(params.choice or ())])
 
 
 def check_chars(field: str, forms: Iterable[str | Mapping[str, Any] | None]) -> None:
-    """Texts and schemas together."""
+    """Raise APIError 400 if texts and schemas together have more than `MAX_FORM` characters."""
     texts = [form if isinstance(form, str) else json.dumps(form) for form in forms if form is not None]
     num_chars = sum(map(len, texts))
     if num_chars > MAX_FORM:
@@ -62,7 +66,7 @@ def check_chars(field: str, forms: Iterable[str | Mapping[str, Any] | None]) -> 
 
 
 def params_of(body: GenerationRequest, parsers: Parsers) -> tuple[str, StructuredOutputsParams | None]:
-    """The field that asks for a form, and the form. Raises APIError 400 for fields that exclude each other."""
+    """Return the field that constrains the answer, and its form. Raises APIError 400 if fields exclude each other."""
     own = own_params(body)
     schema = None if body.response_format is None else schema_of(body.response_format)
     functions, is_call = callable_functions(body)
@@ -75,13 +79,14 @@ def params_of(body: GenerationRequest, parsers: Parsers) -> tuple[str, Structure
     if is_call or (functions and schema is not None):
         assert isinstance(body, ChatCompletionRequest)
         spelling = parsers.for_request(body).spelling or Hermes.spelling
-        check_chars("tools", [*(one.parameters for one in functions), schema])  # before much is made of them
+        check_chars("tools", [*(one.parameters for one in functions), schema])  # before they need much memory
         grammar = call_grammar(functions, spelling, body.has_one_call, None if is_call else schema)
         return "tools", StructuredOutputsParams(grammar=grammar)
     return "response_format", None if schema is None else StructuredOutputsParams(json=schema)
 
 
 def own_params(body: GenerationRequest) -> StructuredOutputsParams | None:
+    """Return the parameters of the field `structured_outputs`; None if it is missing."""
     if body.structured_outputs is None:
         return None
     with refuse("structured_outputs"):
@@ -89,23 +94,26 @@ def own_params(body: GenerationRequest) -> StructuredOutputsParams | None:
 
 
 def schema_of(response_format: ResponseFormat) -> dict[str, Any] | None:
-    """None for plain text."""
+    """Return the JSON schema of a `response_format`; None for plain text."""
     if response_format.json_schema is not None:
         return response_format.json_schema.schema_
     return {"type": "object"} if response_format.type == "json_object" else None
 
 
 def callable_functions(body: GenerationRequest) -> tuple[list[Function], bool]:
-    """The functions that the answer may call, and whether it must call one."""
+    """Return the functions that the answer may call, and whether it must call one of them."""
     if not isinstance(body, ChatCompletionRequest):
         return [], False
     return [tool.function for tool in body.callable_tools], body.must_call
 
 
 def call_grammar(functions: Iterable[Function], spelling: Spelling, is_one: bool, schema: dict[str, Any] | None) -> str:
-    """One call of the functions or several, in Lark's syntax; or, with a schema, JSON that fits it.
+    """Return a grammar in Lark's syntax for one or several calls of the functions.
 
-    The schema of each function's arguments is a document of its own, so its references find their definitions.
+    is_one: whether to allow only one call.
+    schema: if given, the grammar also allows JSON that conforms to it, instead of calls.
+
+    The schema of each function's arguments is embedded as a separate document, so that its references resolve.
     """
     calls = [spell_call(one, spelling) for one in functions]
     begin, between, end = (
@@ -120,14 +128,14 @@ def call_grammar(functions: Iterable[Function], spelling: Spelling, is_one: bool
 
 
 def spell_call(function: Function, spelling: Spelling) -> str:
-    """What a call of the function looks like."""
+    """Return the rule of the grammar for a call of the function."""
     head = json.dumps(spelling.head.replace("NAME", function.name), ensure_ascii=False)
     arguments = spell(function.parameters or {"type": "object"}, SPACED)
     return f"{head} {arguments} {json.dumps(spelling.tail, ensure_ascii=False)}"
 
 
 def spell(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
-    """A schema within a grammar, with closed objects."""
+    """Return the rule of the grammar for a JSON schema, with its objects closed (`closed_objects.py`)."""
     try:
         checked = json.loads(closed_text(schema))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The bytes of a single token, which may be half a character: a client puts texts together by them.
+"""Find the bytes of a single token. A token may be a part of a character, so clients need the bytes to join tokens.
 
 é in two tokens      "Ã" "©" in a byte-level vocabulary        [195] [169]
                      "<0xC3>" "<0xA9>" in SentencePiece's      [195] [169]
@@ -17,20 +17,21 @@ MAX_KEPT = 2**14  # tokens
 
 
 class TokenBytes:
-    """How a tokenizer spells bytes in its vocabulary, told by its decoder.
+    """Returns the bytes of tokens. The tokenizer's decoder shows how its vocabulary represents bytes.
 
-    `text_of(token_id)` is the text of a token by itself; `json_of(token_id)` this text and the bytes as JSON.
+    `text_of(token_id)` returns the text of a token by itself. `json_of(token_id)` returns this text and the bytes, each
+    as JSON.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._added = getattr(tokenizer, "added_tokens_decoder", {})  # id -> AddedToken, which is spelled as it is
+        self._added = getattr(tokenizer, "added_tokens_decoder", {})  # id -> AddedToken, whose text is its content
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         state = b"" if decoder is None else decoder.__getstate__()  # JSON
         self._is_byte_level = b'"ByteLevel"' in state
         self._has_spaces = SPACE.encode() in state
         self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()} if self._is_byte_level else {}
-        # likely tokens are asked for again and again, and their spelling takes ten times as long as their look-up
+        # likely tokens are requested repeatedly, and encoding them takes ten times as long as the look-up
         self.text_of = lru_cache(MAX_KEPT)(self._find_text)
         self.json_of = lru_cache(MAX_KEPT)(self._write)
 
@@ -42,7 +43,7 @@ class TokenBytes:
         return json.dumps(text), json.dumps(list(self.of(token_id, text)), separators=(",", ":"))
 
     def of(self, token_id: int, text: str) -> bytes:
-        """text: of the token by itself, for vocabularies of another kind."""
+        """Return the bytes of a token. text: the token's text by itself, used for other kinds of vocabularies."""
         if self._tokenizer is None or token_id in self._added:
             return text.encode("utf-8", "replace")
         piece = self._tokenizer.convert_ids_to_tokens(token_id)

@@ -1,9 +1,9 @@
-"""`nanovllm serve --ui`: the page of recordings shows the running server, with a chat box.
+"""Serve the page of `nanovllm serve --ui`: it shows the steps of the running server, and has a chat box.
 
-    engine's thread ─Recorder→ LiveLines ─follow→ /ui/events → the page, in as many browsers as watch
+    engine's thread ─Recorder→ LiveLines ─follow→ /ui/events → the page, in any number of browsers
 
-The page holds no data, so it needs no key. Its stream of events does, where the server has keys: the page reads it with
-`fetch`, which can send the key, and submits chats as any client does.
+The page contains no data, so it needs no key. If the server has keys, the stream of events needs one: the page reads
+the stream with `fetch`, which can send the key, and sends chats as any client does.
 """
 
 import asyncio
@@ -25,17 +25,17 @@ HEARTBEAT = b": still here\n\n"
 
 @dataclass
 class Segment:
-    """A header of the recording, and the lines after it; `next` is set when no more come."""
+    """A header of the recording, and the lines after it. `next` is set when the segment is complete."""
 
     lines: list[str] = field(default_factory=list)
     next: "Segment | None" = None
 
 
 class LiveLines:
-    """The lines of the recording, kept until each browser has read them. A `Sink` of the recorder.
+    """A `Sink` of the recorder that keeps the newest lines of the recording for the browsers.
 
-    Lines are kept in segments of `max_lines`. Each begins with a header, so a new reader begins at the newest. A slow
-    reader skips to it too, so old segments are given up, and the memory is bounded.
+    Lines are kept in segments of about `max_lines`. Each segment begins with a header, so a new reader begins at the
+    newest segment. A slow reader skips to it too, so that old segments can be freed and the memory is bounded.
     """
 
     def __init__(self, max_lines: int = MAX_LINES) -> None:
@@ -49,19 +49,22 @@ class LiveLines:
 
     @property
     def is_full(self) -> bool:
+        """Whether the recorder should begin a new segment."""
         return len(self._newest.lines) > self._max_lines
 
     def begin(self, line: str) -> None:
-        """`line` is a header."""
+        """Start a new segment with a header line."""
         before, self._newest = self._newest, Segment([line])
         before.next = self._newest
         self._wake()
 
     def write(self, line: str) -> None:
+        """Append a line to the newest segment."""
         self._newest.lines.append(line)
         self._wake()
 
     def close(self) -> None:
+        """End the streams of all readers."""
         self._is_closed = True
         self._wake()
 
@@ -74,9 +77,10 @@ class LiveLines:
     # ---- in the event loop of a reader
 
     async def follow(self) -> AsyncGenerator[list[str], None]:
-        """Lines as they come, a header first; [] when none has come for a while. Ends when the engine does.
+        """Yield lines as they arrive, a header first; yield [] if no line has arrived for a while.
 
-        A later header repeats the state so far. Readers that skipped lines restart from it.
+        A later header repeats the state so far. Readers that skipped lines restart from it. The iterator ends when the
+        engine ends.
         """
         event = asyncio.Event()
         with self._lock:
@@ -104,7 +108,7 @@ class LiveLines:
 
 
 def make_router(live: LiveLines) -> APIRouter:
-    """The routes of the page over `live`, to which the engine's recorder writes."""
+    """Return the routes of the page. live: the lines that the engine's recorder writes."""
     router = APIRouter(include_in_schema=False)
     page = make_page([], is_live=True)
 
@@ -114,12 +118,13 @@ def make_router(live: LiveLines) -> APIRouter:
 
     @router.get("/ui/events")
     async def follow(server: ReadyServer) -> Response:
-        """The lines of the recording as server-sent events, from the newest header on."""
+        """Stream the lines of the recording as server-sent events, beginning with the newest header."""
         return StreamingResponse(stream(live), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     return router
 
 
 async def stream(live: LiveLines) -> AsyncIterator[bytes]:
+    """Yield the lines as server-sent events, and a comment if no line has arrived for a while."""
     async for lines in live.follow():
         yield b"".join(f"data: {line}\n\n".encode() for line in lines) or HEARTBEAT

@@ -1,12 +1,12 @@
-"""What takes long is done in threads beside the event loop: few at a time, few waiting, none for clients that left.
+"""Run long work in a few threads, so that the event loop stays responsive. Stop it if the client leaves.
 
-What a body of more than `LONG_BODY` bytes asks for is done here, and for shorter ones at once, in the event loop. The
-threads share Python's lock with the loop and the engine, so what runs here is bounded first (`bounds.py`), or is a
-library's work outside of the lock: the tokenizer's, the grammar compiler's, NumPy's.
+The work for a body of more than `LONG_BODY` bytes runs in a thread; for shorter bodies it runs directly in the event
+loop. The threads share Python's global interpreter lock with the event loop and the engine. So the work is either
+limited first (`bounds.py`), or done by a library without the lock: the tokenizer, the grammar compiler, NumPy.
 
-Callers take turns: one that has much work waiting delays each turn of another by one piece of work.
+Callers take turns, so a caller with much waiting work delays each turn of another caller by only one piece of work.
 
-    waiting   A: a1 a2 a3 a4    B: b1        begun in the order a1 b1 a2 a3 a4
+    waiting   A: a1 a2 a3 a4    B: b1        started in the order a1 b1 a2 a3 a4
 """
 
 import asyncio
@@ -27,26 +27,26 @@ from nanovllm.extras.serve.inbox import call_in_loop
 
 T = TypeVar("T")
 Check = Callable[[], None]
-"""Called between two pieces of work; raises ClientGone when nobody waits for the result any more."""
+"""A function to call between two pieces of work. It raises ClientGone if the client no longer waits for the result."""
 
 LONG_BODY = 4096  # bytes
-MAX_WAITING = 512  # requests that wait for a thread: many clients may come at once
+MAX_WAITING = 512  # requests that wait for a thread; a burst of many clients must fit
 TRIM_S = 0.1
 SHORT_TURN_S = 0.0005
-"""While there is work here: how long a thread may compute in Python when another waits to. A step asks for Python's
-lock after each of some 30 kernels: beside a thread that computes, Python's own 5 ms made a step of 2 ms take 150."""
+"""The interpreter's switch interval in seconds while a worker thread is busy. A step acquires the interpreter lock
+after each of about 30 kernels: with Python's default of 5 ms, a step of 2 ms took 150 ms next to a busy thread."""
 
 
 class ClientGone(Exception):
-    """The client has closed the connection."""
+    """Raised when the client has closed the connection."""
 
 
 class Busy(RuntimeError):
-    """`MAX_WAITING` requests wait already."""
+    """Raised when `MAX_WAITING` requests are already waiting."""
 
 
 class Workers:
-    """One for each server."""
+    """The threads of one server."""
 
     def __init__(self) -> None:
         num_threads = max(1, (os.cpu_count() or 1) // 4)
@@ -57,24 +57,27 @@ class Workers:
         self._usual_turn_s = sys.getswitchinterval()
 
     def trim_soon(self) -> None:
-        """Give free memory back to the system: glibc keeps what large texts took. Calls meanwhile do it once."""
+        """Return free memory to the system soon, once for all calls until then. glibc keeps memory of large texts."""
         if not self._is_trim_due:
             self._is_trim_due = True
             asyncio.get_running_loop().call_later(TRIM_S, self._pool.submit, self._trim)
 
     async def run(self, request: Request, function: Callable[[Check], T], is_long: bool | None = None) -> T:
-        """`function(check)`: in a thread if it is long; by default, if the body is. Raises Busy, ClientGone."""
+        """Return `function(check)`, computed in a thread if it is long. Raises Busy, ClientGone.
+
+        is_long: by default, whether the body is long.
+        """
         if request.state.num_bytes <= LONG_BODY if is_long is None else not is_long:
             return function(lambda: None)
         result: T = await unless_client_leaves(request.receive, self._in_thread(request.state.caller, function))
         return result
 
     async def run_long(self, request: Request, function: Callable[[], T]) -> T:
-        """`function()` in a thread, as `run` does."""
+        """Return `function()`, computed in a thread. Raises Busy, ClientGone."""
         return await self.run(request, lambda check: function(), is_long=True)
 
     async def write(self, caller: str, function: Callable[[Check], T]) -> T:
-        """`function(check)` in a thread, for an answer: what has been computed is never refused."""
+        """Return `function(check)`, computed in a thread, to write an answer. It is never refused for too much work."""
         return await self._in_thread(caller, function, is_bounded=False)
 
     def _end(self) -> None:
@@ -82,7 +85,10 @@ class Workers:
         self._turns.end()
 
     def _count_working(self, difference: int) -> None:
-        """Turns are short only while a thread works: many switches cost a busy server throughput."""
+        """Count busy threads, and shorten the interpreter's switch interval while there is one.
+
+        A short interval all the time would reduce throughput.
+        """
         self._num_working += difference
         sys.setswitchinterval(SHORT_TURN_S if self._num_working else self._usual_turn_s)
 
@@ -101,7 +107,7 @@ class Workers:
         await self._turns.take(caller, is_bounded)
         self._count_working(1)
         working = self._pool.submit(function, check)
-        # the turn ends with the thread's work, which goes on for a while when the client leaves
+        # the turn ends when the thread has finished, which may be some time after the client has left
         working.add_done_callback(lambda _: call_in_loop(loop, self._end))
         try:
             return await asyncio.wrap_future(working)
@@ -110,17 +116,19 @@ class Workers:
 
 
 class Turns:
-    """`num_places` pieces of work at a time, begun in the rotation of their callers. For one event loop."""
+    """Limits the work to `num_places` pieces at a time, which callers start in rotation. Use it from one event loop."""
 
     def __init__(self, num_places: int) -> None:
         self._num_free = num_places
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, the next one first; no deque is empty
-        self._bounded: set[asyncio.Future[None]] = set()  # of those that wait; only they are counted and refused
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, the next one first; no empty deques
+        self._bounded: set[asyncio.Future[None]] = set()  # the waiting turns that count for MAX_WAITING
 
     async def take(self, caller: str, is_bounded: bool = True) -> None:
-        """Wait for a turn, which `end` ends. Raises Busy if too many wait, and no other caller has more of them.
+        """Wait for a turn; call `end` to end it.
 
-        A caller that has more gives a place up: its newest `take` raises Busy. One that is not bounded never does.
+        If too many turns are waiting, one of the busiest caller is refused: the newest `take` of that caller raises
+        Busy. If no other caller has more waiting turns, this call raises Busy. Turns that are not bounded are not
+        counted and never refused.
         """
         if self._num_free:
             self._num_free -= 1
@@ -137,19 +145,19 @@ class Turns:
         except asyncio.CancelledError:
             if turn in turns:
                 self._remove(caller, turn)
-            elif turn.done() and not turn.cancelled() and turn.exception() is None:  # its turn came at the same moment
+            elif turn.done() and not turn.cancelled() and turn.exception() is None:  # its turn had just begun
                 self.end()
             raise
 
     def end(self) -> None:
-        """Give the turn to the next caller."""
+        """End a turn, and give it to the next caller."""
         while self._waiting:
             caller = next(iter(self._waiting))
             turns = self._waiting[caller]
             turn = turns[0]
             self._remove(caller, turn)
             if turns:
-                self._waiting[caller] = self._waiting.pop(caller)  # behind all others
+                self._waiting[caller] = self._waiting.pop(caller)  # to the end of the rotation
             if not turn.done():
                 turn.set_result(None)
                 return
@@ -158,7 +166,7 @@ class Turns:
     def _make_room(self, caller: str) -> None:
         bounded = {one: [turn for turn in turns if turn in self._bounded] for one, turns in self._waiting.items()}
         busiest = max(bounded, key=lambda one: len(bounded[one]))
-        busy = Busy(f"{MAX_WAITING} long requests wait to be read already; try again later")
+        busy = Busy(f"{MAX_WAITING} long requests are already waiting to be read; try again later")
         if len(bounded[busiest]) <= len(bounded.get(caller, ())) + 1:
             raise busy
         newest = bounded[busiest][-1]
@@ -174,7 +182,7 @@ class Turns:
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of `work`. If the client goes away first, `work` is cancelled and ClientGone raised."""
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientGone."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(wait_for_leave(receive))
     try:
@@ -191,5 +199,6 @@ async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, Any])
 
 
 async def wait_for_leave(receive: Receive) -> None:
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

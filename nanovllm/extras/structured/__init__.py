@@ -1,5 +1,5 @@
-"""Structured output: tokens that fit a JSON schema, a regular expression, a choice or a grammar.
+"""Structured output: constrain the tokens by a JSON schema, a regular expression, a choice or a grammar.
 
-`params.py` says what a request may ask for, `compiler.py` compiles it with llguidance, `grammar.py` is the processor that
-masks the logits of a step. Read `grammar.py` first.
+`structured_params.py` defines the fields of a request, `compiler.py` compiles them with llguidance, and `grammar.py` is
+the logits processor that masks the logits of a step. Read `grammar.py` first.
 """

@@ -1,11 +1,11 @@
-"""An object that a JSON schema describes has the properties that the schema names, and no others.
+"""Close the objects of a JSON schema: they may have only the properties that the schema names.
 
-In JSON Schema, an object without `additionalProperties` may have any further property, so a model invents some until
-`max_tokens`. xgrammar closes such objects, and so does vLLM. Here `additionalProperties` is written into the schema
-before it is compiled:
+In JSON Schema, an object without `additionalProperties` may have any further property, so a model may invent properties
+until `max_tokens`. xgrammar and vLLM close such objects. Here `additionalProperties` is added to the schema before the
+schema is compiled:
 
     {"properties": {"a": …}}                            has `a` only
-    {"type": "object"}                                  any object: nothing is described
+    {"type": "object"}                                  any object, since the schema names no properties
     {"allOf": [{"properties": {"a": …}},                has `a` and `b`: schemas of the same object are closed
                {"properties": {"b": …}}]}               together, as by JSON Schema's `unevaluatedProperties`
 
@@ -19,28 +19,28 @@ from urllib.parse import unquote
 
 from nanovllm.extras.structured.structured_params import schema_text
 
-MAX_COST = 300_000  # names and characters that are looked at: combinations of combinations grow fast
+MAX_COST = 300_000  # names and characters that are examined: nested combinations of schemas grow fast
 OF_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # keywords with a schema for each name
-OF_ONE = ("additionalProperties", "items", "additionalItems")  # … with one schema
-OF_LISTS = ("prefixItems", "items")  # … with a list of them
+OF_ONE = ("additionalProperties", "items", "additionalItems")  # keywords with one schema
+OF_LISTS = ("prefixItems", "items")  # keywords with a list of schemas
 CHOICES = ("anyOf", "oneOf")
-ELSEWHERE = ("$ref", "allOf", *CHOICES, "enum", "const")  # keywords that say what a schema without a type may be
+ELSEWHERE = ("$ref", "allOf", *CHOICES, "enum", "const")  # keywords that restrict the value of a schema without a type
 
 
 class Names(NamedTuple):
-    """The properties that schemas describe."""
+    """The properties that schemas name."""
 
     names: frozenset[str] = frozenset()
     patterns: frozenset[str] = frozenset()
     is_open: bool = False
-    """Whether a schema says that there may be others."""
+    """Whether a schema explicitly allows other properties."""
 
 
 NONE = Names()
 
 
 def closed_text(schema: str | Mapping[str, Any]) -> str:
-    """A schema with closed objects, as JSON. Raises ValueError for what is not a schema."""
+    """Return a schema with closed objects, as JSON. Raises ValueError if `schema` is not a schema."""
     parsed = json.loads(schema_text(schema))
     try:
         Closer(parsed).close(parsed)
@@ -59,7 +59,11 @@ class Closer:
         self._cost = 0
 
     def close(self, schema: Any, beside: Names = NONE, path: tuple[str, ...] = ()) -> None:
-        """beside: what other schemas say of the same object. path: references that have been replaced on the way."""
+        """Close the objects of a schema and of the schemas within it.
+
+        beside: the properties that other schemas name for the same object.
+        path: the references that have been replaced on the way to this schema.
+        """
         if not isinstance(schema, dict) or id(schema) in self._seen:
             return
         self._seen.add(id(schema))
@@ -75,7 +79,11 @@ class Closer:
         self._close_inner(schema)
 
     def _close_reference(self, schema: dict[str, Any], beside: Names, path: tuple[str, ...]) -> tuple[str, ...]:
-        """Close the target. Beside other names a copy takes its place, because elsewhere the target stands alone."""
+        """Close the target of a reference, and return the new path.
+
+        If other schemas name properties of the same object, the reference is replaced by a copy of the target: the
+        target may also be referenced elsewhere without these properties.
+        """
         reference = schema["$ref"]
         others = self._union([beside, names_of(schema), *map(self._named, groups_of(schema))])
         if others == NONE or reference in path:
@@ -90,7 +98,7 @@ class Closer:
         return (*path, reference)
 
     def _close_own(self, schema: dict[str, Any], beside: Names, parts: Names) -> None:
-        """parts: what the schema's own parts say of the same object."""
+        """Close the object of the schema itself. parts: the properties that the schema's own parts name for it."""
         is_given, rest = "unevaluatedProperties" in schema, schema.pop("unevaluatedProperties", False)
         if "additionalProperties" in schema:
             return
@@ -106,7 +114,7 @@ class Closer:
                 schema.setdefault("type", "object")
 
     def _close_inner(self, schema: dict[str, Any]) -> None:
-        """The schemas of members and items."""
+        """Close the schemas of members and items."""
         for keyword in OF_NAMES:
             inner = schema.get(keyword)
             for one in inner.values() if isinstance(inner, dict) else ():
@@ -118,7 +126,7 @@ class Closer:
                 self.close(one)
 
     def _named(self, schemas: Iterable[Any], path: tuple[str, ...] = ()) -> Names:
-        """What schemas say of an object, and all parts of them."""
+        """Return the properties that schemas, including all their parts, name for an object."""
         found = []
         for schema in schemas:
             if not isinstance(schema, dict):
@@ -145,26 +153,29 @@ class Closer:
 
 
 def union(several: Iterable[Names]) -> Names:
+    """Return the properties that any of `several` names."""
     names, patterns, is_open = zip(NONE, *several, strict=True)
     return Names(frozenset().union(*names), frozenset().union(*patterns), any(is_open))
 
 
 def listed(schema: dict[str, Any], keyword: str) -> list[Any]:
+    """Return the list of a keyword; an empty list if there is none."""
     value = schema.get(keyword)
     return value if isinstance(value, list) else []
 
 
 def groups_of(schema: dict[str, Any]) -> list[list[Any]]:
-    """Schemas for the same object: all groups hold, and of each group at least one schema."""
+    """Return groups of schemas for the same object. An object must match at least one schema of each group."""
     return [*([part] for part in listed(schema, "allOf")), *(listed(schema, keyword) for keyword in CHOICES)]
 
 
 def describes(schema: dict[str, Any]) -> bool:
+    """Return whether the schema itself names properties."""
     return isinstance(schema.get("properties"), dict) or isinstance(schema.get("patternProperties"), dict)
 
 
 def names_of(schema: dict[str, Any]) -> Names:
-    """What the schema itself says, without its parts."""
+    """Return the properties that the schema itself names, without its parts."""
     names, patterns = schema.get("properties"), schema.get("patternProperties")
     rest = schema.get("additionalProperties", schema.get("unevaluatedProperties", False))
     return Names(
@@ -175,7 +186,7 @@ def names_of(schema: dict[str, Any]) -> Names:
 
 
 def look_up(root: Any, reference: str) -> Any:
-    """What a reference such as `#/$defs/City` names; None for other forms, which the compiler knows or refuses."""
+    """Return the target of a reference such as `#/$defs/City`; None for other forms, which are left to the compiler."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     for key in unquote(reference).split("/")[1:]:

@@ -1,8 +1,9 @@
-"""A schema, expression or grammar becomes a `Grammar`, by llguidance (https://github.com/guidance-ai/llguidance).
+"""Compile a schema, expression or grammar to a `Grammar` with llguidance (https://github.com/guidance-ai/llguidance).
 
-llguidance is a parser over bytes and a trie of the tokenizer's tokens: it finds the tokens that may come next without
-a table for each state of the grammar, so a compilation takes about a millisecond (`docs/structured_outputs.md` has
-figures). Called by `input_processor.py` when a request is added: nothing is built before the first such request.
+llguidance combines a parser over bytes with a trie of the tokenizer's tokens. It finds the allowed next tokens without
+a table for each state of the grammar, so a compilation takes about a millisecond (measurements:
+`docs/structured_outputs.md`). `input_processor.py` calls the compiler when a request is added. The trie is built at the
+first such request.
 """
 
 import json
@@ -19,26 +20,28 @@ from nanovllm.extras.structured.grammar import Grammar, MaskWorker, fill_masks
 from nanovllm.extras.structured.structured_params import StructuredOutputsParams, schema_text
 from nanovllm.extras.structured.structured_request import StructuredRequest
 
-MAX_COMPILED = 128  # compiled grammars kept, those used longest ago go first
+MAX_COMPILED = 128  # compiled grammars in the cache; the least recently used one is evicted first
 MAX_CHARS = 1 << 20
-MAX_KEPT = 1 << 18  # characters of the grammars kept, which take up to 600 bytes each
-# The library's compilers are recursive: nesting and chains of rules beyond some thousands would overflow the stack.
-MAX_NESTING = 100  # brackets open at the same time in a grammar; the library has a limit of its own for JSON
-MAX_RULES = 1000  # in a grammar, and references in a schema
-# Without a bound on white space, a model that has lost its way could write blanks for ever. `lenient` is the library's
-# name for ignoring what it does not know: never here.
+MAX_KEPT = 1 << 18  # characters of the grammars in the cache; each takes up to 600 bytes in compiled form
+# The library's compilers are recursive: thousands of nested brackets or chained rules would overflow the stack.
+MAX_NESTING = 100  # brackets open at the same time in a grammar; the library has its own limit for JSON
+MAX_RULES = 1000  # rules in a grammar, and references in a schema
+# Without a limit on white space, a model could generate blanks until `max_tokens`. `lenient` would ignore unknown
+# keywords of a schema.
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{1,32}", "lenient": False}
 
 
 class Compiled(NamedTuple):
+    """A compiled grammar in the cache."""
+
     matcher: Any
-    """At its start."""
+    """The library's matcher in its initial state."""
     num_chars: int
-    """Of the text that was compiled."""
+    """The length of the text that was compiled."""
 
 
 class GrammarCompiler:
-    """Compiles for one tokenizer and one set of end tokens. May be called from several threads.
+    """Compiles grammars for one tokenizer and one set of end tokens. It may be called from several threads.
 
     vocab_size: the model's, which may be larger than the tokenizer's.
     """
@@ -56,14 +59,17 @@ class GrammarCompiler:
         self._worker: MaskWorker | None = None
 
     def compile(self, params: StructuredOutputsParams | Mapping[str, Any]) -> Grammar:
-        """A grammar at its start. Raises ValueError for what is not one, or what this model cannot spell."""
+        """Return a grammar in its initial state.
+
+        Raises ValueError if `params` cannot be compiled, or if this model's tokens cannot form a matching text.
+        """
         params = StructuredOutputsParams.of(params)
         params.check()
         source = source_of(params)
         with self._lock:
             self._start()
             compiled = self._compiled.get(source)
-        if compiled is None:  # outside of the lock: a compilation that takes long holds nobody up
+        if compiled is None:  # outside the lock, so that a long compilation does not block other threads
             form, text, options = source
             text = checked(form, text)
             compiled = Compiled(self._make_matcher(form, text, options), len(text))
@@ -76,7 +82,7 @@ class GrammarCompiler:
             return Grammar(compiled.matcher.deep_copy(), self._eos_token_ids, self._worker)
 
     def _num_kept_chars(self) -> int:
-        """Of all but the newest."""
+        """Return the number of characters of all grammars in the cache except the newest."""
         *others, _ = self._compiled.values()
         return sum(one.num_chars for one in others)
 
@@ -105,7 +111,7 @@ class GrammarCompiler:
         self._worker = MaskWorker(pool, llguidance.LLExecutor(), -(-num_tokens // 32))
 
     def _make_matcher(self, form: str, text: str, options: str) -> Any:
-        """A matcher at its start, whose first mask has been computed."""
+        """Return a matcher in its initial state. Raises ValueError if the text is invalid, or allows no first token."""
         library = self._llguidance
         try:
             if form == "json":
@@ -132,7 +138,7 @@ class GrammarCompiler:
 
 
 def source_of(params: StructuredOutputsParams) -> tuple[str, str, str]:
-    """(form, text, options): equal for equal demands. Made anew at each look into the cache, so it does little."""
+    """Return the key of the cache, (form, text, options). It is computed for each look-up, so it must be cheap."""
     if params.json is not None or params.json_object:
         text = schema_text({"type": "object"} if params.json is None else params.json)
         return "json", text, json.dumps(whitespace_options(params))
@@ -145,15 +151,16 @@ def source_of(params: StructuredOutputsParams) -> tuple[str, str, str]:
 
 
 def checked(form: str, text: str) -> str:
-    """What is compiled for a form's text. Raises ValueError for more of it than allowed."""
+    """Return the text to compile for a form's text. Raises ValueError if it exceeds a limit."""
     check_size(form, text)
     if form == "json":
         text = closed_text(check_references(text))
-        return check_size(form, check_references(text))  # which may have copied some
+        return check_size(form, check_references(text))  # check again: closing may have copied references
     return check_grammar(text) if form == "grammar" else text
 
 
 def whitespace_options(params: StructuredOutputsParams) -> dict[str, Any]:
+    """Return the library's options for a JSON schema."""
     if params.disable_any_whitespace:
         return JSON_OPTIONS | {"whitespace_pattern": None, "whitespace_flexible": False}
     if params.whitespace_pattern is not None:
@@ -162,21 +169,23 @@ def whitespace_options(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def check_size(form: str, text: str) -> str:
+    """Return `text`. Raises ValueError if it is too long."""
     if len(text) > MAX_CHARS:
         raise ValueError(f"structured_outputs.{form} must have at most {MAX_CHARS} characters, got {len(text)}")
     return text
 
 
 def check_references(text: str) -> str:
-    """text: a schema"""
+    """Return `text`, a schema. Raises ValueError if it has too many references."""
     check_count("json", "references", text.count('"$ref"'))
     return text
 
 
 def check_grammar(text: str) -> str:
-    """The grammar without blank lines: the library's search for its syntax takes a time quadratic in their number.
+    """Return a grammar without blank lines. Raises ValueError if it has too many rules or too deep nesting.
 
-    Each rule begins a line and has a colon. Escapes may hide references of the schemas inside a grammar.
+    The library detects the syntax in a time that is quadratic in the number of blank lines. Each rule starts a line and
+    has a colon. Escapes are counted too, because they may hide references of the schemas in a grammar.
     """
     text = "\n".join(line for line in text.split("\n") if line.strip())
     num_rules = sum(":" in line for line in text.splitlines())
@@ -191,5 +200,6 @@ def check_grammar(text: str) -> str:
 
 
 def check_count(form: str, what: str, count: int) -> None:
+    """Raise ValueError if `count` is larger than `MAX_RULES`."""
     if count > MAX_RULES:
         raise ValueError(f"structured_outputs.{form} must have at most {MAX_RULES} {what}, got {count}")

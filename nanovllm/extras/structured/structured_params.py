@@ -1,4 +1,4 @@
-"""The form that a request demands of its output; names and meanings are vLLM's.
+"""Define the fields that constrain the output of a request, with vLLM's names and meanings.
 
     StructuredOutputsParams(json={"type": "object", …})     a JSON value that fits a schema
     StructuredOutputsParams(regex="[a-z]+@[a-z]+")          a text that the whole expression matches
@@ -6,8 +6,8 @@
     StructuredOutputsParams(grammar='start: "a"+')          a text of a context-free grammar, in Lark's or GBNF's syntax
     StructuredOutputsParams(json_object=True)               any JSON object
 
-Decides which fields exist, and that one form is demanded. `compiler.py` compiles the form, and
-`grammar.py` lets each step draw only tokens that fit it.
+This file checks the fields, and that exactly one form is given. `compiler.py` compiles the form, and `grammar.py` masks
+the tokens of each step that do not conform to it.
 """
 
 import json
@@ -23,16 +23,16 @@ FORMS = ("json", "regex", "choice", "grammar", "json_object")
 
 @dataclass
 class StructuredOutputsParams:
-    """Exactly one form is given.
+    """The form of an output; exactly one of the forms must be given.
 
-    A bad value raises a TypeError or ValueError that names the field, the value and what is allowed. A schema,
-    expression or grammar that cannot be compiled is refused when the request is added.
+    Raises TypeError or ValueError, with the field, the value and the allowed values. A schema, expression or grammar
+    that cannot be compiled is refused when the request is added.
     """
 
     json: str | Mapping[str, Any] | None = None
-    """A JSON schema, as text or as a dict: the output is JSON that fits the schema."""
+    """A JSON schema, as text or as a dict: the output is JSON that conforms to the schema."""
     regex: str | None = None
-    """A regular expression in Rust's syntax, without look-around: the whole output matches."""
+    """A regular expression in Rust's syntax, without look-around: the whole output matches it."""
     choice: abc.Sequence[str] | None = None
     """The output is one of these texts."""
     grammar: str | None = None
@@ -40,15 +40,15 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     """True: the output is a JSON object."""
     disable_any_whitespace: bool = False
-    """Whether JSON is written without any white space between its tokens."""
+    """Whether JSON must not have white space between its tokens."""
     whitespace_pattern: str | None = None
-    """A regular expression for white space between the tokens of JSON; None is up to 32 of any kind."""
+    """A regular expression for the white space between the tokens of JSON; None allows up to 32 characters."""
 
     def __post_init__(self) -> None:
         self.check()
 
     def check(self) -> None:
-        """Raise if a field is wrong now; requests call this when they are added."""
+        """Raise TypeError or ValueError if a field is invalid. Requests call this when they are added."""
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
@@ -71,7 +71,7 @@ class StructuredOutputsParams:
             raise ValueError(f"structured_outputs must have exactly one of {', '.join(FORMS)}, got {given or 'none'}")
 
     def clone(self) -> "StructuredOutputsParams":
-        """An equal object that shares nothing that can change, checked anew: its schema is text."""
+        """Check the fields again, and return a copy that shares no mutable values. Its schema is text."""
         self.check()
         return replace(
             self,
@@ -81,7 +81,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, value: Any) -> "StructuredOutputsParams":
-        """`value` itself if it is one, or made from a dict of the fields."""
+        """Return `value` if it has this class, or create an object from a dict of the fields."""
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
@@ -107,7 +107,7 @@ class StructuredOutputsParams:
 
 
 def schema_text(schema: str | Mapping[str, Any]) -> str:
-    """A schema as JSON, in one spelling."""
+    """Return a schema as JSON in a normalised format. Raises ValueError if it is not JSON."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         return json.dumps(json.loads(text, parse_int=exact_int), allow_nan=False)
@@ -116,7 +116,7 @@ def schema_text(schema: str | Mapping[str, Any]) -> str:
 
 
 def exact_int(digits: str) -> int:
-    """Compilers of schemas count in floats: beyond 2**53 an integer could become another one."""
+    """Return an integer. Raises ValueError beyond 2**53, because compilers of schemas use floats."""
     value = int(digits)
     if abs(value) > 2**53:
         raise ValueError(f"integers must be within 2**53, got {digits[:40]}")
@@ -124,8 +124,9 @@ def exact_int(digits: str) -> int:
 
 
 def check_structured_outputs(name: str, value: Any) -> None:
+    """Raise TypeError or ValueError if the field `structured_outputs` is invalid."""
     StructuredOutputsParams.of(value).check()
 
 
 FIELD_CHECKS = {"structured_outputs": check_structured_outputs}
-"""Of `SamplingParams`."""
+"""Field of `SamplingParams` -> its check."""

@@ -1,7 +1,7 @@
-"""A request whose output must fit a grammar: if the grammar cannot go on, the request ends at once, and says why.
+"""Handle requests whose output is constrained by a grammar: if the grammar cannot continue, the request is aborted.
 
-The mask of a grammar that has failed lets no end token in, so no such output ends with `stop`. Made by
-`input_processor.py` for requests with `structured_outputs`.
+The mask of a grammar that has failed does not allow end tokens, so such an output does not end with `stop`.
+`input_processor.py` creates these requests if they have `structured_outputs`.
 """
 
 from nanovllm.extras.full_request import Request
@@ -13,6 +13,7 @@ class StructuredRequest(Request):
     """A request whose sequences have grammars."""
 
     def finish_step(self, scheduler: Scheduler, now: float) -> None:
+        """End the samples whose grammar has failed, with the reason, then end the step as usual."""
         for completion in self.completions:
             seq = completion.seq
             errors = [

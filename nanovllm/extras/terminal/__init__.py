@@ -1,5 +1,6 @@
-"""`nanovllm chat`: a conversation in the terminal, with an engine of its own or with a running server.
+"""Chat in the terminal (`nanovllm chat`), with an engine in this process or with a running server.
 
-Read `conversation.py` first: what is said, and what it cost. `answerers.py` gets the answers, `screen.py` draws them,
-`session.py` reads lines and commands, `chat.py` is the command: its options, and its answer in a pipe.
+Read `chat_history.py` first: it holds the turns and their costs. `answerers.py` gets the answers, `screen.py` renders
+them, `session.py` handles lines and commands, and `chat_command.py` is the command: its options, and its answer in a
+pipe.
 """

@@ -1,7 +1,7 @@
-"""Where answers come from: an engine in this process, or a server.
+"""Get answers from an engine in this process, or from a server.
 
-Both answer with a growing text and its cost. Closing the iterator early, as Ctrl-C does, aborts the request: the engine
-frees its blocks at once, a server when the connection closes.
+Both yield the growing text of an answer and its cost. If the iterator is closed early, for example by Ctrl-C, the
+request is aborted: the engine frees its blocks immediately, a server when the connection closes.
 """
 
 import contextlib
@@ -25,28 +25,32 @@ SAMPLE = re.compile(r"^(?:\w+:)(\w+)(?:\{[^}]*\})? ([-+.\w]+)", re.MULTILINE)  #
 
 
 class Answer(NamedTuple):
+    """The state of a growing answer."""
+
     text: str
-    """All of it so far."""
+    """The whole text so far."""
     cost: Cost | None
-    """So far; None as long as it is unknown."""
+    """The cost so far; None while it is unknown."""
 
 
 class AnswerError(Exception):
-    """This question cannot be answered; another may be."""
+    """Raised if a question cannot be answered. Other questions may still be answered."""
 
 
 class Answerer(Protocol):
+    """A source of answers."""
+
     name: str
 
     def answer(self, messages: list[Message]) -> Iterator[Answer]:
-        """The answer as it grows. Raises AnswerError."""
+        """Yield the answer while it grows. Raises AnswerError."""
 
     def describe(self) -> dict[str, str]:
-        """The state of engine or server, for `/stats`."""
+        """Return the state of the engine or server, for `/stats`."""
 
 
 class LocalAnswerer:
-    """An engine in this process. `sampling` has fields of `SamplingParams`, over the model's own defaults."""
+    """Gets answers from an engine in this process. sampling: fields of `SamplingParams` that override the defaults."""
 
     def __init__(self, engine_args: EngineArgs, sampling: dict[str, Any]) -> None:
         model = Path(engine_args.model)
@@ -59,7 +63,7 @@ class LocalAnswerer:
         start = time.perf_counter()
         try:
             stream = self._llm.stream(self._llm.render_chat(messages), self._params)
-        except ValueError as error:  # such as a conversation that is too long
+        except ValueError as error:  # for example, the conversation is too long
             raise AnswerError(str(error)) from error
         ttft = None
         with contextlib.closing(stream):  # type: ignore[type-var]  # a generator
@@ -81,12 +85,15 @@ class LocalAnswerer:
 
 
 class ServerAnswerer:
-    """An OpenAI-compatible server at `url`, with or without the `/v1`; `model` None is the first that it lists."""
+    """Gets answers from an OpenAI-compatible server.
+
+    url: with or without `/v1`. model: None selects the first model that the server lists.
+    """
 
     def __init__(self, url: str, model: str | None, api_key: str | None, sampling: dict[str, Any]) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._url = url.rstrip("/").removesuffix("/v1")
-        # a server may compute a long prompt for minutes before it says a word
+        # no read timeout: a server may compute a long prompt for minutes before it sends anything
         self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(10, read=None))
         self._sampling = sampling
         self.name = model or self._first_model()
@@ -116,11 +123,11 @@ class ServerAnswerer:
                 raise AnswerError(read_error(response.status_code, response.text))
             return response.json()["data"][0]["id"]
         except (*FAILURES, ValueError, LookupError, TypeError) as error:
-            raise AnswerError(f"{self._url}/v1/models names no model: {error}") from error
+            raise AnswerError(f"{self._url}/v1/models does not list a model: {error}") from error
 
 
 class GrowingAnswer:
-    """What the chunks of a stream add up to. Reasoning, which servers send apart, is kept between `<think>` tags."""
+    """Combines the chunks of a stream to an answer. Servers send reasoning separately; it is put in `<think>` tags."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -131,6 +138,7 @@ class GrowingAnswer:
         self._usage: dict[str, Any] = {}
 
     def read(self, body: Iterator[bytes]) -> Iterator[Answer]:
+        """Read a stream, and yield the answer after each chunk. Raises AnswerError."""
         reader = EventReader()
         for data in body:
             for event in reader.feed(data):
@@ -169,7 +177,7 @@ class GrowingAnswer:
 
 
 def read_error(status: int, body: str) -> str:
-    """The message of OpenAI's error shape, or what else the server says."""
+    """Return the message of an error in OpenAI's format, or the body of another error."""
     try:
         return f"{json.loads(body)['error']['message']} (HTTP {status})"
     except (ValueError, LookupError, TypeError):
@@ -177,10 +185,10 @@ def read_error(status: int, body: str) -> str:
 
 
 def read_server_stats(text: str) -> dict[str, str]:
-    """How busy the server is, by its `/metrics`: vLLM's names, behind any prefix. Missing figures are left out."""
+    """Return the load of a server from its `/metrics`: vLLM's names, with any prefix. Missing metrics are omitted."""
     found: dict[str, float] = {}
     for name, value in SAMPLE.findall(text):
-        found[name] = found.get(name, 0.0) + float(value)  # samples of several labels are added up
+        found[name] = found.get(name, 0.0) + float(value)  # add the samples with different labels
     stats = {}
     if "num_requests_running" in found:
         stats["requests"] = (

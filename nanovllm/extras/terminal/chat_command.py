@@ -1,4 +1,4 @@
-"""`nanovllm chat`: options in; a session in a terminal, one answer in a pipe."""
+"""Run the command `nanovllm chat`: a session if it runs in a terminal, one answer if it runs in a pipe."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ SAMPLING = ("temperature", "top_p", "max_tokens")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0, or 1 if there was no answer, 2 for a bad option, 130 after Ctrl-C in a pipe."""
+    """Run the command. Return 0, 1 if there was no answer, 2 for a bad option, or 130 after Ctrl-C in a pipe."""
     parser = make_parser()
     args = parser.parse_args(argv)
     is_pipe = not (sys.stdin.isatty() and sys.stdout.isatty())
@@ -24,10 +24,10 @@ def main(argv: list[str] | None = None) -> int:
         if is_pipe:
             return answer_pipe(answerer, args.system)
         screen = Screen(COMMANDS)
-        screen.note(f"{answerer.name}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+        screen.note(f"{answerer.name}. /help lists the commands, Ctrl-C stops an answer, Ctrl-D exits.")
         Session(answerer, screen, args.system).run()
     except BrokenPipeError:  # the reader of the pipe has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lest Python complains when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # prevents an error when Python flushes
     except (AnswerError, ValueError, TypeError, OSError, RuntimeError) as error:
         print(f"nanovllm chat: {error}", file=sys.stderr)
         return 1
@@ -37,38 +37,42 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options, including those of the engine."""
     parser = argparse.ArgumentParser(
         prog="nanovllm chat",
         usage="nanovllm chat [MODEL] [options]",
-        description="Talk to a model in the terminal. In a pipe, all of the input is one question: "
+        description="Chat with a model in the terminal. In a pipe, the whole input is one question: "
         "echo 'What is a block table?' | nanovllm chat",
         conflict_handler="resolve",  # the chat's option replaces one of the engine with the same name
     )
     parser.add_argument("chat_model", nargs="?", metavar="MODEL",
-                        help="folder or hub id (default: the bundled one); with --url, a name there")  # fmt: skip
+                        help="folder or hub id (default: the bundled model); with --url, its name")  # fmt: skip
     group = parser.add_argument_group("chat")
     EngineArgs.add_cli_args(parser)
-    group.add_argument("--url", help="talk to a running server, such as http://127.0.0.1:8000, and load no model")
+    group.add_argument("--url", help="use a running server, such as http://127.0.0.1:8000, instead of loading a model")
     group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY",
-                       help="of the server (default: the environment's OPENAI_API_KEY)")  # fmt: skip
+                       help="key of the server (default: the environment variable OPENAI_API_KEY)")  # fmt: skip
     group.add_argument("--system", default="", metavar="TEXT", help="system prompt")
     group.add_argument("--temperature", type=float, metavar="NUMBER",
-                       help="0 always takes the likeliest token (default: the model's)")  # fmt: skip
+                       help="0 selects the likeliest token (default: the model's)")  # fmt: skip
     group.add_argument("--top-p", type=float, metavar="NUMBER",
-                       help="draw from the likeliest tokens that add up to this probability")  # fmt: skip
-    group.add_argument("--max-tokens", type=int, metavar="N", help="longest answer (default: as long as the model can)")
+                       help="sample from the likeliest tokens with this total probability")  # fmt: skip
+    group.add_argument("--max-tokens", type=int, metavar="N", help="maximum length of an answer (default: the context)")
     return parser
 
 
 def make_answerer(args: argparse.Namespace, is_pipe: bool) -> Answerer:
-    """Raises ValueError or TypeError for an option that is not allowed, AnswerError if the server does not answer."""
+    """Return the source of answers.
+
+    Raises ValueError or TypeError for an option that is not allowed, AnswerError if the server does not answer.
+    """
     sampling = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     model = args.chat_model or args.model
     args.model = model or str(TINY_QWEN3)
     engine_args = EngineArgs.from_cli_args(args)
     if args.url:
         if engine_args != EngineArgs(args.model):
-            raise ValueError("options of the engine have no place beside --url: the server has an engine of its own")
+            raise ValueError("options of the engine cannot be used with --url: the server has its own engine")
         return ServerAnswerer(args.url, model, args.api_key, sampling)
     if not is_pipe:
         print("loading …", end="\r", flush=True)
@@ -76,10 +80,10 @@ def make_answerer(args: argparse.Namespace, is_pipe: bool) -> Answerer:
 
 
 def answer_pipe(answerer: Answerer, system: str) -> int:
-    """The whole input is the question. Only the answer goes to the output, as it grows."""
+    """Read one question from the input, and print only the answer while it grows. Return the exit status."""
     question = sys.stdin.read().strip()
     if not question:
-        raise ValueError("the input holds no question")
+        raise ValueError("the input is empty; it must be a question")
     num_printed = 0
     text = ""
     for text, _ in answerer.answer(Conversation(system).ask(question)):

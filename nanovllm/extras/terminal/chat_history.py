@@ -1,4 +1,4 @@
-"""The turns of a conversation, and what its answers cost."""
+"""Hold the turns of a conversation, and the costs of its answers."""
 
 from dataclasses import dataclass, field
 
@@ -7,23 +7,23 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one answer; times in seconds, seen from the terminal."""
+    """The cost of one answer. Times are in seconds, measured in the terminal."""
 
     prompt_tokens: int
-    """Tokens of the whole conversation, as the model reads it."""
+    """The number of tokens of the whole conversation, rendered by the chat template."""
     cached_tokens: int
-    """Those of `prompt_tokens` that were found in the prefix cache."""
+    """The number of `prompt_tokens` that were found in the prefix cache."""
     output_tokens: int
     ttft_s: float
-    """From the question to the first token."""
+    """The time from the question to the first token."""
     duration_s: float
-    """From the question to the last token."""
+    """The time from the question to the last token."""
     finish_reason: str | None
     """`stop`, `length`, …; None for an answer that was interrupted."""
 
     @property
     def tokens_per_second(self) -> float:
-        """The pace after the first token; 0 for a single one."""
+        """The rate after the first token; 0 if there is only one token."""
         gaps = self.duration_s - self.ttft_s
         return (self.output_tokens - 1) / gaps if gaps > 0 else 0.0
 
@@ -42,7 +42,7 @@ class Cost:
 
 @dataclass
 class Conversation:
-    """Turns of user and assistant behind a system prompt (empty: none). Costs are kept for the whole session."""
+    """The turns of user and assistant after a system prompt, which may be empty. Costs are kept for the session."""
 
     system: str = ""
     turns: list[Message] = field(default_factory=list)
@@ -50,25 +50,26 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
+        """The system prompt and all turns."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def ask(self, question: str) -> list[Message]:
-        """The messages to be answered. Nothing is kept until `keep`."""
+        """Return the messages to answer. The question is stored only by `keep`."""
         return [*self.messages, {"role": "user", "content": question}]
 
     def keep(self, question: str, answer: str, cost: Cost | None) -> None:
-        """Keep a turn that is over. Without a first word of the answer, only its cost is kept."""
+        """Store a turn and its cost. If the answer is empty, store only the cost."""
         if cost is not None:
             self.costs.append(cost)
         if answer:
             self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def reset(self) -> None:
-        """Forget the turns; the system prompt stays."""
+        """Remove all turns. The system prompt stays."""
         self.turns.clear()
 
     def describe(self) -> dict[str, str]:
-        """The session so far, for `/stats`."""
+        """Return the costs of the session so far, for `/stats`."""
         prompt_tokens = sum(cost.prompt_tokens for cost in self.costs)
         cached_tokens = sum(cost.cached_tokens for cost in self.costs)
         share = cached_tokens / prompt_tokens if prompt_tokens else 0.0

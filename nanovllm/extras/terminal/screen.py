@@ -1,7 +1,7 @@
-"""The conversation on the terminal: editing by `prompt_toolkit`, rendering by `rich`.
+"""Show the conversation on the terminal: `prompt_toolkit` reads lines, `rich` renders answers.
 
 An answer is Markdown that grows. Its finished blocks are printed once, so they scroll like other text. Only the last
-block is drawn anew while it grows.
+block is redrawn while it grows.
 """
 
 import os
@@ -26,13 +26,15 @@ from rich.text import Text
 
 REDRAW_S = 0.05
 FENCE = re.compile(r"^ {0,3}(```|~~~)", re.MULTILINE)
-BLOCK_END = re.compile(r"\n[ \t]*\n+(?=\S)")  # a blank line, unless the next line is indented: a list may go on there
+BLOCK_END = re.compile(r"\n[ \t]*\n+(?=\S)")  # a blank line, unless an indented line follows (of a list)
 THINK_START, THINK_END = "<think>", "</think>"
 
 
 class Screen:
+    """Reads lines, and shows answers, notes and tables."""
+
     def __init__(self, commands: Mapping[str, str]) -> None:
-        """`commands`: what each does, for completion."""
+        """Create the screen. commands: name -> description, for completion."""
         self.console = Console(highlight=False)
         completer = WordCompleter(list(commands), meta_dict=dict(commands), sentence=True)
         self._session: PromptSession[str] = PromptSession(
@@ -44,22 +46,25 @@ class Screen:
         )
 
     def ask(self) -> str:
-        """The next line. EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
+        """Read and return the next line. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
         return self._session.prompt("> ")
 
     def show(self, texts: Iterable[str]) -> None:
-        """Draw an answer as it grows; each text begins with the one before."""
+        """Show an answer while it grows. Each text begins with the previous text."""
         with GrowingMarkdown(self.console) as growing:
             for text in texts:
                 growing.update(text)
 
     def note(self, text: str) -> None:
+        """Show a line in a dim style."""
         self.console.print(Text(text, style="dim"))
 
     def warn(self, text: str) -> None:
+        """Show a line in red."""
         self.console.print(Text(text, style="red"))
 
     def show_table(self, rows: Mapping[str, str]) -> None:
+        """Show names and values as a table."""
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         table.add_column(style="dim")
         for name, value in rows.items():
@@ -68,13 +73,13 @@ class Screen:
 
 
 class GrowingMarkdown:
-    """`with GrowingMarkdown(console) as growing`: `growing.update(text)` whenever the text has grown."""
+    """Renders Markdown while it grows: `with GrowingMarkdown(console) as growing: growing.update(text)`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._text = ""
-        self._num_printed = 0  # characters of the text that are printed for good
+        self._num_printed = 0  # characters that have been printed and are not redrawn
         self._last_drawn = 0.0
 
     def __enter__(self) -> "GrowingMarkdown":
@@ -82,11 +87,12 @@ class GrowingMarkdown:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Print the rest of the text for good, also of an answer that was interrupted."""
+        """Print the rest of the text, also if the answer was interrupted."""
         self._live.stop()
         self._print(self._text[self._num_printed :])
 
     def update(self, text: str) -> None:
+        """Show a text that has grown. Redraws at most every `REDRAW_S` seconds."""
         self._text = text
         if (now := time.perf_counter()) - self._last_drawn < REDRAW_S:
             return
@@ -104,7 +110,7 @@ class GrowingMarkdown:
 
 
 def finished_length(text: str) -> int:
-    """Length of the blocks that are complete: up to the last blank line outside of code and reasoning."""
+    """Return the length of the complete blocks: up to the last blank line outside code and reasoning."""
     if text.lstrip().startswith(THINK_START) and THINK_END not in text:
         return 0
     ends = [match.end() for match in BLOCK_END.finditer(text)]
@@ -112,7 +118,7 @@ def finished_length(text: str) -> int:
 
 
 def render(text: str) -> RenderableType:
-    """The answer as Markdown, and the reasoning before it, between `<think>` tags, as dim plain text."""
+    """Return the answer as Markdown, after the reasoning (between `<think>` tags) as dim plain text."""
     if not text.lstrip().startswith(THINK_START):
         return Padding(Markdown(text), (0, 0, 0, 2))
     reasoning, _, answer = text.lstrip().removeprefix(THINK_START).partition(THINK_END)
@@ -123,7 +129,7 @@ def render(text: str) -> RenderableType:
 
 
 class Tail:
-    """The last lines of a renderable that may be taller than the terminal: lines that scrolled cannot be redrawn."""
+    """Renders the last lines of a renderable that fit on the terminal: lines that have scrolled cannot be redrawn."""
 
     def __init__(self, renderable: RenderableType) -> None:
         self._renderable = renderable
@@ -136,7 +142,7 @@ class Tail:
 
 
 def make_key_bindings() -> KeyBindings:
-    """Enter sends; Alt-Enter (or Escape, Enter) begins a new line."""
+    """Return the key bindings: Enter sends; Alt-Enter (or Escape, Enter) starts a new line."""
     bindings = KeyBindings()
 
     @bindings.add("escape", "enter")
@@ -147,12 +153,12 @@ def make_key_bindings() -> KeyBindings:
 
 
 def open_history() -> History:
-    """The lines that were typed before, in a file that only the user may read; where there can be none, of this run."""
+    """Return the history of typed lines, in a file that only the user can read, or in memory if there is no home."""
     try:
         folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "nanovllm"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / "chat_history"
         path.touch(mode=0o600)
-    except (OSError, RuntimeError):  # a read-only home; a user without one
+    except (OSError, RuntimeError):  # a read-only home folder, or none
         return InMemoryHistory()
     return FileHistory(str(path))

@@ -1,4 +1,4 @@
-"""What a typed line does: one that begins with a slash is a command, any other is a question."""
+"""Handle the typed lines of a chat: a line that begins with a slash is a command, any other line is a question."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -8,16 +8,16 @@ from nanovllm.extras.terminal.answerers import Answer, Answerer, AnswerError
 from nanovllm.extras.terminal.chat_history import Conversation
 
 COMMANDS = {
-    "/reset": "forget the conversation (the system prompt stays)",
+    "/reset": "clear the conversation (the system prompt stays)",
     "/system": "show the system prompt; /system TEXT sets it, /system - removes it",
-    "/stats": "what the conversation has cost, and how busy engine or server are",
-    "/help": "this list",
-    "/exit": "leave; so does Ctrl-D",
+    "/stats": "show the cost of the conversation, and the load of the engine or server",
+    "/help": "show this list",
+    "/exit": "exit; Ctrl-D does the same",
 }
 
 
 class Display(Protocol):
-    """What a session needs of the screen."""
+    """The methods of the screen that a session needs."""
 
     def ask(self) -> str: ...
     def show(self, texts: Iterator[str]) -> None: ...
@@ -27,6 +27,8 @@ class Display(Protocol):
 
 
 class Session:
+    """A conversation that is controlled by typed lines."""
+
     def __init__(self, answerer: Answerer, screen: Display, system: str = "") -> None:
         self.conversation = Conversation(system)
         self._answerer = answerer
@@ -39,7 +41,7 @@ class Session:
         }
 
     def run(self) -> None:
-        """Until `/exit` or the end of the input. Ctrl-C at the prompt clears the line."""
+        """Handle lines until `/exit` or the end of the input. Ctrl-C at the prompt clears the line."""
         while True:
             try:
                 line = self._screen.ask().strip()
@@ -53,18 +55,19 @@ class Session:
                 self.handle(line)
 
     def handle(self, line: str) -> None:
+        """Run a command, or answer a question."""
         if not line.startswith("/"):
             self.answer(line)
             return
         command, _, rest = line.partition(" ")
         action = self._actions.get(command)
         if action is None:
-            self._screen.warn(f"{command} is no command; there are {', '.join(COMMANDS)}")
+            self._screen.warn(f"unknown command {command}; the commands are {', '.join(COMMANDS)}")
         else:
             action(rest.strip())
 
     def answer(self, question: str) -> None:
-        """Show the answer as it grows. Ctrl-C ends it; the conversation keeps the part that was shown."""
+        """Show the answer while it grows. Ctrl-C stops it; the conversation keeps the part that was shown."""
         last = Answer("", None)
 
         def texts() -> Iterator[str]:
@@ -77,7 +80,7 @@ class Session:
         try:
             self._screen.show(growing)
         except KeyboardInterrupt:
-            growing.close()  # type: ignore[attr-defined]  # a generator: the request is aborted now
+            growing.close()  # type: ignore[attr-defined]  # a generator: closing it aborts the request now
             self._screen.note("interrupted")
         except AnswerError as error:
             self._screen.warn(str(error))
@@ -87,7 +90,7 @@ class Session:
 
     def _reset(self, _: str) -> None:
         self.conversation.reset()
-        self._screen.note("the conversation begins anew")
+        self._screen.note("the conversation is cleared")
 
     def _set_system(self, text: str) -> None:
         if text:

@@ -1,4 +1,4 @@
-"""What vLLM's users bring: its options at their neutral values, `EngineArgs`, and metrics by vLLM's names.
+"""Compatibility with vLLM: its options, `EngineArgs`, and metrics with vLLM's names.
 
-Read `options.py` first. Imported when an option, a class or a method of vLLM's is used.
+Read `vllm_options.py` first. This folder is imported when an option, a class or a method of vLLM is used.
 """

@@ -1,8 +1,8 @@
-"""Options as vLLM's users write them: one record, made in code or from a command line.
+"""Collect the engine's options in one object, `EngineArgs`, created in code or from a command line, as in vLLM.
 
-`EngineArgs` holds the options of `Config` and may be changed until an engine is made of it. A command line's help
-shows the strings below the fields of `Config`, so that the two cannot differ. Used by `LLM.from_engine_args`,
-`LLMEngine.from_engine_args`, and programs with a command line.
+`EngineArgs` has the options of `Config`, and may be changed until an engine is created from it. The help of a command
+line shows the docstrings of the fields of `Config`. `LLM.from_engine_args`, `LLMEngine.from_engine_args` and programs
+with a command line use it.
 """
 
 import argparse
@@ -30,11 +30,11 @@ GROUPS: Mapping[str, str] = {
     "preemption_mode swap_space_bytes speculative_config",
     "parallelism": "tensor_parallel_size nnodes node_rank master_addr master_port",
 }
-"""Title -> the options of `Config` that `--help` shows together."""
+"""Title of a group in `--help` -> the options of `Config` in it."""
 
 
 class EngineArgs(Config):
-    """`EngineArgs(model, **options)`: the options of `Config`, and vLLM's at their neutral values.
+    """The options of an engine, which may still be changed: those of `Config`, and vLLM's at their neutral values.
 
     >>> args = EngineArgs(TINY_QWEN3, tensor_parallel_size=1)
     >>> args.max_num_seqs = 8
@@ -49,12 +49,12 @@ class EngineArgs(Config):
             object.__setattr__(self, own_name, own_value)
 
     def create_engine_config(self) -> Config:
-        """Checked, and not to be changed any more; raises as `Config` does."""
+        """Check the options and return them as a `Config`, which cannot be changed. Raises the errors of `Config`."""
         return Config(**asdict(self))
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Give the parser a flag for each option, in groups; vLLM's other flags are taken too, and not shown."""
+        """Add an option to the parser for each field, in groups. vLLM's other options are accepted, but not shown."""
         by_name = {field.name: field for field in fields(Config)}
         for title, names in GROUPS.items():
             group = parser.add_argument_group(title)
@@ -68,18 +68,18 @@ class EngineArgs(Config):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> "EngineArgs":
-        """Of what `add_cli_args` has made; other attributes of `args` are somebody else's. Raises as `Config` does."""
+        """Create an object from parsed arguments. Attributes that `add_cli_args` has not added are ignored."""
         known = {*option_names(), *names_of_vllm()}
         return cls(**{name: value for name, value in vars(args).items() if name in known})
 
 
 class AsyncEngineArgs(EngineArgs):
-    """`EngineArgs` for an engine in a loop of its own."""
+    """The options of an `AsyncLLM`."""
 
 
 @classmethod  # type: ignore[misc]
 def from_engine_args(cls: Any, engine_args: EngineArgs) -> Any:
-    """An `LLM` or an `LLMEngine`, of both of which this is a class method."""
+    """Create an `LLM` or an `LLMEngine`. This is a class method of both."""
     if issubclass(cls, LLMEngine):
         return cls(engine_args.create_engine_config())
     return cls(**vars(engine_args))
@@ -87,24 +87,29 @@ def from_engine_args(cls: Any, engine_args: EngineArgs) -> Any:
 
 @cache
 def option_names() -> tuple[str, ...]:
+    """Return the names of the options of `Config`."""
     return tuple(field.name for field in fields(Config))
 
 
 @cache
 def descriptions() -> Mapping[str, str]:
-    """What `Config` says of each of its fields: the string below it, as one line of plain text."""
-    from docstring_parser import parse_from_object  # here: a program without a command line has no help to show
+    """Return the docstring of each field of `Config` as one line of plain text."""
+    from docstring_parser import parse_from_object  # here, because only programs with a command line need it
 
     said = {field.arg_name: field.description or "" for field in parse_from_object(Config).params}
     return {name: " ".join(text.split()).replace("`", "") for name, text in said.items()}
 
 
 def flag(name: str) -> str:
+    """Return an option as it is written on the command line."""
     return "--" + name.replace("_", "-")
 
 
 def add_flag(group: Any, field: Field) -> None:
-    """`--block-size INT`, or for a bool `--enforce-eager` and `--no-enforce-eager`; vLLM's name for it too."""
+    """Add an option such as `--block-size INT`, or for a bool `--enforce-eager` and `--no-enforce-eager`.
+
+    The option is also added with vLLM's name, if that differs.
+    """
     flags = [flag(field.name), *(flag(theirs) for theirs, ours in RENAMED.items() if ours == field.name)]
     kinds = [kind for kind in get_args(field.type) or (field.type,) if kind is not NoneType]
     default = None if field.default is MISSING else field.default
@@ -119,6 +124,7 @@ def add_flag(group: Any, field: Field) -> None:
 
 
 def parse_json(text: str) -> Any:
+    """Parse JSON. Raises ArgumentTypeError if it is invalid."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -126,7 +132,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_literal(text: str) -> Any:
-    """`1` is a number, `true`, `false`, `null` and `{…}` are JSON, anything else is text."""
+    """Parse a value as JSON, such as `1`, `true`, `null` or `{…}`. Other values are text, and `None` is None."""
     try:
         return json.loads(text)
     except ValueError:

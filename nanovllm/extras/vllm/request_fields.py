@@ -1,4 +1,4 @@
-"""The fields of a request's body, as JSON has them -> `SamplingParams`; rules are vLLM's."""
+"""Convert the fields of a request's JSON body to `SamplingParams`, by vLLM's rules."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -9,9 +9,10 @@ from nanovllm.extras.request_params import SamplingParams
 
 @classmethod  # type: ignore[misc]
 def from_optional(cls: type[SamplingParams], **values: Any) -> SamplingParams:
-    """As a server makes `SamplingParams` of a request's body: None is a field's default, and bias keys may be strings.
+    """Create `SamplingParams` from the fields of a request's body.
 
-    A bias outside [-100, 100] is cut to it, as in vLLM.
+    None means a field's default. The keys of `logit_bias` may be strings, and a bias is clipped to [-100, 100], as in
+    vLLM.
     """
     bias = values.get("logit_bias")
     if isinstance(bias, Mapping):
@@ -21,10 +22,10 @@ def from_optional(cls: type[SamplingParams], **values: Any) -> SamplingParams:
 
 
 def as_token_id(key: Any) -> Any:
-    """JSON writes the keys of `logit_bias` as strings."""
+    """Return a key of `logit_bias` as an int, if it is a string of digits: JSON has only strings as keys."""
     return int(key) if isinstance(key, str) and key.strip().isdecimal() else key
 
 
 def as_bias(value: Any) -> Any:
-    """Cut to [-100, 100]; the check of the field refuses what is not a number."""
+    """Return a bias clipped to [-100, 100]. A value that is not a number is returned unchanged: the field checks it."""
     return min(100.0, max(-100.0, value)) if isinstance(value, int | float) and value == value else value

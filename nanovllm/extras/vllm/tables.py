@@ -1,8 +1,8 @@
-"""vLLM's options in tables, which `options.py` reads; docs/options.md is the same in words.
+"""List vLLM's options in tables, which `vllm_options.py` reads. docs/options.md describes them.
 
-Each option of vLLM that `Config` does not have is in one of them: it has another name here, or it changes nothing here,
-or only its neutral value is accepted, and a refusal of another value says what there is instead. Names and neutral
-values are those of vLLM 0.32, and of older versions where examples still show them.
+Each option of vLLM that `Config` does not have is in one of the tables: it has another name here, or it has no effect
+here, or only its neutral value is accepted. The error for another value says what to use instead. Names and neutral
+values are those of vLLM 0.32, and of older versions if examples still use them.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ RENAMED: Mapping[str, str] = {
     "num_gpu_blocks_override": "num_kv_blocks",
     "async_scheduling": "enable_overlap",
 }
-"""vLLM's name -> the name here."""
+"""vLLM's name -> nanovllm's name."""
 
 VALUES: Mapping[str, Mapping[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
@@ -26,16 +26,16 @@ VALUES: Mapping[str, Mapping[Any, Any]] = {
     "tensor_parallel_size": {None: 1},
     "nnodes": {None: 1},
 }
-"""Option -> vLLM's value -> the value here that means the same."""
+"""Option -> vLLM's value -> nanovllm's value with the same meaning."""
 
 
 def each(names: str, *values: Any) -> dict[str, tuple[Any, ...]]:
-    """The same values for each of the names."""
+    """Return a dict with the same values for each of the names."""
     return dict.fromkeys(names.split(), values)
 
 
 def off(names: str) -> dict[str, tuple[Any, ...]]:
-    """Options that are off when they are None, False, zero or empty."""
+    """Return options whose neutral values are None, False, zero and empty."""
     return each(names, None, False, 0, 0.0, "", {}, [], (), set())
 
 
@@ -69,22 +69,22 @@ WITHOUT_EFFECT = frozenset(
         "video_pruning_rate"
     )
 )
-"""Accepted at any value: outputs and limits do not depend on them. They log, or tune what is off here, or what only
-vLLM has inside."""
+"""Options that are accepted with any value, because outputs and limits do not depend on them. They control logging, or
+features that are disabled here, or internals of vLLM."""
 
 
 class Refused(NamedTuple):
-    """Options of which only the neutral value is accepted."""
+    """Options that are accepted only with their neutral values."""
 
     instead: str
-    """What there is instead, as the end of a sentence."""
+    """What to use instead: the end of the error message."""
     neutral: Mapping[str, tuple[Any, ...]]
     """Option -> the values that are accepted."""
 
 
 ENGINE_OPTIONS = (
     Refused(
-        "tensor parallel ranks are all there is: see tensor_parallel_size, or run one engine for each device",
+        "only tensor parallel ranks are supported: use tensor_parallel_size, or run one engine for each device",
         {
             **each(
                 "pipeline_parallel_size data_parallel_size prefill_context_parallel_size "
@@ -115,14 +115,14 @@ ENGINE_OPTIONS = (
         },
     ),
     Refused(
-        "quantization='int8' or 'int4' makes weights smaller, and kv_cache_dtype='fp8' or 'int8' K and V",
+        "use quantization='int8' or 'int4' for weights, and kv_cache_dtype='fp8' or 'int8' for K and V",
         off(
             "quantization_config allow_deprecated_quantization calculate_kv_scales load_in_4bit "
             "kv_cache_dtype_skip_layers qlora_adapter_name_or_path"
         ),
     ),
     Refused(
-        "adapters are not applied: merge the adapter into the weights and load these",
+        "adapters are not supported: merge the adapter into the weights and load these",
         {
             **off(
                 "enable_lora max_cpu_loras lora_target_modules default_mm_loras enable_tower_connector_lora "
@@ -135,7 +135,7 @@ ENGINE_OPTIONS = (
         "use speculative_config={'method': …, 'num_speculative_tokens': …}",
         off("speculative_model num_speculative_tokens spec_method spec_model spec_tokens"),
     ),
-    Refused("tokens are drawn one after the other", off("diffusion_config")),
+    Refused("tokens are sampled one after the other", off("diffusion_config")),
     Refused(
         "use preemption_mode='swap' with swap_space_bytes",
         off("swap_space kv_offloading_size kv_transfer_config kv_events_config ec_transfer_config"),
@@ -158,7 +158,7 @@ ENGINE_OPTIONS = (
         ),
     ),
     Refused(
-        "the model generates text; LLM.embed makes embeddings of any model",
+        "the model generates text; LLM.embed computes embeddings with any model",
         {
             "runner": (None, "auto", "generate"),
             "task": (None, "auto", "generate"),
@@ -167,7 +167,7 @@ ENGINE_OPTIONS = (
         },
     ),
     Refused(
-        "long prompts always come in chunks of at most max_num_batched_tokens",
+        "long prompts are always computed in chunks of at most max_num_batched_tokens",
         {
             "enable_chunked_prefill": (None, True),
             "max_num_partial_prefills": (None, 1),
@@ -176,7 +176,7 @@ ENGINE_OPTIONS = (
             "prefill_schedule_interval": (None, 1),
         },
     ),
-    Refused("steps are scheduled one by one", {"num_scheduler_steps": (None, 1), "stream_interval": (None, 1)}),
+    Refused("each step is scheduled separately", {"num_scheduler_steps": (None, 1), "stream_interval": (None, 1)}),
     Refused("use max_num_seqs and max_num_batched_tokens", off("max_num_active_seqs max_num_scheduled_tokens")),
     Refused(
         "use enforce_eager, enable_cuda_graphs and attention_backend",
@@ -185,17 +185,17 @@ ENGINE_OPTIONS = (
         },
     ),
     Refused("use hf_overrides", off("rope_scaling rope_theta")),
-    Refused("a model's windows are kept", {"disable_sliding_window": (None, False)}),
+    Refused("a model's sliding windows are always used", {"disable_sliding_window": (None, False)}),
     Refused(
-        "give SamplingParams(logits_processors=[…]), callables of one request",
+        "use SamplingParams(logits_processors=[…]), a list of callables for each request",
         off("logits_processors logits_processor_pattern"),
     ),
-    Refused("log-probabilities are the model's own", {"logprobs_mode": (None, "raw_logprobs")}),
+    Refused("log-probabilities are always those of the raw logits", {"logprobs_mode": (None, "raw_logprobs")}),
     Refused("use torch.profiler, or benchmarks/decode_profile.py", off("profiler_config collect_detailed_traces")),
-    Refused("set up `logging` yourself", off("logging_config log_level log_config_file otlp_traces_endpoint")),
+    Refused("configure Python's `logging`", off("logging_config log_level log_config_file otlp_traces_endpoint")),
     Refused("use the hub's own settings: HF_HOME, and `hf auth login`", off("download_dir hf_token")),
     Refused(
-        "vLLM's own",
+        "only vLLM has it",
         off(
             "model_weights model_loader_extra_config engram_config watermark_config watermark enable_trace_replay "
             "enable_return_routed_experts return_sampling_mask aux_output_config reasoning_config "
@@ -203,11 +203,11 @@ ENGINE_OPTIONS = (
         ),
     ),
 )
-"""Of `LLM(…)` and `EngineArgs`."""
+"""Options of `LLM(…)` and `EngineArgs`."""
 
 SERVER_OPTIONS = (
     Refused(
-        "an option of `nanovllm serve`",
+        "this is an option of `nanovllm serve`",
         {
             **off(
                 "served_model_name reasoning_parser reasoning_parser_plugin max_num_queued_reqs max_num_queued_tokens "
@@ -217,25 +217,25 @@ SERVER_OPTIONS = (
         },
     ),
 )
-"""Of the server; `LLM(…)` and `EngineArgs` take them at their neutral values too."""
+"""Options of the server. `LLM(…)` and `EngineArgs` also accept them with their neutral values."""
 
 REQUEST_OPTIONS = (
     Refused(
-        "give SamplingParams(truncate_prompt_tokens=…), or token ids instead of text",
+        "use SamplingParams(truncate_prompt_tokens=…), or token ids instead of text",
         off("tokenization_kwargs"),
     ),
-    Refused("call reset_prefix_cache() between users who must not share", off("cache_salt")),
+    Refused("call reset_prefix_cache() between users who must not share a prefix", off("cache_salt")),
     Refused(
         "message content is text, or a list of text parts",
         {"chat_template_content_format": (None, "auto", "string", "openai")},
     ),
     Refused("use n, or LLM.beam_search", {**off("use_beam_search early_stopping"), "best_of": (None, 1)}),
-    Refused("give logprobs=-1 and choose", off("logprob_token_ids prompt_logprob_token_ids prompt_logprob_start")),
+    Refused("use logprobs=-1 and select", off("logprob_token_ids prompt_logprob_token_ids prompt_logprob_start")),
     Refused("use logits_processors", {**off("repetition_detection extra_args"), "thinking_token_budget": (None, -1)}),
     Refused("use structured_outputs", off("guided_decoding guided_options_request")),
     Refused("log-probabilities are lists of dicts", off("flat_logprobs")),
-    Refused("each token is an output of its own", {"stream_interval": (None, 1)}),
-    Refused("vLLM's own", {**off("watermarking trace_decode_token_ids routed_experts_prompt_start skip_clone")}),
+    Refused("each token gives a separate output", {"stream_interval": (None, 1)}),
+    Refused("only vLLM has it", {**off("watermarking trace_decode_token_ids routed_experts_prompt_start skip_clone")}),
     Refused("merge the adapter into the weights and load these", off("lora_request")),
     Refused(
         "prompts are text or token ids",
@@ -245,17 +245,17 @@ REQUEST_OPTIONS = (
         ),
     ),
 )
-"""Of `SamplingParams`, prompts, and the methods of `LLM`."""
+"""Options of `SamplingParams`, prompts, and the methods of `LLM`."""
 
 BEAM_SEARCH_OPTIONS = (
     Refused("beams are ranked by the model's own probabilities", {"temperature": (0, 0.0)}),
-    Refused("no stop string ends a beam", off("include_stop_str_in_output")),
+    Refused("stop strings do not end a beam", off("include_stop_str_in_output")),
 )
-"""Of `BeamSearchParams`."""
+"""Options of `BeamSearchParams`."""
 
 OPTIONS: Mapping[str, tuple[Refused, ...]] = {
     "engine": (*ENGINE_OPTIONS, *SERVER_OPTIONS),
     "request": REQUEST_OPTIONS,
     "beam search": BEAM_SEARCH_OPTIONS,
 }
-"""By what takes them."""
+"""Kind of options -> vLLM's options that are accepted only with their neutral values."""

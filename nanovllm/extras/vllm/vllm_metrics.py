@@ -1,7 +1,7 @@
-"""What the engine counts and observes, as vLLM's counters, gauges and histograms; names have the prefix `nanovllm:`.
+"""Convert the engine's statistics to vLLM's counters, gauges and histograms, with the prefix `nanovllm:`.
 
-`stats.py` counts from the first request; this file gives the counts their names and forms when they are asked
-for, by `llm.get_metrics()` or a server's `/metrics`.
+`stats.py` counts from the first request on. This file converts the counts when `llm.get_metrics()` or a server's
+`/metrics` requests them.
 https://prometheus.io/docs/concepts/metric_types/, https://docs.vllm.ai/en/latest/design/metrics.html
 """
 
@@ -17,7 +17,7 @@ from nanovllm.extras.observations import LADDER, Observations
 if TYPE_CHECKING:
     from nanovllm.extras.full_llm import LLM
 
-# upper bounds of the buckets: seconds, or tokens. Their numbers have two digits: they are steps of the `LADDER`
+# upper bounds of the buckets, in seconds or tokens. They have at most two digits, because they must be in `LADDER`
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 LATENCY = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
@@ -48,7 +48,7 @@ HISTOGRAMS: Mapping[str, tuple[str, str]] = {
     "request_prompt_tokens": ("num_prompt_tokens", "Tokens of each prompt."),
     "request_generation_tokens": ("num_output_tokens", "Tokens of each request's output."),
 }
-"""vLLM's name -> the name of the observation, and what it means."""
+"""vLLM's name -> the name of the observation, and its description."""
 GAUGES: Mapping[str, str] = {
     "num_requests_running": "Sequences that are being computed.",
     "num_requests_waiting": "Requests that wait to be computed.",
@@ -58,62 +58,64 @@ COUNTERS: Mapping[str, str] = {
     "prompt_tokens": "Tokens of all prompts.",
     "generation_tokens": "Tokens generated.",
     "num_preemptions": "Preemptions.",
-    "spec_decode_num_drafts": "Verifications of guessed tokens.",
-    "spec_decode_num_draft_tokens": "Tokens that were guessed and verified.",
-    "spec_decode_num_accepted_tokens": "Guessed tokens that were right.",
-    "recording_failures": "Recordings and other observers that have failed, and see nothing any more.",
-    "prefix_cache_queries": "Prompt tokens that were looked up.",
-    "prefix_cache_hits": "Prompt tokens that were found.",
-    "request_success": "Requests that have ended, by the reason.",
+    "spec_decode_num_drafts": "Drafts that were verified.",
+    "spec_decode_num_draft_tokens": "Draft tokens that were verified.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
+    "recording_failures": "Recordings and other observers that have failed and are no longer called.",
+    "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens that were found in the prefix cache.",
+    "request_success": "Requests that have ended, by finish reason.",
 }
 
 
 @dataclass
 class Metric:
+    """A metric with its labels."""
+
     name: str
     labels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Counter(Metric):
-    """It only grows."""
+    """A value that only grows."""
 
     value: int = 0
 
 
 @dataclass
 class Gauge(Metric):
-    """It goes up and down."""
+    """A value that can grow and shrink."""
 
     value: float = 0.0
 
 
 @dataclass
 class Histogram(Metric):
-    """Counts of values, by size."""
+    """The distribution of values: their number and sum, and their number up to each bound."""
 
     count: int = 0
     sum: float = 0.0
     buckets: dict[str, int] = field(default_factory=dict)
-    """Upper bound -> number of values up to it; the last bound is `+Inf`."""
+    """Upper bound -> number of values up to this bound. The last bound is `+Inf`."""
 
 
 def request_metrics(observed: Observations) -> list[Metric]:
-    """Metrics of the requests that have ended."""
+    """Return the metrics of the requests that have ended."""
     ended = observed.num_ended.items()
     counters = [Counter("nanovllm:request_success", {"finished_reason": reason}, count) for reason, count in ended]
     return [*counters, *(make_histogram(name, observed, source) for name, (source, _) in HISTOGRAMS.items())]
 
 
 def make_histogram(name: str, observed: Observations, source: str) -> Histogram:
-    """The observations of `source`; each bucket also counts the values of all buckets below it."""
+    """Return the histogram of the observations of `source`. A bucket includes the values of all lower buckets."""
     up_to = list(accumulate(observed.counts[source]))  # [len(LADDER) + 1]
     buckets = {str(float(bound)): up_to[bisect_left(LADDER, bound)] for bound in BOUNDS[source]} | {"+Inf": up_to[-1]}
     return Histogram(f"nanovllm:{name}", {}, up_to[-1], observed.sums[source], buckets)
 
 
 def make_metrics(stats: EngineStats, observed: Observations) -> list[Metric]:
-    """All metrics of an engine."""
+    """Return all metrics of an engine."""
     values: dict[str, float] = {
         "num_requests_running": stats.num_running,
         "num_requests_waiting": stats.num_waiting,
@@ -136,5 +138,5 @@ def make_metrics(stats: EngineStats, observed: Observations) -> list[Metric]:
 
 
 def get_metrics(self: "LLM") -> list[Metric]:
-    """Counters, gauges and histograms, by vLLM's names with the prefix `nanovllm:`. A method of `LLM`."""
+    """Return counters, gauges and histograms, with vLLM's names and the prefix `nanovllm:`. A method of `LLM`."""
     return make_metrics(self.engine.get_stats(), self.engine.observed)

@@ -1,7 +1,7 @@
-"""vLLM's options: each is taken, renamed, dropped at its neutral value, or refused by name.
+"""Translate vLLM's options: each is kept, renamed, dropped at its neutral value, or refused.
 
-The options are in `tables.py`. `translate_options` of `checks.py` asks for a translation when the core meets a
-name or a value that it does not know.
+`tables.py` lists the options. `translate_options` of `checks.py` calls `translate` if the core does not know a name or
+a value.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,15 +11,18 @@ from nanovllm.extras.vllm.tables import ENGINE_OPTIONS, OPTIONS, RENAMED, VALUES
 
 
 def translate(options: Mapping[str, Any], known: Collection[str], kind: str) -> dict[str, Any]:
-    """Options as vLLM writes them -> options of the names `known`; `kind` says which others may be neutral.
+    """Return vLLM's options as options with the names `known`.
 
-    ValueError for a vLLM option that is not neutral. A name that neither knows is kept.
+    kind: selects the table of options that are accepted with neutral values.
+
+    Raises ValueError for an option of vLLM with a value that is not neutral. A name that neither vLLM nor `known` has
+    is kept.
     """
     translated: dict[str, Any] = {}
     for vllm_name, value in options.items():
         name = RENAMED.get(vllm_name, vllm_name)
         if name in translated:
-            raise TypeError(f"{name} is given twice, once by vLLM's name for it; give one")
+            raise TypeError(f"{name} is given twice, once with vLLM's name; use one of them")
         if name in known:
             translated[name] = here(name, value) if kind == "engine" else value
         elif not is_neutral(vllm_name, value, kind):
@@ -28,7 +31,7 @@ def translate(options: Mapping[str, Any], known: Collection[str], kind: str) -> 
 
 
 def is_neutral(name: str, value: Any, kind: str) -> bool:
-    """Whether `name` is an option of vLLM, and may be dropped; ValueError if this value may not."""
+    """Return whether an option of vLLM can be dropped. Raises ValueError if its value is not neutral."""
     if kind == "engine" and name in WITHOUT_EFFECT:
         return True
     for refused in OPTIONS[kind]:
@@ -41,13 +44,13 @@ def is_neutral(name: str, value: Any, kind: str) -> bool:
 
 
 def here(name: str, value: Any) -> Any:
-    """The value of an engine's option that means here what `value` means in vLLM."""
+    """Return the value of an engine's option that has the meaning of `value` in vLLM."""
     same = VALUES.get(name, {})
     is_key = value is None or isinstance(value, str)
     return same.get(value, value) if is_key else value
 
 
 def names_of_vllm() -> list[str]:
-    """vLLM's names of engine options that `Config` does not have; without those of a server, which has its own."""
+    """Return the names of vLLM's engine options that `Config` does not have, without the options of a server."""
     refused = [name for group in ENGINE_OPTIONS for name in group.neutral]
     return sorted({*RENAMED, *WITHOUT_EFFECT, *refused})

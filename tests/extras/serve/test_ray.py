@@ -116,7 +116,7 @@ BAD_ARGUMENTS = [
     ({"port": 1}, "port is an option of Serve here"),
     ({"num_blocks": 1}, "unrecognized arguments: --num-blocks=1"),
     ({"block_size": "many"}, "invalid int value: 'many'"),
-    ({"ray_num_replicas": 2, "ray_max_replicas": 2}, "ray_num_replicas excludes"),
+    ({"ray_num_replicas": 2, "ray_max_replicas": 2}, "ray_num_replicas cannot be combined with"),
     ({"max_num_seqs": 0}, "max_num_seqs"),
 ]
 
@@ -366,7 +366,7 @@ def test_a_cluster_that_serves_it_already_is_refused(address, server):
     command = [sys.executable, "-m", "nanovllm", "serve", "--ray", "--ray-address", address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert "this cluster serves an application 'nanovllm' already" in done.stderr
+    assert "this cluster already serves an application 'nanovllm'" in done.stderr
     assert replicas_of(server)
 
 

@@ -20,7 +20,7 @@ from nanovllm.extras.lazy_outputs import RequestMetrics
 BAD = [
     (["--ray-num-replicas", "2"], "--ray-num-replicas needs --ray"),
     (["--ray", "--ray-num-replicas", "0"], "ray_num_replicas must be an integer >= 1 or None, got 0"),
-    (["--ray", "--ray-num-replicas", "2", "--ray-max-replicas", "3"], "excludes ray_min_replicas"),
+    (["--ray", "--ray-num-replicas", "2", "--ray-max-replicas", "3"], "cannot be combined with ray_min_replicas"),
     (["--ray", "--ray-min-replicas", "1"], "ray_min_replicas needs ray_max_replicas"),
     (["--ray", "--ray-target-ongoing-requests", "1"], "ray_target_ongoing_requests needs ray_max_replicas"),
     (["--ray", "--ray-min-replicas", "3", "--ray-max-replicas", "2"], "at most ray_max_replicas (2), got 3"),
@@ -30,8 +30,8 @@ BAD = [
         "stream_batching_interval_ms must be an integer >= 0, got -1",
     ),
     (["--ray", "--ray-routing", "luck"], "invalid choice: 'luck'"),
-    (["--ray", "--ui"], "--ui does not go with --ray"),
-    (["--ray", "--trace", "run.jsonl"], "--trace does not go with --ray"),
+    (["--ray", "--ui"], "--ui cannot be used with --ray"),
+    (["--ray", "--trace", "run.jsonl"], "--trace cannot be used with --ray"),
     (["--ray", "--block-size", "0"], "block_size"),
 ]
 

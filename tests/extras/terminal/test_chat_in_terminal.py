@@ -223,7 +223,7 @@ def test_lines_that_are_no_questions(server):
     session, screen = talk(answerer, "", "  ", "/rest", KeyboardInterrupt, "/help", "/exit", "never asked")
     assert server.served == []
     assert session.conversation.turns == []
-    assert "/rest is no command" in screen.warnings[0]
+    assert "unknown command /rest" in screen.warnings[0]
     assert {"/reset", "/stats", "/system"} <= set(screen.tables[0])
     assert screen.lines == ["never asked"]
 
@@ -317,7 +317,7 @@ def test_in_a_pipe_the_answer_alone_is_printed(server, monkeypatch, capsys):
     assert server.served[-1].body["max_tokens"] == 9
 
 
-@pytest.mark.parametrize(("question", "status", "message"), [("", 200, "no question"), ("a", 500, "as it was told")])
+@pytest.mark.parametrize(("question", "status", "message"), [("", 200, "input is empty"), ("a", 500, "as it was told")])
 def test_in_a_pipe_errors_are_one_line(server, monkeypatch, capsys, question, status, message):
     server.status = status
     code, out, err = in_pipe(monkeypatch, capsys, question, "--url", server.url)
@@ -369,7 +369,7 @@ def test_a_person_at_a_terminal(server, tmp_path):
                                env=environment, start_new_session=True, preexec_fn=take_terminal)  # fmt: skip
     os.close(other_end)
     try:
-        read_until(terminal, r"leaves[.].*>")
+        read_until(terminal, r"exits[.].*>")
         os.write(terminal, b"hello\r")
         read_until(terminal, "word20")
         os.write(terminal, b"\x03")  # Ctrl-C, by way of the terminal

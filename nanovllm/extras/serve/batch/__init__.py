@@ -1,6 +1,6 @@
-"""`nanovllm run-batch`: files of requests in, Parquet files of answers out, each row once.
+"""Answer files of requests (`nanovllm run-batch`): the answers go to Parquet files, one answer for each row.
 
-Read `replica.py` first: how the rows of a chunk are answered by the server's own routes. `inputs.py` cuts files into
-chunks, `parts.py` is the folder of answers, `one_machine.py` and `ray_data.py` are the two ways to run, `command.py` is
-the command.
+Read `replica.py` first: it answers the rows of a chunk with the server's own routes. `batch_inputs.py` cuts files into
+chunks, `parts.py` manages the folder of answers, `one_machine.py` and `ray_data.py` are the two ways to run, and
+`command.py` is the command.
 """

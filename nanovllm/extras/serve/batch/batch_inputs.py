@@ -1,8 +1,8 @@
-"""The input: files of rows, cut into chunks that are read, answered and written as a whole.
+"""Read the input: files of rows, cut into chunks that are read, answered and written as a whole.
 
-A scan reads the files once before anything is answered, and keeps of each chunk where it begins and of each row 16
-bytes: a hash of its name. So ten million rows take 160 MB, and a name that two rows have is found before it makes two
-answers look like one.
+A scan reads the files once before any row is answered. It keeps the start of each chunk, and 16 bytes for each row: a
+hash of the row's name. Ten million rows take 160 MB. The scan also finds names that several rows have: their answers
+could not be told apart.
 """
 
 import json
@@ -22,57 +22,64 @@ from numpy.typing import NDArray
 from nanovllm.extras.serve.batch.rows import Form, Refused, Row
 
 Digests: TypeAlias = NDArray[np.bytes_]
-"""[num_rows], 16 bytes each."""
+"""Digests of row names: [num_rows], 16 bytes each."""
 SUFFIXES = (".jsonl", ".parquet")
 
 
 class Source(NamedTuple):
+    """A file of rows."""
+
     path: Path
     name: str
-    """In the names of rows that have none of their own: `in.jsonl:17`. Of no other source."""
+    """Unique among the sources. Rows without a name are named by it and their number: `in.jsonl:17`."""
 
 
 class Chunk(NamedTuple):
-    """Rows that lie together in one file, and become one part of the output."""
+    """Consecutive rows of one file, which become one part of the output."""
 
     source: Source
     number: int
-    """Of the first row, in its file: a line or a record, from 1."""
+    """The number of the first row in its file (a line or a record), counted from 1."""
     start: int
-    """Of a .jsonl: where the first line begins, in bytes."""
+    """The offset in bytes of the first line in a `.jsonl` file; 0 for Parquet."""
     num_rows: int
 
 
 @dataclass(frozen=True)
 class Input:
-    """What a scan has found."""
+    """The result of a scan: the chunks, and the names of the rows."""
 
     form: Form
     chunks: list[Chunk]
     digests: Digests
-    """Of the names of all rows, sorted; no two are equal."""
+    """Digests of the names of all rows, sorted and unique."""
     first_of: dict[bytes, str]
-    """Digest of a name that several rows have -> file and number of the first of them, which keeps it."""
+    """For each name that several rows have: its digest -> file and number of the first row, which keeps the name."""
 
     def num_chunks_at_once(self, max_in_flight: int) -> int:
-        """So many that `max_in_flight` rows are in flight while the last rows of one more are computed."""
+        """Return how many chunks to compute at once.
+
+        They hold at least `max_in_flight` rows, not counting one chunk whose last rows are being computed.
+        """
         return 1 + math.ceil(max_in_flight / max(chunk.num_rows for chunk in self.chunks))
 
     def read(self, chunk: Chunk, records: "Records") -> list[Row]:
+        """Return the rows of a chunk, in their order."""
         return read_rows(chunk, self.form, self.first_of, records)
 
 
 def digest(name: str) -> bytes:
-    """120 bits of a hash, and a byte that is not 0: numpy drops zeros at the end."""
+    """Return 16 bytes that identify a name: 120 bits of a hash, then a byte of 1, since numpy drops trailing zeros."""
     return bytes(xxhash.xxh3_128_digest(name.encode())[:15]) + b"\1"
 
 
 def digests_of(names: Iterable[str]) -> Digests:
+    """Return the digests of `names`, in their order."""
     return np.frombuffer(b"".join(map(digest, names)), "S16")
 
 
 def are_in(wanted: Digests, digests: Digests) -> NDArray[np.bool_]:
-    """For each of `wanted`, whether it is among the sorted `digests`."""
+    """Return for each of `wanted` whether it is among the sorted `digests`."""
     if not len(digests):
         return np.zeros(len(wanted), bool)
     places = np.minimum(np.searchsorted(digests, wanted), len(digests) - 1)
@@ -84,7 +91,7 @@ def are_in(wanted: Digests, digests: Digests) -> NDArray[np.bool_]:
 
 
 def find_sources(paths: Iterable[Path]) -> list[Source]:
-    """The files, and those in folders, by name. Raises ValueError or OSError."""
+    """Return the given files, and the files in the given folders sorted by path. Raises ValueError, OSError."""
     sources = []
     for path in paths:
         if path.is_dir():
@@ -94,12 +101,12 @@ def find_sources(paths: Iterable[Path]) -> list[Source]:
             sources.append(Source(path, path.name))
     for source in sources:
         if source.path.suffix not in SUFFIXES:
-            raise ValueError(f"an input must be a file {' or '.join(SUFFIXES)}, or a folder of such, got {source.path}")
+            raise ValueError(f"an input must be a {' or '.join(SUFFIXES)} file or a folder, got {source.path}")
     names = [source.name for source in sources]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"two inputs have the name {twice[0]}: rows without a name of their own could not be told")
+        raise ValueError(f"two inputs have the name {twice[0]}: their rows without a name would get the same names")
     if not sources:
-        raise ValueError(f"there is no file {' or '.join(SUFFIXES)} in {', '.join(map(str, paths))}")
+        raise ValueError(f"there is no {' or '.join(SUFFIXES)} file in {', '.join(map(str, paths))}")
     return sources
 
 
@@ -107,7 +114,7 @@ def find_sources(paths: Iterable[Path]) -> list[Source]:
 
 
 def scan(sources: list[Source], form: Form, rows_per_part: int) -> Input:
-    """Read all names. Raises ValueError for a file that cannot be read as a whole, OSError."""
+    """Cut the files into chunks and read the names of all rows. Raises ValueError, OSError."""
     for source in sources:
         if source.path.suffix == ".parquet":
             check_columns(source, form)
@@ -120,11 +127,12 @@ def scan(sources: list[Source], form: Form, rows_per_part: int) -> Input:
         digests = scan_names(chunks, form, first_of)
         unique = np.unique(digests)
     if len(unique) < len(digests):
-        raise ValueError("the name of a row is the file and number of another: choose another --id-column")
+        raise ValueError("the name of one row is the file and number of another row: choose another --id-column")
     return Input(form, chunks, unique, first_of)
 
 
 def check_columns(source: Source, form: Form) -> None:
+    """Raise ValueError if a Parquet file does not have the columns of `form`."""
     if form.prompt_column is None:
         raise ValueError(f"{source.path}: rows of Parquet need --prompt-column; OpenAI's batch format is .jsonl")
     known = pq.read_schema(source.path).names
@@ -133,7 +141,7 @@ def check_columns(source: Source, form: Form) -> None:
 
 
 def cut(source: Source, rows_per_part: int) -> Iterator[Chunk]:
-    """The chunks of a file. Blank lines are numbered, but are no rows."""
+    """Yield the chunks of a file. Blank lines count in the numbers, but are not rows."""
     if source.path.suffix == ".parquet":
         num_rows = pq.read_metadata(source.path).num_rows
         for start in range(0, num_rows, rows_per_part):
@@ -153,7 +161,7 @@ def cut(source: Source, rows_per_part: int) -> Iterator[Chunk]:
 
 
 def scan_names(chunks: list[Chunk], form: Form, first_of: dict[bytes, str]) -> Digests:
-    """[num_rows], in their order. `first_of` learns for each of its names which row has it first."""
+    """Return the digests of all rows, in their order. Sets the values of `first_of`: the first row of each name."""
     found, records = bytearray(), Records()
     columns = [] if form.id_column is None else [form.id_column]
     for chunk in chunks:
@@ -171,12 +179,15 @@ def scan_names(chunks: list[Chunk], form: Form, first_of: dict[bytes, str]) -> D
 
 
 def read_rows(chunk: Chunk, form: Form, first_of: dict[bytes, str], records: "Records") -> list[Row]:
-    """A chunk's rows, in their order."""
+    """Return the rows of a chunk, in their order."""
     return [make_row(place, value, form, first_of) for place, value in read_values(chunk, form.columns, records)]
 
 
 def make_row(place: str, value: Any, form: Form, first_of: dict[bytes, str]) -> Row:
-    """place: file and number, the name of a row that has none of its own."""
+    """Return the row for a value, with an error if it cannot be a request.
+
+    place: file and number of the row, its name if it has none.
+    """
     name = form.name_of(value)
     try:
         if name is not None and first_of.get(digest(name), place) != place:
@@ -190,9 +201,9 @@ def make_row(place: str, value: Any, form: Form, first_of: dict[bytes, str]) -> 
 
 
 def read_values(chunk: Chunk, columns: list[str], records: "Records") -> Iterator[tuple[str, Any]]:
-    """File and number, and value of each row; what cannot be read is a `Refused`.
+    """Yield `(file and number, value)` for each row. The value is a `Refused` if the row cannot be parsed.
 
-    columns: of Parquet, those that are read. If there are none, no value is needed, and all are None.
+    columns: the columns to read from Parquet. If empty, nothing is parsed, and all values are None.
     """
     name = chunk.source.name
     if chunk.source.path.suffix == ".parquet":
@@ -207,6 +218,7 @@ def read_values(chunk: Chunk, columns: list[str], records: "Records") -> Iterato
 
 
 def parse(line: bytes) -> Any:
+    """Return the JSON value of a line, or a `Refused` if it is not JSON."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
@@ -214,13 +226,14 @@ def parse(line: bytes) -> Any:
 
 
 class Records:
-    """Reads chunks of Parquet, and keeps the row group that was decoded last: the next chunk is often in it too."""
+    """Reads chunks of Parquet. It keeps the last decoded row group, because the next chunk is often in it too."""
 
     def __init__(self) -> None:
         self._key: tuple[Path, int, tuple[str, ...]] | None = None
         self._table: pa.Table | None = None
 
     def read(self, chunk: Chunk, columns: list[str]) -> list[dict[str, Any]]:
+        """Return the rows of a chunk, each as a dict of the given columns."""
         start, left, records = chunk.number - 1, chunk.num_rows, []
         with pq.ParquetFile(chunk.source.path) as file:
             for i in range(file.num_row_groups):

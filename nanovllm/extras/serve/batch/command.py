@@ -1,4 +1,4 @@
-"""`nanovllm run-batch -i in.jsonl -o out/`: from the command line to a folder of answers."""
+"""Run the command `nanovllm run-batch -i in.jsonl -o out/`: parse its options, and answer the rows."""
 
 import argparse
 import json
@@ -36,7 +36,10 @@ SAMPLING = {"temperature": float, "top-p": float, "top-k": int, "min-p": float, 
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status: 0 if each row has an answer or an error, 1 if the run cannot go on, 2 for a bad command line."""
+    """Run the command and return its exit status.
+
+    0 if each row has an answer or an error, 1 if the run failed, 2 for a bad command line, 130 after Ctrl-C.
+    """
     parser = make_parser()
     args = parser.parse_args(arguments)
     log_to_stderr(args.server_log_level)
@@ -51,24 +54,25 @@ def main(arguments: list[str]) -> int:
         return run_batch(args, form, options, partial(load, engine_args))
     except ModuleNotFoundError as error:
         install = "pip install 'nanovllm[ray]'"
-        print(f"nanovllm run-batch --replicas needs the package {error.name}: {install} brings it", file=sys.stderr)
+        print(f"nanovllm run-batch --replicas needs the package {error.name}: run {install}", file=sys.stderr)
         return 1
     except (ValueError, TypeError, OSError, RuntimeError) as error:
         print(f"nanovllm run-batch: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("nanovllm run-batch: stopped; the same command goes on", file=sys.stderr)
+        print("nanovllm run-batch: stopped; run the same command to continue", file=sys.stderr)
         return 130
 
 
 def load(engine_args: EngineArgs) -> AsyncLLM:
-    """In the process of the replica."""
+    """Load the engine. This runs in the process of the replica."""
     llm = AsyncLLM.from_engine_args(engine_args)
     keep_from_collector()
     return llm
 
 
 def run_batch(args: argparse.Namespace, form: Form, options: ServerOptions, load: Callable[[], AsyncLLM]) -> int:
+    """Answer the rows that are not done, print a summary, and return the exit status."""
     start, answer = time.monotonic(), way_of(args)
     batch = scan(find_sources(args.input), form, args.rows_per_part)
     with Parts.opened(args.output) as parts:
@@ -86,7 +90,7 @@ def run_batch(args: argparse.Namespace, form: Form, options: ServerOptions, load
 
 
 def way_of(args: argparse.Namespace) -> Callable[[Input, Parts, Digests, ReplicaSpec], None]:
-    """How rows are answered. Raises ModuleNotFoundError without Ray, where it is needed."""
+    """Return the function that answers the rows. Raises ModuleNotFoundError if Ray is needed but not installed."""
     if args.replicas is None:
         return answer_here
     from nanovllm.extras.serve.batch.ray_data import Pool, answer_with_ray
@@ -95,12 +99,13 @@ def way_of(args: argparse.Namespace) -> Callable[[Input, Parts, Digests, Replica
 
 
 def num_devices(args: argparse.Namespace) -> int:
-    """GPUs of one engine. With `--device cuda` this machine itself needs none."""
+    """Return the number of GPUs of one engine. With `--device cuda`, this machine itself does not need a GPU."""
     has_gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     return int(args.tensor_parallel_size) if has_gpu else 0
 
 
 def summary(paths: list[Path], num_rows: int, seconds: float) -> str:
+    """Return a line with the number of answers, errors and tokens in the parts at `paths`."""
     num_errors = num_in = num_out = 0
     for path in paths:
         table = pq.read_table(path, columns=["error", "prompt_tokens", "completion_tokens"])
@@ -114,7 +119,7 @@ def summary(paths: list[Path], num_rows: int, seconds: float) -> str:
 
 
 def check_each_once(batch: Input, parts: Parts) -> int:
-    """0, or 1 if the parts do not hold each row of the input once."""
+    """Return 0 if the parts contain each row of the input exactly once, else 1."""
     done = parts.done()
     num_missing, num_twice = int((~are_in(batch.digests, done)).sum()), int((done[1:] == done[:-1]).sum())
     if num_missing or num_twice:
@@ -130,10 +135,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nanovllm run-batch",
         usage="nanovllm run-batch -i FILE … -o FOLDER [MODEL] [options]",
-        description="Answer all rows of files; begun again, it goes on where it was stopped.",
+        description="Answer all rows of the input files. If the command is run again, it continues where it stopped.",
         conflict_handler="resolve",
     )
-    parser.add_argument("batch_model", metavar="MODEL", nargs="?", help="a folder, or a hub id; the bundled model")
+    parser.add_argument("batch_model", metavar="MODEL", nargs="?", help="folder or hub id (default: the bundled model)")
     files = parser.add_argument_group("files")
     rows = parser.add_argument_group("rows with a prompt column")
     replicas = parser.add_argument_group("replicas")
@@ -148,19 +153,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 def add_files(group: Any) -> None:
     group.add_argument(
-        "-i", "--input", type=Path, nargs="+", required=True, help="files .jsonl or .parquet, or folders"
+        "-i", "--input", type=Path, nargs="+", required=True, help=".jsonl or .parquet files, or folders of them"
     )
-    group.add_argument("-o", "--output", type=Path, required=True, help="a folder, for Parquet; the same to go on")
-    text = f"rows of one file of the output; work is lost in such pieces (default: {ROWS_PER_PART})"
+    group.add_argument("-o", "--output", type=Path, required=True, help="folder of Parquet files; reuse it to continue")
+    text = f"rows of one output file; a crash loses the unfinished files (default: {ROWS_PER_PART})"
     group.add_argument("--rows-per-part", type=positive, default=ROWS_PER_PART, metavar="N", help=text)
 
 
 def add_rows(group: Any) -> None:
     group.add_argument(
-        "--prompt-column", metavar="NAME", help="texts, token ids or messages; else OpenAI's batch format"
+        "--prompt-column", metavar="NAME", help="column of texts, token ids or messages (default: OpenAI's format)"
     )
-    group.add_argument("--id-column", metavar="NAME", help="names of rows; else file and row number (in.jsonl:17)")
-    group.add_argument("--chat", action="store_true", help="a text is a user's message, and not a text to continue")
+    group.add_argument("--id-column", metavar="NAME", help="column of the rows' names (default: file and row number)")
+    group.add_argument("--chat", action="store_true", help="send a text as a user's message, not as a text to continue")
     for name, kind in SAMPLING.items():
         group.add_argument(f"--{name}", type=kind, dest=f"body_{name.replace('-', '_')}", metavar=name.upper())
     group.add_argument("--stop", nargs="+", dest="body_stop", metavar="TEXT")
@@ -170,22 +175,22 @@ def add_rows(group: Any) -> None:
 
 
 def add_replicas(group: Any) -> None:
-    text = "engines, each with its own devices, as actors of Ray (extra `ray`); else one engine without Ray"
+    text = "number of engines, as Ray actors with their own devices (extra `ray`); default: one engine without Ray"
     group.add_argument("--replicas", type=positive, metavar="N", help=text)
-    group.add_argument("--ray-address", metavar="ADDRESS", help="a cluster of Ray that runs; else one of this machine")
-    text = "rows that an engine has at the same time (default: twice --max-num-seqs)"
+    group.add_argument("--ray-address", metavar="ADDRESS", help="a running Ray cluster (default: start one here)")
+    text = "rows that an engine computes at the same time (default: twice --max-num-seqs)"
     group.add_argument("--max-in-flight", type=positive, metavar="N", help=text)
 
 
 def add_requests(group: Any) -> None:
-    """As of `nanovllm serve`."""
+    """Add the options of requests that `nanovllm serve` has too."""
     add_model_options(group)
     add_request_bounds(group)
     add_log_level(group, "warning")
 
 
 def form_of(args: argparse.Namespace) -> Form:
-    """Raises ValueError, TypeError."""
+    """Return the form of the rows. Raises ValueError or TypeError if the options contradict each other."""
     names = ("chat", "id_column", "body", "body_columns")
     own = {name.removeprefix("body_"): value for name, value in vars(args).items() if name.startswith("body_")}
     own = {name: value for name, value in own.items() if value is not None and name != "columns"}
@@ -194,14 +199,15 @@ def form_of(args: argparse.Namespace) -> Form:
     if args.prompt_column is None:
         given = [name for name in names if getattr(args, name)] + list(own)
         if given:
-            raise ValueError(f"--{given[0].replace('_', '-')} needs --prompt-column: rows of OpenAI's format say it")
+            raise ValueError(f"--{given[0].replace('_', '-')} needs --prompt-column: OpenAI's rows have it")
         return Form()
     if args.body.get("stream"):
-        raise ValueError("--body must not ask for a stream: an answer of a batch is whole")
+        raise ValueError("--body must not set stream: run-batch does not stream answers")
     return Form(args.prompt_column, args.id_column, args.chat, {**args.body, **own}, tuple(args.body_columns))
 
 
 def options_of(args: argparse.Namespace) -> ServerOptions:
+    """Return the options of the server's application, which answers the rows."""
     name = TINY_QWEN3.name if args.model == TINY_QWEN3 else str(args.model)
     return ServerOptions(
         model_names=tuple(args.server_served_model_name or [name]),

@@ -1,6 +1,6 @@
-"""A batch without Ray: one engine in this process, several chunks at a time.
+"""Answer a batch without Ray: one engine in this process computes several chunks at a time.
 
-An engine that has died is replaced by a new one, as Ray replaces an actor.
+A new engine replaces an engine that has died, as Ray replaces an actor.
 """
 
 import asyncio
@@ -20,20 +20,23 @@ logger = logging.getLogger(__name__)
 
 
 def answer_here(batch: Input, parts: Parts, done: Digests, spec: ReplicaSpec) -> None:
-    """Answer all rows that are not `done`. Raises RuntimeError if one engine after the other dies."""
+    """Answer all rows that are not `done`. Raises RuntimeError if too many engines die."""
     waiting = deque(enumerate(batch.chunks))
     while waiting:
         replica = Replica(spec)
         try:
             run_loop(Session(replica, batch, parts, done, waiting).run(spec.max_in_flight))
         except EngineDeadError as error:
-            logger.warning("%s; a new engine goes on", error)
+            logger.warning("%s; a new engine continues", error)
         finally:
             replica.shutdown()
 
 
 class Session:
-    """The life of one engine. `waiting`: chunks that are not begun; those that it could not finish return there."""
+    """Computes chunks with one engine until none is left or the engine dies.
+
+    waiting: the chunks that have not been started. A chunk that the engine could not finish returns there.
+    """
 
     def __init__(
         self, replica: Replica, batch: Input, parts: Parts, done: Digests, waiting: deque[tuple[int, Chunk]]
@@ -44,6 +47,7 @@ class Session:
         self._records = Records()
 
     async def run(self, max_in_flight: int) -> None:
+        """Compute the waiting chunks, several at once. Raises EngineDeadError only if there is no other error."""
         workers = [self._work() for _ in range(self._batch.num_chunks_at_once(max_in_flight))]
         ends = await asyncio.gather(*workers, return_exceptions=True)
         self._files.shutdown()

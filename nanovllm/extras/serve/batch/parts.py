@@ -1,15 +1,17 @@
-"""The folder of answers: Parquet files, its parts, which hold each row once. Who may write there, and what is done.
+"""Manage the folder of answers: which parts are done, and which process may write.
 
     out/part-….parquet     a part: the answers of one chunk
-    out/_checkpoint/       Ray Data's: a file `….pending.parquet` says that the part of this name is being written
-    out/_attempts/         which chunks are being computed (attempts.py)
-    out/_run.json          what all parts answer; `_run.lock` is locked while a run goes on, `_writers.lock` by writers
+    out/_checkpoint/       used by Ray Data: `NAME.pending.parquet` exists while the part NAME is being written
+    out/_attempts/         the chunks that are being computed (attempts.py)
+    out/_run.json          the model and the form of the requests, the same for all parts
+    out/_run.lock          locked during a run; `_writers.lock` is locked by the processes that write
 
-**A part that is there, and is not pending, is done.** Nothing else says so: with Ray or without, a run first removes
-what is pending, and then reads the names of rows in the parts. Ray's own checkpoint has them too; but Ray deletes it
-after success, and a write task that is repeated after its commit makes rows pending that Ray's checkpoint calls done.
+**A part is done if it exists and is not pending.** With Ray or without, a run first removes pending parts, and then
+reads the names of the rows in the other parts. Ray's own checkpoint also has these names, but does not suffice: Ray
+deletes it after success, and a write task that is repeated after its commit makes rows pending that Ray's checkpoint
+lists as done.
 
-Readers of Parquet (pyarrow, Spark, DuckDB, Ray) pass over files that begin with `_` or `.`.
+Readers of Parquet (pyarrow, Spark, DuckDB, Ray) skip files that begin with `_` or `.`.
 """
 
 import fcntl
@@ -40,7 +42,8 @@ SCHEMA = pa.schema(
         ("completion_tokens", pa.int64()),
     ]
 )
-"""OpenAI's row of a batch; `body` is JSON. Then what one often wants of it: the first choice's text, and the usage."""
+"""The columns of OpenAI's batch output (`body` is JSON), then the fields that are used most: the first choice's text,
+and the usage."""
 
 ID = "custom_id"
 PENDING = ".pending.parquet"
@@ -52,35 +55,38 @@ class Busy(RuntimeError):
 
 
 class Parts:
-    """The folder, within `opened`."""
+    """The folder of answers. Create it with `opened`."""
 
     def __init__(self, folder: Path, run: str) -> None:
         self.folder = folder
         self.run = run
-        """A random name of this run: its parts have it in theirs."""
+        """A random name of this run. The file names of its parts contain it."""
         self.checkpoint = folder / "_checkpoint"
         self.attempts = folder / "_attempts"
 
     @classmethod
     @contextmanager
     def opened(cls, folder: Path) -> Iterator["Parts"]:
-        """The folder, for one run at a time; what a killed run has left half done is removed. Raises Busy, OSError."""
+        """Open the folder for this run, and remove the unfinished parts of a killed run.
+
+        Raises Busy if another run uses the folder, OSError if it cannot be written.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         parts = cls(folder, uuid4().hex)
         with (folder / "_run.lock").open("a") as mine:
             try:
                 fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise Busy(f"another run writes to {folder}; wait for its end") from None
+                raise Busy(f"another run writes to {folder}; wait until it ends") from None
             parts._shut_out_others()
             parts._remove_pending()
             parts.checkpoint.mkdir(exist_ok=True)
-            shutil.rmtree(parts.attempts, ignore_errors=True)  # another run's deaths may have another reason
+            shutil.rmtree(parts.attempts, ignore_errors=True)  # engines of another run may have died for other reasons
             parts.attempts.mkdir()
             yield parts
 
     def _shut_out_others(self) -> None:
-        """Wait for writers of a run that was killed, and let none of them begin again (`PartNames`)."""
+        """Wait for the writers of a killed run, and prevent them from writing again (`PartNames`)."""
         with (self.folder / "_writers.lock").open("a+") as file:
             give_up = time.monotonic() + WAIT_S
             while True:
@@ -95,7 +101,7 @@ class Parts:
             file.write(self.run)
 
     def _remove_pending(self) -> None:
-        """Parts that may not be whole."""
+        """Remove parts that may be incomplete."""
         for path in self.folder.glob(".part-*"):
             path.unlink()
         for pending in self.checkpoint.glob(f"*{PENDING}"):
@@ -104,7 +110,7 @@ class Parts:
             pending.unlink()
 
     def check_same(self, what: Mapping[str, Any]) -> None:
-        """Raises ValueError if the folder has answers to something else."""
+        """Store `what` the parts answer. Raises ValueError if the folder has answers for another value of `what`."""
         path, told = self.folder / "_run.json", json.loads(json.dumps(what, default=str))
         if not path.exists():
             path.with_suffix(".new").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
@@ -114,19 +120,20 @@ class Parts:
         for name in told:
             if told[name] != before.get(name):
                 raise ValueError(
-                    f"{self.folder} has answers of a run with {name} {before.get(name)!r}, and this one has "
+                    f"{self.folder} has answers of a run with {name} {before.get(name)!r}, but this run has "
                     f"{told[name]!r}: choose another folder"
                 )
 
     def paths(self) -> list[Path]:
+        """Return the paths of all parts, sorted."""
         return sorted(self.folder.glob("part-*.parquet"))
 
     def done(self) -> Digests:
-        """[num_rows]: of the names of all rows that have an answer, sorted."""
+        """Return the digests of the names of all rows that have an answer, sorted: [num_rows]."""
         return np.sort(digests_of(name for path in self.paths() for name in read_column(path, ID)))
 
     def write(self, number: int, answers: list[dict[str, Any]]) -> None:
-        """A part appears as a whole, or not at all, also if the machine loses its power."""
+        """Write a part atomically: even after a power failure it is either complete or missing."""
         path = self.folder / f"part-{self.run}-{number:012}-0.parquet"
         new = path.with_name(f".{path.name}")
         with new.open("wb") as file:
@@ -142,10 +149,12 @@ class Parts:
 
 
 def to_table(answers: Iterable[Mapping[str, Any]]) -> pa.Table:
+    """Return a table of answers with the columns of `SCHEMA`."""
     return pa.Table.from_pylist(list(answers), SCHEMA)
 
 
 def read_column(path: Path, name: str) -> list[Any]:
+    """Return the values of one column of a Parquet file."""
     with pq.ParquetFile(path) as file:
         values: list[Any] = file.read([name]).column(name).to_pylist()
         return values

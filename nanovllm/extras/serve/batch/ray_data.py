@@ -1,15 +1,15 @@
-"""A batch with Ray Data: a pool of replicas, each an actor with its own devices.
+"""Answer a batch with Ray Data: a pool of replicas, each an actor with its own devices.
 
     RowSource ─read→ [done rows are dropped] ─map_batches→ Replicas ─write_parquet→ parts
 
-Rows travel as one block for each chunk: one read, one call of an actor, one part. So a task that Ray repeats gives the
-same rows again. A block that was cut by its size, which depends on what a model has drawn, would not: Ray keeps the
-blocks of the first attempt that it has got already, and takes the rest of the second.
+Each chunk is one block: one read, one call of an actor, one part. So if Ray repeats a task, the task returns the same
+rows again. If blocks were cut by their size, which depends on the sampled tokens, a repeated task would return other
+blocks. But Ray keeps the blocks of the first attempt that have arrived, and takes the others from the second attempt.
 
-What Ray Data's checkpoint does, and what of it is replaced here (Ray 2.60, `ray/data/checkpoint`): a write task first
-writes the names of its rows to `_checkpoint/PART.pending.parquet`, then the part, and then renames this file. What is
-done is read from the parts (`PartsManager`), for the reasons that `parts.py` gives, as 16 bytes for each row
-(`DigestFilter`): Ray's own filter holds all names in each actor.
+Ray Data's checkpoint (Ray 2.60, `ray/data/checkpoint`) works as follows: a write task writes the names of its rows to
+`_checkpoint/PART.pending.parquet`, then writes the part, and then renames the pending file. Two classes of it are
+replaced here. `PartsManager` reads from the parts which rows are done; `parts.py` gives the reasons. `DigestFilter`
+holds 16 bytes for each row; Ray's own filter holds all names in each actor.
 """
 
 import asyncio
@@ -43,24 +43,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SPARE_CPUS = 2  # beside replicas: one for the actor that filters, one for a task that reads or writes
+SPARE_CPUS = 2  # in addition to those of the replicas: one for the filter's actor, one for tasks that read or write
 MIB = 2**20
-EXIT_STATUS = 70  # of an actor whose engine is dead
+EXIT_STATUS = 70  # of the process of an actor whose engine is dead
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The actors that are wanted."""
+    """The number of actors, their devices, and the cluster."""
 
     num_replicas: int
     num_devices: int
-    """Of one engine: GPUs. 0 for an engine on CPU; those of a machine share its cores."""
+    """The number of GPUs for each engine. 0 runs the engines on CPU, where they share the cores of their machine."""
     address: str | None = None
-    """Of a cluster that runs; None starts one on this machine, and ends it."""
+    """The address of a running cluster. None starts a cluster on this machine and ends it after the run."""
 
 
 def answer_with_ray(batch: Input, parts: Parts, done: Digests, spec: "ReplicaSpec", pool: Pool) -> None:
-    """Answer all rows that are not `done`, as `PartsManager` knows too. Raises RuntimeError if Ray gives up."""
+    """Answer all rows that are not done, which `PartsManager` reads itself. Raises RuntimeError if Ray gives up."""
     num_threads = max(1, count_cores(os.sched_getaffinity(0)) // pool.num_replicas) if not pool.num_devices else 1
     num_cpus = pool.num_replicas * num_threads + SPARE_CPUS
     here: dict[str, Any] = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
@@ -74,19 +74,20 @@ def answer_with_ray(batch: Input, parts: Parts, done: Digests, spec: "ReplicaSpe
             answers = answered(batch, spec, pool, num_threads)
             answers.write_parquet(str(parts.folder), filename_provider=PartNames(parts))
     except ray.exceptions.RayError as error:
-        raise RuntimeError(f"Ray has given up, what is done stays done: {error}") from error
+        raise RuntimeError(f"Ray has given up; finished parts are kept: {error}") from error
     finally:
         ray.shutdown()
 
 
 def warn_of_too_few(resource: str, num_needed: int) -> None:
-    """Of a cluster that runs. Ray waits without a word, since machines may still join."""
+    """Warn if the cluster has too few CPUs or GPUs. Ray itself waits silently, since machines may still join."""
     num_there = ray.cluster_resources().get(resource, 0)
     if num_there < num_needed:
-        logger.warning("the cluster has %g %ss, the run needs %d, and waits for them", num_there, resource, num_needed)
+        logger.warning("the cluster has %g %ss, the run needs %d and waits for them", num_there, resource, num_needed)
 
 
 def context_for(parts: Parts) -> DataContext:
+    """Return Ray Data's settings, with a checkpoint that reads from `parts` which rows are done."""
     context = DataContext.get_current().copy()
     context.target_max_block_size = None  # blocks are never cut
     context.enable_progress_bars = False
@@ -94,15 +95,15 @@ def context_for(parts: Parts) -> DataContext:
         ID, str(parts.checkpoint), checkpoint_manager_cls=PartsManager, checkpoint_filter_cls=DigestFilter
     )
     context.checkpoint_config.checkpoint_actor_memory_bytes = 64 * MIB
-    context.checkpoint_config.checkpoint_actor_pool_max_size = 1  # more would take the CPUs of tasks
+    context.checkpoint_config.checkpoint_actor_pool_max_size = 1  # more actors would use CPUs that the tasks need
     return context
 
 
 def answered(batch: Input, spec: "ReplicaSpec", pool: Pool, num_threads: int) -> Dataset:
-    """The answers to all rows that are not done.
+    """Return the dataset of the answers to all rows that are not done.
 
-    Ray restarts an actor, and repeats its calls, without end. The end is in `attempts.py`: a chunk's third attempt
-    finds the row that kills engines, and a replica that is one too many is not made, which ends Ray's run.
+    Ray restarts actors and repeats their calls without limit. `attempts.py` sets the limits: the third attempt at a
+    chunk finds the row that kills engines, and after too many engines the next replica raises, which ends Ray's run.
     """
     at_once = batch.num_chunks_at_once(spec.max_in_flight)
     rows = ray.data.read_datasource(RowSource(batch), override_num_blocks=len(batch.chunks))
@@ -126,7 +127,7 @@ def answered(batch: Input, spec: "ReplicaSpec", pool: Pool, num_threads: int) ->
 
 
 class RowSource(Datasource):
-    """Chunks of the input, each read by a task of its own."""
+    """A Ray data source that reads each chunk of the input in a separate task."""
 
     def __init__(self, batch: Input) -> None:
         super().__init__()
@@ -150,6 +151,7 @@ class RowSource(Datasource):
 
 
 def read_block(chunk: Chunk, form: Form, first_of: dict[bytes, str]) -> Iterable[pa.Table]:
+    """Return the rows of a chunk as one table, with the fields of `Row` as its columns."""
     rows = read_rows(chunk, form, first_of, Records())
     columns = zip(*rows, strict=True)
     return [pa.table({name: pa.array(values, pa.string()) for name, values in zip(Row._fields, columns, strict=True)})]
@@ -159,7 +161,7 @@ def read_block(chunk: Chunk, form: Form, first_of: dict[bytes, str]) -> Iterable
 
 
 class PartsManager(CheckpointManager):
-    """Reads from the parts which rows are done. What a killed run has left half done was removed by `Parts.opened`."""
+    """Reads from the parts which rows are done. `Parts.opened` has removed the unfinished parts of a killed run."""
 
     def load_checkpoint(self, data_file_dir: str | None = None, data_file_filesystem: Any = None) -> tuple[Any, int]:
         digests = Parts(Path(self.checkpoint_path_unwrapped).parent, "").done()
@@ -182,7 +184,7 @@ class DigestFilter(CheckpointFilter):
 
 
 class Answerer:
-    """A replica in an actor. Ray calls it in several threads, with a chunk each, so that its engine stays busy."""
+    """A replica in an actor. Ray calls it in several threads with one chunk each, so that its engine stays busy."""
 
     def __init__(self, spec: "ReplicaSpec", num_threads: int) -> None:
         from nanovllm.extras.serve.batch.replica import (
@@ -199,9 +201,9 @@ class Answerer:
         try:
             return to_table(asyncio.run_coroutine_threadsafe(self._replica.answer(rows), self._loop).result())
         except EngineDeadError as error:
-            # Ray would repeat the task on this actor, whose engine stays dead. An actor that leaves by an exception, or
-            # by `exit_actor`, is not replaced and its tasks are not repeated; one whose process has gone is.
-            logger.error("%s; its process ends, and another one takes its place", error)
+            # Ray would repeat the task on this actor, whose engine stays dead. If an actor ends by an exception or by
+            # `exit_actor`, Ray neither replaces it nor repeats its tasks. If its process exits, Ray does both.
+            logger.error("%s; its process ends, and Ray starts another one", error)
             os._exit(EXIT_STATUS)
 
 
@@ -209,11 +211,12 @@ class Answerer:
 
 
 class PartNames(FilenameProvider):
-    """Names parts. Ray asks for the name of a part before it writes anything of it: the moment to look whether this run
-    still goes on. Its driver may have been killed, and another run have taken the folder over.
+    """Names the parts, and prevents a killed run from writing.
 
-    Holds `_writers.lock` from then on, together with all other writers. The task that writes the part lives as long as
-    this object does, so the next run waits for its end (`Parts.opened`).
+    Ray requests the name of a part before it writes the part. At this moment the driver may have been killed, and
+    another run may use the folder: then this raises RuntimeError. Otherwise it takes a shared lock on `_writers.lock`
+    and holds it as long as this object exists, which is as long as the task that writes. The next run waits for the
+    lock (`Parts.opened`).
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -229,6 +232,6 @@ class PartNames(FilenameProvider):
             held = self._lock.open()
             fcntl.flock(held, fcntl.LOCK_SH)
             if held.read() != self._run:
-                raise RuntimeError("another run has taken this folder over")
+                raise RuntimeError("another run has taken over this folder")
             self._held = held
         return f"part-{write_uuid}-{task_index:012}.parquet"

@@ -1,9 +1,9 @@
-"""A replica: one engine, and the server's application over it, which rows of a batch call without a socket.
+"""Answer rows with one engine: a replica calls the server's application directly, without a socket.
 
-    rows of a chunk ─ask→ app (as behind a socket: same checks, same answers) ─→ AsyncLLM ─→ answers of the chunk
+    rows of a chunk ─ask→ app (the same checks and answers as over HTTP) ─→ AsyncLLM ─→ answers of the chunk
 
-A bounded number of rows is in flight. Rows of the next chunk follow before the last of this one are done, so that the
-engine's batch stays full. `one_machine.py` has one replica, `ray_data.py` one in each actor.
+The number of rows in flight is limited. Rows of the next chunk start before the last rows of this chunk are done, so
+that the engine's batch stays full. `one_machine.py` has one replica, `ray_data.py` has one in each actor.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ from nanovllm.extras.serve.state import ServerOptions
 
 logger = logging.getLogger(__name__)
 
-MAX_TRIES = 3  # of a row whose step has failed; the last one alone
-BUSY_S = 0.05  # between two tries, while too many large bodies are being read
+MAX_TRIES = 3  # for a row whose step has failed; during the last try, no other row is computed
+BUSY_S = 0.05  # delay before the next try, while the server reads too many large bodies
 
 
 class Reply(NamedTuple):
-    """What a client of the server would get."""
+    """The response that a client of the server would get."""
 
     status: int
     request_id: str
@@ -40,27 +40,28 @@ class Reply(NamedTuple):
 
     @property
     def code(self) -> str | None:
-        """Of an error."""
+        """The code of the error; None if there is no error."""
         error = self.body.get("error")
         return error.get("code") if isinstance(error, dict) else None
 
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What a replica is made of, wherever its process runs."""
+    """The parameters of a replica. It can be sent to another process."""
 
     load: Callable[[], AsyncLLM]
     options: ServerOptions
     attempts: Path
-    """A folder that every process sees."""
+    """The folder of attempts, on a disk that all processes share."""
     run: str
+    """The random name of this run."""
     max_in_flight: int
-    """Rows."""
+    """The maximum number of rows that are computed at the same time."""
     num_replicas: int = 1
 
 
 class Replica:
-    """For one event loop. `shutdown` ends its engine."""
+    """One engine that answers rows, used from one event loop. `shutdown` ends the engine."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
         self._spec = spec
@@ -70,8 +71,8 @@ class Replica:
         self._places = Places(spec.max_in_flight)
 
     async def answer(self, rows: list[Row]) -> list[dict[str, Any]]:
-        """The rows of `parts.SCHEMA`, in their order. Raises EngineDeadError."""
-        self.llm.thread.check_health()  # a chunk that comes too late has not been tried
+        """Return the answers in the format of `parts.SCHEMA`, in the order of `rows`. Raises EngineDeadError."""
+        self.llm.thread.check_health()  # if the engine is already dead, this is not an attempt
         attempt = Attempt(self._spec.attempts, self._spec.run, [row.custom_id for row in rows])
         answering = [asyncio.ensure_future(self._answer_one(row, attempt)) for row in rows]
         try:
@@ -90,7 +91,7 @@ class Replica:
         for i in range(MAX_TRIES):
             async with self._places.taken(attempt.is_alone or i == MAX_TRIES - 1):
                 if attempt.is_alone:
-                    self.llm.thread.check_health()  # else the row before this one has killed it
+                    self.llm.thread.check_health()  # do not blame this row if the previous one killed the engine
                     attempt.note(row.custom_id)
                 reply = await self._ask(row)
                 if attempt.is_alone:
@@ -103,7 +104,7 @@ class Replica:
         try:
             while (reply := await post(self._app, row.url, row.body.encode())).code == "busy":
                 await asyncio.sleep(BUSY_S)
-        except Exception as error:  # of the application itself; uvicorn would log it, and go on with other requests
+        except Exception as error:  # a bug in the application; like uvicorn, log it and continue with other requests
             logger.exception("%s: the application has failed", row.custom_id)
             error_body = {"message": f"the application has failed: {error!r}", "code": "internal_error"}
             return Reply(500, "", {"error": error_body})
@@ -113,11 +114,12 @@ class Replica:
         return reply
 
     def shutdown(self) -> None:
+        """End the engine."""
         self.llm.shutdown()
 
 
 class Places:
-    """At most `num` rows at the same time; a row may ask for all places. First come, first served."""
+    """A semaphore for `num` rows, first come, first served. A row can also acquire all places."""
 
     def __init__(self, num: int) -> None:
         self._num = num
@@ -126,6 +128,7 @@ class Places:
 
     @asynccontextmanager
     async def taken(self, all_of_them: bool) -> AsyncIterator[None]:
+        """Hold one place, or all places, within the context."""
         num_taken = 0
         try:
             if all_of_them:
@@ -147,9 +150,9 @@ class Places:
 
 
 async def post(app: ASGIApp, path: str, body: bytes) -> Reply:
-    """POST JSON to an application of this process, by its own interface (https://asgi.readthedocs.io).
+    """Send a POST request with JSON to an application of this process, through ASGI (https://asgi.readthedocs.io).
 
-    `httpx.ASGITransport` does the same, in three times the processor time.
+    `httpx.ASGITransport` does the same but takes three times the processor time.
     """
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     scope = {
@@ -173,7 +176,7 @@ async def post(app: ASGIApp, path: str, body: bytes) -> Reply:
     async def receive() -> Message:
         if unread:
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        return await asyncio.Future()  # this client never leaves
+        return await asyncio.Future()  # never resolves: this client does not disconnect
 
     async def send(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -191,11 +194,12 @@ async def post(app: ASGIApp, path: str, body: bytes) -> Reply:
 
 
 def refused(row: Row, code: str, message: str) -> dict[str, Any]:
-    """A row that was not asked."""
+    """Return the error of a row that was not sent to the application."""
     return with_error(row, None, code, message)
 
 
 def answered(row: Row, reply: Reply) -> dict[str, Any]:
+    """Return the answer of a row from the application's response."""
     body = json.dumps(reply.body, separators=(",", ":"))
     response = {"status_code": reply.status, "request_id": reply.request_id, "body": body}
     if reply.status != 200:
@@ -211,6 +215,7 @@ def answered(row: Row, reply: Reply) -> dict[str, Any]:
 
 
 def with_error(row: Row, response: dict[str, Any] | None, code: str | None, message: str) -> dict[str, Any]:
+    """Return a row of OpenAI's batch output. Its `error` is null if `code` is None."""
     return {
         "custom_id": row.custom_id,
         "id": f"batch_req_{uuid4().hex}",
@@ -220,7 +225,7 @@ def with_error(row: Row, response: dict[str, Any] | None, code: str | None, mess
 
 
 def text_of(body: dict[str, Any]) -> str | None:
-    """Of the first choice; None where there is none, as in embeddings."""
+    """Return the text of the first choice; None if the response has no choices, such as embeddings."""
     with suppress(KeyError, IndexError, TypeError):
         choice = body["choices"][0]
         text = choice["text"] if "text" in choice else choice["message"]["content"]

@@ -1,6 +1,6 @@
-"""One row of a batch: from a line or a record to the request that a route answers, or to the reason why it is none.
+"""Convert a line or a record of the input to a request for a route, or to an error.
 
-`inputs.py` reads rows with a `Form`, `replica.py` sends them to the routes.
+`batch_inputs.py` reads rows with a `Form`, and `replica.py` sends them to the routes.
 """
 
 import json
@@ -12,20 +12,20 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 
 
 class Row(NamedTuple):
-    """What is asked, or why it cannot be; all texts, so that it can be a row of a table."""
+    """A request, or the error of a row that cannot be a request. All fields are strings: a table of them is sent."""
 
     custom_id: str
-    """Of no other row: the key of the input and of the answers."""
+    """The row's unique name: the key of the input and of the answers."""
     url: str
     body: str
     """JSON."""
     code: str = ""
-    """Of the error; empty for a row that can be asked."""
+    """The code of the error; empty if the row is a request."""
     message: str = ""
 
 
 class Refused(ValueError):
-    """A row that is no request. `code` is the error's in the answer."""
+    """Raised for a row that cannot be a request. The answer's error has this `code`."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -34,34 +34,34 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Form:
-    """How the rows of the input are written."""
+    """The format of the input's rows."""
 
     prompt_column: str | None = None
-    """Where a row has its prompt: a text, token ids, or messages. None: rows are OpenAI's, with `url` and `body`."""
+    """The column of the prompt: a text, token ids, or messages. None: OpenAI's batch format, with `url` and `body`."""
     id_column: str | None = "custom_id"
-    """Where a row has its name. A row without one is named by its file and number."""
+    """The column of the row's name. A row without a name is named by its file and number."""
     chat: bool = False
-    """A prompt that is a text becomes a user's message."""
+    """Whether to send a prompt that is a text as a user's message."""
     body: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of every request that has a prompt: `{"temperature": 0}`."""
+    """Fields that every request gets, if there is a prompt column: `{"temperature": 0}`."""
     body_columns: tuple[str, ...] = ()
-    """Columns whose values are fields of the row's request."""
+    """Columns whose values become fields of the row's request. They override `body`."""
 
     @property
     def columns(self) -> list[str]:
-        """Of a file with a prompt column, those that are read."""
+        """The columns to read from a file with a prompt column."""
         named = (self.prompt_column, self.id_column, *self.body_columns)
         return list(dict.fromkeys(name for name in named if name is not None))
 
     def name_of(self, value: Any) -> str | None:
-        """The row's own name; None if it has none that can be a key."""
+        """Return the row's name; None if it is missing, empty, or neither a string nor an integer."""
         name = value.get(self.id_column) if isinstance(value, Mapping) and self.id_column is not None else None
         if isinstance(name, int) and not isinstance(name, bool):
             name = str(name)
         return name if isinstance(name, str) and name and is_utf8(name) else None
 
     def request(self, value: Any) -> tuple[str, str]:
-        """URL and body of a row. Raises Refused."""
+        """Return the URL and the body (JSON) of a row's request. Raises Refused if the row cannot be a request."""
         if not isinstance(value, Mapping):
             raise Refused("invalid_row", f"a row must be a JSON object, got {type(value).__name__}")
         url, body = self._openai(value) if self.prompt_column is None else self._prompt(value, self.prompt_column)
@@ -81,7 +81,7 @@ class Form:
         if not isinstance(body, dict):
             raise Refused("invalid_body", f"body must be a JSON object, got {type(body).__name__}")
         if body.get("stream"):
-            raise Refused("invalid_body", "body must not ask for a stream: an answer of a batch is whole")
+            raise Refused("invalid_body", "body must not set stream: run-batch does not stream answers")
         return url, body
 
     def _prompt(self, value: Mapping[str, Any], column: str) -> tuple[str, Any]:
@@ -97,7 +97,7 @@ class Form:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether it can be written: half of a surrogate pair cannot."""
+    """Return whether `text` can be encoded as UTF-8. A lone surrogate cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -106,5 +106,5 @@ def is_utf8(text: str) -> bool:
 
 
 def writable(text: str) -> str:
-    """With an escape in the place of half of a surrogate pair."""
+    """Return `text` with each lone surrogate replaced by an escape sequence."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,5 +1,5 @@
-"""What the text of an answer means: how models of different families write thoughts and calls of tools.
+"""Parse the text of answers: the reasoning and the tool calls, in the formats of different model families.
 
-`registry.py` has the names of `--tool-call-parser` and `--reasoning-parser`; each form is a file of its own. Read
+`parser_registry.py` has the names of `--tool-call-parser` and `--reasoning-parser`. Each format has its own file. Read
 `tool_parser.py`, then `hermes.py`.
 """

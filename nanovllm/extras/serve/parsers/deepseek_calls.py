@@ -1,4 +1,6 @@
-"""DeepSeek V3 and V3.1: calls between tags that are tokens of their own. (In the comments below, < > stand for them.)
+"""Parse the tool calls of DeepSeek V3 and V3.1: each call is between tags, which are special tokens.
+
+The examples write these tokens as `<…>`:
 
 V3      <calls begin><call begin>function<sep>get_weather
         ```json
@@ -18,13 +20,16 @@ MAX_HEAD = 256  # characters before the arguments
 
 
 class DeepSeekCall(Call):
-    """head: what comes before the arguments, with the name as its group. stop: what comes after them."""
+    """A call with JSON arguments between two texts.
+
+    head: matches the text before the arguments; its group is the function's name. stop: the text after the arguments.
+    """
 
     def __init__(self, head: re.Pattern[str], stop: str) -> None:
         super().__init__()
         self._head, self._stop = head, stop
         self._has_ended = False
-        self._held = ""  # read, but it may be the beginning of `stop`
+        self._held = ""  # text that may be the beginning of `stop`
         self._new = ""  # arguments that have not been taken
         self._is_empty = True
 
@@ -58,6 +63,8 @@ class DeepSeekCall(Call):
 
 
 class DeepSeekV3(ToolParser):
+    """The format of DeepSeek V3."""
+
     open, close, skipped = CALL_BEGIN, CALL_END, (CALLS_BEGIN, CALLS_END)
     head, stop = f"{CALL_BEGIN}function{SEP}NAME\n```json\n", "\n```"
     spelling = Spelling(head, stop + CALL_END, "\n", CALLS_BEGIN, CALLS_END)
@@ -68,6 +75,8 @@ class DeepSeekV3(ToolParser):
 
 
 class DeepSeekV31(ToolParser):
+    """The format of DeepSeek V3.1."""
+
     open, close, skipped = CALL_BEGIN, CALL_END, (CALLS_BEGIN, CALLS_END)
     spelling = Spelling(f"{CALL_BEGIN}NAME{SEP}", CALL_END, "", CALLS_BEGIN, CALLS_END)
     has_special_tokens = True

@@ -1,4 +1,4 @@
-"""Hermes, Qwen2.5, Qwen3 and others: a call is JSON between tags.
+"""Parse the tool calls of Hermes, Qwen2.5, Qwen3 and others: a call is JSON between tags.
 
 <tool_call>
 {"name": "get_weather", "arguments": {"city": "Oslo"}}
@@ -10,6 +10,8 @@ from nanovllm.extras.serve.parsers.tool_parser import Spelling, ToolParser
 
 
 class Hermes(ToolParser):
+    """The format of Hermes."""
+
     open, close = "<tool_call>", "</tool_call>"
     spelling = Spelling('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n")
 

@@ -1,25 +1,25 @@
-"""A call that is a JSON object: `{"name": "get_weather", "arguments": {"city": "Oslo"}}`."""
+"""Parse a tool call that is a JSON object: `{"name": "get_weather", "arguments": {"city": "Oslo"}}`."""
 
 from nanovllm.extras.serve.parsers.json_scanner import ObjectScanner, State
 from nanovllm.extras.serve.parsers.tool_parser import Call
 
-ARGUMENTS = ("arguments", "parameters")  # names that models give them
+ARGUMENTS = ("arguments", "parameters")  # keys that models use for the arguments
 
 
 class JsonCall(Call):
-    """The arguments are handed on in the model's own spelling."""
+    """A call as a JSON object. Its arguments are returned exactly as the model has written them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._scanner = ObjectScanner()
-        self._num_taken = 0  # characters of the arguments
+        self._num_taken = 0  # characters of the arguments that have been taken
 
     @property
     def has_ended(self) -> bool:
         return self._scanner.state in (State.DONE, State.WRONG)
 
     def read(self, text: str) -> str:
-        """Take the part of `text` that belongs to the object, and return the rest."""
+        """Read the part of `text` that belongs to the object, and return the rest."""
         num_used = self._scanner.feed(text)
         self.text += text[:num_used]
         name = self._scanner.value_of("name") if self.name is None else None
@@ -28,9 +28,10 @@ class JsonCall(Call):
         return text[num_used:]
 
     def take_arguments(self) -> str:
-        """The part of the arguments that has come since the last call; of anything but an object, when it is complete.
+        """Return the part of the arguments that is new since the last time.
 
-        Arguments that are JSON within a string lose the string. Missing arguments are an empty object.
+        Arguments that are not an object are returned when they are complete: a string is replaced by its content, which
+        should be JSON. Missing arguments are an empty object.
         """
         key = next((key for key in self._scanner.raw if key in ARGUMENTS), "")
         raw = self._scanner.raw.get(key, "")

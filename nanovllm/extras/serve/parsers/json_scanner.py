@@ -1,6 +1,6 @@
-"""Finds the values of a JSON object that is still growing.
+"""Find the values of a JSON object that is still growing.
 
-It knows the members of the outermost object; inside their values it only counts brackets outside of strings.
+The scanner parses the members of the outermost object. Within their values it only counts brackets outside strings.
 """
 
 import json
@@ -11,6 +11,8 @@ WHITE = " \t\n\r"
 
 
 class State(Enum):
+    """The position of the scanner."""
+
     START = auto()  # before the object's brace
     KEY = auto()  # before a key
     IN_KEY = auto()
@@ -19,22 +21,25 @@ class State(Enum):
     IN_VALUE = auto()
     AFTER = auto()  # after a value
     DONE = auto()  # after the object's brace
-    WRONG = auto()  # not an object after all
+    WRONG = auto()  # the text is not an object
 
 
 class ObjectScanner:
-    """Reads one object. `raw` has the text of the values so far, each in the spelling of the source."""
+    """Reads one object. `raw` has the text of the values so far, exactly as in the source."""
 
     def __init__(self) -> None:
         self.state = State.START
-        self.raw: dict[str, str] = {}  # by key; the value that is being read is in it already
-        self.complete: set[str] = set()  # keys whose value has ended
-        self._key = ""  # the raw key that is being read, then the key
+        self.raw: dict[str, str] = {}  # by key; this includes the value that is being read
+        self.complete: set[str] = set()  # keys whose value is complete
+        self._key = ""  # while a key is read, its raw text; then the key
         self._in_string = self._is_escaped = False
         self._depth = 0  # brackets that are open in the value
 
     def feed(self, text: str) -> int:
-        """Read on; returns how many characters belong to the object: not all where it ends or is wrong."""
+        """Read text, and return how many of its characters belong to the object.
+
+        This is less than the length of `text` if the object ends, or if the text is not an object.
+        """
         start = 0  # of the part of `text` that belongs to the value being read
         for i, char in enumerate(text):
             before = self.state
@@ -60,7 +65,7 @@ class ObjectScanner:
         return len(text)
 
     def value_of(self, key: str) -> Any:
-        """The value of a key; None while it is incomplete, or if it is not JSON."""
+        """Return the value of a key; None while it is incomplete, or if it is not JSON."""
         if key not in self.complete:
             return None
         try:
@@ -69,7 +74,7 @@ class ObjectScanner:
             return None
 
     def _read_between(self, char: str) -> None:
-        """A character outside of keys and values."""
+        """Read a character outside keys and values."""
         if char in WHITE:
             return
         following = {
@@ -102,7 +107,7 @@ class ObjectScanner:
         return not self._in_string and not self._depth and char in WHITE + ",}]"
 
     def _ends_with(self, char: str) -> bool:
-        """Whether the value ends with this character, which belongs to it."""
+        """Read a character of the value, and return whether the value ends with it."""
         if self._in_string:
             self._in_string = self._is_escaped or char != '"'
             self._is_escaped = char == "\\" and not self._is_escaped
@@ -112,7 +117,7 @@ class ObjectScanner:
         return char in "}]" and not self._depth
 
     def _add(self, text: str) -> None:
-        """More of the value that is being read; of values with the same key the first counts."""
+        """Append text to the value that is being read. If a key occurs twice, only its first value is kept."""
         if self._key not in self.complete:
             self.raw[self._key] = self.raw.get(self._key, "") + text
 

@@ -1,4 +1,4 @@
-"""Llama 3 and 4: an answer that begins with a JSON object is a call, or several.
+"""Parse the tool calls of Llama 3 and 4: an answer that begins with a JSON object is one or several calls.
 
     {"name": "get_weather", "parameters": {"city": "Oslo"}}; {"name": …}
 
@@ -15,6 +15,8 @@ BEGINNING = re.compile(rf"(\s*)((?:{re.escape(TAG)}\s*)?)(?=\{{)")
 
 
 class LlamaJson(ToolParser):
+    """The format of Llama 3 and 4."""
+
     open, close = TAG, ";"
     spelling = Spelling('{"name": "NAME", "parameters": ', "}", "; ")
     has_special_tokens = True
@@ -23,7 +25,7 @@ class LlamaJson(ToolParser):
         return JsonCall()
 
     def find_tag(self, text: str) -> tuple[int, str] | None:
-        """What comes before an object, if that is nothing but the tag."""
+        """Return the position and the text of the tag, which may be empty, if the answer begins with an object."""
         found = None if self.has_text else BEGINNING.match(text)
         return None if found is None else (found.end(1), found[2])
 

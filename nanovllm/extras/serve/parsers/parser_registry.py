@@ -1,4 +1,4 @@
-"""The names of parsers, which are vLLM's, and the parser of one answer."""
+"""Map the names of parsers, which are vLLM's, to their classes, and choose the parsers of an answer."""
 
 from typing import NamedTuple
 
@@ -27,27 +27,34 @@ REASONING_PARSERS: dict[str, type[ReasoningParser]] = {
 
 
 class Parsers(NamedTuple):
-    """How the served model writes."""
+    """The parsers for the served model."""
 
     tools: type[ToolParser] = Hermes
     reasoning: type[ReasoningParser] = ReasoningParser
 
     def for_request(self, body: ChatCompletionRequest) -> type[ToolParser]:
-        """Calls that are forced are in Hermes' form where the model's own cannot be."""
+        """Return the parser of tool calls.
+
+        If calls are forced by a grammar and the model's own format cannot be forced, they have the format of Hermes.
+        """
         is_forced = body.must_call or (bool(body.told_tools) and has_format(body))
         return Hermes if is_forced and self.tools.spelling is None else self.tools
 
     def reasoning_of(self, body: ChatCompletionRequest, starts_inside: bool) -> ReasoningParser:
-        """A form holds from the first character on, so an answer with a form begins with no thoughts."""
+        """Return the parser of the reasoning.
+
+        A grammar constrains the answer from its first character, so a constrained answer does not begin with reasoning.
+        """
         if body.must_call or has_format(body) or body.structured_outputs is not None:
             return ReasoningParser(starts_inside)
         return self.reasoning(starts_inside)
 
 
 def has_format(body: ChatCompletionRequest) -> bool:
+    """Return whether the request has a `response_format` other than text."""
     return body.response_format is not None and body.response_format.type != "text"
 
 
 def parsers_named(tool_call_parser: str, reasoning_parser: str) -> Parsers:
-    """By names, which must be known."""
+    """Return the parsers with these names. Raises KeyError for an unknown name."""
     return Parsers(TOOL_PARSERS[tool_call_parser], REASONING_PARSERS[reasoning_parser])

@@ -1,4 +1,4 @@
-"""Qwen3-Coder: a call names its parameters in tags, and their values are not JSON.
+"""Parse the tool calls of Qwen3-Coder: tags contain the names of the parameters, and the values are not JSON.
 
     <tool_call>
     <function=get_weather>
@@ -8,7 +8,7 @@
     </function>
     </tool_call>
 
-A value becomes JSON by the type that the function's schema gives it. It is handed on when it is complete.
+A value is converted to JSON according to its type in the function's schema. It is returned when it is complete.
 """
 
 import json
@@ -27,6 +27,8 @@ WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
 class QwenXml(ToolParser):
+    """The format of Qwen3-Coder."""
+
     open, close = "<tool_call>", CALL_END
 
     def new_call(self) -> "XmlCall":
@@ -34,11 +36,13 @@ class QwenXml(ToolParser):
 
 
 class XmlCall(Call):
+    """A call with a tag for each parameter."""
+
     def __init__(self, functions: Mapping[str, Function]) -> None:
         super().__init__()
         self._functions = functions
-        self._held = ""  # read, and not parsed
-        self._num_searched = 0  # of the held characters: they have no end of a value
+        self._held = ""  # text that has not been parsed
+        self._num_searched = 0  # number of held characters in which the end of the value was not found
         self._key: str | None = None  # of the value that is being read
         self._keys: set[str] = set()
         self._new = ""  # arguments that have not been taken
@@ -64,7 +68,7 @@ class XmlCall(Call):
         return new
 
     def _read_part(self) -> bool:
-        """Read a tag or a value; False if more of the answer is needed."""
+        """Read a tag or a value. Return False if more of the answer is needed."""
         if self._key is not None:
             return self._read_value(self._key)
         found = (FUNCTION if self.name is None else PARAMETER).match(self._held)
@@ -76,7 +80,7 @@ class XmlCall(Call):
                 self._key = found[1].strip()
             return True
         rest = self._held.lstrip()
-        if self.name is not None and rest.startswith((FUNCTION_END, CALL_END)):  # a model may forget the former
+        if self.name is not None and rest.startswith((FUNCTION_END, CALL_END)):  # a model may omit FUNCTION_END
             self._end(rest.removeprefix(FUNCTION_END))
             return True
         expected = ("<function=",) if self.name is None else ("<parameter=", FUNCTION_END, CALL_END)
@@ -97,14 +101,14 @@ class XmlCall(Call):
             return False
         text, self._held = self._held[:end], self._held[end + len(VALUE_END) :]
         self._key, self._num_searched = None, 0
-        if key not in self._keys:  # the first counts
+        if key not in self._keys:  # only the first value of a key is used
             value = json.dumps(self._to_value(key, text), ensure_ascii=False)
             self._new += (", " if self._keys else "") + f"{json.dumps(key, ensure_ascii=False)}: {value}"
             self._keys.add(key)
         return True
 
     def _to_value(self, key: str, text: str) -> Any:
-        """The newlines next to the tags are no part of a value."""
+        """Convert the text of a value to its type. The newlines next to the tags do not belong to the value."""
         text = text.removeprefix("\n").removesuffix("\n")
         function = self._functions.get(self.name or "")
         parameters = (function.parameters if function is not None else None) or {}
@@ -120,7 +124,7 @@ class XmlCall(Call):
 
 
 def types_of(schema: Any) -> set[str]:
-    """The types that a schema names."""
+    """Return the types that a schema allows, as far as it names them. A text in `enum` counts as "string"."""
     if not isinstance(schema, dict):
         return set()
     given = schema.get("type")

@@ -1,12 +1,12 @@
-"""Splits an answer into reasoning and content, as it grows.
+"""Split an answer into reasoning and content while it grows.
 
-A reasoning model begins with its thoughts: `<think>\\n…\\n</think>\\n\\nanswer`. Some chat templates write the first
-tag into the prompt already. The parser takes the text in pieces; its parts add up to the same for any cut into pieces.
+A reasoning model begins with its reasoning: `<think>\\n…\\n</think>\\n\\nanswer`. Some chat templates write the first
+tag into the prompt. The parser gets the text in pieces; the result does not depend on how the text is cut.
 
     "<think>\\n2 + 2…\\n</think>\\n\\nFour."     reasoning "2 + 2…"     content "Four."
     "Four."                                    reasoning ""           content "Four."
 
-White space next to the tags belongs to neither part.
+White space next to the tags is dropped.
 """
 
 from typing import ClassVar, NamedTuple
@@ -15,25 +15,25 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class Parts(NamedTuple):
-    """New text of each part; either may be empty."""
+    """The new text of the reasoning and of the content. Both may be empty."""
 
     reasoning: str = ""
     content: str = ""
 
 
 class ReasoningParser:
-    """One answer. `starts_inside`: the prompt ends with `<think>`, so the answer begins with thoughts."""
+    """Parses one answer. starts_inside: the prompt ends with `<think>`, so the answer begins with reasoning."""
 
     always_starts_inside: ClassVar[bool] = False
 
     def __init__(self, starts_inside: bool = False) -> None:
         starts_inside = starts_inside or self.always_starts_inside
-        self._is_inside = self._is_trimming = starts_inside  # trimming: white space that comes next is in no part
-        self._may_open = True  # no text but white space yet, so `<think>` may come
-        self._held = ""  # read, but it is not known yet to which part it belongs, if to any
+        self._is_inside = self._is_trimming = starts_inside  # trimming: drop white space that follows
+        self._may_open = True  # only white space so far, so `<think>` may follow
+        self._held = ""  # text whose part is not known yet
 
     def feed(self, text: str) -> Parts:
-        """The next piece of the answer."""
+        """Read the next piece of the answer, and return the new text of both parts."""
         self._held += text
         if self._may_open:
             beginning = self._held.lstrip()
@@ -46,7 +46,7 @@ class ReasoningParser:
         return self._take_reasoning() if self._is_inside else Parts(content=self._take_content())
 
     def finish(self) -> Parts:
-        """The text that was held back, at the end of the answer."""
+        """Return the text that was held back. Call this at the end of the answer."""
         rest, self._held = self._held, ""
         if self._is_inside:
             return Parts(reasoning=rest.strip() if self._is_trimming else rest.rstrip())
@@ -59,7 +59,7 @@ class ReasoningParser:
             reasoning, self._held = self._held[:end].rstrip(), self._held[end + len(CLOSE) :]
             self._is_inside, self._is_trimming = False, True
             return Parts(reasoning, self._take_content())
-        # keep what may be the beginning of the tag, and white space, which may be next to the tag
+        # hold back text that may be the beginning of the tag, and white space, which may be next to the tag
         safe = self._held[: len(self._held) - num_held_back(self._held, CLOSE)].rstrip()
         self._held = self._held[len(safe) :]
         return Parts(reasoning=safe)
@@ -76,13 +76,13 @@ class ReasoningParser:
 
 
 class DeepSeekR1(ReasoningParser):
-    """DeepSeek-R1 thinks before each answer, and may leave the first tag out."""
+    """The format of DeepSeek-R1, which begins each answer with reasoning, and may omit the first tag."""
 
     always_starts_inside = True
 
 
 def num_held_back(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `tag`, and not all of it."""
+    """Return the length of the longest suffix of `text` that is a prefix of `tag`, but not the whole tag."""
     for length in range(min(len(text), len(tag) - 1), 0, -1):
         if text.endswith(tag[:length]):
             return length

@@ -1,15 +1,15 @@
-"""Splits an answer into content and calls of tools, as it grows. The forms differ in their tags, and in their calls.
+"""Split an answer into content and tool calls while it grows. The formats differ in their tags and in their calls.
 
     Let me see. <tool_call>
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-The parser takes the text in pieces. When the name of a call is known, its arguments are handed on as they come. The
-events add up to the same for any cut into pieces:
+The parser gets the text in pieces. When the name of a call is known, its arguments are returned as they arrive. The
+result does not depend on how the text is cut, except that arguments may be cut elsewhere:
 
     Content("Let me see."), CallStart(0, "get_weather"), CallArguments(0, '{"city": '), CallArguments(0, '"Oslo"}')
 
-White space between text and tags belongs to neither. A tag before anything but a call with a name is text.
+White space between text and tags is dropped. If a tag is not followed by a call with a name, the tag is text.
 """
 
 from abc import ABC, abstractmethod
@@ -23,17 +23,23 @@ from nanovllm.extras.serve.protocol import Function
 
 @dataclass(frozen=True)
 class Content:
+    """A piece of the answer's text."""
+
     text: str
 
 
 @dataclass(frozen=True)
 class CallStart:
+    """The start of a call: its name is known."""
+
     index: int
     name: str
 
 
 @dataclass(frozen=True)
 class CallArguments:
+    """A piece of a call's arguments."""
+
     index: int
     text: str
 
@@ -42,61 +48,61 @@ Event = Content | CallStart | CallArguments
 
 
 class Call(ABC):
-    """One call while it is read. `text` is what has been read of it."""
+    """One call while it is read. `text` is the text of the call so far."""
 
     def __init__(self) -> None:
         self.text = ""
         self.name: str | None = None
-        self.text_before = ""  # the tag that opens it, and white space before that
+        self.text_before = ""  # the tag that opens the call, and the white space before the tag
 
     @property
     @abstractmethod
     def has_ended(self) -> bool:
-        """Without a name by then, it was no call, but text."""
+        """Whether the call has ended. If it has no name by then, it is text and not a call."""
 
     @abstractmethod
     def read(self, text: str) -> str:
-        """Take the part of `text` that belongs to the call, and return the rest."""
+        """Read the part of `text` that belongs to the call, and return the rest."""
 
     @abstractmethod
     def take_arguments(self) -> str:
-        """The part of the arguments, JSON, that is new since the last time."""
+        """Return the part of the arguments (JSON) that is new since the last time."""
 
 
 class Spelling(NamedTuple):
-    """How a call is written when it is forced upon a model: what stands around its arguments, which are JSON."""
+    """The texts around the JSON arguments of a call, from which a grammar is made that forces calls."""
 
-    head: str  # NAME stands for the function's name
-    tail: str
-    between: str  # two calls
+    head: str  # before the arguments; NAME is replaced by the function's name
+    tail: str  # after the arguments
+    between: str  # between two calls
     begin: str = ""  # before the first call
-    end: str = ""  # after the last
+    end: str = ""  # after the last call
 
 
 class ToolParser(ABC):
-    """Reads one answer. A form is a subclass, with its tags and its calls."""
+    """Parses one answer. Each format is a subclass that defines the tags and the calls."""
 
     open: ClassVar[str]
     """The tag before a call."""
     close: ClassVar[str]
     """The tag after a call."""
     skipped: ClassVar[tuple[str, ...]] = ()
-    """Tags around all calls, which are in no part."""
+    """Tags around all calls. They are dropped."""
     spelling: ClassVar[Spelling | None] = None
-    """None: calls are not forced in this form, but in Hermes'."""
+    """How to force calls by a grammar. None: forced calls have the format of Hermes."""
     has_special_tokens: ClassVar[bool] = False
-    """Whether the tags may be special tokens, which the text must then have."""
+    """Whether the tags may be special tokens. If so, the text must contain special tokens."""
 
     def __init__(self, functions: Sequence[Function] = ()) -> None:
         self.functions = {function.name: function for function in functions}
-        self.num_calls = 0  # whose name is known
-        self.has_text = False  # whether any content has come
-        self._held = ""  # read, but not decided
+        self.num_calls = 0  # number of calls whose name is known
+        self.has_text = False  # whether there was any content
+        self._held = ""  # text that may be a part of a tag
         self._call: Call | None = None  # the call that is being read
-        self._is_after_call = False  # a closing tag, and white space, belong to the call that has ended
+        self._is_after_call = False  # a call has ended: drop its closing tag and white space
 
     def feed(self, text: str) -> list[Event]:
-        """The next piece of the answer."""
+        """Read the next piece of the answer, and return the new events."""
         self._held += text
         events: list[Event] = []
         while self._read_call(events) if self._call is not None else self._read_text(events):
@@ -104,7 +110,10 @@ class ToolParser(ABC):
         return events
 
     def finish(self) -> list[Event]:
-        """The text that was held back, at the end of the answer. A call whose name is known stays, cut off as it is."""
+        """Return the events for the text that was held back. Call this at the end of the answer.
+
+        An incomplete call stays a call if its name is known; otherwise it is text.
+        """
         rest, self._held = self._held, ""
         if self._call is not None:
             text = self._call.text_before + self._call.text
@@ -114,7 +123,7 @@ class ToolParser(ABC):
         return [Content(rest)] if rest else []
 
     def _read_text(self, events: list[Event]) -> bool:
-        """Read up to the next call; False if more of the answer is needed."""
+        """Read up to the next call. Return False if more of the answer is needed."""
         if self._is_after_call and not self._skip_close():
             return False
         found = self.find_tag(self._held)
@@ -135,26 +144,26 @@ class ToolParser(ABC):
 
     @abstractmethod
     def new_call(self) -> Call:
-        """A call whose tag has been read."""
+        """Return a call whose opening tag has been read."""
 
     def find_tag(self, text: str) -> tuple[int, str] | None:
-        """Where the first tag is that opens a call, or is skipped, and which."""
+        """Return the position and the text of the first tag that opens a call or is skipped; None if there is none."""
         found = [(text.find(tag), tag) for tag in (self.open, *self.skipped)]
         return min((one for one in found if one[0] >= 0), default=None)
 
     def num_undecided(self, text: str) -> int:
-        """Characters at the end of `text`, without a tag, that may become one."""
+        """Return the number of characters at the end of `text` that may be the beginning of a tag."""
         return max(num_held_back(text, tag) for tag in (self.open, *self.skipped))
 
     def _skip_close(self) -> bool:
-        """Skip closing tags and white space after a call; False if it is not known yet what comes."""
+        """Skip closing tags and white space after a call. Return False if more of the answer is needed."""
         self._held = self._held.lstrip()
         while self._held.startswith(self.close):
             self._held = self._held[len(self.close) :].lstrip()
         return bool(self._held) and not self.close.startswith(self._held)
 
     def _read_call(self, events: list[Event]) -> bool:
-        """Read on in the call; False if more of the answer is needed."""
+        """Read a part of the call. Return False if more of the answer is needed."""
         call = self._call
         assert call is not None
         was_known = call.name is not None
@@ -168,7 +177,7 @@ class ToolParser(ABC):
         if not call.has_ended:
             return False
         self._call, self._is_after_call = None, call.name is not None
-        if call.name is None:  # not a call after all
+        if call.name is None:  # it is text and not a call
             if call.text_before:
                 events.append(Content(call.text_before))
             self.has_text = True

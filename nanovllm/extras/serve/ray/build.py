@@ -1,4 +1,4 @@
-"""The application: two deployments of Serve, from the options of `nanovllm serve`."""
+"""Create the application, two deployments of Ray Serve, from the options of `nanovllm serve`."""
 
 import argparse
 import json
@@ -19,32 +19,36 @@ from nanovllm.extras.serve.ray.router import PrefixRouter, router_options
 from nanovllm.extras.serve.serve_command import Settings, make_parser, settings_of
 
 OF_SERVE = ("ray", "ray_address", "host", "port", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
-WAIT_LOOP_S = 0.2  # between two looks whether a replica that is to end has requests left
-NO_LIMIT = 1_000_000  # requests of one ingress at a time: they are counted at the engines
+WAIT_LOOP_S = 0.2  # interval at which Serve checks whether a replica that shall end has requests left
+NO_LIMIT = 1_000_000  # concurrent requests of one ingress; the engines limit them
 
 
 def build_app(args: Mapping[str, Any]) -> Application:
-    """For `serve run` and Serve's config files: each argument is an option of `nanovllm serve`, with _ or -.
+    """Return the application for `serve run` and Serve's config files.
+
+    Each argument is an option of `nanovllm serve`, written with _ or -:
 
         serve run nanovllm.extras.serve.ray:build_app model=Qwen/Qwen3-0.6B ray_num_replicas=2 max_num_seqs=64
 
-    Raises ValueError or TypeError for a bad option, before anything starts.
+    Raises ValueError or TypeError for an invalid option, before anything starts.
     """
     names = {name.replace("-", "_"): value for name, value in args.items()}
     if taken := [name for name in names if name in OF_SERVE]:
-        raise ValueError(f"{taken[0]} is an option of Serve here: `serve run`, `serve start` or its config file has it")
+        raise ValueError(f"{taken[0]} is an option of Serve here: use `serve run`, `serve start` or a config file")
     parser = make_parser(RaisingParser)
     settings = settings_of(parser.parse_args(["--ray", *words_of(names)]))
     return make_application(settings)
 
 
 class RaisingParser(argparse.ArgumentParser):
+    """A parser that raises ValueError for an invalid command line instead of ending the process."""
+
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def words_of(options: Mapping[str, Any]) -> list[str]:
-    """The command line of options: `{"block_size": 8, "enforce_eager": True}` is `--block-size 8 --enforce-eager`."""
+    """Return options as a command line: `{"block_size": 8, "ui": True}` gives `--block-size=8 --ui`."""
     words: list[str] = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
@@ -63,7 +67,7 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def make_application(settings: Settings) -> Application:
-    """Of checked options, `settings.ray` among them."""
+    """Return the application for checked options, which include `settings.ray`."""
     options, of_ray, config = settings.options, settings.ray, settings.engine_args.create_engine_config()
     assert of_ray is not None
     most = of_ray.max_ongoing_requests or config.max_num_seqs
@@ -81,7 +85,7 @@ def make_application(settings: Settings) -> Application:
         logging_config=logging_config,
     )(Engine).bind(
         asdict(config),
-        replace(options, max_requests_per_minute=None, allowed_origins=(), tls={}),  # what the ingress has done
+        replace(options, max_requests_per_minute=None, allowed_origins=(), tls={}),  # the ingress handles these
         settings.max_queued_requests,
         of_ray.stream_batching_interval_ms / 1000,
         settings.log_level,
@@ -91,13 +95,14 @@ def make_application(settings: Settings) -> Application:
         num_replicas=of_ray.num_ingress_replicas,
         max_ongoing_requests=NO_LIMIT,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=drain_s + 1,  # it tells the clients of engines that end before their answers
+        graceful_shutdown_timeout_s=drain_s + 1,  # longer than the engines': it sends errors for unfinished answers
         graceful_shutdown_wait_loop_s=WAIT_LOOP_S,
         logging_config=logging_config,
     )(IngressDeployment).bind(engine, options, settings.log_level)
 
 
 def router_config(of_ray: RayOptions, config: Config) -> RequestRouterConfig:
+    """Return the configuration of the router: by load, or by prefix."""
     if of_ray.routing == "load":
         return RequestRouterConfig()
     router: Any = PrefixRouter
@@ -105,5 +110,5 @@ def router_config(of_ray: RayOptions, config: Config) -> RequestRouterConfig:
 
 
 def num_gpus() -> float:
-    """Of the cluster, or of this machine while there is none."""
+    """Return the number of GPUs of the cluster, or of this machine if there is no cluster yet."""
     return float(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else count_gpus()

@@ -1,9 +1,10 @@
-"""One HTTP request as an argument of a call, and its answer as parts that a generator yields.
+"""Represent an HTTP request as an argument of a remote call, and its answer as parts that a generator yields.
 
-`run` calls an ASGI application in the replica, so that the routes there are those of the server without Ray.
+`run` calls an ASGI application in the replica, so the replica has the same routes as the server without Ray.
 
-A message between two processes of Ray costs processor time in both, more than a step of a small model takes. So parts
-are some time apart, and what the application sends meanwhile is one part. The first leaves at once.
+A message between two processes of Ray costs processor time in both processes: more than a step of a small model. So
+there is a minimum time between two parts, and the data that the application sends meanwhile is combined to one part.
+The first part is sent immediately.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Call(NamedTuple):
-    """What a replica needs of a request. `client`: address and port, if known."""
+    """An HTTP request that is sent to a replica. `client`: address and port, if known."""
 
     method: str
     path: str
@@ -28,14 +29,16 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, scope: Scope, path: str, body: bytes) -> "Call":
+        """Create a call from a request's ASGI scope and its whole body."""
         headers = [(bytes(name), bytes(value)) for name, value in scope["headers"]]
-        # the body is whole by now, and may be smaller than a proxy has promised
+        # the body is complete now, and may be smaller than a proxy has announced
         headers = [one for one in headers if one[0] not in (b"content-length", b"transfer-encoding")]
         headers.append((b"content-length", str(len(body)).encode()))
         client = scope.get("client")
         return cls(scope["method"], path, scope["query_string"], headers, client and (client[0], client[1]), body)
 
     def scope(self) -> Scope:
+        """Return the ASGI scope of the request."""
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -54,7 +57,7 @@ class Call(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Of an answer. `status` and `headers` are in the first part, and 0 and empty in the others."""
+    """A part of an answer. The first part has the `status` and the `headers`; in other parts they are 0 and empty."""
 
     status: int
     headers: Headers
@@ -63,9 +66,9 @@ class Part(NamedTuple):
 
 
 async def run(app: ASGIApp, call: Call, interval_s: Callable[[], float]) -> AsyncGenerator[Part, None]:
-    """The answer of `app`; `interval_s()` seconds or more lie between two parts.
+    """Yield the answer of `app` in parts, at least `interval_s()` seconds apart.
 
-    When the generator is closed or cancelled, the application sees that the client has left.
+    If the generator is closed or cancelled, the application sees that the client has disconnected.
     """
     outbox = Outbox(call.body)
     working = asyncio.ensure_future(app(call.scope(), outbox.receive, outbox.send))
@@ -91,6 +94,7 @@ async def run(app: ASGIApp, call: Call, interval_s: Callable[[], float]) -> Asyn
 
 
 def merge(messages: list[Message]) -> Part:
+    """Combine ASGI messages of an answer to one part."""
     status, headers, body, is_last = 0, [], b"", False
     for message in messages:
         if message["type"] == "http.response.start":
@@ -102,7 +106,7 @@ def merge(messages: list[Message]) -> Part:
 
 
 class Outbox:
-    """The two ends of a connection, as the application sees them. A slow client does not make `send` wait."""
+    """The `receive` and `send` of an ASGI application. A slow client does not make `send` wait."""
 
     def __init__(self, body: bytes) -> None:
         self.messages: list[Message] = []
@@ -111,10 +115,12 @@ class Outbox:
         self._body: bytes | None = body
 
     async def send(self, message: Any) -> None:
+        """Store a message of the answer."""
         self.messages.append(message)
         self.news.set()
 
     async def receive(self) -> Message:
+        """Return the request's body, then wait until the client has disconnected."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}

@@ -1,7 +1,7 @@
-"""`Ingress`: reads a request, has an engine answer it, and passes the parts of the answer on.
+"""Route requests to the engines: the deployment `Ingress` reads a request, calls an engine, and relays the answer.
 
-Serve's proxy cannot route by a prompt: it chooses a replica before the body has come. So this deployment stands between
-the proxy and the engines. It refuses what needs no engine (keys, sizes, rates), and answers `/health` and `/metrics`.
+Serve's proxy cannot route by the prompt, because it chooses a replica before the body has arrived. So this deployment
+is between the proxy and the engines. It checks keys, sizes and rates, and answers `/health` and `/metrics`.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ from nanovllm.extras.serve.workers import ClientGone, unless_client_leaves
 
 logger = logging.getLogger(__name__)
 
-HEALTH_S = 5.0  # replicas have this long to say how they are
-HEALTH_AGE_S = 1.0  # what they have said is good for this long
-START_S = 60.0  # the router has this long to start
+HEALTH_S = 5.0  # timeout for the answers of the replicas
+HEALTH_AGE_S = 1.0  # time for which the result of a health check is cached
+START_S = 60.0  # timeout for the start of the router
 
 
 @dataclass
 class IngressServer(Server):
-    """The state that middleware looks at. Serve holds requests back while no replica is ready."""
+    """The state that the middleware uses. It is always ready: Serve queues requests while no replica is ready."""
 
     @property
     def is_loading(self) -> bool:
@@ -51,16 +51,17 @@ class IngressServer(Server):
 
 
 class WholeBody(JSONRequest):
-    """A request whose bytes are counted as they come, as by the server without Ray."""
+    """A request whose bytes are counted while they arrive, as in the server without Ray."""
 
     async def whole(self) -> bytes:
+        """Return the whole body."""
         await self.body()
         self._stop_counting()
         return self._bytes
 
 
 class Ingress:
-    """A deployment of Serve. `engine`: the handle of the other one."""
+    """A deployment of Serve. engine: the handle of the deployment `Engine`."""
 
     def __init__(self, engine: Any, options: ServerOptions, log_level: str) -> None:
         log_to_stderr(log_level)
@@ -68,18 +69,21 @@ class Ingress:
         self._server = IngressServer(options, Metrics(options.model_names[0]))
         self._engine = engine
         self._answers = engine.options(method_name="answer", stream=True)
-        self._health: tuple[float, bool] = (-HEALTH_AGE_S, False)  # when it was asked for, and what it was
+        self._health: tuple[float, bool] = (-HEALTH_AGE_S, False)  # time and result of the last check
         self._is_routing = False
 
     async def check_health(self) -> None:
-        """Called by Serve, which sends no request before it has returned once: the router's actor may start slowly."""
+        """Wait until the router works: its actor may start slowly.
+
+        Serve calls this, and sends requests only after the first call has returned.
+        """
         if not self._is_routing:
-            with suppress(DeploymentUnavailableError):  # there is a router, and no replica yet
+            with suppress(DeploymentUnavailableError):  # the router works, but there is no replica yet
                 await self._engine.broadcast("check_health").results_async(timeout_s=START_S, return_exceptions=True)
             self._is_routing = True
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """What stands before the replicas' routes, in the order of `app.py`."""
+        """Return the application: the middleware before the replicas' routes, in the order of `app.py`."""
         app: ASGIApp = AccessControl(self._forward, self._server)
         if origins := self._options.allowed_origins:
             app = CORSMiddleware(app, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
@@ -88,7 +92,7 @@ class Ingress:
         return under_prefix(app)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # nothing is to do at the begin and the end of its life
+        if scope["type"] != "http":  # the application's start and end need no action
             return
         answer = Answer(scope["path"], send)
         scope["state"].setdefault("caller", "")  # paths that need no key have none
@@ -96,7 +100,7 @@ class Ingress:
             body = await WholeBody(scope, receive, self._server).whole()
             await unless_client_leaves(receive, self._answer(scope, body, answer))
         except ClientGone:
-            logger.info("%s %s: the client has gone", scope["method"], scope["path"])
+            logger.info("%s %s: the client has disconnected", scope["method"], scope["path"])
         except Exception as error:
             logger.warning("%s %s: %r", scope["method"], scope["path"], error)
             await answer.fail(told(error))
@@ -122,12 +126,12 @@ class Ingress:
                     await answer.start(status, headers)
                 await answer.grow(body, is_last)
                 if is_last:
-                    return  # its client may leave now
-        finally:  # an answer that is whole has nothing to cancel
+                    return  # the client may disconnect now
+        finally:  # this has no effect if the answer is complete
             parts.cancel()
 
     async def _check_health(self) -> None:
-        """Raises APIError 503 if no replica is well."""
+        """Raise APIError 503 if no replica is healthy."""
         now = asyncio.get_running_loop().time()
         if now - self._health[0] >= HEALTH_AGE_S:
             self._health = now, bool(await self._ask_all("check_health"))
@@ -135,7 +139,7 @@ class Ingress:
             raise APIError(503, "no replica is ready; try again soon", code="loading", headers=RETRY_LATER)
 
     async def _ask_all(self, method: str) -> list[Any]:
-        """What the replicas return that are alive."""
+        """Call a method of all replicas, and return the results of those that answer in time without an error."""
         try:
             answers = await self._engine.broadcast(method).results_async(timeout_s=HEALTH_S, return_exceptions=True)
         except (TimeoutError, DeploymentUnavailableError):
@@ -144,7 +148,7 @@ class Ingress:
 
 
 class Answer:
-    """What of an answer the client has, so that an error finds its form."""
+    """Sends an answer, and keeps track of what has been sent, so that an error can be sent in the right form."""
 
     def __init__(self, path: str, send: Send) -> None:
         self._path = path
@@ -154,17 +158,20 @@ class Answer:
         self._num_events = 0
 
     async def start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Serve's proxy adds the request's name itself."""
+        """Send the status and the headers, without `x-request-id`, which Serve's proxy adds itself."""
         self._is_started = True
         self._is_stream = any(value.startswith(b"text/event-stream") for name, value in headers)
         headers = [one for one in headers if one[0].lower() != REQUEST_ID.encode()]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def grow(self, body: bytes, is_last: bool) -> None:
+        """Send a part of the body."""
         self._num_events += body.count(b"\n\n")  # JSON has no bare line feeds
         await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
     async def send_whole(self, response: Response, scope: Scope) -> None:
+        """Send a complete response."""
+
         async def send(message: Message) -> None:
             self._is_started = True
             await self._send(message)
@@ -172,13 +179,13 @@ class Answer:
         await response(scope, None, send)  # type: ignore[arg-type]
 
     async def fail(self, error: APIError) -> None:
-        """A status, or in a stream that has begun an event."""
+        """Send an error: as a response if nothing has been sent, or as an event of a stream that has begun."""
         if not self._is_started:
             await self.send_whole(error.response(), {"type": "http"})
         elif self._is_stream:
             await self.grow(self._event(error), is_last=True)
         else:
-            raise error  # the connection is cut: the client sees that its answer is not whole
+            raise error  # this closes the connection, so the client sees that the answer is incomplete
 
     def _event(self, error: APIError) -> bytes:
         if not self._path.endswith("/responses"):
@@ -192,12 +199,12 @@ KEYS = ("code", "message", "param")
 
 
 def told(error: Exception) -> APIError:
-    """What a client is told of an exception, Ray's own included."""
+    """Return the error that a client gets for an exception, including Ray's exceptions."""
     if isinstance(error, RayActorError):
         message = "the replica that served this request has died; send the request again"
         return APIError(503, message, code="replica_died", headers=RETRY_LATER)
     if isinstance(error, BackPressureError):
-        message = f"{error.args[0]} requests wait already; try again later"
+        message = f"{error.args[0]} requests are already waiting; try again later"
         return APIError(429, message, code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, DeploymentUnavailableError):
         return APIError(503, "no replica can be started; try again later", code="unavailable", headers=RETRY_LATER)
@@ -205,7 +212,7 @@ def told(error: Exception) -> APIError:
 
 
 def under_prefix(app: ASGIApp) -> ASGIApp:
-    """`app`, which does not see Serve's route prefix."""
+    """Return an application that removes Serve's route prefix from the path, and calls `app`."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         root = scope.get("root_path", "")

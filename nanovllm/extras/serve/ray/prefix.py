@@ -1,8 +1,9 @@
-"""A request's key for Serve's prefix-aware router (`router.py`): requests with a common prefix go to one replica.
+"""Compute a request's key for Serve's prefix-aware router, which sends requests with a common prefix to one replica.
 
 Ray's `PrefixCacheAffinityRouter` keeps a tree of the prompts that each replica has seen, as characters, in an actor. It
-compares characters in a loop of Python, some milliseconds for 64 Ki of them. So it gets a key with one character for
-each piece of `PIECE` characters: the same prefixes in a tree that is 64 times smaller, and no prompt in the actor.
+compares characters in a Python loop, which takes several milliseconds for 64 Ki characters. So the router gets a key
+with one character for each piece of `PIECE` characters. The key has the same prefixes in a tree that is 64 times
+smaller, and the actor does not get the prompts.
 
     prompt   |piece 0|piece 1|piece 2|rest        key   "a" "b" "c"
     another  |piece 0|piece 1|other  |                  "a" "b" "x"      two thirds match
@@ -14,22 +15,22 @@ from dataclasses import dataclass
 import xxhash
 from pydantic_core import from_json
 
-PIECE = 64  # characters of a prompt that become one of its key
+PIECE = 64  # characters of a prompt that become one character of its key
 HEAD = 1 << 16  # bytes of a body that are read for its key
-NUM_CHARACTERS = 0xD800  # below the surrogates
-FIRST = ("tools", "instructions")  # what a chat template writes before the conversation
+NUM_CHARACTERS = 0xD800  # the code points below the surrogates
+FIRST = ("tools", "instructions")  # the fields that a chat template writes before the conversation
 PROMPTS = ("messages", "prompt", "input")
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The argument that the router looks at."""
+    """The argument that the router reads."""
 
     prompt: str
 
 
 def prefix_of(body: bytes) -> Prefix | None:
-    """Of a request's JSON, of which a cut end is enough; None if it has no prompt."""
+    """Return the key of a request's JSON, computed from its first `HEAD` bytes; None if it has no prompt."""
     try:
         values = from_json(body[:HEAD], allow_partial="trailing-strings")
     except ValueError:
@@ -43,4 +44,5 @@ def prefix_of(body: bytes) -> Prefix | None:
 
 
 def character_of(piece: str) -> str:
+    """Return a character that is a hash of `piece`."""
     return chr(xxhash.xxh32_intdigest(piece.encode("utf-8", "surrogatepass")) % NUM_CHARACTERS)

@@ -1,4 +1,4 @@
-"""`Engine`: one replica, which is a whole server but for its socket. Its requests come from `ingress.py`."""
+"""Run one replica: the deployment `Engine` is a complete server without a socket. `ingress.py` sends its requests."""
 
 import asyncio
 import logging
@@ -17,15 +17,16 @@ from nanovllm.extras.serve.state import Server, ServerOptions
 
 logger = logging.getLogger(__name__)
 
-PACE_S = 1e-3  # for each stream: a replica sends at most 1,000 messages a second
-EXIT_S = 1.0  # answers on their way have this long to leave a process that ends
+PACE_S = 1e-3  # minimum interval, times the number of streams: a replica sends at most 1,000 messages per second
+EXIT_S = 1.0  # time to send the remaining answers before the process ends
 
 
 class Engine:
-    """A deployment of Serve. `engine_options`: the fields of `Config`.
+    """A deployment of Serve. engine_options: the fields of `Config`.
 
-    A replica whose engine is dead fails its health checks, and Serve replaces it after three of them. The first request
-    that still comes ends the process: Serve's router would go on choosing a replica that answers so quickly.
+    If the engine is dead, the replica fails its health checks, and Serve replaces it after three failed checks. If a
+    request arrives before that, it ends the process: otherwise Serve's router would prefer this replica, because it
+    answers so quickly.
     """
 
     def __init__(
@@ -41,10 +42,10 @@ class Engine:
         keep_from_collector()
         self._app = make_app(options, self._llm)
         self._interval_s = interval_s
-        self._num_answers = 0  # in progress
+        self._num_answers = 0  # answers in progress
 
     async def answer(self, prefix: Prefix | None = None, *, call: Call) -> AsyncGenerator[Part, None]:
-        """The parts of the answer; `prefix` is for the router."""
+        """Yield the parts of the answer. prefix: read only by the router."""
         if self._llm.thread.dead is not None:
             logger.error("this process ends, because its engine is dead")
             asyncio.get_running_loop().call_later(EXIT_S, os._exit, 1)
@@ -58,14 +59,14 @@ class Engine:
             await parts.aclose()
 
     async def metrics(self) -> tuple[str, bytes]:
-        """The replica's name, and its metrics in Prometheus' text format."""
+        """Return the replica's name, and its metrics in Prometheus' text format."""
         server: Server = self._app.state.server
         return serve.get_replica_context().replica_id.unique_id, server.metrics.as_text()
 
     async def check_health(self) -> None:
-        """Called by Serve. Raises EngineDeadError."""
+        """Raise EngineDeadError if the engine is dead. Serve calls this regularly."""
         await self._llm.check_health()
 
-    def __del__(self) -> None:  # called by Serve when a replica has no requests left
+    def __del__(self) -> None:  # Serve calls this when a replica that ends has no requests left
         if hasattr(self, "_llm"):
             self._llm.shutdown()

@@ -1,7 +1,7 @@
-"""`nanovllm serve --ray`: from checked options to an application that runs on a cluster, and back.
+"""Run the command `nanovllm serve --ray`: start the application on a cluster, and remove it at a signal.
 
-A cluster that the command has started ends with it. In one that was there before, the application is removed, and Serve
-if the command has started it; nothing else is touched.
+If the command has started the cluster, it also ends it. Otherwise it removes the application, and ends Serve if it has
+started Serve; it changes nothing else in the cluster.
 """
 
 import logging
@@ -24,14 +24,14 @@ APPLICATION = "nanovllm"
 
 
 def run(settings: Settings, host: str, port: int) -> int:
-    """Serve until a signal; the exit status. Raises OSError, RuntimeError or ValueError if the start fails."""
+    """Serve until a signal, and return the exit status. Raises OSError, RuntimeError, ValueError if the start fails."""
     assert settings.ray is not None
     address = settings.ray.address or os.environ.get("RAY_ADDRESS")
-    with cluster(address), interrupted_by_signals():  # in this order: Ray sets a handler of its own
-        print(f"loading {settings.options.model_names[0]} {settings.ray.most_replicas} times at most …", flush=True)
+    with cluster(address), interrupted_by_signals():  # in this order, because Ray sets its own handler
+        print(f"loading {settings.options.model_names[0]} at most {settings.ray.most_replicas} times …", flush=True)
         serve_was_there = url_of_serve() is not None
         if serve_was_there and APPLICATION in serve.status().applications:
-            raise ValueError(f"--ray-address: this cluster serves an application {APPLICATION!r} already")
+            raise ValueError(f"--ray-address: this cluster already serves an application {APPLICATION!r}")
         try:
             if not serve_was_there:
                 start_serve(settings, host, port)
@@ -48,7 +48,7 @@ def run(settings: Settings, host: str, port: int) -> int:
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """SIGTERM interrupts as SIGINT does. The first signal begins to drain, the second ends at once."""
+    """Let SIGTERM interrupt the block as SIGINT does: the first signal starts to drain, the second ends immediately."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -65,7 +65,7 @@ def interrupted_by_signals() -> Iterator[None]:
 
 @contextmanager
 def cluster(address: str | None) -> Iterator[None]:
-    """A connection to the cluster at `address`, or to one of its own, which ends with the block."""
+    """Connect to the cluster at `address`, or start a cluster that ends with the block."""
     ray.init(address=address or "local", include_dashboard=None if address else False, logging_level=logging.WARNING)
     try:
         yield
@@ -74,18 +74,18 @@ def cluster(address: str | None) -> Iterator[None]:
 
 
 def start_serve(settings: Settings, host: str, port: int) -> None:
-    """Serve's proxies, with the command's address and certificates."""
-    with listen(host, port) as listening:  # raises OSError for an address that cannot be had
+    """Start Serve's proxies with the command's address and certificates. Raises OSError if the address is in use."""
+    with listen(host, port) as listening:  # raises OSError if the address is not available
         port = listening.getsockname()[1]
     tls = {name: value for name, value in settings.options.tls.items() if name != "ssl_cert_reqs"}
     serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port, **tls})
 
 
 def url_of_serve() -> str | None:
-    """Where Serve listens; None if the cluster has none."""
+    """Return the URL at which Serve listens; None if Serve does not run on the cluster."""
     with suppress(RayServeException):
         client = _get_global_client()
-        assert client is not None  # it raises
+        assert client is not None  # it raises RayServeException instead
         options = client.http_config
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)
         return f"{'https' if options.ssl_certfile else 'http'}://{host}:{options.port}"
@@ -93,6 +93,7 @@ def url_of_serve() -> str | None:
 
 
 def announcement(settings: Settings) -> str:
+    """Return the text that is printed when the application is ready."""
     options, of_ray, url = settings.options, settings.ray, url_of_serve() or ""
     assert of_ray is not None
     least = of_ray.most_replicas if of_ray.max_replicas is None else of_ray.min_replicas or 0
@@ -105,7 +106,7 @@ cluster          {ray.get_runtime_context().gcs_address}
 
 
 def remove(serve_was_there: bool) -> None:
-    """End the application; its requests have their time to finish."""
+    """End the application. Its requests have `drain_timeout_s` to finish."""
     serve.delete(APPLICATION)
     if serve_was_there:
         forget_prefixes()
@@ -114,7 +115,7 @@ def remove(serve_was_there: bool) -> None:
 
 
 def forget_prefixes() -> None:
-    """End the actor of Ray's prefix-aware router, which Serve ends only with itself."""
-    with suppress(ValueError):  # there is none
+    """End the actor of Ray's prefix-aware router. Otherwise it lives as long as Serve."""
+    with suppress(ValueError):  # there is no such actor
         namespace = f"serve::{APPLICATION}::Engine"
         ray.kill(ray.get_actor("LlmPrefixTreeActor", namespace=namespace))

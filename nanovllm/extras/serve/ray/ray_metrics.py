@@ -1,4 +1,4 @@
-"""`/metrics` of several replicas as one text, in which each sample says its replica."""
+"""Combine the metrics of several replicas to one text, in which each sample has its replica as a label."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 
 def merge_texts(texts: Iterable[tuple[str, bytes]]) -> bytes:
-    """texts: a replica's name and its metrics, each in Prometheus' text format."""
+    """Return the combined metrics in Prometheus' text format. texts: each replica's name and metrics."""
     families: dict[str, Metric] = {}
     for replica, text in texts:
         for family in text_string_to_metric_families(text.decode()):
@@ -23,7 +23,7 @@ def merge_texts(texts: Iterable[tuple[str, bytes]]) -> bytes:
 
 
 class Gathered(Collector):
-    """Families that are known already."""
+    """A collector that returns metric families which have already been collected."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = list(families)

@@ -1,6 +1,6 @@
-"""The options of `nanovllm serve --ray`, checked before anything starts. Needs no Ray.
+"""Define and check the options of `nanovllm serve --ray`. This file does not import Ray.
 
-Names and meanings are those of Ray Serve's deployments, with `ray_` before them.
+The options have the names and meanings of the options of Ray Serve's deployments, with the prefix `ray_`.
 """
 
 import argparse
@@ -19,30 +19,30 @@ ROUTINGS = ("prefix", "load")
 
 @dataclass(frozen=True)
 class RayOptions:
-    """How many replicas there are, what each of them gets, and how requests find one."""
+    """The number of replicas, the resources of each replica, and the routing of requests."""
 
     address: str | None = None
-    """A running cluster, as in `ray.init`; by default that of the variable RAY_ADDRESS, else a new one."""
+    """A running cluster, as in `ray.init`. Default: that of the variable RAY_ADDRESS, else a new cluster."""
     num_replicas: int | None = None
-    """Engines; 1 by default. Excludes `min_replicas` and `max_replicas`."""
+    """The number of engines; 1 by default. Excludes `min_replicas` and `max_replicas`."""
     min_replicas: int | None = None
-    """The least that autoscaling leaves; 1 by default, 0 ends the last one when nobody asks."""
+    """The minimum for autoscaling; 1 by default. With 0, the last replica ends when there are no requests."""
     max_replicas: int | None = None
-    """The most that autoscaling starts."""
+    """The maximum for autoscaling. Setting it enables autoscaling."""
     target_ongoing_requests: int | None = None
-    """Of each replica: autoscaling aims at it. Half of `max_ongoing_requests` by default."""
+    """The number of requests per replica that autoscaling aims at. Half of `max_ongoing_requests` by default."""
     max_ongoing_requests: int | None = None
-    """A replica gets no more at a time; others wait in the router. `max_num_seqs` by default."""
+    """The maximum number of concurrent requests of a replica; others wait in the router. Default: `max_num_seqs`."""
     num_cpus: int | None = None
-    """Of each replica, and its threads. By default its share of this machine's cores, and 1 with GPUs."""
+    """The number of CPUs and threads of each replica. Default: its share of this machine's cores, or 1 with GPUs."""
     num_ingress_replicas: int = 1
-    """Processes that pass requests on."""
+    """The number of processes that relay requests."""
     routing: str = "prefix"
     """`prefix`: to the replica that has seen most of the prompt's beginning; `load`: to one with few requests."""
     stream_batching_interval_ms: int = 20
-    """Between two messages of a stream; tokens that come meanwhile share one."""
+    """The time between two messages of a stream. Tokens that are computed meanwhile share a message."""
     health_check_period_s: int = 10
-    """Serve replaces a replica after three failed checks."""
+    """The interval of health checks. Serve replaces a replica after three failed checks."""
 
     def __post_init__(self) -> None:
         for name in ("num_replicas", "max_replicas", "target_ongoing_requests", "max_ongoing_requests", "num_cpus"):
@@ -57,21 +57,22 @@ class RayOptions:
 
     def _check_scaling(self) -> None:
         if self.num_replicas is not None and (self.min_replicas is not None or self.max_replicas is not None):
-            raise ValueError("ray_num_replicas excludes ray_min_replicas and ray_max_replicas; give one or the others")
+            raise ValueError("ray_num_replicas cannot be combined with ray_min_replicas and ray_max_replicas")
         if self.max_replicas is None:
             for name in ("min_replicas", "target_ongoing_requests"):
                 if getattr(self, name) is not None:
-                    raise ValueError(f"ray_{name} needs ray_max_replicas, which turns autoscaling on")
+                    raise ValueError(f"ray_{name} needs ray_max_replicas, which enables autoscaling")
         elif (self.min_replicas or 0) > self.max_replicas:
             least, most = self.min_replicas, self.max_replicas
             raise ValueError(f"ray_min_replicas must be at most ray_max_replicas ({most}), got {least}")
 
     @property
     def most_replicas(self) -> int:
+        """The maximum number of replicas."""
         return self.max_replicas or self.num_replicas or 1
 
     def scaling(self, max_ongoing_requests: int) -> dict[str, Any]:
-        """`num_replicas` or `autoscaling_config` of Serve's deployment."""
+        """Return `num_replicas` or `autoscaling_config` for Serve's deployment."""
         if self.max_replicas is None:
             return {"num_replicas": self.num_replicas or 1}
         least = 1 if self.min_replicas is None else self.min_replicas
@@ -80,7 +81,7 @@ class RayOptions:
         return {"autoscaling_config": config}
 
     def devices(self, config: Config, num_gpus_found: float) -> dict[str, float]:
-        """What Ray reserves for one engine: a GPU for each of its ranks, or a share of the cores.
+        """Return the resources that Ray reserves for one engine: a GPU for each of its ranks, or a share of the cores.
 
         Ray sets a worker's OMP_NUM_THREADS to its `num_cpus`.
         """
@@ -91,8 +92,8 @@ class RayOptions:
 
 
 def add_ray_options(group: Any) -> None:
-    """The flags, kept as `server_ray…`: the engine has options of its own."""
-    group.add_argument("--ray", dest="server_ray", action="store_true", help="replicas of the engine, by Ray Serve")
+    """Add the options. They are stored as `server_ray…`, as the server's other options."""
+    group.add_argument("--ray", dest="server_ray", action="store_true", help="serve with replicas, by Ray Serve")
     for field in fields(RayOptions):
         text = DESCRIPTIONS[field.name] + (f" (default: {field.default})" if field.default else "")
         how: dict[str, Any] = {"choices": ROUTINGS} if field.name == "routing" else {"metavar": "N"}
@@ -104,22 +105,22 @@ def add_ray_options(group: Any) -> None:
 
 
 DESCRIPTIONS: Mapping[str, str] = {
-    "address": "a running cluster; also from the variable RAY_ADDRESS; a new one on this machine",
-    "num_replicas": "engines, each with its own devices",
-    "min_replicas": "the least that autoscaling leaves; 1",
-    "max_replicas": "the most that autoscaling starts; no autoscaling",
-    "target_ongoing_requests": "of each replica, at which autoscaling aims; half of the most",
-    "max_ongoing_requests": "the most of each replica at a time; --max-num-seqs",
-    "num_cpus": "cores and threads of each replica; its share of this machine's, or 1 with a GPU",
-    "num_ingress_replicas": "processes that pass requests on",
+    "address": "a running cluster (default: the variable RAY_ADDRESS, else a new cluster on this machine)",
+    "num_replicas": "number of engines, each with its own devices (default: 1)",
+    "min_replicas": "minimum for autoscaling (default: 1)",
+    "max_replicas": "maximum for autoscaling (default: no autoscaling)",
+    "target_ongoing_requests": "requests per replica that autoscaling aims at (default: half of the maximum)",
+    "max_ongoing_requests": "maximum number of concurrent requests per replica (default: --max-num-seqs)",
+    "num_cpus": "cores and threads of each replica (default: its share of this machine's, or 1 with a GPU)",
+    "num_ingress_replicas": "number of processes that relay requests",
     "routing": "prefix: to the replica that has seen the prompt's beginning; load: to one with few requests",
-    "stream_batching_interval_ms": "between two messages of a stream; tokens that come meanwhile share one",
-    "health_check_period_s": "seconds; three failed checks replace a replica",
+    "stream_batching_interval_ms": "time between two messages of a stream; tokens computed meanwhile share one",
+    "health_check_period_s": "interval in seconds; Serve replaces a replica after three failed checks",
 }
 
 
 def ray_options(args: argparse.Namespace) -> RayOptions | None:
-    """Of a command line; None without `--ray`. Raises ValueError or TypeError for what does not fit together."""
+    """Return the options of a command line; None without `--ray`. Raises ValueError or TypeError if they conflict."""
     names = [field.name for field in fields(RayOptions)]
     given = {name: value for name in names if (value := getattr(args, f"server_ray_{name}")) is not None}
     if not args.server_ray:
@@ -127,13 +128,13 @@ def ray_options(args: argparse.Namespace) -> RayOptions | None:
             raise ValueError(f"--ray-{next(iter(given)).replace('_', '-')} needs --ray")
         return None
     if args.nnodes > 1:
-        raise ValueError(f"--ray does not go with --nnodes {args.nnodes}: each replica is on one machine")
+        raise ValueError(f"--ray cannot be used with --nnodes {args.nnodes}: each replica runs on one machine")
     for name, reason in (("ui", "page shows"), ("trace", "file records")):
         if getattr(args, f"server_{name}"):
-            raise ValueError(f"--{name} does not go with --ray: the {reason} one engine")
+            raise ValueError(f"--{name} cannot be used with --ray: the {reason} one engine")
     return RayOptions(**given)
 
 
 def count_gpus() -> int:
-    """Of this machine, where no cluster is known yet."""
+    """Return the number of GPUs of this machine, used while there is no cluster."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0

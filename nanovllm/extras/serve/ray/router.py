@@ -1,4 +1,4 @@
-"""Serve's prefix-aware router, with what keeps it going.
+"""Route requests with Serve's prefix-aware router, and fall back to routing by load if it fails.
 
 `PrefixCacheAffinityRouter` is public as `ray.serve.llm.request_router.PrefixCacheAffinityRouter`, but `ray.serve.llm`
 cannot be imported without vLLM or SGLang (Ray 2.60). The class's own file needs neither.
@@ -15,12 +15,12 @@ from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 
 logger = logging.getLogger(__name__)
 
-MAX_KEYS = 400_000  # characters of all keys: 25 million of prompts
+MAX_KEYS = 400_000  # characters of all keys: 25 million characters of prompts
 
 
 @contextmanager
 def root_logger_kept() -> Iterator[None]:
-    """`import ray.llm` makes the process log JSON."""
+    """Restore the root logger after the block: `import ray.llm` makes the process log JSON."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     try:
@@ -35,9 +35,10 @@ with root_logger_kept():
 
 
 def router_options(max_num_seqs: int) -> dict[str, Any]:
-    """Arguments of `initialize_state`. Prefixes count while queues differ by at most a sixteenth of a batch.
+    """Return the arguments of `initialize_state`.
 
-    Ray's own default is infinity: then one system prompt that all requests share keeps all of them on one replica.
+    Requests are routed by prefix while the queues differ by at most a sixteenth of a batch. Ray's default is infinity:
+    then a system prompt that all requests share would keep all of them on one replica.
     """
     return {
         "imbalanced_threshold": max(2, max_num_seqs // 16),
@@ -48,11 +49,11 @@ def router_options(max_num_seqs: int) -> dict[str, Any]:
 
 
 class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
-    """Ray's router, which routes by load when its tree cannot say, and sends a request before it routes the next.
+    """Ray's router with two changes: it falls back to routing by load, and routes requests one at a time.
 
-    Where Ray's own raises, its request waits for ever: for a replica that the tree knows and this process does not yet,
-    or when the tree's actor has died. And it chooses for all that have come together before it sends the first: one
-    replica may get all of them, since its queue is empty still.
+    If Ray's router raises, the request waits forever. It raises if the tree contains a replica that this process does
+    not know yet, or if the tree's actor has died. Ray's router also chooses replicas for all waiting requests before it
+    sends the first one. Then one replica may get all of them, because its queue is still empty.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -61,7 +62,7 @@ class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> Any:
         async with self._one_at_a_time:
-            await asyncio.sleep(0)  # the request before this one is sent meanwhile, and its queue counts it
+            await asyncio.sleep(0)  # now the previous request is sent, and its replica's queue counts it
             try:
                 return await super().choose_replicas(candidate_replicas, pending_request)
             except (KeyError, RayError) as error:
@@ -84,6 +85,6 @@ class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
 
     def update_replicas(self, replicas: list[Any]) -> None:
         try:
-            super().update_replicas(replicas)  # what concerns the tree comes last
+            super().update_replicas(replicas)  # Ray's method updates the tree last
         except RayError as error:
-            logger.warning("the tree of prefixes does not know the replicas: %r", error)
+            logger.warning("the replicas are not in the tree of prefixes: %r", error)

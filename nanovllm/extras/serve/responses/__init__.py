@@ -1,5 +1,5 @@
-"""`POST /v1/responses`: OpenAI's newer interface, over the same chats.
+"""Handle `POST /v1/responses`: OpenAI's newer interface, implemented with the same chats.
 
-`protocol.py` has the fields, `conversation.py` makes a chat of them, `items.py` makes items and events of its answer.
-Read `route.py` first.
+`responses_protocol.py` defines the fields, `responses_conversation.py` converts them to a chat, and `items.py` converts
+the chat's answer to items and events. Read `route.py` first.
 """

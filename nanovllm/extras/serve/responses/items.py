@@ -1,6 +1,6 @@
-"""The items of a response, and the events that tell how they grow.
+"""Convert the deltas of a chat to the items of a response, and to the events of its stream.
 
-`Answer` gives the deltas of a chat. A kind of delta that differs from the one before begins an item:
+`Answer` returns the deltas. A delta of another kind than the previous one starts a new item:
 
     reasoning               {"type": "reasoning", "content": [{"type": "reasoning_text", …}]}
     content                 {"type": "message", "content": [{"type": "output_text", …}]}
@@ -19,17 +19,17 @@ ADDED, DONE = "response.output_item.added", "response.output_item.done"
 
 
 class OutputItems:
-    """The output of one response. `items` is what the client has been told of so far."""
+    """The output of one response. `items` are the items of the events so far."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self.reasoning = ""
         self._is_open = False
-        self._call_index = -1  # of the chat's call that is the open item
-        self._logprobs: list[Written] = []  # of tokens that no event has told yet
+        self._call_index = -1  # index of the chat's call that is the open item
+        self._logprobs: list[Written] = []  # log-probabilities of tokens that are in no event yet
 
     def feed(self, deltas: list[dict[str, Any]], logprobs: list[Written]) -> list[Event]:
-        """The events of an answer's new deltas; logprobs are those of its new tokens."""
+        """Return the events for new deltas of an answer. logprobs: those of the new tokens."""
         self._logprobs += logprobs
         events: list[Event] = []
         for delta in deltas:
@@ -77,7 +77,7 @@ class OutputItems:
         return events
 
     def _begin(self, item: Event) -> list[Event]:
-        """Events of a beginning hold copies, because the item grows."""
+        """Start an item, and return the events of its start. They contain copies, because the item grows."""
         self._is_open = True
         item["status"] = "in_progress"
         if item["type"] != "function_call":
@@ -116,4 +116,5 @@ class OutputItems:
 
 
 def new_id(prefix: str) -> str:
+    """Return a random id with a prefix."""
     return f"{prefix}_{uuid4().hex}"

@@ -1,4 +1,4 @@
-"""From a request for a response to a request for a chat, which the rest of the server knows how to answer."""
+"""Convert a request for a response to a request for a chat."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,13 +24,13 @@ from nanovllm.extras.serve.responses.responses_protocol import (
 
 SHARED = GenerationRequest.model_fields.keys() - {"stream_options", "response_format", "n"}
 FIELDS = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
-"""What a chat's field is called here."""
+"""Name of a chat's field -> name of the response's field."""
 ITEMS_BOUND = "items (max_model_len)"
 
 
 @contextmanager
 def as_response() -> Iterator[None]:
-    """Errors in the block name the fields of a response."""
+    """Rename the fields in errors of the block, from the fields of a chat to those of a response."""
     try:
         yield
     except APIError as error:
@@ -40,7 +40,7 @@ def as_response() -> Iterator[None]:
 
 
 def to_chat(body: ResponsesRequest, bounds: Bounds) -> ChatCompletionRequest:
-    """Raises APIError 400 and RequestValidationError."""
+    """Return the request for a chat. Raises APIError 400 or RequestValidationError if it is invalid."""
     fields: dict[str, Any] = {name: getattr(body, name) for name in SHARED if getattr(body, name) is not None}
     fields |= {
         "messages": to_messages(body, bounds),
@@ -60,6 +60,7 @@ def to_chat(body: ResponsesRequest, bounds: Bounds) -> ChatCompletionRequest:
 
 
 def template_variables(body: ResponsesRequest) -> dict[str, Any] | None:
+    """Return the variables for the chat template, including those of `reasoning`; None if there are none."""
     effort = None if body.reasoning is None else body.reasoning.effort
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if effort == "none":
@@ -68,10 +69,12 @@ def template_variables(body: ResponsesRequest) -> dict[str, Any] | None:
 
 
 def to_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool in the format of a chat. Changes `tool`."""
     return {"type": tool.pop("type"), "function": tool}
 
 
 def to_tool_choice(choice: Any) -> Any:
+    """Return a tool choice in the format of a chat."""
     if isinstance(choice, AllowedTools):
         tools = [to_tool(one.model_dump()) for one in choice.tools]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
@@ -79,6 +82,7 @@ def to_tool_choice(choice: Any) -> Any:
 
 
 def to_response_format(body: ResponsesRequest) -> dict[str, Any] | None:
+    """Return the `response_format` of the chat; None if there is none."""
     given = None if body.text is None else body.text.format
     if given is None:
         return None
@@ -91,6 +95,7 @@ def to_response_format(body: ResponsesRequest) -> dict[str, Any] | None:
 
 
 def to_messages(body: ResponsesRequest, bounds: Bounds) -> list[dict[str, Any]]:
+    """Return the messages of the chat. Raises APIError 400 or RequestValidationError if the input is invalid."""
     with refuse("input"):
         bounds.check_count([] if isinstance(body.input, str) else body.input, bounds.max_model_len, ITEMS_BOUND)
     messages: list[dict[str, Any]] = []
@@ -102,9 +107,10 @@ def to_messages(body: ResponsesRequest, bounds: Bounds) -> list[dict[str, Any]]:
 
 
 def read_item(index: int, given: dict[str, Any]) -> Any:
+    """Return the item number `index` of the input, checked. Raises APIError 400 or RequestValidationError."""
     kind = given.get("type", "message")
     if not isinstance(kind, str) or kind not in ITEMS:
-        stored = " (nothing is kept here to refer to)" if kind == "item_reference" else ""
+        stored = " (items are not stored, so they cannot be referenced)" if kind == "item_reference" else ""
         raise APIError(400, f"input.{index}.type must be one of {', '.join(ITEMS)}{stored}, got {kind!r}", "input")
     try:
         return ITEMS[kind].model_validate(given)
@@ -114,9 +120,9 @@ def read_item(index: int, given: dict[str, Any]) -> Any:
 
 
 def join(items: Iterator[Any]) -> list[dict[str, Any]]:
-    """Messages of a chat: thoughts, text and calls that follow each other are one message of the assistant."""
+    """Return the messages of a chat. Consecutive reasoning, text and calls become one message of the assistant."""
     messages: list[dict[str, Any]] = []
-    turn: dict[str, Any] | None = None  # the assistant's, which more items may belong to
+    turn: dict[str, Any] | None = None  # the assistant's message, to which more items may belong
     for item in items:
         if isinstance(item, CallOutputItem):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
@@ -133,13 +139,14 @@ def join(items: Iterator[Any]) -> list[dict[str, Any]]:
 
 
 def may_follow(turn: dict[str, Any], item: Any) -> bool:
-    """Whether an item belongs to the turn: thoughts come first, then text, then calls."""
+    """Return whether an item belongs to the turn. The order is reasoning, text, calls."""
     if isinstance(item, CallItem):
         return True
     return "tool_calls" not in turn and not turn["content"] and not isinstance(item, ReasoningItem)
 
 
 def add_to_turn(turn: dict[str, Any], item: Any) -> None:
+    """Add an item to the assistant's message."""
     if isinstance(item, CallItem):
         call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
         turn.setdefault("tool_calls", []).append(call)
@@ -150,4 +157,5 @@ def add_to_turn(turn: dict[str, Any], item: Any) -> None:
 
 
 def text_of(content: str | list[InputText]) -> str:
+    """Return the text of an item's content."""
     return content if isinstance(content, str) else "".join(part.text for part in content)

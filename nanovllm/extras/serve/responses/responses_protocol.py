@@ -1,6 +1,6 @@
-"""The fields of a request for a response: OpenAI's, beside those of every generation.
+"""Define the fields of a request for a response: OpenAI's, in addition to those of every generation.
 
-Items of the input are counted before they are read (`conversation.py`), so here they are only objects.
+Items of the input are counted before they are parsed (`responses_conversation.py`), so here they are only objects.
 https://platform.openai.com/docs/api-reference/responses
 """
 
@@ -21,15 +21,15 @@ from nanovllm.extras.serve.protocol import (
     conflict,
 )
 
-MAX_METADATA = 16  # pairs, of 64 and 512 characters, as OpenAI allows
+MAX_METADATA = 16  # pairs of at most 64 and 512 characters: OpenAI's limits
 MetadataKey = Annotated[Text, Field(max_length=64)]
 MetadataValue = Annotated[Text, Field(max_length=512)]
-NOT_STORED = "responses are not kept here: send the whole conversation as input"
+NOT_STORED = "responses are not stored; send the whole conversation as input"
 
 
 class FunctionTool(StrictModel):
     type: Literal["function"]
-    """Tools that a server would have to run itself are refused."""
+    """Only functions are allowed: tools that the server would have to run are refused."""
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -48,7 +48,7 @@ class AllowedTools(StrictModel):
 
 
 class TextFormat(StrictModel):
-    """As `response_format` of a chat, with the schema's fields beside the type."""
+    """The `response_format` of a chat, with the fields of the schema on the same level as the type."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
@@ -59,21 +59,21 @@ class TextFormat(StrictModel):
     @model_validator(mode="after")
     def _check_together(self) -> "TextFormat":
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("schema must be given with the type json_schema, and with no other")
+            raise ValueError("schema must be given if, and only if, the type is json_schema")
         return self
 
 
 class TextOptions(StrictModel):
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
-    """Known, and allowed only with the value that changes nothing."""
+    """Accepted only with the value that has no effect."""
 
 
 class Reasoning(StrictModel):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """A variable of the chat template, `reasoning_effort`; `none` sets `enable_thinking` to false as well."""
+    """The variable `reasoning_effort` of the chat template; `none` also sets `enable_thinking` to false."""
     summary: Literal["auto", "concise", "detailed"] | None = None
-    """Thoughts are given whole, never as a summary."""
+    """No effect: the answer contains the whole reasoning, not a summary."""
 
 
 class ResponsesRequest(GenerationRequest):
@@ -89,13 +89,13 @@ class ResponsesRequest(GenerationRequest):
     reasoning: Reasoning | None = None
     include: Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
                        Field(max_length=16, fail_fast=True)] | None = None  # fmt: skip
-    """Thoughts are sent as they are, not encrypted."""
+    """`reasoning.encrypted_content` has no effect: reasoning is sent as plain text."""
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     metadata: Annotated[dict[MetadataKey, MetadataValue] | None, at_most(MAX_METADATA)] = None
     store: bool | None = None
-    """Told as false in the answer: nothing is kept."""
+    """No effect: responses are not stored, and the answer has the value false."""
     chat_template_kwargs: dict[str, Any] | None = None
-    # known, and allowed only with the value that changes nothing
+    # accepted only with the value that has no effect
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
     previous_response_id: Name | None = None
@@ -118,6 +118,7 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def wants_logprobs(self) -> bool:
+        """Whether the answer must contain log-probabilities."""
         return "message.output_text.logprobs" in (self.include or [])
 
 

@@ -1,6 +1,6 @@
-"""`POST /v1/responses`: the way of a request, and the form of its answer, whole or event by event.
+"""Handle `POST /v1/responses`: answer a request, and return the response whole or as a stream of events.
 
-Nothing is kept: a client sends the whole conversation each time, and `previous_response_id` is refused.
+Responses are not stored: a client sends the whole conversation each time, and `previous_response_id` is refused.
 https://platform.openai.com/docs/api-reference/responses
 """
 
@@ -34,7 +34,7 @@ ABORTED = "the request was aborted before its end"
 
 @router.post("/v1/responses")
 async def create_response(body: ResponsesRequest, request: Request, server: ReadyServer) -> Response:
-    """Answer a conversation, given as items."""
+    """Answer a conversation of items."""
     server.check_model(body.model)
     engine = server.check_ready().engine
     with as_response():
@@ -73,11 +73,13 @@ class GrowingResponse:
         self._num_chars = self._num_tokens = 0
 
     def whole(self) -> dict[str, Any]:
+        """Return the JSON of the whole response."""
         (output,) = self._generation.latest.values()
         self._grow(output.outputs[0])
         return self._describe(output)
 
     async def events(self) -> AsyncIterator[Iterable[dict[str, Any]]]:
+        """Yield the events of the stream, several at a time."""
         started = self._describe(None)
         yield [{"type": f"response.{state}", "response": started} for state in ("created", "in_progress")]
         async for outputs in self._generation.outputs():
@@ -91,13 +93,13 @@ class GrowingResponse:
             yield {"type": f"response.{response['status']}", "response": response}
 
     def failed(self, error: Exception) -> dict[str, Any]:
-        """The last event of a response whose step has failed."""
+        """Return the last event of a response that has failed."""
         told = as_api_error(error)
         failure = {"code": "server_error", "message": told.detail}
         return {"type": "response.failed", "response": self._describe(None, "failed") | {"error": failure}}
 
     def _grow(self, completion: CompletionOutput) -> list[dict[str, Any]]:
-        """The events of what is new."""
+        """Add the new text and tokens to the items, and return the events for them."""
         reason = completion.finish_reason
         deltas = self._answer.feed(completion.text[self._num_chars :], reason is not None)
         logprobs: list[Written] = []
@@ -112,7 +114,7 @@ class GrowingResponse:
         return events
 
     def _describe(self, output: RequestOutput | None, status: str = "in_progress") -> dict[str, Any]:
-        """The response as it is; `output` is that of the finished request."""
+        """Return the JSON of the response in its current state. output: that of the finished request, else None."""
         given = self._body.model_dump(include=set(TOLD), exclude_none=True, by_alias=True)
         response = {
             "id": self._generation.request_id,
@@ -137,7 +139,7 @@ class GrowingResponse:
         return response if output is None else response | self._end(output)
 
     def _end(self, output: RequestOutput) -> dict[str, Any]:
-        """How a finished request has ended, and what it took."""
+        """Return the status and the usage of a finished request."""
         (completion,) = output.outputs
         usage = self._usage(output)
         if completion.finish_reason == "stop":
@@ -161,7 +163,7 @@ class GrowingResponse:
 
 
 class ResponseStream(EventStream):
-    """Events with a name and a number. The last one says how the response has ended."""
+    """Sends events with a name and a number. The last event contains the status of the response."""
 
     repeats = True
 

@@ -74,7 +74,7 @@ def test_new_rows_of_the_input_are_answered_and_the_others_stay(main, tmp_path, 
     [
         (["--temperature", "1"], "--temperature needs --prompt-column"),
         (["--prompt-column", "p", "--body", "[]"], "--body must be a JSON object"),
-        (["--prompt-column", "p", "--body", '{"stream": true}'], "--body must not ask for a stream"),
+        (["--prompt-column", "p", "--body", '{"stream": true}'], "--body must not set stream"),
         (["--rows-per-part", "0"], "at least 1"),
         (["--max-num-seqs", "0"], "max_num_seqs"),
     ],

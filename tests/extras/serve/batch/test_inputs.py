@@ -127,7 +127,7 @@ def test_bad_prompts(tmp_path):
 def test_inputs_that_are_none(tmp_path):
     with pytest.raises(ValueError, match=r"\.jsonl or \.parquet"):
         find_sources([write_lines(tmp_path / "in.csv", "x")])
-    with pytest.raises(ValueError, match="there is no file"):
+    with pytest.raises(ValueError, match=r"there is no \.jsonl or \.parquet file"):
         find_sources([tmp_path])
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "in.parquet")
     with pytest.raises(ValueError, match="--prompt-column"):

@@ -50,7 +50,7 @@ def test_a_folder_has_answers_to_one_thing(tmp_path):
     with Parts.opened(tmp_path) as parts:
         parts.check_same({"model": "a", "body": {"n": 1}})
         parts.check_same({"model": "a", "body": {"n": 1}})
-        with pytest.raises(ValueError, match="model 'a', and this one has 'b'"):
+        with pytest.raises(ValueError, match="model 'a', but this run has 'b'"):
             parts.check_same({"model": "b", "body": {"n": 1}})
 
 
