@@ -24,19 +24,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # nor do processes that tests start want to
 transformers.utils.logging.disable_progress_bar()
 model_runner.CPU_KV_CACHE_BYTES = 64 << 20  # to fill a gigabyte with zeros takes longer than most tests
 
-# These need a GPU or Triton's interpreter; test_triton_attention.py runs them in the latter, every second one together.
-KERNEL_TESTS = [
-    "extras/kernels/test_triton_kernels.py",
-    "extras/kernels/test_sample_kernels.py",
-    "extras/kernels/test_layer_kernels.py",
-    "extras/kernels/test_graph_kernels.py",
-    "extras/kernels/test_few_tokens_kernels.py",
-    "extras/kernels/test_quantised_kernels.py",
-]
-collect_ignore = []
-if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-    collect_ignore += KERNEL_TESTS
-
 
 def every_second(values):
     """Parameters of which the default run takes the first, the third and so on, and the sweep the others."""
@@ -61,12 +48,6 @@ def pytest_configure(config):
     gc.freeze()
     if config.option.markexpr == "slow":
         os.environ["NANOVLLM_SWEEP"] = "1"  # read by `examples`, in the processes of pytest-xdist too
-
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.faster_interpreter import make_faster
-
-    make_faster()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -80,14 +80,16 @@ def test_jobs() -> list[Job]:
     return [
         Job("tests/engine", [*RECORD, "-m", "gpu and not alone and not slow", *workers()], 240),
         Job("tests/memory", [*RECORD, "-m", "gpu and alone and not slow"], 60),
-        Job("tests/extras/kernels", [*RECORD, *kernel_test_files(), "-m", "not gpu and not slow", *workers()], 180),
+        Job("tests/kernels", [*RECORD, *kernel_test_files(), "-m", "not gpu and not slow", *workers()], 180),
     ]
 
 
 def sweep_job() -> Job:
     """The long form of the same tests; Triton compiles a hundred variants for them."""
     return Job(
-        "sweep", [*RECORD, str(ROOT / "tests" / "test_gpu.py"), *kernel_test_files(), "-m", "slow", *workers()], 240
+        "sweep",
+        [*RECORD, str(ROOT / "tests" / "extras" / "test_gpu.py"), *kernel_test_files(), "-m", "slow", *workers()],
+        240,
     )
 
 

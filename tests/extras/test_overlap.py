@@ -2,7 +2,7 @@
 
 The oracle is the engine without overlap, which the other tests check. A `LateRunner` computes no step before its
 tokens are awaited. Random traffic over the scheduler, with and without overlap, is in `test_scheduler.py`;
-`test_replay.py` and `test_engine.py` run both ways too.
+`test_replay.py` and `test_full_engine.py` run both ways too.
 
 Broken by hand, and seen here or there: placeholders that are hashed for the prefix cache; blocks that are given away
 while a step in flight writes to them; a token of a finished sequence that is not dropped; a placeholder that names
@@ -20,7 +20,7 @@ import torch
 
 from nanovllm import LLM, BeamSearchParams, Config, LLMEngine, SamplingParams
 from tests.late_runner import LateRunner
-from tests.test_engine import assert_at_rest, greedy, ids, make_engine, run, tokens_of
+from tests.extras.test_full_engine import assert_at_rest, greedy, ids, make_engine, run, tokens_of
 
 NUM_REQUESTS = 24
 BLOCKS = {"num_kv_blocks": 48, "block_size": 4}

@@ -1,7 +1,7 @@
 """Which rows of a step predict tokens of a prompt, what they give, and that each position is known once.
 
 Oracle: tables worked out by hand for the rows, and `log_softmax` in float64 over the whole prompt for the values.
-`tests/test_sampling_end_to_end.py` has them through the engine.
+`tests/extras/test_sampling_end_to_end.py` has them through the engine.
 """
 
 from types import SimpleNamespace

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanovllm import Config, LLMEngine
-from tests.recorded_operations import GatherAttention
+from tests.extras.recorded_operations import GatherAttention
 
 GIB = 1 << 30
 

@@ -39,9 +39,9 @@ from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.logits_processors import ForbiddenTokens
 from tests.extras.test_overlap import KINDS, visible
 from tests.late_runner import LateRunner
-from tests.recorded_operations import GatherAttention, OperationRecorder
+from tests.extras.recorded_operations import GatherAttention, OperationRecorder
 from tests.steps import batch_of
-from tests.test_engine import assert_at_rest, greedy, ids, run, tokens_of
+from tests.extras.test_full_engine import assert_at_rest, greedy, ids, run, tokens_of
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import torch
 
 from nanovllm.extras.cuda.memory import advised
 from tests.conftest import hf_greedy
-from tests.test_engine import FAILING_PROMPTS, Failing, greedy, make_engine, run, tokens_of
+from tests.extras.test_full_engine import FAILING_PROMPTS, Failing, greedy, make_engine, run, tokens_of
 
 
 def test_a_step_without_memory_says_what_to_lower_and_can_be_tried_again(tiny_checkpoint):

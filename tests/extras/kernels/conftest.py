@@ -1,10 +1,29 @@
-"""Fixtures of the tests of `cpu.c`."""
+"""Fixtures of the tests of `cpu.c`, and the tests of Triton's kernels, which need a GPU or Triton's interpreter."""
+
+import os
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.extras.kernels.processors import DISTINCT, DTYPES, WITHOUT_TILES, need_a_compiler, pretend
+
+# These need a GPU or Triton's interpreter; test_triton_attention.py runs them in the latter, every second one together.
+KERNEL_TESTS = [
+    "test_triton_kernels.py",
+    "test_sample_kernels.py",
+    "test_layer_kernels.py",
+    "test_graph_kernels.py",
+    "test_few_tokens_kernels.py",
+    "test_quantised_kernels.py",
+]
+collect_ignore = []
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.extras.kernels.faster_interpreter import make_faster
+
+    make_faster()
+elif not torch.cuda.is_available():
+    collect_ignore += KERNEL_TESTS
 
 
 def in_sweeps(names):

@@ -20,7 +20,7 @@ from nanovllm import LLM
 from nanovllm.extras.kernels.choices import select_backend
 from nanovllm.extras.models.masking import AttentionOptions
 from nanovllm.layers.attention import TorchAttention
-from tests.conftest import KERNEL_TESTS
+from tests.extras.kernels.conftest import KERNEL_TESTS
 
 pytest.importorskip("triton")
 
@@ -87,7 +87,7 @@ def run_job(*arguments, interpret="0"):
     reason="the interpreter of Triton 3.6 needs NumPy before 2.4",
 )
 def test_kernels_in_the_interpreter(names, sweep):
-    files = [f"tests/{name}" for name in names]
+    files = [f"tests/extras/kernels/{name}" for name in names]
     done = run_job("pytest", "-x", "-p", "no:cacheprovider", "-m", sweep, *files, interpret="1")
     assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
@@ -201,7 +201,7 @@ def test_all_kernels_are_compiled(resources):
 @pytest.mark.parametrize(("arch", "logits_dtype"), LAUNCHED)
 def test_what_is_launched_compiles(arch, logits_dtype):
     """The interpreter takes all arguments and options, the compiler does not. Spills and programs: as below."""
-    done = run_job("tests.launched_kernels", str(arch), logits_dtype)
+    done = run_job("tests.extras.kernels.launched_kernels", str(arch), logits_dtype)
     assert done.returncode == 0, done.stderr[-5000:]
     launched = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     of_fused_layers = KERNELS - {"store_kv_kernel"}  # which is for layers of PyTorch

@@ -1,6 +1,6 @@
 """The requests of other tests, once more with ranks that share each pass: their oracles stay the same.
 
-They come from `tests/test_parity.py` and `tests/extras/test_isolation.py`. The ranks are threads.
+They come from `tests/extras/test_parity.py` and `tests/extras/test_isolation.py`. The ranks are threads.
 """
 
 import functools
@@ -9,15 +9,15 @@ import pytest
 
 from nanovllm import Config, SamplingParams
 from nanovllm.extras.dead import EngineDeadError
-from tests import test_parity as parity
+from tests.extras import test_parity as parity
 from tests.extras import test_isolation as isolation
 from tests.extras.test_isolation import answer  # noqa: F401 (a fixture)
-from tests.test_parity import oracles  # noqa: F401 (a fixture)
+from tests.extras.test_parity import oracles  # noqa: F401 (a fixture)
 
 NUM_RANKS = {"mqa-1-layer": 3, "gqa-12-layers": 3}  # which have 3 heads, and 3 K and V heads; 2 for the others
 
 
-# ---- tests/test_parity.py
+# ---- tests/extras/test_parity.py
 
 
 @pytest.mark.parametrize("name", parity.SHAPES)

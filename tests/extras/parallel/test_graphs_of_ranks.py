@@ -18,7 +18,7 @@ from nanovllm.extras.overlap import NewestTokens
 from nanovllm.extras.parallel import start_ranks as start
 from nanovllm.extras.parallel.communicator import Communicator
 from tests.extras.cuda.test_graphs import draw_plainly, serve
-from tests.recorded_operations import GatherAttention, OperationRecorder
+from tests.extras.recorded_operations import GatherAttention, OperationRecorder
 
 COMMUNICATORS = {}  # by number: operations of PyTorch take no other objects
 

@@ -1,6 +1,6 @@
 """Triton's interpreter without what it computes over and over: it spends most of its time beside the arithmetic.
 
-`tests/conftest.py` calls `make_faster` in processes with TRITON_INTERPRET=1. No result changes.
+`conftest.py` calls `make_faster` in processes with TRITON_INTERPRET=1. No result changes.
 """
 
 import dataclasses

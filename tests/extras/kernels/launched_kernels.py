@@ -1,6 +1,6 @@
 """Runs the code that launches kernels, on CPU: what it would launch on a GPU is compiled for one, and that is all.
 
-    python -m tests.launched_kernels 90 bfloat16 float32    # dtypes of logits
+    python -m tests.extras.kernels.launched_kernels 90 bfloat16 float32    # dtypes of logits
 
 The interpreter takes all arguments and options, but the compiler does not; what `benchmarks.kernel_resources` compiles
 is described there once more, while this is what the launches say themselves. Prints a dict for each compiled kernel.

@@ -24,7 +24,7 @@ from nanovllm.extras.cuda.graphs import CudaGraphs
 from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from tests.conftest import hf_greedy
 from tests.extras.test_all_configurations import make_requests, serve
-from tests.test_parity import NUM_OUTPUT_TOKENS, Oracle, assert_at_rest, assert_parity
+from tests.extras.test_parity import NUM_OUTPUT_TOKENS, Oracle, assert_at_rest, assert_parity
 
 ON_A_CARD = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
