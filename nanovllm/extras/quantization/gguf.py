@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.extras.quantization.quantised_linear import QuantisedWeight
-from nanovllm.extras.quantization.stored import joined, parts_of, quantised_twin
+from nanovllm.extras.quantization.stored import joined, parts_of, quantised_version_of
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.weights import checkpoint_places
 
@@ -49,13 +49,13 @@ def load_gguf(
     found = {path: layer for path, layer in model.named_modules() if file.keeps(path, layer)}
     for path, layer in found.items():  # without weights: their memory is never taken
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, quantised_twin(layer))
+        setattr(model.get_submodule(parent), name, quantised_version_of(layer))
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     for path, layer in found.items():
-        twin, parts = model.get_submodule(path), parts_of(path, layer)
-        twin.quantised = joined(path, [file.quantised(part) for part in parts], device)
+        quantised, parts = model.get_submodule(path), parts_of(path, layer)
+        quantised.quantised = joined(path, [file.quantised(part) for part in parts], device)
         if layer.bias is not None:
-            twin.bias.copy_(torch.cat([file.floats(f"{part}.bias") for part in parts]))
+            quantised.bias.copy_(torch.cat([file.floats(f"{part}.bias") for part in parts]))
     fill(model, file)
     return model
 

@@ -146,7 +146,7 @@ def test_kernels_multiply_as_the_definition(name, tmp_path, expected):
     for path, product in products.items():
         torch.testing.assert_close(model.get_submodule(path)(inputs[path]), product, rtol=1e-5, atol=1e-5)
     llm = LLM(tmp_path / "model", dtype="float32", num_kv_blocks=40)
-    assert "Quantised" not in llm.engine.description, "all have twins"
+    assert "Quantised" not in llm.engine.description, "all have fast versions"
     assert answer(llm) == expected
 
 

@@ -205,23 +205,23 @@ class CpuGate(nn.Module):
 def replace_layers(model: nn.Module, dtype: torch.dtype) -> None:
     """Put the fast twin in the place of every layer that has one for its shape. The model's weights are loaded."""
     memory = HugePages(sum(packed_bytes(layer.weight) for layer in model.modules() if has_matrix(layer)))
-    put_twins(model, lambda layer: make_twin(layer, dtype, memory))
+    put_fast_layers(model, lambda layer: make_fast_layer(layer, dtype, memory))
     keep_freed_memory()
 
 
-def put_twins(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
+def put_fast_layers(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
     """In the place of every layer for which `make` has a twin."""
-    twins: dict[nn.Module, nn.Module | None] = {}  # a layer may have two places: tied embeddings
+    fast_layers: dict[nn.Module, nn.Module | None] = {}  # a layer may have two places: tied embeddings
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):  # named_children() leaves out a second name
             if child is None:
                 continue
-            if child not in twins:
-                twins[child] = make(child)
-                if twins[child] is not None:  # the layer may live on in `twins`, but its weight is not needed twice
+            if child not in fast_layers:
+                fast_layers[child] = make(child)
+                if fast_layers[child] is not None:  # the dict keeps the layer alive, but not its weight
                     child._parameters.clear()
-            if twins[child] is not None:
-                setattr(module, name, twins[child])
+            if fast_layers[child] is not None:
+                setattr(module, name, fast_layers[child])
 
 
 def has_matrix(layer: nn.Module) -> TypeGuard[Linear | Embedding]:
@@ -230,7 +230,7 @@ def has_matrix(layer: nn.Module) -> TypeGuard[Linear | Embedding]:
     return isinstance(layer, Linear | Embedding) and is_known and layer.weight.shape[1] % 2 == 0
 
 
-def make_twin(layer: nn.Module, dtype: torch.dtype, memory: HugePages) -> nn.Module | None:
+def make_fast_layer(layer: nn.Module, dtype: torch.dtype, memory: HugePages) -> nn.Module | None:
     if isinstance(layer, SiluAndMul | GeluAndMul):
         return CpuGate(layer, dtype)
     if isinstance(layer, ApplyRotary):

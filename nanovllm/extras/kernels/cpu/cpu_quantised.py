@@ -18,7 +18,7 @@ from nanovllm.extras.kernels.cpu.cpu_layers import (
     CpuFusedLinear,
     CpuLinear,
     HugePages,
-    put_twins,
+    put_fast_layers,
 )
 from nanovllm.extras.kernels.cpu.library import LANES, QUANTISED, load_library
 
@@ -122,22 +122,22 @@ class CpuQuantisedEmbedding(QuantisedProduct, CpuEmbedding):
         return y
 
 
-TWINS = {LINEAR: CpuQuantisedLinear, FUSED: CpuQuantisedFusedLinear, EMBEDDING: CpuQuantisedEmbedding}
+FAST_LAYERS = {LINEAR: CpuQuantisedLinear, FUSED: CpuQuantisedFusedLinear, EMBEDDING: CpuQuantisedEmbedding}
 
 
 def replace_quantised(model: nn.Module, dtype: torch.dtype) -> None:
     """Put the fast twin in the place of every layer of the definition."""
-    layers: list[Any] = [layer for layer in model.modules() if is_one(layer, *TWINS)]
+    layers: list[Any] = [layer for layer in model.modules() if is_one(layer, *FAST_LAYERS)]
     if not layers:
         return
     memory = HugePages(sum(strips_bytes(layer.quantised) for layer in layers))
 
     def make(layer: Any) -> nn.Module | None:
-        twin = next((TWINS[name] for name in TWINS if is_one(layer, name)), None)
-        if twin is None:
+        fast_class = next((FAST_LAYERS[name] for name in FAST_LAYERS if is_one(layer, name)), None)
+        if fast_class is None:
             return None
-        made = twin(layer, dtype, memory)
+        made = fast_class(layer, dtype, memory)
         del layer.quantised  # which is not needed twice
         return made
 
-    put_twins(model, make)
+    put_fast_layers(model, make)

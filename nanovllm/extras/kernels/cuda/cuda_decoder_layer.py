@@ -170,7 +170,7 @@ def replace_layers(model: nn.Module, backend: AttentionBackend, k_scale: float =
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             parts = dense_parts(child)
-            if parts is not None and has_twin(parts, backend):
+            if parts is not None and has_fast_version(parts, backend):
                 setattr(module, name, TritonDecoderLayer(parts, backend, k_scale, v_scale))
             elif isinstance(child, Rotary):
                 setattr(module, name, RotaryTable(child, child.max_len, weight.dtype, weight.device))
@@ -178,7 +178,7 @@ def replace_layers(model: nn.Module, backend: AttentionBackend, k_scale: float =
                 setattr(module, name, TritonRMSNorm(child))
 
 
-def has_twin(parts: DenseParts, backend: AttentionBackend) -> bool:
+def has_fast_version(parts: DenseParts, backend: AttentionBackend) -> bool:
     """Triton's blocks are powers of two: rows are padded to one, but the halves of heads must be powers of two."""
     if not isinstance(parts.activation, SiluAndMul) or parts.is_partly_rotated:
         return False

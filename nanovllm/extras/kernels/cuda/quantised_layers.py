@@ -62,7 +62,7 @@ class TritonQuantisedEmbedding(TritonQuantisedLinear):
         return self.product(hidden)
 
 
-TWINS: dict[str, Any] = {
+FAST_LAYERS: dict[str, Any] = {
     LAYERS + "QuantisedLinear": TritonQuantisedLinear,
     LAYERS + "QuantisedFusedLinear": TritonQuantisedFusedLinear,
     LAYERS + "QuantisedEmbedding": TritonQuantisedEmbedding,
@@ -71,13 +71,15 @@ TWINS: dict[str, Any] = {
 
 def replace_quantised(model: nn.Module) -> None:
     """Put the fast twin in the place of every layer of the definition."""
-    twins: dict[nn.Module, nn.Module] = {}  # a layer may have two places: tied embeddings
+    fast_layers: dict[nn.Module, nn.Module] = {}  # a layer may have two places: tied embeddings
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):  # named_children() leaves out a second name
-            twin = next((TWINS[path] for path in TWINS if child is not None and is_one(child, path)), None)
-            if child is None or twin is None:
+            fast_class = next(
+                (FAST_LAYERS[path] for path in FAST_LAYERS if child is not None and is_one(child, path)), None
+            )
+            if child is None or fast_class is None:
                 continue
-            if child not in twins:
-                twins[child] = twin(child)
+            if child not in fast_layers:
+                fast_layers[child] = fast_class(child)
                 del child.quantised  # which is not needed twice
-            setattr(module, name, twins[child])
+            setattr(module, name, fast_layers[child])
