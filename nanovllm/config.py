@@ -81,7 +81,7 @@ class Config:
     swap_space_bytes: int = checked(0, check_int, minimum=0)
     """Host memory for `preemption_mode="swap"`."""
     enforce_eager: bool = checked(False, check_bool)
-    """Run all layers but attention by their definition in PyTorch, without fast twins and without CUDA graphs."""
+    """Run all layers but attention by their definition in PyTorch, without fast versions and without CUDA graphs."""
     enable_cuda_graphs: bool | None = checked(None, check_bool, optional=True)
     """Whether decode steps are replayed from CUDA graphs; None replays them wherever possible."""
     enable_overlap: bool | None = checked(None, check_bool, optional=True)

@@ -24,13 +24,13 @@ from nanovllm.extras.logits_processors import apply_processors
 from nanovllm.truncation import truncate
 
 Draw = Callable[..., torch.Tensor]
-"""`draw_tokens`, or a twin with the same signature."""
+"""`draw_tokens`, or a kernel with the same signature."""
 
 
 def sample(logits: torch.Tensor, sampling: SamplingBatch, draw: Draw) -> "tuple[torch.Tensor, Logprobs | None]":
     """logits: [num_samples, vocab_size] -> token ids [num_samples] int64, and log-probabilities if a row wants them
 
-    The logits stay as they are. `draw` is `draw_tokens`, or a faster twin.
+    The logits stay as they are. `draw` is `draw_tokens`, or a faster kernel.
     """
     token_ids = draw(apply_processors(logits, sampling.processors), *sampling.draw_arguments)
     if sampling.num_logprobs is None:

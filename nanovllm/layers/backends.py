@@ -45,7 +45,7 @@ class AttentionBackend(ABC):
         return (2, num_layers, num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
 
     def replace_layers(self, model: nn.Module) -> None:  # noqa: B027 (most have none)
-        """Replace other layers of the model by fast twins, if this backend has any."""
+        """Replace other layers of the model by fast versions, if this backend has any."""
 
     def argmax(self, logits: Tensor) -> Tensor:
         """logits: [num_samples, vocab_size] -> the likeliest tokens' ids: [num_samples] int64; of equals the first"""
@@ -108,9 +108,9 @@ def slices_that_fit(num_decodes: int, max_len: int, layer_cache: Tensor) -> list
 
 
 def pytorch_layers(module: nn.Module) -> set[str]:
-    """Classes of single layers that compute by their definition, because `replace_layers` found no twin."""
+    """Classes of single layers that compute by their definition, because `replace_layers` has no fast version."""
     if type(module).__module__.startswith("nanovllm.extras.kernels."):
-        return set()  # what a twin keeps of the layer in whose place it is
+        return set()  # what a fast version keeps of the layer that it replaces
     rooms = ("nanovllm.layers.", "nanovllm.models.", "nanovllm.extras.models.", "nanovllm.extras.quantization.")
     is_single = type(module).__module__.startswith(rooms) and not list(module.children())
     own = {type(module).__name__} if is_single and not isinstance(module, attention.Attention) else set()

@@ -47,7 +47,7 @@ class Rotary(nn.Module):
 
 
 class ApplyRotary(nn.Module):
-    """A layer of its own, so that a backend can put a fast twin in its place."""
+    """A layer of its own, so that a backend can replace it by a fast version."""
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x: [num_tokens, num_heads, head_dim] -> the same shape, rotated"""
