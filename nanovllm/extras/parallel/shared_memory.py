@@ -126,7 +126,7 @@ class SharedMemoryCommunicator(Communicator):
 
 
 def posts_bytes(size: int) -> int:
-    """Return the size of the posts in whole pages, so that the buffers begin at a page."""
+    """Return the bytes of the posts, rounded up to whole pages, so that the buffers begin at a page."""
     return -(-size * sizeof(Post) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

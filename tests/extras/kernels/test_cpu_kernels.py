@@ -462,7 +462,7 @@ def test_it_is_chosen_on_cpu(dtype, name):
     ("changed", "message"),
     [
         ({"device": torch.device("cuda")}, "it runs on CPU, not on cuda"),
-        ({"dtype": torch.float16}, "know bfloat16 and float32, not torch.float16"),
+        ({"dtype": torch.float16}, "support bfloat16 and float32, not torch.float16"),
         ({"head_dim": 48}, "head_dim must be a multiple of 32, it is 48"),
         ({"block_size": 8}, "block_size must be a multiple of 16, got 8"),
     ],
