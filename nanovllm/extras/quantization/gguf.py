@@ -47,7 +47,7 @@ def load_gguf(
     with torch.device("meta"):
         model = model_class(config, backend)
     found = {path: layer for path, layer in model.named_modules() if file.keeps(path, layer)}
-    for path, layer in found.items():  # without weights: their memory is never taken
+    for path, layer in found.items():  # the layers have no weights yet, so no memory is allocated for plain weights
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, quantised_version_of(layer))
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)

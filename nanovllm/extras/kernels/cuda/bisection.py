@@ -19,7 +19,7 @@ from nanovllm.extras.kernels.cuda.logit_weights import LOWEST, load_logits, weig
 # how many of a float32's last bits are zero if it was widened from this dtype; keys omit these bits
 ZERO_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
-LINEAR_STEPS = tl.constexpr(12)  # steps that halve the interval of values, before steps that halve that of the keys
+LINEAR_STEPS = tl.constexpr(12)  # the first steps halve the interval of values; later steps halve that of keys
 
 
 @triton.jit

@@ -258,7 +258,7 @@ def prefill_kernel(
     diagonal = (num_computed + first_token + 1) // TILE * TILE
     end = num_computed + tl.minimum(first_token + TOKENS, num_new)
     begin = first_tile(num_computed + first_token, WINDOW, TILE)
-    edge = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE, diagonal)  # from here, no row masks any
+    edge = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE, diagonal)  # no mask from here on
     if IS_SPLIT:
         num_tokens = tl.load(cu_seqlens_q_ptr + num_seqs)
         first_part = split * num_tokens.to(tl.int64) * (NUM_KV_HEADS * GROUP)

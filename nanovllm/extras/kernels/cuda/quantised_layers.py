@@ -12,7 +12,7 @@ from torch import nn
 from nanovllm.extras.kernels.classes import is_one
 from nanovllm.extras.kernels.cuda.cuda_quantised import multiply, pack
 
-LAYERS = "extras.quantization.quantised_linear."  # a file that may be deleted
+LAYERS = "extras.quantization.quantised_linear."  # a path and not an import, because the file may be deleted
 
 
 class TritonQuantisedLinear(nn.Module):
