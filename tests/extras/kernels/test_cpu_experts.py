@@ -13,10 +13,10 @@ from nanovllm.extras.models.group_routing import SigmoidRouter
 from nanovllm.extras.models.moe import Experts, Router
 from nanovllm.layers.mlp import GatedMLP
 from tests.extras.kernels.test_cpu_kernels import (
+    fast_version_of,
     filled,
     one_rounding,
     randn,
-    fast_version_of,
 )
 from tests.extras.models.architectures import Checkpoints
 
