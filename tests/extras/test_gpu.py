@@ -62,7 +62,7 @@ FIRST_SHAPE = next(iter(SHAPES))
 
 
 def in_modes(places, modes=tuple(MODES)):
-    """Each place in each mode. A CPU has no graphs and no twins, so two modes are all there is: the sweep has more."""
+    """Each place in each mode. A CPU has no graphs and no fast layers, so it has two modes; the sweep has more."""
 
     def marks(mode, place):
         is_doubled = place.values[0] == "cpu" and mode not in ("eager", "everything")

@@ -279,9 +279,9 @@ class DecodeInputs:
 
 
 def choose_graphs(
-    config: Config, backend: Any, has_twin: bool, device: torch.device, num_experts: int = 0
+    config: Config, backend: Any, has_draw_kernel: bool, device: torch.device, num_experts: int = 0
 ) -> tuple[bool, str]:
-    """Whether decodes are replayed; and on CUDA the reason, for the log. `has_twin`: a kernel draws the tokens."""
+    """Whether decodes are replayed; and on CUDA the reason, for the log. `has_draw_kernel`: one draws the tokens."""
     reason = None
     if device.type != "cuda":
         reason = f"they need a CUDA device, got {device}"
@@ -291,7 +291,7 @@ def choose_graphs(
         reason = "this attention backend reads lengths back to the host"
     elif num_experts:
         reason = "tokens are grouped by expert on the host"
-    elif not has_twin:
+    elif not has_draw_kernel:
         reason = "without triton, drawing tokens makes the host wait"
     elif config.enable_cuda_graphs is False:
         reason = "enable_cuda_graphs=False"

@@ -1,5 +1,6 @@
-"""Fast twins of what `layers/` defines, with the same signatures: C in `cpu/`, flash-attn and Triton in `cuda/`.
+"""Optimised versions of the layers in `layers/`: C code in `cpu/`, flash-attn and Triton kernels in `cuda/`.
 
-A twin must not know a sequence, a step or the engine: it sees the tensors that its layer sees. The engine works without
-this folder; read `layers/` first, then `cpu/product.h` or `cuda/decoder_layer.py`.
+A fast version has the signature of the layer that it replaces and gets the same tensors. It does not use sequences,
+steps or the engine. The engine also works without this folder. Read `layers/` first, then `cpu/product.h` or
+`cuda/cuda_decoder_layer.py`.
 """

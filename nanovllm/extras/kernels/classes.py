@@ -1,6 +1,6 @@
 """The class of a layer, asked by name: an architecture's file may be deleted, so no kernel imports one.
 
-A twin takes the place of exactly the classes that it names: a class derived from one of them may compute otherwise.
+A fast version replaces exactly the classes that it names: a class derived from one of them may compute otherwise.
 """
 
 from torch import nn

@@ -1,7 +1,7 @@
-"""Decoder layers that one twin can compute as a whole: those of the form x + attention(norm(x)), x + mlp(norm(x)).
+"""Decoder layers that one kernel can compute as a whole: those of the form x + attention(norm(x)), x + mlp(norm(x)).
 
 `DENSE_LAYERS` are the classes whose `forward` is just that; `dense_parts` names what such a layer is made of, by what
-it does rather than by its class, so that the twins in `cpu/` and `cuda/` know no architecture. In their attention, each
+it does rather than by its class, so that kernels in `cpu/` and `cuda/` know no architecture. In their attention, each
 head of the queries and keys is normalised, if there are `q_norm` and `k_norm`, and then rotated.
 """
 
@@ -22,7 +22,7 @@ DENSE_LAYERS = (
 
 @dataclass(frozen=True)
 class DenseParts:
-    """Modules as they are now: some may be twins already."""
+    """Modules as they are now: some may be fast versions already."""
 
     input_norm: Any
     qkv_proj: Any

@@ -1,7 +1,7 @@
-"""How the ranks of one engine speak: three collectives behind one seam, and Gloo as their definition.
+"""The collectives by which the ranks of one engine exchange tensors: an interface, and its definition with Gloo.
 
 A collective is a call that every rank makes, in the same order, with tensors of the same shape and dtype. Each
-communicator is an object: nothing here is global, so two engines live in one process.
+communicator is an object without global state, so two engines can run in one process.
 """
 
 import ctypes
@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroupGloo, Store, Work
 
-# The longest that a rank may keep the others waiting. Gloo needs some limit; a peer that dies is noticed at once.
+# The longest time for which a rank may keep the others waiting. Gloo requires a limit; a dead peer is noticed earlier.
 PATIENCE = timedelta(hours=24)
-POLL = timedelta(seconds=0.2)  # how often a call that waits looks whether it was aborted
-END_S = 2.0  # at the end of the interpreter, for a call whose peers have just ended
+POLL = timedelta(seconds=0.2)  # how often a waiting call checks whether it was aborted
+END_S = 2.0  # at interpreter exit, time for a call whose peers have just ended
 
 
 class CommunicationError(RuntimeError):
-    """A peer is gone, or `abort` or `close` was called. The communicator is of no further use."""
+    """Raised if a peer has ended, or `abort` or `close` was called. The communicator cannot be used any more."""
 
 
 class Communicator(ABC):
-    """Rank `rank` of `size`. One thread makes the calls; any thread may call `abort`.
+    """The interface through which rank `rank` of `size` calls collectives.
 
-    A call blocks until it is done (on CUDA: until it is launched on the current stream). It raises CommunicationError
-    when a peer is gone.
+    One thread makes the calls; any thread may call `abort`. A call blocks until it is done (on CUDA: until it is
+    launched on the current stream). It raises CommunicationError if a peer has ended.
     """
 
     rank: int
@@ -38,29 +38,33 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """x: contiguous, any shape -> x, changed in place to the sum over all ranks"""
+        """Replace x (contiguous, any shape) by its sum over all ranks, in place, and return it."""
 
     @abstractmethod
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """x: contiguous, any shape and dtype -> x, changed in place to the contents on rank 0"""
+        """Replace x (contiguous, any shape and dtype) by its contents on rank 0, in place, and return it."""
 
     @abstractmethod
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x: contiguous, [n, m] -> on rank 0: [n, size * m], columns in the order of ranks; elsewhere: x, unchanged"""
+        """Collect the columns of all ranks on rank 0. x: [n, m], contiguous
+
+        Rank 0 gets [n, size * m], with columns in the order of ranks; other ranks get x, unchanged.
+        """
 
     @abstractmethod
     def abort(self) -> None:
-        """From any thread: a call that waits in this process raises CommunicationError within a second."""
+        """Make a waiting call in this process raise CommunicationError within a second. Any thread may call this."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees what the communicator holds. Later calls raise CommunicationError, except for this one."""
+        """Free the communicator's resources. Later calls of other methods raise CommunicationError."""
 
 
 def sum_parts(parts: torch.Tensor) -> torch.Tensor:
-    """parts: [size, ...] -> their sum: [...]. In the order of ranks; that of 16-bit floats in float32, rounded once.
+    """Add parts: [size, ...] in the order of ranks -> [...]. 16-bit floats are added in float32 and rounded once.
 
-    The same bits come out wherever an element lies in its tensor: a token's bits do not depend on its batch.
+    The result's bits do not depend on the position of an element in its tensor, so a token's bits do not depend on its
+    batch.
     """
     is_short = parts.is_floating_point() and parts.itemsize < 4
     total = parts[0].float() if is_short else parts[0].clone()
@@ -70,7 +74,7 @@ def sum_parts(parts: torch.Tensor) -> torch.Tensor:
 
 
 def join_columns(parts: torch.Tensor) -> torch.Tensor:
-    """parts: [size, n, m] -> [n, size * m]"""
+    """Concatenate the parts' columns: [size, n, m] -> [n, size * m]"""
     return parts.transpose(0, 1).flatten(1)
 
 
@@ -87,15 +91,19 @@ def check_rank(rank: int, size: int) -> None:
 
 
 class GlooCommunicator(Communicator):
-    """The definition: TCP between any machines, tensors on CPU.
+    """The reference implementation: TCP between any machines, for tensors on CPU.
 
-    Every rank gets the parts of all and sums them itself: for two ranks these are as many bytes as in Gloo's own
-    all-reduce, in one exchange and not two, and Gloo would add in an order that depends on the place in the tensor.
+    For a sum, every rank gets the parts of all ranks and adds them itself. With two ranks this takes as many bytes as
+    Gloo's own all-reduce, in one exchange instead of two. Gloo would also add in an order that depends on an element's
+    position in the tensor.
     """
 
     def __init__(self, store: Store, rank: int, size: int, host: str = "127.0.0.1") -> None:
-        """Returns when all ranks have come. `host`: the address that this rank listens on, which its peers can reach.
-        The store must hold nothing of another group: a PrefixStore gives it names of its own."""
+        """Wait until all ranks have joined.
+
+        host: the address on which this rank listens and which its peers can reach.
+        store: must not contain keys of another group; a PrefixStore makes a group's keys unique.
+        """
         check_rank(rank, size)
         self.rank, self.size = rank, size
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -103,7 +111,7 @@ class GlooCommunicator(Communicator):
         options._timeout = PATIENCE
         options._threads = 1  # one call at a time
         self._is_aborted = threading.Event()
-        self._works: list[Work] = []  # the call that is waited for
+        self._works: list[Work] = []  # the current call
         try:
             group: Any = ProcessGroupGloo(store, rank, size, options)  # its stubs lack its base class
         except RuntimeError as error:
@@ -135,7 +143,7 @@ class GlooCommunicator(Communicator):
         self._free()
 
     def _all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x -> x of all ranks: [size, *x.shape]"""
+        """Gather x of all ranks on every rank: [size, *x.shape]"""
         parts = x.new_empty(self.size, *x.shape)
         self._wait(self._open()._allgather_base(parts.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8)))
         return parts
@@ -147,28 +155,29 @@ class GlooCommunicator(Communicator):
         return self._group[0]
 
     def _wait(self, work: Work) -> None:
-        """Also hears signals, as of ^C: Python handles them between two polls."""
+        """Wait for a call in short polls, so that Python can handle signals such as ^C between them."""
         self._works[:] = [work]
         while True:
-            is_over = work.is_completed()  # asked before: a call that ends just after its time is up has not failed
+            is_over = work.is_completed()  # read before the wait, because a call may complete just after the time-out
             try:
                 work.wait(POLL)
                 self._works.clear()
                 return
             except RuntimeError as error:
                 if is_over:
-                    self.close()  # so that peers that wait for this rank and not for the dead one hear of it too
+                    self.close()  # so that peers that wait for this rank, not for the dead one, fail too
                     raise CommunicationError(f"rank {self.rank} of {self.size} lost a peer") from error
             self._open()
 
 
 def free_group(group: list[Any], works: list[Work], pid: int) -> None:
-    """End a group's threads: when its communicator is closed or garbage, at the latest when the interpreter ends.
+    """End a group's threads, when its communicator is closed or collected, or at the latest at interpreter exit.
 
-    They must end before the interpreter does. A thread that drops the last reference to a tensor takes Python's lock.
-    An interpreter that ends gives the lock to no thread: it ends the thread by force. That happens inside a
-    destructor, and so aborts the process.
-    pid: the process that made the group; a fork has none of its threads.
+    The threads must end before the interpreter does. A thread that drops the last reference to a tensor takes Python's
+    lock. During interpreter exit no thread can get the lock, and Python ends the thread instead. Because this happens
+    in a destructor, it aborts the process.
+
+    pid: the process that created the group; a fork does not have its threads.
     """
     is_at_end = not threading.main_thread().is_alive()
     if os.getpid() != pid:
@@ -180,9 +189,10 @@ def free_group(group: list[Any], works: list[Work], pid: int) -> None:
 
 
 def clear_when_done(group: list[Any], works: list[Work], patience_s: float = 0) -> None:
-    """A group's destructor waits for the call that was aborted, which ends when its peers do: until then, keep it.
+    """Keep the group until its calls have completed, then destroy it.
 
-    When the interpreter ends, for `patience_s` more. No daemon does this: it would be ended by force.
+    A group's destructor waits for an aborted call, which completes when its peers end. After interpreter exit begins,
+    wait for at most `patience_s`. The thread that runs this is not a daemon, because Python would end a daemon.
     """
     deadline = None
     while not all(work.is_completed() for work in works):
@@ -196,5 +206,5 @@ def clear_when_done(group: list[Any], works: list[Work], patience_s: float = 0) 
 
 
 def keep(group: list[Any]) -> None:
-    """For ever."""
+    """Keep the group alive for the rest of the process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -26,7 +26,7 @@ def join(model: Any, communicator: Communicator, vocab_size: int, hears_tokens: 
     """Let the ranks' networks compute together."""
     layers = model.model.layers
     for i, layer in enumerate(layers):
-        parts = getattr(layer, "layer", layer)  # what a twin of the whole layer can be taken apart into
+        parts = getattr(layer, "layer", layer)  # what a fast version of the whole layer can be taken apart into
         for name in HALVES:
             if hasattr(parts, name):
                 half = getattr(parts, name)

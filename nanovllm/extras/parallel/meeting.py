@@ -1,11 +1,11 @@
-"""How the ranks of one engine find each other, and which communicator they use.
+"""Choose the communicator of an engine's ranks, and let the ranks find each other.
 
-On one machine they meet by a file in a private folder, and share memory that has no name: two engines never meet. With
+On one machine the ranks use a file in a private folder and anonymous shared memory, so two engines cannot collide. With
 several machines, rank 0 opens a TCP port.
 
     cuda                                     nccl
     cpu, one Linux machine, a C compiler     shared_memory
-    cpu, else, or attention_backend=torch    gloo
+    cpu otherwise, or with attention_backend=torch    gloo
 """
 
 import os
@@ -22,28 +22,29 @@ from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm.extras.parallel.communicator import Communicator, GlooCommunicator
 from nanovllm.extras.parallel.shared_memory import SharedMemoryCommunicator
 
-PATIENCE = timedelta(hours=1)  # until all ranks have come; a rank that ends is noticed by its socket
+PATIENCE = timedelta(hours=1)  # until all ranks have joined; the end of a rank is noticed by its socket
 
 
 class Meeting(NamedTuple):
-    """A record that JSON can hold."""
+    """What a rank needs to join the others, as a record that JSON can hold."""
 
     kind: str  # nccl, gloo or shared_memory
-    file: str = ""  # of one machine
-    host: str = "127.0.0.1"  # machine 0's address for the others
+    file: str = ""  # path of the store's file if there is one machine
+    host: str = "127.0.0.1"  # machine 0's address for the other machines
     port: int = 0
-    memory: int = -1  # number of an inherited file
+    memory: int = -1  # file descriptor of the shared memory, inherited by the ranks
 
     def close(self) -> None:
-        """When the ranks have met, and have the memory."""
+        """Close the memory's file descriptor. Call this method after all ranks have mapped the memory."""
         if self.memory >= 0:
             os.close(self.memory)
 
 
 def choose_kind(config: Config, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the kind of communicator from the table above."""
     if device.type == "cuda":
         return "nccl"
-    if config.nnodes > 1 or config.attention_backend == "torch" or sys.platform != "linux":  # memory with futexes
+    if config.nnodes > 1 or config.attention_backend == "torch" or sys.platform != "linux":  # futexes are Linux's
         return "gloo"
     try:
         load_library(dtype)
@@ -53,7 +54,7 @@ def choose_kind(config: Config, device: torch.device, dtype: torch.dtype) -> str
 
 
 def make_meeting(kind: str, size: int, config: Config, folder: str) -> tuple[Meeting, Store | None]:
-    """A new one, and what must stay until all have met."""
+    """Create a meeting. Return it, and the store that must stay alive until all ranks have joined."""
     if config.nnodes > 1:
         store = TCPStore(config.master_addr, 0, size, True, PATIENCE, wait_for_workers=False)
         return Meeting(kind, host=config.master_addr, port=store.port), store
@@ -72,7 +73,10 @@ def connect(
     store: Store | None = None,
     host: str | None = None,
 ) -> Communicator:
-    """Returns when all ranks have come. `host` is this machine's address for the others; None is machine 0's."""
+    """Wait until all ranks have joined, and return this rank's communicator.
+
+    `host` is this machine's address for the other machines; None is machine 0's address.
+    """
     if meeting.kind == "shared_memory":
         return SharedMemoryCommunicator(meeting.memory, rank, size, load_library(dtype))
     if store is None:

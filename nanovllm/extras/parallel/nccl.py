@@ -1,8 +1,8 @@
-"""Ranks with a CUDA device each speak through NCCL. Tested against stand-ins on CPU; not yet run on a GPU.
+"""Collectives through NCCL, for ranks with a CUDA device each. Tested with stand-ins on CPU; not yet run on a GPU.
 
-Every call only launches, on the current stream, and reads nothing back: a CUDA graph records it. NCCL connects its
-devices when the first calls run, so one step must run before it is recorded; the warm-up of
-`extras/cuda/graphs.py` does.
+Every call only launches a kernel on the current stream and reads no result back, so a CUDA graph can record it. NCCL
+connects its devices when the first calls run. So one step must run before a step is recorded; the warm-up in
+`extras/cuda/graphs.py` does this.
 """
 
 import os
@@ -24,18 +24,20 @@ from nanovllm.extras.parallel.communicator import (
 
 
 class NcclCommunicator(Communicator):
-    """Tensors on `device`. NCCL rounds the sums of 16-bit floats as it likes: their bits may depend on the batch.
+    """A communicator for tensors on `device`.
 
-    A peer's death does not end a kernel that waits for it: `abort` does, called by a thread that notices the death.
-    What the device has computed since is of no use, and the next call raises CommunicationError.
+    NCCL chooses how to round the sums of 16-bit floats, so their bits may depend on the batch.
+
+    When a peer dies, a kernel that waits for it keeps waiting until a thread that notices the death calls `abort`. The
+    results that the device has computed since then are invalid, and the next call raises CommunicationError.
     """
 
     def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
-        """Returns when all ranks have come. The store must hold nothing of another group."""
+        """Wait until all ranks have joined. The store must not contain keys of another group."""
         check_rank(rank, size)
         if not distributed.is_nccl_available():
-            raise ValueError(f"device {device} needs a PyTorch with NCCL to have peers, and this one has none")
-        # Its watchdog would end this process, which may be a server's, when a peer is lost.
+            raise ValueError(f"device {device} needs a PyTorch with NCCL for several ranks; this PyTorch has no NCCL")
+        # NCCL's watchdog would end this process, which may be a server, when a peer is lost.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self.rank, self.size, self._device = rank, size, device
         self._is_aborted = threading.Event()
@@ -58,8 +60,11 @@ class NcclCommunicator(Communicator):
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """By an all-gather, one kernel. NCCL's gather is a send and a receive for each rank, which connect when first
-        used: a graph would have to record that. Rank 0 receives the same bytes in both."""
+        """Gather with an all-gather, which is one kernel.
+
+        NCCL's gather is a send and a receive for each rank. These connect when they are first used, which a graph would
+        have to record. Rank 0 receives the same number of bytes in both.
+        """
         check_tensor(x, self._device.type)
         rows = x.new_empty(self.size * len(x), x.shape[1])  # of rank 0, then those of rank 1, ...
         self._launch("_allgather_base", AllgatherOptions(), rows, x)
@@ -77,10 +82,10 @@ class NcclCommunicator(Communicator):
     def _launch(self, name: str, options: Any, *tensors: Any) -> None:
         if self._is_aborted.is_set():
             raise CommunicationError("the communicator was aborted or closed")
-        options.asyncOp = False  # on the current stream, and not on one of the group's own
+        options.asyncOp = False  # run on the current stream, not on one of the group's own streams
         try:
             work = getattr(self._group, name)(*tensors, options)
             if work is not None:
-                work.wait()  # of the stream, if at all
+                work.wait()  # at most the stream waits, never the host
         except RuntimeError as error:
             raise CommunicationError(f"rank {self.rank} of {self.size}: {error}") from error

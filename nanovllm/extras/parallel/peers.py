@@ -1,10 +1,10 @@
-"""The other ranks as rank 0 sees them: a socket to each, their processes, and a thread that notices their end.
+"""Rank 0's side of the other ranks: a socket to each, their processes, and a thread that notices their end.
 
     rank 0 ─int32 messages→ each other rank           (`messages.py`)
     rank 0 ←lines of JSON─ each other rank            {"ready": true}, {"error": "…"}
 
-The thread also starts the processes of this machine: Linux kills them when the thread that has started them ends
-(`rank.py`), and the thread that makes an engine may end long before the engine.
+The thread also starts the processes of this machine. Linux kills them when the thread that started them ends
+(`rank.py`), and the thread that creates an engine may end long before the engine.
 """
 
 import json
@@ -28,14 +28,15 @@ from nanovllm.extras.parallel.nodes import turn_away
 Start = Callable[[], "Iterator[subprocess.Popen[bytes]]"]
 T = TypeVar("T")
 
-PATIENCE_S = 2.0  # for processes that are told to end; then they are killed
+PATIENCE_S = 2.0  # for processes to end by themselves; then they are killed
 
 
 class Peers:
-    """`sockets[i]` leads to rank i + 1. When one of these ranks ends, or `stop` is called, all of them end.
+    """The ranks above 0. When one of them ends, or `stop` is called, all of them end.
 
-    start: starts the processes of this machine, which are the first of these ranks, one after the other.
-    listening: a port, at which more callers are turned away.
+    sockets: `sockets[i]` is connected to rank i + 1.
+    start: starts the processes of this machine, one after the other. They are the first of these ranks.
+    listening: a port on which further connections are refused.
     """
 
     def __init__(self, sockets: Sequence[socket.socket], start: Start, listening: socket.socket | None = None) -> None:
@@ -46,7 +47,7 @@ class Peers:
         self._listening = listening
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._is_ready = threading.Condition(self._lock)  # or failed
+        self._is_ready = threading.Condition(self._lock)  # notified when a rank is ready or has failed
         self._ready: set[int] = set()
         self._is_stopping = False
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -61,10 +62,10 @@ class Peers:
     # ---- in any thread
 
     def send(self, message: np.ndarray) -> None:
-        """message: [num_values] int32, to all. Raises `EngineDeadError` if one of them is gone."""
+        """Send message: [num_values] int32 to all ranks. Raises `EngineDeadError` if one of them has ended."""
         self.check()
         if os.getpid() != self._pid:
-            raise EngineDeadError("this process was forked from the one that has the engine: make a new one here")
+            raise EngineDeadError("the engine belongs to the parent of this forked process: make a new one here")
         for rank, peer in self._sockets.items():
             try:
                 peer.sendall(message.data)
@@ -72,22 +73,26 @@ class Peers:
                 raise self.fail(f"rank {rank} cannot be reached: {error}") from error
 
     def check(self) -> None:
-        """Raises `EngineDeadError` if a rank has ended."""
+        """Raise `EngineDeadError` if a rank has ended."""
         if self.failure is not None:
             raise self.failure
 
     def send_json(self, rank: int, value: Any) -> None:
+        """Send a value to one rank as a line of JSON. Raises `EngineDeadError` if the rank cannot be reached."""
         try:
             send_json(self._sockets[rank], value)
         except OSError as error:
             raise self.fail(f"rank {rank} cannot be reached: {error}") from error
 
     def wait_until_ready(self) -> None:
-        """Until each has said so. Raises `EngineDeadError` if one ends before."""
+        """Wait until every rank has reported that it is ready. Raises `EngineDeadError` if one ends before."""
         self._wait(lambda: len(self._ready) == len(self._sockets))
 
     def wait_for(self, function: Callable[[], T]) -> T:
-        """The result of a function that waits for the other ranks. Raises `EngineDeadError` if one ends before."""
+        """Call a function that waits for the other ranks, and return its result.
+
+        Raises `EngineDeadError` if a rank ends before the function returns.
+        """
         future: Future[T] = Future()
 
         def call() -> None:
@@ -98,12 +103,12 @@ class Peers:
             with self._lock:
                 self._is_ready.notify_all()
 
-        threading.Thread(target=call, daemon=True).start()  # which waits on in vain, if a rank ends
+        threading.Thread(target=call, daemon=True).start()  # if a rank ends, this thread never ends
         self._wait(future.done)
         return future.result()
 
     def wait_for_failure(self) -> None:
-        """Until one is known, or `PATIENCE_S` are over."""
+        """Wait until a failure is known, for at most `PATIENCE_S / 2`."""
         with self._lock:
             self._is_ready.wait_for(lambda: self.failure is not None, PATIENCE_S / 2)
 
@@ -113,7 +118,7 @@ class Peers:
         self.check()
 
     def fail(self, reason: str) -> EngineDeadError:
-        """Note that the engine is dead; the first reason counts."""
+        """Mark the engine as dead, and return the error. If it is dead already, keep the first reason."""
         with self._lock:
             is_first = self.failure is None and not self._is_stopping
             listeners = self._on_failure if is_first else []
@@ -125,7 +130,10 @@ class Peers:
         return self.failure
 
     def tell_failure(self, tell: Callable[[EngineDeadError], None]) -> None:
-        """Have `tell` called once, in the thread that notices a failure; at once if there is one already."""
+        """Register `tell`, which is called once, in the thread that notices a failure.
+
+        If a failure is known already, call `tell` immediately.
+        """
         with self._lock:
             if self.failure is None:
                 self._on_failure.append(tell)
@@ -133,7 +141,7 @@ class Peers:
         tell(self.failure)
 
     def stop(self) -> None:
-        """End all other ranks, and wait for it. A second call does nothing, nor does one in a forked process."""
+        """End all other ranks, and wait until they have ended. In a forked process, do nothing."""
         if os.getpid() != self._pid:
             return
         self._is_stopping = True
@@ -144,12 +152,15 @@ class Peers:
 
     @property
     def signal_fd(self) -> int:
-        """For `signal.set_wakeup_fd`. The thread hears of a ^C at once, while Python waits for C code to return: a
-        second one ends the engine. Open until `stop`."""
+        """Return the descriptor for `signal.set_wakeup_fd`, which is open until `stop`.
+
+        Through it the thread notices ^C immediately, while Python waits for C code to return. A second ^C in one step
+        ends the engine.
+        """
         return self._signals.fileno()
 
     def forget_interrupts(self) -> None:
-        """They have been handled, also those that the thread has not heard of yet."""
+        """Reset the count of interrupts after they have been handled, including those still in the socket."""
         with self._lock, suppress(BlockingIOError):
             self._num_interrupts = 0
             self._hears.recv(1 << 10)
@@ -179,18 +190,18 @@ class Peers:
                     if number == port and self._listening is not None:
                         turn_away(self._listening)
         except Exception as error:
-            self.fail(f"the other ranks cannot be started, or heard: {type(error).__name__}: {error}")
+            self.fail(f"the other ranks could not be started or read from: {type(error).__name__}: {error}")
         finally:
             self._end()
 
     def _hear_signals(self) -> None:
-        with self._lock, suppress(BlockingIOError):  # they have been forgotten
+        with self._lock, suppress(BlockingIOError):  # `forget_interrupts` has read them
             self._num_interrupts += self._hears.recv(1 << 10).count(signal.SIGINT)
         if self._num_interrupts > 1:
             self.fail("KeyboardInterrupt, twice in one step")
 
     def _read(self, rank: int, lines: dict[int, bytes]) -> bool:
-        """What `rank` has to say; False if it has ended."""
+        """Read and handle lines from `rank`. Return False if the rank has ended."""
         try:
             received = self._sockets[rank].recv(1 << 16)
         except OSError:
@@ -200,7 +211,7 @@ class Peers:
             return False
         *whole, lines[rank] = (lines[rank] + received).split(b"\n")
         if len(lines[rank]) > MAX_LINE:
-            raise ValueError(f"rank {rank} sends no lines")
+            raise ValueError(f"rank {rank} sent more than {MAX_LINE} bytes without a newline")
         for line in map(json.loads, whole):
             if "error" in line:
                 self.fail(f"rank {rank}: {line['error']}")
@@ -211,7 +222,7 @@ class Peers:
         return True
 
     def _how_ended(self, rank: int) -> str:
-        """Of a process of this machine: its signal, or its exit status."""
+        """Describe by which signal or exit status a process of this machine ended; "" if that is unknown."""
         if rank > len(self._processes):
             return ""
         try:
@@ -222,7 +233,7 @@ class Peers:
 
     def _end(self) -> None:
         for peer in self._sockets.values():
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the rank has ended
                 peer.shutdown(socket.SHUT_RDWR)  # tells the rank to end, even if a forked process holds the socket
             peer.close()
         for process in self._processes:
@@ -236,7 +247,7 @@ class Peers:
         self._on_failure = []
         self._waker.close()
         self._wakes.close()
-        if self._is_stopping:  # else rank 0 may be in a step
+        if self._is_stopping:  # otherwise rank 0 may be in a step and still use them
             self._close_signals()
 
     def _close_signals(self) -> None:

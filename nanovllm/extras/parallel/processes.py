@@ -1,6 +1,6 @@
-"""The processes of the other ranks of this machine. Each gets a socket to rank 0 by inheritance.
+"""Start the processes of the other ranks of this machine. Each inherits a socket to rank 0.
 
-On one machine it is one of a pair of sockets without an address. `nodes.py` connects several machines.
+On rank 0's machine the socket is one of a socket pair, which has no address. `nodes.py` connects several machines.
 """
 
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def share_threads(num_local_ranks: int) -> int:
-    """Threads of each rank on this machine: its share of the cores, unless the user says otherwise."""
+    """Return the number of threads of each rank on this machine: its share of the cores, or `$OMP_NUM_THREADS`."""
     if "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()
     return max(1, torch.get_num_threads() // num_local_ranks)
@@ -31,19 +31,19 @@ def share_threads(num_local_ranks: int) -> int:
 def start_process(
     peer: socket.socket, inherited: tuple[int, ...], num_threads: int, folder: str = ""
 ) -> "subprocess.Popen[bytes]":
-    """A rank's process. It inherits one end of a socket, which this process then closes.
+    """Start a rank's process. It inherits the socket `peer`, which this process then closes.
 
-    folder: where the ranks of this machine meet.
+    folder: the folder in which the ranks of this machine meet.
     """
     package = str(Path(__file__).parents[3])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONSAFEPATH": "1",  # no file of the working directory takes the place of a library
+        "PYTHONSAFEPATH": "1",  # no file in the working directory can replace a library
         "OMP_NUM_THREADS": str(num_threads),
     }
-    rank = str(Path(__file__).with_name("rank.py"))  # as a file: a module's name would import torch first
+    rank = str(Path(__file__).with_name("rank.py"))  # run as a file, because `-m` would import torch first
     command = [sys.executable, rank, str(peer.fileno()), str(os.getpid()), folder]
     with peer:
         return subprocess.Popen(
@@ -52,17 +52,17 @@ def start_process(
 
 
 Remote = tuple[list[socket.socket], socket.socket | None]
-"""Sockets to the ranks of other machines, and the port that these have called."""
+"""Sockets to the ranks of other machines, and the port to which they connected."""
 
 
 def accept_other_machines(config: Config) -> Remote:
-    """Waits until all ranks of other machines have come."""
+    """Wait until all ranks of other machines have connected."""
     num_local = config.tensor_parallel_size // config.nnodes
     return accept_ranks(config, range(num_local, config.tensor_parallel_size)) if config.nnodes > 1 else ([], None)
 
 
 def start_peers(remote: Remote, num_local: int, num_threads: int, memory: int, folder: str) -> Peers:
-    """Start the other ranks of this machine. `memory`: the number of a file, or -1"""
+    """Start the other ranks of this machine. `memory`: the file descriptor of the shared memory, or -1"""
     pairs = [socket.socketpair() for _ in range(1, num_local)]
     inherited = () if memory < 0 else (memory,)
 
@@ -74,7 +74,7 @@ def start_peers(remote: Remote, num_local: int, num_threads: int, memory: int, f
 
 
 def run_node(config: Config) -> NoReturn:
-    """Run this machine's ranks until machine 0 ends. Raises SystemExit: with status 1 if one of them has failed."""
+    """Run this machine's ranks until machine 0 ends. Raises SystemExit, with status 1 if one of them has failed."""
     num_local = config.tensor_parallel_size // config.nnodes
     first = config.node_rank * num_local
     peers = reach_engine(config, range(first, first + num_local))

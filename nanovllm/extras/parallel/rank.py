@@ -1,16 +1,17 @@
-"""The process of a rank above 0: what holds from its first moment, before it imports torch, which takes seconds.
+"""The main program of a rank above 0. It makes sure that the process ends with its engine.
 
     python nanovllm/extras/parallel/rank.py SOCKET PARENT FOLDER
 
-SOCKET is the number of an inherited socket to rank 0, PARENT the process that has started this one. `worker.py` does
-the work. However this ends, the process ends:
+SOCKET is the number of an inherited socket to rank 0, PARENT the id of the process that started this one. This file
+does not import torch, which takes seconds, so its guarantees hold from the start. `worker.py` does the work. The
+process ends when
 
-    rank 0 closes the socket, or dies       at once, even while a collective waits
-    the parent dies                         once it is ready, Linux kills it
-    an error                                rank 0 gets its text
+    rank 0 closes the socket, or dies       immediately, even while a collective waits
+    the parent dies                         Linux kills this process, once it is ready
+    an error occurs                         rank 0 gets the error's text
 
-FOLDER is where the ranks of this machine meet, "" on other machines. Rank 0 removes it when all are ready; if rank 0 is
-killed before, this process does.
+FOLDER is the folder in which the ranks of this machine meet, "" on other machines. Rank 0 removes it when all ranks are
+ready. If rank 0 is killed before, this process removes it.
 """
 
 import ctypes
@@ -32,7 +33,7 @@ PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 def main(arguments: list[str]) -> NoReturn:
     number, parent, folder = int(arguments[0]), int(arguments[1]), arguments[2]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a ^C in the terminal is for rank 0, which then ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles ^C in the terminal and then ends this process
     driver = socket.socket(fileno=number)
     folders = [folder] if folder else []
     threading.Thread(target=exit_with, args=(driver, folders), daemon=True).start()
@@ -41,11 +42,11 @@ def main(arguments: list[str]) -> NoReturn:
         folders.clear()
         end_with_parent(parent)
 
-    os._exit(run(driver, on_ready))  # with whatever a library would still wait for
+    os._exit(run(driver, on_ready))  # without waiting for threads of libraries
 
 
 def exit_with(driver: socket.socket, folders: list[str]) -> None:
-    """Remove folders and end the process when rank 0 has closed the socket."""
+    """Wait until rank 0 closes the socket; then remove the folders and end the process."""
     poll = select.poll()
     poll.register(driver.fileno(), getattr(select, "POLLRDHUP", select.POLLHUP))
     poll.poll()
@@ -55,7 +56,7 @@ def exit_with(driver: socket.socket, folders: list[str]) -> None:
 
 
 def run(driver: socket.socket, on_ready: Callable[[], None]) -> int:
-    """Returns the exit status."""
+    """Do the rank's work, report an error to rank 0, and return the exit status."""
     try:
         sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
         from nanovllm.extras.parallel.worker import work
@@ -64,7 +65,7 @@ def run(driver: socket.socket, on_ready: Callable[[], None]) -> int:
     except ConnectionError:  # rank 0 has ended
         return 0
     except BaseException as error:
-        with suppress(OSError):  # rank 0 has ended too
+        with suppress(OSError):  # rank 0 may have ended too
             driver.sendall(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
         with suppress(OSError):
             traceback.print_exc()
@@ -72,10 +73,10 @@ def run(driver: socket.socket, on_ready: Callable[[], None]) -> int:
 
 
 def end_with_parent(parent: int) -> None:
-    """From now on Linux kills this process when its parent ends, even if another process holds rank 0's socket."""
+    """Make Linux kill this process when its parent ends, even if another process still holds rank 0's socket."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has ended before the line above
+        if os.getppid() != parent:  # the parent ended before the line above
             os._exit(1)
 
 

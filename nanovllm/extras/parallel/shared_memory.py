@@ -1,7 +1,7 @@
-"""Ranks on one machine speak through memory that they share: `extras/kernels/cpu/ranks.h`.
+"""Collectives through shared memory, for ranks on one machine. The C code is in `extras/kernels/cpu/ranks.h`.
 
-No page of it has a name: an engine makes an anonymous file, and its workers inherit it. When the last process ends,
-however it ends, the memory is free.
+The memory has no name: an engine creates an anonymous file, and its workers inherit the descriptor. When the last
+process ends, for whatever reason, Linux frees the memory.
 """
 
 import mmap
@@ -20,14 +20,14 @@ from nanovllm.extras.parallel.communicator import (
     sum_parts,
 )
 
-BUFFER_BYTES = 1 << 18  # of each of a rank's two buffers: a chunk stays in the L2 cache of the rank that reads it
-# Measured: with a core for each of two ranks 2 KB take 4 us instead of 20, since a sleeper takes long to wake up. For
-# three ranks on two cores it costs nothing: a rank that spins yields its core to any other that can run.
+BUFFER_BYTES = 1 << 18  # of each of a rank's two buffers: a chunk fits in the L2 cache of the rank that reads it
+# Measured with two ranks, each on its own core: an exchange of 2 KB takes 4 us instead of 20, because a sleeping thread
+# wakes up slowly. With three ranks on two cores, spinning costs nothing, because a rank that spins yields its core.
 SPIN_NS = 50_000
 
 
 class Post(Structure):
-    """`struct post` of ranks.h"""
+    """The C type `struct post` of ranks.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *(("round", c_uint32), ("num_sleepers", c_uint32), ("pid", c_int32), ("is_aborted", c_uint32)),
@@ -36,7 +36,7 @@ class Post(Structure):
 
 
 class Ranks(Structure):
-    """`struct ranks` of ranks.h"""
+    """The C type `struct ranks` of ranks.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *((name, c_void_p) for name in ("posts", "buffers")),
@@ -46,16 +46,19 @@ class Ranks(Structure):
 
 
 class SharedMemoryCommunicator(Communicator):
-    """Tensors on CPU. Sums have the bits of `GlooCommunicator`.
+    """A communicator for tensors on CPU. Its sums have the same bits as those of `GlooCommunicator`.
 
-    When a peer dies, or any rank aborts or closes, waiting and later calls of all ranks raise CommunicationError within
-    0.1 s. A call that waits hears no signals: ^C is handled when it returns.
+    When a peer dies, or any rank aborts or closes, current and later calls of all ranks raise CommunicationError within
+    0.1 s. Python handles ^C only after a call has returned.
     """
 
     @staticmethod
     def allocate(size: int) -> int:
-        """New memory for `size` ranks -> its file descriptor, for `subprocess.Popen(..., pass_fds=[fd])`. The caller
-        closes it when all processes have it; a communicator needs it only in its constructor."""
+        """Allocate memory for `size` ranks; return its file descriptor for `subprocess.Popen(..., pass_fds=[fd])`.
+
+        The caller closes the descriptor when all processes have inherited it. A communicator needs it only in its
+        constructor.
+        """
         if size < 1:
             raise ValueError(f"size must be >= 1, got {size}")
         fd = os.memfd_create("nanovllm")
@@ -63,8 +66,11 @@ class SharedMemoryCommunicator(Communicator):
         return fd
 
     def __init__(self, fd: int, rank: int, size: int, library: Library, spin_ns: int = SPIN_NS) -> None:
-        """`library`: of the dtype whose tensors are summed in C; others are summed by PyTorch.
-        `spin_ns`: how long a rank that waits asks again and again before it sleeps in the kernel."""
+        """Map the memory of the file descriptor `fd`.
+
+        library: sums tensors of its dtype in C; PyTorch sums tensors of other dtypes.
+        spin_ns: how long a waiting rank spins before it sleeps in the kernel.
+        """
         check_rank(rank, size)
         expected, found = posts_bytes(size) + buffers_bytes(size), os.fstat(fd).st_size
         if found != expected:
@@ -78,11 +84,11 @@ class SharedMemoryCommunicator(Communicator):
 
     @property
     def address(self) -> int:
-        """Of `struct ranks`, which lives as long as this object."""
+        """Return the address of `struct ranks`, which lives as long as this object."""
         return addressof(self._ranks)
 
     def check(self, status: int) -> None:
-        """`status`: what a function of C has returned, 0 or 1."""
+        """Raise CommunicationError if a C function returned a non-zero `status`."""
         if status:
             raise CommunicationError(f"rank {self.rank} of {self.size} lost a peer, or a rank was aborted or closed")
 
@@ -109,18 +115,18 @@ class SharedMemoryCommunicator(Communicator):
         self._library.abort_ranks(self.address)
 
     def close(self) -> None:
-        """The memory is unmapped with the last reference to this object: layers that have joined may still call."""
+        """Abort all ranks. The memory stays mapped while this object exists, because layers may still call it."""
         self.abort()
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [n, m] -> [n, size * m] of all ranks"""
+        """Gather x: [n, m] of all ranks -> [n, size * m]"""
         y = x.new_empty(len(x), self.size * x.shape[1])
         self.check(self._library.gather(self.address, x.data_ptr(), y.data_ptr(), len(x), x[:1].nbytes))
         return y
 
 
 def posts_bytes(size: int) -> int:
-    """Whole pages, so that buffers begin at one."""
+    """Return the bytes of the posts, rounded up to whole pages, so that the buffers begin at a page."""
     return -(-size * sizeof(Post) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

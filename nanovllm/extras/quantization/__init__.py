@@ -1,5 +1,6 @@
-"""`quantization="int8"` or `"int4"`: weights in 8 or 4 bits, so that a step reads fewer bytes.
+"""Quantised weights of 8 or 4 bits (`quantization="int8"` or `"int4"`), so that a step reads fewer bytes.
 
-Read `layers.py` first: what a quantised weight is, and the arithmetic. `options.py` has what a user may set, `load.py`
-makes a loaded network's layers quantised. The fast twins on CPU are in `extras/kernels/cpu/cpu_quantised.py`.
+Read `quantised_linear.py` first: it defines a quantised weight and the arithmetic. `quantization_options.py` has the
+user's options, and `quantise.py` quantises the layers of a loaded network. The fast versions are in
+`extras/kernels/cpu/cpu_quantised.py` and `extras/kernels/cuda/quantised_layers.py`.
 """

@@ -1,17 +1,18 @@
-"""How quantised weights lie in checkpoints: AWQ, GPTQ, compressed-tensors. Each becomes a `QuantisedWeight`.
+"""Decode the quantised weights of checkpoints (AWQ, GPTQ, compressed-tensors) to `QuantisedWeight`.
 
-A format says which tensors a projection has in the checkpoint, and what they mean. `stored.py` reads them. In all of
-them a 32-bit word holds several small numbers, the first in its lowest bits:
+A format defines which tensors a projection has in the checkpoint, and what they mean. `stored.py` reads the tensors. In
+all packed tensors a 32-bit word holds several small numbers, the first in its lowest bits:
 
-    AWQ      qweight [in, out / 8]    along the outputs, in the order 0 2 4 6 1 3 5 7
-             qzeros  [groups, out / 8]    the same; scales [groups, out]
-    GPTQ     qweight [in · bits / 32, out]    along the inputs
-             qzeros  [groups, out · bits / 32]    along the outputs, less 1 but in "gptq_v2"; scales [groups, out]
-             g_idx   [in]    the group of each input, in any order where `desc_act` is set
+    AWQ      qweight [in, out / 8]    packed along the outputs, in the order 0 2 4 6 1 3 5 7
+             qzeros  [groups, out / 8]    packed in the same way; scales [groups, out]
+    GPTQ     qweight [in · bits / 32, out]    packed along the inputs
+             qzeros  [groups, out · bits / 32]    packed along the outputs, minus 1 except in "gptq_v2"
+             scales  [groups, out]
+             g_idx   [in]    the group of each input, in any order if `desc_act` is set
     compressed-tensors
-      pack-quantized    weight_packed [out, in · bits / 32]    along the inputs; weight_scale [out, groups or 1]
-                        weight_zero_point [out · bits / 32, groups or 1]    along the outputs, where it is not symmetric
-      int-quantized     weight [out, in] int8, less 128; weight_scale, weight_zero_point: as above, not packed
+      pack-quantized    weight_packed [out, in · bits / 32]    packed along the inputs; weight_scale [out, groups or 1]
+                        weight_zero_point [out · bits / 32, groups or 1]    packed along the outputs, if not symmetric
+      int-quantized     weight [out, in] int8, minus 128; weight_scale, weight_zero_point: as above, not packed
 """
 
 from collections.abc import Mapping
@@ -24,24 +25,24 @@ from torch import Tensor
 from nanovllm.extras.quantization.quantised_linear import QuantisedWeight
 from nanovllm.extras.quantization.quantization_options import GROUP_SIZES
 
-AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # of the outputs in a word
-ACTIVATIONS_GROUP = 128  # inputs of a token that share a scale, where the weight has one scale for each output
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the order of the outputs in a word
+ACTIVATIONS_GROUP = 128  # inputs of a token that share a scale if the weight has only one scale for each output
 BITS = (4, 8)
 
 
 @dataclass(frozen=True)
 class Format:
-    """What config.json says of the weights. `group_size` None: a scale for each output."""
+    """The format of a checkpoint's weights, from config.json. `group_size` None means a scale for each output."""
 
     name: str
     bits: int
     group_size: int | None
     has_zeros: bool = True
-    zero_offset: int = 0  # of GPTQ's zeros
+    zero_offset: int = 0  # added to GPTQ's zeros
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Of a projection, by their names behind its own; `g_idx` may be missing."""
+        """Return the names of a projection's tensors, without the projection's own name. `g_idx` is optional."""
         if self.name in ("awq", "gptq"):
             return "qweight", "qzeros", "scales", *(["g_idx"] if self.name == "gptq" else [])
         stored = "weight_packed" if self.name == "pack-quantized" else "weight"
@@ -50,17 +51,17 @@ class Format:
 
     @property
     def mark(self) -> str:
-        """The tensor that only a quantised projection has."""
+        """Return the name of a tensor that every quantised projection has, and no other."""
         return "qweight" if self.name in ("awq", "gptq") else "weight_scale"
 
     def decode(self, tensors: Mapping[str, Tensor], num_inputs: int) -> QuantisedWeight:
-        """ValueError if shapes do not fit. `tensors`: by the names of `tensors`."""
+        """Decode a projection's tensors, keyed by the names in `self.tensors`. Raises ValueError for wrong shapes."""
         q, scales, zeros = {"awq": self.awq, "gptq": self.gptq}.get(self.name, self.compressed)(tensors)
         size = self.group_size or num_inputs
         expected = (len(q), -(-num_inputs // size))
         if q.shape[1] != num_inputs or scales.shape != expected or (zeros is not None and zeros.shape != expected):
             shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-            raise ValueError(f"of shapes {shapes}, the model needs {num_inputs} inputs in groups of {size}")
+            raise ValueError(f"wrong shapes {shapes}, the model needs {num_inputs} inputs in groups of {size}")
         order = self.find_order(tensors.get("g_idx"), size)
         if order is not None:
             q = q[:, order]
@@ -88,17 +89,17 @@ class Format:
         return unpack(packed, self.bits)[:, : int(tensors["weight_shape"][1])], scales, zeros
 
     def find_order(self, g_idx: Tensor | None, size: int) -> Tensor | None:
-        """Of GPTQ's inputs: the groups one after another. None: that is how they are."""
+        """Return the order of GPTQ's inputs that makes their groups consecutive, or None if they are consecutive."""
         if g_idx is None or torch.equal(g_idx.long(), torch.arange(len(g_idx)) // size):
             return None
         order = g_idx.argsort(stable=True)
         if not torch.equal(g_idx[order].long(), torch.arange(len(g_idx)) // size):
-            raise ValueError(f"g_idx has groups that are not of {size} inputs each")
+            raise ValueError(f"g_idx must have groups of {size} inputs each")
         return order
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """[n, m] int32 -> [n, m · 32 / bits] uint8; a word's lowest bits come first"""
+    """Unpack words: [n, m] int32 -> [n, m · 32 / bits] uint8. A word's lowest bits are its first number."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     return (words[..., None] >> shifts & 2**bits - 1).to(torch.uint8).flatten(1)
 
@@ -137,11 +138,12 @@ def read_compressed(raw: Mapping[str, Any]) -> Format:
 
 
 def group_size(value: Any) -> int | None:
-    """None: a scale for each output."""
+    """Check and return the group size; None for -1, which means a scale for each output."""
     return None if check("group_size", value, (*GROUP_SIZES, -1)) == -1 else value
 
 
 def check(field: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+    """Return `value` if it is allowed. Raises ValueError with the field's name otherwise."""
     if value not in allowed:
         text = " or ".join(map(repr, allowed))
         raise ValueError(f"the field {field} of a quantised checkpoint must be {text}, config.json has {value!r}")

@@ -1,6 +1,7 @@
-"""Weights in 8-bit floats, e4m3, with scales for blocks, outputs or the whole tensor: widened when they are read.
+"""Read weights in 8-bit floats (e4m3), and widen them to the model's dtype.
 
-weight [out, in] float8_e4m3fn · its scale: one, [out, 1], or [out / 128, in / 128] for blocks of 128 × 128
+A weight is [out, in] float8_e4m3fn. It is multiplied by its scale: one number for the tensor, [out, 1] for outputs, or
+[out / 128, in / 128] for blocks of 128 × 128.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,13 +16,16 @@ SCALES = (".weight_scale_inv", ".weight_scale", ".input_scale")
 
 @dataclass(frozen=True)
 class Fp8:
-    """`block`: rows and columns that share a scale; None: a scale for each output, or one for all."""
+    """The layout of fp8 weights in a checkpoint.
+
+    `block`: the rows and columns that share a scale, or None for one scale for each output or for the whole tensor.
+    """
 
     block: tuple[int, int] | None
     scale_name: str
 
     def reader(self, checkpoint: Any, dtype: torch.dtype) -> Callable[[Any, str], Tensor | None]:
-        """A `Read` that widens: None for the scales themselves."""
+        """Return a `Read` function that widens fp8 tensors. For the scales themselves it returns None."""
 
         def read(file: Any, name: str) -> Tensor | None:
             if name.endswith(SCALES):
@@ -37,7 +41,7 @@ class Fp8:
         return read
 
     def widened(self, name: str, weight: Tensor, scale: Tensor) -> Tensor:
-        """weight: [out, in] -> the same, float32"""
+        """Multiply weight: [out, in] by its scale -> [out, in] float32"""
         rows, columns = self.block or (1, weight.shape[1])
         blocks = (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
         if scale.numel() == 1 and (self.block is None or blocks == (1, 1)):
@@ -49,14 +53,14 @@ class Fp8:
 
 
 def read_fp8(raw: Mapping[str, Any]) -> Fp8:
-    """Of `quant_method: fp8`."""
+    """Read the `quantization_config` of `quant_method: fp8`."""
     check_format("fmt", raw.get("fmt", "e4m3"))
     block = raw.get("weight_block_size")
     return Fp8(None, "weight_scale") if block is None else Fp8(as_block(block), "weight_scale_inv")
 
 
 def read_compressed_fp8(raw: Mapping[str, Any]) -> Fp8:
-    """Of compressed-tensors, `format: float-quantized`."""
+    """Read the `quantization_config` of compressed-tensors with `format: float-quantized`."""
     groups = list((raw.get("config_groups") or {}).values())
     blocks = {str((group.get("weights") or {}).get("block_structure")) for group in groups}
     if len(blocks) > 1:

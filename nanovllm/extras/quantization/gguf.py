@@ -1,13 +1,13 @@
-"""`load_format="gguf"`: weights of llama.cpp's files. `stored.py` asks `load_gguf`, in the place of `load_model`.
+"""Load weights from GGUF files of llama.cpp (`load_format="gguf"`). `stored.py` calls `load_gguf` for them.
 
-The folder has config.json and a tokenizer, as always, and one file `*.gguf`. Both kinds that are kept as they are have
-blocks of 32 inputs, with a scale in float16:
+The folder has config.json and a tokenizer, as usual, and one file `*.gguf`. Projections of two kinds stay quantised.
+Both kinds have blocks of 32 inputs, with a scale in float16:
 
     Q8_0    scale, 32 × int8                    weight = scale · q
     Q4_0    scale, 16 bytes: q[j] + 16 · q[16 + j]    weight = scale · (q − 8)
 
-Projections of other kinds (Q4_K, ...) are refused by name. What is no projection (embeddings, norms, biases) is
-widened to the model's dtype, whatever its kind.
+Projections of other quantised kinds (Q4_K, ...) are refused by name. All other tensors (embeddings, norms, biases) are
+widened to the model's dtype, whatever their kind.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.extras.quantization.quantised_linear import QuantisedWeight
-from nanovllm.extras.quantization.stored import joined, parts_of, quantised_twin
+from nanovllm.extras.quantization.stored import joined, parts_of, quantised_version_of
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.loader import places_of
 
@@ -29,7 +29,7 @@ except ImportError as error:
 BLOCK = 32
 KEPT = {"Q8_0": 8, "Q4_0": 4}  # bits
 FLOATS = ("F32", "F16", "BF16")
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # whose tensors are the checkpoint's, one for one
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # their tensors map one to one to those of other checkpoints
 UNUSED = {"rope_freqs.weight"}
 
 
@@ -42,26 +42,26 @@ def load_gguf(
     folder: Path,
     dummy_seed: int | None = None,
 ) -> Any:
-    """The network on `device`. ValueError, by the tensor's name, if file and model do not match exactly."""
+    """Load the network to `device`. Raises ValueError with the tensor's name if file and model do not match exactly."""
     file = GgufFile(folder, config)
     with torch.device("meta"):
         model = model_class(config, backend)
     found = {path: layer for path, layer in model.named_modules() if file.keeps(path, layer)}
-    for path, layer in found.items():  # without weights: their memory is never taken
+    for path, layer in found.items():  # the layers have no weights yet, so no memory is allocated for plain weights
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, quantised_twin(layer))
+        setattr(model.get_submodule(parent), name, quantised_version_of(layer))
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     for path, layer in found.items():
-        twin, parts = model.get_submodule(path), parts_of(path, layer)
-        twin.quantised = joined(path, [file.quantised(part) for part in parts], device)
+        quantised, parts = model.get_submodule(path), parts_of(path, layer)
+        quantised.quantised = joined(path, [file.quantised(part) for part in parts], device)
         if layer.bias is not None:
-            twin.bias.copy_(torch.cat([file.floats(f"{part}.bias") for part in parts]))
+            quantised.bias.copy_(torch.cat([file.floats(f"{part}.bias") for part in parts]))
     fill(model, file)
     return model
 
 
 def fill(model: nn.Module, file: "GgufFile") -> None:
-    """All parameters; of tied embeddings, a file has one."""
+    """Fill the model's parameters that are not quantised. Of tied embeddings, a file contains one tensor."""
     places, filled = places_of(model), set()
     for name, place in places.items():
         if not file.has(name):
@@ -78,7 +78,7 @@ def fill(model: nn.Module, file: "GgufFile") -> None:
 
 
 class GgufFile:
-    """The one such file of a folder; its tensors by their names in other checkpoints."""
+    """The GGUF file of a folder. Its methods take the tensors' names in other checkpoints."""
 
     def __init__(self, folder: Path, config: Any) -> None:
         files = sorted(folder.glob("*.gguf"))
@@ -88,17 +88,17 @@ class GgufFile:
         self.path = files[0]
         try:
             reader = GGUFReader(self.path)
-        except (ValueError, IndexError, KeyError, OSError) as error:  # it checks little
-            raise ValueError(f"{self.path} is not a whole GGUF file: {error}") from error
+        except (ValueError, IndexError, KeyError, OSError) as error:  # the reader itself checks little
+            raise ValueError(f"{self.path} is not a complete GGUF file: {error}") from error
         field = reader.get_field("general.architecture")
         name = field.contents() if field else None
         if name not in ARCHITECTURES:
-            raise ValueError(f"{self.path} holds the architecture {name!r}, known are {', '.join(ARCHITECTURES)}")
+            raise ValueError(f"{self.path} has the architecture {name!r}, supported are {', '.join(ARCHITECTURES)}")
         kind = next(kind for kind, known in MODEL_ARCH_NAMES.items() if known == name)
         self.names = get_tensor_name_map(kind, config.num_hidden_layers)
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.used: set[str] = set()
-        # llama.cpp rotates neighbours and not halves, so its Llamas have the rows of q and k in another order
+        # llama.cpp rotates neighbours instead of halves, so its Llamas have the rows of q and k in another order
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
         self.heads = heads if name == "llama" else {}
 
@@ -116,7 +116,10 @@ class GgufFile:
         return self.tensors[stored]
 
     def keeps(self, path: str, layer: nn.Module) -> bool:
-        """Whether a layer's weights have 8 or 4 bits in the file. ValueError for other kinds, or two in a layer."""
+        """Return whether a layer's weights have 8 or 4 bits in the file.
+
+        Raises ValueError for other quantised kinds, and for different kinds in one layer.
+        """
         if type(layer) not in (Linear, FusedLinear):
             return False
         kinds = {part: self.find(f"{part}.weight").tensor_type.name for part in parts_of(path, layer)}
@@ -125,11 +128,11 @@ class GgufFile:
                 known = ", ".join([*KEPT, *FLOATS])
                 raise ValueError(f"tensor {part}.weight in {self.path} is {kind}; projections can be {known}")
         if len(set(kinds.values()) - set(FLOATS)) + any(kind in FLOATS for kind in kinds.values()) > 1:
-            raise ValueError(f"{path} in {self.path} is multiplied at once, but its parts are {kinds}")
+            raise ValueError(f"all parts of {path} in {self.path} must be floats or have one kind, they are {kinds}")
         return any(kind in KEPT for kind in kinds.values())
 
     def quantised(self, part: str) -> QuantisedWeight:
-        """Of a projection."""
+        """Read the quantised weight of a projection."""
         tensor = self.find(f"{part}.weight")
         bits = KEPT[tensor.tensor_type.name]
         blocks = torch.tensor(tensor.data).unflatten(1, (-1, 2 + BLOCK * bits // 8))  # [out, in / 32, bytes]
@@ -141,12 +144,12 @@ class GgufFile:
         return QuantisedWeight(self.in_order(part, q.flatten(1)), self.in_order(part, scales), None, bits, BLOCK)
 
     def floats(self, name: str) -> Tensor:
-        """Any tensor, float32."""
+        """Read any tensor as float32."""
         tensor = self.find(name)
         return self.in_order(name.rpartition(".")[0], torch.tensor(dequantize(tensor.data, tensor.tensor_type)))
 
     def in_order(self, path: str, rows: Tensor) -> Tensor:
-        """The rows of a projection, as other checkpoints have them."""
+        """Reorder the rows of a projection to the order in other checkpoints."""
         num_heads = self.heads.get(path.rpartition(".")[2])
         if num_heads is None:
             return rows

@@ -1,6 +1,6 @@
-"""What a quantised weight is, and the layers that multiply by one, in PyTorch: the definition.
+"""The definition in PyTorch of quantised weights and of the layers that multiply by them.
 
-A weight is cut into groups of inputs. A group keeps a scale, and for each weight a small integer q:
+The inputs of a weight are divided into groups. A group has a scale, and each of its weights is a small integer q:
 
     weight ≈ scale · (q − zero)
 
@@ -11,9 +11,9 @@ Eight weights in 4 bits, where zero is 8: the largest magnitude, −0.8, becomes
     q                   11      0      8     13      5      9      3     15
     scale · (q − 8)    0.3   −0.8    0.0    0.5   −0.3    0.1   −0.5    0.7
 
-A product rounds each row of x to 8 bits as well, by group, with scales of its own. Then the sum over a group is one of
-integers, exact in any order, and each group's sum is multiplied by both scales once. Groups have at most 128 inputs, so
-float32 holds their sums exactly, and a row's bits depend on no other row.
+A product also rounds each row of x to 8 bits, with a scale for each group of the row. Then the sum over a group is a
+sum of integers, which is exact in any order, and each group's sum is multiplied by both scales once. Groups have at
+most 128 inputs, so float32 represents their sums exactly, and a row's bits do not depend on other rows.
 """
 
 from dataclasses import dataclass, replace
@@ -22,42 +22,46 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SMALLEST = 1e-30  # a group of x whose magnitudes are all below is zero: 127 / x could be infinite
+SMALLEST = 1e-30  # a group of x with only smaller magnitudes rounds to zero, because 127 / x could be infinite
 
 
 @dataclass(frozen=True)
 class QuantisedWeight:
-    """weight[o, i] = scales[o, g] · (q[o, i] − zeros[o, g]), where g is the group of input i, or always 0."""
+    """A weight matrix of 8 or 4 bits.
+
+    weight[o, i] = scales[o, g] · (q[o, i] − zeros[o, g]), where g is the group of input i, or 0 without groups.
+    """
 
     q: Tensor  # [out_features, in_features] uint8
     scales: Tensor  # [out_features, num_groups or 1] float32
     zeros: Tensor | None  # as scales, uint8; None: all are half of q's range
     bits: int
     group_size: int  # of the activations, and of the weight if it has a scale for each group
-    order: Tensor | None = None  # [in_features]: which input each column of q is for, where it is not its own (GPTQ)
+    order: Tensor | None = None  # [in_features]: the input of each column of q; None: column i is input i (see GPTQ)
 
     def dequantised(self) -> Tensor:
-        """[out_features, in_features] float32"""
+        """Return the weight as [out_features, in_features] float32."""
         zeros = 2 ** (self.bits - 1) if self.zeros is None else self.spread(self.zeros.float())
         weight = self.spread(self.scales) * (self.q.float() - zeros)
         return weight if self.order is None else weight[:, self.order.argsort()]
 
     def spread(self, of_groups: Tensor) -> Tensor:
-        """[out_features, num_groups or 1] -> what broadcasts to [out_features, in_features]"""
+        """Expand [out_features, num_groups or 1] to a tensor that broadcasts to [out_features, in_features]."""
         return spread(of_groups, self.group_size, self.q.shape[1])
 
 
 def spread(of_groups: Tensor, group_size: int, size: int) -> Tensor:
-    """[…, num_groups] -> […, size]: each group's value for each of its members; one value stays one"""
+    """Repeat each group's value for all members: […, num_groups] -> […, size]. A single value is not repeated."""
     if of_groups.shape[-1] == 1:
         return of_groups
     return of_groups.repeat_interleave(group_size, dim=-1)[..., :size]
 
 
 def quantise_weight(weight: Tensor, bits: int, group_size: int) -> QuantisedWeight:
-    """weight: [out_features, in_features]. One scale for each output with 8 bits, for each group with 4.
+    """Quantise weight: [out_features, in_features], with a scale for each output (8 bits) or each group (4 bits).
 
-    The largest magnitude of a group becomes an end of q's range: with 4 bits the lower end, which is one step farther.
+    The largest magnitude becomes an end of q's range. With 4 bits it is the lower end, which is one step farther from
+    zero.
     """
     num_outputs, size = weight.shape
     width = size if bits == 8 else group_size
@@ -71,7 +75,10 @@ def quantise_weight(weight: Tensor, bits: int, group_size: int) -> QuantisedWeig
 
 
 def round_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """x: [num_tokens, size] -> q: as x, whole numbers in -127 … 127, float32; scales: [num_tokens, num_groups]"""
+    """Round x: [num_tokens, size] to 8 bits -> q: as x, whole numbers in -127 … 127 as float32, and scales
+
+    scales: [num_tokens, num_groups]
+    """
     num_groups = -(-x.shape[1] // group_size)
     groups = nn.functional.pad(x.float(), (0, num_groups * group_size - x.shape[1])).unflatten(1, (num_groups, -1))
     most = groups.abs().amax(-1)  # [num_tokens, num_groups]; NaN if one is
@@ -81,7 +88,7 @@ def round_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 
 def multiply(x: Tensor, weight: QuantisedWeight) -> Tensor:
-    """x: [num_tokens, in_features] -> [num_tokens, out_features] float32"""
+    """Multiply x: [num_tokens, in_features] by the weight -> [num_tokens, out_features] float32"""
     x = x if weight.order is None else x[:, weight.order]
     q, x_scales = round_rows(x, weight.group_size)
     has_groups = weight.scales.shape[1] > 1
@@ -96,10 +103,10 @@ def multiply(x: Tensor, weight: QuantisedWeight) -> Tensor:
 
 
 class QuantisedLinear(nn.Module):
-    """x: [..., in_features] -> x @ weight.T + bias: [..., out_features]"""
+    """Linear layer with a quantised weight: x: [..., in_features] -> x @ weight.T + bias: [..., out_features]"""
 
     def __init__(self, weight: QuantisedWeight | None, bias: Tensor | None) -> None:
-        """`weight`: None, if it is loaded later"""
+        """Make the layer. `weight` is None if the loader fills it in later."""
         super().__init__()
         self.quantised: Any = weight
         self.register_buffer("bias", bias)
@@ -110,7 +117,7 @@ class QuantisedLinear(nn.Module):
 
 
 class QuantisedFusedLinear(QuantisedLinear):
-    """As `FusedLinear`: several projections of the same input. `parts`: name -> number of rows."""
+    """Several projections of the same input in one product, like `FusedLinear`. `parts`: name -> number of rows"""
 
     def __init__(self, weight: QuantisedWeight | None, bias: Tensor | None, parts: dict[str, int]) -> None:
         super().__init__(weight, bias)
@@ -121,7 +128,7 @@ class QuantisedFusedLinear(QuantisedLinear):
 
 
 class QuantisedEmbedding(nn.Module):
-    """As `Embedding`: the table of token vectors, and the scores of all tokens. A weight of our own: without zeros."""
+    """The table of token vectors and the output layer, like `Embedding`. Its weight never has `zeros`."""
 
     def __init__(self, weight: QuantisedWeight, dtype: torch.dtype) -> None:
         super().__init__()
@@ -129,11 +136,11 @@ class QuantisedEmbedding(nn.Module):
         self.dtype = dtype
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """[num_tokens] int -> [num_tokens, hidden_size]"""
+        """Look up the tokens' rows and dequantise them: [num_tokens] int -> [num_tokens, hidden_size]"""
         table = self.quantised
         rows = replace(table, q=table.q[token_ids], scales=table.scales[token_ids])
         return rows.dequantised().to(self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[num_samples, hidden_size] -> [num_samples, vocab_size]"""
+        """Compute logits: [num_samples, hidden_size] -> [num_samples, vocab_size]"""
         return multiply(hidden, self.quantised).to(hidden.dtype)

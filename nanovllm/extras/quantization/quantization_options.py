@@ -1,4 +1,4 @@
-"""`quantization`: what a user may set. `config.py` has it checked, `load.py` reads it."""
+"""The option `quantization`: its values and checks. `config.py` calls the checks, `quantise.py` reads the option."""
 
 import json
 from collections.abc import Mapping
@@ -8,20 +8,20 @@ from typing import Any
 from nanovllm.checks import check_choice
 
 METHODS = {"int8": 8, "int4": 4}  # bits
-STORED = ("awq", "gptq", "compressed-tensors", "fp8")  # formats of checkpoints: vLLM's users name them too
+STORED = ("awq", "gptq", "compressed-tensors", "fp8")  # formats of checkpoints, which vLLM accepts as values too
 GROUP_SIZES = (32, 64, 128)
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """A bad value raises a TypeError or ValueError that names the field, the value and what is allowed."""
+    """The options of quantisation. Raises TypeError or ValueError for a value that is not allowed."""
 
     method: Any = None
-    """`int8`, with a scale for each output, or `int4`, with a scale for each group of inputs of each output."""
+    """`int8` (a scale for each output) or `int4` (a scale for each group of inputs of each output)."""
     group_size: int = 128
-    """Inputs that share a scale, of a token's activations too; 32, 64 or 128."""
+    """Number of inputs that share a scale, also in a token's activations: 32, 64 or 128."""
     embeddings: Any = True
-    """The table of token vectors, which scores the vocabulary too: `int8`, `int4`, True as `int8`, False for none."""
+    """How to quantise the token embeddings and the output layer: `int8` or True, `int4`, or False for not at all."""
 
     def __post_init__(self) -> None:
         check_choice("quantization['method']", self.method, tuple(METHODS))
@@ -36,12 +36,12 @@ class Quantization:
 
     @property
     def embedding_bits(self) -> int:
-        """0: they stay in the model's dtype."""
+        """Return the bits of embeddings, or 0 if they stay in the model's dtype."""
         return METHODS.get("int8" if self.embeddings is True else self.embeddings, 0)
 
 
 def read_options(given: Any) -> Quantization:
-    """A method's name, a dict of `Quantization`'s fields, or such a dict as JSON."""
+    """Parse the option: a method's name, a dict of `Quantization`'s fields, or such a dict as JSON."""
     if isinstance(given, str) and given.lstrip().startswith("{"):
         try:
             given = json.loads(given)

@@ -92,7 +92,7 @@ def load_projections(
     found = find_projections(form, checkpoint, model)
     for path, layer in found.items():  # without weights: their memory is never taken
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, quantised_twin(layer))
+        setattr(model.get_submodule(parent), name, quantised_version_of(layer))
     model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     consumed: set[str] = set()
     for path, layer in found.items():
@@ -112,7 +112,7 @@ def load_projections(
     return model
 
 
-def quantised_twin(layer: Any) -> nn.Module:
+def quantised_version_of(layer: Any) -> nn.Module:
     """The layer that takes its place, whose weight comes later."""
     if type(layer) is Linear:
         return QuantisedLinear(None, layer.bias)

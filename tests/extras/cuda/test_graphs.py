@@ -293,7 +293,7 @@ def test_they_are_refused_where_they_cannot_be(tiny_checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("options", "backend", "has_twin", "expected"),
+    ("options", "backend", "has_draw_kernel", "expected"),
     [
         ({}, GatherAttention, True, "; with CUDA graphs"),
         ({"enable_cuda_graphs": True}, GatherAttention, True, "; with CUDA graphs"),
@@ -313,9 +313,9 @@ def test_they_are_refused_where_they_cannot_be(tiny_checkpoint):
         ({}, GatherAttention, False, "; no CUDA graphs (without triton, drawing tokens makes the host wait)"),
     ],
 )
-def test_who_has_them_on_cuda(options, backend, has_twin, expected):
+def test_who_has_them_on_cuda(options, backend, has_draw_kernel, expected):
     config = Config("model", **options)
-    chosen = choose_graphs(config, backend(4, 2, 16, 16), has_twin, torch.device("cuda", 0))
+    chosen = choose_graphs(config, backend(4, 2, 16, 16), has_draw_kernel, torch.device("cuda", 0))
     assert chosen == (expected == "; with CUDA graphs", expected)
 
 

@@ -152,13 +152,13 @@ def batches(with_tokenizer):
     return seen
 
 
-def make_runner(backend, has_twins, quantization=None):
+def make_runner(backend, has_fast_layers, quantization=None):
     with META:
         model = Qwen3ForCausalLM(SHAPE, backend).to(torch.bfloat16)
         if quantization:
             quantise(model, quantization)
     model.model.rotary(torch.zeros(1, dtype=torch.int32, device=META), torch.bfloat16)  # the first call moves its table
-    if has_twins:
+    if has_fast_layers:
         backend.replace_layers(model)
     from nanovllm.extras.kernels.cuda.sample import sample_tokens
 
@@ -179,12 +179,12 @@ def make_backend(name):
     return TritonAttention(4, 2, 32, 16)
 
 
-@pytest.mark.parametrize("has_twins", [False, True])
+@pytest.mark.parametrize("has_fast_layers", [False, True])
 @pytest.mark.parametrize("backend", ["flash_attn", "triton"])
 @pytest.mark.sparse
 @torch.inference_mode()
-def test_an_eager_step_is_one_copy_and_no_wait(flash_attn, kernels, batches, backend, has_twins):
-    runner, buffer = make_runner(make_backend(backend), has_twins)
+def test_an_eager_step_is_one_copy_and_no_wait(flash_attn, kernels, batches, backend, has_fast_layers):
+    runner, buffer = make_runner(make_backend(backend), has_fast_layers)
     for batch in batches:
         with DeviceCheck(buffer) as check:
             runner.compute(runner, batch)
@@ -194,11 +194,11 @@ def test_an_eager_step_is_one_copy_and_no_wait(flash_attn, kernels, batches, bac
     num_more = len(batches) - num_few
     assert num_few > 10 < num_more
     expected = {
-        "rms_norm_kernel": (num_few + 5 * num_more) * has_twins,
-        "norm_rotary_store_kernel": 2 * len(batches) * has_twins,
-        "silu_and_mul_kernel": 2 * num_more * has_twins,
-        "few_tokens_kernel": 8 * num_few * has_twins,
-        "store_kv_kernel": 2 * len(batches) * (backend == "triton" and not has_twins),
+        "rms_norm_kernel": (num_few + 5 * num_more) * has_fast_layers,
+        "norm_rotary_store_kernel": 2 * len(batches) * has_fast_layers,
+        "silu_and_mul_kernel": 2 * num_more * has_fast_layers,
+        "few_tokens_kernel": 8 * num_few * has_fast_layers,
+        "store_kv_kernel": 2 * len(batches) * (backend == "triton" and not has_fast_layers),
         "decode_kernel": 2 * sum(batch.metadata.num_decodes > 0 for batch in batches) * (backend == "triton"),
         "prefill_kernel": 2 * sum(batch.metadata.max_seqlen_q > 0 for batch in batches) * (backend == "triton"),
         "stats_kernel": sum(len(batch.logits_indices) > 0 for batch in batches),

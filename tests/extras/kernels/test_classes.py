@@ -1,4 +1,4 @@
-"""The classes that kernels know by name are there, and only they have twins."""
+"""The classes that kernels know by name are there, and only they have fast versions."""
 
 import importlib
 

@@ -13,10 +13,10 @@ from nanovllm.extras.models.group_routing import SigmoidRouter
 from nanovllm.extras.models.moe import Experts, Router
 from nanovllm.extras.models.gated_mlp import GatedMLP
 from tests.extras.kernels.test_cpu_kernels import (
+    fast_version_of,
     filled,
     one_rounding,
     randn,
-    twin_of,
 )
 from tests.extras.models.architectures import Checkpoints
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("needs_a_compiler")
 
 
 def make_experts(dtype, inner=48):
-    """(the definition, its twin)"""
+    """(the definition, its fast version)"""
     pair = []
     for _ in range(2):
         experts = filled(Experts(GatedMLP(HIDDEN, inner) for _ in range(NUM_EXPERTS)), dtype)
@@ -47,29 +47,29 @@ def routing(num_tokens, top_k, seed=0):
 @pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 2), (3, 5), (40, 1), (130, 3)])
 @pytest.mark.sparse(2)
 def test_experts_equal_the_definition(processor, dtype, num_tokens, top_k):
-    experts, twin = make_experts(dtype)
-    assert isinstance(twin, CpuExperts)
+    experts, fast = make_experts(dtype)
+    assert isinstance(fast, CpuExperts)
     x = randn(num_tokens, HIDDEN, dtype=dtype)
     expected = experts(x, *routing(num_tokens, top_k)).float()
     tolerance = one_rounding(dtype) if dtype == torch.float32 else {"rtol": 2**-6, "atol": 2**-5}  # of three products
-    torch.testing.assert_close(twin(x, *routing(num_tokens, top_k)).float(), expected, **tolerance)
+    torch.testing.assert_close(fast(x, *routing(num_tokens, top_k)).float(), expected, **tolerance)
 
 
 def test_a_token_has_the_same_bits_in_every_batch(processor, dtype):
-    _, twin = make_experts(dtype)
+    _, fast = make_experts(dtype)
     x, (expert_ids, weights) = randn(40, HIDDEN, dtype=dtype), routing(40, 3)
-    together = twin(x, expert_ids, weights)
+    together = fast(x, expert_ids, weights)
     for start, stop in [(0, 1), (3, 5), (7, 19), (1, 40)]:
-        assert torch.equal(twin(x[start:stop], expert_ids[start:stop], weights[start:stop]), together[start:stop])
+        assert torch.equal(fast(x[start:stop], expert_ids[start:stop], weights[start:stop]), together[start:stop])
 
 
 def test_weights_that_are_a_view_are_read_rightly(dtype):
-    experts, twin = make_experts(dtype)
+    experts, fast = make_experts(dtype)
     x, (expert_ids, weights) = randn(6, HIDDEN, dtype=dtype), routing(6, 2)
-    expected = twin(x, expert_ids, weights)
+    expected = fast(x, expert_ids, weights)
     views = [t.repeat_interleave(2, dim=1)[:, ::2] for t in (x, expert_ids, weights)]
     assert not any(view.is_contiguous() for view in views)
-    assert torch.equal(twin(*views), expected)
+    assert torch.equal(fast(*views), expected)
 
 
 def test_experts_of_an_odd_shape_are_called_one_by_one():
@@ -86,16 +86,16 @@ def test_scores_equal_float64_and_have_the_same_bits_in_every_batch(processor, d
     x = randn(21, HIDDEN, dtype=dtype)
     expected = x.double() @ router.weight.double().T / 8
     router.weight.data /= 8
-    twin = twin_of(router, dtype)
-    scores = twin(x)
+    fast = fast_version_of(router, dtype)
+    scores = fast(x)
     assert scores.dtype == torch.float32
     if router_class is SigmoidRouter:
         expected = expected.sigmoid()
-        assert torch.equal(twin.e_score_correction_bias, filled(router_class(HIDDEN, num_experts), dtype)
+        assert torch.equal(fast.e_score_correction_bias, filled(router_class(HIDDEN, num_experts), dtype)
                            .e_score_correction_bias)  # fmt: skip
     torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-5)
     for start, stop in [(0, 1), (3, 5), (7, 19)]:
-        assert torch.equal(twin(x[start:stop]), scores[start:stop])
+        assert torch.equal(fast(x[start:stop]), scores[start:stop])
 
 
 # ---- whole models

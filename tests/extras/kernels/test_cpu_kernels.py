@@ -50,10 +50,10 @@ def filled(layer, dtype, seed=0):
     return layer.requires_grad_(False)
 
 
-def twin_of(layer, dtype):
+def fast_version_of(layer, dtype):
     model = torch.nn.Sequential(layer)
     replace_layers(model, dtype)
-    assert type(model[0]).__module__ == layers.__name__, "the layer has a twin"
+    assert type(model[0]).__module__ == layers.__name__, "the layer has a fast version"
     return model[0]
 
 
@@ -75,37 +75,37 @@ def test_linear_equals_float64(processor, dtype, m, n, k):
     layer = filled(Linear(k, n, bias=n % 2 == 0), dtype)
     x = randn(m, k, dtype=dtype)
     expected = x.double() @ layer.weight.double().T + (0 if layer.bias is None else layer.bias.double())
-    torch.testing.assert_close(twin_of(layer, dtype)(x).double(), expected, **one_rounding(dtype))
+    torch.testing.assert_close(fast_version_of(layer, dtype)(x).double(), expected, **one_rounding(dtype))
 
 
 def test_linear_of_nothing(dtype):
     layer = filled(Linear(32, 20), dtype)
-    assert twin_of(layer, dtype)(torch.empty(0, 32, dtype=dtype)).shape == (0, 20)
+    assert fast_version_of(layer, dtype)(torch.empty(0, 32, dtype=dtype)).shape == (0, 20)
 
 
 def test_linear_takes_an_input_that_is_a_view(dtype):
     layer = filled(Linear(32, 20), dtype)
     x = randn(5, 64, dtype=dtype)[:, 32:]
     expected = layer(x)
-    torch.testing.assert_close(twin_of(layer, dtype)(x), expected, **one_rounding(dtype))
+    torch.testing.assert_close(fast_version_of(layer, dtype)(x), expected, **one_rounding(dtype))
 
 
 def test_fused_linear_returns_its_parts(dtype):
     layer = filled(FusedLinear(32, {"a": 10, "b": 7}, bias=True), dtype)
     x = randn(5, 32, dtype=dtype)
     expected = layer(x)
-    for part, wanted in zip(twin_of(layer, dtype)(x), expected, strict=True):
+    for part, wanted in zip(fast_version_of(layer, dtype)(x), expected, strict=True):
         torch.testing.assert_close(part, wanted, **one_rounding(dtype))
 
 
 def test_embedding_is_read_from_the_packed_weight(dtype):
     layer = filled(Embedding(37, 24), dtype)
     weight = layer.weight.clone()
-    twin = twin_of(layer, dtype)
+    fast = fast_version_of(layer, dtype)
     token_ids = torch.tensor([0, 36, 15, 16, 17, 36], dtype=torch.int32)
-    assert torch.equal(twin(token_ids), weight[token_ids])
+    assert torch.equal(fast(token_ids), weight[token_ids])
     hidden = randn(4, 24, dtype=dtype)
-    logits = twin.logits(hidden)
+    logits = fast.logits(hidden)
     assert logits.dtype == torch.float32  # not rounded: closer to the truth than the dtype could say
     torch.testing.assert_close(logits.double(), hidden.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
 
@@ -138,7 +138,7 @@ def test_norm_equals_the_definition(processor, dtype, num_tokens):
     layer = filled(RMSNorm(48, 1e-6), dtype)
     x = randn(num_tokens, 48, dtype=dtype) * 3
     expected = layer(x)
-    torch.testing.assert_close(twin_of(layer, dtype)(x), expected, **one_rounding(dtype))
+    torch.testing.assert_close(fast_version_of(layer, dtype)(x), expected, **one_rounding(dtype))
 
 
 @pytest.mark.parametrize(("num_tokens", "num_heads", "head_dim"), [(1, 1, 32), (5, 3, 64), (200, 2, 96)])
@@ -152,7 +152,7 @@ def test_norm_and_rotation_equal_float64(processor, dtype, num_tokens, num_heads
     c, s = cos.double(), sin.double()
     expected = torch.cat((first * c - second * s, second * c + first * s), dim=-1)
     before = qkv.clone()
-    out = twin_of(layer, dtype)(x, cos, sin)
+    out = fast_version_of(layer, dtype)(x, cos, sin)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]  # bfloat16 is rounded three times on the way
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(qkv, before)
@@ -165,7 +165,7 @@ def test_rotation_alone_and_of_a_part_equals_the_definition(
     layer, x = ApplyRotary(), randn(num_tokens, num_heads, head_dim, dtype=dtype)
     cos, sin = Rotary(rotary_dim, Rope(1e4), 4096)(torch.arange(num_tokens) * 3, dtype)
     exact = layer(x.double(), cos.double(), sin.double())
-    out = twin_of(layer, dtype)(x, cos, sin)
+    out = fast_version_of(layer, dtype)(x, cos, sin)
     torch.testing.assert_close(out.double(), exact, **one_rounding(dtype))
     assert torch.equal(out[..., rotary_dim:], x[..., rotary_dim:])
 
@@ -174,7 +174,7 @@ def test_rotation_alone_and_of_a_part_equals_the_definition(
 def test_gemmas_norm_equals_float64(processor, dtype, num_tokens):
     layer, x = filled(UnitOffsetRMSNorm(96, 1e-6), dtype), randn(num_tokens, 96, dtype=dtype)
     exact = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + layer.weight.double())
-    torch.testing.assert_close(twin_of(layer, dtype)(x).double(), exact, **one_rounding(dtype))
+    torch.testing.assert_close(fast_version_of(layer, dtype)(x).double(), exact, **one_rounding(dtype))
 
 
 @pytest.mark.parametrize("activation", [SiluAndMul, GeluAndMul])
@@ -183,7 +183,7 @@ def test_gate_equals_the_definition(processor, dtype, num_tokens, size, activati
     gate, up = randn(num_tokens, 2 * size, dtype=dtype).mul(8).chunk(2, dim=1)
     gate[0, :8] = torch.tensor([-200.0, 200.0, 0.0, -88.0, 88.0, 1e-3, -86.5, -1e38]).to(dtype)
     expected = activation()(gate, up)
-    torch.testing.assert_close(twin_of(activation(), dtype)(gate, up), expected, **one_rounding(dtype))
+    torch.testing.assert_close(fast_version_of(activation(), dtype)(gate, up), expected, **one_rounding(dtype))
 
 
 @pytest.mark.parametrize("gate", [SiluAndMul, GeluAndMul])
@@ -193,8 +193,8 @@ def test_a_gate_in_the_product_gives_the_bits_of_the_two_apart(processor, dtype,
     """Also where results go past the caches: 300 rows of 2,080."""
     x = randn(num_tokens, 70, dtype=dtype)
     bias = num_tokens % 2 == 0
-    product = twin_of(filled(FusedLinear(70, {"gate": size, "up": size}, bias), dtype), dtype)
-    activation = twin_of(gate(), dtype)
+    product = fast_version_of(filled(FusedLinear(70, {"gate": size, "up": size}, bias), dtype), dtype)
+    activation = fast_version_of(gate(), dtype)
     expected = activation(*product(x))
     y = torch.full_like(expected, torch.nan)
     pointers = (None if t is None else t.data_ptr() for t in (x, product.packed, product.bias, y))
@@ -317,11 +317,11 @@ def test_reference_sees_a_slot_that_was_never_filled(dtype):
 
 
 def test_a_row_has_the_same_bits_in_every_batch(processor, dtype):
-    twin = twin_of(filled(Linear(96, 70), dtype), dtype)
+    fast = fast_version_of(filled(Linear(96, 70), dtype), dtype)
     x = randn(40, 96, dtype=dtype)
-    together = twin(x)
+    together = fast(x)
     for start, stop in [(0, 1), (3, 5), (7, 19), (1, 40)]:
-        assert torch.equal(twin(x[start:stop]), together[start:stop])
+        assert torch.equal(fast(x[start:stop]), together[start:stop])
 
 
 @pytest.mark.parametrize("block_size", [16, 32])
@@ -464,7 +464,7 @@ def test_it_is_chosen_on_cpu(dtype, name):
     ("changed", "message"),
     [
         ({"device": torch.device("cuda")}, "it runs on CPU, not on cuda"),
-        ({"dtype": torch.float16}, "know bfloat16 and float32, not torch.float16"),
+        ({"dtype": torch.float16}, "support bfloat16 and float32, not torch.float16"),
         ({"head_dim": 48}, "head_dim must be a multiple of 32, it is 48"),
         ({"block_size": 8}, "block_size must be a multiple of 16, got 8"),
     ],

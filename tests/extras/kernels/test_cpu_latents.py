@@ -73,13 +73,13 @@ def test_up_projections_equal_the_definition_and_themselves_in_other_batches(pro
     layer = filled(UpProjection(3, 24, 20, 32), dtype)
     model = torch.nn.ModuleDict({"up": layer})
     replace_up_projections(model)
-    twin = model["up"]
-    assert isinstance(twin, CpuUpProjection)
+    fast = model["up"]
+    assert isinstance(fast, CpuUpProjection)
     for name, size in (("absorb", 24), ("values", 32)):
         x = randn(num_tokens, 3, size, dtype=dtype)
-        found = getattr(twin, name)(x)
+        found = getattr(fast, name)(x)
         expected = getattr(filled(UpProjection(3, 24, 20, 32), dtype).double(), name)(x.double())
         tolerance = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]
         torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
         for row in range(0, num_tokens, 23):
-            assert torch.equal(getattr(twin, name)(x[row : row + 1])[0], found[row])
+            assert torch.equal(getattr(fast, name)(x[row : row + 1])[0], found[row])

@@ -39,10 +39,10 @@ def make_weight(n, k, bits, group_size, has_zeros, seed=1):
     return QuantisedWeight(q, torch.rand(shape, generator=generator) + 0.01, zeros, bits, group_size)
 
 
-def twin_of(layer, dtype):
+def fast_version_of(layer, dtype):
     model = torch.nn.Sequential(layer)
     replace_quantised(model, dtype)
-    assert type(model[0]).__name__ == f"Cpu{type(layer).__name__}", "the layer has a twin"
+    assert type(model[0]).__name__ == f"Cpu{type(layer).__name__}", "the layer has a fast version"
     return model[0]
 
 
@@ -61,20 +61,20 @@ def one_rounding(dtype):
 @pytest.mark.sparse(2)
 def test_linear_equals_float64(processor, dtype, bits, group_size, has_zeros, n, k):
     weight, bias = make_weight(n, k, bits, group_size, has_zeros), randn(n, dtype=dtype) if n % 2 else None
-    twin = twin_of(QuantisedLinear(weight, bias), dtype)
+    fast = fast_version_of(QuantisedLinear(weight, bias), dtype)
     for m in (1, 2, 3, 7, 12, 27, 49):  # each count of rows that is multiplied together
         x = randn(m, k, dtype=dtype, seed=m)
         expected = in_float64(x, weight) + (0 if bias is None else bias.double())
-        torch.testing.assert_close(twin(x).double(), expected, **one_rounding(dtype))
+        torch.testing.assert_close(fast(x).double(), expected, **one_rounding(dtype))
 
 
 @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
 def test_a_row_has_the_same_bits_in_every_batch(processor, dtype, bits, group_size, has_zeros):
-    twin = twin_of(QuantisedLinear(make_weight(70, 272, bits, group_size, has_zeros), None), dtype)
+    fast = fast_version_of(QuantisedLinear(make_weight(70, 272, bits, group_size, has_zeros), None), dtype)
     x = randn(300, 272, dtype=dtype)
-    together = twin(x)
+    together = fast(x)
     for rows in (slice(0, 1), slice(5, 7), slice(9, 14), slice(20, 33), slice(250, 300)):
-        assert torch.equal(twin(x[rows]), together[rows])
+        assert torch.equal(fast(x[rows]), together[rows])
 
 
 @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
@@ -84,7 +84,7 @@ def test_tiles_have_the_bits_of_vectors(dtype, bits, group_size, has_zeros, monk
     for processor in ("no AMX", "AMX, emulated"):
         with pretend(monkeypatch, processor):
             weight = make_weight(90, 464, bits, group_size, has_zeros)
-            found.append(twin_of(QuantisedLinear(weight, None), dtype)(x))
+            found.append(fast_version_of(QuantisedLinear(weight, None), dtype)(x))
     assert torch.equal(*found)
 
 
@@ -94,33 +94,33 @@ def test_rows_are_rounded_as_the_definition_rounds_them(processor, dtype):
     weight = QuantisedWeight(q, torch.ones(48, 1), None, 8, 32)
     x = randn(500, 48, dtype=dtype) * torch.logspace(-3, 3, 500)[:, None].to(dtype)
     expected = QuantisedLinear(weight, None)(x)
-    assert torch.equal(twin_of(QuantisedLinear(weight, None), dtype)(x), expected)
+    assert torch.equal(fast_version_of(QuantisedLinear(weight, None), dtype)(x), expected)
 
 
 def test_what_is_no_number_stays_none(processor, dtype):
     x = randn(5, 64, dtype=dtype)
     x[1, 3], x[2, 60], x[3] = torch.nan, torch.inf, 0
-    twin = twin_of(QuantisedLinear(make_weight(40, 64, 4, 32, False), None), dtype)
-    is_number = twin(x).isfinite()
+    fast = fast_version_of(QuantisedLinear(make_weight(40, 64, 4, 32, False), None), dtype)
+    is_number = fast(x).isfinite()
     assert is_number.all(1).tolist() == [True, False, False, True, True]
     assert not is_number[1].any()
-    assert not twin(x)[3].any()
+    assert not fast(x)[3].any()
 
 
 def test_linear_of_nothing_and_of_a_view(dtype):
     layer = QuantisedLinear(make_weight(20, 32, 8, 128, False), None)
     x = randn(5, 64, dtype=dtype)[:, 32:]
     expected = layer(x)
-    twin = twin_of(layer, dtype)
-    torch.testing.assert_close(twin(x), expected, **one_rounding(dtype))
-    assert twin(x[:0]).shape == (0, 20)
+    fast = fast_version_of(layer, dtype)
+    torch.testing.assert_close(fast(x), expected, **one_rounding(dtype))
+    assert fast(x[:0]).shape == (0, 20)
 
 
 def test_fused_linear_returns_its_parts(dtype):
     layer = QuantisedFusedLinear(make_weight(17, 64, 4, 32, False), randn(17, dtype=dtype), {"a": 10, "b": 7})
     x = randn(5, 64, dtype=dtype)
     expected = layer(x)
-    for part, wanted in zip(twin_of(layer, dtype)(x), expected, strict=True):
+    for part, wanted in zip(fast_version_of(layer, dtype)(x), expected, strict=True):
         torch.testing.assert_close(part, wanted, **one_rounding(dtype))
 
 
@@ -130,22 +130,22 @@ def test_fused_linear_returns_its_parts(dtype):
 def test_a_gate_that_ends_within_a_strip_has_the_bits_of_its_parts(processor, dtype, bits, group_size, has_zeros, n):
     """A strip is 64 outputs: rows of up begin where those of the gate end."""
     weight, bias = make_weight(2 * n, 144, bits, group_size, has_zeros), randn(2 * n, dtype=dtype)
-    twin, gate_and_mul = twin_of(QuantisedLinear(weight, bias), dtype), CpuGate(SiluAndMul(), dtype)
+    fast, gate_and_mul = fast_version_of(QuantisedLinear(weight, bias), dtype), CpuGate(SiluAndMul(), dtype)
     for m in (1, 3, 7, 13, 30):
         x, y = randn(m, 144, dtype=dtype, seed=m), torch.empty(m, n, dtype=dtype)
-        pointers = (x.data_ptr(), twin.other, twin.bias.data_ptr(), y.data_ptr())
-        twin.library.quantised_gated_linear(*pointers, m, n, 144, gate_and_mul.kind)
-        assert torch.equal(y, gate_and_mul(*twin(x).split(n, dim=1)))
+        pointers = (x.data_ptr(), fast.other, fast.bias.data_ptr(), y.data_ptr())
+        fast.library.quantised_gated_linear(*pointers, m, n, 144, gate_and_mul.kind)
+        assert torch.equal(y, gate_and_mul(*fast(x).split(n, dim=1)))
 
 
 @pytest.mark.parametrize(("size", "bits", "group_size"), [(32, 8, 128), (48, 4, 32), (80, 4, 64), (144, 4, 128)])
 def test_embedding_is_read_from_the_packed_weight(dtype, size, bits, group_size):
     weight = make_weight(150, size, bits, group_size, False)
-    twin = twin_of(QuantisedEmbedding(weight, dtype), dtype)
+    fast = fast_version_of(QuantisedEmbedding(weight, dtype), dtype)
     ids = torch.tensor([0, 149, 15, 16, 63, 64, 100, 149], dtype=torch.int32)
-    assert torch.equal(twin(ids), weight.dequantised()[ids].to(dtype))
+    assert torch.equal(fast(ids), weight.dequantised()[ids].to(dtype))
     hidden = randn(4, size, dtype=dtype)
-    logits = twin.logits(hidden)
+    logits = fast.logits(hidden)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), in_float64(hidden, weight), rtol=1e-5, atol=1e-4)
 

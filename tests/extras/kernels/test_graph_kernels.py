@@ -33,7 +33,7 @@ OPTIONS = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_se
 
 
 def make_engine(monkeypatch, folder, **options):
-    """As on CUDA: twins of the layers, draws in Triton, graphs, overlap."""
+    """As on CUDA: fast layers, draws in Triton, graphs, overlap."""
     recorder = OperationRecorder()
 
     def record(model, kv_cache, draw, max_batch_size, max_num_blocks):

@@ -120,7 +120,7 @@ def test_rms_norm_rounds_as_the_layer_does(dtype):
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_rms_norm_of_heads_rounds_as_the_layer_does(dtype):
-    """Of queries as a view of the fused projection, in a decoder layer that has no twin as a whole."""
+    """Of queries as a view of the fused projection, in a decoder layer that has no fast version as a whole."""
     norm = filled(RMSNorm(48, EPS), dtype)
     x = randn(8, 300, dtype=dtype, seed=3)[:, : 3 * 48].unflatten(1, (3, 48))
     check_bits(TritonRMSNorm(norm)(x), norm(x))
@@ -331,16 +331,16 @@ LENS = [(20, 1), (15, 1), (0, 1), (16, 5), (0, 7)]
 def run_layer(
     config,
     dtype,
-    twin_backend=TritonAttention,
+    fast_backend=TritonAttention,
     plain_backend=TorchAttention,
     lens=LENS,
     layer_class=Qwen3DecoderLayer,
     has_ranks=False,
     **options,
 ):
-    """(what the layer gives, what its twin gives, the cache behind each)"""
+    """(what the layer gives, what its fast version gives, the cache behind each)"""
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    backends = [backend_class(*heads, 16, dtype, **options) for backend_class in (plain_backend, twin_backend)]
+    backends = [backend_class(*heads, 16, dtype, **options) for backend_class in (plain_backend, fast_backend)]
     step = Step(TorchAttention(*heads, 16, dtype), lens, dtype=dtype)
     batch = map_tensors(step.batch, lambda t: t.to(DEVICE))
     with DEVICE:
@@ -360,8 +360,8 @@ def run_layer(
         out = layer(given, *cos_sin, cache, batch.metadata)
         assert (out is given) == isinstance(layer, TritonDecoderLayer)
         results.append((out, cache))
-    (plain, plain_cache), (twin, twin_cache) = results
-    return plain, twin, plain_cache, twin_cache
+    (plain, plain_cache), (fast, fast_cache) = results
+    return plain, fast, plain_cache, fast_cache
 
 
 @pytest.mark.parametrize(
@@ -377,32 +377,32 @@ def run_layer(
 @pytest.mark.parametrize("backend", [TritonAttention, TorchAttention])
 @pytest.mark.parametrize("max_few_tokens", [0, few_tokens.MAX_TOKENS])
 @pytest.mark.sparse(2)
-def test_the_twin_equals_the_layer(monkeypatch, options, backend, max_few_tokens):
+def test_the_fast_version_equals_the_layer(monkeypatch, options, backend, max_few_tokens):
     monkeypatch.setattr(few_tokens, "MAX_TOKENS", max_few_tokens)
-    plain, twin, plain_cache, twin_cache = run_layer(small_config(**options), torch.float32, backend)
-    torch.testing.assert_close(twin, plain, rtol=2e-5, atol=2e-5)
-    torch.testing.assert_close(twin_cache, plain_cache, rtol=2e-5, atol=2e-5, equal_nan=True)
+    plain, fast, plain_cache, fast_cache = run_layer(small_config(**options), torch.float32, backend)
+    torch.testing.assert_close(fast, plain, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(fast_cache, plain_cache, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"qkv_bias": True, "o_bias": True, "mlp_bias": True}], ids=str)
 @pytest.mark.parametrize("max_few_tokens", [0, few_tokens.MAX_TOKENS])
-def test_the_twin_of_a_layer_that_normalises_no_heads_equals_it(monkeypatch, options, max_few_tokens):
+def test_the_fast_version_equals_a_layer_without_head_norms(monkeypatch, options, max_few_tokens):
     """Llama's, with all biases that it may have, and with a window."""
     monkeypatch.setattr(few_tokens, "MAX_TOKENS", max_few_tokens)
     config = small_config(**options, attention_options=(AttentionOptions(window=6),) * 2)
     results = run_layer(config, torch.float32, TorchAttention, layer_class=LlamaDecoderLayer)
-    plain, twin, plain_cache, twin_cache = results
-    torch.testing.assert_close(twin, plain, rtol=2e-5, atol=2e-5)
-    torch.testing.assert_close(twin_cache, plain_cache, rtol=2e-5, atol=2e-5, equal_nan=True)
+    plain, fast, plain_cache, fast_cache = results
+    torch.testing.assert_close(fast, plain, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(fast_cache, plain_cache, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("max_few_tokens", [0, few_tokens.MAX_TOKENS])
-def test_the_twin_is_as_close_to_float32_as_the_layer(monkeypatch, dtype, max_few_tokens):
+def test_the_fast_version_is_as_close_to_float32_as_the_layer(monkeypatch, dtype, max_few_tokens):
     """It rounds less; compared are weights and inputs that are numbers in `dtype`."""
     monkeypatch.setattr(few_tokens, "MAX_TOKENS", max_few_tokens)
     config = small_config(head_dim=64)
-    plain, twin, *_ = run_layer(config, dtype)
+    plain, fast, *_ = run_layer(config, dtype)
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     layer = filled(Qwen3DecoderLayer(config, TorchAttention(*heads, 16)), dtype).float()
     step = Step(TorchAttention(*heads, 16, dtype), LENS, dtype=dtype)
@@ -410,22 +410,22 @@ def test_the_twin_is_as_close_to_float32_as_the_layer(monkeypatch, dtype, max_fe
     x = randn(len(batch.positions), config.hidden_size, dtype=dtype, seed=5).float()
     angles = Rotary(config.head_dim, config.rope, 128)(batch.positions, torch.float32)
     exact = layer(x, *angles, step.layer_cache.to(DEVICE).float(), batch.metadata)
-    assert (twin - exact).norm() <= 1.1 * (plain - exact).norm()
-    torch.testing.assert_close(twin, plain, rtol=TOLERANCES[dtype], atol=4 * TOLERANCES[dtype])
+    assert (fast - exact).norm() <= 1.1 * (plain - exact).norm()
+    torch.testing.assert_close(fast, plain, rtol=TOLERANCES[dtype], atol=4 * TOLERANCES[dtype])
 
 
-def test_the_twin_scales_an_fp8_cache():
+def test_the_fast_version_scales_an_fp8_cache():
     """Against the layer's own steps over the same backend."""
 
     def fp8_attention(*args):
         return TritonAttention(*args, kv_cache_dtype="fp8", k_scale=0.25, v_scale=4.0)
 
-    plain, twin, plain_cache, twin_cache = run_layer(
+    plain, fast, plain_cache, fast_cache = run_layer(
         small_config(head_dim=64), torch.float32, fp8_attention, fp8_attention, [(0, 1), (0, 7), (0, 17)]
     )
-    is_same = twin_cache.view(torch.uint8) == plain_cache.view(torch.uint8)
+    is_same = fast_cache.view(torch.uint8) == plain_cache.view(torch.uint8)
     assert is_same.float().mean() > 0.999  # K beside the border between two numbers may fall to either side
-    torch.testing.assert_close(twin, plain, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(fast, plain, rtol=1e-2, atol=1e-2)
 
 
 def test_few_tokens_take_less_launches(monkeypatch):
@@ -451,12 +451,12 @@ def make_model(config, backend, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("max_few_tokens", [0, few_tokens.MAX_TOKENS])
-def test_the_twin_sums_each_half_over_the_ranks(monkeypatch, max_few_tokens):
+def test_the_fast_version_sums_each_half_over_the_ranks(monkeypatch, max_few_tokens):
     monkeypatch.setattr(few_tokens, "MAX_TOKENS", max_few_tokens)
     config = small_config(o_bias=True)
-    plain, twin, plain_cache, twin_cache = run_layer(config, torch.float32, TorchAttention, has_ranks=True)
-    torch.testing.assert_close(twin, plain, rtol=2e-5, atol=2e-5)
-    torch.testing.assert_close(twin_cache, plain_cache, rtol=2e-5, atol=2e-5, equal_nan=True)
+    plain, fast, plain_cache, fast_cache = run_layer(config, torch.float32, TorchAttention, has_ranks=True)
+    torch.testing.assert_close(fast, plain, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(fast_cache, plain_cache, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
 def test_all_layers_are_replaced_and_keep_their_weights():
@@ -493,7 +493,7 @@ def test_rows_that_no_program_can_hold_are_left_alone(monkeypatch):
     assert type(model.model.norm) is RMSNorm
 
 
-def test_flash_attention_brings_the_twins_where_triton_is_installed(monkeypatch):
+def test_flash_attention_replaces_layers_where_triton_is_installed(monkeypatch):
     library = types.SimpleNamespace(flash_attn_with_kvcache=None, flash_attn_varlen_func=None)
     monkeypatch.setitem(sys.modules, "flash_attn", library)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
@@ -600,10 +600,10 @@ QWEN3 = {
 @pytest.mark.parametrize("name", QWEN3)
 def test_real_sizes_equal_the_layer(name, lens, dtype):
     config = small_config(head_dim=128, max_position_embeddings=1024, **QWEN3[name])
-    plain, twin, plain_cache, twin_cache = run_layer(config, dtype, lens=lens)
-    assert ((twin - plain).norm(dim=-1) <= TOLERANCES[dtype] * plain.norm(dim=-1)).all()
-    assert torch.equal(twin_cache.isnan(), plain_cache.isnan())
-    error = (twin_cache - plain_cache).nan_to_num().norm()
+    plain, fast, plain_cache, fast_cache = run_layer(config, dtype, lens=lens)
+    assert ((fast - plain).norm(dim=-1) <= TOLERANCES[dtype] * plain.norm(dim=-1)).all()
+    assert torch.equal(fast_cache.isnan(), plain_cache.isnan())
+    error = (fast_cache - plain_cache).nan_to_num().norm()
     assert error <= TOLERANCES[dtype] * plain_cache.nan_to_num().norm()
 
 

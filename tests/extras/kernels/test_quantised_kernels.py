@@ -116,7 +116,7 @@ def test_no_tokens():
     assert multiply(torch.empty(0, 64, device=DEVICE), make_weight(8, 128, False, 20, 64)).shape == (0, 20)
 
 
-def test_layers_get_twins_with_the_same_bits():
+def test_fast_layers_give_the_same_bits():
     """Projections, fused ones, inputs in another order, tables of tokens, one of them at both its places."""
     plain = make_weight(4, 32, True, 48, 64)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).to(DEVICE)

@@ -225,7 +225,7 @@ def no_home(folder, monkeypatch):
 
 REASONS = {
     in_the_way: "File exists",
-    foreign: "others than you can write into .*nanovllm: chmod 700",
+    foreign: "other users can write to .*nanovllm: run chmod 700",
     read_only: "Read-only file system",
     without_execution: "failed to map segment",
     no_home: "Could not determine home directory",

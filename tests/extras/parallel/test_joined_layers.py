@@ -114,7 +114,7 @@ def test_the_shares_of_two_ranks_are_the_whole_layer():
             fused.join(ranks)
         return fused(x.clone(), cos, sin, cache_of(rank, size, backend), step.batch.metadata)
 
-    shares = [share_of(whole, rank, 2) for rank in range(2)]  # before `whole` is replaced by twins
+    shares = [share_of(whole, rank, 2) for rank in range(2)]  # before `whole` is replaced by fast layers
     expected = run_share(whole, backend, 0, 1)
     with threads_of("shared memory", 2) as (_, run):
         for result in run(lambda ranks: run_share(*shares[ranks.rank], ranks.rank, 2, ranks)):

@@ -130,8 +130,8 @@ def test_strangers_delay_nobody(config, monkeypatch, caplog):
         close_all(reach_engine(replace(config, node_rank=1), range(2, 4)))
         assert time.monotonic() - begin < 2
     close_all([*silent, dripping, *loud])
-    assert "is no rank of this engine" in caplog.text
-    assert "one of too many" in caplog.text
+    assert "is not a rank of this engine" in caplog.text
+    assert "too many connections" in caplog.text
 
 
 def test_silence_has_a_limit(config, monkeypatch):
@@ -153,9 +153,9 @@ def test_silence_has_a_limit(config, monkeypatch):
             "tensor_parallel_size and nnodes are 4 and 2 on machine 0, got 8",
         ),
         ({"nnodes": 4}, range(1, 2), "tensor_parallel_size and nnodes are 4 and 2"),
-        ({}, range(1, 2), "rank 1 is not of another machine"),
-        ({}, range(4, 6), "rank 4 is not of another machine"),
-        ({}, (2, 2), "rank 2 is there already; each machine needs a node_rank of its own"),
+        ({}, range(1, 2), "rank 1 is not on another machine"),
+        ({}, range(4, 6), "rank 4 is not on another machine"),
+        ({}, (2, 2), "rank 2 has already connected; each machine needs its own node_rank"),
     ],
 )
 def test_a_machine_that_does_not_belong_is_told_why(config, others, ranks, why):
@@ -176,7 +176,7 @@ def test_something_else_that_listens_there(config):
             peer.close()
 
         threading.Thread(target=answer).start()
-        with pytest.raises(ValueError, match="what listens there is no nanovllm"):
+        with pytest.raises(ValueError, match="the program that listens there is not nanovllm"):
             reach_engine(replace(config, node_rank=1), range(2, 4))
 
 

@@ -171,9 +171,9 @@ REFUSED = {
     "another kind": ({"kind": "Q4_1"}, r"tensor model\.layers\.0\..*\.weight in .* is Q4_1; projections can be Q8_0"),
     "two kinds": (
         {"kinds": lambda name: "Q4_0" if "k_proj.weight" in name else None},
-        r"qkv_proj in .* is multiplied at once, but its parts are .*'Q4_0'",
+        r"all parts of .*qkv_proj in .* must be floats or have one kind, they are .*'Q4_0'",
     ),
-    "architecture": ({"architecture": "gemma3"}, "holds the architecture 'gemma3', known are llama, qwen2, qwen3"),
+    "architecture": ({"architecture": "gemma3"}, "has the architecture 'gemma3', supported are llama, qwen2, qwen3"),
     "missing": (
         {"change": lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight")},
         r"tensor model\.layers\.1\.mlp\.up_proj\.weight \(blk\.1\.ffn_up\.weight\) is missing",
@@ -210,7 +210,7 @@ def test_a_folder_has_one_whole_file(tmp_path):
         read(tmp_path / "model", tensor_parallel_size=2)
     for size in (3, 2000, file.stat().st_size - 1000):
         file.write_bytes(file.read_bytes()[:size])
-        with pytest.raises(ValueError, match=r"model\.gguf is not a whole GGUF file"):
+        with pytest.raises(ValueError, match=r"model\.gguf is not a complete GGUF file"):
             read(tmp_path / "model")
         write(tmp_path / "again", TINY_QWEN3)
         shutil.move(tmp_path / "again" / "model.gguf", file)

@@ -63,9 +63,9 @@ def test_the_bundled_model_still_answers(quantization):
     options = {"num_kv_blocks": 40, "dtype": "float32"}
     definition = LLM(TINY_QWEN3, quantization=quantization, attention_backend="torch", enforce_eager=True, **options)
     assert "QuantisedLinear" in definition.engine.description, "it says what PyTorch computes"
-    twins = LLM(TINY_QWEN3, quantization=quantization, **options)
+    fast = LLM(TINY_QWEN3, quantization=quantization, **options)
     plain = LLM(TINY_QWEN3, **options)
-    texts = [llm.chat(CHAT, GREEDY, use_tqdm=False)[0].outputs[0].text for llm in (plain, definition, twins)]
+    texts = [llm.chat(CHAT, GREEDY, use_tqdm=False)[0].outputs[0].text for llm in (plain, definition, fast)]
     assert texts[1:] == texts[:1] * 2
 
 

@@ -146,7 +146,7 @@ def test_kernels_multiply_as_the_definition(name, tmp_path, expected):
     for path, product in products.items():
         torch.testing.assert_close(model.get_submodule(path)(inputs[path]), product, rtol=1e-5, atol=1e-5)
     llm = LLM(tmp_path / "model", dtype="float32", num_kv_blocks=40)
-    assert "Quantised" not in llm.engine.description, "all have twins"
+    assert "Quantised" not in llm.engine.description, "all have fast versions"
     assert answer(llm) == expected
 
 
@@ -256,7 +256,7 @@ def shorter(ending):
     ("change", "message"),
     [
         (without(".qzeros"), r"layers\.0\.mlp\.down_proj in .* lacks qzeros"),
-        (shorter(".scales"), r"down_proj in .* of shapes .*the model needs 640 inputs in groups of 128"),
+        (shorter(".scales"), r"down_proj in .*: wrong shapes .*the model needs 640 inputs in groups of 128"),
         (shorter("q_proj.qweight"), r"q_proj in .* the model needs 256 inputs"),
         (without("k_proj.qweight"), r"k_proj in .* is not quantised, but what is multiplied with it is"),
         (without("norm.weight"), "1 tensors are missing"),

@@ -1,16 +1,16 @@
-// Attention over K and V in the model's own dtype, which are multiplied as they lie in the cache.
+// Attention over K and V in the model's dtype, which products read directly from the cache.
 
 #pragma once
 #include "kv_cache.h"
 #include "product.h"
 
-// Softmax of the scores `first` … `last - 1` of `num_slots`; what lies before and behind them becomes 0.
+// Compute the softmax of the scores `first` … `last - 1` of `num_slots`. The other weights become 0.
 static void softmax(float *scores, element *weights, long first, long last, long num_slots, const struct masking *m) {
     const float one = exponentials(scores, first, last, num_slots, m);
     for (long i = 0; i < num_slots; i += LANES) store(weights + i, *(const floats *)(scores + i) * one);
 }
 
-// For each tile of the span's rows, which read the same panels. The first asks for what comes next.
+// Multiply each tile of the span's rows by the same panels. The first tile prefetches the next panels.
 static inline void multiply_span(struct product *p, const struct span *span, int count) {
     for (int row = 0; row < span->num_rows; row += ROWS) {
         const int left = span->num_rows - row;
@@ -21,20 +21,20 @@ static inline void multiply_span(struct product *p, const struct span *span, int
     }
 }
 
-// Memory, for what comes next: rows of decodes wait for it, those of a prompt are many.
+// Return whether to prefetch the next panels. Decodes wait for memory; the many rows of a prompt do not.
 static inline bool asks(const struct tile *t) { return t->num_spans > 1 || t->num_rows <= FEW_ROWS || ASKS_AGAIN; }
 
-// scores = q k^T of a span.
+// Compute scores = q k^T of a span.
 //
-// A decode waits for memory. While K is read, memory is asked for V; while V is read, for K of the head whose turn comes
-// afterwards: so memory is busy during softmax and between the heads too. Of a long span, V would fall out of the L2
-// cache before its turn: there, memory is asked for what comes next.
+// A decode waits for memory. So V is prefetched while K is read, and K of the following head is prefetched while V is
+// read. This keeps the memory busy during softmax and between heads. The V of a long span would be evicted from the L2
+// cache before it is used, so a long span prefetches the next panels of K instead.
 static void multiply_k(const struct cache *c, const struct tile *t, const struct span *span, long kv_head) {
     const long q_words = c->head_dim / PER_WORD, block_size = c->block_size, width = WIDTH(span->num_rows);
     const long num_panels = slots_of(span) / LANES, block_words = c->num_kv_heads * head_words(c);
     const uint32_t *k = c->k + kv_head * head_words(c), *v = c->v + kv_head * head_words(c);  // of block 0
     const long far = is_short(c, span, sizeof(element)) ? num_panels : width;
-    for (long panel = 0; panel < num_panels; panel += width) {  // of 16 tokens
+    for (long panel = 0; panel < num_panels; panel += width) {  // panels of 16 tokens
         struct product p = {.x = (const uint32_t *)t->q + span->first_row * q_words, .x_stride = q_words,
                             .num_words = q_words, .out_stride = t->num_slots};
         p.out = t->scores + span->first_row * t->num_slots + span->first_token + panel * LANES;
@@ -50,8 +50,8 @@ static void multiply_k(const struct cache *c, const struct tile *t, const struct
     }
 }
 
-// out = weights v of a span, added to the out of the spans before it. `then` is the K and V head whose turn comes
-// afterwards, in the same blocks.
+// Compute out = weights v of a span, and add it to that of the spans before it. `then` is the K and V head that
+// follows, in the same blocks.
 static void multiply_v(const struct cache *c, const struct tile *t, const struct span *span, long kv_head, long then) {
     const long head_dim = c->head_dim, width = WIDTH(span->num_rows);
     const long v_panel_words = c->block_size / PER_WORD * LANES;
@@ -84,8 +84,8 @@ static void weigh_row(const struct cache *c, const struct tile *t, const struct 
     softmax(t->scores + start, t->weights + start, first_seen(t, row, m), t->last[row], num_slots, m);
 }
 
-// q, out: [num_tokens, num_heads, head_dim]. Each new token attends to its sequence's tokens up to itself, or to `window`
-// of them.
+// Attend. q, out: [num_tokens, num_heads, head_dim]. Each new token attends to its sequence's tokens up to its own
+// position, or to the last `window` of them.
 void attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache, const int32_t *block_tables,
             const int32_t *seq_lens, const int32_t *cu_seqlens_q, long num_seqs, long max_num_blocks, long q_stride,
             long num_heads, long num_kv_heads, long head_dim, long block_size, long window, float scale, float softcap) {

@@ -1,31 +1,32 @@
-// The layers of a decoder on CPU: what layers/*.py define in PyTorch, for a step's few to few thousand tokens.
+// The layers of a decoder on CPU, as layers/*.py define them in PyTorch, for steps of a few to a few thousand tokens.
 //
-// Compiled on first use by library.py, once for each dtype: -DBFLOAT16, or float32 without it. Plain loops on vectors of
-// 16 floats (vectors.h), so that any processor can run it. Products with weights are in linear.h, attention over the KV cache
-// (kv_cache.h) in attention.h; here is what lies between them, and a layer of all parts. quantised.c and int8_kv.c are
-// libraries of their own, for weights of 8 and 4 bits and for K and V of 8 bits.
+// library.py compiles this file on first use, once for each dtype: bfloat16 with -DBFLOAT16, float32 without it. The
+// code is plain loops on vectors of 16 floats (vectors.h), so that any processor can run it. Products with weights are
+// in linear.h, and attention over the KV cache (kv_cache.h) is in attention.h. This file has the operations between
+// them, and a whole layer. quantised.c and int8_kv.c are separate libraries, for weights of 8 and 4 bits and for K and
+// V of 8 bits.
 //
-// Everything that multiplies matrices (projections, q k^T, p v) is one function, `multiply` (product.h: on AMX's
-// tiles with -DAMX, on vectors without), and one layout:
+// All matrix products (projections, q k^T, p v) use one function, `multiply` (product.h: on AMX's tiles with -DAMX, on
+// vectors without), and one layout:
 //
 //   word    32 bits: two bfloat16 that are neighbours in the summed dimension, or one float32
 //   panel   16 columns of a matrix: [words][16], so that one vector holds the same word of 16 columns
 //
 // A weight [out, in] is panels of 16 outputs. In the KV cache each block and head has K as panels of 16 tokens (summed
-// over head_dim) and V as panels of 16 channels (summed over tokens). No panel is ever unpacked, transposed or copied.
+// over head_dim) and V as panels of 16 channels (summed over tokens). Panels are never unpacked, transposed or copied.
 //
-// Sums run in float32 in an order that does not depend on the batch: a token's result has the same bits in every batch and
-// every chunk.
+// Sums are in float32, in an order that does not depend on the batch. So a token's result has the same bits in every
+// batch and every chunk.
 
 #include "attention.h"
 #include "linear.h"
 #include "ranks.h"
 
-// ---- what lies between the matrix products
+// ---- operations between the matrix products
 
-// x: [num_tokens, num_heads, size], tokens `stride` elements apart -> y: the same, contiguous. Where weight is not NULL, a
-// norm of each head, with weight + 1 where `is_offset` (Gemma's, which is rounded once); where cos is not NULL, a rotation
-// of its first 2 * half elements by cos, sin: [num_tokens, half].
+// Normalise and rotate each head. x: [num_tokens, num_heads, size], tokens `stride` elements apart -> y: the same
+// shape, contiguous. If weight is not NULL, normalise; if `is_offset`, multiply by weight + 1 (as Gemma, with one
+// rounding). If cos is not NULL, rotate the first 2 * half elements by cos, sin: [num_tokens, half].
 void rms_norm(const element *x, const element *weight, const element *cos, const element *sin, element *y,
               long num_tokens, long num_heads, long size, long half, long stride, int is_offset, float eps) {
 #pragma omp parallel for schedule(static) if (num_tokens * num_heads * size > 1 << 13)
@@ -54,7 +55,7 @@ void rms_norm(const element *x, const element *weight, const element *cos, const
         }
 }
 
-// x += y, both of `count` elements
+// Compute x += y, both of `count` elements.
 static void add(element *x, const element *y, long count) {
 #pragma omp parallel for schedule(static) if (count > 1 << 13)
     for (long i = 0; i < count; i += LANES) store(x + i, load(x + i) + load(y + i));
@@ -62,8 +63,8 @@ static void add(element *x, const element *y, long count) {
 
 // ---- greedy sampling
 
-// x: [num_rows, num_columns] float32 -> ids: [num_rows], of the first among a row's largest numbers. NaN is the largest
-// of all, as in PyTorch.
+// Find the first of each row's largest numbers: x: [num_rows, num_columns] float32 -> ids: [num_rows]. NaN is larger
+// than all numbers, as in PyTorch.
 void argmax(const float *x, int64_t *ids, long num_rows, long num_columns) {
 #pragma omp parallel for schedule(static) if (num_rows > 1)
     for (long row = 0; row < num_rows; row++) {
@@ -95,8 +96,8 @@ void argmax(const float *x, int64_t *ids, long num_rows, long num_columns) {
 
 // ---- a whole decoder layer
 
-// A weight that another library multiplies: each struct of such a weight begins with the two functions that do. They take
-// what `linear` and `gated_linear` take.
+// A weight for the products of another library. Each struct of such a weight begins with two functions, which have the
+// arguments of `linear` and `gated_linear`.
 struct other_weight {
     void (*linear)(const element *x, const struct other_weight *weight, const element *bias, void *y, long m, long n,
                    long k, int wants_floats);
@@ -105,15 +106,15 @@ struct other_weight {
 };
 
 struct layer {
-    __typeof__(store_kv) *store_kv;  // of this library, or of that for the cache's dtype
+    __typeof__(store_kv) *store_kv;  // of this library, or of the library for the cache's dtype
     __typeof__(attend) *attend;
     const uint32_t *qkv_proj, *o_proj, *gate_up_proj, *down_proj;  // as `linear` takes them
     const element *qkv_bias, *o_bias, *gate_up_bias, *down_bias;   // or NULL
     const element *input_norm, *q_norm, *k_norm, *post_attention_norm;  // q_norm, k_norm: or NULL
     long hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, block_size, window, gate;
     float eps, scale, softcap;
-    struct ranks *ranks;  // that have a share of this layer each, or NULL: alone
-    const struct other_weight *other_qkv, *other_o, *other_gate_up, *other_down;  // in the place of those above, or NULL
+    struct ranks *ranks;  // ranks that each have a share of this layer, or NULL for one process
+    const struct other_weight *other_qkv, *other_o, *other_gate_up, *other_down;  // or NULL; replace those above
 };
 
 struct step {
@@ -122,22 +123,22 @@ struct step {
     long num_tokens, num_seqs, max_num_blocks, half;
 };
 
-// x += y: [count], of which each rank has an addend. -> whether it was done: not if the ranks were aborted
+// Compute x += y: [count], summed over the ranks. Return false if the ranks were aborted.
 static bool add_shares(const struct layer *l, element *x, element *y, long count) {
     if (l->ranks && all_reduce(l->ranks, y, count)) return false;
     add(x, y, count);
     return true;
 }
 
-// `linear` with whichever of the two weights there is.
+// Call `linear` for the weight, or the other library's function if `other` is not NULL.
 static void project(const element *x, const uint32_t *weight, const struct other_weight *other, const element *bias,
                     element *y, long m, long n, long k) {
     if (other) other->linear(x, other, bias, y, m, n, k, false);
     else linear(x, weight, bias, y, m, n, k, false);
 }
 
-// x: [num_tokens, hidden_size], changed in place. The functions above in their order, without the way
-// through Python between them. -> 0, or 1 if the ranks were aborted, and x is of no use
+// Compute a decoder layer in place, x: [num_tokens, hidden_size], by calling the functions above without returning to
+// Python between them. Return 0, or 1 if the ranks were aborted; then the contents of x are invalid.
 int decoder_layer(const struct layer *l, const struct step *s, element *x, uint32_t *k_cache, uint32_t *v_cache) {
     const long n = s->num_tokens, head_dim = l->head_dim, q_size = l->num_heads * head_dim;
     const long kv_size = l->num_kv_heads * head_dim, qkv_size = q_size + 2 * kv_size, size = l->intermediate_size;

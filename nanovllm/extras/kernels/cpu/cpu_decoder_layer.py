@@ -1,8 +1,8 @@
-"""A whole decoder layer on CPU in one call of C, for layers whose parts all have twins in `layers.py`.
+"""A whole decoder layer on CPU in one call of C, for layers whose parts all have fast versions in `cpu_layers.py`.
 
-The same functions run in the same order as when each part is called by itself, and give the same bits. What is saved is
-the way through Python between 17 operations, in each of 28 layers.
-`CpuAttention.replace_layers` calls `fuse_layers`; the model file knows nothing of it.
+The same C functions run in the same order as if Python called each part, and they give the same bits. One call saves
+the time of Python between 17 operations, in each of 28 layers (Qwen3-0.6B). `CpuAttention.replace_layers` calls
+`fuse_layers`; the model file does not depend on it.
 """
 
 from ctypes import Structure, byref, c_float, c_long, c_void_p, cast
@@ -18,11 +18,11 @@ from nanovllm.extras.models.masking import PLAIN
 from nanovllm.layers.attention import AttentionMetadata
 
 if TYPE_CHECKING:
-    from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention  # which imports this file
+    from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention  # it imports this file
 
 
 class Layer(Structure):
-    """`struct layer` of cpu.c"""
+    """The C type `struct layer` of cpu.c."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *((name, c_void_p) for name in ("store_kv", "attend")),
@@ -38,7 +38,7 @@ class Layer(Structure):
 
 
 class Step(Structure):
-    """`struct step` of cpu.c"""
+    """The C type `struct step` of cpu.c."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *((name, c_void_p) for name in ("cos", "sin", "slot_mapping", "block_tables", "seq_lens", "cu_seqlens_q")),
@@ -47,16 +47,16 @@ class Step(Structure):
 
 
 class Ranks(Protocol):
-    """Processes that have a share of each layer, as `SharedMemoryCommunicator` knows them."""
+    """The part of `SharedMemoryCommunicator` that this file uses: processes that each have a share of each layer."""
 
     address: int  # of `struct ranks`
 
     def check(self, status: int) -> None:
-        """`status`: what a call of C has returned. Raises unless it is 0."""
+        """Raise CommunicationError if a C function returned a non-zero `status`."""
 
 
 class CpuDecoderLayer(nn.Module):
-    """Does what `layer` does, part by part, in one call."""
+    """Computes all parts of a decoder layer in one call of C."""
 
     def __init__(self, layer: nn.Module, parts: DenseParts, backend: "CpuAttention") -> None:
         super().__init__()
@@ -79,9 +79,9 @@ class CpuDecoderLayer(nn.Module):
             setattr(self.struct, name, product.other)
 
     def join(self, communicator: Any) -> bool:
-        """From now on the layer's weights are one rank's share: what its two halves compute is summed over all ranks.
+        """Sum the outputs of attention and of the MLP over all ranks, because the weights are one rank's share.
 
-        False, and no change, for a communicator that C does not know.
+        Returns False and changes nothing if the communicator has no C implementation.
         """
         if not hasattr(communicator, "address"):
             return False
@@ -96,11 +96,11 @@ class CpuDecoderLayer(nn.Module):
         layer_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """x: [num_tokens, hidden_size] -> the same tensor, changed in place
+        """Compute the layer in place: x: [num_tokens, hidden_size] -> the same tensor
 
-        Nobody misses the old x: it comes from the embedding, which makes a new tensor, or from the layer before.
+        No other code reads the old x, because it is a new tensor from the embedding or the output of the layer before.
         """
-        if cos.shape[-1] % LANES:  # of partial rotary
+        if cos.shape[-1] % LANES:  # partial rotary whose halves are not whole vectors
             return self.layer(x, cos, sin, layer_cache, metadata)
         tables = (metadata.slot_mapping, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
         step = Step(*(t.data_ptr() for t in (cos, sin, *tables)), len(x), *metadata.block_tables.shape, cos.shape[-1])
@@ -113,6 +113,7 @@ class CpuDecoderLayer(nn.Module):
 
 
 def fuse_layers(model: nn.Module, backend: "CpuAttention") -> None:
+    """Replace every supported decoder layer of the model by `CpuDecoderLayer`."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if (parts := dense_parts(child)) is not None and is_fast(parts):
@@ -120,7 +121,7 @@ def fuse_layers(model: nn.Module, backend: "CpuAttention") -> None:
 
 
 def is_fast(parts: DenseParts) -> bool:
-    """Whether every part of the layer has a twin for its shape."""
+    """Return whether every part of the layer has been replaced by a fast version."""
     if not all(isinstance(product, CpuLinear) and product.order is None for product in parts.products):
         return False
     if not all(norm is None or isinstance(norm, CpuRMSNorm) for norm in parts.norms):

@@ -1,6 +1,6 @@
-"""Fast layers on CPU: twins of what `layers/` defines in PyTorch, with the same signatures, that call `cpu.c`.
+"""Fast CPU versions of the layers in `layers/`, with the same signatures. They call `cpu.c`.
 
-A weight is packed once, when its layer is replaced: `F.linear` would reorder a bfloat16 weight at every call.
+Each weight is packed once, when its layer is replaced. `F.linear` would reorder a bfloat16 weight at every call.
 """
 
 import contextlib
@@ -21,22 +21,24 @@ from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary
 
-# layers of architectures that may be deleted
+# paths and not imports, because the files of architectures may be deleted
 ROUTER, SIGMOID_ROUTER = "extras.models.moe.Router", "extras.models.group_routing.SigmoidRouter"
 UNIT_OFFSET_NORM = "extras.models.gemma3.UnitOffsetRMSNorm"
 
 
 class HugePages:
-    """Memory for weights in pages of 2 MiB, where Linux has some: with pages of 4 KiB, looking up addresses can take
-    half of the time of reading them."""
+    """Memory for weights in pages of 2 MiB, if Linux provides them.
 
-    ALIGNMENT = 64  # of each tensor, for vector loads
+    With pages of 4 KiB, translating addresses can take half of the time of reading the weights.
+    """
+
+    ALIGNMENT = 64  # bytes, of each tensor, for vector loads
 
     def __init__(self, num_bytes: int) -> None:
         page = 2 << 20
         memory = mmap.mmap(-1, num_bytes + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # this Linux kernel has no huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)  # keeps `memory`, as do all its slices
         self._next = -self._memory.data_ptr() % page
@@ -48,7 +50,7 @@ class HugePages:
 
 
 def packed_shape(weight: torch.Tensor) -> tuple[int, ...]:
-    """weight: [out, in] -> its shape as panels of 16 outputs, [ceil(out / 16), in / per_word, 16, per_word]"""
+    """Return the shape of weight: [out, in] in panels of 16 outputs: [ceil(out / 16), in / per_word, 16, per_word]."""
     per_word = 4 // weight.itemsize  # elements in 32 bits
     return (-(-weight.shape[0] // LANES), weight.shape[1] // per_word, LANES, per_word)
 
@@ -58,7 +60,7 @@ def packed_bytes(weight: torch.Tensor) -> int:
 
 
 def pack(weight: torch.Tensor, memory: HugePages) -> torch.Tensor:
-    """[out, in] -> `packed_shape`, the last panel filled up with zeros."""
+    """Copy a weight: [out, in] to panels: `packed_shape`, with zeros to fill the last panel."""
     num_panels, num_words, _, per_word = shape = packed_shape(weight)
     missing = -len(weight) % LANES
     padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight  # padding copies, even by nothing
@@ -67,14 +69,14 @@ def pack(weight: torch.Tensor, memory: HugePages) -> torch.Tensor:
 
 
 class CpuLinear(nn.Module):
-    """x: [num_tokens, in_features] -> x @ weight.T + bias: [num_tokens, out_features]"""
+    """Linear layer: x: [num_tokens, in_features] -> x @ weight.T + bias: [num_tokens, out_features]"""
 
     packed: torch.Tensor
     bias: torch.Tensor | None
     other: int | None = None
-    """Address of the weight's `struct other_weight`, if another library multiplies by it (`quantised.py`)."""
+    """Address of the weight's `struct other_weight`, if another library multiplies by it (`cpu_quantised.py`)."""
     order: torch.Tensor | None = None
-    """[in_features]: the inputs in the order of the weight, if that is another."""
+    """[in_features]: the order of inputs in the weight, or None if the weight has them in their normal order."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, memory: HugePages) -> None:
         super().__init__()
@@ -88,7 +90,7 @@ class CpuLinear(nn.Module):
         return self.product(x, torch.empty(len(x), self.out_features, dtype=x.dtype))
 
     def product(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """`y` may be float32: it gets the sums as they are."""
+        """Write the product to `y` and return it. If `y` is float32, it gets the sums without rounding."""
         x, bias = x.contiguous(), None if self.bias is None else self.bias.data_ptr()
         wants_floats = y.dtype == torch.float32
         self.library.linear(
@@ -126,18 +128,21 @@ class CpuFusedLinear(CpuLinear):
 
 
 class CpuEmbedding(CpuLinear):
-    """Reads vectors from the packed weight too, so that tied embeddings are in memory once."""
+    """Reads token vectors from the packed weight, so that tied embeddings are in memory only once."""
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.packed[token_ids // LANES, :, token_ids % LANES].flatten(1)  # [num_tokens, hidden_size]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_samples, hidden_size] -> [num_samples, vocab_size] float32: the sampler wants no rounded ones"""
+        """Compute logits: [num_samples, hidden_size] -> [num_samples, vocab_size] float32, not rounded to bfloat16"""
         return self.product(hidden, torch.empty(len(hidden), self.out_features, dtype=torch.float32))
 
 
 class CpuRMSNorm(nn.Module):
-    """With cosines and sines each head is also rotated (`head_norms.py`). `is_offset` as Gemma's norms are."""
+    """RMS norm that also rotates each head if it gets cosines and sines (`head_norms.py`).
+
+    `is_offset`: multiply by weight + 1, as Gemma's norms do.
+    """
 
     weight: torch.Tensor
 
@@ -151,7 +156,7 @@ class CpuRMSNorm(nn.Module):
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x: [num_tokens, (num_heads,) size]; cos, sin: [num_tokens, 1, size / 2]"""
+        """Normalise x: [num_tokens, (num_heads,) size], and rotate it by cos, sin: [num_tokens, 1, size / 2]"""
         return norm_and_rotate(self.library, x, self.weight, cos, sin, self.is_offset, self.eps)
 
 
@@ -175,7 +180,10 @@ def norm_and_rotate(
     is_offset: bool = False,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """x: [num_tokens, (num_heads,) size] -> the same shape; cos, sin: [num_tokens, 1, rotary_dim / 2]"""
+    """Normalise x if there is a weight, then rotate it if there are cosines and sines.
+
+    x: [num_tokens, (num_heads,) size] -> the same shape; cos, sin: [num_tokens, 1, rotary_dim / 2]
+    """
     y = torch.empty(x.shape, dtype=x.dtype)
     num_heads = x.shape[1] if x.dim() == 3 else 1
     pointers = (None if t is None else t.data_ptr() for t in (weight, cos, sin))
@@ -186,7 +194,7 @@ def norm_and_rotate(
 
 
 class CpuGate(nn.Module):
-    """`SiluAndMul` or `GeluAndMul`, whichever it takes the place of."""
+    """The fast version of `SiluAndMul` and `GeluAndMul`."""
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -204,40 +212,41 @@ class CpuGate(nn.Module):
 
 
 def replace_layers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Put the fast twin in the place of every layer that has one for its shape. The model's weights are loaded."""
+    """Replace every single layer for which there is a fast version of its shape. The weights must be loaded."""
     memory = HugePages(sum(packed_bytes(layer.weight) for layer in model.modules() if has_matrix(layer)))
-    put_twins(model, lambda layer: make_twin(layer, dtype, memory))
+    put_fast_layers(model, lambda layer: make_fast_layer(layer, dtype, memory))
     keep_freed_memory()
 
 
-def put_twins(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
-    """In the place of every layer for which `make` has a twin."""
-    twins: dict[nn.Module, nn.Module | None] = {}  # a layer may have two places: tied embeddings
+def put_fast_layers(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Replace every layer for which `make` returns a fast version. `make` returns None for other layers."""
+    fast_layers: dict[nn.Module, nn.Module | None] = {}  # the model may contain a layer twice: tied embeddings
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):  # named_children() leaves out a second name
             if child is None:
                 continue
-            if child not in twins:
-                twins[child] = make(child)
-                if twins[child] is not None:  # the layer may live on in `twins`, but its weight is not needed twice
+            if child not in fast_layers:
+                fast_layers[child] = make(child)
+                if fast_layers[child] is not None:  # the dict keeps the layer alive, but not its weight
                     child._parameters.clear()
-            if twins[child] is not None:
-                setattr(module, name, twins[child])
+            if fast_layers[child] is not None:
+                setattr(module, name, fast_layers[child])
 
 
 def has_matrix(layer: nn.Module) -> TypeGuard[Linear | Embedding]:
-    """Whether its weight can be packed, by a twin of its own class."""
+    """Return whether the layer has a weight that one of the fast versions can pack."""
     is_known = type(layer) in (Linear, FusedLinear, Embedding) or is_one(layer, ROUTER, SIGMOID_ROUTER)
     return isinstance(layer, Linear | Embedding) and is_known and layer.weight.shape[1] % 2 == 0
 
 
-def make_twin(layer: nn.Module, dtype: torch.dtype, memory: HugePages) -> nn.Module | None:
+def make_fast_layer(layer: nn.Module, dtype: torch.dtype, memory: HugePages) -> nn.Module | None:
+    """Return the fast version of a layer, or None if there is none for its class and shape."""
     if isinstance(layer, SiluAndMul | GeluAndMul):
         return CpuGate(layer, dtype)
     if isinstance(layer, ApplyRotary):
         return CpuApplyRotary(dtype)
     is_offset = is_one(layer, UNIT_OFFSET_NORM)
-    if isinstance(layer, RMSNorm) and (type(layer) is RMSNorm or is_offset):  # others round elsewhere
+    if isinstance(layer, RMSNorm) and (type(layer) is RMSNorm or is_offset):  # other norms round at other points
         return None if len(layer.weight) % LANES else CpuRMSNorm(layer.weight, layer.eps, is_offset)
     if not has_matrix(layer):
         return None

@@ -1,6 +1,6 @@
-"""Layers whose weights have 8 or 4 bits, on CPU: twins of what `extras/quantization/quantised_linear.py` defines in PyTorch.
+"""Layers with weights of 8 or 4 bits on CPU: fast versions of those in `extras/quantization/quantised_linear.py`.
 
-`CpuAttention.replace_layers` calls `replace_quantised` before all other layers get their twins. `quantised.c` has the
+`CpuAttention.replace_layers` calls `replace_quantised` before it replaces other layers. `quantised.c` does the
 arithmetic.
 """
 
@@ -18,17 +18,17 @@ from nanovllm.extras.kernels.cpu.cpu_layers import (
     CpuFusedLinear,
     CpuLinear,
     HugePages,
-    put_twins,
+    put_fast_layers,
 )
 from nanovllm.extras.kernels.cpu.library import LANES, QUANTISED, load_library
 
-STRIP = 4  # panels side by side
-LAYERS = "extras.quantization.quantised_linear."  # a file that may be deleted
+STRIP = 4  # panels in a strip
+LAYERS = "extras.quantization.quantised_linear."  # a path and not an import, because the file may be deleted
 LINEAR, FUSED, EMBEDDING = (LAYERS + name for name in ("QuantisedLinear", "QuantisedFusedLinear", "QuantisedEmbedding"))
 
 
 class QuantisedStruct(Structure):
-    """`struct quantised` of quantised.c"""
+    """The C type `struct quantised` of quantised.c."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *((name, c_void_p) for name in ("linear", "gated_linear")),  # functions
@@ -38,7 +38,10 @@ class QuantisedStruct(Structure):
 
 
 def bytes_of(q: torch.Tensor, bits: int) -> torch.Tensor:
-    """q: [out, in] uint8 -> [out, in * bits / 8] uint8: of 4 bits, a byte has input 8 i + j and above it 8 i + 4 + j"""
+    """Pack q: [out, in] uint8 -> [out, in * bits / 8] uint8
+
+    With 4 bits, byte 4 i + j holds input 8 i + j in its lower half and input 8 i + 4 + j in its upper half (j < 4).
+    """
     if bits == 8:
         return q
     low, high = q.view(len(q), -1, 2, 4).unbind(2)  # [out, in / 8, 4] each
@@ -46,31 +49,31 @@ def bytes_of(q: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def strips_shape(num_outputs: int, num_bytes: int) -> tuple[int, ...]:
-    """[strips of 64 outputs, words, 4 panels, 16 outputs, bytes of a word], `num_bytes` for each output"""
+    """Return the shape [strips of 64 outputs, words, 4 panels, 16 outputs, bytes of a word]."""
     return (-(-num_outputs // (STRIP * LANES)), num_bytes // 4, STRIP, LANES, 4)
 
 
 def strips_bytes(weight: Any) -> int:
-    """Of a weight of the definition, as `in_strips` returns it."""
+    """Return the number of bytes that a quantised weight takes in strips, alignment included."""
     num_outputs, num_inputs = weight.q.shape
     return math.prod(strips_shape(num_outputs, num_inputs * weight.bits // 8)) + HugePages.ALIGNMENT
 
 
 def in_strips(of_outputs: torch.Tensor, memory: HugePages) -> torch.Tensor:
-    """[out, bytes] uint8 -> `strips_shape`, the last strip filled up with zeros"""
+    """Copy a packed weight to strips: [out, bytes] uint8 -> `strips_shape`, with zeros to fill the last strip"""
     num_strips, num_words, *_ = shape = strips_shape(*of_outputs.shape)
     padded = F.pad(of_outputs, (0, 0, 0, num_strips * STRIP * LANES - len(of_outputs)))
     return memory.empty(shape, torch.uint8).copy_(padded.view(num_strips, STRIP, LANES, num_words, 4).movedim(3, 1))
 
 
 def scales_in_strips(of_groups: torch.Tensor) -> torch.Tensor:
-    """[out, groups] -> [strips, groups, 4, 16], the last strip filled up with zeros"""
+    """Reorder scales or zeros: [out, groups] -> [strips, groups, 4, 16], with zeros to fill the last strip"""
     padded = F.pad(of_groups, (0, 0, 0, -len(of_groups) % (STRIP * LANES)))
     return padded.view(-1, STRIP, LANES, of_groups.shape[1]).movedim(3, 1).contiguous()
 
 
 class QuantisedProduct(CpuLinear):
-    """What `CpuLinear` does, with a weight of `layer`, one of the definition."""
+    """A `CpuLinear` with the quantised weight of `layer`, a layer of `quantised_linear.py`."""
 
     scales: torch.Tensor
     zeros: torch.Tensor | None
@@ -116,28 +119,28 @@ class CpuQuantisedFusedLinear(QuantisedProduct, CpuFusedLinear):
 
 class CpuQuantisedEmbedding(QuantisedProduct, CpuEmbedding):
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] int -> [num_tokens, hidden_size]"""
+        """Look up the tokens' rows and dequantise them: [num_tokens] int -> [num_tokens, hidden_size]"""
         ids, y = token_ids.long(), torch.empty(len(token_ids), self.in_features, dtype=self.dtype)
         self.library.quantised_rows(ids.data_ptr(), self.other, y.data_ptr(), len(y), self.in_features)
         return y
 
 
-TWINS = {LINEAR: CpuQuantisedLinear, FUSED: CpuQuantisedFusedLinear, EMBEDDING: CpuQuantisedEmbedding}
+FAST_LAYERS = {LINEAR: CpuQuantisedLinear, FUSED: CpuQuantisedFusedLinear, EMBEDDING: CpuQuantisedEmbedding}
 
 
 def replace_quantised(model: nn.Module, dtype: torch.dtype) -> None:
-    """Put the fast twin in the place of every layer of the definition."""
-    layers: list[Any] = [layer for layer in model.modules() if is_one(layer, *TWINS)]
+    """Replace every quantised layer of the model by its fast version."""
+    layers: list[Any] = [layer for layer in model.modules() if is_one(layer, *FAST_LAYERS)]
     if not layers:
         return
     memory = HugePages(sum(strips_bytes(layer.quantised) for layer in layers))
 
     def make(layer: Any) -> nn.Module | None:
-        twin = next((TWINS[name] for name in TWINS if is_one(layer, name)), None)
-        if twin is None:
+        fast_class = next((FAST_LAYERS[name] for name in FAST_LAYERS if is_one(layer, name)), None)
+        if fast_class is None:
             return None
-        made = twin(layer, dtype, memory)
-        del layer.quantised  # which is not needed twice
+        made = fast_class(layer, dtype, memory)
+        del layer.quantised  # free the memory of the unpacked weight
         return made
 
-    put_twins(model, make)
+    put_fast_layers(model, make)

@@ -1,7 +1,8 @@
-// A mixture of experts (extras/models/moe.py): each token goes through a few of many feed-forward networks.
+// A mixture of experts (extras/models/moe.py): each token is processed by a few of many feed-forward networks.
 //
 // Tokens are grouped by expert, so that an expert's weights are read once for all of its tokens. The products are those
-// of `linear`, and a token's sum runs in the order of the experts' numbers: its bits are the same in every batch.
+// of `linear`, and the experts' outputs for a token are added in the order of the experts' numbers. So a token has the
+// same bits in every batch.
 
 #pragma once
 #include "linear.h"
@@ -11,17 +12,17 @@ struct experts {
     long num_experts, hidden_size, intermediate_size, gate;
 };
 
-// In `order`, the pairs token * top_k + rank of each expert one after another; those of expert e begin at starts[e].
+// Sort the pairs token * top_k + rank by expert. The pairs of expert e are in `order`, from starts[e] on.
 static void group_by_expert(const int64_t *expert_ids, long num_pairs, long num_experts, long *starts, long *order) {
     memset(starts, 0, (num_experts + 1) * sizeof *starts);
     for (long pair = 0; pair < num_pairs; pair++) starts[expert_ids[pair] + 1]++;
     for (long e = 0; e < num_experts; e++) starts[e + 1] += starts[e];
     for (long pair = 0; pair < num_pairs; pair++) order[starts[expert_ids[pair]]++] = pair;
-    for (long e = num_experts; e > 0; e--) starts[e] = starts[e - 1];  // each has moved on to the next one's start
+    for (long e = num_experts; e > 0; e--) starts[e] = starts[e - 1];  // the loop above moved each start to the next
     starts[0] = 0;
 }
 
-// sums[token] += weight * y[row] for each row's token
+// Add each row to its token: sums[token] += weight * y[row].
 static void add_weighted(float *sums, const float *y, const float *weights, const long *pairs, long count, long top_k,
                          long size) {
 #pragma omp parallel for schedule(static) if (count * size > 1 << 13)
@@ -29,13 +30,13 @@ static void add_weighted(float *sums, const float *y, const float *weights, cons
         for (long i = 0; i < size; i++) sums[pairs[row] / top_k * size + i] += weights[pairs[row]] * y[row * size + i];
 }
 
-// x, y: [num_tokens, hidden_size]; expert_ids, weights: [num_tokens, top_k]
+// Compute the mixture. x, y: [num_tokens, hidden_size]; expert_ids, weights: [num_tokens, top_k]
 void mixture(const struct experts *e, const element *x, const int64_t *expert_ids, const float *weights, element *y,
              long num_tokens, long top_k) {
     const long size = e->hidden_size, inner = e->intermediate_size, num_pairs = num_tokens * top_k;
     long *starts = malloc((e->num_experts + 1 + num_pairs) * sizeof *starts), *order = starts + e->num_experts + 1;
     group_by_expert(expert_ids, num_pairs, e->num_experts, starts, order);
-    // an expert has a token at most once, so at most num_tokens rows
+    // an expert processes a token at most once, so it has at most num_tokens rows
     const long num_floats = 2 * num_tokens * size, num_elements = num_tokens * (size + inner);
     float *sums = aligned_alloc(64, (num_floats * sizeof(float) + num_elements * sizeof(element) + 63) / 64 * 64);
     float *out = sums + num_tokens * size;
@@ -56,7 +57,8 @@ void mixture(const struct experts *e, const element *x, const int64_t *expert_id
     free(starts);
 }
 
-// x = 1 / (1 + e^-x), for any count: the last few go through a whole vector too, so that a number's place does not matter
+// Compute x = 1 / (1 + e^-x) in place, for any count. The last few numbers are computed in a whole vector too, so that
+// the result does not depend on a number's position.
 void sigmoid(float *x, long count) {
     for (long i = 0; i < count; i += LANES) {
         float lanes[LANES] = {0};

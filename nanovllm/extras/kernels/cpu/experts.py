@@ -1,7 +1,7 @@
-"""A mixture of experts on CPU in one call of C: the twin of `Experts` in `extras/models/moe.py`.
+"""A mixture of experts on CPU in one call of C: the fast version of `Experts` in `extras/models/moe.py`.
 
-The weights stay where the experts' own twins have packed them; C gets their addresses. `replace_layers` in `layers.py`
-makes the routers; `CpuAttention.replace_layers` calls `fuse_experts` when all layers have their twins.
+The experts' own fast layers have packed the weights, and C gets their addresses. `replace_layers` in `cpu_layers.py`
+replaces the routers. `CpuAttention.replace_layers` calls `fuse_experts` after single layers have been replaced.
 """
 
 from ctypes import Structure, byref, c_long, c_void_p
@@ -18,7 +18,7 @@ EXPERTS = "extras.models.moe.Experts"
 
 
 class ExpertsStruct(Structure):
-    """`struct experts` of experts.h"""
+    """The C type `struct experts` of experts.h."""
 
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *((name, c_void_p) for name in ("gate_up", "down")),
@@ -27,7 +27,7 @@ class ExpertsStruct(Structure):
 
 
 class CpuExperts(nn.Module):
-    """Does what `experts` does, one expert after another, in one call."""
+    """Computes all experts in one call of C, one expert after another."""
 
     def __init__(self, experts: nn.ModuleList, dtype: torch.dtype) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class CpuExperts(nn.Module):
         self.struct = ExpertsStruct(*pointers, *sizes)
 
     def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x: [num_tokens, hidden_size]; expert_ids, weights: [num_tokens, top_k] -> as x"""
+        """Mix the experts' outputs: x: [num_tokens, hidden_size]; expert_ids, weights: [num_tokens, top_k] -> as x"""
         x, expert_ids, weights = x.contiguous(), expert_ids.contiguous(), weights.contiguous()
         y = torch.empty_like(x)
         tensors = (x, expert_ids, weights, y)
@@ -52,6 +52,7 @@ class CpuExperts(nn.Module):
 
 
 def fuse_experts(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace every `Experts` layer by `CpuExperts` if C supports all of its experts."""
     child: Any
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
@@ -60,7 +61,7 @@ def fuse_experts(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def is_fast(expert: nn.Module) -> bool:
-    """Whether every part of it has a twin, and its rows are whole vectors."""
+    """Return whether every part of the expert has a fast version and its rows are whole vectors."""
     parts = parts_of(expert)
     if not all(isinstance(part, CpuLinear) and part.bias is None and part.other is None for part in parts):
         return False

@@ -1,35 +1,35 @@
-// The gate of the feed-forward network, act(gate) * up, for the kinds of act in layers/mlp.py.
+// The gate of the feed-forward network, act(gate) * up, for the activations in layers/mlp.py.
 
 #pragma once
 #include "vectors.h"
 
-enum gate { NO_GATE, SILU, GELU };  // as layers.py numbers them
+enum gate { NO_GATE, SILU, GELU };  // the numbers in cpu_layers.py
 
-// 2 / (1 + e^-2|x|) - 1, with the sign of x
+// Return tanh(x) = 2 / (1 + e^-2|x|) - 1, with the sign of x.
 static inline floats tanh_lanes(floats x) {
     const floats e = exp_lanes(pick(x < 0, x, -x) * 2);
     const floats t = (1 - e) / (1 + e);
     return pick(x < 0, -t, t);
 }
 
-// x / (1 + e^-x)
+// Return x / (1 + e^-x).
 static inline floats silu_lanes(floats x) {
     x = pick(x < -87, (floats){0} - 87, x);  // e^87 is finite
     return x / (1 + exp_lanes(-x));
 }
 
-// x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
+// Return x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
 static inline floats gelu_lanes(floats x) {
     return x * 0.5f * (1 + tanh_lanes(0.79788456f * (x + 0.044715f * x * x * x)));
 }
 
-// act(gate) * up. Every step is rounded, as layers/mlp.py does; the caller's `store` rounds the last.
+// Return act(gate) * up. Every step is rounded, as in layers/mlp.py; the caller's `store` rounds the last one.
 static inline floats gate_lanes(enum gate kind, floats gate, floats up) {
     gate = round_lanes(gate);
     return round_lanes(kind == SILU ? silu_lanes(gate) : gelu_lanes(gate)) * round_lanes(up);
 }
 
-// gate, up: [num_tokens, size], tokens `stride` elements apart -> y: [num_tokens, size] = act(gate) * up
+// Compute y: [num_tokens, size] = act(gate) * up. gate, up: [num_tokens, size], tokens are `stride` elements apart.
 void gate_and_mul(const element *gate, const element *up, element *y, long num_tokens, long size, long stride, int kind) {
 #pragma omp parallel for schedule(static) if (num_tokens * size > 1 << 13)
     for (long token = 0; token < num_tokens; token++)

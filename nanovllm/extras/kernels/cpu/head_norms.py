@@ -1,7 +1,7 @@
-"""Attention that normalises and then rotates each head of the queries and keys: both in one call of C.
+"""Attention layers that normalise and rotate the heads of the queries and keys in one call of C.
 
-For layers that `decoder_layer.py` does not compute as a whole: Qwen3-MoE's and Gemma 3's.
-`CpuAttention.replace_layers` calls `fuse_head_norms` when all layers have their twins.
+They serve models whose layers `cpu_decoder_layer.py` does not compute as a whole: Qwen3-MoE and Gemma 3.
+`CpuAttention.replace_layers` calls `fuse_head_norms` after single layers have been replaced by fast versions.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ NORMED_ATTENTION = (
 
 
 class CpuNormedAttention(nn.Module):
-    """Does what `attention` does, one of the classes above; the rounding is the same."""
+    """A fast version of an attention layer of one of the classes above, with the same rounding."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__()
@@ -39,13 +39,14 @@ class CpuNormedAttention(nn.Module):
         layer_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """x: [num_tokens, hidden_size] -> the same shape"""
+        """Attend: x: [num_tokens, hidden_size] -> the same shape"""
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in self.qkv_proj(x))  # [num_tokens, heads, head_dim]
         q, k = self.q_norm(q, cos, sin), self.k_norm(k, cos, sin)
         return self.o_proj(self.attention(q, k, v, layer_cache, metadata).flatten(1))
 
 
 def fuse_head_norms(model: nn.Module) -> None:
+    """Replace every supported attention layer of the model by `CpuNormedAttention`."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if is_one(child, *NORMED_ATTENTION) and is_fast(child):
@@ -53,6 +54,6 @@ def fuse_head_norms(model: nn.Module) -> None:
 
 
 def is_fast(attention: Any) -> bool:
-    """Whether both norms have twins, and the halves of a head are whole vectors."""
+    """Return whether both norms have been replaced by fast versions and each half of a head is whole vectors."""
     norms = (attention.q_norm, attention.k_norm)
     return all(isinstance(norm, CpuRMSNorm) for norm in norms) and attention.head_dim % (2 * LANES) == 0

@@ -1,4 +1,4 @@
-// What a library was compiled for; library.py asks.
+// Describe what a library was compiled for. library.py calls these functions.
 
 #pragma once
 #include "vectors.h"

@@ -1,23 +1,25 @@
-// K and V of 8 bits, with a scale for each token and head: how they lie in a block, and attention over them.
+// K and V of 8 bits, with a scale for each token and head: the layout of a block, and attention over such a cache.
 //
-// extras/int8_kv.py is the definition: queries, and the weights of 16 tokens at a time, are rounded to 16 bits, so both
-// products are sums of whole numbers, exact in any order; a row's bits do not depend on how many rows are computed together.
+// extras/int8_kv.py is the definition. Queries, and the weights of 16 tokens at a time, are rounded to 16 bits. Both
+// products are then sums of whole numbers, which are exact in any order. So a row's bits do not depend on how many rows
+// are computed together.
 //
-// A library of its own, with the `store_kv` and the `attend` of cpu.c, for models with such a cache.
+// This file is a separate library for models with such a cache. It has its own `store_kv` and `attend`, with the
+// arguments of those in cpu.c.
 //
 //   pair    16 bits of a panel: two numbers that are neighbours in the summed dimension
-//   panel   16 columns, tokens of K or channels of V: [pairs][16], as of other caches
+//   panel   16 columns, tokens of K or channels of V: [pairs][16], as in other caches
 //
-// Of each head, a block holds the panels of K or V and behind them a scale for each token: block_size float32.
+// For each head, a block has the panels of K or V, followed by a scale for each token: block_size float32.
 
-#define ROWS 12  // that read the same tokens
+#define ROWS 12  // rows that read the same tokens
 #include "instructions.h"
 #include "rounding.h"
 #include "spans.h"
 
-#define MOST_HEAD_DIM 512  // of more products of 8 and 16 bits, a sum could overflow
-#define PAIR_BYTES (2 * LANES)  // of 16 columns
-#define GROUP_ROWS 4  // computed together at most: of 4 rows and 4 panels, all sums of K stay in registers
+#define MOST_HEAD_DIM 512  // a sum of more products of 8 and 16 bits could overflow
+#define PAIR_BYTES (2 * LANES)  // bytes of the pairs of 16 columns
+#define GROUP_ROWS 4  // rows computed together at most: with 4 rows and 4 panels, all sums of K stay in registers
 #define GROUP_PANELS 4
 
 typedef int16_t shorts __attribute__((vector_size(2 * LANES)));
@@ -29,12 +31,12 @@ static inline int8_t *at_head(uint32_t *part, const struct cache *c, long block,
     return (int8_t *)part + (block * c->num_kv_heads + head) * num_bytes;
 }
 
-// The same, of a span's block.
+// Return the same for a block of a span.
 static inline int8_t *in_span(uint32_t *part, const struct cache *c, const struct span *span, long block, long head) {
     return at_head(part, c, span->block_table[block], head);
 }
 
-// The scales of a block's tokens, behind the panels of its head.
+// Return the scales of a block's tokens, which follow the panels of the head.
 static inline float *scales_of(const struct cache *c, const int8_t *head) {
     return (float *)(head + c->block_size * c->head_dim);
 }
@@ -58,7 +60,8 @@ void store_kv(const element *k, const element *v, uint32_t *k_cache, uint32_t *v
     }
 }
 
-// Where 16 tokens of a span are: in which of its blocks, and from which slot of it on. There is no division on the way.
+// The position of 16 tokens of a span: the number of the block in the span, and the first slot in the block. Moving to
+// the next position needs no division.
 struct place { long block, offset; };
 
 static inline struct place place_after(struct place p, const struct cache *c) {
@@ -66,12 +69,12 @@ static inline struct place place_after(struct place p, const struct cache *c) {
     return p.offset < c->block_size ? p : (struct place){p.block + 1, 0};
 }
 
-// Blocks of V that stay in the L1 cache while all rows and channels pass.
+// Return the number of blocks of V that stay in the L1 cache while all rows and channels are computed.
 static inline long blocks_of_v(const struct cache *c) { return c->block_size < 128 ? 128 / c->block_size : 1; }
 
 // ---- numbers of 16 bits
 
-// x: [16] -> its nearest numbers, when its largest magnitude is to become 32,767; `inverse`: 32,767 / that
+// Round x: [16] to numbers of 16 bits. `inverse`: 32,767 / the largest magnitude, which becomes 32,767
 static inline void round_16(int16_t *numbers, floats x, float inverse) {
     const shorts n = __builtin_convertvector(nearest(x * inverse), shorts);
     memcpy(numbers, &n, sizeof n);
@@ -85,7 +88,7 @@ static void round_query(struct tile *t, int row, const element *q, long head_dim
     t->q_scales[row] = largest / 32767;
 }
 
-// Of one row and span: weights = exponentials * one * the scales of V, by groups of 16 tokens.
+// Compute the weights of one row and span: exponentials * one * the scales of V, rounded in groups of 16 tokens.
 static void round_weights(const struct cache *c, const struct tile *t, const struct span *span, long kv_head, int row,
                           float one, const struct masking *m) {
     const long first = first_seen(t, row, m), last = t->last[row], num_slots = slots_of(span), far = 128 / c->block_size + 1;
@@ -98,7 +101,7 @@ static void round_weights(const struct cache *c, const struct tile *t, const str
         floats w = *(const floats *)(t->scores + at) * one * *(const floats *)scales;
         if (slot < first || slot + LANES > last)
             for (int lane = 0; lane < LANES; lane++)
-                if (slot + lane < first || slot + lane >= last) w[lane] = 0;  // an unseen scale may be NaN
+                if (slot + lane < first || slot + lane >= last) w[lane] = 0;  // the scale of a masked token may be NaN
         const float largest = largest_magnitude(larger_magnitudes((ints){0}, w));
         round_16((int16_t *)t->weights + at, w, inverse_of(largest, 32767));
         t->weight_scales[at / LANES] = largest / 32767;
@@ -107,7 +110,7 @@ static void round_weights(const struct cache *c, const struct tile *t, const str
 
 // ---- products of 8 and 16 bits
 
-// 32 numbers of 8 bits, widened.
+// Widen 32 numbers of 8 bits to 16 bits.
 static inline words widen_pairs(const int8_t *p) {
 #ifdef __AVX512BW__
     return (words)_mm512_cvtepi8_epi16(_mm256_load_si256((const __m256i *)p));
@@ -124,7 +127,7 @@ static inline words widen_pairs(const int8_t *p) {
 #endif
 }
 
-// sum + the products of both numbers of each lane's pair and those of x
+// Return sum + the products of both numbers of each lane's pair with those of x.
 static inline ints dot_pairs(ints sum, words pairs, uint32_t x) {
 #ifdef __AVX512VNNI__
     return (ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)pairs, _mm512_set1_epi32((int)x));
@@ -144,8 +147,8 @@ static inline ints dot_pairs(ints sum, words pairs, uint32_t x) {
 #endif
 }
 
-// sums[row][i] += x[row]'s pairs times panel i's; `x_stride` numbers from one row to the next. Meanwhile memory is asked
-// for what lies at `next`.
+// Compute sums[row][i] += x[row]'s pairs times panel i's, and prefetch `next`. `x_stride`: numbers from one row to the
+// next
 static inline __attribute__((always_inline)) void multiply_pairs(
     ints sums[GROUP_ROWS][GROUP_PANELS], const int16_t *x, long x_stride, const int8_t *const *panels,
     const int8_t *const *next, long num_pairs, const int num_rows, const int num_panels) {
@@ -163,20 +166,20 @@ static inline __attribute__((always_inline)) void multiply_pairs(
     }
 }
 
-// A part of one of both products: rows of a span, from `row` on, and what is read for them.
+// A part of one of the two products: rows of a span, starting at `row`, and the tokens and channels that they read.
 struct part {
     const struct cache *c;
     const struct tile *t;
     const struct span *span;
     long kv_head, then;
     int row;
-    struct place place;  // of the first tokens
-    long slot;           // the first of them
-    long num_blocks;     // of V
+    struct place place;  // position of the first tokens
+    long slot;           // number of the first token in the span
+    long num_blocks;     // blocks of V
     long channel;
 };
 
-// scores = q k^T, of panels of 16 tokens from `slot` on. What is asked for meanwhile: as multiply_k says.
+// Compute scores = q k^T for panels of 16 tokens, starting at `slot`. Prefetch as multiply_k in attention.h does.
 static inline __attribute__((always_inline)) void score_tokens(
     const struct part *p, const int num_rows, const int num_panels) {
     const struct cache *c = p->c;
@@ -207,8 +210,8 @@ static inline __attribute__((always_inline)) void score_tokens(
         }
 }
 
-// out = weights v, of `num_blocks` blocks and panels of 16 channels from `channel` on, added to the out of the blocks before
-// them. What is asked for meanwhile: as multiply_v says.
+// Compute out = weights v for `num_blocks` blocks and panels of 16 channels, starting at `channel`, and add it to that
+// of the blocks before them. Prefetch as multiply_v in attention.h does.
 static inline __attribute__((always_inline)) void sum_values(
     const struct part *p, const int num_rows, const int num_panels) {
     const struct cache *c = p->c;
@@ -246,7 +249,7 @@ static inline __attribute__((always_inline)) void sum_values(
         for (int i = 0; i < num_panels; i++) *(floats *)(out + row * head_dim + i * LANES) = totals[row][i];
 }
 
-// With both counts known to the compiler, all sums stay in registers.
+// Call a function with counts that the compiler knows, so that all sums stay in registers.
 #define WITH_ROWS(function, rows) \
     case (rows) * 16 + 1: function(p, rows, 1); break; \
     case (rows) * 16 + 2: function(p, rows, 2); break; \
@@ -264,7 +267,7 @@ static void multiply_int8_v(const struct part *p, int num_rows, int num_panels) 
 
 static inline int panels_together(long left, int most) { return left >= most ? most : left >= 2 ? 2 : 1; }
 
-// All rows of the span, so many at a time, for the same panels.
+// Multiply all rows of the span by the same panels, GROUP_ROWS rows at a time.
 static inline void multiply_rows_of(void (*multiply)(const struct part *, int, int), struct part p, int num_panels) {
     const int end = p.span->first_row + p.span->num_rows;
     for (p.row = p.span->first_row; p.row < end; p.row += GROUP_ROWS)
@@ -304,7 +307,7 @@ static void weigh_row(const struct cache *c, const struct tile *t, const struct 
     round_weights(c, t, span, kv_head, row, one, m);
 }
 
-// As `attend` of cpu.c.
+// Attend, with the arguments of `attend` in attention.h.
 void attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache, const int32_t *block_tables,
             const int32_t *seq_lens, const int32_t *cu_seqlens_q, long num_seqs, long max_num_blocks, long q_stride,
             long num_heads, long num_kv_heads, long head_dim, long block_size, long window, float scale, float softcap) {

@@ -1,4 +1,4 @@
-// The paged KV cache: K and V lie in panels (cpu.c has the layout), so that they are multiplied as they are.
+// The paged KV cache. K and V are stored in panels (cpu.c describes the layout), so that products read them directly.
 
 #pragma once
 #include "product.h"
@@ -6,25 +6,26 @@
 
 static inline long head_words(const struct cache *c) { return c->block_size * c->head_dim / PER_WORD; }
 
-// The panels of a slot's block and head.
+// Return the panels of a slot's block and head.
 static inline uint32_t *at_slot(uint32_t *part, const struct cache *c, long slot, long head) {
     return part + (slot / c->block_size * c->num_kv_heads + head) * head_words(c);
 }
 
-// K of a token and head: in panel offset / 16 lane offset % 16. The words of a token are 16 apart.
+// Return the first word of K of a slot and head: lane offset % 16 in panel offset / 16. A token's words are 16 apart.
 static inline uint32_t *k_at(const struct cache *c, long slot, long head) {
     const long offset = slot % c->block_size;
     return at_slot(c->k, c, slot, head) + offset / LANES * LANES * c->head_dim / PER_WORD + offset % LANES;
 }
 
-// V: in each panel of 16 channels, the word offset / PER_WORD of each channel, and in it one element.
+// Write V of one token and head. In each panel of 16 channels, it has one element of the word offset / PER_WORD of each
+// channel.
 static void store_v(const struct cache *c, const element *from, long slot, long head) {
     const long offset = slot % c->block_size;
     element *to = (element *)(at_slot(c->v, c, slot, head) + offset / PER_WORD * LANES) + offset % PER_WORD;
     for (long d = 0; d < c->head_dim; d++) to[d / LANES * LANES * c->block_size + d % LANES * PER_WORD] = from[d];
 }
 
-// The same for both tokens of a word, a line of 64 bytes at a time.
+// Write V of both tokens of a word, one line of 64 bytes at a time.
 static void store_v_pair(const struct cache *c, const element *first, const element *second, long slot, long head) {
     uint32_t *to = at_slot(c->v, c, slot, head) + slot % c->block_size / PER_WORD * LANES;
     for (long d = 0; d < c->head_dim; d += LANES) {
@@ -37,10 +38,10 @@ static void store_v_pair(const struct cache *c, const element *first, const elem
     }
 }
 
-// Writes k, v: [num_tokens, num_kv_heads, head_dim], tokens `stride` elements apart, to their slots.
+// Write k, v: [num_tokens, num_kv_heads, head_dim] to their slots. Tokens are `stride` elements apart.
 //
-// A decoded token's K goes to as many lines of 64 bytes as it has words, none of which is in a cache: memory is asked for
-// those of the next head while this one's are written.
+// Each word of a decoded token's K is in a different line of 64 bytes, and none of these lines is in a cache. So the
+// lines of the next head are prefetched while those of this head are written.
 void store_kv(const element *k, const element *v, uint32_t *k_cache, uint32_t *v_cache, const int32_t *slot_mapping,
               long num_tokens, long k_stride, long v_stride, long num_kv_heads, long head_dim, long block_size) {
     const struct cache c = {k_cache, v_cache, num_kv_heads, head_dim, block_size};

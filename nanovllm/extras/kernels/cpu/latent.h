@@ -1,17 +1,18 @@
-// Multi-head latent attention (extras/models/latent_attention.py): all heads read one latent for each token, and its first
-// `rank` channels are the values too.
+// Multi-head latent attention (extras/models/latent_attention.py): all heads read one latent for each token. Its first
+// `rank` channels are also the values.
 //
-// A block of the cache is panels of 16 tokens, summed over the latent's channels, as K is in cpu.c. Values would be
-// panels of 16 channels, summed over tokens: they are turned into that layout as they are used, once for ITEM_ROWS rows.
+// A block of the cache consists of panels of 16 tokens, summed over the latent's channels, like K in cpu.c. The product
+// with values needs panels of 16 channels, summed over tokens. So values are transposed to that layout when they are
+// used, once for ITEM_ROWS rows.
 
 #pragma once
 #include "attention.h"
 #include "linear.h"
 
-// Rows that share the turned values: query tokens times heads, of one sequence.
+// Number of rows that share the transposed values. A row is one query token and head of one sequence.
 #define ITEM_ROWS (4 * ROWS)
 
-// Writes latents: [num_tokens, head_dim] to their slots.
+// Write latents: [num_tokens, head_dim] to their slots.
 void store_latents(const element *latents, uint32_t *cache, const int32_t *slot_mapping, long num_tokens, long head_dim) {
     const long num_words = head_dim / PER_WORD;
 #pragma omp parallel for schedule(static) if (num_tokens * head_dim > 1 << 13)
@@ -23,7 +24,8 @@ void store_latents(const element *latents, uint32_t *cache, const int32_t *slot_
     }
 }
 
-// `count` tokens of 16 channels: [words of channels][16 tokens] -> [words of tokens][16 channels], others 0
+// Transpose 16 channels of `count` tokens: [words of channels][16 tokens] -> [words of tokens][16 channels]. Other
+// tokens become 0.
 static void turn_panel(const uint32_t *from, uint32_t *to, long count) {
 #if PER_WORD == 2
     for (int token = 0; token < LANES; token += 2)
@@ -46,17 +48,17 @@ struct latents {
     long head_dim, rank, block_size;
 };
 
-// The panel of 16 tokens that begins with `token`.
+// Return the panel of 16 tokens that begins with `token`.
 static inline const uint32_t *latent_panel(const struct latents *l, long token) {
     const long slot = l->block_table[token / l->block_size] * l->block_size + token % l->block_size;
     return l->cache + slot * (l->head_dim / PER_WORD);
 }
 
-// Up to ITEM_ROWS rows of q: [num_rows, head_dim] against all that they see -> out: [num_rows, rank]. `values` has room
-// for WIDTH panels of 16 channels of every slot, `scores` and `weights` for every slot of every row.
+// Attend with up to ITEM_ROWS rows, q: [num_rows, head_dim] -> out: [num_rows, rank]. The buffer `values` holds WIDTH
+// panels of 16 channels of every slot; `scores` and `weights` hold every slot of every row.
 static void attend_item(const struct latents *l, const element *q, element *out, int num_rows, const long *last,
                         const struct masking *m, float *scores, element *weights, uint32_t *values) {
-    const long num_words = l->head_dim / PER_WORD, num_tokens = last[num_rows - 1];  // no row sees more
+    const long num_words = l->head_dim / PER_WORD, num_tokens = last[num_rows - 1];  // the most of all rows
     const long num_slots = (num_tokens + LANES - 1) / LANES * LANES, panel_words = num_slots / PER_WORD * LANES;
     const long tile = rows_at_a_time(num_rows), width = WIDTH(num_rows), num_groups = (l->rank + LANES - 1) / LANES;
     _Alignas(64) float sums[ROWS * PANELS * LANES];
@@ -77,7 +79,7 @@ static void attend_item(const struct latents *l, const element *q, element *out,
         const long first = last[row] > m->window ? last[row] - m->window : 0;
         softmax(scores + row * num_slots, weights + row * num_slots, first, last[row], num_slots, m);
     }
-    for (long group = 0; group < num_groups; group += width) {  // of 16 channels
+    for (long group = 0; group < num_groups; group += width) {  // groups of 16 channels
         const long count = num_groups - group < width ? num_groups - group : width;
         for (int i = 0; i < count; i++)
             for (long slot = 0; slot < num_slots; slot += LANES)
@@ -99,8 +101,8 @@ static void attend_item(const struct latents *l, const element *q, element *out,
     }
 }
 
-// q: [num_tokens, num_heads, head_dim] -> out: [num_tokens, num_heads, rank]. Each new token attends to its sequence's
-// tokens up to itself, or to `window` of them.
+// Attend: q: [num_tokens, num_heads, head_dim] -> out: [num_tokens, num_heads, rank]. Each new token attends to its
+// sequence's tokens up to its own position, or to the last `window` of them.
 void attend_latents(const element *q, element *out, const uint32_t *cache, const int32_t *block_tables,
                     const int32_t *seq_lens, const int32_t *cu_seqlens_q, long num_seqs, long max_num_blocks,
                     long num_heads, long head_dim, long rank, long block_size, long window, float scale,
@@ -129,7 +131,7 @@ void attend_latents(const element *q, element *out, const uint32_t *cache, const
             const long num_new = cu_seqlens_q[w.seq + 1] - cu_seqlens_q[w.seq];
             const long left = num_new * num_heads - w.first_row, first = cu_seqlens_q[w.seq] * num_heads + w.first_row;
             const int num_rows = left < ITEM_ROWS ? left : ITEM_ROWS;
-            long last[ITEM_ROWS];  // a row sees the tokens before this one
+            long last[ITEM_ROWS];  // a row attends to the tokens before this position
             for (int row = 0; row < num_rows; row++)
                 last[row] = seq_lens[w.seq] - num_new + (w.first_row + row) / num_heads + 1;
             const struct latents l = {cache, block_tables + w.seq * max_num_blocks, head_dim, rank, block_size};
@@ -141,7 +143,8 @@ void attend_latents(const element *q, element *out, const uint32_t *cache, const
     free(work);
 }
 
-// A product for each head: x: [num_heads, m, k] -> y: [num_heads, m, n], weight: as `linear` takes it, one after another
+// Compute a product for each head: x: [num_heads, m, k] -> y: [num_heads, m, n]. weight: one weight as for `linear` for
+// each head, one after another.
 void head_linear(const element *x, const uint32_t *weight, element *y, long num_heads, long m, long n, long k) {
     const long num_panels = (n + LANES - 1) / LANES, num_words = k / PER_WORD, block = ROW_BLOCK(num_words);
 #pragma omp parallel

@@ -1,9 +1,10 @@
-"""`cpu.c` as a library: compiled on first use, for this processor and one dtype, and kept in the user's cache folder.
+"""Compile `cpu.c` on first use, for this processor and one dtype, and keep the library in the user's cache folder.
 
-`quantised.c` is another, for models whose weights have 8 or 4 bits, and `int8_kv.c` a third, for K and V of 8 bits.
+`quantised.c`, for weights of 8 or 4 bits, and `int8_kv.c`, for K and V of 8 bits, become libraries in the same way.
 
-It takes some seconds and a C compiler (`toolchain.py`). Without one, `load_library` says why, and the engine runs the
-PyTorch layers. Where the cache folder cannot be used, every process compiles for itself.
+Compiling takes some seconds and a C compiler (`toolchain.py`). Without one, `load_library` raises NoLibraryError with
+the reason, and the engine runs the PyTorch layers. If the cache folder cannot be used, every process compiles its own
+library.
 """
 
 import ctypes
@@ -36,7 +37,7 @@ from nanovllm.extras.models.masking import AttentionOptions
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu.c")
-QUANTISED = SOURCE.with_name("quantised.c")  # a library of its own, as is
+QUANTISED = SOURCE.with_name("quantised.c")  # a separate library, as is int8_kv.c
 INT8_KV = SOURCE.with_name("int8_kv.c")
 HEADERS = sorted(SOURCE.parent.glob("*.h"))
 LANES = 16  # floats in a vector, columns in a panel
@@ -44,7 +45,7 @@ FLAGS = flags(platform.system(), platform.machine())
 DTYPES = (torch.bfloat16, torch.float32)
 LONG_MAX = (1 << 63) - 1
 
-FUNCTIONS_OF_LAYERS = {  # pointers, then sizes, then the rest
+FUNCTIONS_OF_LAYERS = {  # argument types: pointers, then sizes, then the rest
     "linear": [c_void_p] * 4 + [c_long] * 3 + [c_int],
     "store_kv": [c_void_p] * 5 + [c_long] * 6,
     "attend": [c_void_p] * 7 + [c_long] * 8 + [c_float] * 2,
@@ -77,15 +78,15 @@ CAN_FAIL = ("decoder_layer", "all_reduce", "broadcast", "gather")  # return 1 if
 
 
 class NoLibraryError(RuntimeError):
-    """Why `cpu.c` cannot be used here."""
+    """Raised with the reason if the C code cannot be compiled or loaded on this machine."""
 
 
 class CacheError(RuntimeError):
-    """Why the cache folder is not to be used."""
+    """Raised with the reason if the cache folder must not be used."""
 
 
 class Library(ctypes.CDLL):
-    """`cpu.c`, `quantised.c` or `int8_kv.c`, compiled."""
+    """A loaded library, compiled from `cpu.c`, `quantised.c` or `int8_kv.c`."""
 
     def __init__(self, path: Path, source: Path, why_no_tiles: str | None) -> None:
         super().__init__(str(path))
@@ -101,9 +102,9 @@ class Library(ctypes.CDLL):
 
 @functools.cache
 def load_library(dtype: torch.dtype, source: Path = SOURCE) -> Library:
-    """`source`, compiled for `dtype`. NoLibraryError if that is not possible."""
+    """Compile `source` for `dtype`, or take it from the cache, and load it. Raises NoLibraryError if that fails."""
     if dtype not in DTYPES:
-        raise NoLibraryError(f"the CPU kernels know bfloat16 and float32, not {dtype}")
+        raise NoLibraryError(f"the CPU kernels support bfloat16 and float32, not {dtype}")
     system = platform.system()
     if system not in SYSTEMS:
         raise NoLibraryError(f"the CPU kernels are for {' and '.join(SYSTEMS)}, not for {system}")
@@ -111,7 +112,7 @@ def load_library(dtype: torch.dtype, source: Path = SOURCE) -> Library:
     if not compiler:
         raise NoLibraryError("there is no C compiler (cc, gcc, clang or $CC) on this machine")
     command = [*shlex.split(compiler), *FLAGS, *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
-    if source == INT8_KV or (source == SOURCE and dtype != torch.bfloat16):  # which do not use tiles
+    if source == INT8_KV or (source == SOURCE and dtype != torch.bfloat16):  # without tiles
         return compile_and_load(command, source)
     if not has_tiles():
         return compile_and_load(command, source, why_no_tiles_are_shown())
@@ -119,19 +120,19 @@ def load_library(dtype: torch.dtype, source: Path = SOURCE) -> Library:
     if not reason:
         try:
             return compile_and_load([*command, "-DAMX"], source)
-        except NoLibraryError:  # if that has another cause, it comes back
+        except NoLibraryError:  # if AMX is not the cause, the call below raises it again
             reason = f"{command[0]} cannot compile it"
     return compile_and_load(command, source, reason)
 
 
 def masking(options: AttentionOptions, default_scale: float) -> tuple[int, float, float]:
-    """`struct masking` of cpu.c: (window, scale, softcap)"""
+    """Return the values of C's `struct masking`: (window, scale, softcap)."""
     window = LONG_MAX if options.window is None else options.window
     return window, default_scale if options.scale is None else options.scale, options.softcap or 0.0
 
 
 def compile_and_load(command: list[str], source: Path, why_no_tiles: str | None = None) -> Library:
-    """From the cache folder; where that is not possible, from a private folder that does not outlive the call."""
+    """Compile and load a library in the cache folder or, if that fails, in a temporary folder."""
     on_mac = platform.system() == "Darwin"
     command = [*command, str(source), *([] if on_mac else openmp_of_torch()), "-lm"]
     try:
@@ -141,12 +142,12 @@ def compile_and_load(command: list[str], source: Path, why_no_tiles: str | None 
         try:
             path = compile_in(cache_folder(), name, command)
             library = Library(path, source, why_no_tiles)
-        except (OSError, CacheError) as error:  # foreign, read-only, without the right to execute, no home, ...
+        except (OSError, CacheError) as error:  # owned by another user, read-only, mounted noexec, no home, ...
             logger.warning("the CPU kernels are compiled for this process only: %s", error)
             with tempfile.TemporaryDirectory(prefix="nanovllm-") as folder:
                 path = compile_in(Path(folder), name, command)
                 library = Library(path, source, why_no_tiles)
-    except OSError as error:  # a compiler that is not there, no folder at all, ...
+    except OSError as error:  # the compiler does not exist, no folder can be created, ...
         raise NoLibraryError(f"{source.name} could not be compiled and loaded: {error}") from error
     warn_of_a_second_pool()
     return library
@@ -160,28 +161,33 @@ def compile_in(folder: Path, name: str, command: list[str]) -> Path:
 
 @functools.cache
 def warn_of_a_second_pool() -> None:
-    """Once: clang's OpenMP beside PyTorch's, for example."""
+    """Log a warning once if several OpenMP libraries are loaded, for example clang's and PyTorch's."""
     maps = Path("/proc/self/maps")
     found = loaded_openmp(maps.read_text(encoding="utf-8", errors="replace")) if maps.exists() else []
     if len(found) > 1:
-        text = "%s keep a pool of threads each, which wait for each other's cores; CC=gcc uses one pool"
+        text = "%s each have a pool of threads, and the pools wait for each other's cores; set CC=gcc to use one pool"
         logger.warning(text, " and ".join(found))
 
 
 def has_tiles() -> bool:
-    """Whether the processor has AMX, for bfloat16 and bytes, and neither Linux nor a hypervisor hides it."""
+    """Return whether Linux shows AMX for bfloat16 and bytes (an old kernel or a hypervisor may hide it)."""
     return {"amx_tile", "amx_bf16", "amx_int8"} <= set(cpu_flags())
 
 
 def why_no_tiles_are_shown() -> str | None:
-    """Intel's servers have AVX-512 FP16 and AMX together: if only the first is shown, something hides AMX."""
+    """Return why a processor that should have AMX does not show it, or None.
+
+    Intel's servers have AVX-512 FP16 and AMX together. If Linux shows only AVX-512 FP16, AMX is hidden.
+    """
     return "Linux shows no amx_tile and amx_bf16" if "avx512_fp16" in cpu_flags() else None
 
 
 def ask_for_tiles(feature: int = 18) -> str | None:
-    """Why this process may not use AMX. Linux requires permission: tile state is expensive to save on a context switch.
+    """Request permission to use AMX; return None, or the reason why Linux refuses.
 
-    `feature` is XFEATURE_XTILE_DATA of Linux's <asm/fpu/types.h>."""
+    Linux requires the request because the tiles are expensive to save on a context switch. `feature` is
+    XFEATURE_XTILE_DATA of Linux's <asm/fpu/types.h>.
+    """
     arch_prctl, arch_req_xcomp_perm = 158, 0x1023  # of <asm/unistd_64.h>, <asm/prctl.h>
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(c_long(arch_prctl), c_long(arch_req_xcomp_perm), c_long(feature)) == 0:
@@ -190,9 +196,11 @@ def ask_for_tiles(feature: int = 18) -> str | None:
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep what one step frees for the next: fresh memory is cleared page by page, a tenth of a prefill.
+    """Make malloc keep memory that one step frees for the next step.
 
-    Called when the weights lie where they stay. What is as large as a KV cache still comes fresh, and untouched."""
+    Linux clears new memory page by page, which takes a tenth of the time of a prefill. Call this function after the
+    weights have been packed. Allocations as large as a KV cache still get new memory, whose pages are not touched.
+    """
     m_trim_threshold, m_mmap_threshold = -1, -3  # of <malloc.h>
     if platform.system() == "Linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(m_mmap_threshold, 1 << 28)
@@ -200,20 +208,23 @@ def keep_freed_memory() -> None:
 
 
 def cache_folder() -> Path:
-    """Only its owner may write into it: the engine runs the code that lies there. OSError or CacheError if not."""
+    """Return the cache folder, and create it if necessary. Raises OSError or CacheError if it cannot be used.
+
+    Only its owner may write to the folder, because the engine runs the code in it.
+    """
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError as error:  # a user without an entry, as in some containers
+    except RuntimeError as error:  # the user has no entry in the password database, as in some containers
         raise CacheError(f"{error} Set HOME or XDG_CACHE_HOME.") from error
     folder = Path(base) / "nanovllm"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
-        raise CacheError(f"others than you can write into {folder}: chmod 700 it, or set XDG_CACHE_HOME")
+        raise CacheError(f"other users can write to {folder}: run chmod 700 on it, or set XDG_CACHE_HOME")
     return folder
 
 
 def fingerprint(command: list[str], source: Path) -> str:
-    """Changes with the source, the command, the compiler and the processor."""
+    """Return a hash of the source, the command, the compiler's version and the processor."""
     version = subprocess.run([command[0], "--version"], capture_output=True).stdout
     sources = [path.read_bytes() for path in (source, *HEADERS)]
     processor = describe_processor(platform.system()).encode()
@@ -222,7 +233,10 @@ def fingerprint(command: list[str], source: Path) -> str:
 
 
 def compile_to(path: Path, command: list[str]) -> None:
-    """Two processes may compile at once: each writes a file of its own, and the last to finish takes the name."""
+    """Run the compiler and move its output to `path`. Raises NoLibraryError if it fails.
+
+    Two processes may compile at the same time: each writes its own file, and the last rename wins.
+    """
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         target = Path(folder) / path.name
         run = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True)

@@ -1,30 +1,31 @@
-// Products with weights: projections and logits, and the two projections of a gate with the gate itself.
+// Products with weights: projections and logits, and two projections fused with the gate that follows them.
 
 #pragma once
 #include "product.h"
 #include "results.h"
 
-// This many rows of x stay in the L2 cache while all panels pass: 1 MiB of them, or 256 of wide ones.
+// Number of rows of x that stay in the L2 cache while all panels are multiplied: 1 MiB, or 256 rows if they are wide.
 #define MOST_ROWS (512 / ROWS * ROWS)
 #define ROW_BLOCK(num_words) ((num_words) <= 512 ? MOST_ROWS : 256 / ROWS * ROWS)
-// This many words of a pair of panels stay in L1 while these rows pass, where products are faster than L2. Few rows wait for
-// memory, which is read best from one end of a panel to the other.
+// Number of words of a pair of panels that stay in the L1 cache while these rows are multiplied, if products are faster
+// than the L2 cache. Few rows wait for memory, which is read fastest from one end of a panel to the other.
 #ifdef HAS_TILES
 #define WORD_BLOCK(num_rows) ((num_rows) <= 2 * ROWS ? LONG_MAX : 128)
 #else
 #define WORD_BLOCK(num_rows) LONG_MAX
 #endif
-// Of a weight, the panels of `count` times 16 columns of y from panel `first`: those of a gate are gate, up, gate, up.
+// Find the panels of a weight for `count` times 16 columns of y, starting at panel `first`. With a gate, the panels
+// alternate: gate, up, gate, up.
 static inline int find_panels(const uint32_t *weight, const struct matrix *y, long num_words, long first, int count,
                               const uint32_t **panels) {
-    const long num_panels = (y->num_columns + LANES - 1) / LANES;  // of a gate; those of up follow
+    const long num_panels = (y->num_columns + LANES - 1) / LANES;  // panels of the gate; those of up follow
     const int step = y->gate ? 2 : 1;
     for (int i = 0; i < count * step; i++)
         panels[i] = weight + (first + i / step + i % step * num_panels) * num_words * LANES;
     return count * step;
 }
 
-// Rows `first` … `last - 1` of x: [m, num_words] times the panels, `at_once` of them, to y's columns from panel `panel`.
+// Multiply rows `first` … `last - 1` of x: [m, num_words] by `count` panels of y from `panel` on, `at_once` at a time.
 static void multiply_rows(const uint32_t *x, const uint32_t *weight, const struct matrix *y, long first, long last,
                           long panel, long num_words, int count, int at_once) {
     _Alignas(64) float sums[MOST_ROWS * MOST_PANELS * LANES];
@@ -32,7 +33,8 @@ static void multiply_rows(const uint32_t *x, const uint32_t *weight, const struc
     const int width = find_panels(weight, y, num_words, panel, count, panels);
     const long tile = rows_at_a_time(last - first), block = WORD_BLOCK(last - first);
     const long part = num_words < block ? num_words : block;
-    // each tile of rows prefetches a share of the next words: one tile that took all would ask faster than memory answers
+    // each tile of rows prefetches a share of the next words, because one tile would request them faster than memory
+    // can deliver them
     const long num_tiles = (last - first + tile - 1) / tile, share = SHARE(part, num_tiles);
     for (int start = 0; start < width; start += at_once)
         for (long word = 0; word < num_words; word += part)
@@ -56,12 +58,12 @@ static void multiply_rows(const uint32_t *x, const uint32_t *weight, const struc
             }
 }
 
-// y: [m, num_columns] = x: [m, k] times all panels.
+// Compute y: [m, num_columns] = x: [m, k] times all panels.
 static void multiply_all(const element *x, const uint32_t *weight, const struct matrix *y, long m, long k) {
     const long num_panels = (y->num_columns + LANES - 1) / LANES, num_words = k / PER_WORD, block = ROW_BLOCK(num_words);
-    // a few rows wait for memory, and ask for four panels at once; many rows need the registers for their sums
+    // few rows wait for memory, so they read four panels at once; many rows need the registers for their sums
     const int at_once = m <= FEW_ROWS && PANELS >= 4 ? 4 : 2;
-    const long most = y->gate ? MOST_PANELS / 2 : at_once;  // a gate's columns are taken by two, and are whole lines
+    const long most = y->gate ? MOST_PANELS / 2 : at_once;  // two panels of a gate's columns are whole lines
 #pragma omp parallel
     {
         for (long first = 0; first < m; first += block) {
@@ -76,8 +78,8 @@ static void multiply_all(const element *x, const uint32_t *weight, const struct 
     }
 }
 
-// x: [m, k] -> y: [m, n] = x weight^T + bias. weight: [ceil(n / 16)] panels of k / PER_WORD words; bias: as many columns
-// as the panels have, or NULL. y is float32 where `wants_floats`: logits are not rounded.
+// Compute y: [m, n] = x weight^T + bias, with x: [m, k]. weight: [ceil(n / 16)] panels of k / PER_WORD words. bias: one
+// number for each column of the panels, or NULL. If `wants_floats`, y is float32, for logits, which are not rounded.
 void linear(const element *x, const uint32_t *weight, const element *bias, void *y, long m, long n, long k,
             int wants_floats) {
     const long row_bytes = n * (wants_floats ? sizeof(float) : sizeof(element));
@@ -85,8 +87,9 @@ void linear(const element *x, const uint32_t *weight, const element *bias, void 
     multiply_all(x, weight, &out, m, k);
 }
 
-// x: [m, k] -> y: [m, n] = act(x gate^T) * (x up^T). weight, bias: those of `linear` for 2 n columns, gate and then up; n is
-// a multiple of 16. The same bits as of `linear` and `gate_and_mul`, but what lies between them is never in memory.
+// Compute y: [m, n] = act(x gate^T) * (x up^T), with x: [m, k]. weight, bias: as in `linear` for 2 n columns, gate and
+// then up; n is a multiple of 16. The result has the same bits as with `linear` and `gate_and_mul`, but the
+// intermediate result is never written to memory.
 void gated_linear(const element *x, const uint32_t *weight, const element *bias, element *y, long m, long n, long k,
                   int gate) {
     const struct matrix out = {y, n, bias, false, streams(y, m, n * sizeof(element)), gate};

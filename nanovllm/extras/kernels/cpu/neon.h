@@ -1,7 +1,8 @@
-// The matrix product on ARM: vectors of four floats, and a word of x by its lane, so that all sums stay in registers.
+// The matrix product on ARM, with vectors of four floats. Instructions take a word of x by its lane, so that all sums
+// stay in registers.
 //
-// Included by product.h. A panel's 16 lanes are four vectors. Of the 32 registers, sums take 16 at most: two rows of two
-// panels, or four rows of one. The order of a row's sums does not depend on the number of rows.
+// product.h includes this file. A panel's 16 lanes are four vectors. Sums take at most 16 of the 32 registers: two rows
+// of two panels, or four rows of one panel. The order of a row's sums does not depend on the number of rows.
 
 #pragma once
 #include <arm_neon.h>
@@ -12,7 +13,7 @@
 #define UNROLLED _Pragma("GCC unroll 16")
 #endif
 
-// Four words of a row of x as `multiply_by` takes them, and sum + column * the word in one lane of them.
+// `four_words` are four words of a row of x. `multiply_by` returns sum + column * the word in one of their lanes.
 #ifdef WIDENS
 typedef struct { float32x4_t low, high; } four_words;
 
@@ -40,7 +41,7 @@ static inline four_words take_words(uint32x4_t x) { return x; }
 #endif
 #endif
 
-// The next word of the panels times one lane of each row's x; `mask` drops what is no number beside the last word.
+// Multiply the next word of the panels by one lane of each row's x. `mask` clears the unused half of the last word.
 #define MULTIPLY_WORD(word, lane, mask) \
     UNROLLED for (int i = 0; i < num_panels; i++) { \
         UNROLLED for (int part = 0; part < 4; part++) { \
@@ -51,7 +52,7 @@ static inline four_words take_words(uint32x4_t x) { return x; }
         __builtin_prefetch(next[i] + (word) * LANES, 0, 2); \
     }
 
-// Panels first … first + num_panels - 1 of the product.
+// Compute panels first … first + num_panels - 1 of the product.
 static inline __attribute__((always_inline)) void multiply_quarters(
     const struct product *p, const int num_rows, const int first, const int num_panels) {
     float32x4_t sums[ROWS][PANELS][4];
@@ -76,7 +77,7 @@ static inline __attribute__((always_inline)) void multiply_quarters(
         for (; whole - x >= 4; x += 4) {
             UNROLLED for (int row = 0; row < num_rows; row++) {
                 uint32x4_t four = vld1q_u32(x + row * stride);
-                __asm__("" : "+w"(four));  // or GCC loads each lane apart, to a register each, and sums go to the stack
+                __asm__("" : "+w"(four));  // otherwise GCC loads each lane to its own register, and spills the sums
                 x4[row] = take_words(four);
             }
             MULTIPLY_WORD(0, 0, )

@@ -1,8 +1,9 @@
-// The matrix product: a few rows of x times a few panels, for projections, q k^T and p v alike. cpu.c has the layout.
+// The matrix product: a few rows of x times a few panels. Projections, q k^T and p v all use it. cpu.c describes the
+// layout.
 //
-// Three times: on vectors of 16 floats, for any processor; on ARM's own, since GCC puts wider ones on the stack (neon.h); and
-// on AMX's tiles, which multiply ten times as many numbers in a cycle. One of them is compiled; `ROWS`, `FEW_ROWS` and
-// `WIDTH` tell callers how much it takes at a time.
+// There are three versions: on vectors of 16 floats, for any processor; on ARM's vectors, because GCC keeps wider ones
+// on the stack (neon.h); and on AMX's tiles, which multiply ten times as many numbers per cycle. One of them is
+// compiled. `ROWS`, `FEW_ROWS` and `WIDTH` define how many rows and panels it multiplies at a time.
 
 #pragma once
 #include "vectors.h"
@@ -11,8 +12,8 @@
 #include "tiles.h"
 #endif
 
-// ROWS * PANELS accumulators have to fit the registers. Products of few rows wait for memory: they take more panels at a
-// time, since more outstanding loads use more bandwidth.
+// The accumulators must fit in the registers. Products of few rows wait for memory, so they multiply more panels at a
+// time: more outstanding loads use more bandwidth.
 #ifdef HAS_TILES
 #define ROWS 32
 #define FEW_ROWS 16
@@ -23,10 +24,10 @@
 #define PANELS 8
 #elif defined __aarch64__
 #if defined BFLOAT16 && !defined __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
-#define WIDENS  // bfloat16 to float32, for each multiplication
+#define WIDENS  // converts bfloat16 to float32 for each multiplication
 #endif
 #if defined WIDENS && !defined __clang__
-#define ROWS 3  // GCC 12 puts some sums of a fourth on the stack
+#define ROWS 3  // with a fourth row, GCC 12 keeps some sums on the stack
 #else
 #define ROWS 4
 #endif
@@ -50,28 +51,28 @@
 #endif
 #define WIDTH(num_rows) ((num_rows) <= FEW_ROWS ? PANELS : 2)
 
-// out[row][16 * i + lane] = sum of x[row]'s words times panel i's, for up to ROWS rows and WIDTH(rows) panels
+// Computes out[row][16 * i + lane] = sum of x[row]'s words times panel i's, for up to ROWS rows and WIDTH(rows) panels.
 struct product {
     const uint32_t *x;
     long x_stride;   // words from one row to the next
-    long num_words;  // to be summed
+    long num_words;  // words to sum over
     const uint32_t *panels[PANELS];
-    const uint32_t *next[PANELS];  // what will be read after them, prefetched meanwhile. On tiles, or NULL
-    long ask_from, ask_to;         // on tiles: prefetch only these words. 0, 0 is all
-    // Panels may be cut into blocks that lie anywhere: the b-th part is at panels[i] + blocks[b] * block_words, and holds
-    // words_per_block words. NULL is one block. (V of a sequence has as many as its block table.)
+    const uint32_t *next[PANELS];  // the panels that are read afterwards, and prefetched now; with tiles, NULL for none
+    long ask_from, ask_to;         // with tiles: prefetch only these words; 0, 0 means all
+    // Panels may be divided into blocks at any places in memory: part b is at panels[i] + blocks[b] * block_words, and
+    // has words_per_block words. NULL means one block. (V of a sequence has the blocks of its block table.)
     const int32_t *blocks;
     long block_words, words_per_block;
-    // The processor's own prefetcher cannot follow a block table: the block `far` places ahead is prefetched. Beyond the
-    // last block, those are the first blocks of `next`.
+    // The processor's own prefetcher cannot follow a block table, so the product prefetches the block `far` places
+    // ahead. After the last block, it prefetches the first blocks of `next`.
     long far;
-    bool is_odd;  // the last word holds one bfloat16 only; what lies beside it may be NaN, and 0 * NaN is NaN
-    bool adds;    // to what `out` holds: a long sum in several parts
-    float *out;   // rows `out_stride` apart, both for whole vectors
+    bool is_odd;  // the last word has only one bfloat16; the other half may be NaN, and 0 * NaN is NaN
+    bool adds;    // add to the contents of `out`, for a long sum in several parts
+    float *out;   // rows are `out_stride` apart; address and stride are aligned to vectors
     long out_stride;
 };
 
-// Where block `block` of panel i is, and what is to be read when it is done.
+// Return the address of block `block` of panel i, and (panel_after) the address to prefetch meanwhile.
 static inline const uint32_t *panel_block(const struct product *p, int i, long block) {
     return p->panels[i] + (p->blocks ? p->blocks[block] * p->block_words : 0);
 }
@@ -90,7 +91,8 @@ static inline long count_blocks(const struct product *p) {
 
 #ifdef HAS_TILES
 
-// Adds one tile of words of the rows times those of the panels. One row of tiles takes four panels, two rows take two.
+// Multiply one tile of words of the rows by those of the panels, and add the products. One row of tiles is multiplied
+// by up to four panels, two rows by up to two.
 static inline __attribute__((always_inline)) void multiply_words(
     const uint32_t *x, long x_stride, const uint32_t *const *panels, const bool has_lower, const int num_panels) {
     tile_load(X_UPPER, x, x_stride * 4);
@@ -116,8 +118,8 @@ static inline __attribute__((always_inline)) void multiply_words(
     }
 }
 
-// The same for the last words, fewer than a tile's, by way of copies with zeros behind them: what lies behind the words
-// themselves may be no numbers, or not even memory.
+// Multiply the last words, which are fewer than a tile's. They are copied and padded with zeros, because the memory
+// after them may contain NaN or may not belong to the process.
 static inline __attribute__((always_inline)) void multiply_last_words(
     const struct product *p, const uint32_t *x, const uint32_t *const *panels, long count, int num_rows,
     const bool has_lower, const int num_panels) {
@@ -133,7 +135,7 @@ static inline __attribute__((always_inline)) void multiply_last_words(
     multiply_words(last_x[0], TILE_WORDS, copies, has_lower, num_panels);
 }
 
-// With both counts known to the compiler, no tile is touched in vain.
+// Multiply with counts that the compiler knows, so that it generates no instructions for unused tiles.
 static inline __attribute__((always_inline)) void multiply_tiles(
     const struct product *p, const int num_rows, const bool has_lower, const int num_panels) {
 #define AT(i) (p->out + (has_lower ? (i) / 2 * TILE_ROWS * p->out_stride + (i) % 2 * LANES : (i) * LANES))
@@ -183,14 +185,14 @@ static void multiply(const struct product *p, int num_rows, int num_panels) {
     }
 }
 
-// All rows of a tile take the time of one, so tiles are filled.
+// Return how many rows to multiply at a time. A full tile takes as long as one row, so tiles are filled.
 static inline long rows_at_a_time(long num_rows) { return num_rows < ROWS ? num_rows : ROWS; }
 
 #else
 
 static inline void release_tiles(void) {}
 
-// Equal parts: 32 is 11 + 11 + 10.
+// Return how many rows to multiply at a time: equal parts, for example 11 + 11 + 10 of 32 rows.
 static inline long rows_at_a_time(long num_rows) {
     const long num_parts = (num_rows + ROWS - 1) / ROWS;
     return (num_rows + num_parts - 1) / (num_parts + !num_rows);
@@ -237,7 +239,7 @@ static inline __attribute__((always_inline)) void multiply_vectors(
 
 #endif
 
-// With both counts known to the compiler, all sums stay in registers.
+// Multiply with counts that the compiler knows, so that all sums stay in registers.
 static void multiply(const struct product *p, int num_rows, int num_panels) {
 #define CASE(rows, panels) \
     case (rows) * 16 + (panels): multiply_vectors(p, rows, panels); break;

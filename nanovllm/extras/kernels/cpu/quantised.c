@@ -1,16 +1,17 @@
-// Products with weights of 8 or 4 bits: a weight is scale * (q - zero), and q takes one byte or half of one.
+// Products with weights of 8 or 4 bits: a weight is scale * (q - zero), and q takes one byte or half a byte.
 //
-// A row of x is rounded to 8 bits too, with a scale for each group of inputs. Then a group's products are integers, exact in
-// any order, and one multiplication by both scales makes a float of their sum; a row's floats are added in the order of the
-// groups. So a row has the same bits in every batch, on every processor that rounds alike. extras/quantization/quantised_linear.py is
-// the definition.
+// A row of x is rounded to 8 bits too, with a scale for each group of inputs. A group's products are then integers, and
+// their sum is exact in any order. It is multiplied by both scales once, and the resulting floats of a row are added in
+// the order of the groups. So a row has the same bits in every batch, on every processor that rounds in the same way.
+// extras/quantization/quantised_linear.py is the definition.
 //
-// A library of its own, which is compiled when a model with such weights is loaded.
+// This file is a separate library. It is compiled when a model with such weights is loaded.
 //
-//   word    32 bits of a panel: 4 inputs of 8 bits, or 8 of 4 bits; byte j has input j in its lower half, 4 + j in its upper
-//   panel   16 outputs: [words][16], as of other weights
-//   strip   4 panels side by side, [words][4][16]: few rows multiply all of them at once, so that a thread reads its share
-//           of the weight from end to end, and the processor itself asks memory for what comes next
+//   word    32 bits of a panel: 4 inputs of 8 bits, or 8 inputs of 4 bits. With 4 bits, byte j has input j in its lower
+//           half and input 4 + j in its upper half
+//   panel   16 outputs: [words][16], as for other weights
+//   strip   4 interleaved panels, [words][4][16]. Few rows are multiplied by all 4 at once, so that a thread reads its
+//           share of the weight from start to end, and the processor's own prefetcher works
 
 #include "instructions.h"
 #include "results.h"
@@ -21,31 +22,31 @@
 #endif
 
 #define STRIP 4      // panels
-#define SOME_ROWS 6  // up to so many, a strip is multiplied at once; more rows need the registers, and take two panels
+#define SOME_ROWS 6  // up to 6 rows are multiplied by a whole strip at once; more rows need the registers: two panels
 #ifdef __AVX512F__
 #define TILE_OF_ROWS 12
 #else
 #define TILE_OF_ROWS 4
 #endif
-#define ROWS_IN_CACHE 240  // rows of x that stay in the L2 cache while all panels pass
+#define ROWS_IN_CACHE 240  // rows of x that stay in the L2 cache while all panels are multiplied
 #ifdef HAS_BYTE_TILES
-#define MANY_ROWS 8  // and more are multiplied on AMX's tiles
+#define MANY_ROWS 8  // this many rows or more are multiplied on AMX's tiles
 #else
 #define MANY_ROWS LONG_MAX
 #endif
 
-// `struct other_weight` of cpu.c, and what is behind it
+// A quantised weight. It begins with the members of `struct other_weight` of cpu.c.
 struct quantised {
     void (*linear)(const element *, const struct quantised *, const element *, void *, long, long, long, int);
     void (*gated_linear)(const element *, const struct quantised *, const element *, element *, long, long, long, int);
     const uint32_t *panels;  // in strips
     const float *scales;     // [strips][groups or 1][4][16]
-    const uint8_t *zeros;    // the same; NULL: all are half of the range, 128 or 8
-    long bits, group_size, has_groups;  // has_groups: each has a scale of its own, not only each output
+    const uint8_t *zeros;    // as scales; NULL: all are half of the range, 128 or 8
+    long bits, group_size, has_groups;  // has_groups: each group has a scale; otherwise only each output has one
 };
 
-// Panels of one strip: panel i has `words + i * LANES`, and so on; each word and each group's scales are STRIP * LANES from
-// those before.
+// Panels of one strip. Panel i begins at `words + i * LANES`, and so on. The next word and the next group's scales are
+// STRIP * LANES further.
 struct panels {
     const uint32_t *words;
     const float *scales;
@@ -54,7 +55,7 @@ struct panels {
 
 static inline long count_groups(long k, long group_size) { return (k + group_size - 1) / group_size; }
 
-// From `panel` on, of a weight with k inputs.
+// Find the panels from `panel` on, of a weight with k inputs.
 static struct panels find_panels(const struct quantised *w, long k, long panel) {
     const long strip = panel / STRIP * STRIP, place = panel % STRIP * LANES, num_words = k * w->bits / 32;
     const long of_scales = strip * (w->has_groups ? count_groups(k, w->group_size) : 1) * LANES + place;
@@ -62,16 +63,16 @@ static struct panels find_panels(const struct quantised *w, long k, long panel) 
                            w->zeros ? w->zeros + of_scales : NULL};
 }
 
-// x, rounded. Rows that are multiplied together lie together (`struct tile`): [words of four bytes][rows of the tile]. For
-// AMX's tiles, which are loaded row by row, each lies alone.
+// The rounded x. Rows that are multiplied together are interleaved (`struct tile`): [words of four bytes][rows of the
+// tile]. For AMX's tiles, which are loaded row by row, each row is contiguous.
 struct rounded {
     int8_t *q;       // [m, k] bytes
     float *scales;   // [m, groups]
-    int32_t *sums;   // [m, groups], of q
+    int32_t *sums;   // [m, groups], sums of q
     long m, k, num_groups;
 };
 
-// 16 bytes without signs
+// Widen 16 unsigned bytes.
 static inline ints widen_bytes(const uint8_t *from) {
     typedef uint8_t bytes __attribute__((vector_size(LANES)));
     bytes b;
@@ -79,7 +80,7 @@ static inline ints widen_bytes(const uint8_t *from) {
     return __builtin_convertvector(b, ints);
 }
 
-// sum + the products of the four bytes of each lane of `a`, without signs, and those of `b`, with signs
+// Return sum + the products of the four unsigned bytes of each lane of `a` with the four signed bytes of `b`.
 static inline ints dot_bytes(ints sum, words a, uint32_t b) {
 #ifdef __AVX512VNNI__
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, _mm512_set1_epi32((int)b));
@@ -104,15 +105,16 @@ static inline ints dot_bytes(ints sum, words a, uint32_t b) {
 
 // ---- x in 8 bits
 
-// How many of `left` rows are multiplied together.
+// Return how many of `left` rows are multiplied together.
 static inline int rows_together(long left) {
     if (left >= 6 && TILE_OF_ROWS > 4) return left >= 12 ? 12 : 6;
     return left >= 4 ? 4 : left >= 2 ? 2 : 1;
 }
 
-// The tile of a row, of m.
+// Rows that are multiplied together.
 struct tile { long row; int num_rows; };
 
+// Return the tile of a row, of m rows.
 static inline struct tile tile_of(long row, long m) {
     if (m >= MANY_ROWS) return (struct tile){row, 1};
     long first = row < m / TILE_OF_ROWS * TILE_OF_ROWS ? row / TILE_OF_ROWS * TILE_OF_ROWS : m / TILE_OF_ROWS * TILE_OF_ROWS;
@@ -120,7 +122,7 @@ static inline struct tile tile_of(long row, long m) {
     return (struct tile){first, rows_together(m - first)};
 }
 
-// One row of x: [m, k] to its place in r.
+// Round one row of x: [m, k] to its place in r.
 static void round_row(const element *x, const struct rounded *r, long row, long group_size) {
     const struct tile t = tile_of(row, r->m);
     int8_t *to = r->q + t.row * r->k + (row - t.row) * 4;
@@ -133,13 +135,13 @@ static void round_row(const element *x, const struct rounded *r, long row, long 
     }
 }
 
-// x: [m, k]. The caller frees `q`, behind which the other arrays lie.
+// Round x: [m, k]. The caller frees `q`; the other arrays are in the same allocation.
 static struct rounded round_rows(const element *x, long m, long k, long group_size) {
     const long num_groups = count_groups(k, group_size), num_q = (m * k + 63) / 64 * 64;
     int8_t *q = aligned_alloc(64, (num_q + m * num_groups * 8 + 63) / 64 * 64);
     float *scales = (float *)(q + num_q);
     const struct rounded r = {q, scales, (int32_t *)(scales + m * num_groups), m, k, num_groups};
-    if (m == 1) {  // a team of threads, even of one, takes as long
+    if (m == 1) {  // starting a parallel region, even of one thread, would take as long
         round_row(x, &r, 0, group_size);
         return r;
     }
@@ -150,19 +152,19 @@ static struct rounded round_rows(const element *x, long m, long k, long group_si
 
 // ---- the product
 
-#define AHEAD 24  // words of a panel from the one that is multiplied to the one that memory is asked for
+#define AHEAD 24  // distance in words of a panel from the word that is multiplied to the word that is prefetched
 
-static inline int left_in_strip(long panel) { return STRIP - panel % STRIP; }  // from this panel on
+static inline int left_in_strip(long panel) { return STRIP - panel % STRIP; }  // panels from this one on
 
-// Where sums go: those of panel i for row r of a tile to `at + r * row_step + i * panel_step`, 16 of them.
+// The destination of sums: the 16 sums of panel i for row r of a tile are at `at + r * row_step + i * panel_step`.
 struct sums {
     float *at;
     long row_step, panel_step;
 };
 
-// The rows of a tile times panels of one strip. While a word is multiplied, memory is asked for that which is AHEAD of it,
-// in the next strip if this one ends before: for each second line, whose neighbour the processor asks for by itself. It is
-// asked for the next strip's scales too.
+// Multiply the rows of a tile by panels of one strip. While a word is multiplied, the word AHEAD of it is prefetched,
+// in the next strip if this strip ends before. Only every second line is prefetched, because the processor prefetches
+// its neighbour itself. The next strip's scales are prefetched too.
 static inline __attribute__((always_inline)) void multiply_rounded(
     const struct quantised *w, const struct rounded *x, const struct panels *p, long row, struct sums out,
     const bool is_int4, const int num_rows, const int num_panels) {
@@ -211,7 +213,8 @@ static inline __attribute__((always_inline)) void multiply_rounded(
         for (int i = 0; i < num_panels; i++) *(floats *)(out.at + r * out.row_step + i * out.panel_step) = totals[r][i];
 }
 
-// With all counts known to the compiler, in a function for each, the sums of a group stay in registers.
+// Define a function for each combination of counts. With counts that the compiler knows, a group's sums stay in
+// registers.
 #define FEW(DO) DO(1, 1) DO(1, 2) DO(1, 4) DO(2, 1) DO(2, 2) DO(2, 4) DO(4, 1) DO(4, 2) DO(4, 4)
 #if TILE_OF_ROWS > 4
 #define EACH(DO) FEW(DO) DO(6, 1) DO(6, 2) DO(6, 4) DO(12, 1) DO(12, 2)
@@ -237,7 +240,7 @@ static void multiply_quantised(const struct quantised *w, const struct rounded *
 #ifdef HAS_BYTE_TILES
 // ---- the same on AMX's tiles
 
-// `count` panels of a strip, with words of bytes: of 4 bits, each half of a word becomes a word in `strip`.
+// Find `count` panels of a strip as words of bytes. With 4 bits, each half of a word becomes a word in `strip`.
 static struct panels find_bytes(const struct quantised *w, const struct rounded *x, long panel, int count, words *strip) {
     struct panels p = find_panels(w, x->k, panel);
     if (w->bits == 8) return p;
@@ -249,14 +252,14 @@ static struct panels find_bytes(const struct quantised *w, const struct rounded 
     return p;
 }
 
-// As multiply_rounded, for up to 16 rows and p of bytes.
+// Multiply like multiply_rounded, for up to 16 rows and panels of bytes.
 static void multiply_on_tiles(const struct quantised *w, const struct rounded *x, const struct panels *p, long row,
                               struct sums out, int num_rows, int num_panels) {
     ints sums[STRIP][TILE_ROWS];
     for (long group = 0, at = 0; at < x->k / 4; group++) {
         const long left = x->k / 4 - at, num_words = left < w->group_size / 4 ? left : w->group_size / 4;
         const long own = w->has_groups ? group * STRIP * LANES : 0;
-        // what divides a group into equal steps: a tile's shape may not change before its sums are stored
+        // divides a group into equal steps, because a tile's shape must not change before its sums are stored
         const int step = num_words % TILE_WORDS == 0 ? TILE_WORDS : num_words < TILE_WORDS ? num_words : 4;
         shape_tiles(num_rows, step);
 #define EACH_PANEL(DO) DO(SUMS_0, PANEL_EVEN, 0) DO(SUMS_1, PANEL_ODD, 1) DO(SUMS_2, PANEL_EVEN, 2) DO(SUMS_3, PANEL_ODD, 3)
@@ -286,14 +289,14 @@ static void multiply_on_tiles(const struct quantised *w, const struct rounded *x
     }
 }
 
-// As multiply_rows_quantised.
+// Multiply like multiply_rows_quantised, on AMX's tiles.
 static void multiply_rows_on_tiles(const struct quantised *w, const struct rounded *x, const struct matrix *y, long first,
                                    long last, long panel, int count) {
     _Alignas(64) float sums[TILE_ROWS * 2 * STRIP * LANES];
     const long num_panels = (y->num_columns + LANES - 1) / LANES, strip = STRIP * x->k / 4;
     const int parts = y->gate ? 2 : 1, width = count * parts;
     words *bytes = aligned_alloc(64, 4 * strip * sizeof *bytes);
-    struct { struct panels p; int count; float *sums; } runs[4];  // of panels in one strip: of a part, two at most
+    struct { struct panels p; int count; float *sums; } runs[4];  // panels in one strip; a part has at most two runs
     int num_runs = 0;
     for (int part = 0; part < parts; part++)
         for (int done = 0; done < count; num_runs++) {
@@ -317,7 +320,7 @@ static void multiply_rows_on_tiles(const struct quantised *w, const struct round
 }
 #endif
 
-// The rows of a tile times `count` panels, of one strip or two.
+// Multiply the rows of a tile by `count` panels, of one strip or two.
 static void multiply_panels(const struct quantised *w, const struct rounded *x, long panel, int count, long row,
                             struct sums out, int num_rows) {
     while (count > 0) {
@@ -328,12 +331,12 @@ static void multiply_panels(const struct quantised *w, const struct rounded *x, 
     }
 }
 
-// Rows `first` … `last - 1` of x times `count` times 16 columns of y from panel `panel`.
+// Compute rows `first` … `last - 1` of `count` panels of y, starting at panel `panel`.
 static void multiply_rows_quantised(const struct quantised *w, const struct rounded *x, const struct matrix *y, long first,
                                     long last, long panel, int count) {
     _Alignas(64) float sums[TILE_OF_ROWS * 2 * STRIP * LANES];
     const long num_panels = (y->num_columns + LANES - 1) / LANES;
-    const int parts = y->gate ? 2 : 1;  // of a gate, panels of up follow all of its own
+    const int parts = y->gate ? 2 : 1;  // with a gate, the panels of up follow those of the gate
     for (long row = first; row < last;) {
         const int num_rows = tile_of(row, x->m).num_rows, most = num_rows <= SOME_ROWS ? STRIP : 2;
         for (int start = 0; start < count; start += most) {
@@ -360,7 +363,7 @@ static void multiply_all_quantised(const element *x, const struct quantised *w, 
     {
         for (long first = 0; first < m; first += ROWS_IN_CACHE) {
             const long last = m - first < ROWS_IN_CACHE ? m : first + ROWS_IN_CACHE;
-#pragma omp for schedule(guided) nowait  // large shares first: the last, small ones let all threads end together
+#pragma omp for schedule(guided) nowait  // large shares first; the last, small ones let all threads end together
             for (long panel = 0; panel < num_panels; panel += STRIP)
                 multiply_rows(w, &rows, y, first, last, panel, num_panels - panel < STRIP ? num_panels - panel : STRIP);
         }
@@ -372,7 +375,7 @@ static void multiply_all_quantised(const element *x, const struct quantised *w, 
     free(rows.q);
 }
 
-// As `linear`, with a quantised weight. k is a multiple of 16.
+// Compute `linear` with a quantised weight. k is a multiple of 16.
 void quantised_linear(const element *x, const struct quantised *weight, const element *bias, void *y, long m, long n,
                       long k, int wants_floats) {
     const long row_bytes = n * (wants_floats ? sizeof(float) : sizeof(element));
@@ -380,14 +383,14 @@ void quantised_linear(const element *x, const struct quantised *weight, const el
     multiply_all_quantised(x, weight, &out, m, k);
 }
 
-// As `gated_linear`, with a quantised weight.
+// Compute `gated_linear` with a quantised weight.
 void quantised_gated_linear(const element *x, const struct quantised *weight, const element *bias, element *y, long m,
                             long n, long k, int gate) {
     const struct matrix out = {y, n, bias, false, streams(y, m, n * sizeof(element)), gate};
     multiply_all_quantised(x, weight, &out, m, k);
 }
 
-// The weight's rows `ids`: [num_rows] -> y: [num_rows, k], of the numbers that they stand for. Without zeros.
+// Dequantise the weight's rows `ids`: [num_rows] -> y: [num_rows, k]. The weight must not have `zeros`.
 void quantised_rows(const int64_t *ids, const struct quantised *w, element *y, long num_rows, long k) {
     const int per_word = 32 / w->bits, half = 1 << (w->bits - 1);
 #pragma omp parallel for schedule(static) if (num_rows * k > 1 << 14)

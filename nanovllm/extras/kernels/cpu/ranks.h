@@ -1,18 +1,19 @@
-// The ranks of one engine on one machine: processes that add and exchange tensors in memory that they share.
+// Collectives of the ranks of one engine on one machine. The ranks are processes, and exchange tensors through shared
+// memory.
 //
-// Each rank has a post and two buffers there. A tensor goes through them in chunks of at most `buffer_bytes`, one round
-// for each chunk, in which every rank
+// Each rank has a post and two buffers in this memory. Tensors are exchanged in chunks of at most `buffer_bytes`, one
+// round for each chunk, in which every rank
 //
 //     1. copies its chunk to its buffer round % 2
 //     2. arrives: writes `round` to its post
 //     3. waits until all others have arrived in this round
 //     4. reads the buffers of the others.
 //
-// Why two buffers suffice: a rank overwrites the buffer of round i in round i + 2, after all have arrived in round i + 1,
-// and each of them had read its last of round i before it arrived there.
+// Two buffers suffice: a rank overwrites the buffer of round i in round i + 2, after all ranks have arrived in round
+// i + 1. Each rank finishes reading round i before it arrives in round i + 1.
 //
-// The only atomics are in `arrive` and `wait_for`. What a rank has written before it arrives (release) is seen by all that
-// see it arrive (acquire).
+// The only atomics are in `arrive` and `wait_for`. A rank that sees another rank arrive (acquire) also sees everything
+// that this rank wrote before it arrived (release).
 
 #pragma once
 #include <sched.h>
@@ -31,13 +32,13 @@
 #endif
 
 struct post {
-    _Alignas(128) uint32_t round;  // the last in which its rank has arrived; a futex
-    uint32_t num_sleepers;         // ranks that wait for it in the kernel
-    int32_t pid;                   // of its process; 0: not there yet
-    uint32_t is_aborted;           // in the post of rank 0 only
+    _Alignas(128) uint32_t round;  // the last round in which this rank has arrived; a futex
+    uint32_t num_sleepers;         // number of ranks that wait for this rank in the kernel
+    int32_t pid;                   // process id of this rank; 0 before it has started
+    uint32_t is_aborted;           // used only in the post of rank 0
 };
 
-// One rank's own; the first two are in shared memory.
+// The state of one rank. Only the first two members point to shared memory.
 struct ranks {
     struct post *posts;   // [size]
     char *buffers;        // [size][2][buffer_bytes]
@@ -47,7 +48,7 @@ struct ranks {
 
 // ---- waiting
 
-#define LOOK_AGAIN_NS 100000000  // a rank that sleeps looks so often whether its peer lives
+#define LOOK_AGAIN_NS 100000000  // how often a sleeping rank checks whether its peer is alive
 
 static inline void pause_briefly(void) {
 #if defined __x86_64__
@@ -72,13 +73,13 @@ static inline bool is_aborted(const struct ranks *r) { return __atomic_load_n(&r
 #ifdef __linux__
 static inline void wake(struct post *post) { syscall(SYS_futex, &post->round, FUTEX_WAKE, INT_MAX, NULL, NULL, 0); }
 
-// Until `round` is not `seen` any more, or LOOK_AGAIN_NS. -> whether the time is over
+// Sleep until `round` differs from `seen`, or for LOOK_AGAIN_NS. Return whether the time is over.
 static inline bool sleep_on(struct post *post, uint32_t seen) {
     const struct timespec timeout = {.tv_nsec = LOOK_AGAIN_NS};
     return syscall(SYS_futex, &post->round, FUTEX_WAIT, seen, &timeout, NULL, 0) && errno == ETIMEDOUT;
 }
 
-// Whether the process has ended. A zombie has: `kill` alone would find it as long as nobody has waited for it.
+// Return whether the process has ended. Zombies count as ended; `kill` would still find them.
 static bool has_ended(int32_t pid) {
     if (!pid) return false;
     const int fd = syscall(PIDFD_OPEN, pid, 0);
@@ -88,19 +89,19 @@ static bool has_ended(int32_t pid) {
     close(fd);
     return result;
 }
-#else  // cpu.c compiles, and ranks speak through Gloo (extras/parallel/meeting.py)
+#else  // these let cpu.c compile; the ranks use Gloo (extras/parallel/meeting.py)
 static inline void wake(struct post *post) { (void)post; }
 static inline bool sleep_on(struct post *post, uint32_t seen) { return (void)post, (void)seen, true; }
 static bool has_ended(int32_t pid) { return (void)pid, true; }
 #endif
 
-// Every rank's waits and later calls fail.
+// Make current and later calls of all ranks fail.
 void abort_ranks(struct ranks *r) {
     __atomic_store_n(&r->posts->is_aborted, 1, __ATOMIC_SEQ_CST);
     for (long rank = 0; rank < r->size; rank++) wake(&r->posts[rank]);
 }
 
-// Whether a peer has ended without arriving in this round.
+// Return whether a peer has ended without arriving in this round.
 static bool has_lost_one(const struct ranks *r) {
     for (long rank = 0; rank < r->size; rank++)
         if (rank != r->rank && has_ended(r->posts[rank].pid) && !has_arrived(&r->posts[rank], r->round)) return true;
@@ -109,7 +110,8 @@ static bool has_lost_one(const struct ranks *r) {
 
 static inline void arrive(struct ranks *r) {
     struct post *own = &r->posts[r->rank];
-    // Sequentially consistent, as are both of a sleeper: either a sleeper is seen here, or it sees this round.
+    // Sequentially consistent, like both accesses of a sleeper: either this rank sees the sleeper, or the sleeper sees
+    // this round.
     __atomic_store_n(&own->round, r->round, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&own->num_sleepers, __ATOMIC_SEQ_CST)) wake(own);
 }
@@ -124,7 +126,7 @@ static void sleep_until_arrived(struct ranks *r, struct post *peer) {
     __atomic_sub_fetch(&peer->num_sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
-// -> whether the peer has arrived: not if the ranks are aborted
+// Wait until the peer has arrived. Return false if the ranks are aborted.
 static bool wait_for(struct ranks *r, struct post *peer) {
     if (has_arrived(peer, r->round)) return true;
     const long end = r->spin_ns ? now_ns() + r->spin_ns : 0;
@@ -133,7 +135,7 @@ static bool wait_for(struct ranks *r, struct post *peer) {
             if (has_arrived(peer, r->round)) return true;
             pause_briefly();
         }
-        sched_yield();  // the peer may be waiting for this very core
+        sched_yield();  // the peer may be waiting for this core
     }
     sleep_until_arrived(r, peer);
     return has_arrived(peer, r->round);
@@ -141,7 +143,7 @@ static bool wait_for(struct ranks *r, struct post *peer) {
 
 // ---- one round
 
-// Of this round.
+// Return the buffer of a rank for this round.
 static inline char *buffer(const struct ranks *r, long rank) {
     return r->buffers + (rank * 2 + r->round % 2) * r->buffer_bytes;
 }
@@ -153,7 +155,7 @@ static void copy(char *to, const char *from, long num_bytes) {
         memcpy(to + start, from + start, num_bytes - start < piece ? num_bytes - start : piece);
 }
 
-// Steps 1 to 3; x: num_bytes, or NULL where the others need nothing of this rank. -> whether all have arrived
+// Do steps 1 to 3. x: num_bytes, or NULL if the other ranks need no data of this rank. Return whether all have arrived.
 static bool exchange(struct ranks *r, const void *x, long num_bytes) {
     if (is_aborted(r)) return false;
     r->round++;
@@ -164,7 +166,7 @@ static bool exchange(struct ranks *r, const void *x, long num_bytes) {
     return true;
 }
 
-// x: [count] = the sum of the buffers in float32, in the order of ranks, rounded once
+// Set x: [count] to the sum of all buffers: added in float32, in the order of ranks, and rounded once.
 static void add_buffers(const struct ranks *r, element *x, long count) {
 #pragma omp parallel for schedule(static) if (count > 1 << 13)
     for (long i = 0; i < count; i += LANES) {
@@ -174,9 +176,9 @@ static void add_buffers(const struct ranks *r, element *x, long count) {
     }
 }
 
-// ---- collectives: every rank calls the same, in the same order, with the same sizes. -> 0, or 1 if they were aborted
+// ---- collectives: all ranks make the same calls in the same order with the same sizes. They return 0, or 1 if aborted
 
-// x: [count], changed in place to the sum over all ranks
+// Replace x: [count] by its sum over all ranks, in place.
 int all_reduce(struct ranks *r, element *x, long count) {
     const long most = r->buffer_bytes / sizeof(element);
     for (long start = 0; start < count; start += most) {
@@ -187,7 +189,7 @@ int all_reduce(struct ranks *r, element *x, long count) {
     return 0;
 }
 
-// x: [num_bytes], changed in place to the contents on rank 0
+// Replace x: [num_bytes] by its contents on rank 0, in place.
 int broadcast(struct ranks *r, char *x, long num_bytes) {
     for (long start = 0; start < num_bytes; start += r->buffer_bytes) {
         const long part = num_bytes - start < r->buffer_bytes ? num_bytes - start : r->buffer_bytes;
@@ -197,14 +199,15 @@ int broadcast(struct ranks *r, char *x, long num_bytes) {
     return 0;
 }
 
-// x: [num_rows, row_bytes] -> y: [num_rows, size, row_bytes]; y may be NULL, where nothing is wanted
+// Gather x: [num_rows, row_bytes] of all ranks -> y: [num_rows, size, row_bytes]. y is NULL on ranks that need no
+// result.
 int gather(struct ranks *r, const char *x, char *y, long num_rows, long row_bytes) {
     const long num_bytes = num_rows * row_bytes;
     for (long start = 0; start < num_bytes; start += r->buffer_bytes) {
         const long end = num_bytes - start < r->buffer_bytes ? num_bytes : start + r->buffer_bytes;
         if (!exchange(r, x + start, end - start)) return 1;
         for (long rank = 0; y && rank < r->size; rank++)
-            for (long from = start, to; from < end; from = to) {  // a row, or what the chunk has of it
+            for (long from = start, to; from < end; from = to) {  // a row, or the part of it in this chunk
                 const long row = from / row_bytes, column = from % row_bytes;
                 to = (row + 1) * row_bytes < end ? (row + 1) * row_bytes : end;
                 copy(y + (row * r->size + rank) * row_bytes + column, buffer(r, rank) + from - start, to - from);

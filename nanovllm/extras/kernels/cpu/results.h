@@ -1,14 +1,14 @@
-// What becomes of a product's sums: a bias, a gate, the rounding, and the way to memory.
+// Finish a product's sums: add a bias, apply a gate, round, and write to memory.
 
 #pragma once
 #include "gates.h"
 
-#define MOST_PANELS 4  // of 16 columns, whose sums are finished together
+#define MOST_PANELS 4  // number of panels whose sums are finished together
 
 struct matrix {
     void *values;
     long num_columns;
-    const element *bias;  // as many as the panels have columns, or NULL
+    const element *bias;  // one number for each column of the panels, or NULL
     bool is_float, streams;
     enum gate gate;
 };
@@ -18,13 +18,14 @@ static inline floats add_bias(const struct matrix *y, const float *sums, long co
     return y->bias ? x + load(y->bias + column) : x;
 }
 
-// 16 columns of y from `column`. A gate's sums are followed by those of up, whose bias begins behind all of the gate's.
+// Return 16 columns of y, starting at `column`. A gate's sums are followed by those of up. The bias of up follows that
+// of the gate.
 static inline floats finish_sums(const struct matrix *y, const float *sums, long column) {
     const floats x = add_bias(y, sums, column);
     return y->gate ? gate_lanes(y->gate, x, add_bias(y, sums + LANES, y->num_columns + column)) : x;
 }
 
-// y's rows from `row` and columns from `column`, from sums: [num_rows, width * 16]
+// Write y's rows from `row` on and columns from `column` on, from sums: [num_rows, width * 16].
 static void finish_rows(const struct matrix *y, const float *sums, long row, long column, int num_rows, int width) {
     const int step = y->gate ? 2 : 1, num_results = width / step;
     const bool has_lines = y->streams && num_results == 2 && y->num_columns - column >= 2 * LANES;
@@ -43,8 +44,9 @@ static void finish_rows(const struct matrix *y, const float *sums, long row, lon
         }
 }
 
-// Whether y: [m, row_bytes] is written past the caches, which could not keep it: many rows, whose lines of 64 bytes fall
-// on the same places of a cache, pushed one another out before they were whole.
+// Return whether to bypass the caches when writing y: [m, row_bytes]. Large results do not fit. If many rows are
+// written, their lines of 64 bytes map to the same sets of a cache and would evict one another before they are
+// complete.
 static bool streams(const void *y, long m, long row_bytes) {
     return m * row_bytes > 1 << 20 && row_bytes >= 1 << 12 && row_bytes % 64 == 0 && (uintptr_t)y % 64 == 0;
 }

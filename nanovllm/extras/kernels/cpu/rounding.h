@@ -1,4 +1,4 @@
-// Numbers rounded to few bits, with a scale: for sums of products that are exact in any order.
+// Round numbers to few bits with a scale, so that sums of products are exact in any order.
 
 #pragma once
 #include "vectors.h"
@@ -6,7 +6,7 @@
 #include <immintrin.h>
 #endif
 
-// The nearest integers, ties to even.
+// Return the nearest integers, ties to even.
 static inline ints nearest(floats x) {
 #ifdef __AVX512F__
     return (ints)_mm512_cvtps_epi32((__m512)x);
@@ -17,7 +17,7 @@ static inline ints nearest(floats x) {
 #endif
 }
 
-// Of lanes that are at least 0.
+// Return the largest lane. All lanes must be at least 0.
 static inline int32_t largest_lane(ints x) {
 #ifdef __AVX512F__
     return _mm512_reduce_max_epi32((__m512i)x);
@@ -28,7 +28,8 @@ static inline int32_t largest_lane(ints x) {
 #endif
 }
 
-// As integers, magnitudes are in the order of the floats, and a NaN is above all.
+// Return the larger magnitudes as bits. Compared as integers, magnitudes have the order of the floats, with NaN above
+// all.
 static inline ints larger_magnitudes(ints bits, floats x) {
     const ints magnitude = (ints)x & INT_MAX, is_larger = magnitude > bits;
     return (magnitude & is_larger) | (bits & ~is_larger);
@@ -39,10 +40,11 @@ static inline float largest_magnitude(ints bits) {
     return largest.value;
 }
 
-// What makes `most` of the largest magnitude; 0 where the quotient could be infinite.
+// Return the factor that scales the largest magnitude to `most`, or 0 if it could be infinite.
 static inline float inverse_of(float largest, float most) { return largest >= 1e-30f ? most / largest : 0; }
 
-// x: [count] -> q: [count], of which the largest magnitude is 127; its scale, and the sum of q. A NaN makes the scale NaN.
+// Round x: [count] -> q: [count] with a largest magnitude of 127; return the scale and the sum of q. If x contains a
+// NaN, the scale is NaN.
 static inline void round_group(const element *x, long count, int8_t *q, float *scale, int32_t *sum) {
     ints bits = {0}, total = {0};
     for (long i = 0; i < count; i += LANES) bits = larger_magnitudes(bits, load(x + i));
@@ -59,8 +61,8 @@ static inline void round_group(const element *x, long count, int8_t *q, float *s
     for (int lane = 0; lane < LANES; lane++) *sum += total[lane];
 }
 
-// sum + n * scale, by one instruction wherever there is one: a compiler that fuses here and there would make a row's bits
-// depend on how many rows are multiplied with it.
+// Return sum + n * scale, with a fused instruction if the processor has one. If the compiler decided this for each use,
+// a row's bits could depend on how many rows are multiplied with it.
 static inline floats add_scaled(floats sum, ints n, floats scale) {
     const floats x = __builtin_convertvector(n, floats);
 #ifdef __AVX512F__

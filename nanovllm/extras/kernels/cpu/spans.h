@@ -1,11 +1,11 @@
 // Attention over the paged KV cache: which rows read which tokens.
 //
-// Rows are query tokens times the query heads of one K and V head; some of them are computed together. They read spans
-// of tokens. Rows of one sequence read one span. Rows of several sequences that begin with the same blocks read the shared
-// span, once for all, and then a span of their own. A row's sums run over its spans in the order of its tokens, so its
-// bits do not depend on the other rows.
+// A row is one query token and one of the query heads of a K and V head. Some rows are computed together. They read
+// spans of tokens. Rows of one sequence read one span. Rows of several sequences that begin with the same blocks read
+// the shared span together, and then each sequence reads its own span. A row's sums run over its spans in the order of
+// its tokens, so its bits do not depend on the other rows.
 //
-// What is multiplied is behind `struct way`: the model's own numbers in attention.h, numbers of 8 bits in int8_kv.c.
+// `struct way` has the functions that multiply: attention.h for caches in the model's dtype, int8_kv.c for 8 bits.
 
 #pragma once
 #include "gates.h"
@@ -16,14 +16,15 @@ struct cache {
     long num_kv_heads, head_dim, block_size;
 };
 
-// How a layer attends: `window` tokens at most, LONG_MAX for all; scores bounded by `softcap`, 0 for no bound.
+// The options of a layer's attention. `window`: maximum number of tokens, LONG_MAX for all. `softcap`: soft bound of
+// the scores, 0 for none.
 struct masking {
     long window;
     float scale, softcap;
 };
 
-// e^score, in place, of the scores `first` … `last - 1` of `num_slots`, relative to the largest; what lies before and
-// behind them becomes 0. -> 1 / their sum
+// Replace the scores `first` … `last - 1` of `num_slots` by e^score, relative to the largest. The others become 0.
+// Return 1 / the sum.
 static float exponentials(float *scores, long first, long last, long num_slots, const struct masking *m) {
     float scale = m->scale;
     if (m->softcap > 0) {
@@ -50,25 +51,26 @@ static float exponentials(float *scores, long first, long last, long num_slots, 
     return 1 / sum_lanes(sum);
 }
 
-// Tokens that some rows see: all rows, or those of one sequence.
+// Tokens to which some rows attend: all rows of a tile, or those of one sequence.
 struct span {
-    const int32_t *block_table;  // from the block of its first token on
+    const int32_t *block_table;  // starts with the block of the first token
     int first_row, num_rows;
-    long first_token, num_tokens;  // the first is that of a block
+    long first_token, num_tokens;  // the first token is at the start of a block
 };
 
-// What a thread works on, and room for it. Tokens are counted from the first block that some row sees.
+// The rows on which a thread works, with its buffers. Tokens are counted from the first block to which some row
+// attends.
 struct tile {
     int num_rows, num_spans;
     struct span spans[SHARING_ROWS + 1];
-    long last[SHARING_ROWS];  // of the tokens that a row sees, excluded
-    long at[SHARING_ROWS];    // head and token: the row of q and out
-    long num_slots;           // places for scores in a row
+    long last[SHARING_ROWS];  // the end (exclusive) of the tokens to which a row attends
+    long at[SHARING_ROWS];    // token * num_heads + head within its group, for the row of q and out
+    long num_slots;           // number of scores in a row
     float *scores;            // [num_rows, num_slots]
     float *out;               // [num_rows, head_dim]
     element *weights;         // [num_rows, num_slots]
     element *q;               // [num_rows, head_dim]
-    // of a cache of 8 bits: weights and q are 16 bits wide, with scales
+    // with a cache of 8 bits, weights and q have 16 bits and these scales
     float *weight_scales;  // [num_rows, num_slots / 16]
     float q_scales[SHARING_ROWS];
 };
@@ -84,22 +86,23 @@ static inline bool is_short(const struct cache *c, const struct span *span, long
     return slots_of(span) * c->head_dim * number_bytes <= 128 << 10;
 }
 
-// How rows are attended; what the cache holds decides.
+// The functions that compute attention for a kind of cache.
 struct way {
+    // copies or rounds the query of a row
     void (*take_query)(struct tile *t, int row, const element *q, long head_dim);
-    // scores = q k^T of a span
+    // computes scores = q k^T of a span
     void (*score)(const struct cache *c, const struct tile *t, const struct span *span, long kv_head);
-    // weights = softmax(scores) of a row, whose last span this is
+    // computes weights = softmax(scores) of a row; `span` is the row's last span
     void (*weigh)(const struct cache *c, const struct tile *t, const struct span *span, long kv_head, int row,
                   const struct masking *m);
-    // out = weights v of a span, added to the out of the spans before it. `then` is the K and V head whose turn comes
-    // afterwards, in the same blocks.
+    // computes out = weights v of a span and adds it to that of the spans before it. `then` is the K and V head that
+    // follows, in the same blocks.
     void (*sum)(const struct cache *c, const struct tile *t, const struct span *span, long kv_head, long then);
 };
 
-// The rows of one sequence, from `first_row` on, and their span, behind `shared` tokens that have a span already. Whole
-// blocks that no row sees are left out. Those that only some rows see weigh 0 for the others, which changes no bit of
-// their sums.
+// Add the rows of one sequence, starting at `first_row`, and their span, which follows `shared` tokens that already
+// have a span. Blocks to which no row attends are left out. Tokens to which only some rows attend have weight 0 for the
+// others, which does not change the bits of their sums.
 static void add_rows(struct tile *t, const struct cache *c, const struct batch *b, long seq, long first_row, long group,
                      long shared, const struct masking *m) {
     const long num_new = count_new(b, seq), left = num_new * group - first_row, most = shared ? SHARING_ROWS : ROWS;
@@ -129,7 +132,7 @@ static void gather_rows(struct tile *t, const struct cache *c, const struct batc
 static void attend_tile(const struct way *way, const struct cache *c, const struct tile *t, long kv_head, long then,
                         const struct masking *m) {
     for (int i = 0; i < t->num_spans; i++) way->score(c, t, &t->spans[i], kv_head);
-    for (int i = t->num_spans > 1; i < t->num_spans; i++) {  // a row's last span
+    for (int i = t->num_spans > 1; i < t->num_spans; i++) {  // the last span of each row
         const struct span *span = &t->spans[i];
         for (int row = span->first_row; row < span->first_row + span->num_rows; row++)
             way->weigh(c, t, span, kv_head, row, m);
@@ -137,8 +140,8 @@ static void attend_tile(const struct way *way, const struct cache *c, const stru
     for (int i = 0; i < t->num_spans; i++) way->sum(c, t, &t->spans[i], kv_head, then);
 }
 
-// q, out: [num_tokens, num_heads, head_dim]. Each new token attends to its sequence's tokens up to itself, or to `window`
-// of them.
+// Attend. q, out: [num_tokens, num_heads, head_dim]. Each new token attends to its sequence's tokens up to its own
+// position, or to the last `window` of them.
 static void attend_rows(const struct way *way, const element *q, element *out, const struct cache *c, const struct batch *b,
                         const struct masking *m, long q_stride, long num_heads) {
     const long head_dim = c->head_dim, num_kv_heads = c->num_kv_heads, group = num_heads / num_kv_heads;
@@ -149,7 +152,7 @@ static void attend_rows(const struct way *way, const element *q, element *out, c
     }
     struct work *work = malloc(most_work * sizeof *work);
     const long num_work = divide(b, work, num_kv_heads, group, c->block_size, max_len <= m->window);
-    // A thread takes several heads of the same rows one after the other, if there is enough for all threads.
+    // A thread takes several heads of the same rows one after the other, if there is enough work for all threads.
     const long most = num_work / (2 * omp_get_max_threads());
     const long chunk = most < 1 ? 1 : most < num_kv_heads ? most : num_kv_heads;
     const long max_slots = (max_len + LANES - 1) / LANES * LANES;
@@ -166,7 +169,7 @@ static void attend_rows(const struct way *way, const element *q, element *out, c
 #pragma omp for schedule(dynamic, chunk)
         for (long i = 0; i < num_work; i++) {
             const struct work *w = &work[i];
-            // what this thread takes next: the chunk behind those of the others, if all are equally long
+            // what this thread takes next: the chunk after those of the other threads, if all take equally long
             const long next = (i + 1) % chunk ? i + 1 : i + 1 + chunk * (omp_get_num_threads() - 1);
             const bool is_last = next >= num_work || work[next].seq != w->seq;
             gather_rows(&t, c, b, w, group, m);

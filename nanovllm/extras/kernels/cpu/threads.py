@@ -1,4 +1,4 @@
-"""How many threads compute on a CPU: one for each core. Called by `extras/kernels/choices.py`."""
+"""Limit PyTorch to one thread for each CPU core. `extras/kernels/choices.py` calls `limit_threads`."""
 
 import os
 from collections.abc import Iterable
@@ -10,17 +10,17 @@ TOPOLOGY = Path("/sys/devices/system/cpu")  # Linux: cpu0/topology/thread_siblin
 
 
 def limit_threads() -> None:
-    """One thread for each core that this process may use: hyperthreads share a core's multipliers and caches.
+    """Use one thread for each core that this process may use, because hyperthreads share a core's units and caches.
 
-    torch counts cores itself where it was built with MKL, and hyperthreads elsewhere. `OMP_NUM_THREADS`, if it is set,
-    is the user's decision.
+    PyTorch built with MKL counts cores itself; other builds count hyperthreads. If the user has set `OMP_NUM_THREADS`,
+    this function changes nothing.
     """
     if "OMP_NUM_THREADS" not in os.environ and hasattr(os, "sched_getaffinity"):
         torch.set_num_threads(min(torch.get_num_threads(), count_cores(os.sched_getaffinity(0))))
 
 
 def count_cores(cpus: Iterable[int], topology: Path = TOPOLOGY) -> int:
-    """The cores that these logical processors belong to; one for each where Linux does not tell. At least 1."""
+    """Count the cores of these logical processors, at least 1. A processor of unknown topology counts as one core."""
     cores = set()
     for cpu in cpus:
         try:

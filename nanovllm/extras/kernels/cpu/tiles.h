@@ -1,19 +1,20 @@
-// AMX: Intel's matrix tiles, or the same in plain C. A tile is a register of up to 16 rows of 64 bytes; there are eight.
+// AMX, Intel's matrix tiles, or the same in plain C. A tile is a register of up to 16 rows of 64 bytes. A processor has
+// eight tiles.
 //
-// A multiplication is one instruction on three tiles: sums [m][16], a [m][k words], b [k words][16]. The words, two bfloat16
-// each (`tdpbf16ps`) or four bytes (`tdpbsud`), lie as everywhere in these kernels (cpu.c, quantised.c): b is k words of a
-// panel, a is m rows of x.
+// A multiplication is one instruction on three tiles: sums [m][16], a [m][k words], b [k words][16]. A word is two
+// bfloat16 (`tdpbf16ps`) or four bytes (`tdpbsud`). The layout is that of all kernels (cpu.c, quantised.c): b is k
+// words of a panel, a is m rows of x.
 //
-// -DAMX          The instructions. Linux must have allowed them to the process (library.py asks).
-// -DAMX_EMULATED Plain C, the same results bit for bit, so that tests can run the code around it on any processor.
+// -DAMX          uses the instructions. Linux must have allowed the process to use them (library.py requests this).
+// -DAMX_EMULATED uses plain C with the same results bit for bit, so that tests can run on any processor.
 
 #pragma once
 #include "vectors.h"
 
 #define TILE_ROWS 16
-#define TILE_WORDS 16  // in a row
+#define TILE_WORDS 16  // words in a row of a tile
 
-// Four tiles of sums, two of x (rows 0 … 15 and 16 … 31), two of panels. Instructions name them by literal numbers.
+// Four tiles of sums, two of x (rows 0 … 15 and 16 … 31), two of panels. Instructions need literal numbers.
 #define NUM_TILES 8
 #define SUMS_0 0
 #define SUMS_1 1
@@ -24,7 +25,7 @@
 #define PANEL_EVEN 6
 #define PANEL_ODD 7
 
-// What `ldtilecfg` reads: palette 1 is the one that exists; for each tile, the bytes in a row and the rows.
+// The operand of `ldtilecfg`: palette 1 is the only one; each tile has a number of bytes in a row and a number of rows.
 struct tile_config {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
@@ -35,7 +36,7 @@ struct tile_config {
 #if !defined __AMX_BF16__ || !defined __AMX_INT8__
 #error "this compiler does not know AMX"
 #endif
-// GCC 12 is not told that `ldtilecfg` and `tileloadd` read memory, and could delay the writes before them.
+// GCC 12 does not know that `ldtilecfg` and `tileloadd` read memory, so it could move earlier writes after them.
 #define FINISH_WRITES() __asm__ volatile("" ::: "memory")
 static inline void tile_configure(const struct tile_config *config) {
     FINISH_WRITES();
@@ -65,7 +66,7 @@ static inline void tile_configure(const struct tile_config *config) {
 
 static inline void tile_release(void) { tile_configure(&(struct tile_config){0}); }
 
-// `stride`: bytes from one row in memory to the next
+// Load a tile. `stride`: bytes from one row in memory to the next
 static inline void tile_load(int tile, const void *from, long stride) {
     tile_zero(tile);
     for (int row = 0; row < tile_shapes.rows[tile]; row++)
@@ -77,19 +78,20 @@ static inline void tile_store(int tile, void *to, long stride) {
         memcpy((char *)to + row * stride, &tiles[tile][row], tile_shapes.row_bytes[tile]);
 }
 
-// To float32, where what is too small for a normal number becomes 0.
+// Convert to float32. Numbers that are too small for a normal float32 become 0.
 static inline floats flush(doubles x) {
-    const double least = 0x1p-126 * (1 - 0x1p-25);  // rounded to 24 bits, this is the least normal number
+    const double least = 0x1p-126 * (1 - 0x1p-25);  // rounded to 24 bits, this is the smallest normal number
     const ints is_tiny = __builtin_convertvector((longs)((x < least) & (x > -least)), ints);
-    return (floats)((ints)__builtin_convertvector(x, floats) & (~is_tiny | INT32_MIN));  // its sign stays
+    return (floats)((ints)__builtin_convertvector(x, floats) & (~is_tiny | INT32_MIN));  // keeps the sign
 }
 
 static inline doubles widen(floats x) { return __builtin_convertvector(x, doubles); }
 static inline doubles read_tile(words x) { return widen(flush(widen((floats)x))); }  // denormals count as 0
 
-// As Intel's manual defines TDPBF16PS: the even elements of a row of a times those of b are added up from 0, one by one,
-// and so are the odd ones; then evens + odds; then sums + that. Every step rounds to float32, to the nearest, and takes
-// and gives 0 for denormals. (A product of two bfloat16, and what matters of its sum with a float32, fits a double.)
+// Multiply as Intel's manual defines TDPBF16PS. The products of the even elements of a row of a with those of b are
+// added one by one, starting at 0, and so are the products of the odd elements. Then both are added, and then the sum
+// is added to `sums`. Every step rounds to the nearest float32, and treats denormal inputs and results as 0. (A double
+// represents a product of two bfloat16, and the bits of its sum with a float32 that affect the rounding.)
 static inline void tile_multiply(int sums, int a, int b) {
     const int num_words = tile_shapes.row_bytes[a] / 4;
     if (tile_shapes.rows[sums] != tile_shapes.rows[a] || tile_shapes.rows[b] != num_words) abort();  // hardware: #UD
@@ -105,7 +107,7 @@ static inline void tile_multiply(int sums, int a, int b) {
     }
 }
 
-// TDPBSUD: to each sum of 32 bits, the products of a's bytes, with signs, and b's, without.
+// Multiply as TDPBSUD does: add the products of a's signed bytes and b's unsigned bytes to the sums of 32 bits.
 static inline void tile_multiply_bytes(int sums, int a, int b) {
     const int num_words = tile_shapes.row_bytes[a] / 4;
     if (tile_shapes.rows[sums] != tile_shapes.rows[a] || tile_shapes.rows[b] != num_words) abort();  // hardware: #UD
@@ -116,7 +118,7 @@ static inline void tile_multiply_bytes(int sums, int a, int b) {
 }
 #endif
 
-// Tiles of the shapes that a product needs. Setting them takes as long as a dozen multiplications, so they are kept.
+// The current shape of the tiles. Setting it takes as long as a dozen multiplications, so it is kept between products.
 static _Thread_local int tiles_are_for;
 
 static inline void shape_tiles(int num_rows, int num_words) {
@@ -133,7 +135,7 @@ static inline void shape_tiles(int num_rows, int num_words) {
     tile_configure(&config);
 }
 
-// Other code of the process shall find the tiles as it left them: not in use.
+// Release the tiles, so that other code of the process finds them unused.
 static inline void release_tiles(void) {
     tile_release();
     tiles_are_for = 0;

@@ -1,7 +1,7 @@
-"""The C compiler of this machine, its flags, and the OpenMP library that `cpu.c` shares with PyTorch.
+"""Find the machine's C compiler, its flags, and the OpenMP library that `cpu.c` shares with PyTorch.
 
-Called by `library.py`. Linux and macOS are known. Nothing here has run on a Mac: clang compiles `cpu.c` for one in the
-tests, and PyTorch's wheel says where its OpenMP lies.
+`library.py` calls these functions. They support Linux and macOS. The code for macOS has not run on a Mac yet: tests
+cross-compile `cpu.c` with clang, and the path of OpenMP is that in PyTorch's wheel.
 """
 
 import ctypes
@@ -20,42 +20,51 @@ TORCH = Path(torch.__file__).parent
 
 
 def flags(system: str, machine: str) -> tuple[str, ...]:
-    """For a shared library with OpenMP that uses all of this processor; `system` and `machine` as `platform` says."""
+    """Return the compiler flags for a shared library with OpenMP and all instructions of this processor.
+
+    `system` and `machine` are the results of `platform.system()` and `platform.machine()`.
+    """
     native = "-mcpu=native" if machine in ("aarch64", "arm64") else "-march=native"
-    if system == "Darwin":  # Apple's clang knows OpenMP, and has neither its header nor its library
+    if system == "Darwin":  # Apple's clang compiles OpenMP, but has neither its header nor its library
         openmp = ("-Xclang", "-fopenmp", "-idirafter", str(TORCH / "include"))
         return (*COMMON, native, *openmp, "-dynamiclib", "-Wl,-undefined,dynamic_lookup")
     return (*COMMON, native, "-fopenmp", "-shared")
 
 
 def find_compiler(system: str) -> str | None:
-    """`CC`, or the first that is installed. On Linux gcc: its OpenMP is PyTorch's, that of clang would be a second."""
+    """Return `$CC`, or the first C compiler that is installed, or None.
+
+    Linux prefers gcc, because it uses the same OpenMP library as PyTorch; clang would load a second one.
+    """
     names = ("clang", "cc") if system == "Darwin" else ("gcc", "cc", "clang")
     return os.environ.get("CC") or next(filter(None, map(shutil.which, names)), None)
 
 
 def openmp_of_torch(torch_folder: Path = TORCH) -> list[str]:
-    """Linked first on Linux, so that torch and `cpu.c` share one pool of threads: two wait for each other's cores.
+    """Return linker arguments for PyTorch's own OpenMP library on Linux, or [] if it has none.
 
-    Some wheels keep it in `torch/lib`, some in `torch.libs` beside it."""
+    With this library, PyTorch and `cpu.c` share one pool of threads. Two pools would wait for each other's cores. Some
+    wheels have the library in `torch/lib`, others in `torch.libs` next to `torch`.
+    """
     found = [path for name in ("torch/lib", "torch.libs") for path in (torch_folder.parent / name).glob("libgomp*.so*")]
     return ["-Wl,--as-needed", str(min(found))] if found else []
 
 
 def offer_openmp(torch_folder: Path = TORCH) -> None:
-    """On macOS, let `cpu.c` find its OpenMP functions in the library that torch has loaded. OSError if there is none.
+    """On macOS, make the OpenMP functions of PyTorch's library visible to `cpu.c`. Raises OSError if it is missing.
 
-    That library cannot be linked by its path: the name that is written in it is of a folder that users do not have."""
+    The library cannot be linked by its path, because its install name is in a folder that users do not have.
+    """
     ctypes.CDLL(str(torch_folder / "lib" / "libomp.dylib"), mode=ctypes.RTLD_GLOBAL)
 
 
 def loaded_openmp(maps: str) -> list[str]:
-    """The OpenMP libraries among a process' mapped files (`/proc/self/maps`): more than one are several pools."""
+    """Return the OpenMP libraries among a process's mapped files (`/proc/self/maps`). Each has its own thread pool."""
     return sorted(set(re.findall(r"/.*/lib(?:g|i)?omp\d*\b[^/\n]*\.so[^/\n]*$", maps, re.MULTILINE)))
 
 
 def describe_processor(system: str) -> str:
-    """Changes with what `-mcpu=native` may use."""
+    """Return a text that differs between processors for which `-march=native` or `-mcpu=native` differs."""
     if system == "Darwin":
         run = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
         return f"{platform.machine()} {run.stdout.strip()}"
@@ -63,7 +72,7 @@ def describe_processor(system: str) -> str:
 
 
 def cpu_flags() -> list[str]:
-    """What Linux says that the first processor can do."""
+    """Return the features of the first processor from `/proc/cpuinfo`, or [] on other systems than Linux."""
     cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8") if platform.system() == "Linux" else ""
     line = next((line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))), "")
     return line.partition(":")[2].split()

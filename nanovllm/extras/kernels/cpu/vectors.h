@@ -1,12 +1,13 @@
 // Vectors of 16 floats, and the dtype of weights and activations: bfloat16 with -DBFLOAT16, float32 without.
 //
-// Loops on GCC's and clang's vector extensions run on any processor. Some instructions of AVX-512 are called by name, where
-// the compiler does not find them: above all `dpbf16ps`, which multiplies 16 pairs of bfloat16 and adds each to a sum.
+// The code uses vector extensions of GCC and clang, so it runs on any processor. It calls some instructions of AVX-512
+// by name, because the compiler does not generate them: above all `dpbf16ps`, which multiplies 32 pairs of bfloat16 and
+// adds two products to each of 16 sums.
 
 #pragma once
 #if defined __aarch64__ && !defined __clang__
-// With SVE, GCC 12 computes vectors of 64 bytes number by number. Its scheduler loads so far ahead that no registers are
-// left for sums.
+// With SVE, GCC 12 computes vectors of 64 bytes number by number. GCC's scheduler also moves loads so far ahead that no
+// registers are left for sums.
 #pragma GCC target("+nosve")
 #pragma GCC optimize("no-schedule-insns")
 #endif
@@ -33,7 +34,7 @@ typedef uint16_t element;
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
 static inline floats load(const element *p) {
-#ifdef __AVX512F__  // GCC 12 converts in two halves, and puts them together
+#ifdef __AVX512F__  // GCC 12 would convert two halves and then join them
     return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
 #else
     halves h;
@@ -46,7 +47,7 @@ static inline void store(element *p, floats x) {
 #ifdef __AVX512BF16__
     halves h = (halves)_mm512_cvtneps_pbh((__m512)x);
 #else
-    words bits = (words)x;  // to the nearest, ties to even; a NaN stays one
+    words bits = (words)x;  // rounds to the nearest number, ties to even; NaN stays NaN
     words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     words is_nan = (words)(x != x);
     halves h = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), halves);
@@ -81,14 +82,14 @@ static inline floats multiply_add(floats sum, words a, uint32_t b) {
 }
 #endif
 
-// x as it is after `store` and `load`.
+// Round x to the dtype, as `store` and then `load` would.
 static inline floats round_lanes(floats x) {
     element all[LANES];
     store(all, x);
     return load(all);
 }
 
-// The same for the last few columns of a matrix.
+// Store the first `count` lanes, for the last columns of a matrix.
 static inline void store_some(element *p, floats x, long count) {
     if (count == LANES) {
         store(p, x);
@@ -104,7 +105,7 @@ static inline void store_some_floats(float *p, floats x, long count) {
     else memcpy(p, &x, count * sizeof(float));
 }
 
-// Past the caches, where the processor can: whole lines of 64 bytes, at addresses that are multiples of 64.
+// Store two vectors, bypassing the caches if the processor can: whole lines of 64 bytes, aligned to 64 bytes.
 static inline void stream_two(element *p, floats low, floats high) {
 #if defined __AVX512BF16__ && defined BFLOAT16
     _mm512_stream_si512((__m512i *)p, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
@@ -122,14 +123,14 @@ static inline void stream_floats(float *p, floats x) {
 #endif
 }
 
-// Other threads shall read what has been streamed.
+// Make streamed stores visible to other threads.
 static inline void finish_streams(void) {
 #ifdef __AVX512F__
     _mm_sfence();
 #endif
 }
 
-// In halves: each sum of a chain of 16 would wait for the one before it.
+// Sum the lanes pairwise, because in a chain of 16 additions each would wait for the one before it.
 static inline float sum_lanes(floats x) {
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)x);
@@ -146,7 +147,7 @@ static inline floats pick(ints is_first, floats first, floats second) {
     return (floats)(((ints)first & is_first) | ((ints)second & ~is_first));
 }
 
-// The larger of a and b; b if either is NaN.
+// Return the larger of a and b, or b if either is NaN.
 static inline floats max_of(floats a, floats b) {
 #ifdef __AVX512F__
     return (floats)_mm512_max_ps((__m512)a, (__m512)b);
@@ -155,7 +156,7 @@ static inline floats max_of(floats a, floats b) {
 #endif
 }
 
-// e^x for x <= 88, to 2 units in the last place: 2^n times a polynomial of degree 6 for what lies between
+// Return e^x for x <= 88, accurate to 2 units in the last place: 2^n times a polynomial of degree 6 in the remainder.
 static inline floats exp_lanes(floats x) {
     x = max_of(x, (floats){0} - 87.0f);
     floats n = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's last bits are the rounded integer

@@ -1,10 +1,11 @@
-// Which rows attend together: a tile of rows of one sequence, or of several that read the same blocks first.
+// Decide which rows attend together: a tile of rows of one sequence, or of several sequences that begin with the same
+// blocks.
 
 #pragma once
 #include <omp.h>
 #include "vectors.h"
 
-// The sequences of a step, as batch.py describes them.
+// The sequences of a step, in the form of nanovllm/batch.py.
 struct batch {
     const int32_t *block_tables, *seq_lens, *cu_seqlens_q;
     long num_seqs, max_num_blocks;
@@ -16,16 +17,16 @@ static inline const int32_t *block_table(const struct batch *b, long seq) {
     return b->block_tables + seq * b->max_num_blocks;
 }
 
-// So many rows of several sequences read what they share while it is in the L1 cache.
+// Maximum number of rows of several sequences that read their shared blocks together, while these are in the L1 cache.
 #define SHARING_ROWS (2 * ROWS)
 
-// For one K and V head: up to ROWS rows of sequence `seq`, from row `first_row` on, or all rows of `num_seqs` sequences,
-// whose first `num_shared` blocks are the same.
+// A piece of work for one K and V head: up to ROWS rows of sequence `seq`, starting at row `first_row`, or all rows of
+// `num_seqs` sequences whose first `num_shared` blocks are the same.
 struct work {
     int32_t seq, kv_head, first_row, num_seqs, num_shared;
 };
 
-// How many blocks two sequences both begin with, of those that were full before this step.
+// Count the leading blocks that two sequences share, among the blocks that were full before this step.
 static long count_shared(const struct batch *b, long seq, long other, long block_size) {
     const int32_t *x = block_table(b, seq), *y = block_table(b, other);
     const long x_len = b->seq_lens[seq] - count_new(b, seq), y_len = b->seq_lens[other] - count_new(b, other);
@@ -35,8 +36,8 @@ static long count_shared(const struct batch *b, long seq, long other, long block
     return count;
 }
 
-// The rows of `seq` and of the sequences behind it that share as many blocks with it as the first of them does: `most`
-// sequences, SHARING_ROWS rows.
+// Find the sequences after `seq` that share at least as many leading blocks with it as the first of them does. Take at
+// most `most` sequences and SHARING_ROWS rows in all.
 static struct work find_sharers(const struct batch *b, long seq, long most, long group, long block_size) {
     struct work w = {.seq = seq, .num_seqs = 1};
     long num_rows = count_new(b, seq) * group;
@@ -50,11 +51,11 @@ static struct work find_sharers(const struct batch *b, long seq, long most, long
     return w;
 }
 
-// All rows of the batch, `group` for each new token and K and V head; the heads of the same rows one after another.
-// -> work: [at most one for each ROWS rows of a sequence and head], how much there is
+// Divide all rows of the batch, `group` for each new token and K and V head, into pieces of work. The heads of the same
+// rows are consecutive. Return the number of pieces, which is at most one for each ROWS rows of a sequence and head.
 static long divide(const struct batch *b, struct work *work, long num_kv_heads, long group, long block_size,
                    bool may_share) {
-    // so few together that there is enough for all threads
+    // a limit that leaves enough pieces of work for all threads
     const long most = may_share ? b->num_seqs * num_kv_heads / (2 * omp_get_max_threads()) : 1;
     long count = 0;
     for (long seq = 0; seq < b->num_seqs;) {

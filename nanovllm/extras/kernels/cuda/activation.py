@@ -1,4 +1,4 @@
-"""SwiGLU's gate in Triton: the twin of `layers/mlp.py`, applied to the output of the fused projection."""
+"""SwiGLU's gate in Triton: the fast version of `SiluAndMul` in `layers/mlp.py`, for the fused projection's output."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ def silu_and_mul_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (num_tokens * blocks of a row,). One program computes BLOCK outputs of one row."""
+    """Compute BLOCK outputs of one row per program. Grid: (num_tokens * blocks of a row,)."""
     NUM_BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // NUM_BLOCKS).to(tl.int64)
     i = tl.program_id(0) % NUM_BLOCKS * BLOCK + tl.arange(0, BLOCK)
@@ -28,7 +28,7 @@ def silu_and_mul_kernel(
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up: [num_tokens, 2 * intermediate_size] -> silu(gate) * up: [num_tokens, intermediate_size]"""
+    """Compute silu(gate) * up: gate_up: [num_tokens, 2 * intermediate_size] -> [num_tokens, intermediate_size]"""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     z = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     if not num_tokens:

@@ -1,14 +1,16 @@
 """A whole decoder layer on CUDA in nine launches: four matrix products, attention, and four small kernels.
 
-For up to 16 tokens the products also do the work of three of these kernels (`few_tokens.py`): six launches. Where
-attention splits long contexts, one more launch joins the parts. Quantised products (`quantised.py`) take two launches.
+For up to 16 tokens the products also do the work of three of these kernels (`few_tokens.py`), which leaves six
+launches. If attention splits long contexts, one more launch joins the parts. Each quantised product
+(`cuda_quantised.py`) takes two launches.
 
-Twins of the layers in `dense_layers.py`, of norms and of the rotary angles, with the same signatures. In PyTorch each
-operation between two products reads and writes the activations; here one kernel does all of them. Rounding is that of
-the PyTorch layers, except for the residual, which is added to the sums of a product before these are rounded: a layer
-rounds twice less.
+The classes replace the layers in `dense_layers.py`, norms and the rotary angles, and have the same signatures. In
+PyTorch each operation between two products reads and writes the activations; here one kernel does all of these
+operations. The layer rounds where the PyTorch layers round, except that it adds the residual to the sums of a product
+before it rounds them, which saves two roundings per layer.
 
-The attention backends for CUDA call `replace_layers` when the weights are loaded; the model file knows nothing of it.
+The attention backends for CUDA call `replace_layers` after the weights have been loaded. The model file does not
+depend on it.
 """
 
 from typing import Any, TypeAlias
@@ -30,11 +32,11 @@ from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import Rotary
 
 Product: TypeAlias = Linear | TritonQuantisedLinear
-MAX_SIZE = 1 << 15  # of a row that one program normalises: what its registers hold
+MAX_SIZE = 1 << 15  # the longest row that one program can normalise in its registers
 
 
 class TritonDecoderLayer(nn.Module):
-    """Has the weights of the layer whose place it takes. `k_scale` and `v_scale` are those of an fp8 cache."""
+    """A decoder layer that shares the weights of the layer it replaces. An fp8 cache uses `k_scale` and `v_scale`."""
 
     def __init__(
         self, parts: DenseParts, backend: AttentionBackend, k_scale: float = 1.0, v_scale: float = 1.0
@@ -55,7 +57,7 @@ class TritonDecoderLayer(nn.Module):
         self.communicator: Any = None
 
     def join(self, communicator: Any) -> bool:
-        """Sum each half's product over the ranks of `communicator` (`parallel/`)."""
+        """Sum the last product of attention and of the MLP over the ranks of `communicator` (`parallel/`)."""
         self.communicator = communicator
         return True
 
@@ -67,9 +69,9 @@ class TritonDecoderLayer(nn.Module):
         layer_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """x: [num_tokens, hidden_size] -> the same tensor, changed in place
+        """Compute the layer in place: x: [num_tokens, hidden_size] -> the same tensor
 
-        No other code reads the old x: it comes from the embedding, which makes a new tensor, or from the layer before.
+        No other code reads the old x, because it is a new tensor from the embedding or the output of the layer before.
         """
         qkv = norm_linear(x, self.input_norm, self.qkv_proj)  # [num_tokens, (num_heads + 2 * num_kv_heads) * …]
         q = norm_rotary_store(
@@ -91,7 +93,7 @@ class TritonDecoderLayer(nn.Module):
         return x
 
     def add_product(self, x: torch.Tensor, y: torch.Tensor, linear: Product) -> None:
-        """x += linear(y), in place; of several ranks, each has a part of the sum"""
+        """Compute x += linear(y) in place. With several ranks, each computes a part of the sum."""
         if self.communicator is None:
             add_linear(x, y, linear)
         else:
@@ -105,7 +107,7 @@ def product(x: torch.Tensor, linear: Product) -> torch.Tensor:
 
 
 def is_few(x: torch.Tensor) -> bool:
-    """Whether the products of `few_tokens.py` take x; the same in every replay of a CUDA graph."""
+    """Return whether `few_tokens.py` can compute products of x. (Constant in all replays of a CUDA graph.)"""
     return len(x) <= few_tokens.MAX_TOKENS and few_tokens.takes(x.shape[1])
 
 
@@ -116,14 +118,14 @@ def norm_linear(x: torch.Tensor, norm: RMSNorm, linear: Product) -> torch.Tensor
 
 
 def norm_gate_up(x: torch.Tensor, norm: RMSNorm, linear: Product) -> torch.Tensor:
-    """linear: gates, then ups"""
+    """Compute silu(gate) * up of the normalised x. The outputs of `linear` are the gates, then the ups."""
     if isinstance(linear, Linear) and is_few(x) and linear.bias is None:
         return few_tokens.norm_gate_up(x, norm.weight, norm.eps, linear.weight)
     return silu_and_mul(product(rms_norm(x, norm.weight, norm.eps), linear))
 
 
 def add_linear(x: torch.Tensor, y: torch.Tensor, linear: Product) -> None:
-    """x += linear(y), in place: the product's last step adds what is there already, instead of a kernel of its own."""
+    """Compute x += linear(y) in place. The product itself adds x in its last step, which saves a kernel."""
     if isinstance(linear, TritonQuantisedLinear):
         x += linear.product(y)
         return
@@ -142,12 +144,12 @@ class TritonRMSNorm(nn.Module):
         self.eps = norm.eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., size] -> the same shape, contiguous"""
+        """Normalise x: [..., size] -> the same shape, contiguous"""
         return rms_norm(x.flatten(0, -2), self.weight, self.eps).view(x.shape)
 
 
 class RotaryTable(nn.Module):
-    """The cosines and sines of all positions, computed once by the layer whose place it takes."""
+    """A table of the cosines and sines of all positions, computed once by the layer that it replaces."""
 
     table: torch.Tensor  # [num_positions, head_dim]: cosines, then sines, of half the length each
 
@@ -157,20 +159,20 @@ class RotaryTable(nn.Module):
         self.register_buffer("table", torch.cat(cos_sin, dim=-1)[:, 0])
 
     def forward(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions: [num_tokens] int -> two of [num_tokens, 1, head_dim / 2]"""
+        """Look up cosine and sine: positions: [num_tokens] int -> two of [num_tokens, 1, head_dim / 2]"""
         assert dtype == self.table.dtype
         cos, sin = self.table.index_select(0, positions)[:, None].chunk(2, dim=-1)
         return cos, sin
 
 
 def replace_layers(model: nn.Module, backend: AttentionBackend, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
-    """Replace every layer that has a twin for its shape. The model's weights must be loaded."""
+    """Replace every layer for which there is a fast version of its shape. The weights must be loaded."""
     replace_quantised(model)
     weight = next(model.parameters())
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             parts = dense_parts(child)
-            if parts is not None and has_twin(parts, backend):
+            if parts is not None and has_fast_version(parts, backend):
                 setattr(module, name, TritonDecoderLayer(parts, backend, k_scale, v_scale))
             elif isinstance(child, Rotary):
                 setattr(module, name, RotaryTable(child, child.max_len, weight.dtype, weight.device))
@@ -178,8 +180,11 @@ def replace_layers(model: nn.Module, backend: AttentionBackend, k_scale: float =
                 setattr(module, name, TritonRMSNorm(child))
 
 
-def has_twin(parts: DenseParts, backend: AttentionBackend) -> bool:
-    """Triton's blocks are powers of two: rows are padded to one, but the halves of heads must be powers of two."""
+def has_fast_version(parts: DenseParts, backend: AttentionBackend) -> bool:
+    """Return whether `TritonDecoderLayer` supports the activation, rotation and sizes of the layer.
+
+    Triton's blocks are powers of two. The kernels pad rows to a power of two, but not the halves of heads.
+    """
     if not isinstance(parts.activation, SiluAndMul) or parts.is_partly_rotated:
         return False
     head_dim = backend.head_dim

@@ -1,13 +1,14 @@
-"""Matrix products with weights of 8 or 4 bits: what `extras/quantization/quantised_linear.py` defines, with the same bits.
+"""Matrix products with weights of 8 or 4 bits, bit for bit equal to `extras/quantization/quantised_linear.py`.
 
-    round_rows    x to 8 bits, by row and group of inputs, as the definition does
-    multiply      x @ weight.T, of x as `round_rows` returns it
+    round_rows    rounds x to 8 bits, by row and group of inputs, as the definition does
+    multiply      computes x @ weight.T from the result of `round_rows`
 
-Sums over a group are those of integers: exact, whatever the tile. Groups are added in their order, and each operation
-rounds as in PyTorch (`enable_fp_fusion=False`). So a token has the same bits in every batch.
+Sums over a group are sums of integers, so they are exact with every tile size. The kernel adds the groups in order, and
+each operation rounds as in PyTorch (`enable_fp_fusion=False`). So a token has the same bits in every batch.
 
-A thread reads 16 bytes of weights at a time: numbers of 8 bits with a sign, or two of 4 bits in a byte, that of input
-2 i below that of input 2 i + 1. Zeros fill each row up to whole groups. Called by `quantised_layers.py`.
+A thread reads 16 bytes of weights at a time. Weights of 8 bits are signed. A byte holds two weights of 4 bits: that of
+input 2 i in the lower half and that of input 2 i + 1 in the upper half. Each row is padded with zeros to whole groups.
+`quantised_layers.py` calls `pack` and `multiply`.
 """
 
 from dataclasses import dataclass
@@ -18,15 +19,18 @@ import triton.language as tl
 
 from nanovllm.extras.kernels.cuda.kernel_launch import Launch
 
-SMALLEST = 1e-30  # a group of x whose magnitudes are all below is zero: 127 / x could be infinite
-FEW_ROWS = 16  # the tensor cores take so many at least
-GROUPS_AT_ONCE = 8  # that one program rounds
-ROUNDING = tl.constexpr(12_582_912.0)  # 1.5 * 2**23: between it and its double, floats are the whole numbers
+SMALLEST = 1e-30  # a group of x with only smaller magnitudes rounds to zero, because 127 / x could be infinite
+FEW_ROWS = 16  # the smallest number of rows that the tensor cores multiply
+GROUPS_AT_ONCE = 8  # groups that one program rounds
+ROUNDING = tl.constexpr(12_582_912.0)  # 1.5 * 2**23: near it, the floats are exactly the whole numbers
 
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """weight[o, i] = scales[g, o] * (q[o, i] + offsets[g, o]), where g is the group of input i, or always 0."""
+    """A weight of 8 or 4 bits as the kernel reads it.
+
+    weight[o, i] = scales[g, o] * (q[o, i] + offsets[g, o]), where g is the group of input i, or 0 without groups.
+    """
 
     q: torch.Tensor  # 8 bits: [num_outputs, padded inputs] int8; 4 bits: [num_outputs, padded inputs / 2] uint8
     scales: torch.Tensor  # [num_groups or 1, num_outputs] float32
@@ -42,9 +46,12 @@ class PackedWeight:
 
 
 def pack(q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, group_size: int) -> PackedWeight:
-    """q: [num_outputs, num_inputs] uint8; scales, zeros: [num_outputs, num_groups or 1]; of the definition"""
+    """Convert a weight from the definition's layout to that of the kernel.
+
+    q: [num_outputs, num_inputs] uint8; scales, zeros: [num_outputs, num_groups or 1]
+    """
     num_inputs = q.shape[1]
-    if bits == 8:  # as the tensor cores take it: with a sign
+    if bits == 8:  # the tensor cores multiply signed numbers
         stored, shift = (q.short() - 128).to(torch.int8), 128
     else:
         stored, shift = q, 0
@@ -73,12 +80,12 @@ def round_rows_kernel(
     GROUPS: tl.constexpr,
     SMALLEST: tl.constexpr,
 ):
-    """Grid: (num_tokens, num_groups / GROUPS), rounded up."""
+    """Round GROUPS groups of one token to 8 bits per program. Grid: (num_tokens, num_groups / GROUPS), rounded up."""
     token = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     inputs = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [GROUPS, GROUP]
     x = tl.load(x_ptr + token * num_inputs + inputs, mask=inputs < num_inputs, other=0.0).to(tl.float32)
-    # as integers, magnitudes are in the order of the floats, and a NaN is above all
+    # magnitudes compared as integers have the order of the floats, with NaN above all numbers
     magnitudes = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     most = tl.max(magnitudes, 1).to(tl.float32, bitcast=True)
     most_of_8_bits = tl.full([GROUPS], 127.0, tl.float32)
@@ -94,7 +101,10 @@ def round_rows_kernel(
 
 
 def round_rows(x: torch.Tensor, group_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x: [num_tokens, num_inputs] -> q: int8, with zeros up to whole groups; scales, sums: [num_tokens, num_groups]"""
+    """Round x: [num_tokens, num_inputs] to 8 bits, and pad it with zeros to whole groups.
+
+    Returns q: [num_tokens, num_groups * group_size] int8; scales and sums: [num_tokens, num_groups].
+    """
     assert x.is_contiguous()
     num_tokens, num_inputs = x.shape
     num_groups = -(-num_inputs // group_size)
@@ -128,7 +138,7 @@ def quantised_linear_kernel(
     x_sums_ptr,  # [num_tokens, num_groups]
     weight_ptr,  # [num_outputs, num_groups * GROUP] int8, or half as many bytes
     scales_ptr,  # [num_groups or 1, num_outputs]
-    offsets_ptr,  # the same, only read if HAS_OFFSETS
+    offsets_ptr,  # as scales, only read if HAS_OFFSETS
     bias_ptr,  # [num_outputs], only read if HAS_BIAS
     num_tokens,
     num_outputs,
@@ -142,7 +152,10 @@ def quantised_linear_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
 ):
-    """Grid: (num_outputs / OUTPUTS, num_tokens / ROWS), rounded up. A group of inputs at a time."""
+    """Compute a tile of ROWS x OUTPUTS per program, one group of inputs at a time.
+
+    Grid: (num_outputs / OUTPUTS, num_tokens / ROWS), rounded up.
+    """
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row, is_output = rows < num_tokens, outputs < num_outputs
@@ -173,15 +186,18 @@ def quantised_linear_kernel(
 
 
 def choose_launch(num_tokens: int) -> Launch:
-    """`tile`: outputs of a program. A decode waits for weights: few outputs, so that there are programs for all
-    multiprocessors, and many groups on their way. Of many tokens, each weight that is loaded serves 64."""
+    """Choose the tile of a program (`rows` tokens, `tile` outputs) by the number of tokens.
+
+    A product of few tokens waits for the weights. Few outputs per program give enough programs for all multiprocessors,
+    and many stages keep many groups in flight. With many tokens, 64 of them share each weight that is loaded.
+    """
     if num_tokens <= FEW_ROWS:
         return Launch(FEW_ROWS, 16, num_warps=2, num_stages=8)
     return Launch(64, 64, num_warps=4, num_stages=3)
 
 
 def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """x: [num_tokens, num_inputs] -> [num_tokens, num_outputs], in x's dtype"""
+    """Multiply x: [num_tokens, num_inputs] by the weight -> [num_tokens, num_outputs], in x's dtype"""
     num_tokens, num_outputs = len(x), len(weight.q)
     out = torch.empty(num_tokens, num_outputs, dtype=x.dtype, device=x.device)
     if num_tokens == 0:

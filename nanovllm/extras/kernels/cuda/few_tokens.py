@@ -1,16 +1,16 @@
-"""Matrix products for few tokens, each in one launch with what comes before and after it.
+"""Matrix products for few tokens, each fused with the operations before and after it into one launch.
 
 A product of few tokens takes as long as its weights take to arrive from memory. The operations around it (the norm
-before, the residual or the gate after) are next to no work, but each of them as a kernel of its own would cost as much
-time again: to start, to fetch a few kilobytes, and to wait until the last program has ended. So the product does them:
+before, the residual or the gate after) are little work. But a separate kernel for each would take as much time again:
+to start, to fetch a few kilobytes, and to wait until the last program has ended. So the product includes them:
 
     norm_linear      rms_norm(x) @ weight.T
     norm_gate_up     silu(gate) * up,  where gate, up = rms_norm(x) @ weight.T
     add_linear       out += x @ weight.T
 
-Each program takes a few outputs, reads their rows of the weight once, from end to end, several tiles ahead, and
-multiplies with all tokens at a time. There are few tokens, so every program normalises all of them for itself. The
-tensor cores take 16 rows: fewer tokens are padded with zeros. Called by `decoder_layer.py`.
+Each program computes a few outputs for all tokens at once. It reads their rows of the weight once, from start to end,
+and loads several tiles ahead. Because there are few tokens, every program normalises all of them itself. The tensor
+cores multiply 16 rows, so fewer tokens are padded with zeros. `cuda_decoder_layer.py` calls these functions.
 """
 
 import functools
@@ -22,14 +22,14 @@ import triton.language as tl
 from nanovllm.extras.kernels.cuda.kernel_launch import GPU, Launch, describe_gpu
 
 MAX_TOKENS = 16  # rows of a tensor core's product
-OUTPUTS = 16  # of one program: few, so that there are programs for all multiprocessors
+OUTPUTS = 16  # outputs of one program: few, so that there are enough programs for all multiprocessors
 TILES = (256, 128, 64)  # inputs at a time: the largest of these that divides their number
-NUM_STAGES = 6  # tiles that are being loaded, 8 KiB each in half precision
+NUM_STAGES = 6  # tiles in flight, 8 KiB each in half precision
 
 
 @triton.jit
 def inverse_rms(x_ptr, is_row, eps, NUM_INPUTS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """1 / sqrt(mean(x^2) + eps) of each row: [ROWS]"""
+    """Return 1 / sqrt(mean(x^2) + eps) of each row: [ROWS]."""
     rows, columns = tl.arange(0, ROWS), tl.arange(0, TILE)
     squares = tl.zeros([ROWS, TILE], tl.float32)
     for start in range(0, NUM_INPUTS, TILE):
@@ -58,7 +58,10 @@ def few_tokens_kernel(
     OUTPUTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Grid: (num_outputs / OUTPUTS,), rounded up. All tokens, OUTPUTS outputs; rounded where PyTorch's layers round."""
+    """Compute OUTPUTS outputs of all tokens per program, rounded where PyTorch's layers round.
+
+    Grid: (num_outputs / OUTPUTS,), rounded up.
+    """
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     rows, columns = tl.arange(0, ROWS), tl.arange(0, TILE)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -97,15 +100,16 @@ def few_tokens_kernel(
 
 
 def takes(num_inputs: int) -> bool:
-    """Whether there is a tile for products of `num_inputs` inputs."""
+    """Return whether one of the tile sizes divides `num_inputs`."""
     return num_inputs % TILES[-1] == 0
 
 
 @functools.cache
 def choose_launch(num_inputs: int, dtype: torch.dtype, is_gated: bool, gpu: GPU) -> Launch:
-    """NUM_STAGES tiles are loaded at a time, or as many as shared memory holds: float32 takes twice as much.
+    """Choose the tile and the number of stages: NUM_STAGES, or as many as fit in shared memory.
 
-    The normalised x is in shared memory too, but Triton counts the tile that is computed with as a stage.
+    float32 takes twice the memory of half precision. The normalised x is in shared memory too; the calculation allows
+    for it, because Triton counts the tile in use as a stage.
     """
     tile = next(tile for tile in TILES if num_inputs % tile == 0)
     rows = MAX_TOKENS + OUTPUTS * (1 + is_gated) + 1  # of x, of the weight or both its halves, of the norm's weight
@@ -116,19 +120,25 @@ def choose_launch(num_inputs: int, dtype: torch.dtype, is_gated: bool, gpu: GPU)
 def norm_linear(
     x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """x: [num_tokens, num_inputs], weight: [num_outputs, num_inputs] -> [num_tokens, num_outputs]"""
+    """Normalise x: [num_tokens, num_inputs], and multiply by weight: [num_outputs, num_inputs].
+
+    Returns [num_tokens, num_outputs].
+    """
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     return multiply(out, x, weight, bias=bias, norm_weight=norm_weight, eps=eps)
 
 
 def norm_gate_up(x: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor) -> torch.Tensor:
-    """weight: [2 * num_outputs, num_inputs], gates first -> [num_tokens, num_outputs]"""
+    """Normalise x and compute silu(gate) * up -> [num_tokens, num_outputs]
+
+    weight: [2 * num_outputs, num_inputs], the rows of the gates first
+    """
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
     return multiply(out, x, weight, norm_weight=norm_weight, eps=eps, is_gated=True)
 
 
 def add_linear(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """out: [num_tokens, num_outputs], changed in place"""
+    """Add x @ weight.T + bias to out: [num_tokens, num_outputs], in place."""
     return multiply(out, x, weight, bias=bias, is_added=True)
 
 
@@ -142,6 +152,7 @@ def multiply(
     is_gated: bool = False,
     is_added: bool = False,
 ) -> torch.Tensor:
+    """Launch the kernel with the requested operations around the product. Writes to `out` and returns it."""
     num_tokens, num_inputs = x.shape
     num_outputs = out.shape[1]
     assert 0 < num_tokens <= MAX_TOKENS

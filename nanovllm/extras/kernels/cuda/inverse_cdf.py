@@ -1,6 +1,6 @@
-"""`pick_kernel`: inverse-CDF sampling in two steps. The row's uniform number selects a chunk, then the token in it.
+"""Inverse-CDF sampling in two steps: a row's uniform number selects a chunk of the vocabulary, then a token in it.
 
-Greedy rows take the first of the likeliest tokens. `sample.py` launches the kernel last.
+A greedy row gets its likeliest token (the first of equals). `sample.py` launches `pick_kernel` last.
 """
 
 import triton
@@ -11,16 +11,16 @@ from nanovllm.extras.kernels.cuda.logit_weights import LOWEST, load_logits, load
 
 @triton.jit
 def first_where(condition, i, otherwise, SIZE: tl.constexpr):
-    """The smallest of `i` for which the condition holds, below SIZE."""
+    """Return the smallest `i` below SIZE for which the condition holds, or `otherwise` if there is none."""
     first = tl.min(tl.where(condition, i, SIZE), 0)
     return tl.where(first < SIZE, first, otherwise)
 
 
 @triton.jit
 def find_share(weights, target, SIZE: tl.constexpr):
-    """The entry in whose share of the sum the target falls, and what the entries before it add up to.
+    """Find the entry whose share of the cumulative sum contains `target`. Return it and the sum before it.
 
-    An entry of weight 0 has no share. If rounding leads beyond the end, the last entry with a share is taken.
+    An entry of weight 0 has no share. If rounding puts the target beyond the end, choose the last entry with a share.
     """
     i = tl.arange(0, SIZE)
     cumulative = tl.cumsum(weights, 0)
@@ -45,9 +45,9 @@ def pick_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,  # num_chunks, rounded up to a power of two
 ):
-    """Grid: (num_rows,). The row's token: the first of the likeliest, or the one in whose share the uniform falls.
+    """Pick the token of one row per program: the likeliest, or the one whose share contains the row's uniform number.
 
-    If all weights are 0, or one is NaN, no token can be drawn, and the likeliest is taken too.
+    If all weights are 0 or one is NaN, a draw is impossible, and the row gets its likeliest token. Grid: (num_rows,).
     """
     row = tl.program_id(0)
     num_chunks = tl.cdiv(vocab_size, CHUNK)

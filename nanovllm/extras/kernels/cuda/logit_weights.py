@@ -1,35 +1,35 @@
-"""What a logit weighs: exp((logit - largest) / temperature), and the sums of these weights for each chunk of a row.
+"""Weights of logits, exp((logit - largest) / temperature), and the sum of these weights for each chunk of a row.
 
-`sample.py` launches `stats_kernel` first; `bisection.py` and `inverse_cdf.py` weigh logits with the same functions.
+`sample.py` launches `stats_kernel` first. `bisection.py` and `inverse_cdf.py` use the same weight function.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-CHUNK = 2048  # logits of which stats_kernel and pick_kernel hold all in registers
+CHUNK = 2048  # logits per chunk: stats_kernel and pick_kernel hold a whole chunk in registers
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # of the finite numbers of float32
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite float32
 LARGEST = tl.constexpr(3.4028234663852886e38)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def load_logits(ptr, mask):
-    """Logits in float32: -inf for NaN, and where `mask` is off."""
+    """Load logits as float32, with -inf for NaN and where `mask` is false."""
     logits = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)
     return tl.where(logits == logits, logits, float("-inf"))
 
 
 @triton.jit
 def weigh(logits, limit, largest, scale):
-    """exp((logits - largest) / temperature), and 0 below the limit; `scale` is log2(e) / temperature."""
+    """Return exp((logits - largest) / temperature), or 0 below the limit; `scale` is log2(e) / temperature."""
     return tl.where(logits >= limit, tl.exp2((logits - largest) * scale), 0.0)
 
 
 @triton.jit
 def load_scale(temperatures_ptr, row):
-    """log2(e) / temperature, kept finite: its product with a difference of 0 has to be 0, not NaN."""
+    """Return log2(e) / temperature, clamped to a finite number so that its product with 0 is 0 and not NaN."""
     temperature = tl.load(temperatures_ptr + row)
     return tl.minimum(1.0 / tl.where(temperature > 0, temperature, 1.0) * LOG2E, LARGEST)
 
@@ -45,7 +45,7 @@ def stats_kernel(
     ALL_GREEDY: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid: (num_rows * num_chunks,). One chunk: its largest logit, and the sum of its weights relative to that."""
+    """Compute one chunk's largest logit and the sum of the weights relative to it. Grid: (num_rows * num_chunks,)."""
     num_chunks = tl.cdiv(vocab_size, CHUNK)
     row, chunk = tl.program_id(0) // num_chunks, tl.program_id(0) % num_chunks
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -58,5 +58,5 @@ def stats_kernel(
 
 
 def row_stride(logits: torch.Tensor) -> int:
-    """A single row may have any stride; with its length, the same compiled kernels read it as rows of a batch."""
+    """Return the distance between rows; for one row, its length, so that the same compiled kernels serve it."""
     return logits.stride(0) if len(logits) > 1 else logits.shape[1]

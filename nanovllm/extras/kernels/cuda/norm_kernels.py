@@ -1,7 +1,8 @@
-"""RMS normalisation in Triton: of whole rows, and of each head of the queries and keys on their way into the cache.
+"""RMS normalisation in Triton, of whole rows and of single heads; the latter is fused with rotary and the KV cache.
 
-Both kernels are bound by memory, so each number is read once and written once. They round where `layers/norm.py` and
-`layers/rotary.py` round; only the order in which squares are added differs. Called by `decoder_layer.py`.
+Both kernels are memory-bound, so they read and write each number once. They round at the same points as
+`layers/norm.py` and `layers/rotary.py`; only the order in which squares are added differs. `cuda_decoder_layer.py`
+calls them.
 """
 
 import torch
@@ -15,7 +16,7 @@ HEAD_ELEMENTS = 1024  # elements of the heads that one program computes
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """x rounded to `dtype`, in float32 again: what PyTorch's layers pass from one operation to the next."""
+    """Round x to `dtype` and widen it to float32 again, as between two operations of PyTorch's layers."""
     return x.to(dtype).to(tl.float32)
 
 
@@ -29,12 +30,12 @@ def rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,  # SIZE, rounded up to a power of two
 ):
-    """Grid: (num_rows,). One program normalises one row, which stays in registers from the sum to the product."""
+    """Normalise one row per program. The row stays in registers between the sum and the product. Grid: (num_rows,)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     is_used = i < SIZE
     x = tl.load(x_ptr + row * x_row_stride + i, mask=is_used, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + i, mask=is_used, other=0.0).to(tl.float32)  # does not wait for the sum
+    weight = tl.load(weight_ptr + i, mask=is_used, other=0.0).to(tl.float32)  # overlaps with the sum
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     normed = rounded(x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps), dtype)
     tl.store(y_ptr + row * SIZE + i, (weight * normed).to(dtype), mask=is_used)
@@ -57,8 +58,10 @@ def write_heads(
     IS_TURNED: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """Up to HEADS heads from `first_head` on: those of Q and K are normalised, if the model does that, and rotated;
-    those of V are only copied."""
+    """Write up to HEADS heads of one token, starting at `first_head`.
+
+    Heads of Q and K are rotated, after normalisation if HAS_NORM. Heads of V are copied.
+    """
     HALF: tl.constexpr = HEAD_DIM // 2
     heads, dims = first_head + tl.arange(0, HEADS), tl.arange(0, HALF)
     is_head = (heads < NUM_HEADS)[:, None]
@@ -67,7 +70,7 @@ def write_heads(
     second = tl.load(x_ptr + offsets + HALF, mask=is_head, other=0.0)
     if IS_TURNED:
         dtype: tl.constexpr = x_ptr.dtype.element_ty
-        # Each head loads these anew, from the L1 cache: loaded once, they would have to be passed between threads.
+        # Every head loads these from the L1 cache. A single load would need an exchange between threads.
         same = tl.broadcast_to(dims[None, :], (HEADS, HALF))
         cos, sin = tl.load(cos_ptr + same).to(tl.float32), tl.load(sin_ptr + same).to(tl.float32)
         a, b = first.to(tl.float32), second.to(tl.float32)
@@ -108,10 +111,11 @@ def norm_rotary_store_kernel(
     HAS_NORM: tl.constexpr,
     IS_FP8: tl.constexpr,
 ):
-    """Grid: (num_tokens * parts of a token,). A part is HEADS heads of the queries, of the keys, or of the values.
+    """Normalise and rotate the heads of Q and K, write Q to `q`, and write K and V to the token's slot of the cache.
 
-    Queries go to `q`, keys and values to the token's slot of the cache. The parts of a token lie end to end in
-    the grid, as its heads do in memory. A head is summed up by a few threads of one warp, which share no memory.
+    Grid: (num_tokens * parts of a token,). A part is HEADS heads of Q, of K, or of V. The parts of a token are
+    consecutive in the grid, like its heads in memory. A few threads of one warp sum the squares of a head, so the sum
+    needs no shared memory.
     """
     Q_PARTS: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
@@ -144,7 +148,7 @@ def norm_rotary_store_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: [num_tokens, size] -> x / sqrt(mean(x²) + eps) * weight, the same shape"""
+    """Normalise x: [num_tokens, size] -> x / sqrt(mean(x²) + eps) * weight, of the same shape"""
     num_tokens, size = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not num_tokens:
@@ -178,9 +182,10 @@ def norm_rotary_store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Everything between the fused projection and attention, in one launch: each head of Q and K is normalised, unless
-    the weights are None, and rotated, K and V are written to the slots slot_mapping: [num_tokens] of the cache, Q is
-    returned.
+    """Do all work between the fused projection and attention in one launch, and return Q.
+
+    Each head of Q and K is normalised (unless the weights are None) and rotated. K and V are written to the cache, at
+    the slots slot_mapping: [num_tokens].
 
     qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; q_weight, k_weight: [head_dim]; cos, sin:
     [num_tokens, 1, head_dim / 2]; layer_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], in which K is
@@ -225,5 +230,5 @@ def norm_rotary_store(
 
 
 def warps_for(num_bytes: int) -> int:
-    """As many warps as load `num_bytes` at once, 16 in each of a warp's 32 threads; 16 warps at most."""
+    """Return how many warps load `num_bytes` at once, 16 bytes in each of a warp's 32 threads; at most 16 warps."""
     return max(1, min(16, num_bytes // 512))

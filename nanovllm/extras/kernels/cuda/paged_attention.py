@@ -1,27 +1,27 @@
-"""Attention over a paged cache: a decode kernel, a prefill kernel, and those that merge their parts.
+"""Attention over a paged cache: a decode kernel, a prefill kernel, and kernels that merge the parts of split contexts.
 
-All are FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135) with one more look-up. A program keeps a few
-rows of queries and walks along the sequence, a tile of tokens at a time; the scores of a tile live in registers only.
-The softmax over all tiles is built up as they come (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867):
+All are FlashAttention (Dao et al. 2022, https://arxiv.org/abs/2205.14135) plus a look-up in the block table. A program
+keeps a few rows of queries and loops over the sequence, one tile of tokens at a time. The scores of a tile are only in
+registers. The softmax is updated tile by tile (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867):
 
     row_max   the largest score so far
     row_sum   the sum of exp(score - row_max) so far
     acc       the sum of exp(score - row_max) * v so far
 
-When a larger score turns up, row_sum and acc shrink by exp(old max - new max). In the end the output is acc / row_sum.
-With a window, the walk begins at the first tile that a row sees; WINDOW 0 means all tokens. A soft-cap bounds the
-scores by SOFTCAP * tanh(score / SOFTCAP); SOFTCAP 0 leaves them as they are.
-The hardware knows exp2 and not exp, so the softmax scale has log2(e) in it, and row_max is in these units.
+When a larger score is found, row_sum and acc are multiplied by exp(old max - new max). At the end the output is
+acc / row_sum. With a window, the loop begins at the first tile that a row attends to; WINDOW 0 means all tokens. A
+soft-cap replaces each score by SOFTCAP * tanh(score / SOFTCAP); SOFTCAP 0 leaves the scores unchanged.
+The hardware computes exp2, not exp, so the softmax scale includes log2(e), and row_max is in these units.
 
 The look-up: position p of a sequence is in block `block_table[p // block_size]`, in slot `block * block_size +
 p % block_size` of the cache.
 
 The rows of a program are the query heads that share one K and V head (GQA), so each K and V is loaded once for all of
-them. The tensor cores take 16 rows at least; where there are fewer, the rest are zeros, which cost next to nothing,
-because a decode waits for memory.
+them. The tensor cores multiply at least 16 rows. If there are fewer, the other rows are zeros, which cost almost
+nothing, because a decode waits for memory.
 
-`do_not_specialize` names arguments that change from step to step: Triton would compile a kernel anew for a number that
-happens to be 1 or a multiple of 16. What is written in capitals is fixed for a model.
+`do_not_specialize` lists arguments that change from step to step; otherwise Triton would compile a kernel again for a
+number that happens to be 1 or a multiple of 16. Arguments in capitals are constant for a model.
 """
 
 import triton
@@ -32,7 +32,7 @@ from nanovllm.extras.kernels.cuda.tile_walk import as_computed_with, attend_to_t
 
 @triton.jit
 def first_tile(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """The begin of the first tile that the token at `position` sees."""
+    """Return the start of the first tile that the token at `position` attends to."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(position - WINDOW + 1, 0) // TILE * TILE
@@ -41,10 +41,10 @@ def first_tile(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def split_length(seq_len, num_splits, min_split_len, TILE: tl.constexpr):
-    """How many tokens each split of a sequence takes: whole tiles, as even as they go, but no tiny ones.
+    """Return the number of tokens in each split of a sequence: whole tiles, of about equal size, at least a minimum.
 
-    The host knows only how many splits there are at most. If a sequence needs fewer, the rest are empty, so that a
-    launch recorded in a CUDA graph is right for every length.
+    The host knows only the maximum number of splits. If a sequence needs fewer, the other splits are empty, so that a
+    launch recorded in a CUDA graph is correct for every length.
     """
     return tl.maximum(tl.cdiv(tl.cdiv(seq_len, num_splits), TILE) * TILE, min_split_len)
 
@@ -67,16 +67,17 @@ def decode_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,  # GROUP, rounded up to a power of two of 16 at least
+    ROWS: tl.constexpr,  # GROUP, rounded up to a power of two, at least 16
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Grid: (NUM_KV_HEADS, num_seqs, num_splits). One token of a sequence, one K and V head, one split of the context.
+    """Attend with a sequence's one new token to one split of its context, for one K and V head.
 
-    With few sequences there would be too few programs to keep the memory busy, so each context is split between
-    several, as in Flash-Decoding. A sequence of one split is written to `out` at once; otherwise the parts go to
-    `part` and `part_lse`, for `merge_kernel`. A sequence of no tokens (padding of a CUDA graph) gets zeros.
+    Grid: (NUM_KV_HEADS, num_seqs, num_splits). With few sequences there would be too few programs to keep the memory
+    busy, so each context is split between several programs, as in Flash-Decoding. If a sequence has one split, the
+    result goes to `out`; otherwise the parts go to `part` and `part_lse`, for `merge_kernel`. An empty sequence
+    (padding of a CUDA graph) gets zeros.
     """
     kv_head, seq, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_splits = tl.num_programs(2)
@@ -108,7 +109,7 @@ def decode_kernel(
         score_scale, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW > 0, SOFTCAP, IS_MASKED=True,
     )
     # fmt: on
-    row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # 0 where there were no tokens
+    row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # it is 0 without tokens
     out = acc * (v_scale / row_sum)[:, None]
     if split_len >= seq_len - start:
         tl.store(out_ptr + elements, out.to(out_ptr.dtype.element_ty), mask=is_head[:, None])
@@ -131,7 +132,7 @@ def merge_kernel(
     WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,  # at a time
 ):
-    """Grid: (num_heads, num_seqs). Joins the parts of one head of one sequence."""
+    """Merge the parts of one head of one sequence per program. Grid: (num_heads, num_seqs)."""
     head, seq = tl.program_id(0), tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + seq)
     num_seen = seq_len - first_tile(seq_len - 1, WINDOW, TILE)
@@ -152,7 +153,10 @@ def merge_chunks_kernel(
     HEAD_DIM: tl.constexpr,
     SPLITS: tl.constexpr,  # at a time
 ):
-    """Grid: (num_tokens * num_heads,). The same for one head of one token; an empty split has an lse of -inf."""
+    """Merge the parts of one head of one token per program. An empty split has an lse of -inf.
+
+    Grid: (num_tokens * num_heads,).
+    """
     row = tl.program_id(0).to(tl.int64)
     out = joined(part_ptr, part_lse_ptr, row, tl.num_programs(0), num_splits, HEAD_DIM, SPLITS)
     tl.store(out_ptr + row * HEAD_DIM + tl.arange(0, HEAD_DIM), out.to(out_ptr.dtype.element_ty))
@@ -160,10 +164,10 @@ def merge_chunks_kernel(
 
 @triton.jit
 def joined(part_ptr, part_lse_ptr, first, stride, num_used, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """[HEAD_DIM] of the parts first, first + stride, …: num_used of them.
+    """Merge `num_used` parts, in rows first, first + stride, …, into one output: [HEAD_DIM]
 
-    This is attention once more: the parts are the values, and the logarithm of what their weights add up to (lse) is
-    their score. Parts of empty splits were never written, and are not read.
+    This is attention again: the parts are the values, and the logarithm of the sum of their weights (lse) is their
+    score. Parts of empty splits were never written and are not read.
     """
     dims = tl.arange(0, HEAD_DIM)
     acc = tl.zeros([HEAD_DIM], tl.float32)
@@ -212,24 +216,24 @@ def prefill_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    IS_SPLIT: tl.constexpr,  # a variant of its own: its registers are not taken where nothing is split
+    IS_SPLIT: tl.constexpr,  # compiled separately, because splitting takes more registers
 ):
-    """Grid: (NUM_KV_HEADS * num_q_tiles, num_splits). TOKENS new tokens of one sequence, with the GROUP heads of one K
-    and V head, over one split of their context.
+    """Attend with TOKENS new tokens of one sequence, for the heads of one K and V head, to one split of the context.
 
-    Chunks differ in length, so a grid of (chunks, tiles of the longest) would be mostly empty. Instead chunk i owns the
-    q tiles from cu[i] // TOKENS + i on: each chunk has enough of them, and num_tokens // TOKENS + num_seqs are enough
-    for all, a number that follows from shapes. Programs of surplus tiles return at once. Tiles late in a chunk have
-    more to attend to, so they are started first, and short ones fill the gaps at the end.
+    Grid: (NUM_KV_HEADS * num_q_tiles, num_splits). Chunks differ in length, so a grid of (chunks, tiles of the longest)
+    would be mostly empty. Instead chunk i owns the q tiles from number cu[i] // TOKENS + i on. Each chunk then has
+    enough tiles, and num_tokens // TOKENS + num_seqs tiles are enough for all chunks, a number that follows from
+    shapes. Programs of surplus tiles return early. Tiles late in a chunk attend to more tokens, so they start first,
+    and short ones fill the gaps at the end.
 
-    Where these are too few programs, what lies before the diagonal is split, as in `decode_kernel`, and the last split
-    takes the diagonal too. All parts go to `part` and `part_lse`, for `merge_chunks_kernel`.
+    If this gives too few programs, the context before the diagonal is split, as in `decode_kernel`, and the last split
+    includes the diagonal. All parts go to `part` and `part_lse`, for `merge_chunks_kernel`.
     """
     TOKENS: tl.constexpr = ROWS // GROUP
-    kv_head = tl.program_id(0) % NUM_KV_HEADS  # neighbours read neighbouring memory
+    kv_head = tl.program_id(0) % NUM_KV_HEADS  # neighbouring programs read neighbouring memory
     q_tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // NUM_KV_HEADS
 
-    seq = -1  # the last sequence whose first tile is not behind this one
+    seq = -1  # will be the last sequence whose first tile is at or before this one
     for first in range(0, num_seqs, 128):
         i = first + tl.arange(0, 128)
         first_tiles = tl.load(cu_seqlens_q_ptr + i, mask=i < num_seqs, other=0) // TOKENS + i
@@ -242,19 +246,19 @@ def prefill_kernel(
     num_computed = tl.load(seq_lens_ptr + seq) - num_new
 
     rows, dims = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
-    tokens = first_token + rows // GROUP  # [ROWS] the heads of a token in neighbouring rows
+    tokens = first_token + rows // GROUP  # [ROWS] the heads of a token are in neighbouring rows
     heads = kv_head * GROUP + rows % GROUP  # [ROWS]
     is_row = (rows < TOKENS * GROUP) & (tokens < num_new)
     q_rows = (q_start + tokens).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
     elements = q_rows[:, None] * HEAD_DIM + dims[None, :]
 
-    # Most tiles lie before the first of these tokens, and need no mask; then come those on the diagonal. With a window,
+    # Most tiles are before the first of these tokens and need no mask. The tiles on the diagonal follow. With a window,
     # the tiles at its edge come first.
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     diagonal = (num_computed + first_token + 1) // TILE * TILE
     end = num_computed + tl.minimum(first_token + TOKENS, num_new)
     begin = first_tile(num_computed + first_token, WINDOW, TILE)
-    edge = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE, diagonal)  # from here on, all rows see all
+    edge = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE, diagonal)  # no mask from here on
     if IS_SPLIT:
         num_tokens = tl.load(cu_seqlens_q_ptr + num_seqs)
         first_part = split * num_tokens.to(tl.int64) * (NUM_KV_HEADS * GROUP)
@@ -275,7 +279,7 @@ def prefill_kernel(
     row_sum = tl.zeros([ROWS], tl.float32)
     k_head_ptr, v_head_ptr = k_cache_ptr + kv_head * HEAD_DIM, v_cache_ptr + kv_head * HEAD_DIM
     block_table_ptr = block_tables_ptr + tl.cast(seq, tl.int64) * table_stride
-    last_seen = num_computed + tokens  # a token sees what is not behind it, and with a window, not too far before it
+    last_seen = num_computed + tokens  # a token attends to itself and to earlier tokens, with a window to the last few
     first_seen = last_seen - WINDOW + 1
     # fmt: off
     if WINDOW > 0:
@@ -295,7 +299,7 @@ def prefill_kernel(
     )
     # fmt: on
     out = acc * (v_scale / row_sum)[:, None]
-    if IS_SPLIT:  # a row that sees nothing of this split has an lse of -inf, and its part is not read
+    if IS_SPLIT:  # a row that attends to no token of this split has an lse of -inf, and its part is not read
         tl.store(part_ptr + first_part * HEAD_DIM + elements, out, mask=is_row[:, None])
         tl.store(part_lse_ptr + first_part + q_rows, row_max + tl.log2(row_sum), mask=is_row)
     else:

@@ -1,6 +1,7 @@
-"""Layers whose weights have 8 or 4 bits, on CUDA: twins of what `extras/quantization/quantised_linear.py` defines in PyTorch.
+"""Layers with weights of 8 or 4 bits on CUDA: fast versions of those in `extras/quantization/quantised_linear.py`.
 
-The attention backends for CUDA call `replace_quantised` when the weights are loaded, through `decoder_layer.py`.
+The attention backends for CUDA call `replace_quantised` after loading, through `replace_layers` in
+`cuda_decoder_layer.py`.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from nanovllm.extras.kernels.classes import is_one
 from nanovllm.extras.kernels.cuda.cuda_quantised import multiply, pack
 
-LAYERS = "extras.quantization.quantised_linear."  # a file that may be deleted
+LAYERS = "extras.quantization.quantised_linear."  # a path and not an import, because the file may be deleted
 
 
 class TritonQuantisedLinear(nn.Module):
@@ -23,12 +24,12 @@ class TritonQuantisedLinear(nn.Module):
         self.bias: torch.Tensor | None = getattr(layer, "bias", None)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, in_features] -> [num_tokens, out_features]"""
+        """Multiply x by the weight: [num_tokens, in_features] -> [num_tokens, out_features]"""
         x = x if self.order is None else x.index_select(1, self.order)
         return multiply(x, self.weight_of_groups, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features]"""
+        """Multiply x of any shape by the weight: [..., in_features] -> [..., out_features]"""
         return self.product(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
@@ -47,7 +48,7 @@ class TritonQuantisedEmbedding(TritonQuantisedLinear):
         self.dtype = layer.dtype
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] int -> [num_tokens, hidden_size]"""
+        """Look up the tokens' rows and dequantise them: [num_tokens] int -> [num_tokens, hidden_size]"""
         weight = self.weight_of_groups
         q = weight.q.index_select(0, token_ids)
         if weight.bits == 4:
@@ -58,11 +59,11 @@ class TritonQuantisedEmbedding(TritonQuantisedLinear):
         return ((q[:, : weight.num_inputs].float() + weight.offset) * scales).to(self.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_samples, hidden_size] -> [num_samples, vocab_size]"""
+        """Compute logits: [num_samples, hidden_size] -> [num_samples, vocab_size]"""
         return self.product(hidden)
 
 
-TWINS: dict[str, Any] = {
+FAST_LAYERS: dict[str, Any] = {
     LAYERS + "QuantisedLinear": TritonQuantisedLinear,
     LAYERS + "QuantisedFusedLinear": TritonQuantisedFusedLinear,
     LAYERS + "QuantisedEmbedding": TritonQuantisedEmbedding,
@@ -70,14 +71,16 @@ TWINS: dict[str, Any] = {
 
 
 def replace_quantised(model: nn.Module) -> None:
-    """Put the fast twin in the place of every layer of the definition."""
-    twins: dict[nn.Module, nn.Module] = {}  # a layer may have two places: tied embeddings
+    """Replace every quantised layer of the model by its fast version."""
+    fast_layers: dict[nn.Module, nn.Module] = {}  # the model may contain a layer twice: tied embeddings
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):  # named_children() leaves out a second name
-            twin = next((TWINS[path] for path in TWINS if child is not None and is_one(child, path)), None)
-            if child is None or twin is None:
+            fast_class = next(
+                (FAST_LAYERS[path] for path in FAST_LAYERS if child is not None and is_one(child, path)), None
+            )
+            if child is None or fast_class is None:
                 continue
-            if child not in twins:
-                twins[child] = twin(child)
-                del child.quantised  # which is not needed twice
-            setattr(module, name, twins[child])
+            if child not in fast_layers:
+                fast_layers[child] = fast_class(child)
+                del child.quantised  # free the memory of the unpacked weight
+            setattr(module, name, fast_layers[child])

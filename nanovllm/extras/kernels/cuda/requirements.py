@@ -1,4 +1,4 @@
-"""What the backends for CUDA need of this machine: packages, and how new its GPU is."""
+"""Check whether this machine has the packages and the GPU that the CUDA backends need."""
 
 import importlib.util
 import os
@@ -13,19 +13,20 @@ import torch
 def is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ValueError:  # it is in sys.modules without a spec
+    except ValueError:  # the package is in sys.modules without a spec
         return sys.modules.get(package) is not None
 
 
 def why_no_triton() -> str | None:
-    """Why kernels in Triton cannot be launched on this machine; None if nothing is known to be missing.
+    """Return why Triton kernels cannot be launched on this machine, or None if all known requirements are met.
 
-    Triton compiles kernels by itself, but launches them through a module that it builds with a C compiler and Python's
-    headers. Both are looked for where `triton/runtime/build.py` does. Without them, the first launch would fail.
+    Triton compiles kernels itself, but launches them through a module that it builds with a C compiler and Python's
+    headers. Without them, the first launch would fail. This function searches the same places as
+    `triton/runtime/build.py`.
     """
     if not is_installed("triton"):
         return "it needs the package triton, which comes with torch's CUDA build on Linux"
-    if os.environ.get("TRITON_INTERPRET") == "1":  # nothing is launched
+    if os.environ.get("TRITON_INTERPRET") == "1":  # the interpreter launches no kernels
         return None
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if not any(map(shutil.which, compilers)):
@@ -39,12 +40,12 @@ def why_no_triton() -> str | None:
 
 
 def gpu_capability() -> tuple[int, int] | None:
-    """Compute capability of the current GPU, and by assumption of the machine's others; None if there is no GPU."""
+    """Return the current GPU's compute capability, or None without a GPU. Other GPUs are assumed to be equal."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 def why_too_old(least: tuple[int, int], generation: str) -> str | None:
-    """Why the GPU is too old for code that needs compute capability `least`; None if it is not, or if there is none."""
+    """Return why the GPU is too old for compute capability `least`; None if it is new enough or there is no GPU."""
     if (found := gpu_capability()) is None or found >= least:
         return None
     wanted, has = ".".join(map(str, least)), ".".join(map(str, found))

@@ -1,13 +1,13 @@
-"""`sample_tokens` of `nanovllm/sampler.py` in Triton: temperature, min-p, top-k, top-p and the draw.
+"""The Triton version of `sample_tokens` in `nanovllm/sampler.py`: temperature, min-p, top-k, top-p and the random draw.
 
-Nothing is sorted, and no probability is written down. Three kernels run for a batch:
+It neither sorts the logits nor writes probabilities to memory. Up to three kernels run for a batch:
 
-    stats_kernel     logit_weights.py  the largest logit of each chunk of a row, and the sum of the chunk's weights
-    truncate_kernel  truncate.py       the limit of each row below which min-p, top-k and top-p drop its tokens
-    pick_kernel      inverse_cdf.py    the row's uniform number selects a chunk, then the token in it
+    stats_kernel     logit_weights.py  computes the largest logit and the sum of the weights of each chunk of a row
+    truncate_kernel  truncate.py       finds the logit of each row below which min-p, top-k and top-p drop tokens
+    pick_kernel      inverse_cdf.py    uses the row's uniform number to select a chunk, then the token in that chunk
 
-Nothing is decided on the host, so that a CUDA graph can hold all launches. `extras/cuda/startup.py` chooses this twin
-on CUDA.
+The host makes no decision that depends on values on the device, so a CUDA graph can contain all launches.
+`extras/cuda/startup.py` chooses this version on CUDA.
 """
 
 import torch
@@ -30,26 +30,26 @@ def sample_tokens(
     group: int = GROUP,
     capacity: int = CAPACITY,
 ) -> torch.Tensor:
-    """logits: [num_samples, vocab_size] -> token ids [num_samples] int64; the other tensors have an entry for each row
+    """Sample one token for each row of logits: [num_samples, vocab_size] -> token ids [num_samples] int64
 
-    The tokens are those of `sample_tokens` in `sampler.py`, except where a border is missed by no more than
-    rounding. A token whose logit is NaN counts as impossible. `chunk`, `group` (2 or more) and `capacity` are
-    powers of two, for tests and measurements.
+    The other tensors have one entry for each row. The tokens equal those of `sample_tokens` in `sampler.py`, unless
+    rounding moves a probability across a border between two tokens. A token whose logit is NaN is never sampled.
+    `chunk`, `group` (2 or more) and `capacity` are powers of two; tests and measurements set them.
     """
     if logits.dtype not in ZERO_BITS or logits.stride(1) != 1:
         logits = logits.to(torch.float32).contiguous()
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, chunk)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    if num_rows == 0 or vocab_size == 1:  # Triton would make a constant of the 1, and fail
+    if num_rows == 0 or vocab_size == 1:  # Triton turns the 1 into a constant and fails
         return token_ids.zero_()
-    # two tensors: the second half of one would not always be aligned, and Triton would compile everything once more
+    # two tensors: the second half of a single one would not always be aligned, so Triton would compile twice
     maxima, sums = [
         torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device) for _ in range(2)
     ]  # [num_rows, num_chunks] each
     is_truncated = top_k is not None or top_p is not None or min_p is not None
     all_greedy, sizes = uniforms is None, (vocab_size, row_stride(logits))
-    with torch.cuda.device_of(logits):  # Triton launches on the current device, which need not be that of the logits
+    with torch.cuda.device_of(logits):  # Triton launches on the current device, not on that of the logits
         stats_kernel[(num_rows * num_chunks,)](
             *(maxima, sums, logits, temperatures, *sizes),
             ALL_GREEDY=all_greedy,

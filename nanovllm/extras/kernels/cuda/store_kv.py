@@ -1,4 +1,4 @@
-"""Writing the new tokens' K and V into the paged cache."""
+"""A Triton kernel that writes the new tokens' K and V to the paged cache."""
 
 import torch
 import triton
@@ -9,9 +9,9 @@ FP8_MAX = tl.constexpr(448.0)  # the largest number of e4m3
 
 @triton.jit
 def to_cache_dtype(x, inverse_scale, IS_FP8: tl.constexpr, dtype: tl.constexpr):
-    """x as the cache holds it: in its own dtype, or divided by the scale and clamped to the range of fp8.
+    """Convert x to the cache's dtype. For fp8, first divide it by the scale and clamp it to the range of e4m3.
 
-    Unclamped, a value beyond e4m3's range would become NaN, and every later token of the sequence with it.
+    Without the clamp, a value beyond that range would become NaN, and so would every later token of the sequence.
     """
     if IS_FP8:
         x = tl.clamp(x.to(tl.float32) * inverse_scale, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
@@ -36,17 +36,17 @@ def store_kv_kernel(
     ROW: tl.constexpr,  # NUM_KV_HEADS * HEAD_DIM, rounded up to a power of two
     IS_FP8: tl.constexpr,
 ):
-    """Grid: (num_tokens,). One program copies one token's K and V, all heads of them, to the token's slot.
+    """Copy all heads of one token's K and V to the token's slot, one token per program. Grid: (num_tokens,).
 
-    K and V are views of the fused projection's output, and the strides make a copy of them needless. A token's row in
-    the cache is one piece of memory, and neighbouring threads write neighbouring 16 bytes of it.
+    K and V are views of the fused projection's output; the strides avoid a copy. A token's row in the cache is
+    contiguous, and neighbouring threads write neighbouring 16 bytes of it.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)  # a large cache has more than 2^31 elements
     i = tl.arange(0, ROW)
     head, dim = i // HEAD_DIM, i % HEAD_DIM
     is_used = i < NUM_KV_HEADS * HEAD_DIM
-    # both loads before both stores: the second does not wait for the first
+    # both loads before both stores, so that the loads overlap
     k = tl.load(k_ptr + token * k_token_stride + head * k_head_stride + dim, mask=is_used)
     v = tl.load(v_ptr + token * v_token_stride + head * v_head_stride + dim, mask=is_used)
     row = slot * (NUM_KV_HEADS * HEAD_DIM) + i
@@ -64,7 +64,10 @@ def store_kv(
     k_scale: float,
     v_scale: float,
 ) -> None:
-    """k, v: [num_tokens, num_kv_heads, head_dim], k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]"""
+    """Write k and v to the slots `slot_mapping` of the caches.
+
+    k, v: [num_tokens, num_kv_heads, head_dim]; k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]
+    """
     num_tokens, num_kv_heads, head_dim = k.shape
     if not num_tokens:
         return

@@ -1,6 +1,6 @@
-"""The walk along a sequence, tile by tile, that all attention kernels have in common: `attend_to_tokens`.
+"""The loop over the tiles of a sequence that all attention kernels share: `attend_to_tokens`.
 
-What the accumulators mean is said in `paged_attention.py`, whose kernels call it.
+The kernels in `paged_attention.py` call it. That file also explains the accumulators.
 """
 
 import triton
@@ -9,9 +9,10 @@ import triton.language as tl
 
 @triton.jit
 def as_computed_with(q, IS_FP8: tl.constexpr):
-    """Over an fp8 cache, bfloat16 becomes float16, to which the GPU converts two e4m3 numbers in one instruction.
+    """Convert q from bfloat16 to float16 if the cache is fp8.
 
-    float16 holds every e4m3 number exactly, and q too, unless it is far out of range: beyond 65,504 it is clamped.
+    A GPU converts two e4m3 numbers to float16 in one instruction, and float16 represents each of them exactly. Values
+    of q beyond its range are clamped to ±65,504.
     """
     if IS_FP8 and q.dtype == tl.bfloat16:
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
@@ -20,7 +21,7 @@ def as_computed_with(q, IS_FP8: tl.constexpr):
 
 @triton.jit
 def soft_capped(scores, score_scale, SOFTCAP: tl.constexpr):
-    """The scores whose product with score_scale is bounded by SOFTCAP, in units of log2(e) as the product is."""
+    """Bound the product of scores and score_scale softly by SOFTCAP (in units of log2(e), as the product is)."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     shares = scores * (score_scale / (SOFTCAP * LOG2_E))
     e = tl.exp2(tl.abs(shares) * (-2 * LOG2_E))  # e^-2|x|: never overflows
@@ -36,7 +37,7 @@ def attend_to_tokens(
     q,  # [ROWS, HEAD_DIM]
     first_seen,  # [ROWS] the first position that each row attends to, only read if HAS_WINDOW
     last_seen,  # [ROWS] the last one
-    k_head_ptr,  # the K cache, at the head of this program; as v_head_ptr
+    k_head_ptr,  # the K cache at the program's head; v_head_ptr likewise
     v_head_ptr,
     block_table_ptr,  # [max_num_blocks] int32, of this sequence
     begin,  # a multiple of TILE
@@ -50,19 +51,20 @@ def attend_to_tokens(
     SOFTCAP: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Attend to the positions begin … end - 1 of one sequence; acc, row_max and row_sum as above, before and after.
+    """Attend to the positions begin … end - 1 of one sequence; return the updated acc, row_max and row_sum.
 
-    Without IS_MASKED every row sees all of these positions, and their number is a multiple of TILE. With it, nothing
-    from `end` on is read, not even from the block table. Without HAS_WINDOW, every row must see the first position of
-    its first call, so that row_max is finite from then on; with it, a row may see nothing of the first tiles.
+    Without IS_MASKED, every row must attend to all of these positions, and their number must be a multiple of TILE.
+    With IS_MASKED, positions from `end` on are not read, and neither are their block table entries. Without HAS_WINDOW,
+    every row must attend to the first position of its first call, which makes row_max finite. With HAS_WINDOW, a row
+    may attend to no position of the first tiles.
     """
     dims = tl.arange(0, HEAD_DIM)
     in_tile = tl.arange(0, TILE)
     for start in range(begin, end, TILE):
         start = tl.multiple_of(start, TILE)
         positions = start + in_tile  # [TILE]
-        # The slots of the tile. Either it lies within one block, and the block is looked up once and the addresses
-        # count up from there, or it spans several blocks, and each position looks up its own.
+        # The slots of the tile. A tile within one block looks up this block once; the slots are consecutive. In a tile
+        # that spans several blocks, each position looks up its own block.
         if BLOCK_SIZE >= TILE:
             block = tl.load(block_table_ptr + start // BLOCK_SIZE).to(tl.int64)
             slots = block * BLOCK_SIZE + start % BLOCK_SIZE + in_tile
@@ -75,8 +77,8 @@ def attend_to_tokens(
             slots = blocks.to(tl.int64) * BLOCK_SIZE + in_tile % BLOCK_SIZE  # a tile begins where a block does
         offsets = slots[:, None] * (NUM_KV_HEADS * HEAD_DIM) + dims[None, :]  # [TILE, HEAD_DIM]
 
-        # A slot from `end` on may hold anything. Its score becomes -inf and its weight 0, but 0 * NaN is NaN: so V is
-        # loaded as zeros there. K is masked only to read less. score_scale has the scale of an fp8 cache in it.
+        # A slot from `end` on may hold any value. Its score becomes -inf and its weight 0, but 0 * NaN is NaN, so V is
+        # loaded as zeros there. K is masked only to read less. score_scale includes the scale of an fp8 cache.
         if IS_MASKED:
             k = tl.load(k_head_ptr + offsets, mask=(positions < end)[:, None], other=0.0).to(q.dtype)
         else:
@@ -90,7 +92,7 @@ def attend_to_tokens(
                 is_seen &= positions[None, :] >= first_seen[:, None]
             scores = tl.where(is_seen, scores, float("-inf"))
 
-        # the scale comes late, where it costs nothing: a product and a difference are one instruction
+        # the scale is applied here, where it costs nothing: product and difference are one instruction
         new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)
         base = new_max
         if IS_MASKED and HAS_WINDOW:  # -inf - -inf is NaN
@@ -101,7 +103,7 @@ def attend_to_tokens(
         row_sum = row_sum * shrink + tl.sum(weights, 1)
         if IS_MASKED:
             is_needed = positions < end
-            if HAS_WINDOW:  # what lies before was given back: the null block is in its place
+            if HAS_WINDOW:  # blocks before the window have been freed; the table has the null block for them
                 is_needed &= positions >= tl.min(first_seen, 0)
             v = tl.load(v_head_ptr + offsets, mask=is_needed[:, None], other=0.0).to(q.dtype)
         else:

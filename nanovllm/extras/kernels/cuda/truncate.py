@@ -1,8 +1,8 @@
-"""min-p, top-k and top-p in Triton: all three keep the tokens whose logit is at least some limit, one for each row.
+"""min-p, top-k and top-p in Triton: each of them keeps the tokens of a row whose logit is at least some limit.
 
-`truncate_kernel` finds the limit, and sums the weights of each chunk again without the tokens below it. The largest
-logits of the chunks bound the search: with a top-k of at most the number of chunks, the k-th largest of them is a lower
-bound. `sample.py` calls `find_limits` for batches in which a row asks for any of the three.
+`truncate_kernel` finds the limit and sums the weights of each chunk again without the tokens below it. The largest
+logits of the chunks bound the search: if top-k is at most the number of chunks, the k-th largest of them is a lower
+bound. `sample.py` calls `find_limits` if a row of the batch uses min-p, top-k or top-p.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ from nanovllm.extras.kernels.cuda.bisection import (
 from nanovllm.extras.kernels.cuda.logit_weights import LARGEST, LOWEST, load_scale, row_stride, weigh
 
 GROUP = 4  # chunks that truncate_kernel reads at a time
-CAPACITY = 4096  # tokens that truncate_kernel gathers into registers
+CAPACITY = 4096  # tokens that truncate_kernel can gather into registers
 
 
 @triton.jit(do_not_specialize=["temperatures_ptr", "min_p_ptr", "top_k_ptr", "top_p_ptr"])
@@ -45,7 +45,7 @@ def truncate_kernel(
     GROUP: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """Grid: (num_rows,). Rows that are greedy or want no truncation return at once."""
+    """Find the limit of one row per program; greedy rows and rows without truncation have none. Grid: (num_rows,)."""
     row = tl.program_id(0)
     temperature, min_p = tl.load(temperatures_ptr + row), tl.load(min_p_ptr + row)
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
@@ -66,7 +66,7 @@ def truncate_kernel(
     limit = row_max + temperature * tl.log(tl.where(min_p > 0, min_p, 1.0))
     limit = tl.where(min_p > 0, tl.maximum(limit, LOWEST), LOWEST)
     low = key_of(limit, ZERO_BITS)
-    low += (value_of(low, ZERO_BITS) < limit).to(tl.int32)  # the limit need not be a number of the logits' dtype
+    low += (value_of(low, ZERO_BITS) < limit).to(tl.int32)  # the limit may lie between two numbers of the logits' dtype
     # fmt: off
     if has_top_k:
         kth = tl.minimum(top_k, num_chunks).to(tl.int32) - 1
@@ -78,7 +78,7 @@ def truncate_kernel(
         )
     if top_p < 1:
         total, num = add_up(row_ptr, maxima, vocab_size, value_of(low, ZERO_BITS), row_max, scale, CHUNK, GROUP)
-        # tokens that weigh less than this are left out: all of them together weigh less than top-p may cut off
+        # lighter tokens are dropped: their total weight is less than what top-p may drop
         guess = key_of(row_max + temperature * tl.log((1 - top_p) * total / num), ZERO_BITS)
         low = find_limit(
             low, guess, num, top_p * total, row_ptr, maxima, spare_ptr, vocab_size,
@@ -105,15 +105,15 @@ def find_limits(
     group: int,
     capacity: int,
 ) -> torch.Tensor:
-    """The smallest logit that each row keeps: [num_rows] float32. `sums` are replaced by those of the kept tokens.
+    """Return the smallest logit that each row keeps: [num_rows] float32. Reduce `sums` to those of the kept tokens.
 
-    `asked` are the rows' temperatures, top_k, top_p and min_p, [num_rows] each; all but the first may be None.
+    `asked` holds the rows' temperatures, top_k, top_p and min_p, [num_rows] each; all but the first may be None.
     """
     num_rows, vocab_size = logits.shape
     temperatures, top_k, top_p, min_p = asked
     options: dict[str, Any] = {"dtype": torch.float32, "device": logits.device}
     limits = torch.empty(num_rows, **options)
-    # one kernel for all mixtures: what no row asks for is off in all of them
+    # one kernel for all combinations: an option that no row uses is off in every row
     min_p = torch.zeros(num_rows, **options) if min_p is None else min_p
     top_k = torch.zeros(num_rows, **options | {"dtype": torch.int64}) if top_k is None else top_k
     top_p = torch.ones(num_rows, **options) if top_p is None else top_p
@@ -132,5 +132,5 @@ def find_limits(
 
 
 def num_truncate_warps(chunk: int, group: int) -> int:
-    """16 logits for each thread at a time, that is 32 bytes of bfloat16: enough in flight to keep the memory busy."""
+    """Return the number of warps for 16 logits (32 bytes of bfloat16) per thread, enough loads to keep memory busy."""
     return max(1, min(16, chunk * group // 512))
