@@ -27,10 +27,7 @@ from nanovllm.extras.cuda.graphs import StepSizes
 from nanovllm.extras.cuda.memory import widest_batch
 from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm.extras.kernels.cpu.cpu_layers import CpuLinear, HugePages
-from nanovllm.extras.models.masking import PLAIN
-from nanovllm.layers.attention import AttentionMetadata
-from nanovllm.layers.attention import TorchAttention
-from nanovllm.extras.kernels.backend import attend_decodes
+from nanovllm.layers.attention import AttentionMetadata, TorchAttention, attend_padded, softmax_attention
 
 LAYER_SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]  # outputs, inputs
 HEAD_SHAPE = (151_936, 1024)
@@ -109,12 +106,12 @@ def attention_contenders(batch: int, context_len: int, dtype: torch.dtype) -> di
     ids = torch.randperm(batch * num_blocks, dtype=torch.int32) + 1
     step = decode_batch(ids.view(batch, num_blocks), context_len)
     q = torch.randn(batch, NUM_HEADS, HEAD_DIM).to(dtype)
-    in_torch = TorchAttention(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, dtype)
+    in_torch = TorchAttention(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE)
     in_c = CpuAttention(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, dtype)
-    compiled = torch.compile(attend_decodes, dynamic=False)
+    compiled, lens = torch.compile(attend_padded, dynamic=False), [context_len] * batch
 
     def attend_compiled(q: torch.Tensor, layer_cache: torch.Tensor, step: AttentionMetadata) -> torch.Tensor:
-        return compiled(q, layer_cache, step.block_tables, step.seq_lens, PLAIN)
+        return compiled(q[:, None], layer_cache, step.block_tables, step.seq_lens, lens, softmax_attention)[:, 0]
 
     torch_cache = torch.randn(in_torch.kv_cache_shape(NUM_CACHED_LAYERS, len(ids) + 1)).to(dtype)
     c_cache = torch.randn(in_c.kv_cache_shape(NUM_CACHED_LAYERS, len(ids) + 1)).to(dtype)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nanovllm.extras.models.rope import Rope, ScaledRotary
 from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.extras.models.rope import Rope
-from nanovllm.layers.rotary import ApplyRotary, Rotary
+from nanovllm.layers.rotary import ApplyRotary
 
 KERNEL_TOKENS, PRODUCT_TOKENS = (1, 32, 256, 8192), (1, 2, 4, 8, 16, 64, 256)
 EPS = 1e-6
@@ -120,7 +120,7 @@ def norm_rotary_store(shape: Shape, num_tokens: int, dtype: torch.dtype, device:
     num_blocks = -(-num_tokens // block_size) + 1
     cache = torch.zeros(2, num_blocks, block_size, kv, d, dtype=dtype, device=device)
     slots = torch.randperm(num_blocks * block_size, device=device)[:num_tokens].int()
-    cos, sin = Rotary(d, Rope(1e6), 40960)(torch.arange(num_tokens, device=device), dtype)
+    cos, sin = ScaledRotary(d, Rope(1e6), 40960)(torch.arange(num_tokens, device=device), dtype)
 
     def pytorch(qkv: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         q, k, v = (t.unflatten(-1, (-1, d)) for t in qkv.split((h * d, kv * d, kv * d), dim=-1))

@@ -43,7 +43,7 @@ class CudaGraphs:
             self.record(size)
 
     def measure_bytes(self) -> int:
-        """Measure the memory that all graphs take: that of the largest, plus that of the smallest for each other one."""
+        """Measure the memory that all graphs take: the largest, and the smallest for each other one."""
         free = [torch.cuda.mem_get_info()[0]]
         for size in (self.sizes[-1], self.sizes[0]):
             self.record(size)

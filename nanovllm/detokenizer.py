@@ -39,6 +39,8 @@ class Detokenizer:
         self._num_searched = 0  # no stop string ends within this number of first characters
         self._num_shown = 0  # no stop string that is still possible begins within this number
         self.stop_string: str | None = None  # the one that was found, and has ended the text
+        self._context: list[int] = []  # tokens of the newest text
+        self._pending: list[int] = []  # tokens that have no text yet
         self._restart(prompt_token_ids[-NUM_CONTEXT:])
 
     def append(self, token_id: int) -> None:
@@ -79,8 +81,7 @@ class Detokenizer:
     def _restart(self, token_ids: list[int]) -> None:
         """Start a new stream with tokens whose text is known, except for incomplete characters at their end."""
         self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
-        self._context: list[int] = []  # tokens of the newest text
-        self._pending: list[int] = []  # tokens that have no text yet
+        self._context, self._pending = [], []
         for token_id in token_ids:
             self._pending.append(token_id)
             if self._stream.step(self._tokenizer, token_id) is not None:

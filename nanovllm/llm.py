@@ -133,8 +133,10 @@ class LLM:
     def _step(self, unfinished: set[str]) -> None:
         """Run one step for all calls. `unfinished` are the requests of the call that waits."""
         if not self.engine.has_unfinished_requests():
-            raise RuntimeError(f"requests {sorted(unfinished)} are not in the engine any more: they were aborted, a step "
-                               f"of another call failed, or another caller took their outputs")  # fmt: skip
+            raise RuntimeError(
+                f"requests {sorted(unfinished)} are not in the engine any more: they were aborted, a step of another "
+                f"call failed, or another caller took their outputs"
+            )
         for output in self.engine.step():
             if output.request_id in self._inboxes:
                 self._inboxes[output.request_id][output.request_id] = output

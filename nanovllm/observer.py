@@ -52,7 +52,7 @@ class Observer:
         """`seq` owns a block that was free. `is_evicted` says whether the block was in the prefix cache."""
 
     def on_share_block(self, seq: Sequence, block_id: int) -> None:
-        """`seq` owns a block with contents that it needs, from the prefix cache or from the sequence it was forked from."""
+        """`seq` owns a block that holds what it needs, from the prefix cache or from its parent in a fork."""
 
     def on_copy_block(self, seq: Sequence, source: int, destination: int) -> None:
         """`seq` writes to a copy of a block that others own too."""

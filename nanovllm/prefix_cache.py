@@ -100,7 +100,7 @@ class PrefixCache:
             self.observer.on_forget_block(block_id)
 
     def _key(self, seq: Sequence, i: int) -> tuple[int, bytes]:
-        """Return hash and tokens of the full block `i` of `seq`. Callers count `i` up, so the parent's hash is known."""
+        """Return hash and tokens of full block `i` of `seq`. Callers count `i` up, so the parent's hash is known."""
         tokens = seq.token_ids.view(i * self.block_size, (i + 1) * self.block_size).tobytes()
         if i == len(seq.block_hashes):
             seq.block_hashes.append(hash_block(seq.block_hashes[-1] if i else 0, tokens))

@@ -39,7 +39,7 @@ class Step:
     samples: list[Sequence] = field(default_factory=list)
     """Sequences that get a token: those whose chunk ends at `num_tokens`, and their children."""
     sampled_chunks: list[int] = field(default_factory=list)
-    """For each of `samples`, the index in `chunks` of its own or its parent's chunk, whose last row gives the logits."""
+    """For each of `samples`, the index in `chunks` of its own or its parent's chunk: the last row gives the logits."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source, destination) of each block that is copied before the forward pass: copy-on-write."""
     admitted: list[Sequence] = field(default_factory=list)  # sequences that run from this step on
@@ -53,8 +53,8 @@ class Step:
 class Scheduler:
     """First come, first served. When blocks run out, the sequence that came last is preempted.
 
-    `max_model_len` limits prompt and output together. Both queues are sorted by `Sequence.order`: the first of `waiting`
-    is admitted next, and the last of `running` is preempted first.
+    `max_model_len` limits prompt and output together. Both queues are sorted by `Sequence.order`: the first of
+    `waiting` is admitted next, and the last of `running` is preempted first.
     """
 
     def __init__(

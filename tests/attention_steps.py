@@ -9,9 +9,9 @@ import random
 
 import torch
 
-from nanovllm.layers.attention import Attention
-from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.request_params import SamplingParams
+from nanovllm.layers.attention import Attention
 from tests.steps import batch_of
 
 # ---- the reference
@@ -97,7 +97,12 @@ class Step:
         return x
 
     def run(self, backend):
-        return Attention(backend, *self.options)(self.q, self.k, self.v, self.layer_cache, self.batch.metadata)
+        layer = Attention(backend)
+        if self.options:
+            from nanovllm.extras.models.masking import MaskedAttention
+
+            layer = MaskedAttention(backend, *self.options)
+        return layer(self.q, self.k, self.v, self.layer_cache, self.batch.metadata)
 
 
 def on_device(batch, device):

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from nanovllm.extras.checkpoint import load_tokenizer, read_eos_token_ids, read_model_config, resolve_model
+from nanovllm.extras.checkpoint import load_tokenizer, read_eos_token_ids, read_model_config
+from nanovllm.extras.model_folder import resolve_model
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.weights import INDEX_FILE
 from tests.hub_cache import put_into_cache

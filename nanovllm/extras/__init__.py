@@ -18,18 +18,22 @@ from nanovllm.extras.lazy_outputs import CompletionOutput, RequestMetrics, Reque
 from nanovllm.extras.request_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
-    from nanovllm.extras.beam_search.beam_params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from nanovllm.extras.commands import run_command
-    from nanovllm.extras.embedding.pooling_params import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
+    from nanovllm.extras.beam_search.beam_outputs import BeamSearchOutput, BeamSearchSequence
+    from nanovllm.extras.beam_search.beam_params import BeamSearchParams
+    from nanovllm.extras.commands import run_command as run_command
+    from nanovllm.extras.embedding.embedding_outputs import EmbeddingOutput, EmbeddingRequestOutput
+    from nanovllm.extras.embedding.pooling_params import PoolingParams
     from nanovllm.extras.logprobs import Logprob
     from nanovllm.extras.prompt_forms import PromptType, TextPrompt, TokensPrompt
     from nanovllm.extras.structured.structured_params import StructuredOutputsParams
     from nanovllm.extras.vllm.engine_args import AsyncEngineArgs, EngineArgs
 
 LAZY = {
-    "beam_search.beam_params": ("BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence"),
+    "beam_search.beam_outputs": ("BeamSearchOutput", "BeamSearchSequence"),
+    "beam_search.beam_params": ("BeamSearchParams",),
     "commands": ("run_command",),
-    "embedding.pooling_params": ("EmbeddingOutput", "EmbeddingRequestOutput", "PoolingParams"),
+    "embedding.embedding_outputs": ("EmbeddingOutput", "EmbeddingRequestOutput"),
+    "embedding.pooling_params": ("PoolingParams",),
     "logprobs": ("Logprob",),
     "prompt_forms": ("PromptType", "TextPrompt", "TokensPrompt"),
     "structured.structured_params": ("StructuredOutputsParams",),

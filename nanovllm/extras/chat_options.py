@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.checks import check_bool, check_str
 from nanovllm.chat import check_messages, render_conversation
+from nanovllm.checks import check_bool, check_str
 from nanovllm.extras.option_checks import check_dict, takes_vllm_options
 
 
@@ -81,7 +81,7 @@ def read_chat_template(chat_template: str | Path) -> str:
 
 
 def render_chat(tokenizer: Any, messages: Any, options: ChatOptions | None = None) -> dict[str, Any]:
-    """Return one conversation as a prompt, as the core's `render_conversation` does, with content in parts and tools."""
+    """Return one conversation as a prompt, as the core does, with content in parts and with tools."""
     check_messages(messages)
     if not all(isinstance(message.get("content"), str) and not message.get("tool_calls") for message in messages):
         messages = plain_messages(messages)

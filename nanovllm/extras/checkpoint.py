@@ -16,24 +16,6 @@ from nanovllm.models.config import read_qwen3_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 
-def resolve_model(model: str | Path, with_weights: bool = True, revision: str | None = None) -> Path:
-    """Return the folder of `model`. ValueError if there is none."""
-    folder = resolve_folder("model", model, revision, with_weights)
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"model folder {str(model)!r} holds no config.json")
-    return folder
-
-
-def resolve_folder(option: str, name: str | Path, revision: str | None = None, with_weights: bool = False) -> Path:
-    """Return a folder on this machine, or that of a hub id after downloading its files. ValueError if it is neither."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder
-    from nanovllm.extras.hub import download
-
-    return download(option, name, revision, with_weights)
-
-
 def read_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Any, NetworkConfig]:
     """Return the class of the network that config.json describes, and its shape. ValueError if it is not supported."""
     raw = read_json(folder / "config.json")
@@ -59,7 +41,7 @@ def read_plain_qwen3(raw: Mapping[str, Any]) -> NetworkConfig | None:
         shape = read_qwen3_config(dict(raw))
     except (TypeError, ValueError):  # what is wrong is found, and said, by `models/architectures.py`
         return None
-    biases = {"qkv_bias": shape.attention_bias, "o_bias": shape.attention_bias}
+    biases: dict[str, Any] = {"qkv_bias": shape.attention_bias, "o_bias": shape.attention_bias}
     return NetworkConfig(**vars(shape), **biases, initializer_range=raw.get("initializer_range") or 0.02)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.extras.all_options import Config
-from nanovllm.extras.checkpoint import resolve_folder
+from nanovllm.extras.model_folder import resolve_folder
 from nanovllm.loader import has_tokenizer, read_json
 
 

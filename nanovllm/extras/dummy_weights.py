@@ -22,7 +22,7 @@ def init_dummy_weight(
 ) -> None:
     """tensor: the parameter `name` of a module, or one of its shape"""
     if isinstance(module, RMSNorm):
-        tensor.fill_(module.neutral_weight)
+        tensor.fill_(getattr(module, "neutral_weight", 1.0))  # what changes nothing
     elif name == "bias":
         tensor.zero_()
     else:

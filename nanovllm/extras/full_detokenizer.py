@@ -1,4 +1,4 @@
-"""What extras add to the detokenizer: `detokenize=False`, `min_tokens`, `include_stop_str_in_output`, special tokens."""
+"""The detokenizer with all options: `detokenize=False`, `min_tokens`, `include_stop_str_in_output`, special tokens."""
 
 from collections.abc import Iterable
 from copy import copy
@@ -24,19 +24,6 @@ class TokenDecoder:
         self.text_of = cache(lambda token_id: tokenizer.decode([token_id]))  # by itself, as log-probabilities show it
 
 
-def make_detokenizer(
-    decoder: TokenDecoder | None, params: SamplingParams, prompt_token_ids: list[int]
-) -> "FullDetokenizer | None":
-    """Return a detokenizer for one sample, or None if no text is wanted, or the model has no tokenizer."""
-    if decoder is None or not params.detokenize:
-        return None
-    if params.spaces_between_special_tokens or params.skip_special_tokens:
-        return FullDetokenizer(decoder.backend, params, prompt_token_ids)
-    from nanovllm.extras.special_tokens import SpacelessDetokenizer
-
-    return SpacelessDetokenizer(decoder, params, prompt_token_ids)
-
-
 class FullDetokenizer(Detokenizer):
     """The text of one growing output, as its parameters ask for it."""
 
@@ -49,6 +36,10 @@ class FullDetokenizer(Detokenizer):
     def append(self, token_id: int) -> None:
         self._num_tokens += 1
         super().append(token_id)
+
+    def finish(self) -> None:
+        super().finish()
+        self._pending = []  # so that a second call adds nothing
 
     def extend(self, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:

@@ -7,6 +7,7 @@ The loop is the core's. A step that fails is rolled back: its requests keep thei
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ from nanovllm.batch import build_batch
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.assembly import Parts, make_block_manager, make_scheduler, watched_by
-from nanovllm.extras.checkpoint import load_tokenizer, read_default_sampling_params, resolve_model
+from nanovllm.extras.checkpoint import load_tokenizer, read_default_sampling_params
 from nanovllm.extras.full_observer import EngineStats, Observer, SchedulingStats
 from nanovllm.extras.full_request import note_admitted, read_tokens
-from nanovllm.extras.full_runner import ArrivingTokens, ModelRunner
+from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.input_processor import InputProcessor
 from nanovllm.extras.laps import LapClock
 from nanovllm.extras.lazy_outputs import StepOutput
+from nanovllm.extras.model_folder import resolve_model
 from nanovllm.extras.observations import Observations, make_stats
 from nanovllm.extras.option_checks import LazyMethod
+from nanovllm.extras.runner_hooks import ArrivingTokens
+from nanovllm.loader import read_json
 from nanovllm.request import Prompt
 from nanovllm.scheduler import Scheduler, Step
 
@@ -74,7 +78,7 @@ class LLMEngine(engine.LLMEngine):
             if late := self._take_late():
                 return StepOutput(self.deliver(late, time.monotonic()))
             outputs: Any = super().step()
-            return outputs or StepOutput()
+            return outputs if isinstance(outputs, StepOutput) else StepOutput()  # there was nothing to do
         finally:
             self._end_step()
 
@@ -226,7 +230,9 @@ class LLMEngine(engine.LLMEngine):
 
     def find_folder(self) -> Path:
         config = self.config
-        return resolve_model(config.model, config.load_format != "dummy", config.revision)
+        folder = resolve_model(config.model, config.load_format != "dummy", config.revision)
+        read_json(folder / "config.json")  # a file that is broken is reported before the tokenizer reads it
+        return folder
 
     def load_tokenizer(self, folder: Path) -> Any:
         config = self.config
@@ -240,7 +246,8 @@ class LLMEngine(engine.LLMEngine):
         return tokenizer
 
     def make_runner(self, folder: Path) -> ModelRunner:
-        config, kind = self.config, ModelRunner
+        config = self.config
+        kind: Callable[[Config, Path], ModelRunner] = ModelRunner
         if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
             from nanovllm.extras.parallel.start_ranks import start_ranks as kind
         runner = kind(config, folder)

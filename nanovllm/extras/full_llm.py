@@ -4,7 +4,7 @@ Requests and their outputs go through the core's loop (`nanovllm/llm.py`).
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,9 +165,10 @@ class LLM(llm.LLM):
 
     def _complete(self, requests: Requests, use_tqdm: bool | Callable[..., Any]) -> list[Any]:
         check_bool("use_tqdm", callable(use_tqdm) or use_tqdm)
-        if not callable(use_tqdm):
+        if use_tqdm is True:
             return super()._complete(requests, use_tqdm)
-        with use_tqdm(total=len(requests), desc="Generating", unit="req") as bar:
+        # without a bar, not even the thread that watches bars is started
+        with use_tqdm(total=len(requests), desc="Generating", unit="req") if use_tqdm else nullcontext() as bar:
             finished = {output.request_id: output for output in self._count(requests, bar)}
         return [finished[request_id] for request_id in requests]
 
@@ -176,7 +177,8 @@ class LLM(llm.LLM):
         with closing(self._stream(requests, stream=False)) as outputs:
             for output in outputs:
                 yield output
-                bar.update()
+                if bar is not None:
+                    bar.update()
 
     def _check(
         self,

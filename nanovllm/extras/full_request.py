@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import request
-from nanovllm.extras.full_detokenizer import TokenDecoder, make_detokenizer
+from nanovllm.extras.full_detokenizer import FullDetokenizer, TokenDecoder
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.lazy_outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.scheduler import Scheduler, Step
 
 if TYPE_CHECKING:
-    from nanovllm.extras.full_runner import StepTokens
     from nanovllm.extras.logprobs import Logprob, LogprobRow
+    from nanovllm.extras.runner_hooks import StepTokens
 
 
 class Completion(request.Completion):
@@ -45,7 +45,7 @@ class Completion(request.Completion):
             self.read_tokens()
 
     def read_tokens(self) -> None:
-        """Make text of the new tokens. The token that ended the sequence gives none, as in vLLM, unless it is asked for."""
+        """Make text of the new tokens. A token that ended the sequence gives none, as in vLLM, unless asked for."""
         seq = self.seq
         if seq.finish_reason != "stop" or self._text_without_stop:
             super().read_tokens()
@@ -185,6 +185,19 @@ class Request(request.Request):
             times,
             num_preemptions,
         )
+
+
+def make_detokenizer(
+    decoder: TokenDecoder | None, params: SamplingParams, prompt_token_ids: list[int]
+) -> FullDetokenizer | None:
+    """Return a detokenizer for one sample, or None if no text is wanted, or the model has no tokenizer."""
+    if decoder is None or not params.detokenize:
+        return None
+    if params.spaces_between_special_tokens or params.skip_special_tokens:
+        return FullDetokenizer(decoder.backend, params, prompt_token_ids)
+    from nanovllm.extras.special_tokens import SpacelessDetokenizer
+
+    return SpacelessDetokenizer(decoder, params, prompt_token_ids)
 
 
 # ---- a step's results

@@ -7,11 +7,10 @@ whole steps, ranks and draft models wrap two of its functions: `transfer` (a ste
 
 import logging
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,75 +22,15 @@ from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.checkpoint import read_model_config
 from nanovllm.extras.laps import LapClock
+from nanovllm.extras.runner_hooks import ArrivingTokens, Device, Draw, SampledTokens, sample, sample_with
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import Attention, TorchAttention
 from nanovllm.sampler import sample_tokens
 
 if TYPE_CHECKING:
-    from nanovllm.extras.logits_processors import ReaderResult
-    from nanovllm.extras.logprobs import LogprobRow, Logprobs
+    from nanovllm.extras.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
-
-Draw = Callable[..., Tensor]
-"""`sample_tokens`, or a fast version with the same signature."""
-
-
-class SampledTokens(NamedTuple):
-    """The result of one step, on the device."""
-
-    token_ids: Tensor  # [num_samples] int64
-    logprobs: "Logprobs | None" = None
-    readings: "tuple[ReaderResult, ...]" = ()  # what the batch's readers have read
-
-
-class StepTokens(NamedTuple):
-    """The result of one step, on the host."""
-
-    token_ids: list[int]
-    logprobs: "list[LogprobRow] | None"  # one row for each token
-    readings: "tuple[ReaderResult, ...]"
-
-
-class ArrivingTokens:
-    """The result of one step, on its way to the host."""
-
-    def __init__(self, sampled: SampledTokens) -> None:
-        self._token_ids = sampled.token_ids.to("cpu", non_blocking=True)  # [num_samples]
-        self._logprobs = None if sampled.logprobs is None else sampled.logprobs.to_host()
-        self.readings = tuple(one.to_host() for one in sampled.readings)
-        self._arrived = torch.cuda.Event() if sampled.token_ids.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record()
-
-    def wait(self) -> StepTokens:
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        logprobs = None if self._logprobs is None else self._logprobs.to_rows()
-        return StepTokens(self._token_ids.tolist(), logprobs, self.readings)
-
-
-class Device:
-    """What a kind of device adds to the start: by default nothing. `cuda/startup.py` has a subclass."""
-
-    note = ""
-    """For the log."""
-    memory_knob = "kv_cache_memory_bytes"
-    """The option to raise if there is not enough memory."""
-
-    def prepare(self, runner: "ModelRunner") -> None:
-        """Called before the first forward pass."""
-
-    def advice(self) -> AbstractContextManager[None]:
-        """Return a context for what allocates memory."""
-        return nullcontext()
-
-    def free_bytes(self, runner: "ModelRunner") -> int:
-        """Return the memory for the KV cache, if the options do not set it."""
-        return model_runner.CPU_KV_CACHE_BYTES
-
-    def wrap(self, runner: "ModelRunner", newest: Any) -> None:
-        """Called last, when the KV cache is allocated. May wrap the runner's `compute`."""
 
 
 class ModelRunner(model_runner.ModelRunner):
@@ -121,7 +60,7 @@ class ModelRunner(model_runner.ModelRunner):
         self.model = self.make_model()
         clock.lap("weights")
         if not config.enforce_eager and hasattr(self.backend, "replace_layers"):
-            self.backend.replace_layers(self.model)
+            self.backend.replace_layers(self.model, self.max_model_len)
         self.description = self.describe(kind)
         logger.info(self.description)
         self.kv_cache = self.make_kv_cache()
@@ -160,7 +99,7 @@ class ModelRunner(model_runner.ModelRunner):
         return self.transfer(batch)
 
     def choose_tokens(self, hidden: Tensor, sampling: SamplingBatch) -> "tuple[Tensor, Logprobs | None]":
-        """Sample tokens [num_samples] int64 from hidden: [num_samples, hidden_size], with log-probabilities if wanted."""
+        """hidden: [num_samples, hidden_size] -> token ids [num_samples] int64, with log-probabilities if wanted."""
         return sample(self.model.compute_logits(hidden), sampling, self.draw)  # type: ignore[operator]
 
     # ---- the start
@@ -194,9 +133,9 @@ class ModelRunner(model_runner.ModelRunner):
 
         config, load = self.config, load_model
         if self.shape.quantization_config is not None or config.load_format == "gguf":
-            from nanovllm.extras.quantization.stored import loader
+            from nanovllm.extras.quantization.choose_loader import choose_loader
 
-            load = loader(self.shape, config)
+            load = choose_loader(self.shape, config)
         seed = config.seed if config.load_format == "dummy" else None
         model = load(self.model_class, self.shape, self.backend, self.dtype, self.device, self.folder, seed)
         if config.quantization is not None:
@@ -214,10 +153,8 @@ class ModelRunner(model_runner.ModelRunner):
 
         return SwappingKVCache(*arguments, self.config.swap_space_bytes)
 
-    def make_graphs(self) -> CudaGraphs | None:
-        """Return the core's graphs of the forward pass of decodes, for the backends that allow it."""
-        if not getattr(self.backend, "supports_graphs", False) or self.config.enforce_eager or self.shape.num_experts:
-            return None
+    def make_graphs(self) -> CudaGraphs:
+        """Return the core's graphs of the forward pass of decodes; `choose_graphs` has decided that there are some."""
         max_num_seqs = min(self.config.max_num_seqs, self.max_num_batched_tokens)
         return CudaGraphs(
             self.model, self.kv_cache.tensor, max_num_seqs, -(-self.max_model_len // self.backend.block_size)
@@ -267,34 +204,6 @@ def compute_eagerly(runner: ModelRunner, batch: Batch) -> SampledTokens:
     return SampledTokens(
         token_ids, logprobs, tuple(one.compute(hidden, runner.model.compute_logits) for one in readers)
     )
-
-
-def sample(logits: Tensor, sampling: SamplingBatch, draw: Draw) -> "tuple[Tensor, Logprobs | None]":
-    """logits: [num_samples, vocab_size] -> token ids [num_samples] int64, and log-probabilities if a row wants them
-
-    The logits are not changed. Processors work on a copy.
-    """
-    arguments = draw_arguments(sampling)
-    processors, num_logprobs = getattr(sampling, "processors", ()), getattr(sampling, "num_logprobs", None)
-    if not processors and num_logprobs is None:
-        return draw(logits, *arguments), None
-    from nanovllm.extras.logits_processors import apply_processors
-    from nanovllm.extras.logprobs import compute_logprobs
-
-    token_ids = draw(apply_processors(logits, processors), *arguments)
-    return token_ids, None if num_logprobs is None else compute_logprobs(logits, token_ids, num_logprobs)
-
-
-def draw_arguments(sampling: SamplingBatch) -> tuple[Tensor | None, ...]:
-    """Return the arguments of `sample_tokens` after the logits."""
-    return sampling.temperatures, sampling.uniforms, sampling.top_k, sampling.top_p, sampling.min_p
-
-
-def sample_with(
-    argmax: Callable[[Tensor], Tensor], logits: Tensor, temperatures: Tensor, uniforms: Tensor | None = None, *rest: Any
-) -> Tensor:
-    """As `sample_tokens`, with a faster `argmax` for batches whose rows are all greedy."""
-    return argmax(logits) if uniforms is None else sample_tokens(logits, temperatures, uniforms, *rest)
 
 
 def pytorch_layers(module: nn.Module) -> set[str]:

@@ -11,9 +11,9 @@ requests, again and again. This engine looks for the request that is at fault:
     step of A, B, C      once more, and B asks for nothing. A and C get their tokens, B ends with its error
 
 Tokens do not depend on other rows of the batch, and random numbers do not depend on earlier draws. So A and C get the
-tokens that they get without B, and nothing is computed anew but this step. Only if what readers have read cannot be handed
-out, all requests of the step that have readers end. `extras/serve/engine_thread.py` drives this engine, and gives each error to
-its request.
+tokens that they get without B, and nothing is computed anew but this step. Only if what readers have read cannot be
+handed out, all requests of the step that have readers end. `extras/serve/engine_thread.py` drives this engine, and
+gives each error to its request.
 """
 
 import logging
@@ -30,10 +30,11 @@ from nanovllm.extras.all_options import Config
 from nanovllm.extras.dead import EngineDeadError
 from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.full_observer import Observer
-from nanovllm.extras.full_runner import ArrivingTokens, ModelRunner, SampledTokens
+from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.logits_processors import ReaderResult, build_readers
 from nanovllm.extras.processed_batch import build_batch, build_sampling
 from nanovllm.extras.request_params import SamplingParams
+from nanovllm.extras.runner_hooks import ArrivingTokens, SampledTokens
 from nanovllm.scheduler import Step
 
 logger = logging.getLogger(__name__)
@@ -198,7 +199,7 @@ def read_alone(runner: ModelRunner, step: Step, rows: torch.Tensor) -> None:
 
 
 class ReadingsOf(NamedTuple):
-    """What the readers of a step have read, which is given to the sequences of this step, whichever step asks for it."""
+    """What the readers of a step have read. It belongs to this step's sequences, whichever step asks for it."""
 
     scheduled: Step
     result: ReaderResult

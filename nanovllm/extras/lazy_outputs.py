@@ -90,6 +90,7 @@ class RequestOutput(LazyRecord, outputs.RequestOutput):
 
     _lazy_field = "metrics"
 
+    outputs: list[CompletionOutput]  # type: ignore[assignment]
     metrics: RequestMetrics
     prompt_logprobs: "list[Mapping[int, Logprob] | None] | None" = None
     """For each prompt token, as `logprobs`; None for the first token, which no other token predicts."""

@@ -1,8 +1,8 @@
 """What requests change of the logits before a draw: allowed tokens, biases, bad words, the users' own functions,
 penalties.
 
-Each is a `Processor` of a sequence, and they run in vLLM's order: a class below, its tensors for a step, and what it does
-to the logits. `processors_of` says which ones a request asks for; `input_processor.py` calls it.
+Each is a `Processor` of a sequence, and they run in vLLM's order: a class below, its tensors for a step, and what it
+does to the logits. `processors_of` says which ones a request asks for; `input_processor.py` calls it.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping

@@ -14,9 +14,9 @@ the runner's transfers and computations:
     without overlap     launch N     wait N       update N     launch N+1     wait N+1
     with overlap        launch N     launch N+1   wait N       update N       launch N+2     wait N+1
 
-If the next step needs the token itself (`Processor.reads_output`), it waits. The blocks of B are free as soon as step N has
-run, although step N + 1 still writes to them: the device computes in the order of the launches, so their next owner
-writes its K and V later, and reads them after that.
+If the next step needs the token itself (`Processor.reads_output`), it waits. The blocks of B are free as soon as step
+N has run, although step N + 1 still writes to them: the device computes in the order of the launches, so their next
+owner writes its K and V later, and reads them after that.
 """
 
 from collections.abc import Callable

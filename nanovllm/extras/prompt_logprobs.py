@@ -1,7 +1,7 @@
 """`prompt_logprobs`: how likely the model found the tokens of a prompt.
 
-A `PromptReader` of the first sample's sequence. The row of a token predicts the next token, so a chunk of the tokens 4 … 7 of a
-prompt of 8 has the targets 5 … 7. All values are the model's own, before temperature and processors.
+A `PromptReader` of the first sample's sequence. The row of a token predicts the next token, so a chunk of the tokens
+4 … 7 of a prompt of 8 has the targets 5 … 7. All values are the model's own, before temperature and processors.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""All options of one request: those of the core, and those that extras read. Names, defaults and meanings are vLLM's."""
+"""All options of one request: the core's, and those that extras read. Names, defaults and meanings are vLLM's."""
 
 from collections import abc
 from collections.abc import Callable, Collection, Mapping
@@ -42,7 +42,7 @@ class SamplingParams(sampling_params.SamplingParams):
     """How the tokens of a request are sampled, what its outputs hold, and when it ends.
 
     Fields may be assigned until a request is added: the request takes a `clone`, and sees no later change. A bad value
-    raises a TypeError or ValueError that names the field, the value and what is allowed: when the field is assigned, or,
+    raises a TypeError or ValueError that names the field, the value and what is allowed: when the field is assigned, or
     if fields do not go together, when the object is made and when a request takes its clone.
     """
 

@@ -57,9 +57,10 @@ def read_qwen3_config(raw: dict[str, Any]) -> ModelConfig:
         check_bool(f"config.json: {name}", values[name])
     values["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if values["head_dim"] % 2 or values["num_attention_heads"] % values["num_key_value_heads"]:
-        raise ValueError(f"head_dim must be even, and num_attention_heads a multiple of num_key_value_heads, config.json "
-                         f"has {values['head_dim']}, {values['num_attention_heads']} and "
-                         f"{values['num_key_value_heads']}")  # fmt: skip
+        raise ValueError(
+            f"config.json: head_dim must be even, and num_attention_heads a multiple of num_key_value_heads, got "
+            f"{values['head_dim']}, {values['num_attention_heads']} and {values['num_key_value_heads']}"
+        )
     return ModelConfig(**values)
 
 

@@ -1,8 +1,8 @@
 """What happens once: its parts are timed, and PyTorch draws tokens unless a kernel does."""
 
 from nanovllm import Config, LLMEngine
+from nanovllm.extras.full_runner import sample_with
 from nanovllm.kv_cache import KVCache
-from nanovllm.sampler import sample_tokens
 
 
 def test_parts_are_timed_in_order(tiny_checkpoint):
@@ -16,5 +16,5 @@ def test_parts_are_timed_in_order(tiny_checkpoint):
 
 def test_tokens_are_drawn_in_pytorch_with_the_backends_argmax(tiny_checkpoint):
     runner = LLMEngine(Config(tiny_checkpoint[0], device="cpu")).runner
-    assert runner.draw.func is sample_tokens
-    assert runner.draw.keywords == {"argmax": runner.backend.argmax}
+    assert runner.draw.func is sample_with
+    assert (runner.draw.args, runner.draw.keywords) == ((runner.backend.argmax,), {})

@@ -15,8 +15,8 @@ import torch
 import transformers
 
 from nanovllm import Config, LLMEngine, RequestOutput, SamplingParams, StepOutput
-from nanovllm.extras.full_runner import StepTokens
 from nanovllm.extras.full_request import Request
+from nanovllm.extras.runner_hooks import StepTokens
 from tests.conftest import examples, has_extra, hf_greedy
 from tests.late_runner import LateRunner
 
@@ -919,8 +919,9 @@ def test_blocks_in_use_are_what_the_sequences_need(tmp_path, checkpoint, seed):
 def test_a_request_that_ended_in_a_step_that_failed_is_returned_by_the_next(with_tokenizer, overlap, monkeypatch):
     """The text of one request cannot be read; the other had ended by the same step, and so had the first."""
     engine = make_engine(with_tokenizer, overlap)
+    last = engine.tokenizer.encode("x")  # so that no character is left for the outputs to complete
     for name in "ab":
-        engine.add_request(name, ids(4, seed=ord(name)), greedy(3))
+        engine.add_request(name, [*ids(3, seed=ord(name)), *last], greedy(3))
     read_token, calls = Request.read_token, iter(range(100))
 
     def broken(self, *arguments):

@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from nanovllm import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
+from nanovllm.cuda_graphs import CudaGraphs as ForwardGraphs
 from nanovllm.extras.cuda.graphs import CudaGraphs
 from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from tests.conftest import hf_greedy
@@ -340,6 +341,19 @@ def test_logits_in_bfloat16_in_every_mode(exacts, mode, device, backend):
     prompts = [[(5 * i + j) % 300 for j in range(3 + 4 * i)] for i in range(13)]
     llm = LLM(folder, **make_options(device, backend, mode, dtype="bfloat16"))
     exact.check(judged_outputs(llm, prompts, 12, prompt_logprobs=None))
+
+
+@pytest.mark.parametrize(("device", "backend"), [CUDA_TRITON, CUDA_FLASH])
+def test_logits_of_the_cores_graphs(exacts, monkeypatch, device, backend):
+    """Where no kernel draws tokens, the core's graphs replay the forward pass."""
+    monkeypatch.setattr("nanovllm.extras.cuda.startup.choose_draw", lambda *_: None)
+    replays, replay = [], ForwardGraphs.replay
+    monkeypatch.setattr(ForwardGraphs, "replay", lambda *args: (replays.append(args), replay(*args))[1])
+    folder, exact = exacts(FIRST_SHAPE, torch.bfloat16)
+    prompts = [[(5 * i + j) % 300 for j in range(3 + 4 * i)] for i in range(13)]
+    llm = LLM(folder, **make_options(device, backend, dtype="bfloat16"))
+    exact.check(judged_outputs(llm, prompts, 12, prompt_logprobs=None))
+    assert len(replays) >= 10
 
 
 # ---- long contexts

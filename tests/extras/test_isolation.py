@@ -13,10 +13,10 @@ import torch
 from nanovllm import Config, SamplingParams
 from nanovllm.extras.embedding.pooling import Pooling
 from nanovllm.extras.embedding.pooling_params import PoolingParams
+from nanovllm.extras.full_request import Request
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.extras.logits import LogitBias
 from nanovllm.extras.prompt_logprobs import PromptLogprobs
-from nanovllm.extras.full_request import Request
 from tests.conftest import hf_greedy
 
 both_ways = pytest.mark.parametrize("overlap", [False, True], ids=["waiting", "overlap"])
@@ -117,7 +117,7 @@ BREAKAGES = {  # what raises -> the parameters of the request that makes it rais
     "a processor is built": (LogitBias, "build", greedy(10, logit_bias={3: 1.0})),
     "a reader is built": (PromptLogprobs, "build", greedy(10, prompt_logprobs=1)),
     "an embedding is built": (Pooling, "build", PoolingParams()),
-    "the text of a token is made": (Request, "end_step", greedy(10)),
+    "the text of a token is made": (Request, "finish_step", greedy(10)),
     "an output is made": (Request, "make_output", greedy(10)),
 }
 

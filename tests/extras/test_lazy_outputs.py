@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanovllm import LLM, CompletionOutput, Logprob, RequestOutput, RequestOutputKind, SamplingParams, request
+from nanovllm import LLM, CompletionOutput, Logprob, RequestOutput, RequestOutputKind, SamplingParams
+from nanovllm.extras import logprobs
 from nanovllm.extras.logprobs import PositionLogprobs
 from tests.tiny_tokenizers import byte_level, copy_checkpoint
 
@@ -187,7 +188,7 @@ def test_a_position_is_a_dict_of_the_chosen_token_and_the_likeliest(row, token_i
 
 def test_no_object_is_made_before_it_is_read(folder, monkeypatch):
     made = []
-    monkeypatch.setattr(request, "Logprob", lambda *values: made.append(values) or Logprob(*values))
+    monkeypatch.setattr(logprobs, "Logprob", lambda *values: made.append(values) or Logprob(*values))
     outputs = outputs_of(make_engine(folder), logprobs=3, prompt_logprobs=2)
     assert len(outputs) > 30
     assert made == []

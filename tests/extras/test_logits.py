@@ -1,11 +1,11 @@
-"""What requests change of the logits: each processor by itself, all together in vLLM's order, and the tensors they become.
+"""What requests change of the logits: each processor by itself, all in vLLM's order, and the tensors they become.
 
-Oracles: `transformers`' logits processor for repetition penalty, mask for mask and row by row; for the other processors and
-the order of all, the loop in float64 of `sampling_rows.py`; tables worked out by hand for masks and histories.
+Oracles: `transformers`' logits processor for repetition penalty, mask for mask and row by row; for the other processors
+and the order of all, the loop in float64 of `sampling_rows.py`; tables worked out by hand for masks and histories.
 
-Seen to fail when broken: any two processors swapped; a processor left out; a penalty with the wrong sign, over the prompt
-instead of the output or the other way round; a bad word's first tokens looked for in the prompt too, or not at all;
-histories filled up with 0; rows counted among the special ones instead of all; log-probabilities taken after them.
+Seen to fail when broken: any two processors swapped; a processor left out; a penalty with the wrong sign, over the
+prompt instead of the output or the other way round; a bad word's first tokens looked for in the prompt too, or not at
+all; histories filled up with 0; rows counted among the special ones instead of all; log-probabilities taken after them.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import transformers
 from nanovllm.extras.cuda.input_buffer import map_tensors
 from nanovllm.extras.logits import BadWords, BiasRows
 from nanovllm.extras.logits_processors import ForbiddenTokens, MinTokens, apply_processors
-from tests.sampling_rows import (
+from tests.extras.sampling_rows import (
     EOS,
     HISTORY,
     VOCAB_SIZE,
@@ -30,9 +30,9 @@ from tests.sampling_rows import (
     random_ids,
     random_logits,
     sample,
+    sampling_of,
     sequence,
 )
-from tests.steps import sampling_of
 
 # ---- penalties by themselves
 

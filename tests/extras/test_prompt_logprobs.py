@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from nanovllm.extras import prompt_logprobs
+from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.prompt_logprobs import PromptLogprobs
 from nanovllm.extras.request_params import SamplingParams
-from nanovllm.extras.full_sequence import Sequence
 from tests.steps import step_of
 
 VOCAB_SIZE = 11

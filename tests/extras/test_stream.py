@@ -50,12 +50,19 @@ def assert_at_rest(engine):
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == stats.num_kv_blocks
     assert not engine.has_unfinished_requests()
-    if hasattr(engine.scheduler.preemption, "space"):
-        assert engine.scheduler.preemption.space.num_free_blocks == engine.runner.kv_cache.num_swap_blocks
+    if hasattr(space := space_of(engine), "num_free_blocks"):
+        assert space.num_free_blocks == engine.runner.kv_cache.num_swap_blocks
+
+
+def space_of(engine):
+    """The blocks in host memory, if its scheduler swaps."""
+    return getattr(getattr(engine.scheduler, "preemption", None), "space", ())
 
 
 def ids(length, seed=0):
-    return torch.randint(VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    """Random tokens, and at the end a letter, so that no character is left for the output to complete."""
+    random_ids = torch.randint(VOCAB_SIZE, (length - 1,), generator=torch.Generator().manual_seed(seed))
+    return [*random_ids.tolist(), LETTERS[-1]]
 
 
 def params(max_tokens=10, **fields):
@@ -455,7 +462,7 @@ def state_of(engine, request_id):
     seqs = sequences_of(engine, request_id)
     if not seqs:
         return None
-    space = getattr(engine.scheduler.preemption, "space", ())
+    space = space_of(engine)
     if any(seq in space for seq in seqs):
         return "swapped out"
     if any(seq.num_preemptions and not seq.block_table.length for seq in seqs):

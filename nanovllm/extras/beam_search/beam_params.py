@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm.checks import check_bool, check_int, check_number
+from nanovllm.extras.beam_search.beam_outputs import BeamSearchOutput
 from nanovllm.extras.option_checks import takes_vllm_options
 from nanovllm.request import Prompt
 
@@ -51,27 +52,6 @@ class BeamSearchParams:
         from nanovllm.extras.beam_search.search import make_beam_search
 
         return make_beam_search(processor, request_id, prompt, self, priority)
-
-
-@dataclass(frozen=True)
-class BeamSearchSequence:
-    """One completion that a beam search has found."""
-
-    tokens: list[int]
-    """Those of the prompt included."""
-    cum_logprob: float
-    """Of the generated tokens."""
-    text: str
-    """Of the generated tokens."""
-
-
-@dataclass(frozen=True)
-class BeamSearchOutput:
-    """What a beam search has found, best first."""
-
-    request_id: str
-    sequences: list[BeamSearchSequence]
-    finished: bool
 
 
 def beam_search(

@@ -16,18 +16,21 @@ the token that is chosen for them.
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.extras.beam_search.beam_params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from nanovllm.extras.beam_search.beam_outputs import BeamSearchOutput, BeamSearchSequence
 from nanovllm.extras.extended_scheduler import fork_anytime
 from nanovllm.extras.full_request import Request
-from nanovllm.extras.full_runner import StepTokens
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.input_processor import InputProcessor
 from nanovllm.extras.logits_processors import ProcessorRow
 from nanovllm.extras.request_params import SamplingParams
+from nanovllm.extras.runner_hooks import StepTokens
 from nanovllm.request import Prompt
 from nanovllm.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from nanovllm.extras.beam_search.beam_params import BeamSearchParams
 
 
 @dataclass
@@ -74,7 +77,7 @@ class BeamSearch(Request):
         request_id: str,
         prompt: str | None,
         prompt_token_ids: list[int],
-        params: BeamSearchParams,
+        params: "BeamSearchParams",
         eos_token_ids: frozenset[int],
         tokenizer: Any,
         priority: int,
@@ -220,7 +223,7 @@ def end(scheduler: Scheduler, seq: Sequence) -> None:
 
 
 def make_beam_search(
-    processor: InputProcessor, request_id: str, prompt: Prompt, params: BeamSearchParams, priority: int
+    processor: InputProcessor, request_id: str, prompt: Prompt, params: "BeamSearchParams", priority: int
 ) -> BeamSearch:
     """Called by `BeamSearchParams.make_request`."""
     text, token_ids = processor.encode(prompt)

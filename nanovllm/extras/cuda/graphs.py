@@ -21,7 +21,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -30,10 +30,13 @@ import torch
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.cuda.input_buffer import InputBuffer
-from nanovllm.extras.full_runner import Draw, ModelRunner, SampledTokens, sample
 from nanovllm.extras.overlap import NewestTokens, fill_in, has_placeholders
 from nanovllm.extras.processed_batch import wants_only_tokens
+from nanovllm.extras.runner_hooks import Draw, SampledTokens, sample
 from nanovllm.layers.attention import AttentionMetadata
+
+if TYPE_CHECKING:
+    from nanovllm.extras.full_runner import ModelRunner
 
 T = TypeVar("T")
 
@@ -57,6 +60,7 @@ OF_ATTENTION = ("slot_mapping", "seq_lens")
 OF_SAMPLING = ("uniforms", "top_k", "temperatures", "top_p", "min_p")
 # the part of `Batch` that a column comes from; the others are fields of `Batch` itself
 OWNERS = {**dict.fromkeys(OF_ATTENTION, "metadata"), **dict.fromkeys(OF_SAMPLING, "sampling")}
+NO_DRAW_KERNEL = "without triton, drawing tokens makes the host wait"
 OFF = {"uniforms": 0, "top_k": 0, "top_p": 1, "min_p": 0}  # for batches in which no row asks for it
 
 
@@ -193,12 +197,12 @@ class CudaGraphs:
 class ReplayedDecodes:
     """Takes the place of `ModelRunner.compute`: replays batches of decodes, and leaves all others to it."""
 
-    def __init__(self, graphs: CudaGraphs, runner: ModelRunner, newest: NewestTokens) -> None:
+    def __init__(self, graphs: CudaGraphs, runner: "ModelRunner", newest: NewestTokens) -> None:
         self.graphs = graphs
         self._newest = newest
         self._compute, runner.compute = runner.compute, self
 
-    def __call__(self, runner: ModelRunner, batch: Batch) -> SampledTokens:
+    def __call__(self, runner: "ModelRunner", batch: Batch) -> SampledTokens:
         """If a row asks for more than a draw, all rows are drawn again, outside the graph."""
         if not self.graphs.can_replay(batch, self._newest.ids):
             return self._compute(runner, batch)
@@ -280,8 +284,12 @@ class DecodeInputs:
 
 def choose_graphs(
     config: Config, backend: Any, has_draw_kernel: bool, device: torch.device, num_experts: int = 0
-) -> tuple[bool, str]:
-    """Whether decodes are replayed; and on CUDA the reason, for the log. `has_draw_kernel`: one draws the tokens."""
+) -> tuple[str | None, str]:
+    """Return what of a decode step is replayed, and on CUDA the reason, for the log.
+
+    "step" is all of it. "forward" is the forward pass alone, with the core's graphs: there is no kernel that draws the
+    tokens (`has_draw_kernel`).
+    """
     reason = None
     if device.type != "cuda":
         reason = f"they need a CUDA device, got {device}"
@@ -291,20 +299,22 @@ def choose_graphs(
         reason = "this attention backend reads lengths back to the host"
     elif num_experts:
         reason = "tokens are grouped by expert on the host"
-    elif not has_draw_kernel:
-        reason = "without triton, drawing tokens makes the host wait"
     elif config.enable_cuda_graphs is False:
         reason = "enable_cuda_graphs=False"
+    elif not has_draw_kernel:
+        reason = NO_DRAW_KERNEL
     if reason is not None and config.enable_cuda_graphs:
         raise ValueError(
             f"enable_cuda_graphs=True cannot be had ({reason}); leave it None, which takes them where possible"
         )
     if device.type != "cuda":
-        return False, ""
-    return reason is None, "; with CUDA graphs" if reason is None else f"; no CUDA graphs ({reason})"
+        return None, ""
+    if reason == NO_DRAW_KERNEL:
+        return "forward", f"; with CUDA graphs of the forward pass only ({reason})"
+    return ("step", "; with CUDA graphs") if reason is None else (None, f"; no CUDA graphs ({reason})")
 
 
-def replay_decodes(runner: ModelRunner, newest: NewestTokens, sizes: StepSizes) -> None:
+def replay_decodes(runner: "ModelRunner", newest: NewestTokens, sizes: StepSizes) -> None:
     """Record graphs for all batches of decodes that a step can have, and have them replayed."""
     table_width = -(-sizes.max_model_len // runner.backend.block_size)
     graphs = record_graphs(runner.model, runner.kv_cache.tensor, runner.draw, sizes.max_decodes, table_width)

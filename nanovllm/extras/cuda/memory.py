@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,10 +11,13 @@ from nanovllm.batch import Batch
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.cuda.graphs import StepSizes, measure_graph_bytes
 from nanovllm.extras.cuda.warm_up import draws, null_batch
-from nanovllm.extras.full_runner import ModelRunner, SampledTokens
 from nanovllm.extras.processed_batch import ProcessedSampling, values_of
+from nanovllm.extras.runner_hooks import SampledTokens
 
-Compute = Callable[[ModelRunner, Batch], SampledTokens]
+if TYPE_CHECKING:
+    from nanovllm.extras.full_runner import ModelRunner
+
+Compute = Callable[["ModelRunner", Batch], SampledTokens]
 
 
 @contextmanager
@@ -32,7 +36,7 @@ def advice_on_start_memory() -> Iterator[None]:
 def advised(compute: Compute) -> Compute:
     """`compute`, whose torch.OutOfMemoryError says what to lower; the engine goes on with other steps."""
 
-    def compute_with_advice(runner: ModelRunner, batch: Batch) -> SampledTokens:
+    def compute_with_advice(runner: "ModelRunner", batch: Batch) -> SampledTokens:
         try:
             return compute(runner, batch)
         except torch.OutOfMemoryError as error:
@@ -44,9 +48,7 @@ def advised(compute: Compute) -> Compute:
     return compute_with_advice
 
 
-def measure_free_bytes(
-    runner: ModelRunner, config: Config, sizes: StepSizes, has_graphs: bool, has_core_graphs: bool = False
-) -> int:
+def measure_free_bytes(runner: "ModelRunner", config: Config, sizes: StepSizes, replayed: str | None) -> int:
     """What weights, a forward pass of the largest batch, and CUDA graphs leave of this GPU for the KV cache."""
     device = runner.device
     release_unused_memory()  # of an engine that is gone: it would count as memory that this engine needs
@@ -56,12 +58,11 @@ def measure_free_bytes(
     peak = torch.cuda.max_memory_allocated(device)
     release_unused_memory()
     num_graph_bytes = 0
-    core_graphs = None if has_graphs or not has_core_graphs else runner.make_graphs()
-    if core_graphs is not None:
-        num_graph_bytes = core_graphs.measure_bytes()
-        del core_graphs
+    if replayed == "forward":
+        with torch.cuda.device_of(runner.kv_cache.tensor):
+            num_graph_bytes = max(0, runner.make_graphs().measure_bytes())
         release_unused_memory()
-    if has_graphs:
+    if replayed == "step":
         table_width = -(-sizes.max_model_len // runner.backend.block_size)
         recorded = (runner.model, runner.kv_cache.tensor, runner.draw, sizes.max_decodes, table_width)
         num_graph_bytes = measure_graph_bytes(*recorded)

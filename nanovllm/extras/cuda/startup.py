@@ -5,7 +5,7 @@
 
 import importlib
 from contextlib import AbstractContextManager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,10 +16,13 @@ from nanovllm.extras.cuda.graphs import StepSizes, choose_graphs, replay_decodes
 from nanovllm.extras.cuda.input_buffer import InputBuffer
 from nanovllm.extras.cuda.memory import Compute, advice_on_start_memory, advised, measure_free_bytes
 from nanovllm.extras.cuda.warm_up import warm_up
-from nanovllm.extras.full_runner import Device, Draw, ModelRunner, SampledTokens
 from nanovllm.extras.kernels.backend import KernelBackend
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.overlap import NewestTokens
+from nanovllm.extras.runner_hooks import Device, Draw, SampledTokens
+
+if TYPE_CHECKING:
+    from nanovllm.extras.full_runner import ModelRunner
 
 
 class CudaDevice(Device):
@@ -39,11 +42,9 @@ class CudaDevice(Device):
         self.sizes = StepSizes(max_num_batched_tokens, config.max_num_seqs, shape.max_position_embeddings)
         self.draw = choose_draw(config, device)
         has_kernel = self.draw is not None
-        self.has_graphs, self.note = choose_graphs(config, backend, has_kernel, device, shape.num_experts)
-        # without Triton, only the forward pass is recorded, as in the core
-        self.has_core_graphs = not has_kernel and config.enable_cuda_graphs is not False
+        self.replayed, self.note = choose_graphs(config, backend, has_kernel, device, shape.num_experts)
 
-    def prepare(self, runner: ModelRunner) -> None:
+    def prepare(self, runner: "ModelRunner") -> None:
         runner.draw = self.draw or runner.draw
         if not isinstance(runner.backend, KernelBackend):  # PyTorch's
             runner.compute = without_plans(runner.compute)
@@ -52,20 +53,20 @@ class CudaDevice(Device):
     def advice(self) -> AbstractContextManager[None]:
         return advice_on_start_memory()
 
-    def free_bytes(self, runner: ModelRunner) -> int:
-        return measure_free_bytes(runner, self.config, self.sizes, self.has_graphs, self.has_core_graphs)
+    def free_bytes(self, runner: "ModelRunner") -> int:
+        return measure_free_bytes(runner, self.config, self.sizes, self.replayed)
 
-    def wrap(self, runner: ModelRunner, newest: NewestTokens | None) -> None:
+    def wrap(self, runner: "ModelRunner", newest: NewestTokens | None) -> None:
         """Compile what requests will run, and wrap `compute`.
 
         Graphs read the newest tokens on the device, with or without overlap.
         """
         warm_up(runner, self.sizes)
-        if self.has_graphs:
+        if self.replayed == "step":
             replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
-        elif self.has_core_graphs:
-            runner.graphs = runner.make_graphs()
-            if runner.graphs is not None:
+        elif self.replayed == "forward":
+            with torch.cuda.device_of(runner.kv_cache.tensor):
+                runner.graphs = runner.make_graphs()
                 runner.graphs.record_all()
         runner.compute = advised(runner.compute)
 
@@ -74,7 +75,7 @@ def without_plans(compute: Compute) -> Compute:
     """`compute` without cuDNN's attention, which plans anew for each shape, and steps differ in theirs."""
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
-    def compute_without_plans(runner: ModelRunner, batch: Batch) -> SampledTokens:
+    def compute_without_plans(runner: "ModelRunner", batch: Batch) -> SampledTokens:
         with sdpa_kernel(kernels):
             return compute(runner, batch)
 

@@ -5,20 +5,22 @@ All slots are in the null block, which no sequence reads.
 """
 
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.extras.cuda.graphs import StepSizes
-from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.layers.attention import AttentionMetadata
+
+if TYPE_CHECKING:
+    from nanovllm.extras.full_runner import ModelRunner
 
 CONTEXT = 1024  # tokens: long enough to be split
 CHUNK = 32  # tokens: more than `few_tokens.py` takes
 
 
-def warm_up(runner: ModelRunner, sizes: StepSizes) -> None:
+def warm_up(runner: "ModelRunner", sizes: StepSizes) -> None:
     """Run decodes, a chunk of prefill with nothing before it, and a short one late in its sequence."""
     most = min(sizes.max_num_batched_tokens, sizes.max_model_len)
     context = min(CONTEXT, sizes.max_model_len)

@@ -1,5 +1,5 @@
 """Embeddings: one vector for each prompt, pooled from the hidden states of its tokens.
 
-`params.py` says what a request may ask for, `pooling.py` is the reader that adds hidden states up, `request.py` makes the
-vector. Read `request.py` first.
+`pooling_params.py` says what a request may ask for, `pooling.py` is the reader that adds hidden states up, and
+`embedding_request.py` makes the vector. Read `embedding_request.py` first.
 """

@@ -6,15 +6,18 @@ computes its last token draws a token too, as every step does; this token ends t
 """
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nanovllm.extras.embedding.embedding_outputs import EmbeddingOutput, EmbeddingRequestOutput
 from nanovllm.extras.embedding.pooling import Pooling
-from nanovllm.extras.embedding.pooling_params import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
 from nanovllm.extras.full_request import Request
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.request_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.extras.embedding.pooling_params import PoolingParams
 
 
 class EmbeddingRequest(Request):
@@ -23,7 +26,7 @@ class EmbeddingRequest(Request):
     gives_tokens = False
 
     def __init__(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: PoolingParams, priority: int
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: "PoolingParams", priority: int
     ) -> None:
         sampling_params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         self.params = params

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checks import check_bool, check_choice
-from nanovllm.extras.lazy_outputs import RequestMetrics
+from nanovllm.extras.embedding.embedding_outputs import EmbeddingRequestOutput
 from nanovllm.extras.option_checks import translate_options
 from nanovllm.request import Prompt
 
@@ -40,32 +40,6 @@ class PoolingParams:
 
         text, token_ids = processor.encode(prompt)
         return EmbeddingRequest(request_id, text, token_ids, self, priority)
-
-
-@dataclass(frozen=True)
-class EmbeddingOutput:
-    """The embedding of a prompt."""
-
-    embedding: list[float]
-    """[hidden_size]; empty if the request was aborted."""
-
-    @property
-    def hidden_size(self) -> int:
-        return len(self.embedding)
-
-
-@dataclass(frozen=True)
-class EmbeddingRequestOutput:
-    """What `LLM.embed` returns for each prompt."""
-
-    request_id: str
-    outputs: EmbeddingOutput
-    prompt_token_ids: list[int]
-    finished: bool
-    num_cached_tokens: int
-    """Prompt tokens whose K and V were found in the prefix cache: none with pooling "mean"."""
-    metrics: RequestMetrics
-    """`first_token_time` is when the embedding was computed."""
 
 
 def embed(

@@ -36,11 +36,14 @@ class AttentionBackend(TorchAttention):
         self.kv_cache_dtype = SMALL_DTYPES.get(kv_cache_dtype)
         """None is the model's."""
 
-    def replace_layers(self, model: nn.Module) -> None:
-        """Replace other layers of the model by fast versions, if this backend has any."""
+    def replace_layers(self, model: nn.Module, max_model_len: int) -> None:
+        """Replace other layers of the model by fast versions, if this backend has any.
+
+        No sequence is longer than `max_model_len`.
+        """
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """Return the most likely token of each row of [num_samples, vocab_size]: [num_samples] int64, ties to the first."""
+        """Return each row's most likely token, ties to the first: [num_samples, vocab_size] -> [num_samples] int64."""
         return logits.argmax(dim=-1)
 
 

@@ -31,7 +31,8 @@ def find_architecture(raw: dict[str, Any]) -> tuple[Any, NetworkConfig]:
             module, _, class_name = ARCHITECTURES[name].rpartition(".")
             model_class = getattr(importlib.import_module(f"nanovllm.extras.models.{module}"), class_name)
             shape = model_class.read_config(raw)
-            return getattr(model_class, "choose", lambda shape: model_class)(shape), shape
+            choose = getattr(model_class, "choose", None)
+            return (choose(shape) if choose else model_class), shape
     code = " (its code in auto_map is never run: trust_remote_code does not exist here)" if "auto_map" in raw else ""
     raise ValueError(
         f"architecture {raw.get('architectures')} is not supported{code}; supported: {', '.join(ARCHITECTURES)}"

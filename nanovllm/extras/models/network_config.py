@@ -1,4 +1,4 @@
-"""The shape of a network, with what networks beyond the core's Qwen3 have. `read_config.py` reads it from config.json."""
+"""The shape of a network, with what others than the core's Qwen3 have. `read_config.py` reads it from config.json."""
 
 from dataclasses import dataclass
 from typing import Any

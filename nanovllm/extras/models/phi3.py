@@ -38,14 +38,14 @@ class Phi3Attention(LlamaAttention):
     def __init__(self, config: NetworkConfig, backend: TorchAttention, layer: int) -> None:
         super().__init__(config, backend, layer)
         self.rotary_dim = config.rotary_dim or config.head_dim
-        self.qkv_proj.is_stored_fused = True
+        self.qkv_proj.is_stored_fused = True  # type: ignore[assignment]
 
 
 class Phi3DecoderLayer(LlamaDecoderLayer):
     def __init__(self, config: NetworkConfig, backend: TorchAttention, layer: int = 0) -> None:
         super().__init__(config, backend, layer)
         self.self_attn = Phi3Attention(config, backend, layer)
-        self.mlp.gate_up_proj.is_stored_fused = True
+        self.mlp.gate_up_proj.is_stored_fused = True  # type: ignore[assignment]
 
 
 class Phi3ForCausalLM(CausalLM):

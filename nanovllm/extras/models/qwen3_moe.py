@@ -14,8 +14,8 @@ from nanovllm.checks import check_bool
 from nanovllm.extras.models.decoder import CausalLM
 from nanovllm.extras.models.gated_mlp import GatedMLP
 from nanovllm.extras.models.moe import Experts, MoeConfig, Router, make_config, read_experts, read_int, route_by_softmax
-from nanovllm.extras.models.read_config import read_common
 from nanovllm.extras.models.qwen3_variants import Qwen3VariantAttention
+from nanovllm.extras.models.read_config import read_common
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.norm import RMSNorm
 

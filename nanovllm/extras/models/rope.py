@@ -1,4 +1,4 @@
-"""How fast each pair of a head's dimensions rotates, and the rotary layer for it. `rope_types.py` has longer contexts."""
+"""How fast each pair of a head's dimensions rotates, and the rotary layer. `rope_types.py` is for longer contexts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,6 @@ class ScaledRotary(Rotary):
 
     def __init__(self, rotary_dim: int, rope: Rope, max_len: int) -> None:
         nn.Module.__init__(self)
-        self.rotary_dim, self.max_len = rotary_dim, max_len
         self.frequencies, self.factor = rope.frequencies(rotary_dim, max_len)  # [rotary_dim / 2] float32
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

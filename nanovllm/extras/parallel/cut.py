@@ -128,7 +128,7 @@ class Cutter(NamedTuple):
         """The cut of each tensor of a checkpoint, by the name that it has there."""
         cuts = {}
         for path, layer, name, cut in self.cuts(whole, share):
-            if isinstance(layer, FusedLinear) and not layer.is_stored_fused:
+            if isinstance(layer, FusedLinear) and not getattr(layer, "is_stored_fused", False):
                 ours: Any = share.get_submodule(path)
                 parent, rest = path.rpartition(".")[0], cut.whole[1:]
                 for part, rows in layer.parts.items():

@@ -1,7 +1,7 @@
 """Rank 0 drives: it sends each batch to the other ranks, computes its own share of it, and draws the tokens.
 
-`Driver` wraps the runner's `compute` and `transfer`. A batch that is sent to the device is sent to all devices. What the
-others do for one message, rank 0 does too, collective by collective:
+`Driver` wraps the runner's `compute` and `transfer`. A batch that is sent to the device is sent to all devices. What
+the others do for one message, rank 0 does too, collective by collective:
 
     rank 0       message → embedding → halves of layers … → logits → draw
     rank 1       message → embedding → halves of layers … → logits          then it waits for the next message
@@ -23,10 +23,11 @@ import torch
 
 from nanovllm.batch import Batch
 from nanovllm.extras.dead import EngineDeadError
-from nanovllm.extras.full_runner import ModelRunner, SampledTokens
+from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.parallel.communicator import CommunicationError, Communicator
 from nanovllm.extras.parallel.messages import pack_logits, pack_step
 from nanovllm.extras.parallel.peers import Peers
+from nanovllm.extras.runner_hooks import SampledTokens
 from nanovllm.scheduler import Step
 
 

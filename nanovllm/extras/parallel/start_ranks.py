@@ -20,7 +20,7 @@ import torch
 from nanovllm.config import resolve_device, resolve_dtype
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.checkpoint import read_model_config
-from nanovllm.extras.full_runner import Device, ModelRunner, has_overlap_by_default
+from nanovllm.extras.full_runner import ModelRunner, has_overlap_by_default
 from nanovllm.extras.laps import LapClock
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.parallel.communicator import CommunicationError, Communicator
@@ -29,6 +29,7 @@ from nanovllm.extras.parallel.driver import Driver
 from nanovllm.extras.parallel.joined import join
 from nanovllm.extras.parallel.meeting import Meeting, choose_kind, connect, make_meeting
 from nanovllm.extras.parallel.processes import accept_other_machines, run_node, share_threads, start_peers
+from nanovllm.extras.runner_hooks import Device
 from nanovllm.extras.weights import load_model
 
 NOT_OF_WORKERS = (
@@ -48,12 +49,17 @@ class Plan(NamedTuple):
 
 
 def start_ranks(config: Config, folder: Path) -> ModelRunner:
-    """Start all ranks, and return the runner of rank 0. ValueError, before a process is started, if that is impossible."""
+    """Start all ranks, and return the runner of rank 0. Raises ValueError, before a process starts, if it cannot."""
     check_nodes(config)
     _, shape = read_model_config(folder, config.hf_overrides)
     if shape.quantization_config is not None or config.load_format == "gguf":
         raise ValueError("tensor_parallel_size > 1 does not go with a checkpoint that is quantised already, or GGUF")
     share_of(shape, config.tensor_parallel_size)
+    longest = shape.max_position_embeddings
+    if (config.max_model_len or 0) > longest:  # each rank would find this too, but only when it has been started
+        raise ValueError(
+            f"max_model_len must be at most {longest}, the model's max_position_embeddings, got {config.max_model_len}"
+        )
     config = replace(config, model=folder, device=device_of(config, 0))
     if config.node_rank:
         run_node(config)
@@ -133,6 +139,7 @@ class RankRunner(ModelRunner):
         self.whole_shape = replace(self.shape, max_position_embeddings=self.max_model_len)
         self.shape = share_of(self.shape, self.communicator.size)
         super().start()
+        self.shape = self.whole_shape  # requests are checked against it
 
     def make_device(self) -> Device:
         return RankDevice(super().make_device(), self.communicator, self.whole_shape.vocab_size, self.hears_tokens)

@@ -47,5 +47,5 @@ def serve(runner: ModelRunner, communicator: Communicator, driver: socket.socket
 def compute_logits(runner: ModelRunner, communicator: Communicator, header: Header) -> None:
     """Of rows that no step has named: their hidden states come first."""
     shape = header.num_samples, header.hidden_size
-    hidden = torch.empty(shape, dtype=runner.backend.dtype, device=runner.device)
-    runner.model.compute_logits(communicator.broadcast(hidden))
+    hidden = torch.empty(shape, dtype=runner.dtype, device=runner.device)
+    runner.model.compute_logits(communicator.broadcast(hidden))  # type: ignore[operator]

@@ -13,8 +13,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from nanovllm.extras.all_options import Config
-from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.quantization.formats import READERS, Format
 from nanovllm.extras.quantization.fp8_weights import Fp8, read_compressed_fp8, read_fp8
 from nanovllm.extras.quantization.quantise import VECTOR
@@ -42,25 +40,16 @@ def read_format(field: str, raw: Any) -> Format | Fp8:
     return read(given)
 
 
-def loader(shape: NetworkConfig, config: Config) -> Callable[..., Any]:
-    """What takes the place of `load_model`, for a checkpoint whose config.json names a format, or for a GGUF file."""
-    if config.load_format == "gguf":
-        from nanovllm.extras.quantization.gguf import load_gguf  # whose library may be missing
-
-        return load_gguf
-    form = read_format("quantization_config", shape.quantization_config)
-
-    def load_stored(model_class: Any, config: Any, backend: Any, dtype: torch.dtype, device: torch.device,
-                    folder: Path, dummy_seed: int | None = None) -> Any:  # fmt: skip
-        if dummy_seed is not None:
-            raise ValueError("load_format='dummy' makes plain weights: quantization='int8' or 'int4' quantises them")
-        checkpoint = Checkpoint(folder)
-        if isinstance(form, Fp8):
-            logger.info("the checkpoint's weights in fp8 are widened to %s", dtype)
-            return load_model(model_class, config, backend, dtype, device, folder, read=form.reader(checkpoint, dtype))
-        return load_projections(form, checkpoint, model_class, config, backend, dtype, device)
-
-    return load_stored
+def load_stored(form: Any, model_class: Any, shape: Any, backend: Any, dtype: torch.dtype, device: torch.device,
+                folder: Path, dummy_seed: int | None = None) -> Any:  # fmt: skip
+    """Load a checkpoint of format `form`, with the arguments of `load_model`."""
+    if dummy_seed is not None:
+        raise ValueError("load_format='dummy' makes plain weights: quantization='int8' or 'int4' quantises them")
+    checkpoint = Checkpoint(folder)
+    if isinstance(form, Fp8):
+        logger.info("the checkpoint's weights in fp8 are widened to %s", dtype)
+        return load_model(model_class, shape, backend, dtype, device, folder, read=form.reader(checkpoint, dtype))
+    return load_projections(form, checkpoint, model_class, shape, backend, dtype, device)
 
 
 class Checkpoint:
@@ -121,7 +110,7 @@ def quantised_version_of(layer: Any) -> nn.Module:
 
 def parts_of(path: str, layer: Any) -> dict[str, int]:
     """The projections of a layer by their names in the checkpoint, and their numbers of outputs."""
-    if not isinstance(layer, FusedLinear) or layer.is_stored_fused:
+    if not isinstance(layer, FusedLinear) or getattr(layer, "is_stored_fused", False):
         return {path: len(layer.weight)}
     parent = path.rpartition(".")[0]
     return {f"{parent}.{part}": rows for part, rows in layer.parts.items()}

@@ -15,7 +15,7 @@ from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.serve.answer import Answer, merge
 from nanovllm.extras.serve.body import JSONRoute
 from nanovllm.extras.serve.generation import Generation, usage_of
-from nanovllm.extras.serve.logprobs import chat_logprobs
+from nanovllm.extras.serve.openai_logprobs import chat_logprobs
 from nanovllm.extras.serve.prompts import chat_prompt
 from nanovllm.extras.serve.protocol import ChatCompletionRequest
 from nanovllm.extras.serve.request_ids import new_id

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from nanovllm.extras.lazy_outputs import CompletionOutput, RequestOutput
 from nanovllm.extras.serve.body import JSONRoute
 from nanovllm.extras.serve.generation import Generation, usage_of
-from nanovllm.extras.serve.logprobs import completion_logprobs
+from nanovllm.extras.serve.openai_logprobs import completion_logprobs
 from nanovllm.extras.serve.prompts import are_many, encode_prompts
 from nanovllm.extras.serve.protocol import CompletionRequest
 from nanovllm.extras.serve.request_ids import new_id

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nanovllm.extras.chat_options import render_chat
-from nanovllm.extras.chat_options import ChatOptions
+from nanovllm.extras.chat_options import ChatOptions, render_chat
 from nanovllm.extras.serve.bounds import BoundedTokenizer, Bounds, count_chars
 from nanovllm.extras.serve.errors import APIError, refuse
 from nanovllm.extras.serve.protocol import ChatCompletionRequest, TokenizeRequest

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanovllm.extras.full_engine import LLMEngine
-from nanovllm.extras.request_params import SamplingParams
+from nanovllm.extras.request_params import FIELD_CHECKS, SamplingParams
 from nanovllm.extras.serve.errors import APIError
 from nanovllm.extras.serve.parsers.parser_registry import Parsers
 from nanovllm.extras.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
@@ -77,7 +77,7 @@ def with_fields(engine: LLMEngine, body: GenerationRequest, fields: dict[str, An
     if body.logit_bias is not None:
         fields["logit_bias"] = {to_token_id(key): bias for key, bias in body.logit_bias.items()}
     default = engine.parts.default_sampling_params
-    values = {name: getattr(default, name) for name in type(default).__slots__}
+    values = {name: getattr(default, name) for name in FIELD_CHECKS}
 
     def make(values: Mapping[str, Any]) -> SamplingParams:
         return engine.input_processor.check_params(SamplingParams(**values))

@@ -18,10 +18,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanovllm.batch import Batch
-from nanovllm.extras.checkpoint import read_model_config, resolve_model
-from nanovllm.extras.full_runner import ModelRunner, SampledTokens
+from nanovllm.extras.checkpoint import read_model_config
+from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.model_folder import resolve_model
 from nanovllm.extras.processed_batch import build_batch
+from nanovllm.extras.runner_hooks import SampledTokens
 from nanovllm.extras.speculation.blocks import reserve
 from nanovllm.extras.speculation.speculation_options import Speculation
 from nanovllm.extras.speculation.speculative_scheduler import SpeculativeScheduler, as_if

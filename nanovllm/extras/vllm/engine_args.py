@@ -8,7 +8,7 @@ with a command line use it.
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, fields
+from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -96,7 +96,9 @@ def descriptions() -> Mapping[str, str]:
     """Return the docstring of each field of `Config` as one line of plain text."""
     from docstring_parser import parse_from_object  # here, because only programs with a command line need it
 
-    said = {field.arg_name: field.description or "" for field in parse_from_object(Config).params}
+    classes = [one for one in reversed(Config.__mro__) if is_dataclass(one)]  # the core's options first
+    params = [param for one in classes for param in parse_from_object(one).params]
+    said = {param.arg_name: param.description or "" for param in params}
     return {name: " ".join(text.split()).replace("`", "") for name, text in said.items()}
 
 

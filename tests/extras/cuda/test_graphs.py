@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nanovllm import BeamSearchParams, Config, LLMEngine, SamplingParams
-from nanovllm.extras.full_runner import Device
+from nanovllm.batch import SamplingBatch
 from nanovllm.extras.cuda.graphs import (
     CudaGraphs,
     DecodeInputs,
@@ -28,20 +28,21 @@ from nanovllm.extras.cuda.graphs import (
     measure_graph_bytes,
     record_graphs,
     replay_decodes,
-    wants_only_tokens,
 )
-from nanovllm.extras.overlap import NewestTokens
-from nanovllm.extras.prompt_logprobs import TargetRows
-from nanovllm.layers.attention import TorchAttention
-from nanovllm.sampler import sample_tokens
-from nanovllm.batch import SamplingBatch
+from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.logits_processors import ForbiddenTokens
+from nanovllm.extras.overlap import NewestTokens
+from nanovllm.extras.processed_batch import ProcessedSampling, ReadBatch, values_of, wants_only_tokens
+from nanovllm.extras.prompt_logprobs import TargetRows
+from nanovllm.extras.runner_hooks import Device
+from nanovllm.layers.attention import TorchAttention
+from nanovllm.sampler import sample_tokens
+from tests.extras.recorded_operations import GatherAttention, OperationRecorder
+from tests.extras.test_full_engine import assert_at_rest, greedy, ids, run, tokens_of
 from tests.extras.test_overlap import KINDS, visible
 from tests.late_runner import LateRunner
-from tests.extras.recorded_operations import GatherAttention, OperationRecorder
 from tests.steps import batch_of
-from tests.extras.test_full_engine import assert_at_rest, greedy, ids, run, tokens_of
 
 CPU = torch.device("cpu")
 
@@ -175,7 +176,7 @@ def draw_plainly(logits, temperatures, uniforms, *_):
 
 def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
     """The same engine with and without graphs, both with the same attention."""
-    monkeypatch.setattr("nanovllm.assembly.TorchAttention", GatherAttention)
+    monkeypatch.setattr("nanovllm.extras.full_runner.TorchAttention", GatherAttention)
     monkeypatch.setattr("nanovllm.extras.cuda.graphs.wants_only_tokens", wants_no_truncation)
     recorder = OperationRecorder()
 
@@ -185,17 +186,15 @@ def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
         return graphs
 
     class RecordingDevice(Device):
-        def __init__(self, config, device, backend, shape, max_num_batched_tokens):
-            self.sizes = StepSizes(max_num_batched_tokens, config.max_num_seqs, shape.max_position_embeddings)
-
         def wrap(self, runner, newest):
-            replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
+            sizes = StepSizes(runner.max_num_batched_tokens, runner.config.max_num_seqs, runner.max_model_len)
+            replay_decodes(runner, newest or NewestTokens(runner), sizes)
 
     monkeypatch.setattr("nanovllm.extras.cuda.graphs.record_graphs", record)
     engines = []
     for has_graphs in (False, True):
         if has_graphs:
-            monkeypatch.setattr("nanovllm.assembly.make_device", RecordingDevice)
+            monkeypatch.setattr(ModelRunner, "make_device", lambda runner: RecordingDevice())
         config = Config(folder, device="cpu", dtype="float32", attention_backend="torch", max_num_seqs=max_num_seqs,
                         enforce_eager=True, **options)  # fmt: skip
         engine = LLMEngine(config)
@@ -277,7 +276,7 @@ def test_what_is_no_plain_decode_is_not_replayed(monkeypatch, tiny_checkpoint):
         dataclasses.replace(batch, metadata=dataclasses.replace(batch.metadata, num_decodes=2)), none
     ), "one is a prefill chunk"
     judged = TargetRows(torch.tensor([0]), torch.tensor([5]), 1)
-    assert not graphs.can_replay(dataclasses.replace(batch, readers=(judged,)), none), "a prompt is judged"
+    assert not graphs.can_replay(ReadBatch(**values_of(batch), readers=(judged,)), none), "a prompt is judged"
     for rows in ([0, 1], [0, 2, 2], [0, 0, 1]):
         rows = torch.tensor(rows, dtype=torch.int32)
         assert not graphs.can_replay(dataclasses.replace(batch, logits_indices=rows), none), "not each row one token"
@@ -310,20 +309,38 @@ def test_they_are_refused_where_they_cannot_be(tiny_checkpoint):
             True,
             "; no CUDA graphs (this attention backend reads lengths back to the host)",
         ),
-        ({}, GatherAttention, False, "; no CUDA graphs (without triton, drawing tokens makes the host wait)"),
+        (
+            {},
+            GatherAttention,
+            False,
+            "; with CUDA graphs of the forward pass only (without triton, drawing tokens makes the host wait)",
+        ),
+        ({"enable_cuda_graphs": False}, GatherAttention, False, "; no CUDA graphs (enable_cuda_graphs=False)"),
+        ({}, TorchAttention, False, "; no CUDA graphs (this attention backend reads lengths back to the host)"),
+        ({"enforce_eager": True}, GatherAttention, False, "; no CUDA graphs (enforce_eager=True)"),
     ],
 )
 def test_who_has_them_on_cuda(options, backend, has_draw_kernel, expected):
     config = Config("model", **options)
     chosen = choose_graphs(config, backend(4, 2, 16, 16), has_draw_kernel, torch.device("cuda", 0))
-    assert chosen == (expected == "; with CUDA graphs", expected)
+    replayed = "forward" if "forward" in expected else None if "no CUDA" in expected else "step"
+    assert chosen == (replayed, expected)
+
+
+def test_graphs_that_must_be_are_whole_steps():
+    with pytest.raises(ValueError, match="enable_cuda_graphs=True cannot be had .*without triton, drawing tokens"):
+        choose_graphs(
+            Config("model", enable_cuda_graphs=True), GatherAttention(4, 2, 16, 16), False, torch.device("cuda", 0)
+        )
 
 
 def test_experts_are_not_replayed():
     """How many tokens each expert gets is read back to the host in every layer."""
     choice = (GatherAttention(4, 2, 16, 16), True, torch.device("cuda", 0), 8)
     reason = "tokens are grouped by expert on the host"
-    assert choose_graphs(Config("model"), *choice) == (False, f"; no CUDA graphs ({reason})")
+    assert choose_graphs(Config("model"), *choice) == (None, f"; no CUDA graphs ({reason})")
+    without_draws = choice[0], False, *choice[2:]
+    assert choose_graphs(Config("model"), *without_draws)[0] is None
     with pytest.raises(ValueError, match=rf"enable_cuda_graphs=True cannot be had \({reason}\)"):
         choose_graphs(Config("model", enable_cuda_graphs=True), *choice)
 
@@ -331,6 +348,8 @@ def test_experts_are_not_replayed():
 def test_sampling_rows_that_are_drawn_in_a_graph():
     plain = SamplingBatch(torch.ones(1), torch.zeros(1, dtype=torch.float64), top_k=torch.ones(1, dtype=torch.int64))
     assert wants_only_tokens(plain)
-    assert not wants_only_tokens(dataclasses.replace(plain, num_logprobs=0))
+    same = ProcessedSampling(**values_of(plain))
+    assert wants_only_tokens(same)
+    assert not wants_only_tokens(dataclasses.replace(same, num_logprobs=0))
     one_row = ForbiddenTokens(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    assert not wants_only_tokens(dataclasses.replace(plain, processors=(one_row,)))
+    assert not wants_only_tokens(dataclasses.replace(same, processors=(one_row,)))

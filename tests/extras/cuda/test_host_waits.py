@@ -10,6 +10,7 @@ import importlib.machinery
 import random
 import sys
 import types
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,19 +18,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanovllm import Config, LLMEngine, SamplingParams
+from nanovllm.cuda_graphs import CudaGraphs as ForwardGraphs
 from nanovllm.extras.cuda.graphs import CudaGraphs, StepSizes
 from nanovllm.extras.cuda.input_buffer import InputBuffer
 from nanovllm.extras.cuda.warm_up import warm_up
+from nanovllm.extras.full_runner import ModelRunner, compute_eagerly
 from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
+from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.overlap import NewestTokens, has_placeholders
 from nanovllm.extras.quantization.quantise import quantise
+from nanovllm.extras.runner_hooks import ArrivingTokens
 from nanovllm.kv_cache import KVCache
-from nanovllm.extras.full_runner import ArrivingTokens, ModelRunner
-from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from tests.extras.test_full_engine import ids
 from tests.extras.test_overlap import KINDS
 from tests.late_runner import LateRunner
-from tests.extras.test_full_engine import ids
 
 META = torch.device("meta")
 SHAPE = NetworkConfig(300, 64, 128, 2, 4, 2, 32, 512, tie_word_embeddings=True)
@@ -108,12 +111,16 @@ def kernels(monkeypatch):
     from nanovllm.extras.kernels.cuda import (
         activation,
         few_tokens,
-        norm_kernels as norm,
         paged_attention,
-        cuda_quantised as quantised,
         sample,
         store_kv,
         truncate,
+    )
+    from nanovllm.extras.kernels.cuda import (
+        cuda_quantised as quantised,
+    )
+    from nanovllm.extras.kernels.cuda import (
+        norm_kernels as norm,
     )
 
     kernels = {}
@@ -143,7 +150,7 @@ def batches(with_tokenizer):
     assert len(seen) > 50
     assert any(has_placeholders(batch) for batch in seen)
     assert any(batch.readers for batch in seen)
-    assert any(batch.moves.copies for batch in seen)
+    assert any(batch.copies for batch in seen)
     assert (
         {batch.metadata.num_decodes > 0 for batch in seen}
         == {batch.metadata.max_seqlen_q > 0 for batch in seen}
@@ -159,14 +166,16 @@ def make_runner(backend, has_fast_layers, quantization=None):
             quantise(model, quantization)
     model.model.rotary(torch.zeros(1, dtype=torch.int32, device=META), torch.bfloat16)  # the first call moves its table
     if has_fast_layers:
-        backend.replace_layers(model)
+        backend.replace_layers(model, 512)
     from nanovllm.extras.kernels.cuda.sample import sample_tokens
 
     kv_cache = KVCache(backend, SHAPE.num_hidden_layers, torch.bfloat16, META)
     kv_cache.allocate(30)
-    runner = ModelRunner(model, backend, kv_cache, sample_tokens)
+    runner = ModelRunner.__new__(ModelRunner)
+    runner.model, runner.backend, runner.kv_cache, runner.draw = model, backend, kv_cache, sample_tokens
+    runner.device, runner.graphs, runner.compute = META, None, compute_eagerly
     buffer = InputBuffer(META, 1 << 20)
-    runner.send = buffer.send_record
+    runner.transfer = buffer.send_record
     NewestTokens(runner).ids = torch.zeros(64, dtype=torch.int64, device=META)
     return runner, buffer
 
@@ -241,6 +250,39 @@ def test_a_recorded_step_waits_for_nothing_and_reads_nothing_of_the_host(flash_a
         "pick_kernel": 5,
     }
     assert {name: kernels[name].num_launches for name in expected} == expected
+
+
+@torch.inference_mode()
+def test_the_cores_graphs_wait_for_nothing_either(flash_attn, batches, monkeypatch):
+    """Where kernels in Triton cannot be launched: recorded and replayed over flash-attn and PyTorch's layers."""
+    runner, buffer = make_runner(make_backend("flash_attn"), False)
+    replays = []
+
+    class Graph:
+        def replay(self):
+            replays.append(self)
+
+    @contextmanager
+    def recording(graph, pool):
+        with DeviceCheck(None) as check:
+            yield
+        assert check.num_copies == 0
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    runner.graphs = ForwardGraphs(runner.model, runner.kv_cache.tensor, 7, 8)
+    runner.graphs.record_all()
+    assert sorted(runner.graphs.graphs) == [1, 2, 4, 7]
+    num_decode_steps = 0
+    for batch in batches:
+        with DeviceCheck(buffer) as check:
+            hidden = runner.forward(runner.send(batch))
+        assert check.num_copies == 1
+        assert hidden.shape == (len(batch.input_ids), 64)
+        num_decode_steps += not batch.metadata.max_seqlen_q
+    assert len(replays) == num_decode_steps > 10
 
 
 @pytest.mark.parametrize("quantization", [None, "int4"])

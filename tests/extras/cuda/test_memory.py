@@ -1,5 +1,7 @@
 """The GPU's memory is divided up, and CUDA is asked in the right words; `fake_cuda` counts the bytes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,13 +11,18 @@ from nanovllm.extras.cuda.memory import advice_on_start_memory, advised, measure
 from tests.extras.cuda.conftest import GIB
 
 
-@pytest.mark.parametrize("has_graphs", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_free_bytes_are_what_weights_a_step_graphs_and_others_leave(fake_cuda, runner, has_graphs):
+@pytest.mark.parametrize("replayed", [pytest.param(None, marks=pytest.mark.slow), "step", "forward"])
+def test_free_bytes_are_what_weights_a_step_graphs_and_others_leave(fake_cuda, runner, replayed):
     runner.kv_cache.allocate(0)
     config = Config("model", gpu_memory_utilization=0.5)
     sizes = StepSizes(max_num_batched_tokens=40, max_num_seqs=20, max_model_len=512)
-    free = measure_free_bytes(runner, config, sizes, has_graphs)
-    graphs = 107 + (len(graph_sizes(20)) - 1) * 7 if has_graphs else 0
+    runner.config, runner.max_num_batched_tokens, runner.max_model_len = (
+        replace(runner.config, max_num_seqs=20),
+        40,
+        512,
+    )
+    free = measure_free_bytes(runner, config, sizes, replayed)
+    graphs = {None: 0, "step": 107 + (len(graph_sizes(20)) - 1) * 7, "forward": 6 * 7}[replayed]  # 1, 2, 4, 8, 16, 20
     used_by_others = 80 * GIB - fake_cuda.free - 3 * GIB
     assert free == 40 * GIB - 2 * GIB - (graphs << 20) - used_by_others
     # what an engine that is gone has left is not counted as this one's

@@ -9,9 +9,9 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.extras.kernels.cpu.cpu_layers import replace_layers
 from nanovllm.extras.kernels.cpu.experts import CpuExperts, fuse_experts
+from nanovllm.extras.models.gated_mlp import GatedMLP
 from nanovllm.extras.models.group_routing import SigmoidRouter
 from nanovllm.extras.models.moe import Experts, Router
-from nanovllm.extras.models.gated_mlp import GatedMLP
 from tests.extras.kernels.test_cpu_kernels import (
     fast_version_of,
     filled,

@@ -8,13 +8,13 @@ import torch
 
 from benchmarks import int8_kv
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.int8_kv import with_int8_cache
+from nanovllm.extras.kernels.backend import AttentionBackend
 from nanovllm.extras.kernels.choices import select_backend
 from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm.extras.models.masking import PLAIN
-from nanovllm.layers.attention import TorchAttention
 from nanovllm.extras.models.network_config import NetworkConfig
-from nanovllm.extras.full_sequence import Sequence
 from tests.attention_options import OPTIONS
 from tests.attention_steps import HEADS, Int8Step, random_lens
 from tests.extras.kernels.test_cpu_kernels import LAYER_LENS, check_layer_in_one_call
@@ -82,7 +82,7 @@ def test_the_definition_does_the_same(processor_without_tiles, dtype, options):
     """The exponentials differ in their last bits, and so does now and then a weight of 16 bits."""
     lens = [(100, 1), (5, 1), (33, 1), (0, 70), (90, 40), (60, 3)]
     kernel = int8_attention(8, 2, 64, 16, dtype)
-    definition = with_int8_cache(TorchAttention)(8, 2, 64, 16, dtype, kv_cache_dtype="int8")
+    definition = with_int8_cache(AttentionBackend)(8, 2, 64, 16, dtype, kv_cache_dtype="int8")
     outs = [Int8Step(backend, lens, dtype=dtype, options=options).run(backend) for backend in (kernel, definition)]
     tolerance = 2e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(*outs, rtol=tolerance, atol=tolerance)

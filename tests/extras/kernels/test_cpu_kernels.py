@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
+from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.kernels.choices import select_backend
 from nanovllm.extras.kernels.cpu import cpu_layers as layers
 from nanovllm.extras.kernels.cpu import library as cpu
@@ -23,17 +24,17 @@ from nanovllm.extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer, fuse_
 from nanovllm.extras.kernels.cpu.cpu_layers import CpuLinear, HugePages, pack, replace_layers
 from nanovllm.extras.kernels.cpu.head_norms import CpuNormedAttention, fuse_head_norms
 from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
+from nanovllm.extras.models.gated_mlp import GeluAndMul
 from nanovllm.extras.models.gemma3 import Gemma3Attention, Gemma3Config, UnitOffsetRMSNorm
+from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.extras.models.qwen3_variants import Qwen3VariantAttention
+from nanovllm.extras.models.rope import Rope, ScaledRotary
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.linear import Embedding, FusedLinear, Linear
-from nanovllm.extras.models.gated_mlp import GeluAndMul
 from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.layers.rotary import ApplyRotary, Rotary
-from nanovllm.extras.models.rope import Rope
-from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.layers.rotary import ApplyRotary
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
-from nanovllm.extras.full_sequence import Sequence
 from tests.attention_options import OPTIONS
 from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
 from tests.steps import batch_of
@@ -146,7 +147,7 @@ def test_norm_and_rotation_equal_float64(processor, dtype, num_tokens, num_heads
     layer = filled(RMSNorm(head_dim, 1e-6), dtype)
     qkv = randn(num_tokens, num_heads * head_dim + 40, dtype=dtype)
     x = qkv[:, : num_heads * head_dim].unflatten(1, (num_heads, head_dim))  # a view, as of the fused projection
-    cos, sin = Rotary(head_dim, Rope(1e4), 4096)(torch.arange(num_tokens) * 3, dtype)
+    cos, sin = ScaledRotary(head_dim, Rope(1e4), 4096)(torch.arange(num_tokens) * 3, dtype)
     normed = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * layer.weight.double()
     first, second = normed.chunk(2, dim=-1)
     c, s = cos.double(), sin.double()
@@ -163,7 +164,7 @@ def test_rotation_alone_and_of_a_part_equals_the_definition(
     processor, dtype, num_tokens, num_heads, head_dim, rotary_dim
 ):
     layer, x = ApplyRotary(), randn(num_tokens, num_heads, head_dim, dtype=dtype)
-    cos, sin = Rotary(rotary_dim, Rope(1e4), 4096)(torch.arange(num_tokens) * 3, dtype)
+    cos, sin = ScaledRotary(rotary_dim, Rope(1e4), 4096)(torch.arange(num_tokens) * 3, dtype)
     exact = layer(x.double(), cos.double(), sin.double())
     out = fast_version_of(layer, dtype)(x, cos, sin)
     torch.testing.assert_close(out.double(), exact, **one_rounding(dtype))
@@ -368,7 +369,7 @@ def check_layer_in_one_call(config, backend, step, dtype):
 def check_same_outputs(parts, fused, step, dtype):
     """Of modules with attention in them, and the same cache afterwards."""
     x = randn(len(step.q), 96, dtype=dtype)
-    cos, sin = Rotary(32, Rope(), 1024)(torch.arange(len(x)), dtype)
+    cos, sin = ScaledRotary(32, Rope(), 1024)(torch.arange(len(x)), dtype)
     caches = step.cache.clone(), step.cache.clone()
     expected = parts(x, cos, sin, caches[0][:, 1], step.batch.metadata)
     assert torch.equal(fused(x, cos, sin, caches[1][:, 1], step.batch.metadata), expected)
@@ -389,13 +390,18 @@ def test_a_layer_in_one_call_gives_the_bits_of_its_parts(processor, dtype, lens,
 
 
 @pytest.mark.parametrize(
-    ("attention_class", "config_class"), [(Qwen3Attention, NetworkConfig), (Gemma3Attention, Gemma3Config)]
+    ("attention_class", "config_class", "layer"),
+    [
+        (Qwen3Attention, NetworkConfig, ()),
+        (Qwen3VariantAttention, NetworkConfig, (0,)),
+        (Gemma3Attention, Gemma3Config, (0,)),
+    ],
 )
 def test_heads_normalised_and_rotated_in_one_call_have_the_bits_of_two_calls(
-    processor, dtype, attention_class, config_class
+    processor, dtype, attention_class, config_class, layer
 ):
     backend = CpuAttention(4, 2, 32, 16, dtype)
-    attention = filled(attention_class(config_class(64, 96, 176, 1, 4, 2, head_dim=32), backend, 0), dtype)
+    attention = filled(attention_class(config_class(64, 96, 176, 1, 4, 2, head_dim=32), backend, *layer), dtype)
     model = torch.nn.ModuleDict({"self_attn": attention})
     replace_layers(model, dtype)
     fuse_head_norms(model)

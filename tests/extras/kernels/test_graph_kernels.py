@@ -11,15 +11,16 @@ import random
 import pytest
 
 from nanovllm import Config, LLMEngine, SamplingParams
-from nanovllm.extras.full_runner import Device
 from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
+from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.kernels.cuda.cuda_decoder_layer import TritonDecoderLayer
 from nanovllm.extras.kernels.cuda.sample import sample_tokens
 from nanovllm.extras.overlap import NewestTokens
+from nanovllm.extras.runner_hooks import Device
 from tests.conftest import hf_greedy
-from tests.late_runner import LateRunner
 from tests.extras.recorded_operations import OperationRecorder
 from tests.extras.test_full_engine import assert_at_rest, ids, run, tokens_of
+from tests.late_runner import LateRunner
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("on a GPU, test_gpu.py records real graphs", allow_module_level=True)
@@ -43,16 +44,14 @@ def make_engine(monkeypatch, folder, **options):
         return graphs
 
     class RecordingDevice(Device):
-        def __init__(self, config, device, backend, shape, max_num_batched_tokens):
-            self.sizes = StepSizes(max_num_batched_tokens, config.max_num_seqs, shape.max_position_embeddings)
-
         def prepare(self, runner):
             runner.draw = sample_tokens
 
         def wrap(self, runner, newest):
-            replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
+            sizes = StepSizes(runner.max_num_batched_tokens, runner.config.max_num_seqs, runner.max_model_len)
+            replay_decodes(runner, newest or NewestTokens(runner), sizes)
 
-    monkeypatch.setattr("nanovllm.assembly.make_device", RecordingDevice)
+    monkeypatch.setattr(ModelRunner, "make_device", lambda runner: RecordingDevice())
     monkeypatch.setattr("nanovllm.extras.cuda.graphs.record_graphs", record)
     engine = LLMEngine(Config(folder, attention_backend="triton", enable_overlap=True, **{**OPTIONS, **options}))
     assert type(engine.runner.model.model.layers[0]) is TritonDecoderLayer

@@ -18,6 +18,7 @@ import torch
 from benchmarks import kernel_layers
 from nanovllm import LLM, SamplingParams
 from nanovllm.extras.cuda.input_buffer import map_tensors
+from nanovllm.extras.kernels.backend import AttentionBackend
 from nanovllm.extras.kernels.cuda import cuda_decoder_layer as decoder_layer
 from nanovllm.extras.kernels.cuda import few_tokens
 from nanovllm.extras.kernels.cuda.activation import silu_and_mul
@@ -33,12 +34,12 @@ from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
 from nanovllm.extras.kernels.dense_layers import dense_parts
 from nanovllm.extras.models.llama import LlamaDecoderLayer
 from nanovllm.extras.models.masking import AttentionOptions
+from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.extras.models.rope import Rope, ScaledRotary
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.extras.models.rope import Rope
 from nanovllm.layers.rotary import ApplyRotary, Rotary
-from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 from tests.attention_steps import Step
 
@@ -169,7 +170,7 @@ def make_projections(num_heads, num_kv_heads, head_dim, num_tokens, dtype, slots
     wide = torch.cat([randn(num_tokens, width, dtype=dtype, seed=seed), randn(num_tokens, 8, dtype=dtype)], dim=1)
     wide[:, width:] = math.nan
     positions = torch.arange(num_tokens, device=DEVICE, dtype=torch.int32) * 7 % 100
-    rotary = Rotary(head_dim, Rope(1e4), 4096)
+    rotary = ScaledRotary(head_dim, Rope(1e4), 4096)
     cache = torch.full((2, 5, block_size, num_kv_heads, head_dim), math.nan, device=DEVICE, dtype=dtype)
     return SimpleNamespace(
         qkv=wide[:, :width],
@@ -300,7 +301,7 @@ def test_norm_rotary_store_in_fp8_rounds_as_torch_does(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [6, 64, 128])
 def test_the_table_holds_the_very_bits(head_dim, dtype):
-    rotary = Rotary(head_dim, Rope(1e6), 4096)
+    rotary = ScaledRotary(head_dim, Rope(1e6), 4096)
     table = RotaryTable(rotary, 40_960, dtype, DEVICE)
     positions = torch.tensor([0, 1, 2, 17, 1023, 4096, 40_959, 5, 5], dtype=torch.int32, device=DEVICE)
     for looked_up, computed in zip(table(positions, dtype), rotary(positions, dtype), strict=True):
@@ -332,7 +333,7 @@ def run_layer(
     config,
     dtype,
     fast_backend=TritonAttention,
-    plain_backend=TorchAttention,
+    plain_backend=AttentionBackend,
     lens=LENS,
     layer_class=Qwen3DecoderLayer,
     has_ranks=False,
@@ -341,7 +342,7 @@ def run_layer(
     """(what the layer gives, what its fast version gives, the cache behind each)"""
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     backends = [backend_class(*heads, 16, dtype, **options) for backend_class in (plain_backend, fast_backend)]
-    step = Step(TorchAttention(*heads, 16, dtype), lens, dtype=dtype)
+    step = Step(TorchAttention(*heads, 16), lens, dtype=dtype)
     batch = map_tensors(step.batch, lambda t: t.to(DEVICE))
     with DEVICE:
         layers = [filled(layer_class(config, backend), dtype) for backend in backends]
@@ -352,7 +353,7 @@ def run_layer(
         for product in (layers[0].self_attn.o_proj, layers[0].mlp.down_proj):
             for parameter in product.parameters():
                 parameter.data.mul_(2)
-    cos_sin = Rotary(config.head_dim, config.rope, 128)(batch.positions, dtype)
+    cos_sin = ScaledRotary(config.head_dim, config.rope or Rope(config.rope_theta), 128)(batch.positions, dtype)
     x, results = randn(len(batch.positions), config.hidden_size, dtype=dtype, seed=5), []
     for layer, backend in zip(layers, backends, strict=True):
         cache = step.layer_cache.to(DEVICE, backend.kv_cache_dtype or dtype)
@@ -374,7 +375,7 @@ def run_layer(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("backend", [TritonAttention, TorchAttention])
+@pytest.mark.parametrize("backend", [TritonAttention, AttentionBackend])
 @pytest.mark.parametrize("max_few_tokens", [0, few_tokens.MAX_TOKENS])
 @pytest.mark.sparse(2)
 def test_the_fast_version_equals_the_layer(monkeypatch, options, backend, max_few_tokens):
@@ -390,7 +391,7 @@ def test_the_fast_version_equals_a_layer_without_head_norms(monkeypatch, options
     """Llama's, with all biases that it may have, and with a window."""
     monkeypatch.setattr(few_tokens, "MAX_TOKENS", max_few_tokens)
     config = small_config(**options, attention_options=(AttentionOptions(window=6),) * 2)
-    results = run_layer(config, torch.float32, TorchAttention, layer_class=LlamaDecoderLayer)
+    results = run_layer(config, torch.float32, AttentionBackend, layer_class=LlamaDecoderLayer)
     plain, fast, plain_cache, fast_cache = results
     torch.testing.assert_close(fast, plain, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(fast_cache, plain_cache, rtol=2e-5, atol=2e-5, equal_nan=True)
@@ -405,10 +406,10 @@ def test_the_fast_version_is_as_close_to_float32_as_the_layer(monkeypatch, dtype
     plain, fast, *_ = run_layer(config, dtype)
     heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
     layer = filled(Qwen3DecoderLayer(config, TorchAttention(*heads, 16)), dtype).float()
-    step = Step(TorchAttention(*heads, 16, dtype), LENS, dtype=dtype)
+    step = Step(TorchAttention(*heads, 16), LENS, dtype=dtype)
     batch = map_tensors(step.batch, lambda t: t.to(DEVICE))
     x = randn(len(batch.positions), config.hidden_size, dtype=dtype, seed=5).float()
-    angles = Rotary(config.head_dim, config.rope, 128)(batch.positions, torch.float32)
+    angles = ScaledRotary(config.head_dim, config.rope or Rope(config.rope_theta), 128)(batch.positions, torch.float32)
     exact = layer(x, *angles, step.layer_cache.to(DEVICE).float(), batch.metadata)
     assert (fast - exact).norm() <= 1.1 * (plain - exact).norm()
     torch.testing.assert_close(fast, plain, rtol=TOLERANCES[dtype], atol=4 * TOLERANCES[dtype])
@@ -454,7 +455,7 @@ def make_model(config, backend, dtype=torch.float32):
 def test_the_fast_version_sums_each_half_over_the_ranks(monkeypatch, max_few_tokens):
     monkeypatch.setattr(few_tokens, "MAX_TOKENS", max_few_tokens)
     config = small_config(o_bias=True)
-    plain, fast, plain_cache, fast_cache = run_layer(config, torch.float32, TorchAttention, has_ranks=True)
+    plain, fast, plain_cache, fast_cache = run_layer(config, torch.float32, AttentionBackend, has_ranks=True)
     torch.testing.assert_close(fast, plain, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(fast_cache, plain_cache, rtol=2e-5, atol=2e-5, equal_nan=True)
 
@@ -464,7 +465,7 @@ def test_all_layers_are_replaced_and_keep_their_weights():
     backend = TritonAttention(4, 2, 16, 16, kv_cache_dtype="fp8", k_scale=0.5, v_scale=3.0)
     model = make_model(config, backend)
     weights = {parameter.data_ptr() for parameter in model.parameters()}
-    backend.replace_layers(model)
+    backend.replace_layers(model, 128)
     assert {parameter.data_ptr() for parameter in model.parameters()} == weights
     decoder = model.model
     assert [type(layer) for layer in decoder.layers] == [TritonDecoderLayer] * 2
@@ -478,7 +479,7 @@ def test_all_layers_are_replaced_and_keep_their_weights():
 def test_a_layer_of_other_head_dims_is_left_alone(head_dim):
     backend = TorchAttention(4, 2, head_dim, 16)
     model = make_model(small_config(head_dim=head_dim), backend)
-    replace_layers(model, backend)
+    replace_layers(model, backend, 128)
     assert [type(layer) for layer in model.model.layers] == [Qwen3DecoderLayer] * 2
     assert type(model.model.norm) is TritonRMSNorm
     assert type(model.model.rotary) is RotaryTable
@@ -488,7 +489,7 @@ def test_rows_that_no_program_can_hold_are_left_alone(monkeypatch):
     monkeypatch.setattr(decoder_layer, "MAX_SIZE", 63)
     backend = TorchAttention(4, 2, 16, 16)
     model = make_model(small_config(), backend)
-    replace_layers(model, backend)
+    replace_layers(model, backend, 128)
     assert type(model.model.layers[0]) is Qwen3DecoderLayer
     assert type(model.model.norm) is RMSNorm
 
@@ -503,7 +504,7 @@ def test_flash_attention_replaces_layers_where_triton_is_installed(monkeypatch):
             if not is_installed:
                 patch.setitem(sys.modules, "triton", None)
             model = make_model(small_config(), backend)
-            backend.replace_layers(model)
+            backend.replace_layers(model, 128)
         assert (type(model.model.layers[1]) is TritonDecoderLayer) == is_installed
         assert (type(model.model.norm) is TritonRMSNorm) == is_installed
 
@@ -612,7 +613,7 @@ def test_a_graph_of_the_layer_is_right_for_other_inputs_and_waits_for_nothing():
     config = small_config(head_dim=128, max_position_embeddings=1024, **QWEN3["0.6B"])
     backend = TritonAttention(16, 8, 128, 16)
     layer = TritonDecoderLayer(dense_parts(filled(Qwen3DecoderLayer(config, backend), torch.bfloat16)), backend)
-    table = RotaryTable(Rotary(128, Rope(1e6), 1024), 1024, torch.bfloat16, DEVICE)
+    table = RotaryTable(ScaledRotary(128, Rope(1e6), 1024), 1024, torch.bfloat16, DEVICE)
     batches = []
     for lens in ([(500, 1), (3, 1)], [(499, 1), (9, 1)]):
         step = Step(TorchAttention(16, 8, 128, 16), lens, dtype=torch.bfloat16)

@@ -18,8 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import sampler
-from nanovllm.extras.kernels.cuda import sample
 from nanovllm.batch import SamplingBatch
+from nanovllm.extras.kernels.cuda import sample
+from nanovllm.extras.processed_batch import ProcessedSampling, values_of
+from nanovllm.extras.runner_hooks import draw_arguments
+from nanovllm.extras.runner_hooks import sample as sample_and_judge
 from tests.conftest import examples
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -113,13 +116,13 @@ def random_uniforms(num_rows, seed=0):
 def assert_as_defined(logits, batch, chunk=128, group=2, capacity=64, least=0.9):
     """Against the definition, and against PyTorch if its sums are exact enough; `least` rows are on no border."""
     before = logits.clone()
-    token_ids = sample.sample_tokens(logits, *batch.draw_arguments, chunk, group, capacity)
+    token_ids = sample.sample_tokens(logits, *draw_arguments(batch), chunk, group, capacity)
     assert token_ids.dtype == torch.int64
     assert token_ids.shape == logits.shape[:1]
     assert torch.equal(logits, before)
     in_torch = None
     if logits.shape[1] < 10_000:
-        in_torch = sampler.sample_tokens(logits.cpu(), *batch_on_cpu(batch).draw_arguments).tolist()
+        in_torch = sampler.sample_tokens(logits.cpu(), *draw_arguments(batch_on_cpu(batch))).tolist()
     num_clear = 0
     for row, token_id in enumerate(token_ids.tolist()):
         arguments = arguments_of_row(batch, row)
@@ -252,7 +255,7 @@ def test_each_token_has_its_share_of_an_even_grid(kind, num_points):
     logits = random_logits(1, 50, torch.float16, seed=3)
     uniforms = [(i + 0.5) / num_points for i in range(num_points)]
     batch = batch_of([kind] * num_points, uniforms)
-    token_ids = sample.sample_tokens(logits.expand(num_points, -1), *batch.draw_arguments, chunk=16, capacity=16)
+    token_ids = sample.sample_tokens(logits.expand(num_points, -1), *draw_arguments(batch), chunk=16, capacity=16)
     shares = torch.bincount(token_ids, minlength=50).cpu().numpy() / num_points
     _, expected, _ = define(logits[0].cpu().numpy(), np.float32(0.8), 0.5, **kind)
     assert abs(shares - expected).max() < 1.01 / num_points
@@ -268,7 +271,7 @@ def test_all_tokens_equally_likely(dtype, kind):
     uniforms = [0.0, 0.1003, 0.5001, 0.9997, LAST]
     logits = torch.full((len(uniforms), 1001), 1.5, dtype=dtype, device=DEVICE)
     token_ids = sample.sample_tokens(
-        logits, *batch_of([kind] * len(uniforms), uniforms).draw_arguments, chunk=128, capacity=64
+        logits, *draw_arguments(batch_of([kind] * len(uniforms), uniforms)), chunk=128, capacity=64
     )
     assert token_ids.tolist() == [int(u * 1001) for u in uniforms]
 
@@ -280,7 +283,7 @@ def test_tokens_of_weight_zero_are_never_drawn(kind):
     logits[1::2] = -1e30
     logits[:, [70, 201]] = 3.0
     uniforms = [0.0, 2.0**-52, 0.5 - 2.0**-40, LAST]
-    token_ids = sample.sample_tokens(logits, *batch_of([kind] * 4, uniforms).draw_arguments, chunk=64, capacity=16)
+    token_ids = sample.sample_tokens(logits, *draw_arguments(batch_of([kind] * 4, uniforms)), chunk=64, capacity=16)
     assert token_ids.tolist() == [70, 70, 70, 201]
 
 
@@ -289,7 +292,7 @@ def test_minus_zero_is_as_likely_as_zero():
     for dtype in DTYPES:
         for kind in ({"top_k": 1}, {"top_p": 0.1}, {"min_p": 1.0}):
             batch = batch_of([kind] * 4, [0.1, 0.3, 0.6, 0.9])
-            token_ids = sample.sample_tokens(logits.to(dtype), *batch.draw_arguments, chunk=4, capacity=4)
+            token_ids = sample.sample_tokens(logits.to(dtype), *draw_arguments(batch), chunk=4, capacity=4)
             assert token_ids.tolist() == [1, 2, 3, 5]
 
 
@@ -299,7 +302,10 @@ def test_a_min_p_limit_between_two_numbers_of_the_dtype():
         logits = torch.tensor([numbers] * 2, device=DEVICE)
         batch = make_batch([1.0] * 2, [0.0, LAST], min_p=[min_p] * 2)
         for dtype in DTYPES:
-            assert sample.sample_tokens(logits.to(dtype), *batch.draw_arguments, chunk=4, capacity=4).tolist() == [1, 2]
+            assert sample.sample_tokens(logits.to(dtype), *draw_arguments(batch), chunk=4, capacity=4).tolist() == [
+                1,
+                2,
+            ]
 
 
 # ---- greedy
@@ -311,12 +317,12 @@ def test_greedy_is_the_first_of_the_likeliest(dtype):
     for row, places in enumerate([[999], [0, 999], [127, 128], [128, 640], [5, 6], [300]]):
         logits[row, places] = 50.0
     expected = [999, 0, 127, 128, 5, 300]
-    assert sample.sample_tokens(logits, *make_batch([0.0] * 6, None).draw_arguments, chunk=128).tolist() == expected
+    assert sample.sample_tokens(logits, *draw_arguments(make_batch([0.0] * 6, None)), chunk=128).tolist() == expected
     mixed = make_batch([0.0, 1e-4] * 3, [0.1] * 6, top_k=[0, 0, 4, 4, 0, 1])
-    assert sample.sample_tokens(logits, *mixed.draw_arguments, chunk=128).tolist() == expected
-    assert sample.sample_tokens(-logits.abs() - 1, *make_batch([0.0] * 6, None).draw_arguments, chunk=128).tolist() == (
-        (-logits.abs() - 1).argmax(dim=-1).tolist()
-    )
+    assert sample.sample_tokens(logits, *draw_arguments(mixed), chunk=128).tolist() == expected
+    assert sample.sample_tokens(
+        -logits.abs() - 1, *draw_arguments(make_batch([0.0] * 6, None)), chunk=128
+    ).tolist() == ((-logits.abs() - 1).argmax(dim=-1).tolist())
 
 
 @pytest.mark.parametrize("temperature", [1e-2, 1e-8, 1e-20, 1e-37, 1e-38, 1e-40, 1e-45])
@@ -324,7 +330,7 @@ def test_the_lower_the_temperature_the_greedier(temperature):
     logits = random_logits(4, 300, scale=10.0)
     batch = make_batch([temperature] * 4, [0.0, 0.5, 0.9, LAST], [0, 0, 0.1, 0], [0, 5, 0, 0], [1, 1, 1, 0.9])
     assert (
-        sample.sample_tokens(logits, *batch.draw_arguments, chunk=64, capacity=16).tolist()
+        sample.sample_tokens(logits, *draw_arguments(batch), chunk=64, capacity=16).tolist()
         == logits.argmax(dim=-1).tolist()
     )
 
@@ -333,7 +339,7 @@ def test_the_lower_the_temperature_the_greedier(temperature):
 def test_at_huge_temperatures_all_tokens_are_equally_likely(temperature):
     uniforms = [0.0, 0.25, 0.7, LAST]
     batch = make_batch([temperature] * 4, uniforms, [0, 0.5, 0, 0], [0, 0, 400, 0], [1, 1, 1, 0.9999])
-    token_ids = sample.sample_tokens(random_logits(4, 300), *batch.draw_arguments, chunk=64, capacity=16).tolist()
+    token_ids = sample.sample_tokens(random_logits(4, 300), *draw_arguments(batch), chunk=64, capacity=16).tolist()
     assert token_ids[:3] == [int(u * 300) for u in uniforms[:3]]
     assert token_ids[3] >= 298
 
@@ -350,7 +356,7 @@ def test_vocabularies_need_not_be_multiples_of_a_chunk(vocab_size):
 
 
 def test_no_rows():
-    assert sample.sample_tokens(random_logits(0, 10), *make_batch([], None).draw_arguments).shape == (0,)
+    assert sample.sample_tokens(random_logits(0, 10), *draw_arguments(make_batch([], None))).shape == (0,)
 
 
 def test_any_strides_and_dtypes():
@@ -369,14 +375,15 @@ def test_a_row_is_the_same_alone_and_in_any_batch(dtype):
     """To the last bit, so that no uniform number can tell: those on a border between two tokens are tried too."""
     logits = random_logits(len(KINDS), 700, dtype)
     uniforms = random_uniforms(len(KINDS), 5)
-    together = sample.sample_tokens(logits, *batch_of(KINDS, uniforms).draw_arguments, chunk=128, capacity=64).tolist()
+    together = sample.sample_tokens(logits, *draw_arguments(batch_of(KINDS, uniforms)), chunk=128, capacity=64).tolist()
     backwards = batch_of(KINDS[::-1], uniforms[::-1])
     assert (
-        sample.sample_tokens(logits.flip(0), *backwards.draw_arguments, chunk=128, capacity=64).tolist() == together[::-1]
+        sample.sample_tokens(logits.flip(0), *draw_arguments(backwards), chunk=128, capacity=64).tolist()
+        == together[::-1]
     )
     for row in range(0, len(KINDS), 4):
         alone = batch_of(KINDS[row : row + 1], uniforms[row : row + 1])
-        assert sample.sample_tokens(logits[row : row + 1], *alone.draw_arguments, chunk=128, capacity=64).tolist() == [
+        assert sample.sample_tokens(logits[row : row + 1], *draw_arguments(alone), chunk=128, capacity=64).tolist() == [
             together[row]
         ]
 
@@ -394,13 +401,13 @@ def test_logits_that_are_no_numbers_harm_nobody(kind):
     infinite[0, 200] = math.inf
     logits = torch.cat([*rows, infinite])
     batch = batch_of([kind] * len(logits), [0.7] * len(logits))
-    token_ids = sample.sample_tokens(logits, *batch.draw_arguments, chunk=64, capacity=16).tolist()
+    token_ids = sample.sample_tokens(logits, *draw_arguments(batch), chunk=64, capacity=16).tolist()
     assert all(0 <= token_id < 300 for token_id in token_ids)
-    alone = sample.sample_tokens(good, *batch_of([kind] * 2, [0.7] * 2).draw_arguments, chunk=64, capacity=16).tolist()
+    alone = sample.sample_tokens(good, *draw_arguments(batch_of([kind] * 2, [0.7] * 2)), chunk=64, capacity=16).tolist()
     assert token_ids[:2] == alone
     assert token_ids[2] == token_ids[3]
     assert token_ids[-1] == 200
-    greedy = sample.sample_tokens(logits, *make_batch([0.0] * len(logits), None).draw_arguments, chunk=64).tolist()
+    greedy = sample.sample_tokens(logits, *draw_arguments(make_batch([0.0] * len(logits), None)), chunk=64).tolist()
     assert all(0 <= token_id < 300 for token_id in greedy)
 
 
@@ -409,9 +416,9 @@ def test_logits_that_are_no_numbers_harm_nobody(kind):
 
 def test_sample_takes_it():
     logits = random_logits(4, 300)
-    batch = replace(batch_of(KINDS[4:8], random_uniforms(4)), num_logprobs=2)
-    token_ids, logprobs = sampler.sample(logits, batch, draw=sample.sample_tokens)
-    expected, _ = sampler.sample(logits, batch, sampler.sample_tokens)
+    batch = ProcessedSampling(**values_of(batch_of(KINDS[4:8], random_uniforms(4))), num_logprobs=2)
+    token_ids, logprobs = sample_and_judge(logits, batch, draw=sample.sample_tokens)
+    expected, _ = sample_and_judge(logits, batch, sampler.sample_tokens)
     assert torch.equal(token_ids, expected)
     assert logprobs.chosen.shape == (4,)
 
@@ -435,17 +442,17 @@ def test_one_graph_for_all_mixtures():
     batch = batch_of([{"temperature": 0}] * num_rows, [0.0] * num_rows)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sample.sample_tokens(logits, *batch.draw_arguments)
+        sample.sample_tokens(logits, *draw_arguments(batch))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        token_ids = sample.sample_tokens(logits, *batch.draw_arguments)
+        token_ids = sample.sample_tokens(logits, *draw_arguments(batch))
     for seed in range(3):
         new = batch_of(kinds[seed:] + kinds[:seed], random_uniforms(num_rows, seed))
         for name in ("temperatures", "uniforms", "min_p", "top_k", "top_p"):
             getattr(batch, name).copy_(getattr(new, name))
         logits.copy_(random_logits(num_rows, 151_936, torch.bfloat16, seed))
         graph.replay()
-        assert torch.equal(token_ids, sample.sample_tokens(logits, *new.draw_arguments))
+        assert torch.equal(token_ids, sample.sample_tokens(logits, *draw_arguments(new)))

@@ -17,7 +17,7 @@ import torch
 from packaging.version import Version
 
 from nanovllm import LLM
-from nanovllm.extras.kernels.choices import select_backend
+from nanovllm.extras.kernels.choices import select_backend, with_small_cache
 from nanovllm.extras.models.masking import AttentionOptions
 from nanovllm.layers.attention import TorchAttention
 from tests.extras.kernels.conftest import KERNEL_TESTS
@@ -411,7 +411,7 @@ def test_older_gpus_get_pytorchs_attention(monkeypatch):
 
 def test_the_dtype_of_an_fp8_cache():
     assert TritonAttention.why_no_kv_cache("fp8", 64) is None
-    for backend_class in (TritonAttention, TorchAttention):
+    for backend_class in (TritonAttention, with_small_cache(TorchAttention, "fp8")):
         assert backend_class(4, 2, 64, 16, kv_cache_dtype="fp8").kv_cache_dtype == torch.float8_e4m3fn
         assert backend_class(4, 2, 64, 16).kv_cache_dtype is None
     assert FlashAttention.why_no_kv_cache("fp8", 64) == "it has no fp8 KV cache"

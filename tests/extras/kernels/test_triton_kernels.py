@@ -17,13 +17,12 @@ import torch
 from benchmarks import kernels
 from nanovllm import LLM, SamplingParams
 from nanovllm.extras.cuda.input_buffer import map_tensors
+from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.kernels.cuda import triton_attention
 from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm.extras.kernels.cuda.kernel_launch import Launch
 from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
-from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention import TorchAttention
-from nanovllm.extras.full_sequence import Sequence
+from nanovllm.layers.attention import Attention, TorchAttention
 from tests.attention_options import OPTIONS
 from tests.attention_steps import Step, check_close
 from tests.steps import batch_of

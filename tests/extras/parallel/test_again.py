@@ -9,8 +9,8 @@ import pytest
 
 from nanovllm import Config, SamplingParams
 from nanovllm.extras.dead import EngineDeadError
-from tests.extras import test_parity as parity
 from tests.extras import test_isolation as isolation
+from tests.extras import test_parity as parity
 from tests.extras.test_isolation import answer  # noqa: F401 (a fixture)
 from tests.extras.test_parity import oracles  # noqa: F401 (a fixture)
 

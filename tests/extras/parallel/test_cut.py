@@ -5,22 +5,23 @@ which K and V head is counted by hand. All architectures, of drawn sizes; the ne
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm import LLM, weights
+from nanovllm import LLM, Config
+from nanovllm.extras import weights
 from nanovllm.extras.checkpoint import read_model_config
 from nanovllm.extras.dead import EngineDeadError
+from nanovllm.extras.models.architectures import find_architecture
 from nanovllm.extras.parallel import cut as cut_module
 from nanovllm.extras.parallel.cut import Cut, Cutter, read_part, share_of
-from nanovllm.extras.parallel.start_ranks import load_share
+from nanovllm.extras.parallel.start_ranks import RankRunner
+from nanovllm.extras.weights import load_model, places_of_stored
 from nanovllm.layers.attention import TorchAttention
-from nanovllm.extras.models.architectures import find_architecture
-from nanovllm.loader import places_of
-from nanovllm.extras.weights import load_model
 from tests.conftest import examples
 from tests.extras.models.architectures import ARCHITECTURES
 from tests.extras.parallel.shareable import LATENT
@@ -32,7 +33,7 @@ def networks(raw, size):
     """The whole network and the share of one of `size` ranks, without memory."""
     model_class, shape = find_architecture(raw)
     share = share_of(shape, size)
-    backend = TorchAttention(1, 1, 16, 16, torch.float32)  # nothing is computed
+    backend = TorchAttention(1, 1, 16, 16)  # nothing is computed
     with torch.device("meta"):
         return model_class(shape, backend), model_class(share, backend), shape
 
@@ -93,7 +94,7 @@ class File:
 
     def __init__(self, network):
         generator = torch.Generator().manual_seed(0)
-        places = checkpoint_places(network).items()
+        places = places_of_stored(network).items()
         self.slices = {name: Slice(torch.randn(place.shape, generator=generator)) for name, place in places}
 
     def get_slice(self, name):
@@ -117,7 +118,7 @@ def test_the_parts_together_are_the_checkpoint(name, data):
     raw, size = data.draw(shared_networks(name))
     whole, share, shape = networks(raw, size)
     file = File(whole)
-    shapes = {name: tuple(place.shape) for name, place in checkpoint_places(share).items()}
+    shapes = {name: tuple(place.shape) for name, place in places_of_stored(share).items()}
     joined = {name: torch.full_like(one.tensor, torch.nan) for name, one in file.slices.items()}
     for rank in range(size):
         cuts = Cutter(rank, size).cuts_of_checkpoint(whole, share)
@@ -257,10 +258,13 @@ def num_bytes_read(monkeypatch):
 def share_from(folder, rank, size, dummy_seed=None, dtype=torch.float32):
     """The network of one rank, as the rank makes it, and the two networks without memory."""
     model_class, shape = read_model_config(Path(folder), {})
-    backend = TorchAttention(1, 1, 16, 16, dtype)
-    options = {"shape": share_of(shape, size), "dtype": dtype, "device": torch.device("cpu"), "folder": Path(folder)}
-    options |= {"model_class": model_class, "backend": backend, "dummy_seed": dummy_seed}
-    return load_share(shape, Cutter(rank, size), check=lambda: None, **options), shape, model_class, backend
+    backend = TorchAttention(1, 1, 16, 16)
+    runner = RankRunner.__new__(RankRunner)
+    runner.config = Config(folder, load_format="auto" if dummy_seed is None else "dummy", seed=dummy_seed or 0)
+    runner.communicator, runner.check = SimpleNamespace(rank=rank, size=size), lambda: None
+    runner.model_class, runner.whole_shape, runner.shape = model_class, shape, share_of(shape, size)
+    runner.backend, runner.dtype, runner.device, runner.folder = backend, dtype, torch.device("cpu"), Path(folder)
+    return runner.make_model(), shape, model_class, backend
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "deepseek_v2"])

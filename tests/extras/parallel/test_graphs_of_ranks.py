@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from nanovllm import Config, LLMEngine, SamplingParams
-from nanovllm.extras.full_runner import Device
 from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
+from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.extras.parallel import start_ranks as start
 from nanovllm.extras.parallel.communicator import Communicator
+from nanovllm.extras.runner_hooks import Device
 from tests.extras.cuda.test_graphs import draw_plainly, serve
 from tests.extras.recorded_operations import GatherAttention, OperationRecorder
 
@@ -67,11 +68,9 @@ class RecordedCommunicator(Communicator):
 class RecordingDevice(Device):
     """Adds graphs to the start, as CUDA's does."""
 
-    def __init__(self, config, device, backend, shape, max_num_batched_tokens):
-        self.sizes = StepSizes(max_num_batched_tokens, config.max_num_seqs, shape.max_position_embeddings)
-
     def wrap(self, runner, newest):
-        replay_decodes(runner, newest or NewestTokens(runner), self.sizes)
+        sizes = StepSizes(runner.max_num_batched_tokens, runner.config.max_num_seqs, runner.max_model_len)
+        replay_decodes(runner, newest or NewestTokens(runner), sizes)
 
 
 @pytest.fixture
@@ -86,9 +85,9 @@ def recorders(quick_ranks, monkeypatch):
         graphs.record_all()
         return graphs
 
-    monkeypatch.setattr("nanovllm.assembly.TorchAttention", GatherAttention)
+    monkeypatch.setattr("nanovllm.extras.full_runner.TorchAttention", GatherAttention)
     monkeypatch.setattr("nanovllm.extras.cuda.graphs.record_graphs", record)
-    monkeypatch.setattr("nanovllm.assembly.make_device", RecordingDevice)
+    monkeypatch.setattr(ModelRunner, "make_device", lambda runner: RecordingDevice())
     monkeypatch.setattr(start, "connect", lambda *args: RecordedCommunicator(connect(*args), next(numbers)))
     return made
 

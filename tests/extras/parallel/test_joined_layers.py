@@ -7,10 +7,9 @@ from torch import nn
 from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm.extras.kernels.cpu.cpu_decoder_layer import fuse_layers
 from nanovllm.extras.kernels.cpu.cpu_layers import replace_layers
-from nanovllm.extras.parallel.communicator import CommunicationError
-from nanovllm.extras.models.rope import Rope
-from nanovllm.layers.rotary import Rotary
 from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.extras.models.rope import Rope, ScaledRotary
+from nanovllm.extras.parallel.communicator import CommunicationError
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
 from tests.attention_steps import Step
 from tests.extras.kernels.processors import need_a_compiler
@@ -49,7 +48,7 @@ def fast(layer, backend, dtype):
 def run_layer(layer, backend, dtype):
     step = Step(backend, LENS, dtype=dtype)
     x = randn(len(step.q), 96, dtype=dtype)
-    cos, sin = Rotary(32, Rope(), 1024)(torch.arange(len(x)), dtype)
+    cos, sin = ScaledRotary(32, Rope(), 1024)(torch.arange(len(x)), dtype)
     return layer(x, cos, sin, step.cache[:, 1], step.batch.metadata)
 
 
@@ -99,7 +98,7 @@ def test_the_shares_of_two_ranks_are_the_whole_layer():
     step = Step(backend, LENS)
     num_blocks = step.cache.shape[2]
     x = randn(len(step.q), 96, dtype=torch.float32)
-    cos, sin = Rotary(32, Rope(), 1024)(torch.arange(len(x)), torch.float32)
+    cos, sin = ScaledRotary(32, Rope(), 1024)(torch.arange(len(x)), torch.float32)
 
     def cache_of(rank, size, backend):
         """The same K and V of the past, of this rank's heads."""

@@ -130,7 +130,7 @@ def test_logprobs_without_top_show_the_token_alone(client):
 def test_what_can_never_be_drawn_is_finite_in_json(client):
     """The mask of `min_tokens` makes log-probabilities of minus infinity impossible to hide; JSON has no infinity."""
     from nanovllm import Logprob
-    from nanovllm.extras.serve.logprobs import chat_logprobs, completion_logprobs
+    from nanovllm.extras.serve.openai_logprobs import chat_logprobs, completion_logprobs
     from nanovllm.extras.serve.token_bytes import TokenBytes
 
     positions = [{5: Logprob(float("-inf"), 1, "x")}]

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.checks import MissingExtra
 from nanovllm.extras.serve.app import make_app
 from nanovllm.extras.serve.async_llm import AsyncLLM, QueueFullError
 from nanovllm.extras.serve.engine_thread import EngineDeadError
@@ -302,15 +301,6 @@ def test_a_full_queue_is_429(client, llm, monkeypatch):
     response = client.post(COMPLETIONS, {"prompt": "ab"})
     assert "8 requests wait already" in check_error(response, 429, code="queue_full")
     assert int(response.headers["retry-after"]) >= 1
-
-
-def test_a_feature_whose_extra_was_deleted_is_501_and_named(client, llm, monkeypatch):
-    async def refuse(*arguments):
-        raise MissingExtra("logit_bias is an extra, and nanovllm/extras/logits.py is not there")
-
-    monkeypatch.setattr(llm, "submit", refuse)
-    response = client.post(COMPLETIONS, {"prompt": "ab"})
-    assert "extras/logits.py" in check_error(response, 501, code="missing_extra")
 
 
 def test_a_server_that_loads_or_drains_is_503(client, llm):

@@ -12,6 +12,7 @@ import pytest
 from nanovllm import TINY_QWEN3, SamplingParams
 from nanovllm.extras.bench.workloads import make_random
 from nanovllm.extras.serve import serve_command as launch
+from nanovllm.extras.serve import serve_settings
 from tests.extras.serve.real_server import in_process
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -122,9 +123,9 @@ def test_bad_options_are_named(capsys, arguments, words):
 def test_options_reach_the_server():
     arguments = ["--root-path", "/llm", "--disable-log-requests", "--tool-call-parser", "llama3_json"]
     arguments += ["--reasoning-parser", "deepseek_r1", "--enable-auto-tool-choice"]
-    args = launch.make_parser().parse_args(arguments)
+    args = serve_settings.make_parser().parse_args(arguments)
     args.model = TINY_QWEN3
-    options = launch.server_options(args)
+    options = serve_settings.server_options(args)
     assert (options.root_path, options.log_requests) == ("/llm", False)
     assert [parser.__name__ for parser in options.parsers] == ["LlamaJson", "DeepSeekR1"]
 

@@ -9,13 +9,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm.extras.all_options import Config
+from nanovllm.extras.lazy_outputs import RequestMetrics
 from nanovllm.extras.serve import serve_command as launch
 from nanovllm.extras.serve.metrics_route import Metrics
 from nanovllm.extras.serve.ray.calls import Call, run
 from nanovllm.extras.serve.ray.prefix import PIECE, prefix_of
 from nanovllm.extras.serve.ray.ray_metrics import merge_texts
 from nanovllm.extras.serve.ray.ray_options import RayOptions
-from nanovllm.extras.lazy_outputs import RequestMetrics
 
 BAD = [
     (["--ray-num-replicas", "2"], "--ray-num-replicas needs --ray"),

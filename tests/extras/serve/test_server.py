@@ -20,6 +20,7 @@ from nanovllm.extras.serve import serve_command as launch
 from nanovllm.extras.serve import server as server_module
 from nanovllm.extras.serve.app import make_app
 from nanovllm.extras.serve.async_llm import AsyncLLM
+from nanovllm.extras.serve.serve_settings import API_KEY_VARIABLE
 from nanovllm.extras.serve.server import DrainingServer, listen
 from nanovllm.extras.serve.state import ServerOptions
 from nanovllm.extras.trace.recording import read_recording
@@ -209,7 +210,7 @@ def test_the_command(with_tokenizer, tmp_path):
     """From the command line to the exit status after SIGTERM; the printed curl's request is served, and recorded."""
     command = [sys.executable, "-m", "nanovllm", "serve", str(with_tokenizer), "--port", "0", "--api-key", "k1", "k2"]
     command += ["--trace", str(tmp_path / "run.jsonl")]
-    environment = {**os.environ, launch.API_KEY_VARIABLE: "k3 k4"}
+    environment = {**os.environ, API_KEY_VARIABLE: "k3 k4"}
     with subprocess.Popen(
         [*command, "--num-kv-blocks", "64"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
@@ -254,7 +255,7 @@ def test_flags_reach_the_server_and_its_engine(monkeypatch):
     monkeypatch.setattr(
         launch.AsyncLLM, "from_engine_args", lambda engine_args, **others: seen.append((engine_args, others))
     )
-    monkeypatch.setenv(launch.API_KEY_VARIABLE, "k2 k3")
+    monkeypatch.setenv(API_KEY_VARIABLE, "k2 k3")
     flags = "--api-key k1 --served-model-name a b --max-choices 5 --max-request-bytes 6 --max-requests-per-minute 7 "
     flags += "--max-queued-requests 8 --drain-timeout 9 --allowed-origins http://x --max-num-seqs 10 --port 0 "
     flags += "--max-request-values 11 --forwarded-allow-ips 10.0.0.1 10.1.0.0/16"

@@ -31,7 +31,7 @@ from nanovllm.extras.serve.async_llm import AsyncLLM
 from nanovllm.extras.serve.bounds import BoundedTokenizer, Bounds, count_values
 from nanovllm.extras.serve.prompts import are_many
 from nanovllm.extras.serve.responses import route
-from nanovllm.extras.serve.serve_command import PlainFormatter
+from nanovllm.extras.serve.serve_settings import PlainFormatter
 from nanovllm.extras.serve.state import ServerOptions
 from nanovllm.extras.serve.workers import ClientGone, Workers
 from tests.extras.serve.conftest import Client

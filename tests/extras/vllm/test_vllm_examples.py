@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 import example
 from nanovllm import LLM, TINY_QWEN3, EngineArgs, LLMEngine, RequestOutput, SamplingParams, TextPrompt, TokensPrompt
-from nanovllm.extras.vllm.vllm_metrics import BOUNDS, Counter, Gauge, Histogram, make_histogram
 from nanovllm.extras.observations import Observations
+from nanovllm.extras.vllm.vllm_metrics import BOUNDS, Counter, Gauge, Histogram, make_histogram
 
 PROMPTS = ["What is a block table?", "Paged attention", "The KV cache"]
 
@@ -240,7 +240,7 @@ def test_bad_options_of_a_chat(templated):
         ({"tools": ["x"]}, TypeError, r"tools\[0\] must be a dict"),
         ({"tool": []}, TypeError, "unknown argument tool; allowed are .*tools"),
         ({"chat_template_kwargs": "x"}, TypeError, "chat_template_kwargs must be a dict"),
-        ({"chat_template": "{{ 1 / 0 }}"}, ValueError, "chat template does not take"),
+        ({"chat_template": "{{ 1 / 0 }}"}, ValueError, "chat template does not accept"),
         ({"chat_template": "{{ raise_exception('no system') }}"}, ValueError, "no system"),
     ]
     for options, exception, says in bad:

@@ -55,7 +55,7 @@ class CpuAttention(KernelBackend):
     def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
         return (2, num_layers, num_blocks, self.num_kv_heads, self.block_size * (self.head_dim + self.scale_bytes))
 
-    def replace_layers(self, model: nn.Module) -> None:
+    def replace_layers(self, model: nn.Module, max_model_len: int) -> None:
         replace_quantised(model, self.dtype)
         replace_layers(model, self.dtype)
         fuse_experts(model, self.dtype)

@@ -33,9 +33,9 @@ class CpuLatentAttention(CpuAttention):
     def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
         return (1, num_layers, num_blocks, self.block_size * self.head_dim)
 
-    def replace_layers(self, model: nn.Module) -> None:
+    def replace_layers(self, model: nn.Module, max_model_len: int) -> None:
         replace_up_projections(model)
-        super().replace_layers(model)
+        super().replace_layers(model, max_model_len)
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """k: [num_tokens, 1, head_dim]; v is a view of it, and not stored"""

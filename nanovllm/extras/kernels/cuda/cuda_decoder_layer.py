@@ -165,7 +165,9 @@ class RotaryTable(nn.Module):
         return cos, sin
 
 
-def replace_layers(model: nn.Module, backend: AttentionBackend, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
+def replace_layers(
+    model: nn.Module, backend: AttentionBackend, max_model_len: int, k_scale: float = 1.0, v_scale: float = 1.0
+) -> None:
     """Replace every layer for which there is a fast version of its shape. The weights must be loaded."""
     replace_quantised(model)
     weight = next(model.parameters())
@@ -175,7 +177,7 @@ def replace_layers(model: nn.Module, backend: AttentionBackend, k_scale: float =
             if parts is not None and has_fast_version(parts, backend):
                 setattr(module, name, TritonDecoderLayer(parts, backend, k_scale, v_scale))
             elif isinstance(child, Rotary):
-                setattr(module, name, RotaryTable(child, child.max_len, weight.dtype, weight.device))
+                setattr(module, name, RotaryTable(child, max_model_len, weight.dtype, weight.device))
             elif type(child) is RMSNorm and len(child.weight) <= MAX_SIZE:
                 setattr(module, name, TritonRMSNorm(child))
 

@@ -159,11 +159,11 @@ class FlashAttention(KernelBackend):
             return f"{version.name} cannot compute {options} with a head_dim of {head_dim}: {failure}"
         return None if error < 0.05 else f"{version.name} ignores {options}: it was built without that"
 
-    def replace_layers(self, model: nn.Module) -> None:
+    def replace_layers(self, model: nn.Module, max_model_len: int) -> None:
         if why_no_triton() is None:  # flash-attn itself can do without
             from nanovllm.extras.kernels.cuda.cuda_decoder_layer import replace_layers
 
-            replace_layers(model, self)
+            replace_layers(model, self, max_model_len)
 
     def attend(
         self,
@@ -222,7 +222,9 @@ def error_on_few_tokens(
         )
         q = queries[:num_new]
         found = (library.decode if num_decodes else library.prefill)(q, cache, metadata, options)
-        errors.append((found - TorchAttention(2, 1, head_dim, 256).attend(q, cache, metadata, options)).abs().max().item())
+        errors.append(
+            (found - TorchAttention(2, 1, head_dim, 256).attend(q, cache, metadata, options)).abs().max().item()
+        )
     return max(errors)
 
 

@@ -1,7 +1,7 @@
 """The attention backend `triton`: launches the kernels of this package on one step's batch.
 
-Chosen and made by `extras/kernels/choices.py`, like any backend. Decides nothing by the sequences' lengths, which are on the
-GPU only: grids and workspaces follow from shapes.
+Chosen and made by `extras/kernels/choices.py`, like any backend. Decides nothing by the sequences' lengths, which are
+on the GPU only: grids and workspaces follow from shapes.
 """
 
 import math
@@ -73,10 +73,10 @@ class TritonAttention(KernelBackend):
         # exact float32 products do not use the tensor cores
         return f"it is slow in {dtype}" if dtype == torch.float32 else None
 
-    def replace_layers(self, model: nn.Module) -> None:
+    def replace_layers(self, model: nn.Module, max_model_len: int) -> None:
         from nanovllm.extras.kernels.cuda.cuda_decoder_layer import replace_layers  # imports triton
 
-        replace_layers(model, self, self.k_scale, self.v_scale)
+        replace_layers(model, self, max_model_len, self.k_scale, self.v_scale)
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         with torch.cuda.device_of(k):  # Triton launches on the current device, which need not be the engine's

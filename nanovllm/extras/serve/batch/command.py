@@ -20,7 +20,7 @@ from nanovllm.extras.serve.batch.parts import Parts
 from nanovllm.extras.serve.batch.replica import ReplicaSpec
 from nanovllm.extras.serve.batch.rows import Form
 from nanovllm.extras.serve.parsers.parser_registry import parsers_named
-from nanovllm.extras.serve.serve_command import (
+from nanovllm.extras.serve.serve_settings import (
     add_log_level,
     add_model_options,
     add_request_bounds,

@@ -16,7 +16,7 @@ from nanovllm.extras.serve.ray.ingress import IngressDeployment
 from nanovllm.extras.serve.ray.ray_engine import Engine
 from nanovllm.extras.serve.ray.ray_options import RayOptions, count_gpus
 from nanovllm.extras.serve.ray.router import PrefixRouter, router_options
-from nanovllm.extras.serve.serve_command import Settings, make_parser, settings_of
+from nanovllm.extras.serve.serve_settings import Settings, make_parser, settings_of
 
 OF_SERVE = ("ray", "ray_address", "host", "port", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
 WAIT_LOOP_S = 0.2  # interval at which Serve checks whether a replica that shall end has requests left

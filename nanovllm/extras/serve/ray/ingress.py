@@ -26,7 +26,7 @@ from nanovllm.extras.serve.ray.calls import Call
 from nanovllm.extras.serve.ray.prefix import prefix_of
 from nanovllm.extras.serve.ray.ray_metrics import merge_texts
 from nanovllm.extras.serve.request_ids import NAME as REQUEST_ID
-from nanovllm.extras.serve.serve_command import log_to_stderr
+from nanovllm.extras.serve.serve_settings import log_to_stderr
 from nanovllm.extras.serve.state import RETRY_LATER, Server, ServerOptions
 from nanovllm.extras.serve.streaming import DONE, to_event
 from nanovllm.extras.serve.workers import ClientGone, unless_client_leaves

@@ -12,7 +12,7 @@ from nanovllm.extras.serve.app import make_app
 from nanovllm.extras.serve.async_llm import AsyncLLM
 from nanovllm.extras.serve.ray.calls import Call, Part, run
 from nanovllm.extras.serve.ray.prefix import Prefix
-from nanovllm.extras.serve.serve_command import keep_from_collector, log_to_stderr
+from nanovllm.extras.serve.serve_settings import keep_from_collector, log_to_stderr
 from nanovllm.extras.serve.state import Server, ServerOptions
 
 logger = logging.getLogger(__name__)

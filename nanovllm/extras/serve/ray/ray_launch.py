@@ -17,7 +17,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
 from nanovllm.extras.serve.ray.build import make_application
-from nanovllm.extras.serve.serve_command import Settings, attempt
+from nanovllm.extras.serve.serve_settings import Settings, attempt
 from nanovllm.extras.serve.server import listen
 
 APPLICATION = "nanovllm"

@@ -15,7 +15,7 @@ from nanovllm.extras.serve.body import JSONRoute
 from nanovllm.extras.serve.chat_route import prepare_chat
 from nanovllm.extras.serve.errors import as_api_error
 from nanovllm.extras.serve.generation import Generation
-from nanovllm.extras.serve.logprobs import chat_logprobs
+from nanovllm.extras.serve.openai_logprobs import chat_logprobs
 from nanovllm.extras.serve.request_ids import new_id
 from nanovllm.extras.serve.responses.items import OutputItems
 from nanovllm.extras.serve.responses.responses_conversation import as_response, to_chat

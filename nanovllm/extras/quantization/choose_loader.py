@@ -1,0 +1,19 @@
+"""Choose the function that loads a checkpoint which is quantised already. `full_runner.py` calls it."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from nanovllm.extras.all_options import Config
+from nanovllm.extras.models.network_config import NetworkConfig
+
+
+def choose_loader(shape: NetworkConfig, config: Config) -> Callable[..., Any]:
+    """Return the loader for the format that config.json names, or for a GGUF file."""
+    if config.load_format == "gguf":
+        from nanovllm.extras.quantization.gguf import load_gguf  # whose library may be missing
+
+        return load_gguf
+    from nanovllm.extras.quantization.stored import load_stored, read_format
+
+    return partial(load_stored, read_format("quantization_config", shape.quantization_config))

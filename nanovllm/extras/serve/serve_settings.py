@@ -1,0 +1,235 @@
+"""The options of the command `nanovllm serve`, checked, and what each of its processes needs at its start."""
+
+import argparse
+import gc
+import json
+import logging
+import os
+import ssl
+from typing import Any, NamedTuple
+
+from nanovllm import TINY_QWEN3
+from nanovllm.extras.serve.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, parsers_named
+from nanovllm.extras.serve.ray.ray_options import RayOptions, add_ray_options, ray_options
+from nanovllm.extras.serve.state import ServerOptions
+from nanovllm.extras.vllm.engine_args import EngineArgs
+
+API_KEY_VARIABLE = "NANOVLLM_API_KEY"
+QUESTION = "What is a block table?"
+
+
+class Settings(NamedTuple):
+    """The checked options of a command line."""
+
+    engine_args: EngineArgs
+    options: ServerOptions
+    max_queued_requests: int | None
+    log_level: str
+    ray: RayOptions | None
+    """None for a server with one engine in this process."""
+
+
+def make_parser(kind: type[argparse.ArgumentParser] = argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Return the parser of the command's options, including those of the engine."""
+    parser = kind(
+        prog="nanovllm serve",
+        usage="nanovllm serve [MODEL] [options]",
+        description="Serve a model over HTTP, with OpenAI's API.",
+        epilog="Without MODEL, the command serves the bundled model, which answers questions about LLM inference.",
+        conflict_handler="resolve",  # the server's option replaces one of the engine with the same name
+    )
+    parser.add_argument("server_model", metavar="MODEL", nargs="?", help="a folder or a hub id such as Qwen/Qwen3-0.6B")
+    server = parser.add_argument_group("server")
+    tls = parser.add_argument_group("https")
+    limits = parser.add_argument_group("limits")
+    replicas = parser.add_argument_group("replicas, by Ray Serve (extra: ray)")
+    EngineArgs.add_cli_args(parser)
+    add_server_options(server)
+    add_tls(tls)
+    add_limits(limits)
+    add_ray_options(replicas)
+    return parser
+
+
+def add_server_options(group: Any) -> None:
+    """Add the options of the server itself."""
+    add(group, "host", str, "address to listen on; 0.0.0.0 for all addresses", "127.0.0.1")
+    add(group, "port", int, "port to listen on; 0 for any free port", 8000)
+    add_model_options(group)
+    add(group, "root-path", str, "path under which a proxy serves this server", "")
+    flag(group, "disable-log-requests", "do not log a line for each request")
+    add_log_level(group, "info")
+    add(group, "trace", str, "record each step in this file; nanovllm view replays it")
+    flag(group, "ui", "serve a page that shows each step, at /ui")
+    flag(group, "enable-auto-tool-choice", "no effect (vLLM's option): calls are always parsed if a request has tools")
+    add(group, "drain-timeout", seconds, "time for requests to finish after SIGTERM", ServerOptions.drain_timeout_s)
+
+
+def add_model_options(group: Any) -> None:
+    """Add the options for the model's names and for the format of its answers."""
+    add(group, "served-model-name", str, "names of the model in requests; answers have the first one", nargs="+")
+    tool_parsers, reasoning_parsers = sorted(TOOL_PARSERS), sorted(REASONING_PARSERS)
+    add(group, "tool-call-parser", str, "format of the model's tool calls", "hermes", choices=tool_parsers)
+    add(group, "reasoning-parser", str, "format of the model's reasoning", "qwen3", choices=reasoning_parsers)
+
+
+def add_log_level(group: Any, default: str) -> None:
+    """Add `--log-level`."""
+    add(group, "log-level", str, "least severe level to log", default, choices=["debug", "info", "warning", "error"])
+
+
+def add_request_bounds(group: Any) -> None:
+    """Add the options that limit the size of one request."""
+    add(group, "max-choices", positive, "completions of one request: its prompts times n", ServerOptions.max_choices)
+    add(group, "max-request-bytes", positive, "size of a request's body", ServerOptions.max_request_bytes)
+    values = "numbers, texts, lists and objects of a request's body, and tokens of its prompts"
+    add(group, "max-request-values", positive, values, ServerOptions.max_request_values)
+
+
+def add_tls(group: Any) -> None:
+    """Add the options of HTTPS."""
+    add(group, "ssl-keyfile", str, "the server's private key")
+    add(group, "ssl-certfile", str, "the server's certificate; enables HTTPS")
+    add(group, "ssl-ca-certs", str, "certificates of the authorities that sign clients' certificates")
+    add(
+        group, "ssl-cert-reqs", int, "of clients: 0 none, 1 optional, 2 required", int(ssl.CERT_NONE), choices=[0, 1, 2]
+    )
+
+
+def add_limits(group: Any) -> None:
+    """Add the options of access and limits."""
+    keys = f"keys, of which requests need one; more can be in the variable {API_KEY_VARIABLE}, separated by spaces"
+    add(group, "api-key", str, keys, [], nargs="+")
+    add(
+        group,
+        "max-requests-per-minute",
+        positive,
+        "limit for each key, or without keys for each address (IPv6: each /64) (default: no limit)",
+    )
+    add(group, "max-queued-requests", positive, "refuse requests if this many are waiting (default: no limit)")
+    add_request_bounds(group)
+    proxies = "addresses or networks of proxies whose X-Forwarded-For is trusted; * for all (default: none)"
+    add(group, "forwarded-allow-ips", str, proxies, [], nargs="+")
+    add(group, "allowed-origins", str, "origins of web pages that may call the server; * for all", [], nargs="+")
+
+
+def add(group: Any, name: str, kind: Any, text: str, default: Any = None, **others: Any) -> None:
+    """Add the option `--name`. It is stored as `server_name`, because the engine may have an option `name`."""
+    if default:
+        text += f" (default: {default})"
+    if "choices" not in others:
+        others["metavar"] = {str: name.split("-")[-1].upper(), seconds: "SECONDS"}.get(kind, "N")
+    group.add_argument(
+        f"--{name}", dest=f"server_{name.replace('-', '_')}", type=kind, default=default, help=text, **others
+    )
+
+
+def flag(group: Any, name: str, text: str) -> None:
+    """Add the option `--name`, which has no value."""
+    group.add_argument(f"--{name}", dest=f"server_{name.replace('-', '_')}", action="store_true", help=text)
+
+
+def positive(text: str) -> int:
+    """Parse an integer of at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Parse a finite number of at least 0."""
+    if not 0 <= float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of at least 0, got {text}")
+    return float(text)
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Check the arguments that `make_parser` has parsed, and return the settings. Raises ValueError, TypeError."""
+    args.model = args.server_model or args.model or TINY_QWEN3
+    engine_args = EngineArgs.from_cli_args(args)
+    engine_args.create_engine_config()
+    options = server_options(args)
+    return Settings(engine_args, options, args.server_max_queued_requests, args.server_log_level, ray_options(args))
+
+
+def server_options(args: argparse.Namespace) -> ServerOptions:
+    """Return the server's options. Raises ValueError if they are invalid."""
+    name = TINY_QWEN3.name if args.model == TINY_QWEN3 else str(args.model)
+    return ServerOptions(
+        model_names=tuple(args.server_served_model_name or [name]),
+        api_keys=(*args.server_api_key, *os.environ.get(API_KEY_VARIABLE, "").split()),
+        max_request_bytes=args.server_max_request_bytes,
+        max_request_values=args.server_max_request_values,
+        max_requests_per_minute=args.server_max_requests_per_minute,
+        max_choices=args.server_max_choices,
+        allowed_origins=tuple(args.server_allowed_origins),
+        parsers=parsers_named(args.server_tool_call_parser, args.server_reasoning_parser),
+        root_path=root_path(args.server_root_path),
+        log_requests=not args.server_disable_log_requests,
+        forwarded_allow_ips=tuple(args.server_forwarded_allow_ips),
+        drain_timeout_s=args.server_drain_timeout,
+        tls=tls_options(args),
+    )
+
+
+def root_path(text: str) -> str:
+    """Return a valid `--root-path`. Raises ValueError if it is invalid."""
+    if text and (not text.startswith("/") or text.endswith("/")):
+        raise ValueError(f"--root-path must begin with / and not end with it, got {text!r}")
+    return text
+
+
+def tls_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return uvicorn's options of HTTPS; an empty dict without a certificate. Raises ValueError."""
+    names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
+    given = {name: value for name in names if (value := getattr(args, f"server_{name}"))}
+    if given and "ssl_certfile" not in given:
+        raise ValueError(f"--{next(iter(given)).replace('_', '-')} needs --ssl-certfile")
+    for name, path in given.items():
+        if not os.path.isfile(path):
+            raise ValueError(f"--{name.replace('_', '-')} must be a file, got {path!r}")
+    if args.server_ssl_cert_reqs and "ssl_ca_certs" not in given:
+        raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs")
+    return given | {"ssl_cert_reqs": args.server_ssl_cert_reqs} if given else {}
+
+
+def log_to_stderr(level: str) -> None:
+    """Send the log to stderr, from `level` on."""
+    log = logging.StreamHandler()
+    log.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[log])
+
+
+class PlainFormatter(logging.Formatter):
+    """Escapes characters that are not printable, so that a client's text cannot move the cursor or start a line."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, exc_info: Any) -> str:
+        return "\n".join(map(printable, super().formatException(exc_info).split("\n")))
+
+
+def printable(text: str) -> str:
+    """Return `text` with the characters escaped that are not printable."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
+
+
+def keep_from_collector() -> None:
+    """Exclude all existing objects from garbage collection.
+
+    They live as long as the process. A collection that traverses the objects of torch, transformers and the tokenizer
+    takes 100 ms, and stops all streams.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def attempt(url: str, options: ServerOptions, has_chat: bool) -> str:
+    """Return the last line of an announcement: a command that sends a request."""
+    body = {"messages": [{"role": "user", "content": QUESTION}]} if has_chat else {"prompt": QUESTION}
+    key = ' -H "Authorization: Bearer $KEY"' if options.api_keys else ""
+    return f"""\
+try it           curl {url}/v1/{"chat/" if has_chat else ""}completions{key} \
+-H 'Content-Type: application/json' -d '{json.dumps(body)}'"""

@@ -1,0 +1,169 @@
+"""Where no kernel can draw tokens, CUDA replays the forward pass of decodes with the core's graphs, and draws eagerly.
+
+`CudaDevice` and `CudaGraphs` are the real ones. What stands in for CUDA records PyTorch's operations, as in
+`recorded_operations.py`. Outputs must be those of an engine that computes every step eagerly.
+"""
+
+import random
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from nanovllm import BeamSearchParams, Config, LLMEngine, SamplingParams
+from nanovllm.cuda_graphs import CudaGraphs
+from nanovllm.extras.cuda import startup
+from nanovllm.extras.cuda.graphs import choose_graphs
+from nanovllm.extras.cuda.startup import CudaDevice
+from nanovllm.extras.full_runner import ModelRunner
+from tests.extras.cuda.test_graphs import CONFIGURATIONS, serve
+from tests.extras.recorded_operations import GatherAttention, OperationLog
+from tests.extras.test_full_engine import greedy, ids, run, tokens_of
+from tests.extras.test_overlap import KINDS
+from tests.late_runner import LateRunner
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Graph:
+    """`torch.cuda.CUDAGraph`: nothing but `kept` outlives a replay."""
+
+    def __init__(self):
+        self.log, self.kept, self.num_replays = OperationLog(), (), 0
+
+    def replay(self):
+        self.num_replays += 1
+        self.log.poison(())
+        with torch.inference_mode():
+            self.log.replay()
+        self.log.poison(self.kept)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """All graphs that engines record, by size; CUDA's part is played by `Graph`."""
+    made, pools = [], []
+
+    @contextmanager
+    def graph(one, pool):
+        assert pool in pools
+        with one.log:
+            yield
+
+    record = CudaGraphs.record
+
+    def record_and_keep(self, size):
+        record(self, size)
+        one, one.kept = self.graphs[size]
+        made.append((size, one))
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: pools.append(object()) or pools[-1])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(CudaGraphs, "record", record_and_keep)
+    return made
+
+
+def make_engine(monkeypatch, folder, has_graphs, max_num_seqs=6, **options):
+    """An engine without Triton, as on CUDA with flash-attn."""
+
+    def make_backend(runner):
+        shape = runner.shape
+        runner.reasons = "as on CUDA"
+        return GatherAttention(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, block_size)
+
+    def make_device(runner):
+        return CudaDevice(runner.config, CPU, runner.backend, runner.shape, runner.max_num_batched_tokens)
+
+    def choose(config, backend, has_draw_kernel, device, num_experts):
+        return choose_graphs(config, backend, has_draw_kernel, CUDA, num_experts)
+
+    block_size = options.pop("block_size", 16)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "make_backend", make_backend)
+        patch.setattr(ModelRunner, "make_device", make_device)
+        patch.setattr(startup, "choose_graphs", choose)
+        options = {"enable_cuda_graphs": None if has_graphs else False, "num_kv_blocks": 200, **options}
+        config = Config(folder, device="cpu", dtype="float32", max_num_seqs=max_num_seqs, **options)
+        engine = LLMEngine(config)
+    assert (engine.runner.graphs is not None) == has_graphs
+    assert ("with CUDA graphs of the forward pass only (without triton" in engine.description) == has_graphs
+    engine.runner.kv_cache.tensor[:, :, 1:] = 50.0  # garbage that would show
+    if engine.parts.enable_overlap:
+        LateRunner(engine)
+    return engine
+
+
+@pytest.mark.parametrize("options", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+@pytest.mark.parametrize("kind", ["greedy", "seeded", "samples", "logprobs", "penalties", "biases", "all kinds"])
+@pytest.mark.sparse
+def test_outputs_are_those_of_eager_steps(monkeypatch, recorded, with_tokenizer, kind, options):
+    rng, stem = random.Random(1), ids(20)
+    requests = []
+    for i in range(9):
+        prompt = stem[: rng.choice([0, 7, 16])] + ids(rng.randint(1, 16), seed=i)
+        fields = KINDS[rng.choice(list(KINDS)) if kind == "all kinds" else kind](i)
+        requests.append((prompt, SamplingParams(**{"max_tokens": rng.randint(2, 16), "ignore_eos": True, **fields})))
+    eager, graphs = (make_engine(monkeypatch, with_tokenizer, has_graphs, **options) for has_graphs in (False, True))
+    assert serve(graphs, requests) == serve(eager, requests)
+    assert [size for size, _ in recorded] == [6, 4, 2, 1]
+    assert sum(graph.num_replays for _, graph in recorded) > 5
+
+
+def test_every_batch_size_and_beams(monkeypatch, recorded, tiny_checkpoint):
+    outputs = []
+    for has_graphs in (False, True):
+        engine = make_engine(monkeypatch, tiny_checkpoint[0], has_graphs, max_num_seqs=11, enable_overlap=True)
+        for i in range(11):  # they end one after the other
+            engine.add_request(str(i), ids(3 + i, seed=i), greedy(4 + 2 * i))
+        done = tokens_of(run(engine))
+        engine.add_request("beams", ids(5), BeamSearchParams(3, 6))
+        engine.add_request("beside", ids(9), greedy(14))
+        found = run(engine)
+        beams = [(one.tokens, pytest.approx(one.cum_logprob, abs=1e-4)) for one in found.pop("beams").sequences]
+        outputs.append((done, beams, tokens_of(found)))
+    assert outputs[0] == outputs[1]
+    assert all(graph.num_replays for _, graph in recorded), "each size"
+
+
+def test_a_replay_computes_exactly_what_an_eager_decode_computes(monkeypatch, recorded, tiny_checkpoint):
+    """Bit by bit: hidden states, and K and V, of batches that need no padding."""
+    engine = make_engine(monkeypatch, tiny_checkpoint[0], True, max_num_seqs=4, enable_overlap=False)
+    runner, compared = engine.runner, []
+    forward = runner.forward
+
+    def forward_both_ways(batch):
+        graphs, cache = runner.graphs, runner.kv_cache.tensor
+        if not graphs.can_replay(batch) or len(batch.input_ids) not in graphs.sizes:
+            return forward(batch)
+        before = cache.clone()
+        replayed, after = forward(batch).clone(), cache.clone()
+        cache.copy_(before)
+        runner.graphs = None
+        eager = forward(batch)
+        runner.graphs = graphs
+        assert torch.equal(replayed, eager)
+        assert torch.equal(after, cache)
+        compared.append(len(eager))
+        return eager
+
+    runner.forward = forward_both_ways
+    for i in range(4):
+        engine.add_request(str(i), ids(5 + 3 * i, seed=i), greedy(3 + 4 * i))
+    run(engine)
+    assert set(compared) == {1, 2, 4}
+
+
+def test_steps_with_prompts_are_computed_eagerly(monkeypatch, recorded, tiny_checkpoint):
+    engine = make_engine(monkeypatch, tiny_checkpoint[0], True, max_num_seqs=4, enable_overlap=False)
+    engine.add_request("a", ids(9), greedy(8))
+    engine.step()
+    assert sum(graph.num_replays for _, graph in recorded) == 0, "a prompt"
+    engine.step()
+    assert sum(graph.num_replays for _, graph in recorded) == 1
+    engine.add_request("b", ids(9, seed=1), greedy(8))
+    engine.step()
+    assert sum(graph.num_replays for _, graph in recorded) == 1, "a decode beside a prompt"
+    engine.step()
+    assert sum(graph.num_replays for _, graph in recorded) == 2
