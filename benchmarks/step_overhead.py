@@ -20,10 +20,10 @@ from nanovllm.batch import build_batch
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.checkpoint import load_tokenizer
 from nanovllm.extras.full_detokenizer import TokenDecoder
-from nanovllm.extras.full_runner import StepTokens
 from nanovllm.extras.full_request import Request
-from nanovllm.scheduler import Scheduler
 from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.runner_hooks import StepTokens
+from nanovllm.scheduler import Scheduler
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def measure(num_seqs: int, context_len: int, block_size: int, num_steps: int) ->
         start = time.perf_counter()
         for row, request in enumerate(requests):
             request.read_token(request.seqs[0], step_tokens, row)
-            request.end_step(scheduler, start)
+            request.finish_step(scheduler, start)
             request.make_output()
         times["outputs"].append((time.perf_counter() - start) * 1e6)
     sizes = {"num_seqs": num_seqs, "context_len": context_len, "block_size": block_size}

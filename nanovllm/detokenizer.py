@@ -9,6 +9,7 @@ stream is primed with the end of the prompt, so that the output continues its te
 """
 
 from collections.abc import Collection
+from os.path import commonprefix
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -42,6 +43,7 @@ class Detokenizer:
         self._context: list[int] = []  # tokens of the newest text
         self._pending: list[int] = []  # tokens that have no text yet
         self._restart(prompt_token_ids[-NUM_CONTEXT:])
+        self._prompt_text = self._decode(self._pending)  # of an incomplete character at the end of the prompt
 
     def append(self, token_id: int) -> None:
         """Add one token."""
@@ -100,7 +102,8 @@ class Detokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
     def _show(self, new: str) -> None:
-        self._text += new
+        self._text += new[len(commonprefix([new, self._prompt_text])) :]
+        self._prompt_text = ""
         if self._stop_strings:
             self._find_stop_string()
 

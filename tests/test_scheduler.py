@@ -1,25 +1,14 @@
-"""How many tokens a sequence gets: budgets, policies, preemption, forks, ends, failed steps, and a step's statistics.
+"""How many tokens a sequence gets: budgets, preemption, forks, ends, and a step's statistics.
 
-`tests/scheduling_traffic.py` has the runs, and what is checked in every step; `tests/extras/test_scheduling.py` tests
-the same with overlap, swap and beams.
+`tests/scheduling_traffic.py` has the runs, and what is checked in every step.
 """
 
 import pytest
 from hypothesis import settings
 
-from nanovllm.extras.policies import fcfs
-from nanovllm.sequence import SequenceStatus
 from tests.conftest import examples
 from tests.fake_kv_cache import table_of, tokens_of
-from tests.scheduling_traffic import (
-    SETTINGS,
-    VOCAB_SIZE,
-    Run,
-    SchedulerMachine,
-    chunk_lens,
-    next_token,
-    order_of_service,
-)
+from tests.scheduling_traffic import SETTINGS, VOCAB_SIZE, Run, SchedulerMachine, chunk_lens, next_token
 
 TestTraffic = pytest.mark.examples(SchedulerMachine.TestCase)
 TestTraffic.settings = settings(SETTINGS, max_examples=examples(250))
@@ -51,7 +40,8 @@ def test_max_num_seqs_bounds_the_batch():
     run = Run(max_num_seqs=2)
     seqs = [run.add([i], max_tokens=3) for i in range(5)]
     run.step()
-    assert [seq.status for seq in seqs] == [SequenceStatus.RUNNING] * 2 + [SequenceStatus.WAITING] * 3
+    assert run.scheduler.running == seqs[:2]
+    assert run.waiting == seqs[2:]
     run.finish()
 
 
@@ -98,97 +88,6 @@ def test_budget_of_one_token_serves_all():
     assert run.finish() == 3 * 8
 
 
-# ---- the cap on one sequence's share
-
-
-def test_threshold_lets_short_prompts_past_a_long_one():
-    run = Run(budget=16, max_model_len=200, threshold=4)
-    long = run.add([1] * 30, max_tokens=2)
-    run.step()
-    short = [run.add([2 + i] * 3, max_tokens=4) for i in range(2)]
-    assert chunk_lens(run.step()) == {"seq-0": 4, "seq-1": 3, "seq-2": 3}
-    assert [seq.num_output_tokens for seq in short] == [1, 1]
-    assert chunk_lens(run.step()) == {"seq-0": 4, "seq-1": 1, "seq-2": 1}
-    assert (long.num_computed_tokens, long.num_output_tokens) == (12, 0)
-    run.finish()
-
-
-@pytest.mark.parametrize(("threshold", "largest"), [(0, 16), (1, 1), (15, 15), (16, 16), (17, 16), (1000, 16)])
-def test_threshold_caps_every_chunk_and_the_budget_caps_the_threshold(threshold, largest):
-    run = Run(budget=16, threshold=threshold)
-    run.add([1] * 40, max_tokens=1)
-    assert chunk_lens(run.step()) == {"seq-0": largest}
-    assert run.finish() == -(-(40 - largest) // largest)
-
-
-def test_threshold_leaves_no_budget_idle_while_others_have_tokens():
-    run = Run(budget=8, threshold=4)
-    for i in range(3):
-        run.add([i] * 10)
-    assert chunk_lens(run.step()) == {"seq-0": 4, "seq-1": 4}
-
-
-# ---- policies
-
-
-def by_priority(seq):
-    return seq.priority
-
-
-REQUESTS = [(30, 1), (20, 0), (50, 2), (10, 1), (20, 0), (40, -5)]  # (prompt tokens, priority)
-
-
-def test_fcfs_serves_in_order_of_arrival_whatever_the_priority():
-    assert order_of_service(fcfs, REQUESTS) == [0, 1, 2, 3, 4, 5]
-
-
-def test_policy_of_ones_own_is_a_function_of_the_sequence():
-    assert order_of_service(lambda seq: -seq.num_prompt_tokens, REQUESTS) == [2, 5, 0, 1, 4, 3]
-
-
-def test_budget_and_admission_follow_the_policy():
-    run = Run(policy=by_priority, budget=10)
-    run.add([1] * 8, priority=2)
-    run.add([2] * 8, priority=1)
-    assert chunk_lens(run.step()) == {"seq-1": 8, "seq-0": 2}
-    run.add([3] * 8, priority=0)
-    assert chunk_lens(run.step()) == {"seq-1": 1, "seq-0": 6, "seq-2": 3}, "running sequences come before waiting ones"
-    assert chunk_lens(run.step()) == {"seq-2": 5, "seq-1": 1, "seq-0": 1}, "in order from then on"
-
-
-@pytest.mark.parametrize(
-    ("policy", "priorities", "victims"),
-    [
-        (fcfs, [0, 0, 0], [2, 1]),
-        (by_priority, [3, 1, 2], [0, 2]),
-        (by_priority, [1, 1, 1], [2, 1]),
-        (lambda seq: -seq.arrival, [0, 0, 0], [0, 1]),
-    ],
-)
-def test_victim_is_the_last_in_order(policy, priorities, victims):
-    run = Run(policy=policy, num_blocks=6, block_size=4, budget=32)
-    seqs = [run.add([i] * 7, max_tokens=9, priority=urgency) for i, urgency in enumerate(priorities)]
-    preempted = []
-    while run.scheduler.has_unfinished():
-        for seq in run.step().preempted:
-            if seq not in preempted:
-                preempted.append(seq)
-    assert preempted[0] is seqs[victims[0]]
-    assert [seqs.index(seq) for seq in preempted] == victims[: len(preempted)]
-    run.check_end()
-
-
-def test_higher_priority_waits_for_room_and_takes_nothing_from_those_that_run():
-    run = Run(policy=by_priority, num_blocks=4, block_size=4)
-    low = run.add([1] * 12, max_tokens=3, priority=9)
-    run.step()
-    high = run.add([2] * 8, max_tokens=1, priority=0)
-    out = run.step()
-    assert (out.preempted, chunk_lens(out)) == ([], {"seq-0": 1})
-    assert (low.status, high.status) == (SequenceStatus.RUNNING, SequenceStatus.WAITING)
-    run.finish()
-
-
 # ---- blocks
 
 
@@ -213,18 +112,6 @@ def test_prompt_that_is_computed_in_chunks_keeps_the_room_that_it_was_admitted_t
     run.finish()
 
 
-def test_prompts_that_are_admitted_in_one_step_do_not_count_on_the_same_room():
-    """The threshold leaves budget for a second prompt, but its blocks are needed for the later chunks of the first."""
-    run = Run(num_blocks=6, block_size=4, budget=16, threshold=4)
-    first, second = run.add([1] * 16, max_tokens=1), run.add([2] * 12, max_tokens=1)
-    for _ in range(4):
-        out = run.step()
-        assert chunk_lens(out) == {first.request_id: 4}
-        assert second.status is SequenceStatus.WAITING
-    run.finish()
-    assert first.num_preemptions == second.num_preemptions == 0
-
-
 def test_newest_is_preempted_and_resumes_with_all_of_its_tokens():
     run = Run(num_blocks=6, block_size=4, budget=32)
     seqs = [run.add([i] * 7, max_tokens=9) for i in range(3)]
@@ -234,9 +121,9 @@ def test_newest_is_preempted_and_resumes_with_all_of_its_tokens():
     tokens = tokens_of(seqs[2])
     assert len(tokens) == 9
     out = run.step()  # all three would need a third block
-    assert (out.preempted, run.stats.num_preemptions, seqs[2].num_preemptions) == ([seqs[2]], 1, 1)
+    assert (out.preempted, run.stats.num_preemptions, run.stats.preemptions) == ([seqs[2]], 1, {seqs[2]: 1})
     assert chunk_lens(out) == {"seq-0": 1, "seq-1": 1}
-    assert seqs[2].status is SequenceStatus.WAITING
+    assert run.waiting == [seqs[2]]
     assert tokens_of(seqs[2]) == tokens
     late = run.add([5])
     assert run.waiting == [seqs[2], late], "it waits before those that came later"
@@ -262,7 +149,7 @@ def test_sequence_is_preempted_itself_when_it_is_the_newest():
     out = run.step()
     assert chunk_lens(out) == {"seq-0": 5, "seq-1": 4}
     assert chunk_lens(run.step()) == {"seq-0": 1}
-    assert (new.status, old.status) == (SequenceStatus.WAITING, SequenceStatus.RUNNING)
+    assert (run.waiting, run.scheduler.running) == ([new], [old])
     run.finish()
 
 
@@ -290,8 +177,8 @@ def test_samples_share_the_prompt_and_run_together(enable_prefix_caching):
     assert run.manager.num_used_blocks == 3
     out = run.step()
     assert [seq for seq, _, _ in out.chunks] == seqs
-    assert len(out.moves.copies) == 3
-    assert out.moves.copies[0][0] == table_of(seqs[3])[2], "the last owner writes where all of them were"
+    assert len(out.copies) == 3
+    assert out.copies[0][0] == table_of(seqs[3])[2], "the last owner writes where all of them were"
     assert (out.num_decodes, *run.kv_use(out)) == (4, 8 + 4 * 3, (2 + 4) * 4)
     for _ in range(7):
         assert [seq for seq, _, _ in run.step().chunks] == seqs, "they go on together"
@@ -306,8 +193,8 @@ def test_samples_need_room_for_all_of_them_before_the_first_is_admitted():
     third, behind = run.add([2] * 3, n=3, max_tokens=3), run.add([3] * 3, max_tokens=3)
     for _ in range(3):
         run.step()
-        assert [seq.status for seq in third] == [SequenceStatus.WAITING] * 3
-        assert behind.status is SequenceStatus.WAITING, "nobody overtakes"
+        assert run.waiting == [third[0], behind], "nobody overtakes"
+        assert third[0].children == third[1:]
     out = run.step()
     assert chunk_lens(out) == {"seq-1": 3, "seq-2": 3}
     assert len(run.scheduler.running) == 4
@@ -349,10 +236,15 @@ def test_one_sample_is_preempted_and_not_its_whole_request():
 
 def test_samples_of_a_preempted_prompt_wait_with_it():
     """It loses its blocks in the middle of its prompt; all of its samples come to life later all the same."""
-    run = Run(policy=by_priority, num_blocks=6, block_size=4, budget=4)
-    late = run.add([1] * 16, n=3, max_tokens=3, priority=5)
+    run = Run(num_blocks=6, block_size=4, budget=3)
+    early = run.add([2] * 4, max_tokens=12)
     run.step()
-    early = run.add([2] * 4, max_tokens=12, priority=0)
+    run.step()
+    late = run.add([1] * 16, n=3, max_tokens=3)
+    while not (out := run.step()).preempted:
+        assert run.num_steps < 20
+    assert (out.preempted, run.waiting, late[0].children) == ([late[0]], [late[0]], late[1:])
+    assert late[0].num_output_tokens == 0
     run.finish()
     assert [seq.num_output_tokens for seq in late] == [3] * 3
     assert early.num_output_tokens == 12
@@ -427,14 +319,6 @@ def test_stop_token_at_the_last_allowed_place_is_a_stop():
     assert seq.finish_reason == "stop"
 
 
-def test_stop_token_before_min_tokens_ends_nothing():
-    first = next_token([1, 2])
-    run = Run(eos_token_ids=frozenset([first]))
-    seq = run.add([1, 2], min_tokens=1, max_tokens=3)
-    run.finish()
-    assert seq.num_output_tokens > 1
-
-
 def test_sequence_that_outgrows_the_whole_cache_ends_and_harms_nobody():
     """The big one is alone at the end of its life; its neighbours were preempted and finish after it, unharmed."""
     run = Run(num_blocks=3, block_size=4, max_model_len=1000)
@@ -460,107 +344,10 @@ def test_aborted_sequence_leaves_at_once_from_wherever_it_is():
     run.step()
     for seq in (waiting, prefilling, decoding):
         run.abort([seq])
-        assert (seq.finish_reason, seq.status) == ("abort", SequenceStatus.FINISHED)
+        assert (seq.finish_reason, run.is_running(seq), run.is_waiting(seq)) == ("abort", False, False)
     assert run.manager.num_free_blocks == run.manager.num_blocks
     run.finish()
     assert other.num_output_tokens == 2
-
-
-# ---- steps that fail
-
-
-def test_failed_step_loses_no_token_and_keeps_the_order():
-    run = Run(budget=10)
-    seqs = [run.add([i] * 6, max_tokens=6) for i in range(4)]
-    run.step()
-    run.step()
-    tokens = [tokens_of(seq) for seq in seqs]
-    run.step(is_done=False)
-    assert [tokens_of(seq) for seq in seqs] == tokens
-    assert run.waiting == seqs
-    assert run.manager.num_free_blocks == run.manager.num_blocks
-    run.finish()
-
-
-@pytest.mark.parametrize("hook", ["on_preempt", "on_share_block", "on_admit"])
-def test_schedule_that_fails_half_way_loses_nobody(hook, monkeypatch):
-    """At a call of an observer: while one is preempted, or while one that is admitted shares a prefix."""
-    run = Run(num_blocks=7, block_size=4)
-    seqs = [run.add([i // 2] * 7, max_tokens=9) for i in range(3)]
-
-    def failing(*arguments):
-        raise RuntimeError("half-way")
-
-    def step():
-        run.scheduler.update(scheduled := run.scheduler.schedule(), [1] * len(scheduled.samples))
-
-    def run_to_the_end():
-        while run.scheduler.has_unfinished():
-            step()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run.stats, hook, failing)
-        with pytest.raises(RuntimeError):
-            run_to_the_end()
-    run.roll_back(scheduler)
-    assert run.waiting == seqs
-    run_to_the_end()
-    assert [len(seq.output_token_ids) for seq in seqs] == [9, 9, 9]
-    assert run.manager.num_used_blocks == 0
-
-
-def test_blocks_of_a_failed_step_cannot_be_hit():
-    run = Run(block_size=4, budget=12)
-    run.add([1] * 13)
-    run.step(is_done=False)
-    again = run.add([1] * 9)
-    run.step()
-    run.step()
-    assert again.num_cached_tokens == 8, "found in what its twin computed after the failure, not before"
-    run.finish()
-
-
-def test_blocks_of_earlier_steps_survive_a_failed_one():
-    run = Run(block_size=4, budget=8)
-    run.add([1] * 20)
-    run.step()  # two blocks are computed
-    run.step(is_done=False)  # two more are not
-    out = run.step()
-    assert chunk_lens(out) == {"seq-0": 8}
-    assert run.seqs[0].num_computed_tokens == 16, "it went on after the two blocks of the first step"
-
-
-def test_failed_step_that_preempted_somebody_keeps_the_order():
-    run = Run(num_blocks=6, block_size=4)
-    seqs = [run.add([i] * 7, max_tokens=9) for i in range(3)]
-    run.step()
-    run.step()
-    late = run.add([5], max_tokens=1)
-    assert run.step(is_done=False).preempted == [seqs[2]]
-    assert run.waiting == [*seqs, late]
-    run.finish()
-
-
-def test_blocks_that_were_shared_within_a_failed_step_are_forgotten():
-    run = Run(block_size=4, budget=32)
-    run.add([1] * 10)
-    run.add([1] * 14)
-    run.step(is_done=False)
-    assert run.manager.num_free_blocks == run.manager.num_blocks
-    run.finish()  # nobody reads the slots that the failed step spoiled
-
-
-def test_failed_step_is_not_counted():
-    """It had twelve blocks in use; those after it store what they say themselves."""
-    run, never_failed = Run(block_size=4, budget=48), Run(block_size=4, budget=48)
-    big = run.add([1] * 48)
-    run.step(is_done=False)
-    run.abort([big])
-    for each in (run, never_failed):
-        each.add([2] * 5, max_tokens=3)
-        each.finish()
-    for name in ("kv_tokens_stored", "kv_slots_reserved", "peak_used_blocks"):
-        assert getattr(run.stats, name) == getattr(never_failed.stats, name), name
 
 
 # ---- prefix caching, and what is counted

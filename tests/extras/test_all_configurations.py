@@ -14,7 +14,7 @@ import pytest
 
 from nanovllm import Config, LLMEngine, SamplingParams
 from tests.conftest import examples
-from tests.late_runner import LateRunner
+from tests.extras.late_runner import LateRunner
 
 NUM_REQUESTS = 200
 CONFIGURATIONS = {

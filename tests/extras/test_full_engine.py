@@ -18,7 +18,7 @@ from nanovllm import Config, LLMEngine, RequestOutput, SamplingParams, StepOutpu
 from nanovllm.extras.full_request import Request
 from nanovllm.extras.runner_hooks import StepTokens
 from tests.conftest import examples, has_extra, hf_greedy
-from tests.late_runner import LateRunner
+from tests.extras.late_runner import LateRunner
 
 VOCAB_SIZE = 300  # the model's
 

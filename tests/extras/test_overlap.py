@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, BeamSearchParams, Config, LLMEngine, SamplingParams
-from tests.late_runner import LateRunner
+from tests.extras.late_runner import LateRunner
 from tests.extras.test_full_engine import assert_at_rest, greedy, ids, make_engine, run, tokens_of
 
 NUM_REQUESTS = 24

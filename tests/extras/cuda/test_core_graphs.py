@@ -20,7 +20,7 @@ from tests.extras.cuda.test_graphs import CONFIGURATIONS, serve
 from tests.extras.recorded_operations import GatherAttention, OperationLog
 from tests.extras.test_full_engine import greedy, ids, run, tokens_of
 from tests.extras.test_overlap import KINDS
-from tests.late_runner import LateRunner
+from tests.extras.late_runner import LateRunner
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

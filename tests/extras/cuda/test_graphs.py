@@ -41,7 +41,7 @@ from nanovllm.sampler import sample_tokens
 from tests.extras.recorded_operations import GatherAttention, OperationRecorder
 from tests.extras.test_full_engine import assert_at_rest, greedy, ids, run, tokens_of
 from tests.extras.test_overlap import KINDS, visible
-from tests.late_runner import LateRunner
+from tests.extras.late_runner import LateRunner
 from tests.steps import batch_of
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from nanovllm.scheduler import Step
 from tests.conftest import examples
 from tests.extras.test_scheduling import BeamMachine
 from tests.scheduling_traffic import SETTINGS, Run, SchedulerMachine
-from tests.speculative_traffic import Guesser, SpeculativeRun
+from tests.extras.speculative_traffic import Guesser, SpeculativeRun
 
 
 class SpeculativeMachine(SchedulerMachine):

@@ -10,7 +10,7 @@ from nanovllm.extras.trace import check, view
 from nanovllm.extras.trace.check import check_recording
 from nanovllm.extras.trace.recording import read_recording
 from nanovllm.extras.trace.replay import EVENTS, Replay, ReplayError
-from tests.trace_traffic import known_run, random_run
+from tests.extras.trace_traffic import known_run, random_run
 
 LINES, _ = known_run()  # a header, and the lines of the run
 

@@ -19,7 +19,7 @@ import pytest
 from nanovllm.extras.trace.recording import read_recording
 from nanovllm.extras.trace.view import STORY
 from tests.extras.trace.test_page import Recorder, chromium, known, show, step_of  # noqa: F401 (fixtures)
-from tests.trace_traffic import RecordedRun
+from tests.extras.trace_traffic import RecordedRun
 
 pytestmark = pytest.mark.browser
 

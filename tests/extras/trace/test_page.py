@@ -22,7 +22,7 @@ from nanovllm.extras.trace.recording import read_recording
 from nanovllm.extras.trace.replay import Replay
 from nanovllm.extras.trace.view import STORY
 from tests.extras.models.architectures import Checkpoints
-from tests.trace_traffic import Lines, RecordedRun, known_run, random_run
+from tests.extras.trace_traffic import Lines, RecordedRun, known_run, random_run
 
 pytestmark = pytest.mark.browser
 

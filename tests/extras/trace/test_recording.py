@@ -102,7 +102,7 @@ def test_interrupted_engine_begins_anew_in_the_recording(with_tokenizer, tmp_pat
 
 
 def test_file_never_grows_above_its_limit_and_both_parts_can_be_read(tmp_path):
-    from tests.trace_traffic import RecordedRun
+    from tests.extras.trace_traffic import RecordedRun
 
     path = tmp_path / "run.jsonl"
     file = TraceFile(path, max_bytes=20_000)

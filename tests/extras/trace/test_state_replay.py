@@ -10,7 +10,7 @@ from tests.conftest import examples
 from tests.extras.test_scheduling import BeamMachine, OverlapBeamMachine
 from tests.extras.test_windows import OverlapWindowMachine, WindowMachine
 from tests.scheduling_traffic import SETTINGS
-from tests.trace_traffic import Lines, RecordedRun, RecordedSpeculativeRun, random_run, state_of_replay
+from tests.extras.trace_traffic import Lines, RecordedRun, RecordedSpeculativeRun, random_run, state_of_replay
 
 
 def check_segments(segments, states):

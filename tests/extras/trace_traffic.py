@@ -5,7 +5,7 @@ import random
 
 from nanovllm.extras.trace.recorder import Recorder
 from tests.scheduling_traffic import RecordingStats, Run
-from tests.speculative_traffic import SpeculativeRun
+from tests.extras.speculative_traffic import SpeculativeRun
 
 
 class Lines:
