@@ -1,10 +1,10 @@
 """Tensor parallelism on a CPU: what a step's message costs, and N processes against one process with N threads.
 
     python -m benchmarks.parallel                    # the message of a step of 256 decodes
-    python -m benchmarks.parallel --turns 3          # and the workload W of bench.py, in turns
+    python -m benchmarks.parallel --turns 3          # and workload W, in turns
 
-In each turn `bench.py` runs the workload twice: in one process with N threads, and in N ranks with one thread each. A
-ratio above 1 means that the ranks are faster. `python -m benchmarks.all_reduce` times the collectives.
+In each turn `benchmarks.offline` runs the workload twice: in one process with N threads, and in N ranks with one thread
+each. A ratio above 1 means that the ranks are faster. `python -m benchmarks.all_reduce` times the collectives.
 """
 
 import argparse
@@ -114,8 +114,8 @@ def run_turn(args: argparse.Namespace) -> dict[str, float]:
 def run_bench(args: argparse.Namespace, ranks: int, threads: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
-        command = [sys.executable, "bench.py", "--workload", args.workload, "--no-roofline", "--json", str(file)]
-        command += ["--tensor-parallel-size", str(ranks)]
+        command = [sys.executable, "-m", "benchmarks.offline", "--workload", args.workload, "--json", str(file)]
+        command += ["--no-roofline", "--tensor-parallel-size", str(ranks)]
         if args.first:
             command += ["--first", str(args.first)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
