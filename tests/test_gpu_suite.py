@@ -509,7 +509,7 @@ def test_rehearsal(rehearsal):
     assert {".json", ".md", "-offline.png", "-step.png"} < endings
     text = path.with_suffix(".md").read_text()
     assert text.startswith("# Rehearsal on a CPU: no figure means anything")
-    for heading in ("Offline throughput", "One user alone", "Where a decode step's time goes", "What ran"):
+    for heading in ("Offline throughput", "A single user", "Where a decode step's time goes", "What ran"):
         assert f"\n## {heading}\n" in text
 
 
