@@ -1,202 +1,159 @@
-"""Offline throughput: all requests arrive at once; how fast are they served?
+"""Offline throughput: all requests arrive at once. How many tokens per second does the engine generate?
 
-    python bench.py                              # this engine; 256 requests on CUDA, 32 shorter ones on CPU
-    python bench.py --engine hf                  # the same work through transformers' generate, static padded batches
-    path/to/its/python bench.py --engine vllm    # another engine, in its own environment: benchmarks/cpu_peers.md
-    python bench.py --workload W3 --json out.json
-    python bench.py --model Qwen/Qwen3-1.7B      # another shape; with its weights: --load-format safetensors
-    python bench.py --num-requests 64 --input-len 100 500 --output-len 16 64
+    python bench.py                      # on a CPU workload W (32 requests), on CUDA 256 longer random requests
+    python bench.py --core               # the core's own classes, without nanovllm/extras
+    python bench.py --engine hf          # the same work through transformers' generate, in static padded batches
+    python bench.py --model Qwen/Qwen3-0.6B --load-format safetensors --tensor-parallel-size 2
+    python bench.py --num-requests 64 --input-len 100 500 --output-len 16 64 --json out.json
 
-The default model has the exact shape of Qwen3-0.6B and dummy weights: speed does not depend on their values, and
-nothing is downloaded. Every request generates exactly as many tokens as the workload says. The report tells which
-fraction of the machine's roofline was reached (benchmarks/roofline.py).
+The default model has the shape of Qwen3-0.6B and random weights: speed does not depend on their values. Every request
+generates as many tokens as the workload says. This file needs only an installed nanovllm, and can be copied elsewhere.
 """
 
 import argparse
 import json
+import random
+import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from benchmarks.common import (
-    QWEN3_06B,
-    Measurement,
-    ModelShape,
-    Workload,
-    describe_machine,
-    find_model,
-    named_workload,
-    peak_memory_bytes,
-    random_workload,
-    read_config,
-    resolve_device_name,
-    resolve_dtype_name,
-)
-from benchmarks.peers import PACKAGES, PEERS
-from benchmarks.roofline import Rates, best_rates, measure_rates_apart, report_roofline
+import numpy as np
+import torch
+
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
+    "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16"}  # fmt: skip
+WORKLOADS = {  # tokens of each prompt, tokens of each output
+    "W": ([248, 246, 105, 84, 208, 58, 64, 162, 227, 163, 168, 72, 199, 219, 89, 98,
+           142, 206, 65, 140, 249, 230, 83, 137, 135, 191, 104, 169, 119, 117, 178, 132],
+          [81, 91, 125, 116, 51, 109, 67, 41, 99, 78, 38, 70, 122, 57, 64, 124,
+           46, 94, 61, 65, 100, 52, 112, 128, 83, 119, 35, 39, 61, 110, 104, 32]),
+    "W2": ([64], [64])}  # fmt: skip
+LLM_OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks",
+               "attention_backend", "quantization", "kv_cache_dtype", "tensor_parallel_size", "speculative_config",
+               "trace", "enforce_eager", "enable_prefix_caching", "enable_overlap", "enable_cuda_graphs")  # fmt: skip
 
 
 def main() -> None:
-    args = parse_args()
-    device = resolve_device_name(args.device)
-    dtype = resolve_dtype_name(args.dtype, args.model)
-    shape = ModelShape.from_folder(args.model)
-    if args.num_requests:
-        workload = random_workload(args.num_requests, args.input_len, args.output_len, args.seed, shape.vocab_size)
-    else:
-        workload = named_workload(args.workload or ("W" if device == "cpu" else "offline"), shape.vocab_size)
-    if args.first:
-        workload = workload.first(args.first)
-    print(f"{args.engine}: {len(workload.prompts)} requests, {workload.num_prompt_tokens} tokens in, "
-          f"{workload.num_output_tokens} out, {device}, dtype {dtype}, quantization {args.quantization}")  # fmt: skip
-    rates = [Rates(*(1e9 * rate for rate in args.rates))] if args.rates else []
-    measures_rates = not (args.rates or args.no_roofline)
-    if measures_rates:
-        rates.append(measure_rates_apart(dtype, device))
-    measurement = {"nanovllm": run_nanovllm, **PEERS}[args.engine](workload, args, device)
-    report = {"workload": workload.name, "model": args.model_name, "dtype": dtype, "quantization": args.quantization}
-    report |= measurement.report()
-    if measures_rates and device == "cpu":  # again: the machine's best shows, even if others used it for a while
-        rates.append(measure_rates_apart(dtype))
-    if rates:
-        kinds = (dtype, args.quantization, args.kv_cache_dtype)
-        report |= report_roofline(shape, workload, kinds, best_rates(rates), measurement.elapsed_s)
-    report["machine"] = describe_machine(device, PACKAGES[args.engine])
+    with tempfile.TemporaryDirectory() as scratch:
+        args = parse_args(Path(scratch))
+        report = run_hf(args) if args.engine == "hf" else run_nanovllm(args, Path(scratch))
     for name, value in report.items():
         print(f"{name:<26} {value}")
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(scratch: Path) -> argparse.Namespace:
+    """Parse the command line, find the model, and make the requests: `prompts` and `output_lens`."""
     parser = argparse.ArgumentParser(description="Measure offline throughput.")
-    parser.add_argument("--engine", choices=["nanovllm", *PEERS], default="nanovllm")
-    parser.add_argument("--model", default=str(QWEN3_06B), help="folder or hub id (default: Qwen3-0.6B's shape)")
-    parser.add_argument("--load-format", default="dummy", help="dummy (default) or safetensors")
+    parser.add_argument("--engine", choices=["nanovllm", "hf"], default="nanovllm")
+    parser.add_argument("--core", action="store_true", help="use the core's own classes, without nanovllm/extras")
+    parser.add_argument("--model", help="folder or hub id (default: the shape of Qwen3-0.6B)")
+    parser.add_argument("--load-format", default="dummy", help="dummy (random weights, the default) or safetensors")
     parser.add_argument("--dtype", default="auto", help="auto (the model's), bfloat16, float16, float32")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--workload", choices=["offline", "W", "W2", "W3"], help="default: offline on CUDA, W on CPU")
-    parser.add_argument("--num-requests", type=int, help="a random workload of this many requests instead")
-    parser.add_argument("--first", type=int, metavar="N", help="only the first N requests of the workload")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workload", choices=WORKLOADS, help="default: W on a CPU, random requests on CUDA")
+    parser.add_argument("--num-requests", type=int, help="serve random requests (default on CUDA: 256)")
     parser.add_argument("--input-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
     parser.add_argument("--output-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures to this file too")
-    parser.add_argument("--no-roofline", action="store_true", help="do not measure the machine's rates first")
-    parser.add_argument("--rates", type=float, nargs=2, metavar=("GB/S", "GFLOP/S"), help="of the machine, if known")
-    engine = parser.add_argument_group("nanovllm and vllm")
-    engine.add_argument("--max-model-len", type=int, help="default: 4096, or the model's own limit if that is smaller")
-    engine.add_argument("--max-num-seqs", type=int, default=256)
-    engine.add_argument("--max-num-batched-tokens", type=int, help="default: the engine's own")
-    engine.add_argument("--no-prefix-caching", action="store_true")
-    engine.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--quantization", type=parse_quantization,
-                        help="int8 or int4: nanovllm (or a dict as JSON), llamacpp, openvino")  # fmt: skip
-    ours = parser.add_argument_group("nanovllm")
-    ours.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks that share each step")
-    ours.add_argument("--trace", type=Path, metavar="JSONL", help="record each step; `nanovllm view` replays them")
-    ours.add_argument("--temperature", type=float, default=0.0)
-    ours.add_argument("--block-size", type=int)
-    ours.add_argument("--num-kv-blocks", type=int)
-    ours.add_argument("--attention-backend", default="auto")
-    ours.add_argument("--kv-cache-dtype", default="auto", help="auto (the model's) or fp8")
-    ours.add_argument(
-        "--speculative-config", type=json.loads, metavar="JSON", help="who guesses tokens (default: nobody)"
-    )
-    ours.add_argument("--overlap", action=argparse.BooleanOptionalAction, help="launch steps ahead (default: on CUDA)")
-    ours.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, help="of decodes (default: on CUDA)")
-    theirs = parser.add_argument_group("hf, vllm, llamacpp, openvino")
-    theirs.add_argument("--hf-batch-size", type=int, default=32, help="requests in a static batch (default: 32)")
-    theirs.add_argument("--engine-option", type=parse_option, action="append", default=[], metavar="NAME=JSON",
-                        help="of vLLM's LLM, llama.cpp's context, OpenVINO's scheduler; may be repeated")  # fmt: skip
+    parser.add_argument("--hf-batch-size", type=int, default=32, help="requests in a batch of hf (default: 32)")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.add_argument_group("options of nanovllm's LLM; each value is JSON, a name, or left out for true")
+    for name in LLM_OPTIONS:
+        options.add_argument("--" + name.replace("_", "-"), type=parse_value, nargs="?", const=True, metavar="VALUE")
     args = parser.parse_args()
-    args.model_name = Path(args.model).name
+    if args.engine == "hf" and (given := [name for name in LLM_OPTIONS if getattr(args, name) is not None]):
+        parser.error(f"--{given[0].replace('_', '-')} is for nanovllm, not for --engine hf")
+    args.model_name = Path(args.model or "qwen3-0.6b").name
     try:
-        args.model = find_model(args.model, with_weights=args.load_format != "dummy")
-    except ValueError as error:
-        parser.error(str(error))
-    if args.max_model_len is None:
-        args.max_model_len = min(4096, read_config(args.model).get("max_position_embeddings", 4096))
+        if args.model is None:
+            args.model = scratch
+            (scratch / "config.json").write_text(json.dumps(QWEN3_06B), encoding="utf-8")
+        elif not Path(args.model).is_dir():
+            files = ["config.json"] if args.load_format == "dummy" else ["*.json", "*.safetensors"]
+            args.model = import_module("huggingface_hub").snapshot_download(args.model, allow_patterns=files)
+        config = json.loads(Path(args.model, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        parser.error(f"--model must be a folder with a config.json, or a hub id, got {args.model!r}: {error}")
+    args.max_model_len = args.max_model_len or min(4096, config.get("max_position_embeddings", 4096))
+    if args.num_requests or (args.workload is None and args.device != "cpu"):
+        args.workload, args.num_requests = "random", args.num_requests or 256
+        inputs, outputs = [args.input_len] * args.num_requests, [args.output_len] * args.num_requests
+    else:
+        args.workload = args.workload or "W"
+        inputs, outputs = ([(n, n) for n in lens] for lens in WORKLOADS[args.workload])
+    rng, top = random.Random(args.seed), min(10_000, config["vocab_size"] - 1)
+    args.prompts = [[rng.randint(0, top) for _ in range(rng.randint(*limits))] for limits in inputs]
+    args.output_lens = [rng.randint(*limits) for limits in outputs]
     return args
 
 
-def parse_option(text: str) -> tuple[str, object]:
-    """`block_size=32` → ("block_size", 32)."""
-    name, equals, value = text.partition("=")
-    if not name or not equals:
-        raise argparse.ArgumentTypeError(f"must be NAME=JSON, got {text!r}")
-    try:
-        return name, json.loads(value)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{value!r} is not JSON (a string needs double quotes)") from error
+def parse_value(text: str) -> Any:
+    return json.loads(text) if text[0] in "0123456789{" or text in ("true", "false") else text
 
 
-def parse_quantization(text: str) -> object:
-    """`int8` → "int8"; `{"method": "int4"}` → a dict"""
-    return json.loads(text) if text.startswith("{") else text
-
-
-def run_nanovllm(workload: Workload, args: argparse.Namespace, device: str) -> Measurement:
-    from nanovllm import LLM, SamplingParams  # here, because other engines' environments lack what it imports
-
+def run_nanovllm(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    nanovllm = import_module("nanovllm.llm" if args.core else "nanovllm")
+    options = {name: getattr(args, name) for name in LLM_OPTIONS if getattr(args, name) is not None}
+    if not args.core:
+        options["load_format"] = args.load_format
+    elif args.load_format == "dummy":  # the core reads weights only from files
+        load_hf(args).save_pretrained(scratch)
+        args.model = scratch
+    llm = nanovllm.LLM(args.model, dtype=args.dtype, device=args.device, seed=args.seed, **options)
+    params = [nanovllm.SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (4, *args.output_lens)]
+    # Compile kernels first, on reversed prompts, so that the prefix cache has no prompt of the measured run.
+    llm.generate([p[::-1] for p in args.prompts[: 2 if args.device == "cpu" else None]], params[0], use_tqdm=False)
     start = time.perf_counter()
-    llm = LLM(
-        model=args.model,
-        load_format=args.load_format,
-        dtype=args.dtype,
-        quantization=args.quantization,
-        device=args.device,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        block_size=args.block_size,
-        num_kv_blocks=args.num_kv_blocks,
-        attention_backend=args.attention_backend,
-        tensor_parallel_size=args.tensor_parallel_size,
-        kv_cache_dtype=args.kv_cache_dtype,
-        enable_prefix_caching=not args.no_prefix_caching,
-        enforce_eager=args.enforce_eager,
-        enable_overlap=args.overlap,
-        enable_cuda_graphs=args.cuda_graphs,
-        speculative_config=args.speculative_config,
-        seed=args.seed,
-        trace=args.trace,
-    )
-    startup_s = time.perf_counter() - start
-    print(llm.engine.description)
-    params = [SamplingParams(temperature=args.temperature, max_tokens=n, ignore_eos=True) for n in workload.output_lens]
-    # kernels are compiled for what they meet first; on a GPU a short run of everything costs no more than seconds
-    warm_up = workload.prompts[:2] if device == "cpu" else workload.prompts
-    llm.generate(warm_up, SamplingParams(temperature=args.temperature, max_tokens=4, ignore_eos=True), use_tqdm=False)
-    llm.reset_prefix_cache()  # the warm-up must not have computed anything in advance
-    before = llm.get_stats()
+    outputs = llm.generate(args.prompts, params[1:])
+    report = make_report(args, time.perf_counter() - start, [output.metrics for output in outputs])
+    assert [len(output.outputs[0].token_ids) for output in outputs] == args.output_lens
+    return report
+
+
+def load_hf(args: argparse.Namespace) -> Any:
+    transformers = import_module("transformers")
+    dtype = {} if args.dtype == "auto" else {"dtype": getattr(torch, args.dtype)}
+    if args.load_format != "dummy":
+        return transformers.AutoModelForCausalLM.from_pretrained(args.model, **dtype)
+    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(args.model), **dtype)
+
+
+def run_hf(args: argparse.Namespace) -> dict[str, Any]:
+    """Serve batches in order of arrival, padded on the left, each until its longest request is finished."""
+    model = load_hf(args).to(args.device).eval()
+
+    def generate(prompts: list[list[int]], n: int) -> None:
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=args.device)  # [batch, longest]
+        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=args.device)
+        model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, max_new_tokens=n, min_new_tokens=n)
+
+    generate(args.prompts[:2], 4)  # warm-up
     start = time.perf_counter()
-    outputs = llm.generate(workload.prompts, params)
-    elapsed = time.perf_counter() - start
-    stats = llm.get_stats()
-    print(f"prefix-cache hit rate {stats.prefix_cache_hit_rate:.1%}, KV waste {stats.waste:.2%}, "
-          f"{stats.num_preemptions} preemptions, {stats.num_kv_blocks} KV blocks")  # fmt: skip
-    if stats.num_draft_tokens:
-        print(f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} drafts accepted")
-    generated = [len(output.outputs[0].token_ids) for output in outputs]
-    assert generated == workload.output_lens, "every request must do its whole work"
-    return Measurement(
-        engine="nanovllm",
-        elapsed_s=elapsed,
-        num_requests=len(outputs),
-        num_prompt_tokens=workload.num_prompt_tokens,
-        num_output_tokens=sum(generated),
-        ttfts_s=[output.metrics.ttft for output in outputs if output.metrics.ttft is not None],
-        tpots_s=[output.metrics.tpot for output in outputs if output.metrics.tpot is not None],
-        peak_memory_bytes=peak_memory_bytes(device),
-        details={
-            "engine_description": llm.engine.description,
-            "startup_s": round(startup_s, 2),
-            "startup_parts_s": {part: round(seconds, 3) for part, seconds in llm.engine.parts.startup_seconds.items()},
-            "steps": stats.steps - before.steps,
-            "preemptions": stats.num_preemptions - before.num_preemptions,
-            "kv_blocks": stats.num_kv_blocks,
-        },
-    )
+    for i in range(0, len(args.prompts), args.hf_batch_size):
+        end = i + args.hf_batch_size
+        generate(args.prompts[i:end], max(args.output_lens[i:end]))
+    return make_report(args, time.perf_counter() - start, [])
+
+
+def make_report(args: argparse.Namespace, elapsed_s: float, metrics: list[Any]) -> dict[str, Any]:
+    num, num_in, num_out = len(args.prompts), sum(map(len, args.prompts)), sum(args.output_lens)
+    report = {"engine": args.engine, "workload": args.workload, "model": args.model_name, "device": args.device,
+              "elapsed_s": round(elapsed_s, 3), "requests": num, "prompt_tokens": num_in, "output_tokens": num_out,
+              "requests_per_second": round(num / elapsed_s, 3),
+              "output_tokens_per_second": round(num_out / elapsed_s, 2),
+              "total_tokens_per_second": round((num_in + num_out) / elapsed_s, 2)}  # fmt: skip
+    for name in ("ttft", "tpot"):
+        if values := [value for one in metrics if (value := getattr(one, name)) is not None]:
+            report[name + "_s"] = {f"p{p}": round(float(np.percentile(values, p)), 5) for p in (50, 90, 99)}
+    return report
 
 
 if __name__ == "__main__":

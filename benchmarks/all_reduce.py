@@ -1,10 +1,11 @@
-"""How long an all-reduce takes: ranks as processes of one thread each, through Gloo and through shared memory.
+"""Measure all-reduce between ranks (processes of one thread each), through Gloo and through shared memory.
 
     python -m benchmarks.all_reduce
     python -m benchmarks.all_reduce --ranks 2 --kilobytes 64 --dtype float32
 
-Medians in microseconds on rank 0, taken in turns. `memcpy` copies a tensor of the same size once, on all ranks at the
-same time: an all-reduce in shared memory copies its tensor once, then reads those of all ranks and writes their sum.
+Prints medians in microseconds on rank 0, measured in turns. `memcpy` copies a tensor of the same size once, on all
+ranks at the same time. An all-reduce in shared memory copies its tensor once, then reads the tensors of all ranks and
+writes their sum.
 """
 
 import argparse
@@ -97,7 +98,7 @@ def run_rank(args: argparse.Namespace, rank: int, size: int, fd: int, folder: Pa
 
 
 def time_calls(function: Operation, x: torch.Tensor, count: int) -> list[float]:
-    """Microseconds of each call but the first, for which the ranks wait for each other."""
+    """Return the microseconds of each call except the first, in which the ranks wait for each other."""
     times = []
     for _ in range(count + 1):
         start = time.perf_counter()

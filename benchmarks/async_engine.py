@@ -1,11 +1,11 @@
-"""The cost of sharing an engine with an event loop: how late the loop answers, and how fast streams are.
+"""Measure an engine that shares a process with an event loop: how late the loop runs, and how fast streams are.
 
     python -m benchmarks.async_engine                  # 200 streams of the bundled model
     python -m benchmarks.async_engine --json out.json
 
-Three things are measured in one process, in turns, and the medians of the turns are shown: streams offline
-(`LLM.stream`), the same streams through `AsyncLLM`, and how late the event loop is meanwhile. `late` is the time
-between the moment when a task of the loop is due and the moment when it runs, sampled every 2 ms.
+One process measures three things in turns, and prints the medians: streams offline (`LLM.stream`), the same streams
+through `AsyncLLM`, and how late the event loop is meanwhile. `late` is the time between the moment when a task of the
+loop is due and the moment when it runs, sampled every 2 ms.
 """
 
 import argparse
@@ -49,14 +49,14 @@ def main() -> None:
 
 
 def stream_offline(llm: LLM, prompts: list[str], params: SamplingParams) -> float:
-    """Tokens per second."""
+    """Return the tokens per second."""
     start = time.perf_counter()
     outputs = [output for output in llm.stream(prompts, params) if output.finished]
     return num_tokens(outputs) / (time.perf_counter() - start)
 
 
 async def stream_shared(llm: AsyncLLM, prompts: list[str], params: SamplingParams) -> tuple[float, list[float]]:
-    """Tokens per second, and how late the loop was, in ms: median, 99th percentile, maximum."""
+    """Return the tokens per second, and how late the loop was in ms: median, 99th percentile, maximum."""
 
     async def consume(prompt: str) -> list:
         return [output async for output in llm.generate(prompt, params) if output.finished]

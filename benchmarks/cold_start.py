@@ -1,11 +1,11 @@
-"""From the start of the process to the first token, part by part, as `python example.py` goes through it.
+"""Measure each part of the time from the start of the process to the first token, as `python example.py` runs.
 
     python -m benchmarks.cold_start
     python -m benchmarks.cold_start --model path/or/hub-id --repeats 5 --json out.json
     python -m benchmarks.cold_start --serve          # of `nanovllm serve`, as a client sees it
 
-Each run is a process of its own. The first has an empty cache folder, so that it compiles the CPU kernels (`first
-ever`); the others find them. Prints medians in seconds.
+Each run is a separate process. The first has an empty cache folder, so it compiles the CPU kernels (`first ever`); the
+others find them in the cache. Prints medians in seconds.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, cache: str) -> dict[str, float]:
 
 
 def run_server(args: argparse.Namespace, cache: str) -> dict[str, float]:
-    """Seconds from the start of `nanovllm serve` to the first token of a streamed answer."""
+    """Return the seconds from the start of `nanovllm serve` to the first token of a streamed answer."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -99,7 +99,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 
 def answers(port: int, any_status: bool = False) -> bool:
-    """Whether a server is there and has its model; with `any_status`, whether a server is there."""
+    """Return whether a server answers and has loaded its model; with `any_status`, whether one answers."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
             return True
@@ -120,7 +120,7 @@ def read_first_token(port: int) -> None:
 
 
 def start(model: str, load_format: str, started_at: float) -> dict[str, float]:
-    """In a fresh process: seconds by part."""
+    """Return the seconds of each part, in a new process."""
     parts = {"Python itself": time.time() - started_at}
     last = time.perf_counter()
 

@@ -1,9 +1,9 @@
-"""What all benchmarks share: the work, the measures of serving, and a description of the machine.
+"""What all benchmarks share: workloads, figures of a run, and a description of the machine.
 
-The lengths of the named workloads are in `workloads.json`; token ids are drawn uniformly from 0 … 10000 with a fixed
-seed, and every request ignores the end token, so that all engines do exactly the same work.
+The lengths of workloads W and W2 are in `bench.py`. Token ids are drawn uniformly from 0 to 10,000 with a fixed seed,
+and every request ignores the end-of-sequence token, so that all engines do exactly the same work.
 
-Imports nothing of nanovllm, and besides torch only what torch brings: other engines run in environments of their own.
+This file imports nothing of nanovllm, because other engines run in environments of their own.
 """
 
 import importlib.metadata
@@ -21,17 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench import WORKLOADS
 from benchmarks.layer_shapes import ExpertShape, LatentShape
 
 FOLDER = Path(__file__).parent
-QWEN3_06B = FOLDER / "configs" / "qwen3-0.6b"  # only config.json: the shape, to be filled with dummy weights
+QWEN3_06B = FOLDER / "configs" / "qwen3-0.6b"  # only a config.json; the weights are random
 MAX_TOKEN_ID = 10_000
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a config.json decides how much work a model is."""
+    """The fields of a config.json that determine how much work a model is."""
 
     hidden_size: int
     intermediate_size: int
@@ -60,9 +61,9 @@ class ModelShape:
 
     @property
     def body_params(self) -> int:
-        """Weights of the layers' matrix products that one token goes through: q, k, v, o; gate, up, down.
+        """The weights that the layers' matrix products (q, k, v, o; gate, up, down) use for one token.
 
-        Of experts, those of a single token: tokens of a batch may all go through the same ones.
+        Of a mixture of experts, only the experts of one token count: all tokens of a batch may use the same experts.
         """
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         if self.latents is not None:
@@ -78,8 +79,9 @@ class ModelShape:
 
     @property
     def attention_flops_per_pair(self) -> int:
-        """One token attending to one: a product of head_dim for its score, and one for its value, in each head."""
-        if self.latents is not None:  # by the shorter way, with keys and values of each head
+        """FLOPs of one token that attends to one token: in each head, head_dim products for its score and for its
+        value."""
+        if self.latents is not None:  # with keys and values of each head, which takes fewer FLOPs
             return self.num_layers * self.num_heads * 2 * self.latents.values_per_head
         return self.num_layers * self.num_heads * 2 * 2 * self.head_dim
 
@@ -91,9 +93,9 @@ class ModelShape:
 
 
 def find_model(name: str, with_weights: bool) -> Path:
-    """The folder `name`; of a hub id, one with what is needed of it. ValueError if there is neither.
+    """Return the folder `name`, or download the needed files of the hub id `name`. ValueError if there is neither.
 
-    Does without nanovllm, which other engines' environments may lack the packages for.
+    Works without nanovllm, because other engines' environments may lack its dependencies.
     """
     if Path(name).is_dir():
         read_config(Path(name))
@@ -105,11 +107,11 @@ def find_model(name: str, with_weights: bool) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=files))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ValueError(f"--model {name!r} is neither a folder here nor to be had from the hub: {error}") from error
+        raise ValueError(f"--model {name!r} is not a folder and not available from the hub: {error}") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A model folder's config.json."""
+    """Read the config.json of a model's folder."""
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"--model must be a folder with a config.json, got {str(folder)!r}")
@@ -117,7 +119,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def resolve_dtype_name(dtype: str, folder: Path) -> str:
-    """`auto` is the dtype that config.json names."""
+    """Return the name of a dtype; `auto` is the dtype in config.json."""
     raw = read_config(folder)
     name = raw.get("dtype", raw.get("torch_dtype", "float32")) if dtype == "auto" else dtype
     if name not in DTYPE_BYTES:
@@ -126,7 +128,7 @@ def resolve_dtype_name(dtype: str, folder: Path) -> str:
 
 
 def resolve_device_name(device: str) -> str:
-    """`auto` is CUDA where there is one; whether the machine has another device is for the engine to say."""
+    """Return `cuda` or `cpu` for `auto`, and any other name as it is: the engine checks it."""
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -134,7 +136,7 @@ def resolve_device_name(device: str) -> str:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests by their token ids and how many tokens each is to generate."""
+    """Prompts as token ids, and the number of tokens that each request generates."""
 
     name: str
     prompts: list[list[int]]
@@ -149,21 +151,32 @@ class Workload:
         return sum(self.output_lens)
 
     def first(self, num_requests: int) -> "Workload":
-        """Only the first requests, under a name that says so."""
+        """Return the first requests as a workload with a name of its own."""
         name = f"{self.name}, the first {num_requests}"
         return Workload(name, self.prompts[:num_requests], self.output_lens[:num_requests])
 
 
 def named_workload(name: str, vocab_size: int) -> Workload:
-    """`offline`, `W`, `W2` or `W3` of workloads.json."""
-    spec = json.loads((FOLDER / "workloads.json").read_text(encoding="utf-8"))[name]
-    return make_workload(name, spec["prompt_lens"], spec["output_lens"], vocab_size, spec.get("shared_prefix_len", 0))
+    """Return one of these workloads:
+
+    offline: the usual offline benchmark, 256 requests of 100 to 1,024 tokens in and out
+    W: 32 requests for a CPU
+    W2: one request, which measures latency
+    W3: 32 requests that share their first 512 tokens
+    """
+    if name == "offline":
+        rng = random.Random(0)  # as in nano-vllm's bench.py, which draws each prompt after its length
+        prompt_lens = [len([rng.randint(0, MAX_TOKEN_ID) for _ in range(rng.randint(100, 1024))]) for _ in range(256)]
+        return make_workload(name, prompt_lens, [rng.randint(100, 1024) for _ in range(256)], vocab_size, 0)
+    if name == "W3":
+        return make_workload(name, [528] * 32, [32] * 32, vocab_size, 512)
+    return make_workload(name, *WORKLOADS[name], vocab_size, 0)
 
 
 def random_workload(
     num_requests: int, input_range: tuple[int, int], output_range: tuple[int, int], seed: int, vocab_size: int
 ) -> Workload:
-    """Lengths drawn uniformly from inclusive ranges."""
+    """Draw the lengths uniformly from (minimum, maximum), both included."""
     rng = random.Random(seed)
     prompt_lens = [rng.randint(*input_range) for _ in range(num_requests)]
     output_lens = [rng.randint(*output_range) for _ in range(num_requests)]
@@ -173,6 +186,7 @@ def random_workload(
 def make_workload(
     name: str, prompt_lens: list[int], output_lens: list[int], vocab_size: int, shared_len: int, seed: int = 0
 ) -> Workload:
+    """Draw the token ids; the first `shared_len` are the same in all prompts."""
     rng = random.Random(seed)
     top = min(MAX_TOKEN_ID, vocab_size - 1)
     shared = [rng.randint(0, top) for _ in range(shared_len)]
@@ -182,7 +196,7 @@ def make_workload(
 
 @dataclass(frozen=True)
 class Measurement:
-    """One timed run; times in seconds from its start, at which all requests arrive."""
+    """One timed run. All requests arrive at its start, and times are in seconds from there."""
 
     engine: str
     elapsed_s: float
@@ -192,10 +206,10 @@ class Measurement:
     ttfts_s: list[float]
     tpots_s: list[float]
     peak_memory_bytes: int
-    details: dict[str, object] = field(default_factory=dict)  # what only one engine can tell
+    details: dict[str, object] = field(default_factory=dict)  # figures that only one engine has
 
     def report(self) -> dict[str, object]:
-        """Flat figures, as they are printed and written as JSON."""
+        """Return the figures that are printed and written as JSON."""
         return {
             "engine": self.engine,
             "elapsed_s": round(self.elapsed_s, 3),
@@ -217,9 +231,9 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def peak_memory_bytes(device: str) -> int:
-    """On CUDA the most that tensors took; on CPU the most that this process and its children had in memory.
+    """Return the peak memory of tensors on CUDA, or the peak memory of this process and its children on a CPU.
 
-    The children's peaks are added up, whether or not they were reached at the same time.
+    The sum of the processes' peaks counts, even if they were not reached at the same time.
     """
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated()
@@ -228,14 +242,14 @@ def peak_memory_bytes(device: str) -> int:
 
 
 def children_peak_bytes() -> int:
-    """Peak memory of this process's living descendants, by Linux; some engines compute in a process of their own."""
+    """Return the peak memory of this process's living descendants on Linux; some engines compute in such a process."""
     parents: dict[int, int] = {}
     peaks: dict[int, int] = {}
     for file in Path("/proc").glob("[0-9]*/status"):
         try:
             fields = dict(line.split(":", 1) for line in file.read_text(encoding="utf-8").splitlines() if ":" in line)
         except OSError:
-            continue  # it ended while we looked
+            continue  # the process has ended meanwhile
         pid = int(file.parent.name)
         parents[pid] = int(fields["PPid"])
         peaks[pid] = int(fields.get("VmHWM", "0 kB").split()[0]) * 1024  # kernel threads have none
@@ -246,7 +260,7 @@ def children_peak_bytes() -> int:
 
 
 def describe_machine(device: str, packages: tuple[str, ...] = ()) -> dict[str, object]:
-    """Hardware, versions and commit that belong beside every figure; `packages` are the engine's."""
+    """Return the hardware, versions and commit to report with the figures; `packages` are those of the engine."""
     return {
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else cpu_name(),
         "cpu_threads": torch.get_num_threads(),
@@ -261,7 +275,7 @@ def describe_machine(device: str, packages: tuple[str, ...] = ()) -> dict[str, o
 
 
 def read_commit() -> str:
-    """The short hash; `unknown` without git, or in a copy that it knows nothing of."""
+    """Return the short hash, or `unknown` without git or outside a repository."""
     try:
         result = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=FOLDER)
     except OSError:
@@ -281,13 +295,13 @@ def cpu_name() -> str:
 
 
 def cpu_bfloat16() -> list[str]:
-    """Which bfloat16 instructions the CPU says it has."""
+    """Return which bfloat16 instructions the CPU has."""
     flags = cpu_info("flags").split()
     return [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags]
 
 
 def cpu_info(field: str) -> str:
-    """What Linux says of the first CPU; empty elsewhere."""
+    """Return a field of /proc/cpuinfo for the first CPU; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,12 +1,13 @@
-"""Engines side by side on a CPU: the three workloads, in turns, and the ratio of each pair of runs.
+"""Compare engines on a CPU: three workloads, served by the engines in turns, and the ratio of each pair of runs.
 
     python -m benchmarks.cpu --engines nanovllm vllm --python vllm=/path/to/its/python --repeats 3 --json out.json
     python -m benchmarks.cpu --engines hf llamacpp --python llamacpp=… --workloads W2 --env llamacpp:OMP_NUM_THREADS=2
 
-Each run is a process of its own, `bench.py`; the order alternates (A B, B A, …), so that whatever slows the machine for
-a while slows both. The ratio is the median of the paired ratios, which a slow spell moves less than a ratio of medians.
-Where others use the machine, a run waits for them, a while at most, and is repeated if they come back meanwhile; how
-much they used goes into the JSON.
+Each run is a process, `benchmarks.offline`, with the interpreter of the engine's environment (cpu_peers.md describes
+these). The order alternates (A B, B A, …), so that a disturbance of the machine slows both engines. The reported ratio
+is the median of the paired ratios, which a disturbance changes less than a ratio of medians. If other processes use the
+machine, a run waits for them for a limited time, and is repeated if they disturb it. The JSON has the CPU time used by
+others.
 """
 
 import argparse
@@ -30,7 +31,7 @@ QUIET_CORES = 0.15  # in cores: a run counts as undisturbed while other processe
 
 @dataclass
 class Plan:
-    """How each engine is run."""
+    """How to run each engine: interpreter, environment variables, arguments of `benchmarks.offline`."""
 
     engines: list[str]
     pythons: dict[str, str]
@@ -42,11 +43,11 @@ class Plan:
     def command(self, engine: str, workload: str, report: Path) -> list[str]:
         python = self.pythons.get(engine, sys.executable)
         options = ["--engine", engine_name(engine), "--workload", workload, "--json", str(report)]
-        return [python, "bench.py", *options, *self.bench_args.get(engine, [])]
+        return [python, "-m", "benchmarks.offline", *options, *self.bench_args.get(engine, [])]
 
 
 def engine_name(engine: str) -> str:
-    """`vllm@default` is vllm, under a label of its own: the same engine in different settings."""
+    """Return the name without its label: `vllm@default` is vllm, measured with settings of its own."""
     return engine.partition("@")[0]
 
 
@@ -64,29 +65,29 @@ def main() -> None:
         for workload in args.workloads:
             for engine in plan.engines if repeat % 2 == 0 else plan.engines[::-1]:
                 runs.append(run_undisturbed(plan, engine, workload, repeat))
-                if args.json:  # after every run, so that an interrupted series is not lost
+                if args.json:  # after every run, so that an interrupted series keeps its results
                     write_results(args.json, plan, runs)
     print(format_table(plan.engines, runs))
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Engines side by side on a CPU.")
+    parser = argparse.ArgumentParser(description="Compare engines on a CPU.")
     parser.add_argument(
-        "--engines", nargs="+", required=True, help="of bench.py; NAME@LABEL for several settings of one"
+        "--engines", nargs="+", required=True, help="of benchmarks.offline; NAME@LABEL for several settings of one"
     )
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write all runs and the summary to this file")
     parser.add_argument("--quiet-timeout", type=float, default=60.0, metavar="S",
-                        help="wait so long at most for other work on the machine to end (default: 60)")  # fmt: skip
+                        help="how long to wait for other work on the machine to end (default: 60)")  # fmt: skip
     parser.add_argument("--retries", type=int, default=2, metavar="N",
-                        help="how often to repeat a run that others disturbed (default: 2)")  # fmt: skip
+                        help="how often to repeat a disturbed run (default: 2)")  # fmt: skip
     pair = parser.add_argument_group("per engine; may be repeated")
     pair.add_argument("--python", type=parse_python, action="append", default=[], metavar="ENGINE=PATH",
                       help="its interpreter (default: this one)")  # fmt: skip
     pair.add_argument("--env", type=parse_env, action="append", default=[], metavar="ENGINE:NAME=VALUE")
     pair.add_argument("--arg", type=parse_arg, action="append", default=[], metavar="ENGINE:ARG",
-                      help="further argument for bench.py, such as vllm:--enforce-eager")  # fmt: skip
+                      help="argument for benchmarks.offline, such as vllm:--enforce-eager")  # fmt: skip
     args = parser.parse_args()
     if args.repeats < 1:
         parser.error(f"--repeats must be >= 1, got {args.repeats}")
@@ -114,7 +115,7 @@ def split(text: str, separator: str, form: str) -> tuple[str, str]:
 
 
 def run_undisturbed(plan: Plan, engine: str, workload: str, repeat: int) -> dict[str, Any]:
-    """The first undisturbed run; after too many tries, the least disturbed one."""
+    """Return the first undisturbed run or, after too many tries, the least disturbed one."""
     tries: list[dict[str, Any]] = []
     while len(tries) <= plan.retries and (not tries or tries[-1]["cores_used_by_others"] > QUIET_CORES):
         tries.append(run_once(plan, engine, workload, repeat))
@@ -122,7 +123,7 @@ def run_undisturbed(plan: Plan, engine: str, workload: str, repeat: int) -> dict
 
 
 def run_once(plan: Plan, engine: str, workload: str, repeat: int) -> dict[str, Any]:
-    """One bench.py; its report, with the label, the repeat and how much others used the machine meanwhile."""
+    """Run `benchmarks.offline`. Return its report with the label, the repeat and the cores used by others."""
     wait_until_quiet(plan.quiet_timeout_s)
     with tempfile.TemporaryDirectory() as folder:
         report, log = Path(folder) / "report.json", Path(folder) / "log.txt"
@@ -141,25 +142,25 @@ def run_once(plan: Plan, engine: str, workload: str, repeat: int) -> dict[str, A
 
 
 def watch_others(process: subprocess.Popen[bytes]) -> float:
-    """Until the process ends: the cores that were busy with anything but it and its descendants, on average."""
+    """Wait for the process. Return how many cores, on average, were busy with other processes than its family."""
     start, busy = time.monotonic(), cpu_seconds()
     own: dict[int, float] = {}
     while process.poll() is None:
-        own |= family_cpu_seconds(process.pid)  # again and again, for what ends takes its count along
+        own |= family_cpu_seconds(process.pid)  # repeatedly, because a process that has ended is no longer listed
         time.sleep(0.5)
     elapsed = time.monotonic() - start
     return round(max(cpu_seconds() - busy - sum(own.values()), 0.0) / elapsed, 2)
 
 
 def family_cpu_seconds(root: int) -> dict[int, float]:
-    """By process id, for the process and its descendants; empty where Linux does not tell."""
+    """Return the CPU seconds of a process and its descendants, by process id; empty on other systems than Linux."""
     parents: dict[int, int] = {}
     seconds: dict[int, float] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = file.read_text(encoding="utf-8").rpartition(")")[2].split()  # the name before may hold anything
+            fields = file.read_text(encoding="utf-8").rpartition(")")[2].split()  # a name may contain spaces
         except OSError:
-            continue  # it ended while we looked
+            continue  # the process has ended meanwhile
         pid = int(file.parent.name)
         parents[pid] = int(fields[1])
         seconds[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -176,14 +177,14 @@ def wait_until_quiet(timeout_s: float) -> None:
 
 
 def busy_cores(seconds: float) -> float:
-    """Cores in use over the next seconds, by Linux's count; 0 where it does not tell."""
+    """Return the cores in use over the next seconds; 0 on other systems than Linux."""
     before = cpu_seconds()
     time.sleep(seconds)
     return (cpu_seconds() - before) / seconds
 
 
 def cpu_seconds() -> float:
-    """Time that all cores together have been busy since boot, stolen time included."""
+    """Return the seconds that all cores together have been busy since boot, stolen time included."""
     try:
         ticks = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
     except OSError:
@@ -192,7 +193,7 @@ def cpu_seconds() -> float:
 
 
 def summarize(engines: list[str], runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Per workload: each engine's median speed and share of the roofline, and the paired ratios' medians."""
+    """Return, by workload, the median and the range of each engine's speed, and the medians of the paired ratios."""
     summary: dict[str, dict[str, Any]] = {}
     for workload in dict.fromkeys(run["workload"] for run in runs):
         speeds = {engine: speeds_by_repeat(runs, engine, workload) for engine in engines}
@@ -211,7 +212,7 @@ def speeds_by_repeat(runs: list[dict[str, Any]], engine: str, workload: str) -> 
 
 
 def format_table(engines: list[str], runs: list[dict[str, Any]]) -> str:
-    """Markdown: output tokens/s, median of all repeats with the lowest and the highest, and the ratios."""
+    """Return a Markdown table: median, lowest and highest output tokens/s of each engine, and the ratios."""
     summary = summarize(engines, runs)
     pairs = list(dict.fromkeys(pair for row in summary.values() for pair in row["ratio"]))
     lines = ["| workload | " + " | ".join([*engines, *pairs]) + " |", "|---" * (1 + len(engines) + len(pairs)) + "|"]
@@ -223,7 +224,7 @@ def format_table(engines: list[str], runs: list[dict[str, Any]]) -> str:
 
 
 def write_results(path: Path, plan: Plan, runs: list[dict[str, Any]]) -> None:
-    """All runs as bench.py reported them, which has hardware, versions and commit, with settings and the summary."""
+    """Write all reports, which have hardware, versions and commit, with the settings and the summary."""
     settings = {
         engine: {"env": plan.environments.get(engine, {}), "args": plan.bench_args.get(engine, [])}
         for engine in plan.engines

@@ -1,12 +1,13 @@
-"""Ways to compute the two heavy parts of a decode step on CPU, side by side: products with weights, and attention.
+"""Compare ways to compute the two heavy parts of a decode step on a CPU: products with weights, and attention.
 
     python -m benchmarks.cpu_kernels
     pip install numba && python -m benchmarks.cpu_kernels      # with a kernel in Numba too
 
-All products of one step of Qwen3-0.6B's shape (28 layers and the logits), for several batch sizes: `F.linear`, which
-reorders bfloat16 weights at every call; oneDNN with weights reordered once; and `extras/kernels/cpu/cpu.c`. And one layer's
-paged attention: PyTorch's gather and `scaled_dot_product_attention`, the same under `torch.compile`, a kernel in Numba
-whose blocks are head-major, and `extras/kernels/cpu/cpu.c`. The contenders take turns; prints the median milliseconds of each.
+The products are those of one step of Qwen3-0.6B's shape (28 layers and the logits), for several batch sizes:
+`F.linear`, which reorders bfloat16 weights at every call; oneDNN with weights reordered once; and
+`extras/kernels/cpu/cpu.c`. Paged attention of one layer is computed by PyTorch's gather and
+`scaled_dot_product_attention`, by the same under `torch.compile`, by a kernel in Numba whose blocks are head-major, and
+by `extras/kernels/cpu/cpu.c`. They run in turns. Prints the median milliseconds of each.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from nanovllm.layers.attention import AttentionMetadata, TorchAttention, attend_
 LAYER_SHAPES = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]  # outputs, inputs
 HEAD_SHAPE = (151_936, 1024)
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 28, 16, 8, 128, 16
-NUM_CACHED_LAYERS = 8  # whose attention is timed
+NUM_CACHED_LAYERS = 8  # the layers whose attention is timed
 
 Contender = Callable[[], Any]
 
@@ -72,7 +73,7 @@ def race(contenders: dict[str, Contender], repeats: int) -> dict[str, float]:
 
 
 def make_products(batches: list[int], _: int, dtype: torch.dtype) -> Any:
-    """All of a step's weights, three times: as they are, as oneDNN packs them, and as `cpu.c` does."""
+    """Return the products with all weights of a step: unpacked, packed by oneDNN, and packed for `cpu.c`."""
     shapes = LAYER_SHAPES * NUM_LAYERS + [HEAD_SHAPE]
     widths = {num_inputs for _, num_inputs in shapes}
     weights = [torch.randn(shape).mul_(0.02).to(dtype) for shape in shapes]

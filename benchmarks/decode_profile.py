@@ -1,12 +1,12 @@
-"""Where each millisecond of a decode step on CPU goes, beside the least that the machine could take for it.
+"""Measure each part of a decode step on a CPU, and compare it with the minimum time on this machine.
 
     python -m benchmarks.decode_profile
     python -m benchmarks.decode_profile --num-seqs 1 8 32 --context-len 300 --png docs/images/cpu_decode_step.png
 
-The model has the shape of Qwen3-0.6B and dummy weights. Clocks are read around the layers of an engine's steps, whose
-decoder layers are called part by part here, not in one call as usual (`extras/kernels/cpu/cpu_decoder_layer.py`);
-the bound of each part is what it has to read at the measured bandwidth, or its arithmetic at the measured rate of
-matrix products, whichever takes longer (see roofline.py).
+The model has the shape of Qwen3-0.6B and random weights. Clocks are read around the layers of an engine's steps. Here
+each part of a decoder layer is called by itself, not all in one call as usual
+(`extras/kernels/cpu/cpu_decoder_layer.py`). The bound of a part is the time to read its bytes at the measured
+bandwidth, or the time of its arithmetic at the measured rate of matrix products, whichever is longer (see roofline.py).
 """
 
 import argparse
@@ -61,14 +61,14 @@ def main() -> None:
 
 
 class Clock:
-    """Adds up the seconds that pass in each part of the steps."""
+    """Adds up the seconds of each part of the steps."""
 
     def __init__(self, llm: LLM) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         runner = llm.engine.runner
         model: Any = runner.model
         for name, module in model.named_modules():
-            if isinstance(module, CpuDecoderLayer):  # its parts one by one, or there would be nothing to watch
+            if isinstance(module, CpuDecoderLayer):  # call its parts one by one, to measure each
                 module.forward = module.layer.forward  # type: ignore[method-assign]
             leaf = name.rpartition(".")[2]
             if leaf in PROJECTIONS or leaf == "attention":
@@ -81,7 +81,7 @@ class Clock:
         self.watch(llm.engine, "step", "step")
 
     def watch(self, owner: object, method: str, part: str) -> None:
-        """From now on, what this object's method takes counts as this part."""
+        """Count the time of this object's method as this part."""
         setattr(owner, method, self.timed(part, getattr(owner, method)))
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,7 +94,7 @@ class Clock:
         return wrapped
 
     def read(self) -> dict[str, float]:
-        """Milliseconds by part since the last reading."""
+        """Return the milliseconds of each part since the last call."""
         s = self.seconds
         parts = {part: s[part] for part in PARTS if part in s}
         parts["rest of the model"] = s["model"] - sum(parts.values()) + s["lm_head"]
@@ -105,7 +105,7 @@ class Clock:
 
 
 def measure(llm: LLM, clock: Clock, num_seqs: int, context_len: int, num_steps: int) -> dict[str, float]:
-    """Median milliseconds by part over steps in which all sequences decode, around `context_len` tokens each."""
+    """Return the median milliseconds of each part when all sequences decode with about `context_len` tokens."""
     start = context_len - num_steps // 2
     params = SamplingParams(temperature=0, max_tokens=num_steps + 2, ignore_eos=True)
     for i in range(num_seqs):

@@ -1,9 +1,9 @@
-"""A folder with Qwen3-0.6B's config.json and a tokenizer as large as its own, for servers that load dummy weights.
+"""Make a folder with Qwen3-0.6B's config.json and a tokenizer of the same size, for servers with dummy weights.
 
     python -m benchmarks.dummy_checkpoint FOLDER
 
-The tokens are the bytes and what up to three printable characters make, 151,643 of them: what it costs to make text of
-tokens is then as it is with the real tokenizer, and nothing is downloaded.
+The tokens are the 256 bytes and combinations of up to three printable characters, 151,643 in all. So detokenization
+costs as much as with the real tokenizer, and nothing is downloaded.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""The accuracy that an fp8 KV cache costs, on the bundled model, which knows its answers by heart.
+"""Measure the accuracy of an fp8 KV cache on the bundled model, which has memorised its answers.
 
     python -m benchmarks.fp8_accuracy [--backend triton] [--dtype bfloat16] [--json out.json]
 
-Each question of its corpus is answered greedily, once with a cache in the model's dtype and once in fp8: how many
-answers are the same to the last token? Then one and the same answer is judged with both caches and in float32: how far
-off are the log-probabilities of the five likeliest tokens at each position? The answers being known by heart, four of
-these five are unlikely, and their logits are where an error shows.
+Each question of its corpus is answered greedily, with a cache in the model's dtype and with one in fp8. How many
+answers are the same to the last token? Then the same answer is computed with both caches and in float32. How large is
+the error of the log-probabilities of the five likeliest tokens at each position? Because the model has memorised the
+answers, four of these five tokens are unlikely, and an error shows in their logits.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def answer(llm: LLM, chats: list[Any]) -> list[RequestOutput]:
 
 
 def judge(llm: LLM, texts: list[list[int]], num_prompt_tokens: list[int], num_likeliest: int) -> list[dict[int, float]]:
-    """At every position of every answer, given the tokens before it: the likeliest tokens' log-probabilities."""
+    """Return the log-probabilities of the likeliest tokens at every position, given the tokens before it."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=num_likeliest)
     positions = []
     for output, start in zip(llm.generate(texts, params, use_tqdm=False), num_prompt_tokens, strict=True):
@@ -79,7 +79,7 @@ def judge(llm: LLM, texts: list[list[int]], num_prompt_tokens: list[int], num_li
 
 
 def differences(exact: list[dict[int, float]], other: list[dict[int, float]]) -> list[float]:
-    """Log-probabilities in `other` less those in `exact`; `other` has more tokens, so that hardly one is missing."""
+    """Return the log-probabilities in `other` minus those in `exact`; `other` has more tokens, so few are missing."""
     return [
         other_position[token_id] - logprob
         for position, other_position in zip(exact, other, strict=True)

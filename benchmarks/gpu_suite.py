@@ -1,14 +1,14 @@
-"""Tests, benchmarks and profiles of this engine on a GPU, in one command.
+"""Run the tests, benchmarks and profiles of this engine on a GPU with one command.
 
     python -m benchmarks.gpu_suite
-    python -m benchmarks.gpu_suite --only offline profile   # stages or single jobs, such as offline/graphs
-    python -m benchmarks.gpu_suite --again tests            # what has a result already; without a name everything
+    python -m benchmarks.gpu_suite --only offline profile   # groups of jobs, or single jobs
+    python -m benchmarks.gpu_suite --again tests            # jobs that have a result; without a name all
     python -m benchmarks.gpu_suite --device cpu --rehearse --output-dir /tmp/x   # all of the code, without a GPU
 
-Writes `<gpu>-<date>.json` in `benchmarks/results`, after each job, and a table in Markdown beside it. A second call on
-the same GPU and day, with the same code, runs what has no result yet. A job is a process of its own with a time limit
-(`benchmarks/gpu/jobs.py` lists them); one that fails or hangs is recorded with its last words, and the rest goes on.
-Exits with 1 if any failed.
+After each job it writes `<gpu>-<date>.json` to `benchmarks/results`, and a table in Markdown to the same folder. A
+second call on the same GPU and day, with the same code, runs the jobs that have no result yet. A job is a separate
+process with a time limit (`benchmarks/gpu/jobs.py` lists the jobs). If a job fails or hangs, its last output is
+recorded and the next job starts. Exits with 1 if any job failed.
 """
 
 import argparse
@@ -62,11 +62,11 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Test, measure and profile this engine on a GPU.")
-    parser.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="stages, or jobs such as offline/graphs")
-    parser.add_argument("--again", nargs="*", metavar="STAGE", help="repeat what is done; without names all of it")
-    parser.add_argument("--budget-s", type=float, default=560, help="what has not begun by then is skipped (560)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="groups of jobs, or single jobs")
+    parser.add_argument("--again", nargs="*", metavar="STAGE", help="repeat jobs that are done; without names all jobs")
+    parser.add_argument("--budget-s", type=float, default=560, help="skip jobs that have not begun by then (560)")
     parser.add_argument("--output-dir", type=Path, help="for everything (default: benchmarks/results, docs/images)")
-    parser.add_argument("--commit", help="name of the code, where there is no git to ask")
+    parser.add_argument("--commit", help="name of the version, if there is no git")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--rehearse", action="store_true", help="run all of the code on a CPU, with little work")
     args = parser.parse_args()
@@ -79,12 +79,12 @@ def parse_args() -> argparse.Namespace:
 
 
 def begin(path: Path, identity: dict[str, str], is_rehearsal: bool, commit: str) -> Results:
-    """What an earlier call on the same GPU and day with the same code has left, or nothing yet."""
+    """Return the results of an earlier call with the same GPU, day and code, or empty results."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(path.read_text(encoding="utf-8"))
         if found.get("identity") == identity:
             return found
-        print(f"{path} is of other code, and is begun anew")
+        print(f"{path} is the result of other code, and is replaced")
     date = identity["date"]
     return {
         "rehearsal": is_rehearsal,
@@ -97,7 +97,7 @@ def begin(path: Path, identity: dict[str, str], is_rehearsal: bool, commit: str)
 
 
 def choose(jobs: list[Job], results: Results, only: list[str], again: list[str] | None) -> list[Job]:
-    """Those to run now: asked for, and without a result or to be repeated; pictures are drawn anew of what is new."""
+    """Return the selected jobs that have no result or must be repeated, and the picture if any other job runs."""
     wanted = [job for job in jobs if not only or is_named(job, only)]
     repeated = [] if again is None else [job for job in wanted if not again or is_named(job, again)]
     chosen = [job for job in wanted if job in repeated or results["jobs"].get(job.name, {}).get("status") != "ok"]
@@ -194,7 +194,7 @@ class Suite:
         return filled
 
     def write(self) -> None:
-        """All at once, so that the file is whole whatever happens meanwhile; with the figures at fixed places."""
+        """Replace the file in one step, so that it is always complete."""
         self.results |= self.results["jobs"].get("machine", {}).get("figures", {})
         self.results["offline"] = best_offline(self.results)
         unfinished = self.path.with_suffix(".tmp")
@@ -208,7 +208,7 @@ class Suite:
 
 
 def run_process(command: list[str], limit_s: float, log: Path) -> dict[str, Any]:
-    """Python with these arguments, for so long at most: status, seconds and, if it did not go well, its last words."""
+    """Run Python with a time limit. Return the status, the seconds and, if it failed, the end of its output."""
     start = time.monotonic()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     with log.open("wb") as file:
@@ -239,7 +239,7 @@ def run_process(command: list[str], limit_s: float, log: Path) -> dict[str, Any]
 
 
 def finish(results: Results, path: Path, jobs: list[Job]) -> None:
-    """Say what came of it, and exit with 1 if any job failed."""
+    """Print the status of each job, and exit with 1 if any failed."""
     by_status: dict[str, list[str]] = {}
     for job in jobs:
         by_status.setdefault(results["jobs"].get(job.name, {}).get("status", "not run"), []).append(job.name)

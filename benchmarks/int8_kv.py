@@ -1,9 +1,9 @@
-"""Attention of one decode step on CPU, with K and V in 16 and in 8 bits, side by side.
+"""Compare attention of one decode step on a CPU with K and V in 16 and in 8 bits.
 
     python -m benchmarks.int8_kv [--contexts 1024 8192 32768] [--batch 1] [--json out.json]
 
-All 28 layers of Qwen3-0.6B's shape, each with a cache of its own: the new token's K and V are stored, and its queries
-attend to all tokens. The contenders take turns; prints the median milliseconds of each, and the GB/s that it reads.
+All 28 layers of Qwen3-0.6B's shape have a cache. Each layer stores the new token's K and V, and its queries attend to
+all tokens. The two formats run in turns. Prints the median milliseconds of each, and the GB/s that it reads.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def decodes(batch: int, context: int) -> AttentionMetadata:
-    """`batch` sequences that decode token number `context`; their blocks lie in any order, after the null block."""
+    """Return `batch` sequences that decode token number `context`, with blocks in random order after the null block."""
     num_blocks = -(-context // BLOCK_SIZE)
     order = torch.randperm(batch * num_blocks, generator=torch.Generator().manual_seed(0)) + 1
     tables = order.view(batch, num_blocks).int()

@@ -1,8 +1,7 @@
-"""The rest of a decoder layer on a GPU: the small kernels beside PyTorch's, and the matrix products.
+"""Measure the rest of a decoder layer on a GPU: small kernels, compared with PyTorch's, and matrix products.
 
-A part of `benchmarks.kernels`, which times and prints. Each kernel is checked against PyTorch's layers before it is
-timed, and stands beside the same layers run as they are (`eager`) and by `torch.compile`. Counted are the bytes that
-must move: every input and output once.
+`benchmarks.kernels` calls this file. Each kernel is checked against PyTorch's layers before it is timed, and compared
+with the same layers run eagerly (`eager`) and by `torch.compile`. The bytes are those of each input and output, once.
 """
 
 import sys
@@ -37,7 +36,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Contest:
-    """One kernel, what PyTorch does in its place, and the bytes that both must move; both return a tensor."""
+    """One kernel, the PyTorch code that it replaces, and the bytes that both move; both return a tensor."""
 
     kernel: Callable[[], torch.Tensor]
     pytorch: Callable[..., torch.Tensor]
@@ -78,7 +77,7 @@ def time_compiled(contest: Contest, seconds: Timer) -> float | str:
     try:
         function = compiled(contest.pytorch)
         return round(seconds(lambda: function(*contest.inputs)) * 1e6, 2)
-    except Exception as error:  # whatever it cannot compile here, the other figures stand
+    except Exception as error:  # report the other figures even if this one does not compile
         print(f"torch.compile: {type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
         return "-"
 
@@ -142,7 +141,7 @@ def norm_rotary_store(shape: Shape, num_tokens: int, dtype: torch.dtype, device:
 
 @dataclass(frozen=True)
 class Ways:
-    """Ways to compute a product: by itself, its neighbours in launches of their own, and all in one launch."""
+    """A product by itself, with its neighbours in separate launches, and all in one launch."""
 
     alone: Callable[[], torch.Tensor]
     separate: Callable[[], torch.Tensor]
@@ -175,7 +174,7 @@ def gated_product(x: torch.Tensor, weight: torch.Tensor) -> Ways:
 
 
 def added_product(x: torch.Tensor, weight: torch.Tensor) -> Ways:
-    """The residual is added by the last step of PyTorch's product too, so that nothing is left to do separately."""
+    """Add the residual in the last step of PyTorch's product as well, so that no separate launch remains."""
     from nanovllm.extras.kernels.cuda import few_tokens
 
     residual, fused_residual = x.new_zeros(2, len(x), len(weight))
@@ -196,7 +195,7 @@ def measure_products(
 ) -> Iterator[dict[str, Any]]:
     """Few tokens wait for the weights, which are read once: their share of `bandwidth`, in bytes per second, counts.
 
-    For as few as `few_tokens.py` takes, its way stands beside the same with PyTorch's product.
+    For as few as `few_tokens.py` takes, its way is compared with the same with PyTorch's product.
     """
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     products: dict[str, tuple[int, int, Callable[..., Ways]]] = {  # name: (inputs, outputs, ways)

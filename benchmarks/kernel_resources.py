@@ -1,14 +1,14 @@
-"""What the Triton kernels take of a GPU: registers, spills and shared memory, found by compiling them without one.
+"""Find the GPU resources of the Triton kernels (registers, spills, shared memory) by compiling them without a GPU.
 
     python -m benchmarks.kernel_resources [--arch 80 86 89 90 100 120] [--quick] [--json]
     python -m benchmarks.kernel_resources --table --write     # benchmarks/results/kernel-resources.json
 
-The table holds one row for each kernel as Qwen3-8B launches it in bfloat16, by GPU. The sweep of the tests compares it
-with what the kernels compile to: whoever changes a kernel sees what it costs, and writes the table anew.
+The table has one row for each kernel as Qwen3-8B launches it in bfloat16, by GPU. The slow tests compare it with the
+compiled kernels. After a change of a kernel, write the table again, and its diff shows the cost of the change.
 
-Triton compiles for any target, and the machine code says what came out. A spill is a value that found no register and
-goes through memory: a few bytes before a loop are nothing, hundreds in one are slow. Shared memory and registers decide
-how many programs fit a multiprocessor at a time (the last column).
+Triton compiles for any target, and the machine code shows the resources. A spill is a value that is in memory because
+no register was free: a few bytes before a loop do not matter, hundreds of bytes in a loop are slow. Shared memory and
+registers determine how many programs fit on a multiprocessor at the same time (the last column).
 """
 
 import argparse
@@ -65,7 +65,7 @@ POINTERS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel (a name in `BUILDS`), and what it is compiled for. A size is 0 where the kernel knows no such thing.
+    """One kernel (a name in `BUILDS`), and what it is compiled for. A size is 0 if the kernel does not use it.
 
     `num_columns` is the length of a row of activations.
     """
@@ -98,7 +98,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Build:
-    """What a launch of `kernel` tells Triton. Pointers that `pointers` does not name, without `_ptr`, are to int32."""
+    """Return the argument types of a launch. Pointers that `pointers` does not name (without `_ptr`) are to int32."""
 
     kernel: Any
     pointers: dict[str, str]
@@ -390,7 +390,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="only the specialisations that differ most")
     parser.add_argument("--once", action="store_true", help="only one specialisation of each kernel")
     parser.add_argument("--table", action="store_true", help="only the rows of the table")
-    parser.add_argument("--write", action="store_true", help="the table, as a file")
+    parser.add_argument("--write", action="store_true", help="write the table to its file")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if not args.json:

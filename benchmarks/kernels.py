@@ -1,12 +1,12 @@
-"""The speed of a layer's parts on this GPU: prefill in operations per second, all others in bytes per second.
+"""Measure the parts of a layer on this GPU: prefill in operations per second, all others in bytes per second.
 
     python -m benchmarks.kernels [--parts attention layers] [--output results.json] [--fp8] [--sweep]
 
-A decode reads all K and V once and computes little, so what it can reach is the speed of memory, which is measured
-first, as a copy; a prefill can reach that of the tensor cores. Before anything is timed, its output is checked against
-a float32 reference. Each call is recorded in a CUDA graph, so that launching it costs the host nothing, and replayed
-with a cold L2 cache. `--sweep` tries what `nanovllm/extras/kernels/cuda/kernel_launch.py` decides. `kernel_layers.py` measures what
-is around attention in a layer.
+A decode reads all K and V once and computes little, so its limit is the speed of memory, which is measured first, as a
+copy. The limit of a prefill is the speed of the tensor cores. The output of each kernel is checked against a float32
+reference before it is timed. Each call is recorded in a CUDA graph, so that the host's launches cost nothing, and
+replayed with a cold L2 cache. `--sweep` tries alternatives to the choices of
+`nanovllm/extras/kernels/cuda/kernel_launch.py`. `kernel_layers.py` measures the rest of a layer.
 """
 
 import argparse
@@ -43,7 +43,7 @@ SWEPT_DECODES, SWEPT_PREFILLS = ((1, 4096), (1, 32768), (32, 1024), (256, 1024))
 
 
 def make_step(backend: AttentionBackend, lens: list[tuple[int, int]], is_decode: bool, dtype: torch.dtype) -> Any:
-    """Sequences of (new, computed) tokens, blocks anywhere: q, the cache and the metadata that `attend` takes."""
+    """Return q, the cache and the metadata for sequences of (new, computed) tokens whose blocks are in random order."""
     size = backend.block_size
     seq_lens = [new + computed for new, computed in lens]
     num_blocks = [-(-seq_len // size) for seq_len in seq_lens]
@@ -83,7 +83,7 @@ def make_step(backend: AttentionBackend, lens: list[tuple[int, int]], is_decode:
 
 
 def check(backend: AttentionBackend, step: Any, out: torch.Tensor) -> None:
-    """The last token of the first and of the last sequence, in float32."""
+    """Compute the last token of the first and of the last sequence in float32."""
     group = backend.num_heads // backend.num_kv_heads
     last_rows = list(itertools.accumulate(new for new, _ in step.lens))
     for i in {0, len(step.lens) - 1}:
@@ -98,7 +98,7 @@ def check(backend: AttentionBackend, step: Any, out: torch.Tensor) -> None:
 
 
 def seconds(function: Callable[[], object]) -> float:
-    """Median time of one call, as a graph, with nothing of its data in the L2 cache."""
+    """Return the median time of one call, replayed as a graph with none of its data in the L2 cache."""
     from triton.testing import do_bench
 
     function()  # compiles
@@ -110,7 +110,7 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of a copy that does not fit the L2 cache."""
+    """Return the bytes per second, read and written, of a copy that does not fit the L2 cache."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * source.numel() / seconds(lambda: target.copy_(source))
@@ -218,7 +218,7 @@ def sweep(backend: Any, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measure(args: argparse.Namespace, bandwidth: float) -> Iterator[tuple[str, dict[str, list[dict[str, Any]]]]]:
-    """What was measured, and its tables."""
+    """Return the measurements and their tables."""
     for name, backend in make_backends(args).items() if "attention" in args.parts else ():
         if args.sweep and name.startswith("triton"):
             yield name, {"sweep": list(sweep(backend, args))}

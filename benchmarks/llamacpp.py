@@ -1,8 +1,8 @@
-"""llama.cpp at a workload: its decode loop driven as its server does, on a GGUF file of dummy weights.
+"""Serve a workload with llama.cpp: its decode loop, driven as its server does, on a GGUF file of random weights.
 
-Every request is a sequence of one context. Each step takes one token of each sequence that generates, then fills the
-batch up with tokens of prompts in order of arrival; a prefix that all prompts share is computed once and copied, which
-llama.cpp does by reference; the likeliest token is chosen here. Called by peers.py; needs llama-cpp-python and gguf.
+Every request is a sequence of one context. A step takes one token of each sequence that generates, then fills the batch
+with prompt tokens in order of arrival. A prefix that all prompts share is computed once, and llama.cpp shares it by
+reference. This file takes the most likely token. peers.py calls it; it needs llama-cpp-python and gguf.
 """
 
 import argparse
@@ -41,7 +41,7 @@ QUANTISED = {"int8": ("Q8_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0), "int4": ("Q4_0
 
 @dataclass
 class Request:
-    """A sequence and how far it has come; `times` has the clock at each generated token."""
+    """A sequence and its progress; `times` has the time of each generated token."""
 
     prompt: list[int]
     output_len: int
@@ -56,7 +56,7 @@ class Request:
 
 
 def serve(workload: Workload, args: argparse.Namespace) -> tuple[float, list[list[float]]]:
-    """Seconds for all, and for each request when each of its tokens was there."""
+    """Return the seconds for all requests and, for each request, the times at which its tokens arrived."""
     lens = [len(p) + n for p, n in zip(workload.prompts, workload.output_lens, strict=True)]
     shared_len = 0 if args.no_prefix_caching else shared_prefix_len(workload.prompts)
     num_seqs = min(len(lens), args.max_num_seqs, MAX_SEQS)
@@ -103,7 +103,7 @@ class Context:
         llama_cpp.llama_memory_clear(self.memory, False)
 
     def run(self, requests: list[Request], shared_len: int) -> None:
-        """All requests to their ends; the tokens of the first `shared_len` positions are computed once."""
+        """Serve all requests; the first `shared_len` positions, which they share, are computed once."""
         waiting = deque(requests)
         free = deque(range(self.num_seqs))
         running: list[Request] = []
@@ -117,12 +117,12 @@ class Context:
             self.step(running)
             for request in [r for r in running if len(r.times) == r.output_len]:
                 running.remove(request)
-                if waiting:  # else nobody needs the room
+                if waiting:  # otherwise no request needs its memory
                     llama_cpp.llama_memory_seq_rm(self.memory, request.seq_id, -1, -1)
                     free.append(request.seq_id)
 
     def compute_shared(self, requests: list[Request], shared_len: int) -> None:
-        """The prefix as sequence 0, for the other sequences to refer to."""
+        """Compute the prefix as sequence 0, and let the other sequences refer to it."""
         if len(requests) > self.num_seqs:
             raise ValueError(f"a shared prefix needs a sequence per request: {len(requests)} > {self.num_seqs}")
         prefix = requests[0].prompt
@@ -134,7 +134,7 @@ class Context:
                 llama_cpp.llama_memory_seq_cp(self.memory, 0, seq_id, 0, shared_len)
 
     def step(self, running: list[Request]) -> None:
-        """One token for each sequence that generates, then prompts while there is room in the batch."""
+        """Compute one token of each sequence that generates, then prompt tokens until the batch is full."""
         tokens: list[tuple[int, int, int, bool]] = []
         sampled: list[tuple[int, Request]] = []
         for request in sorted(running, key=lambda r: not r.is_prefilled):
@@ -155,7 +155,7 @@ class Context:
             request.times.append(now)
 
     def decode(self, tokens: list[tuple[int, int, int, bool]]) -> None:
-        """Token ids with their positions, sequences, and whether scores are wanted."""
+        """Run llama.cpp on (token id, position, sequence, whether its logits are needed)."""
         batch = self.batch
         batch.n_tokens = len(tokens)
         for i, (token, position, seq_id, wants_logits) in enumerate(tokens):
@@ -170,7 +170,7 @@ class Context:
 
 @llama_cpp.llama_log_callback
 def silent(level: int, text: bytes, user_data: Any) -> None:
-    """Only errors are printed."""
+    """Print only errors."""
     if level == 4:
         print(text.decode(errors="replace"), end="")
 
@@ -180,19 +180,19 @@ def round_up(num_tokens: int) -> int:
 
 
 def dummy_gguf(folder: Path, dtype: str, seed: int) -> Path:
-    """A GGUF file of the model's shape with random weights: written at first, found again later."""
+    """Return a GGUF file of the model's shape with random weights, written at the first call and kept."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "nanovllm-dummy-gguf"
     path = cache / f"{folder.name}-{dtype}-{seed}.gguf"
     if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")  # never leave half a file under the final name
+        part = path.with_suffix(f".{os.getpid()}.part")  # an interrupted run must not look finished
         write_dummy_gguf(part, folder, dtype, seed)
         part.replace(path)
     return path
 
 
 def quantised_gguf(path: Path, quantization: str) -> Path:
-    """The same weights as llama.cpp's own command quantises them; Q4_0 has six bits for the tied embedding."""
+    """Quantise the file as llama.cpp's own command does. Q4_0 stores the tied embedding in six bits."""
     if quantization not in QUANTISED:
         raise ValueError(f"--engine llamacpp has --quantization {' and '.join(QUANTISED)}, got {quantization!r}")
     name, kind = QUANTISED[quantization]
@@ -208,7 +208,7 @@ def quantised_gguf(path: Path, quantization: str) -> Path:
 
 
 def write_dummy_gguf(path: Path, folder: Path, dtype: str, seed: int) -> None:
-    """Like a converted Qwen3: matrices in `dtype`, norms in float32, embedding and head tied, no tokenizer."""
+    """Write a file like that of a converted Qwen3: matrices in `dtype`, norms in float32, a tied head, no tokenizer."""
     shape, raw = ModelShape.from_folder(folder), read_config(folder)
     if not raw.get("tie_word_embeddings"):
         raise ValueError("--engine llamacpp writes dummy weights for models with tied embeddings only")
@@ -240,7 +240,7 @@ def write_dummy_gguf(path: Path, folder: Path, dtype: str, seed: int) -> None:
 
 
 def tensor_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """GGUF's names of a Qwen3's weights; rows are outputs."""
+    """Return the shapes of a Qwen3's weights by their GGUF names; rows are outputs."""
     hidden, wide = shape.hidden_size, shape.intermediate_size
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     layer: dict[str, tuple[int, ...]] = {

@@ -1,11 +1,11 @@
-"""Short prompts behind a very long one: their time to first token, with and without a cap on what one prompt gets.
+"""Measure the TTFT of short prompts behind a very long one, with and without a limit on the long prompt's chunks.
 
     python -m benchmarks.long_prefill
 
-One prompt of 32,768 tokens arrives, and short ones right after it. Without `long_prefill_token_threshold` the long one
-takes each step's whole budget until it is computed; with it, the short ones are prefilled beside it, for a somewhat
-later first token of the long one. A model of two layers with dummy weights (`configs/qwen3-2layers`), so that the whole
-takes a minute on a CPU.
+One prompt of 32,768 tokens arrives, followed by short ones. Without `long_prefill_token_threshold` the long prompt
+takes the whole budget of each step until it is computed. With it, the short prompts are prefilled in the same steps,
+and the first token of the long prompt comes somewhat later. The model has two layers and random weights
+(`configs/qwen3-2layers`), so that the benchmark takes a minute on a CPU.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure(engine: LLMEngine, args: argparse.Namespace) -> tuple[float, float]:
-    """(TTFT of the long prompt, median TTFT of the short ones) in seconds."""
+    """Return (TTFT of the long prompt, median TTFT of the short prompts) in seconds."""
     params = SamplingParams(temperature=0, max_tokens=1)
     engine.add_request("warm-up", [1] * args.short_len, params)
     while engine.has_unfinished_requests():

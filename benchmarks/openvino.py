@@ -1,7 +1,7 @@
-"""OpenVINO GenAI at a workload: its continuous batching over a paged KV cache, on a model of dummy weights.
+"""Serve a workload with OpenVINO GenAI: its continuous batching over a paged KV cache, on a model of random weights.
 
-The shape's random weights are exported by optimum-intel, which makes them 8 or 4 bits too, and kept for the next run.
-Called by peers.py; needs openvino-genai, optimum-intel, nncf and transformers.
+optimum-intel exports the model, also in 8 or 4 bits, and the result is kept for later runs. peers.py calls this file,
+which needs openvino-genai, optimum-intel, nncf and transformers.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.common import Workload, resolve_dtype_name
 
-SCHEDULER_OPTIONS = {"cache_size": 4, "dynamic_split_fuse": True}  # GB of KV cache; prompts in chunks beside decodes
+SCHEDULER_OPTIONS = {"cache_size": 4, "dynamic_split_fuse": True}  # GB of KV cache; chunked prefill
 WEIGHTS = {
     None: {"load_in_8bit": False},
     "int8": {"quantization_config": OVWeightQuantizationConfig(bits=8)},
@@ -29,7 +29,7 @@ WEIGHTS = {
 
 
 def serve(workload: Workload, args: argparse.Namespace) -> tuple[float, list[list[float]]]:
-    """Seconds for all, and for each request when each of its tokens was there."""
+    """Return the seconds for all requests and, for each request, the times at which its tokens arrived."""
     folder = dummy_model(args.model, resolve_dtype_name(args.dtype, args.model), args.quantization, args.seed)
     scheduler = openvino_genai.SchedulerConfig()
     given = {"max_num_seqs": args.max_num_seqs, "enable_prefix_caching": not args.no_prefix_caching}
@@ -41,13 +41,13 @@ def serve(workload: Workload, args: argparse.Namespace) -> tuple[float, list[lis
         setattr(scheduler, name, value)
     threads = {"INFERENCE_NUM_THREADS": torch.get_num_threads()}
     pipeline = openvino_genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", threads)
-    others = [prompt[::-1] for prompt in workload.prompts[:2]]  # of which the prefix cache is of no use later
+    others = [prompt[::-1] for prompt in workload.prompts[:2]]  # the prefix cache must not have the timed prompts
     run(pipeline, others, [4] * len(others))  # warm-up
     return run(pipeline, workload.prompts, workload.output_lens)
 
 
 def run(pipeline: Any, prompts: list[list[int]], output_lens: list[int]) -> tuple[float, list[list[float]]]:
-    """All requests at once, to their ends."""
+    """Add all requests at once, and run until all are finished."""
     start = time.perf_counter()
     handles = [
         pipeline.add_request(i, openvino.Tensor(np.array([prompt], dtype=np.int64)), greedy(num_tokens))
@@ -66,13 +66,13 @@ def run(pipeline: Any, prompts: list[list[int]], output_lens: list[int]) -> tupl
 def greedy(num_tokens: int) -> Any:
     config = openvino_genai.GenerationConfig()
     config.max_new_tokens, config.do_sample = num_tokens, False
-    config.set_eos_token_id(0)  # it must have one, which is then ignored
+    config.set_eos_token_id(0)  # one is required, and then ignored
     config.ignore_eos = True
     return config
 
 
 def dummy_model(folder: Path, dtype: str, quantization: str | None, seed: int) -> Path:
-    """OpenVINO's form of the model's shape with random weights: made at first, found again later."""
+    """Return a model of random weights in OpenVINO's format, made at the first call and kept."""
     if quantization not in WEIGHTS:
         raise ValueError(f"--engine openvino has --quantization int8 and int4, got {quantization!r}")
     cache = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir())) / "nanovllm-dummy-openvino"
@@ -80,7 +80,7 @@ def dummy_model(folder: Path, dtype: str, quantization: str | None, seed: int) -
     if not path.exists():
         torch.manual_seed(seed)
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as parts:  # never leave half a model under the final name
+        with tempfile.TemporaryDirectory(dir=cache) as parts:  # an interrupted run must not look finished
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=getattr(torch, dtype))
             model.save_pretrained(f"{parts}/plain")
             exported = OVModelForCausalLM.from_pretrained(

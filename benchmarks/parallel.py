@@ -1,10 +1,10 @@
-"""Tensor parallelism on a CPU: what a step's message costs, and N processes against one process with N threads.
+"""Measure tensor parallelism on a CPU: the cost of a step's message, and N processes compared with N threads.
 
     python -m benchmarks.parallel                    # the message of a step of 256 decodes
-    python -m benchmarks.parallel --turns 3          # and the workload W of bench.py, in turns
+    python -m benchmarks.parallel --turns 3          # and workload W, in turns
 
-In each turn `bench.py` runs the workload twice: in one process with N threads, and in N ranks with one thread each. A
-ratio above 1 means that the ranks are faster. `python -m benchmarks.all_reduce` times the collectives.
+In each turn `benchmarks.offline` runs the workload twice: in one process with N threads, and in N ranks with one thread
+each. A ratio above 1 means that the ranks are faster. `python -m benchmarks.all_reduce` times the collectives.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measure_message(num_seqs: int, context_len: int, num_rounds: int = 200) -> dict[str, Any]:
-    """Medians in microseconds: to pack it, and until another process has unpacked it and said so."""
+    """Return medians in microseconds: to pack the message, and until another process has unpacked and confirmed it."""
     batch = decodes(num_seqs, context_len)
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "benchmarks.parallel", "--answer", str(theirs.fileno())]
@@ -105,7 +105,7 @@ def answer(peer: socket.socket) -> None:
 
 
 def run_turn(args: argparse.Namespace) -> dict[str, float]:
-    """Output tokens per second of both, and their ratio."""
+    """Return the output tokens per second of both, and their ratio."""
     threads = run_bench(args, ranks=1, threads=args.ranks)
     ranks = run_bench(args, ranks=args.ranks, threads=1)
     return {"threads": round(threads, 2), "ranks": round(ranks, 2), "ratio": round(ranks / threads, 3)}
@@ -114,8 +114,8 @@ def run_turn(args: argparse.Namespace) -> dict[str, float]:
 def run_bench(args: argparse.Namespace, ranks: int, threads: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
-        command = [sys.executable, "bench.py", "--workload", args.workload, "--no-roofline", "--json", str(file)]
-        command += ["--tensor-parallel-size", str(ranks)]
+        command = [sys.executable, "-m", "benchmarks.offline", "--workload", args.workload, "--json", str(file)]
+        command += ["--no-roofline", "--tensor-parallel-size", str(ranks)]
         if args.first:
             command += ["--first", str(args.first)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}

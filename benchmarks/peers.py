@@ -1,8 +1,9 @@
-"""Other engines at the same work: transformers, vLLM, llama.cpp, OpenVINO; each (workload, args, device) → Measurement.
+"""The same work through other engines: transformers, vLLM, llama.cpp and OpenVINO.
 
-bench.py calls them; each engine is imported only when it is asked for, because each may live in an environment of its
-own (cpu_peers.md tells how to make them). Whatever an engine can do to be fast is allowed, as long as every request
-gets exactly its tokens, nothing of the timed work is done in advance, and the prompts arrive as token ids.
+`benchmarks.offline` calls one function per engine, with (workload, args, device), and gets a `Measurement`. An engine
+is imported only when it is used, because each may have an environment of its own (cpu_peers.md describes them). All
+settings that make an engine fast are allowed, if every request gets exactly its tokens, no timed work is done before
+the clock starts, and the prompts arrive as token ids.
 """
 
 import argparse
@@ -16,11 +17,11 @@ import torch
 from benchmarks.common import Measurement, Workload, peak_memory_bytes, resolve_dtype_name
 
 Serve = Callable[[Workload, argparse.Namespace], tuple[float, list[list[float]]]]
-"""-> seconds for all, and for each request when each of its tokens was there"""
+"""Returns the seconds for all requests and, for each request, the times at which its tokens arrived."""
 
 
 def run_hf(workload: Workload, args: argparse.Namespace, device: str) -> Measurement:
-    """Batches in order of arrival, padded on the left, each until its longest request is done."""
+    """Serve batches in order of arrival, padded on the left, each until its longest request is finished."""
     model = load_hf(args, device)
     hf_generate(model, workload.prompts[:2], 4, device)  # warm-up
     ttfts: list[float] = []
@@ -32,7 +33,7 @@ def run_hf(workload: Workload, args: argparse.Namespace, device: str) -> Measure
         ttfts += [times[0] - start] * len(lens)
         tpots += [(times[n - 1] - times[0]) / (n - 1) for n in lens if n > 1]
     elapsed = time.perf_counter() - start
-    # What a batch generates beyond a request's length is of no use, and is not counted.
+    # A batch generates more tokens than its shorter requests need. They are not counted.
     return finished("hf", workload, elapsed, ttfts, tpots, device)
 
 
@@ -57,7 +58,7 @@ def load_hf(args: argparse.Namespace, device: str) -> Any:
 
 
 def hf_generate(model: Any, prompts: list[list[int]], num_tokens: int, device: str) -> list[float]:
-    """Greedy; returns the clock at each of the `num_tokens` steps."""
+    """Generate `num_tokens` tokens greedily, and return the time at each step."""
     longest = max(map(len, prompts))
     input_ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)  # [batch, longest]
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
@@ -67,7 +68,7 @@ def hf_generate(model: Any, prompts: list[list[int]], num_tokens: int, device: s
         if input_ids.is_cuda:
             torch.cuda.synchronize()
         times.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # nobody stops early
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # no request stops early
 
     with torch.inference_mode():
         model.generate(
@@ -83,7 +84,7 @@ def hf_generate(model: Any, prompts: list[list[int]], num_tokens: int, device: s
 
 
 def run_vllm(workload: Workload, args: argparse.Namespace, device: str) -> Measurement:
-    """`LLM.generate` with vLLM's own scheduling, prefix caching and compilation."""
+    """Call `LLM.generate`, with vLLM's own scheduling, prefix caching and compilation."""
     refuse_quantization("vllm", args)
     prepare_vllm(device)
     try:
@@ -101,7 +102,7 @@ def run_vllm(workload: Workload, args: argparse.Namespace, device: str) -> Measu
         enable_prefix_caching=not args.no_prefix_caching,
         enforce_eager=args.enforce_eager,
         seed=args.seed,
-        disable_log_stats=False,  # else outputs carry no times
+        disable_log_stats=False,  # otherwise outputs have no times
         **dict(args.engine_option),
     )
 
@@ -112,13 +113,13 @@ def run_vllm(workload: Workload, args: argparse.Namespace, device: str) -> Measu
 
     prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
     llm.generate(prompts[:2], greedy(4), use_tqdm=False)
-    if not llm.reset_prefix_cache():  # the warm-up must not have computed anything in advance
+    if not llm.reset_prefix_cache():  # nothing of the warm-up may be reused
         raise RuntimeError("vLLM did not empty its prefix cache after the warm-up")
     arrived, start = time.time(), time.perf_counter()
     outputs = llm.generate(prompts, [greedy(n) for n in workload.output_lens], use_tqdm=False)
     elapsed = time.perf_counter() - start
     generated = [len(output.outputs[0].token_ids) for output in outputs]
-    assert generated == workload.output_lens, "every request must do its whole work"
+    assert generated == workload.output_lens, "a request generated a different number of tokens"
     times = [output.metrics for output in outputs]
     ttfts = [t.arrival_time - arrived + t.first_token_latency for t in times]
     tpots = [(t.last_token_ts - t.first_token_ts) / (n - 1) for t, n in zip(times, generated, strict=True) if n > 1]
@@ -126,7 +127,7 @@ def run_vllm(workload: Workload, args: argparse.Namespace, device: str) -> Measu
 
 
 def run_llamacpp(workload: Workload, args: argparse.Namespace, device: str) -> Measurement:
-    """llama.cpp's decode loop, fed as its server does: see llamacpp.py."""
+    """Run llama.cpp's decode loop as its server does: see llamacpp.py."""
     try:
         from benchmarks.llamacpp import serve
     except ImportError as error:
@@ -135,7 +136,7 @@ def run_llamacpp(workload: Workload, args: argparse.Namespace, device: str) -> M
 
 
 def run_openvino(workload: Workload, args: argparse.Namespace, device: str) -> Measurement:
-    """OpenVINO GenAI's continuous batching: see openvino.py."""
+    """Run OpenVINO GenAI's continuous batching: see openvino.py."""
     try:
         from benchmarks.openvino import serve
     except ImportError as error:
@@ -147,7 +148,7 @@ def served(engine: str, serve: Serve, workload: Workload, args: argparse.Namespa
     if device != "cpu":
         raise ValueError(f"--engine {engine} runs on --device cpu only, got {device!r}")
     elapsed, token_times = serve(workload, args)
-    assert list(map(len, token_times)) == workload.output_lens, "every request must do its whole work"
+    assert list(map(len, token_times)) == workload.output_lens, "a request generated a different number of tokens"
     ttfts = [times[0] for times in token_times]
     tpots = [(times[-1] - times[0]) / (len(times) - 1) for times in token_times if len(times) > 1]
     return finished(engine, workload, elapsed, ttfts, tpots, device)
@@ -170,8 +171,8 @@ def finished(
 
 def missing(engine: str, packages: str) -> str:
     return (
-        f"--engine {engine} needs {packages}, which this Python does not have: run bench.py with the interpreter of an "
-        f"environment that has it, made as benchmarks/cpu_peers.md says"
+        f"--engine {engine} needs {packages}, which this Python does not have: run benchmarks.offline with the "
+        f"interpreter of an environment that has it; benchmarks/cpu_peers.md says how to make one"
     )
 
 
@@ -184,11 +185,11 @@ PACKAGES = {
     "llamacpp": ("llama-cpp-python",),
     "openvino": ("openvino", "openvino-genai", "nncf"),
 }
-"""Whose versions belong beside each engine's figures."""
+"""The packages of each engine whose versions are reported with its figures."""
 
 
 def prepare_vllm(device: str) -> None:
-    """What vLLM is told by environment variables, where the user has not set them."""
+    """Set vLLM's environment variables, except those that the user has set."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if device == "cpu":

@@ -1,10 +1,11 @@
-"""Preemption by swap against preemption by recompute: what it takes to get a sequence's K and V back.
+"""Compare preemption by swap with preemption by recomputation: the time until a sequence has its K and V again.
 
     python -m benchmarks.preemption
     python -m benchmarks.preemption --model benchmarks/configs/qwen3-0.6b --load-format dummy --context-len 256 1024
 
-Swap copies the blocks of a sequence to host memory and back; recompute runs its tokens through the model again. The
-first grows with the tokens, the second with tokens times parameters, and with the square of long contexts.
+Swap copies the blocks of a sequence to host memory and back. Recomputation runs the tokens through the model again. The
+time of a swap grows with the tokens; that of a recomputation grows with tokens times parameters, and with the square of
+long contexts.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def measure(engine: LLMEngine, context_len: int, rounds: int) -> tuple[float, float]:
-    """Median seconds: (both copies, the forward pass)."""
+    """Return median seconds: (both copies, the forward pass)."""
     blocks = range(1, -(-context_len // engine.parts.block_size) + 1)
     pairs = [(block, block - 1) for block in blocks]  # host blocks count from 0
     back = [(host, device) for device, host in pairs]

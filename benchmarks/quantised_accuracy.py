@@ -1,11 +1,10 @@
-"""What weights of 8 and 4 bits cost in accuracy, on the bundled model, beside bfloat16 and float32.
+"""Measure the accuracy of weights in 8 and 4 bits on the bundled model, compared with bfloat16 and float32.
 
     python -m benchmarks.quantised_accuracy [--settings int8 int4] [--text FILE] [--json out.json]
 
-Three things for each setting. How many questions are answered right, in wordings that training left out, and how many
-sums that it left out. How far log-probabilities are from those in float32, on a text that the model was not trained on:
-the five likeliest tokens of every position, all given the same tokens before it. And for how many positions the
-likeliest token is the same.
+Each setting has three results: how many questions, in wordings that are not in the training data, and how many sums are
+answered correctly; the error of the log-probabilities of the five likeliest tokens, compared with float32, at every
+position of a text that the model was not trained on; and at how many positions the likeliest token is the same.
 """
 
 import argparse
@@ -76,7 +75,7 @@ def num_right(llm: LLM, exchanges: list[tuple[str, str]]) -> int:
 
 
 def judge_text(llm: LLM, text: str, num_likeliest: int) -> list[dict[int, float]]:
-    """At every position but each window's first: the log-probabilities of the likeliest tokens."""
+    """Return the log-probabilities of the likeliest tokens at every position except the first of each window."""
     token_ids = llm.get_tokenizer().encode(text, verbose=False)  # longer than the model's context: no warning
     windows = [token_ids[start : start + WINDOW] for start in range(0, len(token_ids), WINDOW)]
     return judge(llm, windows, [1] * len(windows), num_likeliest)

@@ -1,14 +1,15 @@
-"""Products of one decode step on CPU with weights in 16, 8 and 4 bits, side by side; and whole requests.
+"""Compare the products of a decode step on a CPU with weights in 16, 8 and 4 bits; or whole requests.
 
     python -m benchmarks.quantised_products [--batch 1 8 32] [--json out.json]
     python -m benchmarks.quantised_products --batch --requests 15
 
-All products of one step of Qwen3-0.6B's shape (28 layers and the logits), for several numbers of rows. Logits have 8
-bits where the layers have 4. The contenders take turns; prints the median milliseconds of each, and the GB/s it reads.
+The products are those of one step of Qwen3-0.6B's shape (28 layers and the logits), for several numbers of rows. If the
+layers have 4 bits, the logits have 8. The formats run in turns. Prints the median milliseconds of each, and the GB/s
+that it reads.
 
---requests: engines of this shape, with dummy weights, serve one request each in turns, 64 tokens in and 64 out
-(workload W2). Where the memory's speed changes by the minute, requests that follow one another can be compared: prints
-the median of their ratios, and the range of the middle half.
+--requests: engines of this shape, with random weights, serve one request each in turns, 64 tokens in and 64 out
+(workload W2). Successive requests can be compared even if the speed of the memory changes within minutes. Prints the
+median of their ratios, and the range of the middle half.
 """
 
 import argparse
@@ -66,7 +67,7 @@ def race_products(batches: list[int], repeats: int) -> dict[str, Any]:
 
 
 def race_requests(count: int) -> dict[str, Any]:
-    """The first request of each engine is not counted."""
+    """Serve requests in turns. The first request of each engine is not counted."""
     options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "max_model_len": 128, "num_kv_blocks": 32}
     quantizations = {"bfloat16": None, "int8": "int8", "int4": "int4"}
     llms = {

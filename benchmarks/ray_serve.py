@@ -1,13 +1,13 @@
-"""What Ray Serve costs, and what replicas bring: the server alone beside `nanovllm serve --ray`, in turns.
+"""Measure Ray Serve and replicas: the server without Ray compared with `nanovllm serve --ray`, in turns.
 
     python -m benchmarks.ray_serve                          # one replica, two replicas, and one server, on two cores
     python -m benchmarks.ray_serve --part haproxy           # Serve's HAProxy in place of its proxy in Python
     python -m benchmarks.ray_serve --part intervals         # several intervals between the messages of a stream
     python -m benchmarks.ray_serve --part prefixes          # routing by prefix and by load: what is found in caches
 
-Each server is a process (with Ray, several) of the bundled model; those that are not asked use little. Loads are
-offered by `nanovllm bench serve` as in `benchmarks.serving`. Processor time is that of all processes of a server,
-Ray's own included, in microseconds for each output token, as Linux counts it.
+Each server is one process of the bundled model, or several processes with Ray. Idle servers use little CPU time.
+`nanovllm bench serve` sends the loads, as in `benchmarks.serving`. Processor time is that of all processes of a server,
+including Ray's own, in microseconds per output token, as Linux counts it.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def running(server: Server) -> Iterator[Running]:
-    """The server, which has answered `/health`."""
+    """Start the server, and wait until it answers `/health`."""
     command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", "--device", "cpu", "--disable-log-requests"]
     variables = {"OMP_NUM_THREADS": str(server.num_threads), "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT)}
     variables["RAY_SERVE_ENABLE_HA_PROXY"] = str(int(server.by_haproxy))
@@ -123,7 +123,7 @@ def read(log: Any) -> str:
 
 
 def load_runs(servers: dict[str, Running], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """At saturation, and at `args.rate`; A B, then B A."""
+    """Measure at saturation and at `args.rate`, in the order A B, then B A."""
     for one in servers.values():
         serving.measure(one.url, args, 8, seed=1000)
     runs = []
@@ -181,7 +181,7 @@ def figures(name: str, rate: str, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time so far, of a process and all below it that live."""
+    """Return the processor time of a process and its living descendants."""
     children: dict[int, list[int]] = {}
     seconds = {}
     for path in Path("/proc").glob("[0-9]*/stat"):

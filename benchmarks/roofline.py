@@ -1,17 +1,17 @@
-"""The roofline: the highest speed at which a machine could serve a workload. bench.py reports the fraction reached.
+"""The roofline: the highest speed at which a machine could serve a workload.
 
     python -m benchmarks.roofline                # this machine's rates, and the rooflines of W, W2 and W3
     python -m benchmarks.roofline --dtype float32
     python -m benchmarks.roofline --device cuda  # those of a GPU, and the roofline of the offline workload
 
-A lower bound on the time, from two rates that are measured right here, under two idealizations: arithmetic runs at the
-rate of the best matrix product, memory is read at the rate of the best streaming read, and the two overlap perfectly;
-batching is perfect too, with all requests in every step from the first on. What is counted is only what no exact
-engine can avoid: a prefix that all prompts share is computed once and read once per step, scores are computed only for
+The roofline is a lower bound on the time, computed from two rates that this file measures. It assumes that arithmetic
+runs at the rate of the best matrix product, that memory is read at the rate of the best streaming read, that the two
+overlap perfectly, and that all requests are in every step from the first on. Only work that every exact engine must do
+is counted: a prefix that all prompts share is computed once and read once per step, logits are computed only for
 positions that are sampled, and norms, activations, sampling and the writing of results cost nothing.
 
-The counting is pure (numbers in, numbers out) and knows nothing of devices. On a GPU the rate of memory is that of a
-copy, bytes read and written, which is what its memory can do at best.
+The counting depends only on its arguments, not on a device. On a GPU the rate of memory is that of a copy, which counts
+the bytes read and the bytes written. `benchmarks.offline` reports the fraction reached.
 """
 
 import argparse
@@ -43,7 +43,7 @@ Kinds = tuple[str, Any, str]
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine can do, measured or given."""
+    """The rates of a machine, measured or given."""
 
     read_bytes_per_s: float
     gemm_flops_per_s: float
@@ -51,7 +51,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The least seconds that a workload takes, and what they consist of."""
+    """The minimum time of a workload, and its parts."""
 
     prefill_s: float
     decode_s: float
@@ -164,7 +164,7 @@ def workload_roofline(shape: ModelShape, workload: Workload, kinds: Kinds, rates
 def report_roofline(
     shape: ModelShape, workload: Workload, kinds: Kinds, rates: Rates, elapsed_s: float
 ) -> dict[str, object]:
-    """Flat figures for bench.py's report: the fraction reached, and what the bound consists of."""
+    """Return figures for the report: the fraction reached, and the parts of the bound."""
     bound = workload_roofline(shape, workload, kinds, rates)
     figures = {name: round(value, 4) if isinstance(value, float) else value for name, value in asdict(bound).items()}
     return {
@@ -174,7 +174,7 @@ def report_roofline(
 
 
 def measure_rates(dtype: str, device: str = "cpu") -> Rates:
-    """This machine's CPU, with as many threads as torch uses, or its GPU; under three seconds."""
+    """Measure the CPU, with as many threads as torch uses, or the GPU, in less than three seconds."""
     if device.startswith("cuda"):
         return Rates(measure_cuda_copy_bandwidth(device), measure_cuda_gemm_rate(dtype, device))
     return Rates(measure_read_bandwidth(), measure_gemm_rate(dtype))

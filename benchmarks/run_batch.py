@@ -1,12 +1,13 @@
-"""A batch with Ray and without: rows and tokens a second, in turns, on the bundled model.
+"""Measure a batch with and without Ray: rows and tokens per second, in turns, on the bundled model.
 
     python -m benchmarks.run_batch                     # 3,000 rows, 3 turns, two replicas; needs the extra `ray`
     python -m benchmarks.run_batch --json out.json
 
-Each turn runs the command four times, in processes of their own: one engine with all cores without Ray, then
-`--replicas N`, each with few rows and with all. `whole` is all rows over the whole time of the command, with imports,
-models and Ray's start. `running` leaves the start out: the rows that one run has more, over the time that it takes
-longer. (Ray writes parts late, and several at once, so their times say nothing.) The machine must be idle.
+Each turn runs the command four times, as separate processes: one engine with all cores and without Ray, then
+`--replicas N`, each with few rows and with all rows. `whole` is all rows divided by the whole time of the command, with
+imports, models and Ray's start. `running` excludes the start: it is the difference of the rows of two runs divided by
+the difference of their times. (Ray writes parts late, and several at once, so the times of the parts are not used.) The
+machine must be idle.
 """
 
 import argparse

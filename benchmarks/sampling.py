@@ -1,13 +1,14 @@
-"""What choosing tokens costs, and that a feature costs nothing where no request uses it.
+"""Measure the cost of sampling, and show that a feature costs nothing if no request uses it.
 
     python -m benchmarks.sampling
     python -m benchmarks.sampling --num-rows 256 --dtype bfloat16 --device cuda --json
 
-Each line samples the same logits for requests with other parameters; in the last, one with top_p is among greedy
-ones. Medians, measured alternately, beside the cost of `argmax` alone.
+Each line samples the same logits for requests with other parameters; in the last line, one request with top_p is among
+greedy ones. Prints medians, measured alternately, and the cost of `argmax` by itself.
 
-On CUDA, the Triton kernels stand beside it, as the GPU's own time: recorded in a CUDA graph and replayed with a cold L2
-cache. The least that any sampler needs is to read the logits once, at the speed of a copy; the share is of that.
+On CUDA the Triton kernels are measured too, as the GPU's own time: recorded in a CUDA graph and replayed with a cold L2
+cache. Every sampler must read the logits once; the share is that minimum time, at the speed of a copy, divided by the
+measured time.
 """
 
 import argparse
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def measure_calls(logits: torch.Tensor, rows: dict[str, list[SamplingParams]], rounds: int) -> dict[str, float]:
-    """Seconds of each kind of rows with PyTorch, as the host waits for them."""
+    """Return the seconds that the host waits for PyTorch, for each kind of rows."""
     calls: dict[str, Callable[[], object]] = {"argmax alone": lambda: logits.argmax(dim=-1)}
     calls |= {name: make_call(logits, params) for name, params in rows.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -98,14 +99,14 @@ def make_batch(logits: torch.Tensor, params: list[SamplingParams]) -> SamplingBa
 
 
 def make_call(logits: torch.Tensor, params: list[SamplingParams]) -> Callable[[], object]:
-    """Building the step's sampling tensors, and sampling: what a step pays."""
+    """Return a call that builds the step's sampling tensors and samples, as a step does."""
     return lambda: sample(logits, make_batch(logits, params), draw_in_torch)
 
 
 def measure_kernels(
     logits: torch.Tensor, rows: dict[str, list[SamplingParams]]
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """The same with the Triton kernels, without building the tensors, and how far it is from one read of the logits."""
+    """Yield the same for the Triton kernels, without building the tensors, and its ratio to one read of the logits."""
     from benchmarks.kernels import copy_bandwidth, seconds
     from nanovllm.extras.kernels.cuda.sample import sample_tokens
 

@@ -1,11 +1,11 @@
-"""Servers side by side: throughput at saturation, and latencies at half of that rate, in turns.
+"""Compare servers in turns: throughput at saturation, and latencies at half of that rate.
 
     python -m benchmarks.serving --server nanovllm=http://127.0.0.1:8000 --server vllm=http://127.0.0.1:8001 \\
         --repeats 3 --json out.json
 
-Start the servers first (cpu_peers.md tells how), all with the same model and on the same machine; those that are not
-asked use no processor. Loads are offered by `nanovllm bench serve`. The rate of the second part is half of the smallest
-saturation, the same for all servers. Ratios are medians of paired ones, the first server over each other.
+Start the servers first (see cpu_peers.md), all with the same model and on the same machine; idle servers use no CPU
+time. `nanovllm bench serve` sends the loads. The rate of the second part is half of the lowest saturation rate, the
+same for all servers. Ratios are medians of paired ratios, of the first server to each other server.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def version_of(url: str) -> str | None:
-    """As `GET /version` says, which nanovllm and vLLM have; None of a server without it."""
+    """Return the answer of `GET /version`, which nanovllm and vLLM have, or None."""
     try:
         with urllib.request.urlopen(f"{url}/version", timeout=10) as answer:
             return json.load(answer)["version"]
@@ -71,7 +71,7 @@ def half_of_slowest(runs: list[dict[str, Any]], names: list[str]) -> float:
 def load_in_turns(
     servers: dict[str, str], args: argparse.Namespace, first_seed: int, rate: str
 ) -> list[dict[str, Any]]:
-    """A B, B A, …: whatever slows the machine for a while slows both. The requests of a round are the same for all."""
+    """Measure in the order A B, B A, …, so that a disturbance slows both. A round has the same requests for all."""
     runs = []
     for repeat in range(args.repeats):
         names = list(servers) if repeat % 2 == 0 else list(servers)[::-1]

@@ -1,11 +1,11 @@
-"""The server's cost: the same streams through HTTP and offline, and the processor time of a streamed token.
+"""Measure the cost of serving: the same streams over HTTP and offline, and the processor time of a streamed token.
 
     python -m benchmarks.serving_cost                      # 200 streams of the bundled model
     python -m benchmarks.serving_cost --streams 50 --output-len 100 --json out.json
 
-Client and server share the machine, each a process of its own. Offline, `LLM.stream` does the same work in this
-process. Parts: the server's main thread, in which the event loop runs (HTTP, JSON, server-sent events); its other
-threads, of which one steps the engine and all compute; and the client. Their times are those that Linux counts.
+Client and server are separate processes on the same machine. Offline, `LLM.stream` does the same work in this process.
+The parts are the server's main thread, in which the event loop runs (HTTP, JSON, server-sent events); its other
+threads, of which one steps the engine and all compute; and the client. Linux counts their times.
 """
 
 import argparse
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what serving costs beside the same work offline.")
+    parser = argparse.ArgumentParser(description="Measure what serving costs compared with the same work offline.")
     parser.add_argument("--model", default=str(TINY_QWEN3))
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--input-len", type=int, default=32)

@@ -1,4 +1,4 @@
-"""Speculation by n-gram look-up against none, at one request: where the answer repeats what was asked, and where not.
+"""Compare single requests with and without speculation by n-gram look-up, for answers that repeat the prompt or not.
 
     python -m benchmarks.speculation
     python -m benchmarks.speculation --rounds 30 --num-speculative-tokens 5
@@ -10,9 +10,9 @@ The bundled model answers conversations of four kinds. The first two repeat text
     explanation     a long explanation, of 250 tokens at most
     fact            a short answer
 
-Both engines serve each request in turns, with nothing in the prefix cache, and prefill is part of the time. Rounds have
-the same steps; a request's time is the sum of each step's fastest round, so that other programs on the machine count
-little. Outputs must be the same tokens.
+Both engines serve each request in turns, with an empty prefix cache, and the time includes prefill. All rounds have the
+same steps. A request's time is the sum of each step's fastest round, so that other programs on the machine matter
+little. The outputs must be the same tokens.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Seconds of both engines, and what the one with drafts did in a round."""
+    """Return the seconds of both engines, and the statistics of the engine with drafts."""
 
     num_tokens: int
     plain_s: float
@@ -106,7 +106,7 @@ def answer_of(llm: LLM, messages: list[dict[str, str]]) -> str:
 
 
 def measure(plain: LLM, speculating: LLM, case: Case, rounds: int) -> Result:
-    """Raises AssertionError if drafts have changed a token."""
+    """Raise AssertionError if drafts have changed a token."""
     rounds_of: tuple[list[list[float]], list[list[float]]] = ([], [])
     answers: list[list[int]] = []
     before = speculating.get_stats()

@@ -1,10 +1,10 @@
-"""What a step costs besides the model: schedule, build_batch, update, and making outputs.
+"""Measure the cost of a step besides the model: schedule, build_batch, update, and making outputs.
 
     python -m benchmarks.step_overhead
     python -m benchmarks.step_overhead --num-seqs 256 1024 4096 --context-len 512 131072
 
 No model runs: a stand-in returns a token for each sequence. Prints the median over the steps in microseconds, for
-sequences that all decode. Outputs are measured apart, for requests that stream text and tokens at every step.
+sequences that all decode. Outputs are measured separately, for requests that stream text and tokens at every step.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def measure(num_seqs: int, context_len: int, block_size: int, num_steps: int) -> dict[str, float]:
-    """Medians in microseconds over `num_steps` steps in which all of `num_seqs` sequences decode."""
+    """Return medians in microseconds over `num_steps` steps in which all `num_seqs` sequences decode."""
     max_len = context_len + 2 * num_steps + 8
     blocks = BlockManager(num_seqs * -(-max_len // block_size), block_size)
     scheduler = Scheduler(blocks, num_seqs, max_num_batched_tokens=num_seqs * context_len, max_model_len=max_len)

@@ -1,12 +1,12 @@
-"""What the output of many streams costs a step: tokens become text, and text becomes outputs.
+"""Measure the cost of output per step for many streams: detokenization, and making outputs.
 
     python -m benchmarks.streaming
-    python -m benchmarks.streaming --against a6f8fb2 --json out.json   # beside another commit, alternately
+    python -m benchmarks.streaming --against a6f8fb2 --json out.json   # and another commit, in turns
 
-The bundled model runs; the figure is `StepOutput.output_time_s`, and the time in which a user reads the outputs, since
-some fields are made when they are read: the median over steps in which all requests decode and each gives an output
-with all of its text and tokens so far. `--against` unpacks another commit of this repository and
-measures it with this file, in turns with the working tree, so that both meet the same machine.
+The bundled model runs. The figure is `StepOutput.output_time_s` plus the time in which a user reads the outputs,
+because some fields are made when they are read. It is the median over steps in which all requests decode and each gives
+an output with its text and tokens so far. `--against` unpacks another commit of this repository and measures it with
+this file, in turns with the working tree, on the same machine.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""The cost of a recording: steps of decodes with and without one, in turns.
+"""Measure the cost of a recording: steps of decodes with and without one, in turns.
 
     python -m benchmarks.trace_overhead
     python -m benchmarks.trace_overhead --num-seqs 256 --rounds 40
 
-Two engines with the bundled model decode the same requests, and take turns of some steps, so that both meet the same
-machine. Prints the median time of a step of each, and what the recording adds. Without a recording there is no code to
-skip; "off again" is a second such engine, and shows how far apart two equal engines are.
+Two engines with the bundled model decode the same requests in turns of several steps. Prints the median time of a step
+of each, and the time that the recording adds. "off again" is a second engine without a recording, and shows the
+difference between two equal engines.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def measure(traces: dict[str, Path | None], num_seqs: int, rounds: int, num_step
 
 
 def start(trace: Path | None, num_seqs: int, max_tokens: int) -> LLM:
-    """An engine whose prompts are computed: from now on, all of its requests decode."""
+    """Return an engine whose prompts are computed, so that all of its requests decode."""
     llm = LLM(TINY_QWEN3, trace=trace, max_num_seqs=num_seqs, max_num_batched_tokens=num_seqs * 32)
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     for i in range(num_seqs):

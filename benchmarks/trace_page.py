@@ -1,12 +1,12 @@
-"""The page's time for a frame while a long recording is scrubbed, in headless Chromium.
+"""Measure the time per frame while a user scrubs through a long recording, in headless Chromium.
 
     python -m benchmarks.trace_page
     python -m benchmarks.trace_page --steps 2000 --blocks 5000 --html long.html
 
-A scheduler without a model is recorded for that many steps, over a pool of that many blocks. The page's slider is then
-moved once in each frame, by one step at a time, and to places far away. The time of a frame is that from one move to
-the next: to compute, lay out and paint the step, and to wait for the compositor. A frame that does not show its step is
-an error. Chromium waits for no screen. Needs the extra `browser`, and Chromium.
+A scheduler without a model is recorded for the given number of steps, with a pool of the given number of blocks. The
+page's slider is then moved once in each frame, by one step at a time, and to distant steps. The time of a frame is the
+time from one move to the next: computing, layout and painting of the step, and waiting for the compositor. A frame that
+does not show its step is an error. Chromium does not wait for a screen. Needs the extra `browser`, and Chromium.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def record(path: Path, num_steps: int, num_blocks: int, num_seqs: int) -> None:
-    """Requests come as others end, and share prefixes; the pool is too small for all of them."""
+    """Add requests as others end. They share prefixes, and the pool is too small for all of them."""
     recorder = Recorder(TraceFile(path, max_bytes=2**40))
     blocks = BlockManager(num_blocks, 16, observer=recorder)
     recorder.on_start(blocks)

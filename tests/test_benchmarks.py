@@ -7,6 +7,8 @@ import importlib
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -15,7 +17,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import bench
 from benchmarks import (
@@ -23,8 +24,8 @@ from benchmarks import (
     cpu,
     cpu_kernels,
     decode_profile,
-    fused_projections,
     long_prefill,
+    offline,
     preemption,
     quantised_products,
     roofline,
@@ -32,7 +33,7 @@ from benchmarks import (
     speculation,
     step_overhead,
 )
-from benchmarks.common import QWEN3_06B, ModelShape
+from benchmarks.common import QWEN3_06B, ModelShape, named_workload, random_workload, read_config
 from benchmarks.roofline import Rates
 from nanovllm import TINY_QWEN3, LLMEngine
 from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
@@ -52,7 +53,7 @@ def cells(row):
 
 
 def documents():
-    """README, the pages about it, and what benchmarks and calculators say of themselves."""
+    """Return README, the pages, and the docstrings of benchmarks and calculators."""
     texts = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in markdown_files()}
     folders = ("benchmarks", "benchmarks/gpu", "labs/calculators")
     for path in [ROOT / "bench.py", *(path for folder in folders for path in ROOT.glob(f"{folder}/*.py"))]:
@@ -79,7 +80,8 @@ def named_commands():
 
 def test_the_documents_name_commands():
     names = dict(named_commands())
-    assert {"--engine", "--workload", "--json", "--input-len"} <= names["bench"]
+    assert {"--engine", "--core", "--json", "--input-len"} <= names["bench"]
+    assert {"--engine", "--workload", "--first", "--json"} <= names["benchmarks.offline"]
     assert {"--engines", "--python", "--env", "--repeats"} <= names["benchmarks.cpu"]
     assert len(names) > 15
 
@@ -309,17 +311,6 @@ def test_parts_of_a_decode_step_add_up(run_main, monkeypatch, tmp_path):
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_fused_and_separate_projections_do_the_same_work(run_main, monkeypatch):
-    monkeypatch.setattr(fused_projections, "HIDDEN", 32)
-    monkeypatch.setattr(fused_projections, "PARTS", {"qkv": {"q": 64, "k": 16, "v": 16}})
-    with FlopCounterMode(display=False) as counter:
-        lines = run_main(fused_projections, "--device", "cpu", "--dtypes", "float32", "--num-tokens", 5, "--rounds", 3)
-    assert counter.get_total_flops() == 3 * 2 * (2 * 5 * 32 * (64 + 16 + 16))
-    dtype, layer, tokens, separate, fused, ratio = lines[-1].replace("µs", "").split()
-    assert (dtype, layer, tokens) == ("float32", "qkv", "5")
-    assert float(ratio) == pytest.approx(float(separate) / float(fused), rel=0.3)  # they are printed without decimals
-
-
 def test_sampling_times_every_case(run_main):
     sizes = ["--num-rows", 3, "--vocab-size", 200, "--rounds", 1, "--device", "cpu"]
     report = json.loads(run_main(sampling, *sizes, "--json")[-1])
@@ -350,26 +341,27 @@ def test_rooflines_of_the_workloads_are_printed(run_main, monkeypatch):
     assert 0.9 * limit < float(lines[2].split()[1]) <= limit * 1.001
 
 
-# ---- bench.py
+# ---- offline throughput
 
 
-def run_bench(run_main, path, *options):
-    lines = run_main(bench, "--model", TINY_QWEN3, "--device", "cpu", *TINY_WORK, "--json", path, *options)
+def run_tiny(run_main, module, path, *options):
+    lines = run_main(module, "--model", TINY_QWEN3, "--device", "cpu", *TINY_WORK, "--json", path, *options)
     report = json.loads(path.read_text())
     assert report["requests"] == 3
     assert 12 <= report["prompt_tokens"] <= 27
     assert 6 <= report["output_tokens"] <= 18
     elapsed_s = report["output_tokens"] / report["output_tokens_per_second"]
     assert elapsed_s == pytest.approx(report["elapsed_s"], abs=0.001)
-    assert 0 < report["ttft_s"]["p50"] <= report["elapsed_s"] + 0.001
+    if "ttft_s" in report:
+        assert 0 < report["ttft_s"]["p50"] <= report["elapsed_s"] + 0.001
     printed = {line.split()[0] for line in lines}
     assert set(report) <= printed
     return report
 
 
-def test_bench_serves_the_work(run_main, tmp_path):
-    report = run_bench(run_main, tmp_path / "out.json", "--rates", 25, 1000, "--num-kv-blocks", 64)
-    workload = bench.random_workload(3, (4, 9), (2, 6), 0, ModelShape.from_folder(TINY_QWEN3).vocab_size)
+def test_offline_serves_the_work(run_main, tmp_path):
+    report = run_tiny(run_main, offline, tmp_path / "out.json", "--rates", 25, 1000, "--num-kv-blocks", 64)
+    workload = random_workload(3, (4, 9), (2, 6), 0, ModelShape.from_folder(TINY_QWEN3).vocab_size)
     assert report["steps"] == max(workload.output_lens)  # all prompts fit into the first
     assert report["output_tokens"] == sum(workload.output_lens)
     assert report["kv_blocks"] == 64
@@ -380,14 +372,26 @@ def test_bench_serves_the_work(run_main, tmp_path):
     assert least_bytes < bound["decode_bytes"] < 1.1 * least_bytes
 
 
-def test_bench_serves_the_same_work_through_transformers(run_main, tmp_path):
-    report = run_bench(run_main, tmp_path / "out.json", "--engine", "hf", "--no-roofline")
+def test_offline_serves_the_same_work_through_transformers(run_main, tmp_path):
+    report = run_tiny(run_main, offline, tmp_path / "out.json", "--engine", "hf", "--no-roofline")
     assert "roofline" not in report
+    assert report["ttft_s"]
     assert report["machine"]["transformers"]
 
 
+@pytest.fixture(params=[bench, offline], ids=lambda module: module.__name__)
+def parse(request, monkeypatch, tmp_path):
+    """Parses a command line of `bench.py` or `benchmarks.offline`."""
+
+    def parse(*arguments):
+        monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+        return bench.parse_args(tmp_path) if request.param is bench else offline.parse_args()
+
+    return parse
+
+
 @pytest.mark.parametrize(("load_format", "has_weights"), [("dummy", False), ("safetensors", True)])
-def test_bench_fetches_what_it_needs_of_a_hub_id(monkeypatch, load_format, has_weights):
+def test_what_is_needed_of_a_hub_id_is_downloaded(parse, monkeypatch, load_format, has_weights):
     asked = []
 
     def snapshot_download(repo_id, *, allow_patterns):
@@ -395,34 +399,73 @@ def test_bench_fetches_what_it_needs_of_a_hub_id(monkeypatch, load_format, has_w
         return str(TINY_QWEN3)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    monkeypatch.setattr(sys, "argv", ["bench.py", "--model", "Qwen/Qwen3-1.7B", "--load-format", load_format])
-    args = bench.parse_args()
+    args = parse("--model", "Qwen/Qwen3-1.7B", "--load-format", load_format)
     assert asked == [("Qwen/Qwen3-1.7B", has_weights)]
-    assert (args.model, args.model_name, args.max_model_len) == (TINY_QWEN3, "Qwen3-1.7B", 2048)
+    assert (Path(args.model), args.model_name, args.max_model_len) == (TINY_QWEN3, "Qwen3-1.7B", 2048)
 
 
 @pytest.mark.parametrize("model", ["docs", "no/such/folder", "Qwen/Qwen3-1.7B"])
-def test_bench_says_what_is_wrong_with_a_model(monkeypatch, capsys, model):
+def test_a_model_that_is_not_found_is_named(parse, monkeypatch, capsys, model):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(sys, "argv", ["bench.py", "--model", model])
     with pytest.raises(SystemExit):
-        bench.parse_args()
+        parse("--model", model)
     assert f"{model!r}" in capsys.readouterr().err
 
 
-def test_requests_are_as_long_as_the_model_allows_or_4096(monkeypatch):
-    def max_model_len(*options):
-        monkeypatch.setattr(sys, "argv", ["bench.py", *map(str, options)])
-        return bench.parse_args().max_model_len
+def test_requests_are_as_long_as_the_model_allows_or_4096(parse):
+    assert parse("--model", TINY_QWEN3).max_model_len == 2048
+    assert parse().max_model_len == 4096  # Qwen3-0.6B's is 40,960
+    assert parse("--max-model-len", 5000).max_model_len == 5000
 
-    assert max_model_len("--model", TINY_QWEN3) == 2048
-    assert max_model_len() == 4096  # Qwen3-0.6B's is 40,960
-    assert max_model_len("--max-model-len", 5000) == 5000
+
+@pytest.mark.parametrize("options", [[], ["--core"], ["--core", "--load-format", "safetensors"], ["--engine", "hf"]])
+def test_bench_serves_the_work(run_main, tmp_path, options):
+    report = run_tiny(run_main, bench, tmp_path / "out.json", *options)
+    assert (report["workload"], report["model"]) == ("random", "tiny-qwen3")
+    assert ("ttft_s" in report) == (options != ["--engine", "hf"])
+
+
+def test_bench_runs_from_any_folder(tmp_path):
+    """A copy of the one file runs with an installed nanovllm."""
+    shutil.copy(bench.__file__, tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "packages")}
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "nanovllm").symlink_to(ROOT / "nanovllm")
+    command = [sys.executable, "bench.py", "--model", str(TINY_QWEN3), "--core", "--device", "cpu", *TINY_WORK]
+    done = subprocess.run(
+        [*command, "--load-format", "safetensors"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert "output_tokens_per_second" in done.stdout, done.stderr
+    assert len(Path(bench.__file__).read_text(encoding="utf-8").splitlines()) <= 160
+
+
+def test_bench_has_the_shape_and_the_workloads_of_the_benchmarks(monkeypatch, tmp_path):
+    config = read_config(QWEN3_06B)
+    assert bench.QWEN3_06B == {name: config[name] for name in bench.QWEN3_06B}
+    for options, name in ((["--device", "cpu"], "W"), (["--workload", "W2"], "W2"), (["--device", "cuda"], "offline")):
+        monkeypatch.setattr(sys, "argv", ["bench.py", *options])
+        args, expected = bench.parse_args(tmp_path), named_workload(name, config["vocab_size"])
+        assert list(map(len, args.prompts)) == list(map(len, expected.prompts))
+        assert args.output_lens == expected.output_lens
+    assert (expected.num_prompt_tokens, expected.num_output_tokens) == (142_827, 133_966)
+
+
+def test_bench_passes_options_of_the_engine_on(monkeypatch, tmp_path, capsys):
+    options = ["--block-size", "32", "--quantization", "int8", "--speculative-config", '{"method": "ngram"}']
+    options += ["--enforce-eager", "--enable-overlap", "false"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", *options])
+    args = bench.parse_args(tmp_path)
+    assert (args.block_size, args.quantization, args.speculative_config) == (32, "int8", {"method": "ngram"})
+    assert (args.enforce_eager, args.enable_overlap, args.enable_cuda_graphs) == (True, False, None)
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--engine", "hf", "--quantization", "int8"])
+    with pytest.raises(SystemExit):
+        bench.parse_args(tmp_path)
+    assert "--quantization is for nanovllm, not for --engine hf" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_engines_run_side_by_side(run_main, monkeypatch, tmp_path):
-    """`bench.py` in a process of its own, as `benchmarks.cpu` starts it."""
+    """`benchmarks.offline` in a process of its own, as `benchmarks.cpu` starts it."""
     arguments = ["--model", TINY_QWEN3, "--first", 2, "--no-roofline", "--num-kv-blocks", 128]
     options = [option for argument in arguments for option in ("--arg", f"nanovllm:{argument}")]
     settings = ["--workloads", "W3", "--repeats", 1, "--retries", 0, "--quiet-timeout", 0]

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import parse_args as parse_bench_args
 from benchmarks import gpu_suite, roofline
 from benchmarks.common import QWEN3_06B, ModelShape, named_workload, random_workload
 from benchmarks.gpu import jobs as gpu_jobs_module
@@ -17,6 +16,7 @@ from benchmarks.gpu import machine
 from benchmarks.gpu.jobs import Job, gpu_jobs, rehearsal_jobs
 from benchmarks.gpu.profile import Event, busy_by_kind, describe, device_events, kind_of, top_kernels
 from benchmarks.gpu.report import best_offline, markdown, offline_table
+from benchmarks.offline import parse_args as parse_offline_args
 from benchmarks.roofline import Rates, workload_roofline
 
 PATH = Path("does-not-exist.json")
@@ -221,11 +221,14 @@ def test_the_jobs_of_a_card():
     assert rehearsed < set(names)
 
 
-@pytest.mark.parametrize("job", [job for job in gpu_jobs() if job.command[0] == "bench.py"], ids=lambda job: job.name)
-def test_bench_understands_its_options(job, monkeypatch, tmp_path):
+OFFLINE_JOBS = [job for job in gpu_jobs() if "benchmarks.offline" in job.command]
+
+
+@pytest.mark.parametrize("job", OFFLINE_JOBS, ids=lambda job: job.name)
+def test_offline_jobs_have_options_that_exist(job, monkeypatch, tmp_path):
     suite = gpu_suite.Suite(tmp_path / "a.json", tmp_path, {"rates": vars(H200), "jobs": {}}, 100)
-    monkeypatch.setattr(sys, "argv", suite.fill_in(job.command, tmp_path / "out.json"))
-    args = parse_bench_args()
+    monkeypatch.setattr(sys, "argv", suite.fill_in(job.command, tmp_path / "out.json")[1:])
+    args = parse_offline_args()
     assert args.rates == [4300.0, 780000.0]
     assert args.json == tmp_path / "out.json"
     is_step = job.name.partition("/")[2] in gpu_jobs_module.ABLATION
@@ -236,8 +239,8 @@ def test_bench_understands_its_options(job, monkeypatch, tmp_path):
 
 def test_without_rates_a_job_measures_them_itself(tmp_path):
     suite = gpu_suite.Suite(tmp_path / "a.json", tmp_path / "images", {"jobs": {}}, 100)
-    filled = suite.fill_in(["bench.py", "{rates}", "--json", "{out}", "{stem}", "{images}"], tmp_path / "o")
-    assert filled == ["bench.py", "--json", str(tmp_path / "o"), str(tmp_path / "a"), str(tmp_path / "images")]
+    filled = suite.fill_in(["program", "{rates}", "--json", "{out}", "{stem}", "{images}"], tmp_path / "o")
+    assert filled == ["program", "--json", str(tmp_path / "o"), str(tmp_path / "a"), str(tmp_path / "images")]
 
 
 DONE = {
@@ -506,7 +509,7 @@ def test_rehearsal(rehearsal):
     assert {".json", ".md", "-offline.png", "-step.png"} < endings
     text = path.with_suffix(".md").read_text()
     assert text.startswith("# Rehearsal on a CPU: no figure means anything")
-    for heading in ("Offline throughput", "One user alone", "Where a decode step's time goes", "What ran"):
+    for heading in ("Offline throughput", "A single user", "Where a decode step's time goes", "What ran"):
         assert f"\n## {heading}\n" in text
 
 

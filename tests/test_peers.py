@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-import bench
-from benchmarks import cpu
+from benchmarks import cpu, offline
 from benchmarks.common import QWEN3_06B, ModelShape, Workload, children_peak_bytes, resolve_dtype_name
 from benchmarks.peers import PACKAGES, PEERS
 
@@ -51,7 +50,7 @@ def test_an_interrupted_series_is_summarized_as_far_as_it_came(tmp_path):
 def test_commands_name_engine_interpreter_and_arguments(tmp_path):
     plan = cpu.Plan(["vllm@best"], {"vllm@best": "/its/python"}, bench_args={"vllm@best": ["--enforce-eager"]})
     command = plan.command("vllm@best", "W2", tmp_path / "r.json")
-    assert command[:6] == ["/its/python", "bench.py", "--engine", "vllm", "--workload", "W2"]
+    assert command[:7] == ["/its/python", "-m", "benchmarks.offline", "--engine", "vllm", "--workload", "W2"]
     assert command[-1] == "--enforce-eager"
     assert cpu.Plan(["hf"], {}).command("hf", "W", tmp_path)[0] == sys.executable
 
@@ -62,10 +61,10 @@ def test_settings_are_parsed():
     for text in ("vllm", ":A=1", "vllm:A"):
         with pytest.raises(argparse.ArgumentTypeError, match="must be ENGINE:NAME=VALUE"):
             cpu.parse_env(text)
-    assert bench.parse_option("block_size=32") == ("block_size", 32)
+    assert offline.parse_option("block_size=32") == ("block_size", 32)
     for text in ("block_size", "=3", "a=b"):
         with pytest.raises(argparse.ArgumentTypeError):
-            bench.parse_option(text)
+            offline.parse_option(text)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -115,8 +114,9 @@ def test_every_engine_names_its_packages():
 
 
 def test_other_engines_need_nothing_of_ours():
-    """bench.py runs in environments that lack this package's dependencies."""
-    code = "import sys, bench; sys.exit(any(name in sys.modules for name in ('nanovllm', 'transformers', 'xxhash')))"
+    """`benchmarks.offline` runs in environments that lack this package's dependencies."""
+    names = ("nanovllm", "transformers", "xxhash")
+    code = f"import sys, benchmarks.offline; sys.exit(any(name in sys.modules for name in {names}))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

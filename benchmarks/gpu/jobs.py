@@ -1,9 +1,9 @@
-"""Which jobs the GPU suite consists of: what each runs, for how long at most, and where it cannot run.
+"""The jobs of the GPU suite: what each runs, its time limit, and why it cannot run on some machines.
 
-A job is one process. `{out}` in its command is the JSON file that it writes (without, it prints a line of JSON last),
-`{stem}` begins the names of other files that it leaves, `{results}` is the suite's own file so far, `{images}` the
-folder of pictures, and `{rates}` the machine's rates as bench.py takes them. Called by `benchmarks.gpu_suite`; the
-rehearsal is the same list, on a CPU, with the bundled model and little work.
+A job is one process. In its command, `{out}` is the JSON file that it writes (without it, the job prints a line of JSON
+last), `{stem}` is the beginning of the names of other files that it writes, `{results}` is the suite's own file so far,
+`{images}` is the folder of pictures, and `{rates}` are the machine's rates as an option of `benchmarks.offline`.
+`benchmarks.gpu_suite` runs the jobs. The rehearsal is the same list on a CPU, with the bundled model and little work.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 TINY_MODEL = str(ROOT / "nanovllm" / "assets" / "tiny-qwen3")
 RECORD = ["-m", "benchmarks.gpu.tests", "--output", "{out}", "--"]
 HF_REQUESTS = 64  # of the 256: `transformers` would take minutes for all of them
-# Step by step: what is switched off yet, then what else is tried. All in bfloat16 but the fp8 cache.
+# Each configuration adds one optimisation to the one before. All are in bfloat16, except for the fp8 cache.
 ABLATION = {
     "eager": ["--enforce-eager", "--no-cuda-graphs", "--no-overlap"],
     "layers": ["--no-cuda-graphs", "--no-overlap"],
@@ -32,13 +32,13 @@ ABLATION = {
 @dataclass(frozen=True)
 class Job:
     name: str
-    """`offline/graphs`: what comes before the slash is its stage."""
+    """Such as `offline/graphs`; the part before the slash names its group (`stage`)."""
     command: list[str]
-    """Arguments of Python."""
+    """The arguments of Python."""
     limit_s: float
-    """Its time limit, in seconds."""
+    """The time limit, in seconds."""
     skip: str | None = None
-    """Why it cannot run here."""
+    """Why it cannot run on this machine, or None."""
 
     @property
     def stage(self) -> str:
@@ -46,10 +46,10 @@ class Job:
 
 
 def gpu_jobs() -> list[Job]:
-    """In the order in which they run: whole-engine figures, tests, figures of single kernels, the tests' sweep.
+    """Return the jobs in their order: figures of the whole engine, tests, figures of kernels, the long tests.
 
-    A first run may not reach the end, so what is wanted most comes first. Limits leave room for Triton, which first
-    compiles for 10 to 30 seconds.
+    The most important jobs come first, because a first run may reach its time limit. The jobs' own limits include the
+    10 to 30 seconds that Triton compiles at first.
     """
     return [
         Job("machine", ["-m", "benchmarks.gpu.machine", "--output", "{out}"], 60),
@@ -73,9 +73,9 @@ def gpu_jobs() -> list[Job]:
 
 
 def test_jobs() -> list[Job]:
-    """The tests of the engine on the card, then those of the kernels by themselves.
+    """Return the jobs that test the engine on the GPU, then its kernels.
 
-    A `-m` takes the place of the one in pyproject.toml, so it repeats "not slow".
+    A `-m` replaces the one in pyproject.toml, so it repeats "not slow".
     """
     return [
         Job("tests/engine", [*RECORD, "-m", "gpu and not alone and not slow", *workers()], 240),
@@ -85,7 +85,7 @@ def test_jobs() -> list[Job]:
 
 
 def sweep_job() -> Job:
-    """The long form of the same tests; Triton compiles a hundred variants for them."""
+    """Return the job with the long form of the same tests, for which Triton compiles a hundred variants."""
     return Job(
         "sweep",
         [*RECORD, str(ROOT / "tests" / "extras" / "test_gpu.py"), *kernel_test_files(), "-m", "slow", *workers()],
@@ -94,19 +94,19 @@ def sweep_job() -> Job:
 
 
 def workers() -> list[str]:
-    """The tests wait for compilers more than for the card."""
+    """Return options of pytest for several processes: the tests wait for compilers more than for the GPU."""
     count = max(2, min(12, (os.cpu_count() or 1) * 3 // 4))
     return ["-n", str(count)] if importlib.util.find_spec("xdist") else []
 
 
 def kernel_test_files() -> list[str]:
-    """Without a GPU, the tests of these files run kernels in Triton's interpreter, so they lack the mark `gpu`."""
+    """Return the files of tests that run in Triton's interpreter without a GPU, and so lack the mark `gpu`."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(file) for file in files if "IS_INTERPRETED" in file.read_text()]
 
 
 def sampling_job(options: list[str]) -> Job:
-    """Without `{out}`: its last line is taken for its figures."""
+    """Return a job that prints its figures as its last line."""
     source = (ROOT / "benchmarks" / "sampling.py").read_text(encoding="utf-8")
     dtype = ["--dtype", "bfloat16"] if '"--dtype"' in source else []
     skip = None if '"--json"' in source else "benchmarks.sampling writes no JSON"
@@ -114,9 +114,9 @@ def sampling_job(options: list[str]) -> Job:
 
 
 def offline_jobs() -> list[Job]:
-    """256 requests, 100-1024 in and out: one process for each configuration."""
+    """Return one job for each configuration: 256 requests of 100 to 1,024 tokens in and out."""
     triton = ["--attention-backend", "triton", "--block-size", "16"]
-    bench = ["bench.py", "--json", "{out}", "--device", "cuda", "{rates}"]
+    bench = ["-m", "benchmarks.offline", "--json", "{out}", "--device", "cuda", "{rates}"]
     jobs = [Job(f"offline/{name}", [*bench, *triton, *options], 75) for name, options in ABLATION.items()]
     triton_256 = ["--attention-backend", "triton", "--block-size", "256"]
     flash = ["--attention-backend", "flash_attn"]
@@ -149,10 +149,10 @@ def why_no_flash_attn() -> str | None:
 
 
 def rehearsal_jobs() -> list[Job]:
-    """The same jobs and the same code, as far as a CPU can; figures mean nothing."""
+    """Return the same jobs for a CPU, as far as it can run them. They test the suite; their figures have no meaning."""
     tiny = ["--device", "cpu", "--model", TINY_MODEL]
-    bench = ["bench.py", "--json", "{out}", "{rates}", *tiny, "--load-format", "auto", "--num-requests", "6"]
-    bench += ["--input-len", "4", "12", "--output-len", "4", "8", "--max-model-len", "64"]
+    bench = ["-m", "benchmarks.offline", "--json", "{out}", "{rates}", *tiny, "--load-format", "auto"]
+    bench += ["--num-requests", "6", "--input-len", "4", "12", "--output-len", "4", "8", "--max-model-len", "64"]
     ours = [*bench, "--attention-backend", "torch"]
     record = [*RECORD, "--noconftest", "tests/test_config.py"]
     hf = ["--engine", "hf", "--first", "4", "--hf-batch-size", "4"]

@@ -1,9 +1,10 @@
-"""What a single user waits for: each token of a stream, and the first token behind a very long prompt.
+"""Measure what a single user waits for: each token of a stream, and the first token after a very long prompt.
 
     python -m benchmarks.gpu.latency --attention-backend triton
 
-A single stream is limited by memory: each token reads all weights and the K and V of its context once. The limit is
-those bytes at the measured rate of a copy; the first token's is its arithmetic at the rate of large products.
+A single stream is memory-bound: each token reads all weights and the K and V of its context once. Its limit is the time
+to read these bytes at the measured rate of a copy. The limit of the first token is the time of its arithmetic at the
+rate of large products.
 """
 
 import argparse

@@ -1,9 +1,8 @@
-"""Which GPU this is, with which driver and versions, and what it can do at best: the suite's first job.
+"""Report the GPU, its driver, the versions, and its highest rates: the first job of the suite.
 
     python -m benchmarks.gpu.machine --output machine.json
 
-The rates are those that rooflines are computed from: a large copy (bytes read and written) and large products in
-bfloat16, measured here and now.
+Rooflines are computed from these rates: a large copy (bytes read and written) and large products in bfloat16.
 """
 
 import argparse
@@ -34,7 +33,7 @@ def main() -> None:
 
 
 def describe_gpu() -> dict[str, Any]:
-    """What torch and, where it is there, nvidia-smi say of the first GPU."""
+    """Return what torch and, if available, nvidia-smi report about the first GPU."""
     properties = torch.cuda.get_device_properties(0)
     return {
         "compute_capability": f"{properties.major}.{properties.minor}",

@@ -1,10 +1,10 @@
-"""Where a decode step's time goes on the GPU: which kernels, of which kind, and how long it idles between them.
+"""Measure a decode step on the GPU: the time of each kernel and kind of kernels, and the idle time between them.
 
     python -m benchmarks.gpu.profile --output profile.json --trace here/trace
 
-torch.profiler records ten steps in which every sequence decodes. Kernels' own times come from its trace; how long a
-step takes, and so how long the GPU idles, from the same steps without a profiler, which slows the host down. On a CPU,
-for rehearsals, operators stand in for kernels. The trace can be opened at https://ui.perfetto.dev.
+torch.profiler records ten steps in which every sequence decodes. The kernels' times come from its trace. The time of a
+step, and so the idle time of the GPU, is measured without the profiler, because the profiler slows the host down. On a
+CPU, for rehearsals, operators replace kernels. The trace can be opened at https://ui.perfetto.dev.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Made from the suite's JSON only: the figures at fixed places, the Markdown table, and the pictures.
+"""Make the figures, the Markdown table and the pictures from the suite's JSON.
 
     python -m benchmarks.gpu.report benchmarks/results/nvidia-h200-2026-11-21.json --images docs/images
 
-So they can be made anew on any machine. Everything tolerates that a job failed or never ran.
+Only the JSON is needed, so they can be made again on any machine. Jobs that failed or never ran are left out.
 """
 
 import argparse
@@ -38,12 +38,12 @@ def main() -> None:
 
 
 def figures(results: Results, name: str) -> dict[str, Any]:
-    """What a job found out; empty if it did not."""
+    """Return the figures of a job, or nothing if it has none."""
     return results["jobs"].get(name, {}).get("figures") or {}
 
 
 def stage_rows(results: Results, stage: str) -> dict[str, dict[str, Any]]:
-    """By what follows the slash in a job's name: the figures of a stage's jobs that went well."""
+    """Return the figures of a group's successful jobs, by the part of the name after the slash."""
     rows = {name.partition("/")[2]: job for name, job in results["jobs"].items() if name.startswith(f"{stage}/")}
     order = list(LABELS)
     names = sorted(rows, key=lambda name: order.index(name) if name in order else len(order))  # not as they were run
@@ -51,7 +51,7 @@ def stage_rows(results: Results, stage: str) -> dict[str, dict[str, Any]]:
 
 
 def label(name: str, row: dict[str, Any]) -> str:
-    """What a job of the stage `offline` is called; `transformers` serves only some of the requests."""
+    """Return the label of a job of the group `offline`; `transformers` serves only some of the requests."""
     return f"transformers, the first {row['requests']} requests" if name == "transformers" else LABELS.get(name, name)
 
 
@@ -127,7 +127,7 @@ def latency_table(results: Results) -> str:
     header = [f"one stream, {shown.get('input_len')} in, {shown.get('output_len')} out", "ms per token", "limit",
               "of limit", "p99 gap, ms", "TTFT, ms", f"TTFT of {shown.get('long_len'):,} tokens, s", "limit, s"] \
         if shown else []  # fmt: skip
-    return section("One user alone", table(header, rows))
+    return section("A single user", table(header, rows))
 
 
 def profile_tables(results: Results) -> str:
@@ -156,7 +156,7 @@ def kernel_tables(results: Results) -> str:
         for name, rows in tables.items() if isinstance(tables, dict) else ():
             if isinstance(rows, list) and rows and isinstance(rows[0], dict):
                 parts += [f"{backend}: {name}", table(list(rows[0]), [list(row.values()) for row in rows])]
-    return section("Attention kernels alone", *parts)
+    return section("Attention kernels", *parts)
 
 
 def sampling_table(results: Results) -> str:
@@ -164,7 +164,7 @@ def sampling_table(results: Results) -> str:
     rows = figures(results, "sampling").get("results", {})
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
     lines = [[name, *[f"{row[c]:.3g}" if c in row else None for c in columns]] for name, row in rows.items()]
-    return section("Sampling alone", table(["requests ask for", *columns], lines))
+    return section("Sampling", table(["requests ask for", *columns], lines))
 
 
 def job_table(results: Results) -> str:

@@ -1,8 +1,8 @@
-"""Runs pytest and writes the outcomes as JSON after every test, so that a crash or a time limit loses none.
+"""Run pytest, and write the outcomes as JSON after every test, so that a crash or a time limit loses none.
 
     python -m benchmarks.gpu.tests --output tests.json -- -m gpu
 
-What follows `--` is pytest's. Exits with pytest's own status.
+Arguments after `--` go to pytest. Exits with pytest's own status.
 """
 
 import argparse

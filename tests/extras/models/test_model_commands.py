@@ -14,6 +14,7 @@ import torch
 
 import bench
 import example
+from benchmarks import offline
 from nanovllm.extras.models.architectures import ARCHITECTURES as REGISTERED
 from tests.extras.models.architectures import ARCHITECTURES, Checkpoints
 from tests.hub_cache import put_into_cache
@@ -84,10 +85,11 @@ def test_the_benchmark_measures(checkpoints, hub_cache, monkeypatch, capsys, nam
     put_into_cache(hub_cache, f"org/{name}", folder)
     work = ["--num-requests", 3, "--input-len", 4, 9, "--output-len", 2, 6, "--device", "cpu", "--num-kv-blocks", 64]
     options = ["--load-format", load_format, "--rates", 25, 1000, "--json", hub_cache / "out.json"]
-    run_main(monkeypatch, capsys, bench, "--model", f"org/{name}", *work, *options)
+    run_main(monkeypatch, capsys, offline, "--model", f"org/{name}", *work, *options)
     report = json.loads((hub_cache / "out.json").read_text())
     assert (report["model"], report["requests"]) == (name, 3)
     assert report["roofline"]["decode_bytes"] > 0
+    run_main(monkeypatch, capsys, bench, "--model", f"org/{name}", *work, "--load-format", load_format)
 
 
 @pytest.mark.parametrize("flags", [[], ["--stream"]], ids=["", "stream"])
