@@ -32,15 +32,14 @@ from benchmarks.common import Workload, make_workload
 from labs.calculators.common import Panel, draw, print_table
 from nanovllm import TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.scheduler import Scheduler
 from nanovllm.extras.full_sequence import Sequence
-from nanovllm.scheduler import Step
+from nanovllm.scheduler import Scheduler, Step
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048  # the bundled model's
 VOCAB_SIZE = 2000
 Add = Callable[[str, list[int], SamplingParams], None]
-Step = Callable[[], tuple[float, list[int]]]
+RunStep = Callable[[], tuple[float, list[int]]]
 """Runs one step: its seconds, and the numbers of the requests that got a token."""
 
 
@@ -120,7 +119,7 @@ def make_requests(num_requests: int, long_len: int) -> Workload:
     return make_workload("long prompts among decodes", prompt_lens, output_lens, VOCAB_SIZE, shared_len=0)
 
 
-def serve(workload: Workload, num_users: int, add: Add, step: Step) -> Latencies:
+def serve(workload: Workload, num_users: int, add: Add, step: RunStep) -> Latencies:
     """Each user sends a request when the last is answered; the clock is the sum of the steps' seconds."""
     clock, num_free, num_left = 0.0, num_users, len(workload.prompts)
     sent_at: list[float] = []

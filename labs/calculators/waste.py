@@ -32,9 +32,8 @@ from labs.calculators.common import Panel, draw, print_table
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.full_observer import SchedulingStats
-from nanovllm.scheduler import Scheduler
 from nanovllm.extras.full_sequence import Sequence
-from nanovllm.scheduler import Step
+from nanovllm.scheduler import Scheduler, Step
 
 VOCAB_SIZE = 10_001
 

@@ -1,7 +1,7 @@
 """The KV cache: why K and V may be kept, what that saves, and what it costs.
 
-Changes one token in the middle of a prompt, and compares K and V of the tokens before and behind it. Then rung 1
-(computes everything again) and rung 2 (keeps K and V) answer the same question.
+Changes one token in the middle of a prompt, and compares K and V of the tokens before and after it. Then
+`labs/recompute.py`, which computes everything again, and `labs/cached.py`, which keeps K and V, answer one question.
 
     python -m labs.demos.kv_cache
     python -m labs.demos.kv_cache --trace run.jsonl       # records nanovllm's run
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labs import rung_1_recompute, rung_2_kv_cache
+from labs import cached, recompute
 from labs.model import TINY_QWEN3, Attend, Model
 from nanovllm import LLM, SamplingParams
 
@@ -39,7 +39,7 @@ def main() -> None:
     model = CountingModel(TINY_QWEN3)
     token_ids = model.encode(QUESTION)
     compare(model, token_ids)
-    answers = [answer(name, rung, token_ids) for name, rung in RUNGS.items()]
+    answers = [answer(name, make_engine, token_ids) for name, make_engine in ENGINES.items()]
     options = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True}
     with LLM(TINY_QWEN3, trace=args.trace, block_size=4, num_kv_blocks=24, **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -87,9 +87,9 @@ def difference(runs: list[list[Tensor]], layer: int, positions: slice) -> float:
     return float((one - other).abs().max())
 
 
-RUNGS = {
-    "recompute": lambda: rung_1_recompute.Engine(TINY_QWEN3),
-    "KV cache": lambda: rung_2_kv_cache.Engine(TINY_QWEN3, max_model_len=256),
+ENGINES = {
+    "recompute": lambda: recompute.Engine(TINY_QWEN3),
+    "KV cache": lambda: cached.Engine(TINY_QWEN3, max_model_len=256),
 }
 
 

@@ -1,7 +1,7 @@
 """One token: text, token ids, hidden states, logits, a token, and again.
 
-Shows each form that a question takes on its way through the network of `labs/model.py`, and counts the tokens that
-rung 1 computes. Then nanovllm answers the same question.
+Shows each form of a question on its way through the network of `labs/model.py`, and counts the tokens that
+`labs/recompute.py` computes. Then nanovllm answers the same question.
 
     python -m labs.demos.one_token
     python -m labs.demos.one_token "What is a cat?"
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from labs.model import TINY_QWEN3, Model
-from labs.rung_1_recompute import Engine
+from labs.recompute import Engine
 from nanovllm import LLM, SamplingParams
 
 MAX_TOKENS = 20

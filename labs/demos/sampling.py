@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.sampler import sample_tokens
-from nanovllm.sampler import truncate
+from nanovllm.sampler import sample_tokens, truncate
 
 TOKENS = ["full", "empty", "paged", "slow", "blue"]
 LOGITS = torch.tensor([math.log(weight) for weight in (16, 8, 4, 2, 1)])  # [5]
