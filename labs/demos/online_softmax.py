@@ -4,7 +4,7 @@
     python -m labs.demos.online_softmax --plot picture.png  # and its picture
 
 First five tokens that one can check by hand. Then 50 tokens in 13 scattered blocks: in one pass, in two parts that are
-merged, and by the engine's `attend_chunk`, each compared with a softmax over all tokens at once. Scores are in units
+merged, and by the engine's `attend_padded`, each compared with a softmax over all tokens at once. Scores are in units
 of log2, as in the engine's kernels: a token weighs 2 ** score.
 """
 
@@ -14,10 +14,9 @@ from math import log2
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.layers.attention import attend_chunk
+from nanovllm.layers.attention import attend_padded, softmax_attention
 
 Part = tuple[Tensor, Tensor, Tensor]
 """Attention to some tokens: largest score m and sum of weights l: [num_heads], weighted sum of values o: [num_heads,
@@ -96,8 +95,8 @@ def compare(dtype: torch.dtype) -> dict[str, float]:
     in_two = merge(reduce(merge, blocks[:7]), reduce(merge, blocks[7:]))
     outputs = {"one pass, 13 blocks": reduce(merge, blocks), "two parts, merged": in_two}
     difference = {name: (o / total[:, None] - expected[:, 0]).abs().max() for name, (_, total, o) in outputs.items()}
-    engine = attend_chunk(q, cache, block_table, seq_len, F.scaled_dot_product_attention)
-    difference["attend_chunk"] = (engine[0] - expected[:, 0]).abs().max()
+    engine = attend_padded(q[None], cache, block_table[None], torch.tensor([seq_len]), [seq_len], softmax_attention)
+    difference["attend_padded"] = (engine[0, 0] - expected[:, 0]).abs().max()
     return {name: one.item() for name, one in difference.items()}
 
 

@@ -31,8 +31,8 @@ class Watch(SchedulingStats):
         super().__init__()
         self.is_shown, self.num_copied, self.num_steps = is_shown, 0, 0
 
-    def on_preempt(self, seq: Sequence, host_block_ids: list[int], needy: Sequence) -> None:
-        super().on_preempt(seq, host_block_ids, needy)
+    def on_swap_out(self, seq: Sequence, host_block_ids: list[int]) -> None:
+        super().on_swap_out(seq, host_block_ids)
         self.num_copied += len(host_block_ids)
 
     def on_schedule(self, step: Step, running: list[Sequence], blocks: BlockManager) -> None:
