@@ -29,7 +29,7 @@ Note = list[tuple[Any, int, int]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare reservations with blocks, at equal memory.")
-    parser.add_argument("--trace", type=Path, help="record the engine's run in this file")
+    parser.add_argument("--trace", type=Path, help="record the engine's run to this file")
     args = parser.parse_args()
     rows = continuous.Engine(TINY_QWEN3, NUM_SLOTS, MAX_MODEL_LEN)
     blocks = paged.Engine(TINY_QWEN3, NUM_SLOTS // BLOCK_SIZE, BLOCK_SIZE)

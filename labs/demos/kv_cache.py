@@ -1,10 +1,10 @@
-"""The KV cache: why K and V may be kept, what that saves, and what it costs.
+"""Show why K and V may be kept in a cache, how much work that saves, and how much memory it takes.
 
 Changes one token in the middle of a prompt, and compares K and V of the tokens before and after it. Then
 `labs/recompute.py`, which computes everything again, and `labs/cached.py`, which keeps K and V, answer one question.
 
     python -m labs.demos.kv_cache
-    python -m labs.demos.kv_cache --trace run.jsonl       # records nanovllm's run
+    python -m labs.demos.kv_cache --trace run.jsonl       # record nanovllm's run
 """
 
 import argparse
@@ -33,8 +33,8 @@ class CountingModel(Model):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Show why K and V may be kept, and what they cost.")
-    parser.add_argument("--trace", help="a file to record nanovllm's run in")
+    parser = argparse.ArgumentParser(description="Show why K and V may be kept, and how much memory they take.")
+    parser.add_argument("--trace", help="record nanovllm's run to this file")
     args = parser.parse_args()
     model = CountingModel(TINY_QWEN3)
     token_ids = model.encode(QUESTION)
@@ -70,7 +70,7 @@ def compare(model: Model, token_ids: list[int]) -> None:
 
 
 def run(model: Model, token_ids: list[int], is_causal: bool) -> list[Tensor]:
-    """K and V of each layer: [2, num_tokens, num_kv_heads, head_dim]"""
+    """Return K and V of each layer: [2, num_tokens, num_kv_heads, head_dim]."""
     kept = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
