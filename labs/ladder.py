@@ -1,12 +1,12 @@
-"""The ladder: one workload on every rung, from recomputing everything to the engine. Each must give the same tokens.
+"""Run one workload on all programs of the ladder, from recomputing everything to the engine, and compare them.
 
     python -m labs.ladder                          # the bundled model, at most a minute on two cores
     python -m labs.ladder --json ladder.json --plot ladder.png
     python -m labs.ladder --dummy benchmarks/configs/qwen3-0.6b --num-requests 12     # another shape, random weights
 
-All rungs have the same memory for K and V, `--num-slots` tokens, and the same requests: chats that begin alike, with
-answers of different lengths. The first two rungs take so long that they get a part of the requests. On a card, rungs 1
-to 6 still run on the processor.
+All programs must give the same tokens. They have the same memory for K and V, `--num-slots` tokens, and the same
+requests: chats with a common prefix and answers of different lengths. The first two programs are slow, and get only a
+part of the requests. If there is a GPU, only nanovllm uses it.
 """
 
 import argparse
@@ -22,22 +22,11 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.common import describe_machine
-from labs import (
-    one_file,
-    rung_1_recompute,
-    rung_2_kv_cache,
-    rung_3_static_batch,
-    rung_4_continuous,
-    rung_5_paged,
-    rung_7_engine,
-    rung_8_fast_layers,
-    rung_9_cuda_graphs,
-    rung_10_overlap,
-)
+from labs import cached, continuous, engine_options, one_file, paged, recompute, static_batch
 from labs.model import TINY_QWEN3, Model
 
 MAX_MODEL_LEN = 256
-BLOCK_SIZE = 16  # the kernels on CPU want a multiple of 16
+BLOCK_SIZE = 16  # the CPU kernels need a multiple of 16
 BUDGET = 256  # max_num_batched_tokens
 INSTRUCTIONS = (
     "You answer questions about the way in which large language models are served. Answer in one or two short "
@@ -54,42 +43,45 @@ QUESTIONS = (
     "Who are you?",
 )
 MAX_TOKENS = (16, 32, 64, 128)
+SINGLE, IN_ROWS, PAGED = "KV cache, one by one", "continuous batching", "one_file.py"
 CLAIMS = """
-What the field says, beside what this machine measured:
+Published figures, compared with this run:
 - Paging gives 2 to 4 times the throughput at equal memory (PagedAttention, Kwon et al. 2023).
-  Here: {paging:.1f} times, rung 6 over rung 4, in {fewer_steps:.1f} times fewer steps.
-  {sequences} sequences fit, not {rows}.
-- vLLM serves up to 24 times as fast as generation one by one (vLLM's announcement, 2023, on cards).
-  Here: {one_by_one:.1f} times, rung 6 over rung 2.
-- Less than 4 % of the memory is wasted, where earlier systems wasted 60 to 80 % (the same announcement).
-  Here: {paged_waste:.0%} in rung 6, {row_waste:.0%} in rung 4. A sequence wastes half a block on average:
-  with blocks of {block_size} much of a short sequence, and little of one of 1,000 tokens.
-The time of a step grows with its sequences where it waits for arithmetic or for PyTorch's calls, as on two cores. On a
-card a decode waits for the weights: its time hardly grows, and most of the steps that are saved are time saved."""
+  Here: {paging:.1f} times ("{paged}" compared with "{in_rows}"), in {fewer_steps:.1f} times fewer steps.
+  {sequences} sequences fit at the same time instead of {rows}.
+- vLLM has up to 24 times the throughput of generating one request at a time (vLLM's announcement, 2023, on GPUs).
+  Here: {one_by_one:.1f} times ("{paged}" compared with "{single}").
+- Less than 4 % of the memory is wasted; earlier systems wasted 60 to 80 % (the same announcement).
+  Here: {paged_waste:.0%} ("{paged}") and {row_waste:.0%} ("{in_rows}"). A sequence wastes half a block on
+  average. With blocks of {block_size}, this is a large part of a short sequence, and a small part of 1,000 tokens.
+If a step is limited by arithmetic or by PyTorch's calls, as on a few CPU cores, its time grows with the number of
+sequences. On a GPU, reading the weights limits a decode. Its time hardly grows, so that fewer steps mean less time."""
 
 
 @dataclass(frozen=True)
-class Rung:
-    number: int
+class Program:
+    """A program of the ladder."""
+
     name: str
     make: Callable[[Path, int], Any]
     """(folder, slots of the KV cache) -> engine"""
     share: float = 1.0
-    """Of the requests."""
+    """The part of the requests that the program gets."""
 
 
 @dataclass(frozen=True)
 class Result:
-    rung: int
+    """What one program did with its requests."""
+
     name: str
     num_output_tokens: int
     seconds: float
     tokens_per_second: float
     num_steps: int
     waste: float | None
-    """1 - tokens stored / slots reserved, over all steps; None: keeps nothing."""
+    """1 - tokens stored / slots reserved, over all steps. None if the program has no cache."""
     num_sequences: int
-    """That fitted into the memory at the same time."""
+    """The largest number of sequences in memory at the same time."""
 
 
 class Measured(NamedTuple):
@@ -97,28 +89,30 @@ class Measured(NamedTuple):
     outputs: list[list[int]]
 
 
-def rungs() -> list[Rung]:
-    def paged(engine: type) -> Callable[[Path, int], Any]:
-        return lambda folder, num_slots: engine(folder, num_slots // BLOCK_SIZE, BLOCK_SIZE, BUDGET)
+def programs() -> list[Program]:
+    """Return the programs from the simplest to the fastest, and two more with a GPU."""
+
+    def nanovllm(**options: bool) -> Callable[[Path, int], Any]:
+        return lambda folder, n: engine_options.Engine(folder, n // BLOCK_SIZE, BLOCK_SIZE, BUDGET, **options)
 
     found = [
-        Rung(1, "recompute everything", lambda folder, _: rung_1_recompute.Engine(folder), 1 / 8),
-        Rung(2, "KV cache, one by one", lambda folder, _: rung_2_kv_cache.Engine(folder, MAX_MODEL_LEN), 1 / 4),
-        Rung(3, "static batches", lambda folder, n: rung_3_static_batch.Engine(folder, n, MAX_MODEL_LEN)),
-        Rung(4, "continuous batching", lambda folder, n: rung_4_continuous.Engine(folder, n, MAX_MODEL_LEN)),
-        Rung(5, "blocks", lambda folder, n: rung_5_paged.Engine(folder, n // BLOCK_SIZE, BLOCK_SIZE)),
-        Rung(6, "one_file.py", paged(one_file.Engine)),
-        Rung(7, "nanovllm, PyTorch", paged(rung_7_engine.Engine)),
-        Rung(8, "nanovllm, fast layers", paged(rung_8_fast_layers.Engine)),
+        Program("recompute everything", lambda folder, _: recompute.Engine(folder), 1 / 8),
+        Program(SINGLE, lambda folder, _: cached.Engine(folder, MAX_MODEL_LEN), 1 / 4),
+        Program("static batches", lambda folder, n: static_batch.Engine(folder, n, MAX_MODEL_LEN)),
+        Program(IN_ROWS, lambda folder, n: continuous.Engine(folder, n, MAX_MODEL_LEN)),
+        Program("blocks, reserved", lambda folder, n: paged.Engine(folder, n // BLOCK_SIZE, BLOCK_SIZE)),
+        Program(PAGED, lambda folder, n: one_file.Engine(folder, n // BLOCK_SIZE, BLOCK_SIZE, BUDGET)),
+        Program("nanovllm, PyTorch layers", nanovllm()),
+        Program("nanovllm, fast layers", nanovllm(fast_layers=True)),
     ]
     if torch.cuda.is_available():
-        found.append(Rung(9, "nanovllm, CUDA graphs", paged(rung_9_cuda_graphs.Engine)))
-        found.append(Rung(10, "nanovllm, overlap", paged(rung_10_overlap.Engine)))
+        found.append(Program("nanovllm, CUDA graphs", nanovllm(fast_layers=True, cuda_graphs=True)))
+        found.append(Program("nanovllm, overlap", nanovllm(fast_layers=True, cuda_graphs=True, overlap=True)))
     return found
 
 
 def make_requests(model: Model, num_requests: int) -> tuple[list[list[int]], list[int]]:
-    """Prompts of token ids that begin alike, and for each the most tokens that its client wants."""
+    """Return prompts of token ids with a common prefix, and the `max_tokens` of each request."""
     chance = random.Random(0)
     if not model.has_tokenizer:
         beginning = [chance.randrange(1000) for _ in range(48)]
@@ -130,9 +124,9 @@ def make_requests(model: Model, num_requests: int) -> tuple[list[list[int]], lis
     return prompts, [chance.choice(MAX_TOKENS) for _ in range(num_requests)]
 
 
-def measure(rung: Rung, folder: Path, num_slots: int, prompts: list[list[int]], limits: list[int]) -> Measured:
-    engine = rung.make(folder, num_slots)
-    engine.generate([prompts[0][:2]], 2)  # threads start, kernels are chosen
+def measure(program: Program, folder: Path, num_slots: int, prompts: list[list[int]], limits: list[int]) -> Measured:
+    engine = program.make(folder, num_slots)
+    engine.generate([prompts[0][:2]], 2)  # warm up: start threads, choose kernels
     before = counts(engine)
     start = time.perf_counter()
     outputs = engine.generate(prompts, limits)
@@ -142,7 +136,7 @@ def measure(rung: Rung, folder: Path, num_slots: int, prompts: list[list[int]], 
     waste = 1 - num_stored / num_reserved if num_reserved else None
     num_sequences = getattr(engine, "max_num_running", 1)
     return Measured(
-        Result(rung.number, rung.name, num_tokens, seconds, num_tokens / seconds, num_steps, waste, num_sequences),
+        Result(program.name, num_tokens, seconds, num_tokens / seconds, num_steps, waste, num_sequences),
         outputs,
     )
 
@@ -151,25 +145,25 @@ def counts(engine: Any) -> list[int]:
     return [getattr(engine, name, 0) for name in ("num_steps", "num_stored", "num_reserved")]
 
 
-def climb(folder: Path, num_slots: int, num_requests: int) -> list[Result]:
-    """All rungs, printed as they come. Raises RuntimeError if the tokens of one are not the engine's own."""
+def compare_programs(folder: Path, num_slots: int, num_requests: int) -> list[Result]:
+    """Run all programs and print a row for each. Raise RuntimeError if a program gives other tokens than the engine."""
     prompts, limits = make_requests(Model(folder), num_requests)
-    roomy = rung_7_engine.Engine(folder, num_requests * MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE, BUDGET)
+    roomy = engine_options.Engine(folder, num_requests * MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE, BUDGET)
     expected = roomy.generate(prompts, limits)
     print(f"{num_requests} requests, {sum(map(len, prompts))} tokens in, {sum(map(len, expected))} out; ", end="")
     print(f"memory for K and V of {num_slots} tokens\n")
-    print("rung                          tokens/s    steps    waste    sequences at the same time")
+    print("program                     tokens/s    steps    waste    sequences at the same time")
     results = []
-    for rung in rungs():
-        num = max(1, round(num_requests * rung.share))
-        result, outputs = measure(rung, folder, num_slots, prompts[:num], limits[:num])
+    for program in programs():
+        num = max(1, round(num_requests * program.share))
+        result, outputs = measure(program, folder, num_slots, prompts[:num], limits[:num])
         if outputs != expected[:num]:
-            raise RuntimeError(f"rung {rung.number} gives other tokens than the engine")
+            raise RuntimeError(f"{program.name!r} gives other tokens than the engine")
         results.append(result)
         waste = "" if result.waste is None else f"{result.waste:.0%}"
         note = "" if num == num_requests else f"    ({num} of the requests)"
         print(
-            f"{rung.number:>2}  {rung.name:<24}{result.tokens_per_second:>10.0f}{result.num_steps:>9}{waste:>9}"
+            f"{program.name:<26}{result.tokens_per_second:>10.0f}{result.num_steps:>9}{waste:>9}"
             f"{result.num_sequences:>6}{note}",
             flush=True,
         )
@@ -177,16 +171,19 @@ def climb(folder: Path, num_slots: int, num_requests: int) -> list[Result]:
 
 
 def compare_with_claims(results: list[Result]) -> str:
-    by_rung = {result.rung: result for result in results}
-    one_by_one, rows, paged = by_rung[2], by_rung[4], by_rung[6]
+    by_name = {result.name: result for result in results}
+    single, in_rows, paged = by_name[SINGLE], by_name[IN_ROWS], by_name[PAGED]
     return CLAIMS.format(
-        paging=paged.tokens_per_second / rows.tokens_per_second,
-        one_by_one=paged.tokens_per_second / one_by_one.tokens_per_second,
-        fewer_steps=rows.num_steps / paged.num_steps,
+        single=SINGLE,
+        in_rows=IN_ROWS,
+        paged=PAGED,
+        paging=paged.tokens_per_second / in_rows.tokens_per_second,
+        one_by_one=paged.tokens_per_second / single.tokens_per_second,
+        fewer_steps=in_rows.num_steps / paged.num_steps,
         sequences=paged.num_sequences,
-        rows=rows.num_sequences,
+        rows=in_rows.num_sequences,
         paged_waste=paged.waste,
-        row_waste=rows.waste,
+        row_waste=in_rows.waste,
         block_size=BLOCK_SIZE,
     )
 
@@ -198,7 +195,7 @@ def plot(results: list[Result], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
-    names = [f"{result.rung}  {result.name}" for result in results]
+    names = [result.name for result in results]
     bars = axes.barh(names, [result.tokens_per_second for result in results], color="#4878a8")
     axes.bar_label(bars, [f"{result.tokens_per_second:,.0f}" for result in results], padding=3)
     axes.invert_yaxis()
@@ -210,7 +207,7 @@ def plot(results: list[Result], file: Path) -> None:
 
 
 def write_dummy(config: Path, folder: Path) -> None:
-    """A checkpoint of the shape of `config`, with random weights: nonsense that takes as long as sense."""
+    """Write a checkpoint with the shape of `config` and random weights. Only its tokens are meaningless."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -219,11 +216,11 @@ def write_dummy(config: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run one workload on every rung of the ladder.")
+    parser = argparse.ArgumentParser(description="Run one workload on all programs of the ladder.")
     parser.add_argument("--model", type=Path, default=TINY_QWEN3, help="a folder with a Qwen3 checkpoint")
-    parser.add_argument("--dummy", type=Path, help="a folder with config.json: its shape with random weights")
+    parser.add_argument("--dummy", type=Path, help="a folder with config.json; the weights are random")
     parser.add_argument("--num-requests", type=int, default=64)
-    parser.add_argument("--num-slots", type=int, default=1024, help="tokens whose K and V fit")
+    parser.add_argument("--num-slots", type=int, default=1024, help="tokens of K and V that fit into memory")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="a bar chart, as .png or .svg")
     args = parser.parse_args()
@@ -234,12 +231,12 @@ def main() -> None:
         if args.dummy is not None:
             folder = Path(work)
             write_dummy(args.dummy, folder)
-        results = climb(folder, args.num_slots, args.num_requests)
+        results = compare_programs(folder, args.num_slots, args.num_requests)
     print(compare_with_claims(results))
     if args.json:
         about = {
             "machine": describe_machine("cuda" if torch.cuda.is_available() else "cpu"),
-            "rungs": [asdict(result) for result in results],
+            "programs": [asdict(result) for result in results],
         }
         args.json.write_text(json.dumps(about, indent=2) + "\n")
     if args.plot:

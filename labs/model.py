@@ -1,10 +1,10 @@
-"""The network of all rungs: Qwen3 on one page, in plain PyTorch and float32, with its tokenizer.
+"""The network of all programs: Qwen3 on one page, in plain PyTorch and float32, with its tokenizer.
 
     token ids → embedding → layers × [ x + attention(norm(x)),  x + mlp(norm(x)) ] → norm → logits
 
-The network keeps no K and V and knows no sequences. All tokens of a step lie end to end, and each layer asks the rung
-to attend: `attend(layer, q, k, v)`. What a rung does there, and how it chooses the tokens of a step, is all that the
-rungs differ in. nanovllm's own Qwen3 has the same steps (`nanovllm/models/qwen3.py`).
+The network keeps no K and V, and does not depend on sequences. All tokens of a step are in one row, one sequence after
+the other. Each layer calls the program's function `attend(layer, q, k, v)`. The programs differ only in this function,
+and in how they choose the tokens of a step. nanovllm's own Qwen3 computes the same (`nanovllm/models/qwen3.py`).
 """
 
 import json
@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-TINY_QWEN3 = Path(__file__).parents[1] / "nanovllm" / "assets" / "tiny-qwen3"  # the model that the repository brings
+TINY_QWEN3 = Path(__file__).parents[1] / "nanovllm" / "assets" / "tiny-qwen3"  # the bundled model
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q: [num_tokens, num_heads, head_dim], k and v: [num_tokens, num_kv_heads, head_dim]) -> as q"""
+"""(layer, q: [num_tokens, num_heads, head_dim], k and v: [num_tokens, num_kv_heads, head_dim]) -> shaped like q"""
 
 
 class Model:
-    """`folder` holds config.json, *.safetensors and, for `encode` and `decode`, tokenizer.json."""
+    """A Qwen3 model, read from a folder with config.json, *.safetensors and, to encode and decode, tokenizer.json."""
 
     def __init__(self, folder: str | Path) -> None:
         folder = Path(folder)
@@ -33,7 +33,10 @@ class Model:
         rope = config.get("rope_parameters") or config
         others = [config.get(name) for name in ("rope_scaling", "use_sliding_window", "attention_bias")]
         if config["model_type"] != "qwen3" or rope.get("rope_type", "default") != "default" or any(others):
-            raise ValueError(f"the labs read plain Qwen3 models, got model_type {config['model_type']!r} in {folder}")
+            raise ValueError(
+                f"labs/ reads only plain Qwen3 models, got model_type {config['model_type']!r} in {folder}; "
+                "rope scaling, sliding windows and attention biases are not supported"
+            )
         self.num_layers: int = config["num_hidden_layers"]
         self.num_heads: int = config["num_attention_heads"]
         self.num_kv_heads: int = config["num_key_value_heads"]
@@ -57,7 +60,10 @@ class Model:
 
     @torch.inference_mode()
     def __call__(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """input_ids, positions: [num_tokens], of one sequence or of many -> hidden states [num_tokens, hidden_size]"""
+        """Return the hidden states: [num_tokens, hidden_size].
+
+        input_ids, positions: [num_tokens], of one sequence or of many
+        """
         x = self.weights["model.embed_tokens.weight"][input_ids]  # [num_tokens, hidden_size]
         angles = positions[:, None, None] * self.frequencies  # [num_tokens, 1, head_dim / 2]; the 1 is for the heads
         cos, sin = angles.cos(), angles.sin()
@@ -77,12 +83,12 @@ class Model:
 
     @torch.inference_mode()
     def next_tokens(self, hidden: Tensor) -> list[int]:
-        """hidden: [num_rows, hidden_size] -> the most likely next token of each row: greedy decoding"""
+        """Return the most likely next token of each row of hidden states: [num_rows, hidden_size]."""
         head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
         return F.linear(hidden, head).argmax(dim=-1).tolist()
 
     def encode(self, question: str) -> list[int]:
-        """Token ids of a conversation's first question, in Qwen's form."""
+        """Return the token ids of a conversation's first question, in Qwen's chat format."""
         return self.tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n").ids
 
     def decode(self, token_ids: list[int]) -> str:
@@ -96,7 +102,7 @@ class Model:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: pair i of a head, (x[i], x[i + head_dim / 2]), turns by the angle position * frequency[i]."""
+    """Rotate each pair (x[i], x[i + head_dim / 2]) of a head by the angle position * frequency[i]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

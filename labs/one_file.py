@@ -1,27 +1,27 @@
-"""Rung 6: a complete engine in one file: paged KV cache, prefix cache, chunked prefill, preemption.
+"""A complete engine in one file: paged KV cache, prefix cache, chunked prefill, preemption.
 
-It turns prompts into greedy answers, many at a time. A transformer needs the keys and values (K and V) of all tokens
-before the newest one. They never change, so a cache keeps them: memory cut into blocks of `block_size` tokens. To
-compute a prompt is called prefill, to compute only the newest token decode. Every step is one forward pass over tokens
-of many sequences.
+The engine computes greedy answers to many prompts at a time. A transformer needs the keys and values (K and V) of all
+earlier tokens. They never change, so a cache keeps them, in blocks of `block_size` tokens. Computing a prompt is called
+prefill; computing only the newest token is called decode. A step is one forward pass over tokens of many sequences.
 
-Simpler engines (rung 5) reserve blocks for the longest answer, compute equal beginnings again, and let all wait for a
-long prompt. Here:
-- a sequence takes a block when it has a token for it. If no block is free, the newest sequence gives its blocks back,
-  and is computed again later (preemption);
-- full blocks are found again by their tokens (prefix cache);
-- a step computes at most `max_num_batched_tokens`: a long prompt is cut into chunks, and decodes go on beside it.
+`paged.py` reserves blocks for the longest answer, computes common prefixes again for each sequence, and computes a long
+prompt in one step, for which all other sequences wait. Here:
+- A sequence allocates a block when it has a token for it. If no block is free, the newest sequence frees its blocks and
+  is computed again later (preemption).
+- Full blocks are found again by their tokens (prefix cache).
+- A step computes at most `max_num_batched_tokens` tokens: a long prompt is cut into chunks, and decodes continue.
 
     python -m labs.one_file "What is the KV cache?" "What is a block table?"
 
-`Sequence` is one request. `BlockManager` knows which sequences own each block: integers only. `Scheduler` decides which
-sequence computes how many tokens in a step. `Engine` makes tensors of it, runs the model, and appends the tokens.
-Start at `Engine.step`, then read `Scheduler.schedule`. The network is in `model.py`, and asks `Engine.attend` in each
-layer. Left out, and in nanovllm: sampling, requests that come while others run, text that streams, fast kernels.
+`Sequence` is one request. `BlockManager` keeps which sequences own each block; it uses only integers. `Scheduler`
+decides how many tokens of each sequence a step computes. `Engine` builds the tensors, runs the model, and appends the
+tokens. Start at `Engine.step`, then read `Scheduler.schedule`. The network is in `model.py`, and calls `Engine.attend`
+in each layer. nanovllm adds sampling, requests that arrive while others run, streamed text and fast kernels.
 
     token_ids            [ 11  7  42  5 | 90  13 ]     prompt | output
     num_computed_tokens    5     K and V of the first five are in the cache; the sixth is the next step's input
-    block_table          [ 7, 2 ]     with block_size 4: tokens 0 … 3 lie in block 7, token 4 in block 2, token 5 will
+    block_table          [ 7, 2 ]     with block_size 4: block 7 holds tokens 0 … 3, block 2 holds token 4 and will
+                                      hold token 5
 """
 
 import sys
@@ -45,20 +45,20 @@ class Sequence:
     max_tokens: int
     is_finished: bool = False
     num_computed_tokens: int = 0  # tokens whose K and V are in the cache
-    block_table: list[int] = field(default_factory=list)  # where they lie: block_size tokens in each block
-    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were needed
+    block_table: list[int] = field(default_factory=list)  # the blocks that hold them, block_size tokens each
+    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, computed when first needed
 
 
 class BlockManager:
-    """Gives blocks, shares them, and takes them back.
+    """Allocates, shares and frees blocks.
 
-    A block is free if no sequence owns it. A free block keeps its content, and can be found again until it is given to
-    another sequence. The block that has been free for the longest time is given first.
+    A block is free if no sequence owns it. A free block keeps its content, and can be found again until it is allocated
+    to another sequence. The block that was freed first is allocated first.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.free = dict.fromkeys(range(num_blocks))  # in the order in which they were freed
+        self.free = dict.fromkeys(range(num_blocks))  # in the order in which blocks were freed
         self.num_owners = [0] * num_blocks
         self.block_of_hash: dict[bytes, int] = {}  # the prefix cache
         self.hash_of_block: dict[int, bytes] = {}
@@ -67,14 +67,14 @@ class BlockManager:
         return -(-num_tokens // self.block_size)  # rounded up
 
     def hash_block(self, seq: Sequence, i: int) -> bytes:
-        """Of full block i: a hash of its tokens and of the hash before it, so of all tokens up to its end."""
+        """Return a hash of full block `i` and of the hash before it, and so of all tokens up to the block's end."""
         for j in range(len(seq.block_hashes), i + 1):
             tokens = seq.token_ids[j * self.block_size : (j + 1) * self.block_size]
             seq.block_hashes.append(sha256(repr((seq.block_hashes[-1:], tokens)).encode()).digest())
         return seq.block_hashes[i]
 
     def find(self, seq: Sequence) -> list[int]:
-        """The cached blocks that `seq` begins with. Its last token is never among them: a step needs its logits."""
+        """Return the cached blocks that `seq` begins with, without its last token: a step needs that token's logits."""
         hits = []
         for i in range((len(seq.token_ids) - 1) // self.block_size):
             block_id = self.block_of_hash.get(self.hash_block(seq, i))
@@ -84,10 +84,10 @@ class BlockManager:
         return hits
 
     def try_admit(self, seq: Sequence) -> bool:
-        """Share the blocks that are cached, and give blocks for the other tokens. If too few are free, do nothing."""
+        """Share the cached blocks and allocate blocks for the other tokens. Return False if too few are free."""
         hits = self.find(seq)
         num_new = self.num_blocks_for(len(seq.token_ids)) - len(hits)
-        num_free_hits = sum(block_id in self.free for block_id in hits)  # these are free, but not to be overwritten
+        num_free_hits = sum(block_id in self.free for block_id in hits)  # free, but not to be overwritten
         if num_new > len(self.free) - num_free_hits:
             return False
         for block_id in hits:
@@ -98,7 +98,7 @@ class BlockManager:
         return True
 
     def try_grow(self, seq: Sequence) -> bool:
-        """A block for the newest token, if it needs one; False if none is free."""
+        """Allocate a block for the newest token if it needs one. Return False if no block is free."""
         if self.num_blocks_for(len(seq.token_ids)) > len(seq.block_table):
             if not self.free:
                 return False
@@ -106,7 +106,7 @@ class BlockManager:
         return True
 
     def take(self) -> int:
-        """The block that has been free for the longest time; what it held is forgotten."""
+        """Return the block that was freed first, and evict its content from the prefix cache."""
         block_id = next(iter(self.free))
         del self.free[block_id]
         if block_id in self.hash_of_block:
@@ -115,15 +115,15 @@ class BlockManager:
         return block_id
 
     def register(self, seq: Sequence, num_before: int) -> None:
-        """Let others find the blocks that have become full since `seq` had `num_before` computed tokens."""
+        """Add to the prefix cache the blocks that have become full since `seq` had `num_before` computed tokens."""
         for i in range(num_before // self.block_size, seq.num_computed_tokens // self.block_size):
             block_hash, block_id = self.hash_block(seq, i), seq.block_table[i]
-            # Two sequences may compute the same tokens in the same step. Then the first block is the one that is found.
+            # If two sequences compute the same tokens in the same step, the prefix cache keeps the first block.
             if block_hash not in self.block_of_hash:
                 self.block_of_hash[block_hash], self.hash_of_block[block_id] = block_id, block_hash
 
     def release(self, seq: Sequence) -> None:
-        """The last block first: the beginning of a prompt is what others are most likely to need."""
+        """Free the blocks, the last block first: other sequences most likely need the beginning of a prompt."""
         for block_id in reversed(seq.block_table):
             self.num_owners[block_id] -= 1
             if not self.num_owners[block_id]:
@@ -132,7 +132,7 @@ class BlockManager:
 
 
 class Scheduler:
-    """No prefill phase and no decode phase: each step lets sequences catch up, as far as the budget goes."""
+    """Decides what each step computes: for each sequence, the tokens that are not computed yet, up to the budget."""
 
     def __init__(self, block_manager: BlockManager, max_num_batched_tokens: int) -> None:
         self.block_manager = block_manager
@@ -142,21 +142,21 @@ class Scheduler:
         self.num_preemptions = self.num_cached_tokens = 0
 
     def schedule(self) -> list[tuple[Sequence, int]]:
-        """(sequence, number of new tokens) for each sequence of the step. With a budget of 8:
+        """Return (sequence, number of new tokens) for each sequence of the next step. With a budget of 8:
 
-        A  20 tokens, 19 computed    gets 1: a decode            budget 7
-        B  11 tokens,  4 computed    gets 7: a prefill chunk     budget 0
+        A  20 tokens, 19 computed    gets 1: a decode            budget left: 7
+        B  11 tokens,  4 computed    gets 7: a prefill chunk     budget left: 0
         C  30 tokens, waits          is not admitted in this step
         """
         budget, chunks, preemptions_before = self.max_num_batched_tokens, [], self.num_preemptions
         for seq in list(self.running):
-            if not budget or seq not in self.running:  # preempted: `running` loses only its end, so no chunk is lost
+            if not budget or seq not in self.running:  # only the end of `running` is preempted: no chunk is lost
                 break
             if self.make_room(seq):
                 num_new_tokens = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
                 chunks.append((seq, num_new_tokens))
                 budget -= num_new_tokens
-        # a step that has preempted admits nobody: the sequence would only come back to be preempted again
+        # after a preemption, a step admits no sequence: that sequence would soon be preempted again
         while budget and self.waiting and self.num_preemptions == preemptions_before:
             seq = self.waiting[0]
             if not self.block_manager.try_admit(seq):
@@ -169,7 +169,7 @@ class Scheduler:
         return chunks
 
     def make_room(self, seq: Sequence) -> bool:
-        """Preempt the newest sequences until `seq` has its block; False if `seq` itself was preempted."""
+        """Preempt the newest sequences until `seq` has its block. Return False if `seq` itself was preempted."""
         while not self.block_manager.try_grow(seq):
             last = self.running.pop()
             self.block_manager.release(last)
@@ -200,7 +200,7 @@ class Engine:
         self.num_steps = self.num_stored = self.num_reserved = self.max_num_running = 0
 
     def generate(self, prompts: list[list[int]], max_tokens: int | list[int]) -> list[list[int]]:
-        """Greedy output tokens of each prompt; `max_tokens` for all of them, or one number for each."""
+        """Return the greedy output tokens of each prompt. `max_tokens` is one limit, or one for each prompt."""
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         seqs = [Sequence(list(prompt), len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]
         for seq in seqs:
@@ -216,7 +216,7 @@ class Engine:
             raise ValueError(f"prompt and max_tokens must be >= 1, together <= {self.max_model_len}, got {most}")
 
     def step(self, chunks: list[tuple[Sequence, int]]) -> None:
-        """Compute the tokens of all chunks, end to end, and append a token to each sequence that has caught up."""
+        """Compute all chunks in one forward pass, and append a token to each sequence with no token left to compute."""
         input_ids, positions, slots, ends = [], [], [], []
         for seq, num_new_tokens in chunks:
             start = seq.num_computed_tokens
@@ -235,7 +235,7 @@ class Engine:
             self.scheduler.block_manager.register(seq, seq.num_computed_tokens - num_new_tokens)
         self.count(self.scheduler.running)
         for (seq, _), token_id in zip(chunks, token_ids, strict=True):
-            if seq.num_computed_tokens == len(seq.token_ids):  # else its prompt goes on in the next step
+            if seq.num_computed_tokens == len(seq.token_ids):  # otherwise the next step continues its prompt
                 self.append(seq, token_id)
                 if seq.is_finished:
                     self.scheduler.finish(seq)
@@ -246,10 +246,10 @@ class Engine:
         seq.is_finished = token_id in self.model.end_token_ids or num_output_tokens == seq.max_tokens
 
     def attend(self, chunks: list, slot_mapping: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: [num_tokens, num_heads, head_dim] -> as q: each token attends to its sequence's tokens up to itself
+        """Let each token attend to its sequence up to its own position. q, result: [num_tokens, num_heads, head_dim]
 
-        Store first: a chunk also attends to its own tokens. Then one call for all decodes, and one for each longer
-        chunk. nanovllm needs only two calls: flash-attn takes all longer chunks in one.
+        K and V are stored first, because a chunk also attends to its own tokens. Then one call computes all decodes,
+        and one call each longer chunk. nanovllm needs only two calls: flash-attn computes all longer chunks in one.
         """
         k_cache, v_cache = self.kv_cache[:, layer].flatten(1, 2)  # views: [num_slots, num_kv_heads, head_dim] each
         k_cache[slot_mapping], v_cache[slot_mapping] = k, v
@@ -267,22 +267,22 @@ class Engine:
         return out
 
     def attend_to_blocks(self, q: Tensor, layer: int, seqs: list[Sequence]) -> Tensor:
-        """q: [num_seqs, num_new_tokens, num_heads, head_dim] -> as q"""
+        """q and the result: [num_seqs, num_new_tokens, num_heads, head_dim]"""
         num_new_tokens = q.shape[1]
         starts = torch.tensor([seq.num_computed_tokens for seq in seqs])  # [num_seqs], before this step
         positions = starts[:, None] + torch.arange(num_new_tokens)  # [num_seqs, num_new_tokens]
         seq_len = int(positions.max()) + 1  # of the longest
         num_blocks = self.scheduler.block_manager.num_blocks_for(seq_len)
-        # padding is never seen: it stands behind the last token
+        # padding is after the last token, and no token attends to it
         tables = [(seq.block_table + [0] * num_blocks)[:num_blocks] for seq in seqs]
-        # [num_seqs, num_blocks, block_size, num_kv_heads, head_dim] each, then all blocks of a sequence in a row
+        # [num_seqs, num_blocks, block_size, num_kv_heads, head_dim] each, then the blocks of each sequence in a row
         k, v = (blocks[torch.tensor(tables)].flatten(1, 2)[:, :seq_len] for blocks in self.kv_cache[:, layer])
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         is_seen = torch.arange(seq_len) <= positions[:, None, :, None]  # [num_seqs, 1, num_new_tokens, seq_len]
         return F.scaled_dot_product_attention(q, k, v, is_seen, enable_gqa=True).transpose(1, 2)
 
     def count(self, running: list[Sequence]) -> None:
-        """Waste is 1 - num_stored / num_reserved. A shared block counts once."""
+        """Add a step to the totals: waste = 1 - num_stored / num_reserved. A shared block counts once."""
         owners = [num for num in self.scheduler.block_manager.num_owners if num]
         num_shared = self.block_size * (sum(owners) - len(owners))
         self.num_steps += 1
@@ -292,7 +292,7 @@ class Engine:
 
 
 if __name__ == "__main__":
-    engine = Engine(TINY_QWEN3, num_blocks=36, block_size=4, max_num_batched_tokens=16)  # small, so that all happens
+    engine = Engine(TINY_QWEN3, num_blocks=36, block_size=4, max_num_batched_tokens=16)  # few: it preempts
     questions = sys.argv[1:] or ["What is the KV cache?", "What is a block table?", "What is preemption?"]
     for token_ids in engine.generate([engine.model.encode(question) for question in questions], max_tokens=60):
         print(engine.model.decode(token_ids))

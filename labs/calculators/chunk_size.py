@@ -1,22 +1,24 @@
-"""Time to first token against time per output token, by the budget of a step (`max_num_batched_tokens`).
+"""Predict time to first token and time per output token, by the budget of a step (`max_num_batched_tokens`).
 
     python -m labs.calculators.chunk_size
-    python -m labs.calculators.chunk_size --cost 5 20 5                  # of another machine: ms, us, ns; no model runs
-    python -m labs.calculators.chunk_size --measure 128 2048             # the engine itself, beside the calculation
+    python -m labs.calculators.chunk_size --cost 5 20 5                  # ms, us, ns of another machine; no model runs
+    python -m labs.calculators.chunk_size --measure 128 2048             # also run the engine itself
     python -m labs.calculators.chunk_size --plot chunk_size.png
 
-While some users' answers are decoded, long prompts of others arrive. A large budget computes such a prompt in one step,
-for which all decodes wait; a small one cuts it into chunks, and every decode gets its token in each step.
+While the answers of some users are decoded, long prompts of other users arrive. With a large budget, one step computes
+such a prompt, and all decodes wait for that step. A small budget cuts the prompt into chunks, and every decode gets its
+token in each step.
 
     seconds of a step = fixed + per token · tokens + per pair · attended pairs
 
 A token at position p attends to p + 1 tokens: a chunk of n tokens from position s on has n · s + n · (n + 1) / 2 pairs.
-This cost is fitted to steps of the engine with the bundled model on this machine, or given. The real scheduler then
-serves the workload. No forward pass runs: the clock advances by the cost of each step, so all times are *modelled*.
+`--cost` gives this cost. Otherwise it is fitted to steps of the engine with the bundled model on this machine. The real
+scheduler then serves the workload. No forward pass runs: the clock advances by the cost of each step, so all times are
+*modelled*.
 
-Each of `--num-users` sends the next request when the last is answered; every fourth prompt is long. TTFT (from the
-request to its first token) and TPOT (of a request, the mean time of its tokens but the first) are taken over requests,
-ITL (between two tokens of a request) over all tokens.
+Each of `--num-users` users sends the next request when the last one is answered. Every fourth prompt is long. TTFT is
+the time from a request to its first token. TPOT is the mean time of a request's other tokens. ITL is the time between
+two tokens of a request. The table has TTFT and TPOT over all requests, and ITL over all tokens.
 """
 
 import argparse
@@ -32,21 +34,20 @@ from benchmarks.common import Workload, make_workload
 from labs.calculators.common import Panel, draw, print_table
 from nanovllm import TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm.block_manager import BlockManager
-from nanovllm.scheduler import Scheduler
 from nanovllm.extras.full_sequence import Sequence
-from nanovllm.scheduler import Step
+from nanovllm.scheduler import Scheduler, Step
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048  # the bundled model's
 VOCAB_SIZE = 2000
 Add = Callable[[str, list[int], SamplingParams], None]
-Step = Callable[[], tuple[float, list[int]]]
-"""Runs one step: its seconds, and the numbers of the requests that got a token."""
+RunStep = Callable[[], tuple[float, list[int]]]
+"""Run one step. Return its seconds, and the numbers of the requests that got a token."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """In seconds."""
+    """The cost of a step, in seconds."""
 
     fixed: float
     per_token: float
@@ -58,7 +59,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Latencies:
-    """Of one run, in seconds; throughput in output tokens per second."""
+    """The latencies of one run in seconds, and its throughput in output tokens per second."""
 
     ttfts: list[float]
     tpots: list[float]
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument("--num-users", type=int, default=16)
     parser.add_argument("--num-requests", type=int, default=96)
     parser.add_argument("--long-len", type=int, default=1500, help="tokens of the long prompts")
-    parser.add_argument("--measure", type=int, nargs="*", default=[], help="budgets with which the engine itself runs")
+    parser.add_argument("--measure", type=int, nargs="*", default=[], help="budgets of runs of the engine itself")
     parser.add_argument("--plot", type=Path, help="draw the curves to this file (needs matplotlib)")
     args = parser.parse_args()
     try:
@@ -113,15 +114,15 @@ def check(args: argparse.Namespace) -> None:
 
 
 def make_requests(num_requests: int, long_len: int) -> Workload:
-    """Every fourth has a prompt of `long_len` tokens, the others 32 … 128; 32 … 96 tokens are generated."""
+    """Make requests with prompts of 32 … 128 tokens, every fourth with `long_len`, and outputs of 32 … 96 tokens."""
     rng = random.Random(0)
     prompt_lens = [long_len if i % 4 == 3 else rng.randint(32, 128) for i in range(num_requests)]
     output_lens = [rng.randint(32, 96) for _ in range(num_requests)]
     return make_workload("long prompts among decodes", prompt_lens, output_lens, VOCAB_SIZE, shared_len=0)
 
 
-def serve(workload: Workload, num_users: int, add: Add, step: Step) -> Latencies:
-    """Each user sends a request when the last is answered; the clock is the sum of the steps' seconds."""
+def serve(workload: Workload, num_users: int, add: Add, step: RunStep) -> Latencies:
+    """Serve the workload. A user sends a request when the last is answered. The clock sums the steps' seconds."""
     clock, num_free, num_left = 0.0, num_users, len(workload.prompts)
     sent_at: list[float] = []
     token_times: list[list[float]] = [[] for _ in workload.prompts]
@@ -146,7 +147,7 @@ def serve(workload: Workload, num_users: int, add: Add, step: Step) -> Latencies
 
 
 def model(workload: Workload, num_users: int, budget: int, cost: Cost) -> Latencies:
-    """The real scheduler, with as many blocks as all users need; each step takes what `cost` says."""
+    """Serve the workload by the real scheduler, with enough blocks for all users. `cost` gives each step's time."""
     blocks = BlockManager(num_users * MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE, enable_prefix_caching=False)
     scheduler = Scheduler(blocks, num_users, budget, MAX_MODEL_LEN)
 
@@ -167,7 +168,7 @@ def count_pairs(step: Step) -> int:
 
 
 def measure(workload: Workload, num_users: int, budget: int) -> Latencies:
-    """The engine with the bundled model, by the clock."""
+    """Serve the workload by the engine with the bundled model, and measure the time."""
     engine = make_engine(num_users, budget)
 
     def step() -> tuple[float, list[int]]:
@@ -175,7 +176,7 @@ def measure(workload: Workload, num_users: int, budget: int) -> Latencies:
         outputs = engine.step().outputs
         return time.perf_counter() - start, [int(output.request_id) for output in outputs]
 
-    serve(workload.first(num_users), num_users, engine.add_request, step)  # warms up
+    serve(workload.first(num_users), num_users, engine.add_request, step)  # warm up
     return serve(workload, num_users, engine.add_request, step)
 
 
@@ -194,9 +195,9 @@ def make_engine(num_seqs: int, budget: int) -> LLMEngine:
 
 
 def measure_steps(rounds: int = 5) -> list[tuple[int, int, float]]:
-    """(tokens, attended pairs, least seconds) of steps of the engine: whole prompts, and decodes.
+    """Measure steps of the engine, of whole prompts and of decodes. Return (tokens, attended pairs, seconds) of each.
 
-    The least of several rounds: what else the machine does only adds to them.
+    The seconds are the minimum over several rounds, because other work on the machine only adds time.
     """
     engine, points = make_engine(16, MAX_MODEL_LEN), []
     for num_seqs, length in [(1, 16), (16, 16), (1, 128), (16, 120), (1, 500), (4, 500), (1, 1000), (1, 2000)]:
@@ -218,7 +219,7 @@ def measure_steps(rounds: int = 5) -> list[tuple[int, int, float]]:
 
 
 def fit(points: list[tuple[int, int, float]]) -> Cost:
-    """The cost with the least squared relative errors. A part that would be negative is noise: it is taken as 0."""
+    """Return the cost with the least squared relative errors. A part that would be negative is noise, and set to 0."""
     seconds = np.array([point[2] for point in points])  # [num_points]
     work = np.array([(1.0, *point[:2]) for point in points]) / seconds[:, None]  # [num_points, 3]
     parts, kept = np.zeros(3), [0, 1, 2]
@@ -232,7 +233,7 @@ def fit(points: list[tuple[int, int, float]]) -> Cost:
 
 
 def summary(one: Latencies) -> list[float]:
-    """In milliseconds: TTFT median and p95, TPOT median, ITL p99; and tokens per second."""
+    """Return TTFT median and p95, TPOT median and ITL p99 in milliseconds, and tokens per second."""
     times = [np.median(one.ttfts), np.percentile(one.ttfts, 95), np.median(one.tpots), np.percentile(one.itls, 99)]
     return [*(1e3 * float(seconds) for seconds in times), one.throughput]
 

@@ -1,4 +1,4 @@
-"""What the calculators share: the table that they print, and the curves that they draw."""
+"""Print the tables and draw the curves of the calculators."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The first column is text, aligned left; the others are numbers, aligned right."""
+    """Print a table. The first column is text, aligned left; the other columns are numbers, aligned right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     for row in (header, ["-" * width for width in widths], *rows):
         numbers = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
@@ -15,7 +15,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines over one horizontal axis. The axis is logarithmic, base 2, and each value on it is a mark."""
+    """One plot: lines over a shared horizontal axis, which is logarithmic with base 2, with a tick for each value."""
 
     x_label: str
     y_label: str
@@ -24,11 +24,11 @@ class Panel:
     levels: Mapping[str, float] = field(default_factory=dict)
     """Horizontal lines."""
     is_log: bool = False
-    """Whether the vertical axis is logarithmic too."""
+    """Whether the vertical axis is logarithmic, too."""
 
 
 def draw(path: Path, title: str, panels: Sequence[Panel]) -> None:
-    """Write a PNG, or what else `path` ends with. Needs matplotlib."""
+    """Draw the panels to a file, in the format of its suffix (PNG, for example). Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

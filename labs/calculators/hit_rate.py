@@ -1,4 +1,4 @@
-"""How much of the prompts a prefix cache saves in conversations of several turns, by the size of the KV cache.
+"""Predict the hit rate of a prefix cache in conversations of several turns, by the size of the KV cache.
 
     python -m labs.calculators.hit_rate
     python -m labs.calculators.hit_rate --num-users 64 --num-turns 10 --system-len 1000 --num-kv-blocks 2000 4000 8000
@@ -6,13 +6,13 @@
 
     hit rate = prompt tokens that were found in the cache / prompt tokens
 
-All users share a system prompt. The prompt of each turn is the whole conversation so far and a new message, so all but
-the message can be cached: from the turns before, or, in the first turn, the system prompt from other users. Between two
-turns a user thinks, and the conversation's blocks are free: they hold it until they are handed out to others, the block
-that was freed longest ago first (LRU). The conversations of users who think compete for the cache.
+All users share a system prompt. The prompt of each turn is the conversation so far and a new message. All tokens but
+the message may be cached: by earlier turns or, in the first turn, by the system prompts of other users. Between two
+turns a user thinks, and the blocks of the conversation are free. They keep their contents until they are allocated
+again, in the order in which they were freed (LRU). So the conversations of users who think compete for the cache.
 
-The real scheduler and block manager serve this with made-up tokens instead of a model. A step of the engine is the unit
-of time. The last row is a cache in which all conversations fit, so nothing is evicted: no cache can find more.
+The real scheduler and block manager serve this workload, with invented tokens instead of a model. The unit of time is a
+step of the engine. In the last row all conversations fit and nothing is evicted, which gives the highest hit rate.
 """
 
 import argparse
@@ -25,16 +25,16 @@ from labs.calculators.common import Panel, draw, print_table
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.full_observer import SchedulingStats
-from nanovllm.scheduler import Scheduler
 from nanovllm.extras.full_sequence import Sequence
+from nanovllm.scheduler import Scheduler
 
 MAX_MESSAGE_TOKEN = 10_000
-ANSWER_TOKEN = 10_001  # which one does not matter: the messages tell conversations apart
+ANSWER_TOKEN = 10_001  # any token will do, because the messages make conversations different
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Lengths in tokens, thinking in steps; messages and thinking are drawn around their means."""
+    """The workload: lengths in tokens, thinking time in steps. Message lengths and thinking times vary randomly."""
 
     num_users: int
     num_turns: int
@@ -51,12 +51,12 @@ class Chat:
 
     @property
     def longest(self) -> int:
-        """Tokens of a conversation at its end, at most."""
+        """Return the largest possible number of tokens of a conversation."""
         return self.system_len + self.num_turns * (2 * self.message_len + self.answer_len)
 
 
 class Evictions(SchedulingStats):
-    """Counts evicted blocks too: cached ones that were handed out anew."""
+    """Also counts evicted blocks: cached blocks that were allocated again."""
 
     num_evicted_blocks = 0
 
@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Prefix-cache hit rate by the size of the KV cache.")
     parser.add_argument("--num-users", type=int, default=32)
     parser.add_argument("--num-turns", type=int, default=6)
-    parser.add_argument("--system-len", type=int, default=256, help="tokens that all conversations begin with")
+    parser.add_argument("--system-len", type=int, default=256, help="tokens of the system prompt")
     parser.add_argument("--message-len", type=int, default=48, help="tokens of a message on average")
     parser.add_argument("--answer-len", type=int, default=48, help="tokens of an answer")
     parser.add_argument("--think-steps", type=int, default=200, help="steps between two turns of a user, on average")
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def serve(chat: Chat, num_blocks: int, block_size: int, max_num_seqs: int) -> Evictions:
-    """All turns of all users. ValueError if a conversation may be longer than the cache."""
+    """Serve all turns of all users. Raise ValueError if a conversation may be longer than the cache."""
     if block_size < 1 or max_num_seqs < 1 or num_blocks * block_size < chat.longest:
         raise ValueError(
             f"block_size and max_num_seqs must be >= 1, and num_kv_blocks * block_size >= {chat.longest}, the longest "
@@ -112,7 +112,7 @@ def serve(chat: Chat, num_blocks: int, block_size: int, max_num_seqs: int) -> Ev
     params = SamplingParams(max_tokens=chat.answer_len, ignore_eos=True)
     system = [rng.randint(0, MAX_MESSAGE_TOKEN) for _ in range(chat.system_len)]
     conversations, turns = [system] * chat.num_users, [0] * chat.num_users
-    # (step, user): when each user sends the next message
+    # (step, user): the step in which each user sends the next message
     sends = [(rng.randint(0, 2 * chat.think_steps), user) for user in range(chat.num_users)]
     heapq.heapify(sends)
     step = 0

@@ -1,15 +1,16 @@
-"""Bytes of KV cache for each token: K and V of every head (MHA), shared (GQA, MQA), or a latent (MLA).
+"""Compute the bytes of KV cache for each token, for MHA, GQA, MQA and MLA.
 
     python -m labs.calculators.kv_bytes                                  # the shapes of some published models
     python -m labs.calculators.kv_bytes --model Qwen/Qwen3-0.6B benchmarks/configs/llama-3.2-1b
     python -m labs.calculators.kv_bytes --layers 32 --heads 32 --kv-heads 8 --head-dim 128 --window 4096
     python -m labs.calculators.kv_bytes --layers 61 --heads 128 --head-dim 128 --latent-rank 512 --rope-dim 64
 
-A model is a folder with a config.json, or a hub id, of which only config.json is fetched. Each is a row as it is,
-beside what the same layers would take with other attention: MHA keeps 2 · heads · head_dim values in each layer, GQA
-2 · kv_heads · head_dim, MQA 2 · head_dim, MLA latent_rank + rope_dim. A window bounds what a sequence keeps, where
-every layer has one; where some layers have none, blocks behind the others' windows stay. The last columns are whole
-sequences. Nothing is run: `tests/labs/test_kv_bytes.py` holds these figures against the caches that engines allocate.
+A model is a folder with a config.json, or a hub id; from the hub, only config.json is fetched. A model has one row for
+its own attention, and one row for each other kind of attention with the same layers. For each token, a layer keeps
+2 · heads · head_dim values with MHA, 2 · kv_heads · head_dim with GQA, 2 · head_dim with MQA, and
+latent_rank + rope_dim with MLA. If every layer has a window, the widest window limits the tokens that a sequence keeps.
+If some layers have no window, all layers keep all tokens. The last columns are for whole sequences. No model runs.
+`tests/labs/test_kv_bytes.py` compares these figures with the caches that engines allocate.
 """
 
 import argparse
@@ -22,23 +23,23 @@ from benchmarks.common import DTYPE_BYTES, find_model, read_config
 from nanovllm.extras.models.architectures import find_architecture
 
 LENGTHS = (4096, 32_768, 131_072)  # of the sequences in the last columns
-MLA_RANK, MLA_ROPE_DIM = 512, 64  # DeepSeek-V2's and V3's, for models that have no latent
+MLA_RANK, MLA_ROPE_DIM = 512, 64  # those of DeepSeek-V2 and V3, for models without a latent
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What of a network decides the size of its cache."""
+    """The sizes of a network that determine the size of its cache."""
 
     name: str
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_values: int
-    """K and V of one head, 2 · head_dim; of a model with latents, what a head's would be if it kept them."""
+    """Values of K and V of one head, 2 · head_dim. With latents: those of the decompressed K and V of a head."""
     latent_rank: int | None = None
     rope_dim: int = 0
     window: int | None = None
-    """The widest, if every layer has a window; None: some layer sees everything."""
+    """The widest window if every layer has one. None if a layer attends to all tokens."""
 
     @property
     def values_per_token(self) -> int:
@@ -55,14 +56,14 @@ class CacheShape:
         return f"GQA of {self.num_kv_heads}"
 
     def slots_of_sequence(self, num_tokens: int) -> int:
-        """Tokens that are kept: behind a window nothing is, but for the rest of a block."""
+        """Return the number of tokens that a sequence keeps, without the rest of a block behind a window."""
         return num_tokens if self.window is None else min(num_tokens, self.window)
 
     def values_of_sequence(self, num_tokens: int) -> int:
         return self.values_per_token * self.slots_of_sequence(num_tokens)
 
     def variants(self) -> list["CacheShape"]:
-        """The same layers with each kind of attention; this one first."""
+        """Return the same layers with each kind of attention, this kind first."""
         full = replace(self, latent_rank=None, rope_dim=0)
         rank, rope_dim = (MLA_RANK, MLA_ROPE_DIM) if self.latent_rank is None else (self.latent_rank, self.rope_dim)
         others = [replace(full, num_kv_heads=self.num_heads), replace(full, num_kv_heads=max(1, self.num_heads // 8))]
@@ -88,13 +89,13 @@ PUBLISHED = [
 
 
 def shape_of_model(name: str) -> CacheShape:
-    """The cache's shape of a folder or hub id. ValueError if there is neither, or if it is not served here."""
+    """Return the cache's shape of a folder or hub id. Raise ValueError if it does not exist, or is not supported."""
     folder = find_model(name, with_weights=False)
     return shape_of_config(folder, folder.resolve().name if Path(name).is_dir() else name)
 
 
 def shape_of_config(folder: Path, name: str) -> CacheShape:
-    """The cache's shape for a config.json. ValueError for an architecture that this engine does not serve."""
+    """Return the cache's shape of a config.json. Raise ValueError if the engine does not support the architecture."""
     raw = read_config(folder)
     _, shape = find_architecture(raw)
     window, num_layers, heads = shape.widest_window, shape.num_hidden_layers, shape.num_attention_heads
@@ -104,7 +105,7 @@ def shape_of_config(folder: Path, name: str) -> CacheShape:
 
 
 def latent_shape(name: str, shape: Any, window: int | None) -> CacheShape:
-    """The cache's shape for a `DeepseekConfig`: its heads would have keys and values of different lengths."""
+    """Return the cache's shape of a `DeepseekConfig`. Keys and values of its heads have different lengths."""
     return CacheShape(
         name,
         shape.num_hidden_layers,
@@ -118,7 +119,7 @@ def latent_shape(name: str, shape: Any, window: int | None) -> CacheShape:
 
 
 def rows_of(shape: CacheShape, bytes_per_value: int, num_kept: int | None = None) -> list[dict[str, Any]]:
-    """A row for each variant, `num_kept` at most: bytes of a token, as a share of MHA's, and of sequences."""
+    """Return a row for each of the first `num_kept` variants: bytes of a token, their share of MHA's, sequences."""
     mha = replace(shape, latent_rank=None, rope_dim=0, num_kv_heads=shape.num_heads).values_per_token
     rows = []
     for variant in shape.variants()[:num_kept]:
@@ -151,7 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Bytes of KV cache for each token, by kind of attention.")
     parser.add_argument("--model", nargs="+", help="folders with a config.json, or hub ids such as Qwen/Qwen3-0.6B")
     for name in ("layers", "heads", "kv-heads", "head-dim", "latent-rank", "rope-dim", "window"):
-        parser.add_argument(f"--{name}", type=int, help="of a shape that is on no disk")
+        parser.add_argument(f"--{name}", type=int, help="of a shape without a config.json")
     parser.add_argument("--dtype", default="bfloat16", choices=[*DTYPE_BYTES, "fp8"], help="of the cache")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     args = parser.parse_args()
@@ -166,7 +167,7 @@ def main() -> None:
 
 
 def shape_of_arguments(args: argparse.Namespace) -> list[CacheShape]:
-    """None or one. ValueError if what is given describes no shape."""
+    """Return the shape that the options give, if any. Raise ValueError if they are incomplete or do not fit."""
     numbers = (args.layers, args.heads, args.kv_heads, args.head_dim, args.latent_rank, args.rope_dim, args.window)
     if not any(number is not None for number in numbers):
         return []

@@ -1,26 +1,27 @@
-"""What a decode step waits for: memory, arithmetic, or launches; by batch size.
+"""Compute what limits a decode step, by batch size: memory, arithmetic, or launches.
 
     python -m labs.calculators.roofline                                                      # measures this machine
     python -m labs.calculators.roofline --read-gb-s 3350 --tflops 989 --launch-us 4          # describes another one
     python -m labs.calculators.roofline --plot roofline.png --model Qwen/Qwen3-0.6B --context-len 8192
 
-A decode step computes one token of each sequence. It takes at least the longest of three times, which overlap at best:
+A decode step computes one token of each sequence. At best, three times overlap, and the step takes the longest one:
 
     reading     (bytes of the weights + batch size · context · bytes of KV cache for a token) / read rate
     arithmetic  batch size · FLOPs of a token at this context / rate of matrix products
     launches    number of launches · time of one launch
 
-The weights are read once for all sequences: for few of them reading is longest, and a larger batch is nearly free. The
-ridge is the batch size from which on arithmetic is longest:
+The weights are read once for all sequences. With few sequences, reading takes longest, and more sequences take hardly
+more time. The ridge is the batch size above which arithmetic takes longer than reading:
 
     ridge = (weight bytes / read rate) / (FLOPs of a token / rate of products - KV bytes of a context / read rate)
 
-If the bracket is not positive, each further sequence brings more reading than arithmetic, and there is no ridge.
+If the difference in brackets is not positive, each further sequence adds more reading than arithmetic, and arithmetic
+never takes longer.
 
-The bytes and FLOPs are `benchmarks/roofline.py`'s, and so are the measured rates. Of experts, the weights of one token
-count, although a batch may read more. A launch is a small product here, 12 for each layer and 4 besides, as without
-fused kernels or CUDA graphs. The figures of a card are those that its maker publishes; the second command above has an
-H100 SXM's (3.35 TB/s, 989 TFLOP/s in bfloat16 without sparsity), and 4 microseconds are assumed.
+`benchmarks/roofline.py` counts the bytes and FLOPs, and measures the rates. For a mixture of experts, only the experts
+of one token count, although a batch may read more. A launch is measured as a small matrix product. Without fused
+kernels and CUDA graphs, a step has 12 launches for each layer and 4 more. The second command above has the published
+figures of an H100 SXM (3.35 TB/s, 989 TFLOP/s in bfloat16 without sparsity), and an assumed 4 microseconds a launch.
 """
 
 import argparse
@@ -40,7 +41,7 @@ RIDGE_CONTEXTS = (1, 256, 1024, 4096, 16_384)
 
 @dataclass(frozen=True)
 class StepTimes:
-    """In seconds."""
+    """The three times of a step, in seconds."""
 
     reading: float
     arithmetic: float
@@ -56,12 +57,12 @@ class StepTimes:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a decode step waits for, by batch size.")
+    parser = argparse.ArgumentParser(description="What limits a decode step, by batch size.")
     parser.add_argument("--model", default=str(QWEN3_06B), help="a folder with a config.json, or a hub id")
     parser.add_argument("--dtype", default="auto", help="auto (the model's), bfloat16, float16, float32")
-    parser.add_argument("--device", default="cpu", help="what is measured: cpu (default) or cuda")
-    parser.add_argument("--read-gb-s", type=float, help="10^9 bytes per second of a machine, instead of measuring")
-    parser.add_argument("--tflops", type=float, help="10^12 FLOP per second of a machine, instead of measuring")
+    parser.add_argument("--device", default="cpu", help="the device to measure: cpu (default) or cuda")
+    parser.add_argument("--read-gb-s", type=float, help="read rate in 10^9 bytes per second, instead of measuring")
+    parser.add_argument("--tflops", type=float, help="rate of products in 10^12 FLOP per second, instead of measuring")
     parser.add_argument("--launch-us", type=float, help="microseconds of a launch, instead of measuring")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[2**i for i in range(10)])
     parser.add_argument("--context-len", type=int, default=1024, help="tokens of each sequence")
@@ -89,10 +90,10 @@ def main() -> None:
             for n, step in steps.items()
         ],
     )  # fmt: skip
-    print("\nBatch size from which on arithmetic takes longer than reading, by context:")
+    print("\nBatch size above which arithmetic takes longer than reading, by context:")
     for context_len in sorted({*RIDGE_CONTEXTS, args.context_len}):
         ridge = find_ridge(shape, context_len, size, rates)
-        why = "never: the KV cache of a sequence takes longer to read than its token to compute"
+        why = "never: reading the KV cache of a sequence takes longer than computing its token"
         print(f"  {context_len:>7,} tokens   {why if ridge is None else f'{ridge:,.1f}'}")
     if args.plot:
         lines = {part: [1e3 * vars(step)[part] for step in steps.values()] for part in vars(steps[args.batch_size[0]])}
@@ -101,7 +102,7 @@ def main() -> None:
 
 
 def rates_of(args: argparse.Namespace, dtype: str) -> tuple[Rates, float]:
-    """As given, and measured for what is not; seconds of a launch are the second."""
+    """Return the rates and the seconds of a launch: as given by options, or measured."""
     given = (args.read_gb_s, args.tflops, args.launch_us)
     if any(number is not None and number <= 0 for number in given):
         raise ValueError(f"--read-gb-s, --tflops and --launch-us must be > 0, got {given}")
@@ -113,7 +114,7 @@ def rates_of(args: argparse.Namespace, dtype: str) -> tuple[Rates, float]:
 
 
 def measure_launch(dtype: str, device: str, num_launches: int = 500) -> float:
-    """Seconds of a product that is too small to matter."""
+    """Return the seconds of a launch, measured by a product so small that its arithmetic takes no time."""
     x = torch.ones(1, 8, device=device).to(getattr(torch, dtype))
     weight = torch.ones(8, 8, device=device).to(x.dtype)
 
@@ -129,10 +130,10 @@ def measure_launch(dtype: str, device: str, num_launches: int = 500) -> float:
 def step_times(
     shape: ModelShape, batch_size: int, context_len: int, bytes_per_value: int, rates: Rates, launch_s: float
 ) -> StepTimes:
-    """Of a step whose tokens attend to `context_len` tokens each, themselves among them."""
+    """Return the times of a step in which each token attends to `context_len` tokens, its own included."""
     if batch_size < 1 or context_len < 2:
         raise ValueError(f"--batch-size must be >= 1 and --context-len >= 2, got {batch_size} and {context_len}")
-    # requests of two tokens: the prefill makes the first, and the one decode step the second
+    # requests of two output tokens: the prefill samples the first, and the only decode step the second
     step = roofline(shape, [context_len - 1] * batch_size, [2] * batch_size, 0, bytes_per_value, rates)
     num_launches = LAUNCHES_PER_LAYER * shape.num_layers + OTHER_LAUNCHES
     return StepTimes(
@@ -141,7 +142,7 @@ def step_times(
 
 
 def find_ridge(shape: ModelShape, context_len: int, bytes_per_value: int, rates: Rates) -> float | None:
-    """The batch size at which arithmetic takes as long as reading; None if it never does."""
+    """Return the batch size at which arithmetic takes as long as reading, or None if arithmetic never does."""
     weights_s = (shape.body_params + shape.head_params) * bytes_per_value / rates.read_bytes_per_s
     token_s = (token_flops(shape, context_len) + 2 * shape.head_params) / rates.gemm_flops_per_s
     kv_s = context_len * shape.kv_values_per_token * bytes_per_value / rates.read_bytes_per_s

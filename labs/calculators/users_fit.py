@@ -1,6 +1,6 @@
-"""How many users fit into memory: what weights and activations leave, over the KV cache of one user.
+"""Compute how many users fit into memory, from the memory left for the KV cache and the cache of one user.
 
-    python -m labs.calculators.users_fit                        # the memory that is free here
+    python -m labs.calculators.users_fit                        # the free memory of this machine
     python -m labs.calculators.users_fit --memory 80GiB --model Qwen/Qwen3-30B-A3B
     python -m labs.calculators.users_fit --memory 24GiB --mean-len 1000 --max-model-len 32768 --block-size 16
 
@@ -10,12 +10,13 @@
                     + max_num_seqs · vocab_size · 4       (logits, in float32)
     users         = for the cache / (tokens of a user · bytes of KV cache for a token)
 
-The widest tensors of a layer are taken as its input and its residual, q, k and v, or gate and up. That is an estimate,
-not a measurement: `--activations` replaces it. Nothing is run, and of a hub id only config.json is fetched.
+The widest tensors of a layer are estimated as its input and residual, and the larger of q, k and v or gate and up.
+`--activations` replaces this estimate. No model runs; from the hub, only config.json is fetched.
 
-The table holds users with contexts of one length each, by kind of attention (`kv_bytes.py` says what each keeps) and by
-dtype of the cache. The lines below it compare two ways of handing out the same memory to users of `--mean-len` tokens:
-contiguous reservation takes max_model_len slots for each, blocks take mean-len + (block_size - 1) / 2 on average.
+The table has the number of users whose contexts all have the same length, by kind of attention and by dtype of the
+cache. `kv_bytes.py` explains what each kind of attention keeps. The lines below the table compare two ways to allocate
+the same memory to users of `--mean-len` tokens. Contiguous reservation takes `max_model_len` slots for each user.
+Blocks take mean_len + (block_size - 1) / 2 slots on average.
 """
 
 import argparse
@@ -28,9 +29,9 @@ import torch
 from benchmarks.common import DTYPE_BYTES, QWEN3_06B, find_model, read_config, resolve_dtype_name
 from labs.calculators.common import print_table
 from labs.calculators.kv_bytes import CacheShape, shape_of_model
-from nanovllm.layers.attention import TorchAttention
-from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.models.architectures import find_architecture
+from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.layers.attention import TorchAttention
 
 CONTEXT_LENS = (2048, 8192, 32_768, 131_072)
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -38,7 +39,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**2
 
 @dataclass(frozen=True)
 class Memory:
-    """In bytes."""
+    """The memory and its parts, in bytes."""
 
     total: int
     weights: int
@@ -52,14 +53,14 @@ class Memory:
 def main() -> None:
     parser = argparse.ArgumentParser(description="How many users fit into memory.")
     parser.add_argument("--model", default=str(QWEN3_06B), help="a folder with a config.json, or a hub id")
-    parser.add_argument("--memory", help="such as 24GiB; by default what is free here, on the GPU if there is one")
+    parser.add_argument("--memory", help="such as 24GiB; by default the free memory of this machine, or of its GPU")
     parser.add_argument("--dtype", default="auto", help="of weights: auto (the model's), bfloat16, float16, float32")
     parser.add_argument("--activations", help="such as 1GiB, instead of the estimate")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--context-len", type=int, nargs="+", default=CONTEXT_LENS, help="tokens of a user")
     parser.add_argument("--mean-len", type=int, default=1000, help="tokens of a user on average")
-    parser.add_argument("--max-model-len", type=int, help="by default the model's")
+    parser.add_argument("--max-model-len", type=int, help="by default that of the model")
     parser.add_argument("--block-size", type=int, default=16)
     args = parser.parse_args()
     try:
@@ -108,7 +109,7 @@ def check_room(memory: Memory, mean_len: int, max_len: int) -> None:
 
 
 def rows_of(cache: CacheShape, num_bytes: int, bytes_per_value: int, context_lens: list[int]) -> list[list[str]]:
-    """Users by context length, for each kind of attention; the model's own kind with a cache in fp8 too."""
+    """Return rows of users by context length, for each kind of attention. The model's own kind also has one for fp8."""
     dtype = f"{8 * bytes_per_value} bits"
     variants = [(variant, dtype, bytes_per_value) for variant in cache.variants()]
     variants.insert(1, (cache, "8 bits", 1))
@@ -121,12 +122,12 @@ def rows_of(cache: CacheShape, num_bytes: int, bytes_per_value: int, context_len
 
 
 def users_in_blocks(num_slots: int, block_size: int, mean_slots: int) -> int:
-    """Each wastes half a block on average: (block_size - 1) / 2 slots."""
+    """Return the number of users. Each user wastes half a block on average: (block_size - 1) / 2 slots."""
     return int(num_slots // block_size * block_size // (mean_slots + (block_size - 1) / 2))
 
 
 def count_parameters(folder: Path) -> int:
-    """Of the network that the engine would make, on the device that has no memory; tied embeddings count once."""
+    """Count the parameters of the engine's network, built on the meta device. Tied embeddings count once."""
     model_class, shape = find_architecture(read_config(folder))
     backend = TorchAttention(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, block_size=16)
     with torch.device("meta"):
@@ -135,14 +136,14 @@ def count_parameters(folder: Path) -> int:
 
 
 def count_activations(shape: NetworkConfig, num_tokens: int, num_seqs: int, bytes_per_value: int) -> int:
-    """Bytes of the widest tensors of a step, estimated as the module's docstring says."""
+    """Estimate the bytes of the widest tensors of a step, as the module's docstring explains."""
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
     width = 2 * shape.hidden_size + max(heads * shape.head_dim, 2 * shape.intermediate_size)
     return num_tokens * width * bytes_per_value + num_seqs * shape.vocab_size * 4
 
 
 def parse_bytes(option: str, text: str) -> int:
-    """`24GiB` -> 25769803776. ValueError for what is no size."""
+    """Parse a size: `24GiB` -> 25769803776. Raise ValueError if `text` is not a size."""
     match = re.fullmatch(r"([\d.]+)\s*([KMG]i?B|)", text)
     try:
         return int(float(match[1]) * UNITS[match[2]]) if match else int(text)
@@ -151,13 +152,13 @@ def parse_bytes(option: str, text: str) -> int:
 
 
 def free_bytes() -> int:
-    """Of the GPU if there is one, else what Linux says that programs can have."""
+    """Return the free memory of the GPU if there is one, otherwise the memory that Linux reports as available."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     try:
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError("this system does not say how much memory is free: give --memory, such as 8GiB") from error
+        raise ValueError("this system does not report its free memory: set --memory, for example to 8GiB") from error
     fields = dict(line.split(":", 1) for line in text.splitlines())
     return int(fields["MemAvailable"].split()[0]) * 1024
 

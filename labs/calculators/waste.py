@@ -1,26 +1,27 @@
-"""How much of the reserved KV cache holds no token: by block size, beside contiguous reservation.
+"""Compute the share of reserved KV slots that hold no token, by block size and for contiguous reservation.
 
     python -m labs.calculators.waste
     python -m labs.calculators.waste --block-size 16 --input-len 500 4000 --output-len 10 200 --max-model-len 8192
     python -m labs.calculators.waste --plot waste.png
 
-Blocks waste only the empty end of a sequence's last block. Of its block_size slots 0 … block_size - 1 are empty, each
-number as likely as the others:
+Blocks waste only the empty end of a sequence's last block. The number of its empty slots is 0 … block_size - 1, all
+equally likely:
 
     expected waste of a sequence = (block_size - 1) / 2        as a share: waste / (waste + mean tokens stored)
 
-The real scheduler serves the workload with made-up tokens instead of a model, which memory does not depend on, and its
-counts stand beside this formula. By default that is the workload `offline`: 256 requests, 100-1024 tokens in and out.
+The table compares this formula with the counts of the real scheduler. The scheduler serves the workload with invented
+tokens instead of a model, because the memory does not depend on the model. The default workload is `offline`: 256
+requests with 100-1024 tokens of input and of output.
 
-Contiguous reservation gives a sequence one range of slots when it begins (PagedAttention, Kwon et al. 2023,
-https://arxiv.org/abs/2309.06180, names the three rules; `waste_by_rule` counts them over the same steps):
+Contiguous reservation gives a sequence one range of slots when it begins. `waste_by_rule` counts three rules over the
+same steps; their names are from PagedAttention (Kwon et al. 2023, https://arxiv.org/abs/2309.06180):
 
     Max      max_model_len slots
     Pow2     its prompt, and its output rounded up to a power of two
-    Oracle   exactly what it will store: prompt + output - 1, as the last token's K and V are never stored
+    Oracle   exactly what it will store: prompt + output - 1, because the last token's K and V are never stored
 
-An empty slot of a range is *reserved*, if the sequence fills it later, or *internal* waste, if nothing ever does.
-External fragmentation, the gaps between ranges, comes on top; blocks have none.
+An empty slot of a range is *reserved* if the sequence fills it later, or *internal* waste if it is never filled. Ranges
+also have external fragmentation, the gaps between them, which is not counted here. Blocks have none.
 """
 
 import argparse
@@ -32,17 +33,16 @@ from labs.calculators.common import Panel, draw, print_table
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.full_observer import SchedulingStats
-from nanovllm.scheduler import Scheduler
 from nanovllm.extras.full_sequence import Sequence
-from nanovllm.scheduler import Step
+from nanovllm.scheduler import Scheduler, Step
 
 VOCAB_SIZE = 10_001
 
 
 class Slots(SchedulingStats):
-    """Beside the scheduler's own counts, what contiguous ranges would have reserved for the sequences that run.
+    """Also counts the slots that contiguous ranges would have reserved for the running sequences.
 
-    A range is held from admission to the end; the cache is large enough for all requests, so none is preempted.
+    A sequence holds its range from admission to its end. No sequence is preempted, because all requests fit.
     """
 
     def __init__(self, max_model_len: int) -> None:
@@ -72,7 +72,7 @@ class Slots(SchedulingStats):
         self._held_in_vain.subtract({rule: size - ranges["Oracle"] for rule, size in ranges.items()})
 
     def _ranges(self, seq: Sequence) -> dict[str, int]:
-        """Slots by rule."""
+        """Return the size of the sequence's range by each rule."""
         num_prompt, num_outputs = seq.num_prompt_tokens, seq.max_num_tokens - seq.num_prompt_tokens
         pow2 = 1 << (num_outputs - 1).bit_length()
         return {"Max": self._max_model_len, "Pow2": num_prompt + pow2, "Oracle": num_prompt + num_outputs - 1}
@@ -81,7 +81,7 @@ class Slots(SchedulingStats):
 def main() -> None:
     parser = argparse.ArgumentParser(description="The waste of KV slots, by block size and in contiguous ranges.")
     parser.add_argument("--block-size", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256])
-    parser.add_argument("--max-model-len", type=int, default=2048, help="what the rule Max reserves")
+    parser.add_argument("--max-model-len", type=int, default=2048, help="slots that the rule Max reserves")
     parser.add_argument("--input-len", type=int, nargs=2, metavar=("LOW", "HIGH"), help="tokens of a prompt")
     parser.add_argument("--output-len", type=int, nargs=2, metavar=("LOW", "HIGH"), default=[100, 1024])
     parser.add_argument("--num-requests", type=int, default=256, help="with --input-len")
@@ -112,7 +112,7 @@ def main() -> None:
 
 
 def count_slots(workload: Workload, block_size: int, max_model_len: int) -> Slots:
-    """Serve the workload with made-up tokens; the cache is large enough for all requests at once."""
+    """Serve the workload with invented tokens. The cache is large enough for all requests at the same time."""
     lens = [len(prompt) + n for prompt, n in zip(workload.prompts, workload.output_lens, strict=True)]
     if block_size < 1 or max(lens) > max_model_len:
         raise ValueError(
@@ -132,12 +132,12 @@ def count_slots(workload: Workload, block_size: int, max_model_len: int) -> Slot
 
 
 def waste_of_blocks(slots: Slots) -> float:
-    """1 - tokens stored / slots reserved, summed over all steps."""
+    """Return 1 - tokens stored / slots reserved, both summed over all steps."""
     return 1 - slots.kv_tokens_stored / slots.kv_slots_reserved
 
 
 def mean_stored(slots: Slots) -> float:
-    """Tokens that a running sequence has in the cache, over all steps."""
+    """Return the mean number of tokens that a running sequence has in the cache, over all steps."""
     return slots.kv_tokens_stored / slots.num_steps_of_sequences
 
 
@@ -147,7 +147,7 @@ def expected_waste(block_size: int, num_stored: float) -> float:
 
 
 def waste_by_rule(slots: Slots) -> dict[str, tuple[float, float]]:
-    """Of the slots that each rule reserves: (share that is filled later, share that is never filled)."""
+    """Return for each rule the shares of its reserved slots that are (filled later, never filled)."""
     shares = {}
     for rule, num_reserved in slots.reserved.items():
         num_empty, num_never = num_reserved - slots.kv_tokens_stored, slots.never_filled[rule]

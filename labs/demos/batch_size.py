@@ -1,6 +1,6 @@
-"""What a decode step takes by the number of its sequences: first the time to read the weights, then arithmetic.
+"""Measure a decode step by its number of sequences: reading the weights limits small steps, arithmetic large ones.
 
-The network has four layers of Qwen3-0.6B with random weights: too much for a processor's caches. It runs on one thread.
+The network has four layers of Qwen3-0.6B with random weights, too large for a CPU's caches. It runs on one thread.
 
     python -m labs.demos.batch_size
     python -m labs.demos.batch_size --plot batch_size.png
@@ -18,13 +18,13 @@ from nanovllm import LLM, SamplingParams
 
 BATCH_SIZES = [1, 2, 4, 8, 16, 32, 64]
 OVERRIDES = {"num_hidden_layers": 4, "vocab_size": 4096}
-NUM_ROUNDS, NUM_STEPS = 2, 8  # of all these steps the fastest counts
+NUM_ROUNDS, NUM_STEPS = 2, 8  # the fastest of all these steps counts
 BYTES = 4  # of a weight in float32
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time decode steps by batch size.")
-    parser.add_argument("--plot", help="a file for the picture (needs matplotlib)")
+    parser.add_argument("--plot", help="draw the picture to this file (needs matplotlib)")
     args = parser.parse_args()
     torch.set_num_threads(1)
     shape = replace(ModelShape.from_folder(QWEN3_06B), num_layers=4, vocab_size=4096)
@@ -36,7 +36,7 @@ def main() -> None:
         rounds = [{n: decode(llm, n) for n in BATCH_SIZES} for _ in range(NUM_ROUNDS)]
         seconds = {n: min(one[n] for one in rounds) for n in BATCH_SIZES}
         for n, s in seconds.items():
-            num_bytes, flops = num_weights * BYTES, 2 * num_weights * n  # of the weights only
+            num_bytes, flops = num_weights * BYTES, 2 * num_weights * n  # for the weights only
             print(f"{n:>9}  {1e3 * s:>9.1f}  {n / s:>8.0f}  {flops / num_bytes:>9.1f}  ", end="")
             print(f"{num_bytes / s / 1e9:>4.1f}  {flops / s / 1e9:>7.0f}")
     if args.plot:
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def decode(llm: LLM, num_seqs: int) -> float:
-    """Seconds of the fastest step in which `num_seqs` sequences decode, each with a short context."""
+    """Return the seconds of the fastest step in which `num_seqs` sequences decode, each with a short context."""
     params = SamplingParams(temperature=0, max_tokens=NUM_STEPS + 1, ignore_eos=True)
     for i in range(num_seqs):
         llm.engine.add_request(f"{num_seqs}-{i}", [7 * i + j for j in range(4)], params)

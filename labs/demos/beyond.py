@@ -1,10 +1,10 @@
-"""Two engines behind a router: which replica gets a request decides what its prefix cache is worth.
+"""Compare three routers in front of two engines: the router determines the hit rate of their prefix caches.
 
     python -m labs.demos.beyond
-    python -m labs.demos.beyond --trace run.jsonl     # records replica 0 behind the last router
+    python -m labs.demos.beyond --trace run.jsonl     # record replica 0 with the last router
 
-Five applications send 48 requests, each with the application's own instructions in front of a short question; six of
-ten requests are of the first application. At each tick a request arrives, and both engines do one step.
+Five applications send 48 requests. Each prompt has the application's instructions and a short question. The first
+application sends six of ten requests. At each tick, one request arrives and both engines run one step.
 """
 
 import argparse
@@ -35,11 +35,14 @@ NUM_REQUESTS = 48
 @dataclass
 class Replica:
     llm: LLM
-    prompts: list[str] = field(default_factory=list)  # what the router has sent here
+    prompts: list[str] = field(default_factory=list)  # that the router has sent to this replica
     num_unfinished: int = 0
 
     def match(self, prompt: str) -> int:
-        """Characters of `prompt` that an earlier prompt of this replica began with; it may have forgotten them."""
+        """Return the length of the longest prefix that `prompt` shares with an earlier prompt of this replica.
+
+        The replica may have evicted this prefix.
+        """
         return max([len(commonprefix([prompt, earlier])) for earlier in self.prompts], default=0)
 
 
@@ -51,13 +54,13 @@ def round_robin(replicas: list[Replica], prompt: str, number: int) -> Replica:
 
 
 def longest_prefix(replicas: list[Replica], prompt: str, number: int) -> Replica:
-    """The replica that knows most of the prompt; if none knows half of it, the one with the fewest requests."""
+    """Choose the replica with the longest shared prefix. If that is less than half the prompt, the least loaded one."""
     best = max(replicas, key=lambda replica: replica.match(prompt))
     return best if best.match(prompt) >= len(prompt) / 2 else least_loaded(replicas)
 
 
 def longest_prefix_balanced(replicas: list[Replica], prompt: str, number: int) -> Replica:
-    """As `longest_prefix`, unless one replica has four unfinished requests more than another."""
+    """Choose as `longest_prefix`, but the least loaded replica if the numbers of unfinished requests differ by 4."""
     unfinished = [replica.num_unfinished for replica in replicas]
     if max(unfinished) - min(unfinished) >= 4:
         return least_loaded(replicas)
@@ -70,14 +73,14 @@ def least_loaded(replicas: list[Replica]) -> Replica:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Two engines behind a router.")
-    parser.add_argument("--trace", type=Path, help="record replica 0 behind the last router into this file")
+    parser.add_argument("--trace", type=Path, help="record replica 0 with the last router to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)  # steps are too small for more
     compare(args.trace)
 
 
 def compare(recording: Path | None) -> None:
-    """Print a row for each router."""
+    """Run the workload with each router, and print a row for each."""
     generator = random.Random(1)
     sent_by = generator.choices(range(len(INSTRUCTIONS)), weights=[6, 1, 1, 1, 1], k=NUM_REQUESTS)
     prompts = [f"{INSTRUCTIONS[i]} {generator.choice(QUESTIONS)}" for i in sent_by]
@@ -100,7 +103,7 @@ def compare(recording: Path | None) -> None:
 
 
 def serve(replicas: list[Replica], router: Router, prompts: list[str]) -> tuple[int, int]:
-    """Ticks until all requests have finished, and the most unfinished requests that a replica had."""
+    """Serve all prompts. Return the number of ticks, and the most unfinished requests of a replica at the same time."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     num_ticks = most_unfinished = 0
     while num_ticks < len(prompts) or any(replica.num_unfinished for replica in replicas):

@@ -1,10 +1,11 @@
-"""What a decode step spends outside of arithmetic: PyTorch's layers beside one call of C for each decoder layer.
+"""Compare a decode step with PyTorch's layers and with one call of C for each decoder layer.
 
     python -m labs.demos.fast_layers
     python -m labs.demos.fast_layers --plot picture.png      # one decode step of each, operation by operation
 
-Both engines do the same arithmetic in float32, and give the same tokens. One thread computes: no time is spent waiting
-for another one. The fast layers need Linux and a C compiler.
+Both engines do the same arithmetic in float32, and give the same tokens. The times differ by what a step does besides
+arithmetic. Only one thread computes, so that no time is spent waiting for other threads. The fast layers need Linux and
+a C compiler.
 """
 
 import argparse
@@ -27,7 +28,7 @@ DECODER_LAYER = "decoder layer in C"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A decode step with PyTorch's layers, and with fast ones.")
-    parser.add_argument("--plot", type=Path, help="draw one decode step of each into this file, and nothing else")
+    parser.add_argument("--plot", type=Path, help="draw one decode step of each to this file, and print nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
     compare(args.plot)
@@ -59,7 +60,7 @@ def compare(picture: Path | None) -> None:
 
 
 def start_decodes(llm: LLM, num_seqs: int) -> None:
-    """Add requests, and step until all of them decode."""
+    """Add requests, and run steps until all of them decode."""
     params = SamplingParams(temperature=0, max_tokens=NUM_STEPS + 2, ignore_eos=True)
     for i in range(num_seqs):
         llm.engine.add_request(str(i), [(7 * i + j) % 1000 for j in range(32)], params, stream=False)
@@ -73,7 +74,7 @@ def finish(llm: LLM) -> None:
 
 
 def time_steps(llm: LLM, num_seqs: int) -> tuple[float, float]:
-    """Milliseconds of the fastest decode step, and of the engine's own part in it: all but the model and the draw."""
+    """Return the milliseconds of the fastest decode step, and of its part outside the model and the sampler."""
     start_decodes(llm, num_seqs)
     steps = []
     for _ in range(NUM_STEPS):
@@ -86,10 +87,10 @@ def time_steps(llm: LLM, num_seqs: int) -> tuple[float, float]:
 
 
 def profile_step(llm: LLM, num_seqs: int = 1) -> list[tuple[str, float, float]]:
-    """(operation, start, end) in microseconds of the shortest of 24 decode steps; none inside another one."""
+    """Return (operation, start, end) in microseconds for the shortest of 24 decode steps, without nested operations."""
     for module in llm.engine.runner.model.modules():
         if type(module).__name__ == "CpuDecoderLayer" and "forward" not in vars(module):
-            module.forward = record_function(DECODER_LAYER)(module.forward)  # C is invisible to the profiler
+            module.forward = record_function(DECODER_LAYER)(module.forward)  # the profiler does not see C code
     start_decodes(llm, num_seqs)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(24):

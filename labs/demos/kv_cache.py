@@ -1,10 +1,10 @@
-"""The KV cache: why K and V may be kept, what that saves, and what it costs.
+"""Show why K and V may be kept in a cache, how much work that saves, and how much memory it takes.
 
-Changes one token in the middle of a prompt, and compares K and V of the tokens before and behind it. Then rung 1
-(computes everything again) and rung 2 (keeps K and V) answer the same question.
+Changes one token in the middle of a prompt, and compares K and V of the tokens before and after it. Then
+`labs/recompute.py`, which computes everything again, and `labs/cached.py`, which keeps K and V, answer one question.
 
     python -m labs.demos.kv_cache
-    python -m labs.demos.kv_cache --trace run.jsonl       # records nanovllm's run
+    python -m labs.demos.kv_cache --trace run.jsonl       # record nanovllm's run
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from labs import rung_1_recompute, rung_2_kv_cache
+from labs import cached, recompute
 from labs.model import TINY_QWEN3, Attend, Model
 from nanovllm import LLM, SamplingParams
 
@@ -33,13 +33,13 @@ class CountingModel(Model):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Show why K and V may be kept, and what they cost.")
-    parser.add_argument("--trace", help="a file to record nanovllm's run in")
+    parser = argparse.ArgumentParser(description="Show why K and V may be kept, and how much memory they take.")
+    parser.add_argument("--trace", help="record nanovllm's run to this file")
     args = parser.parse_args()
     model = CountingModel(TINY_QWEN3)
     token_ids = model.encode(QUESTION)
     compare(model, token_ids)
-    answers = [answer(name, rung, token_ids) for name, rung in RUNGS.items()]
+    answers = [answer(name, make_engine, token_ids) for name, make_engine in ENGINES.items()]
     options = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True}
     with LLM(TINY_QWEN3, trace=args.trace, block_size=4, num_kv_blocks=24, **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -70,7 +70,7 @@ def compare(model: Model, token_ids: list[int]) -> None:
 
 
 def run(model: Model, token_ids: list[int], is_causal: bool) -> list[Tensor]:
-    """K and V of each layer: [2, num_tokens, num_kv_heads, head_dim]"""
+    """Return K and V of each layer: [2, num_tokens, num_kv_heads, head_dim]."""
     kept = []
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -87,9 +87,9 @@ def difference(runs: list[list[Tensor]], layer: int, positions: slice) -> float:
     return float((one - other).abs().max())
 
 
-RUNGS = {
-    "recompute": lambda: rung_1_recompute.Engine(TINY_QWEN3),
-    "KV cache": lambda: rung_2_kv_cache.Engine(TINY_QWEN3, max_model_len=256),
+ENGINES = {
+    "recompute": lambda: recompute.Engine(TINY_QWEN3),
+    "KV cache": lambda: cached.Engine(TINY_QWEN3, max_model_len=256),
 }
 
 

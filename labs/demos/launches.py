@@ -1,7 +1,7 @@
-"""What many small operations cost: the bundled model by PyTorch's layers, and by nanovllm's kernels.
+"""Measure the cost of many small operations: the bundled model with PyTorch's layers, and with nanovllm's kernels.
 
-Both compute the same tokens of the same weights. A decode step of the first runs some hundred operations; the second
-calls C once for each decoder layer. The network runs on one thread.
+Both compute the same tokens from the same weights. With PyTorch's layers, a decode step runs hundreds of operations.
+With the kernels, it calls C once for each decoder layer. The network runs on one thread.
 
     python -m labs.demos.launches
 """
@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
 
 BATCH_SIZES = [1, 4, 16]
-NUM_STEPS = 40  # of which the fastest counts
+NUM_STEPS = 40  # the fastest counts
 
 
 class CountOperations(TorchDispatchMode):
-    """Counts the operations of PyTorch that compute: a view computes nothing."""
+    """Counts the operations of PyTorch, without views, which compute nothing."""
 
     num_operations = 0
 
@@ -37,14 +37,14 @@ def main() -> None:
 
 
 def measure(name: str, **options: Any) -> list[list[int]]:
-    """Print a row. Returns the tokens of all sequences."""
+    """Measure one engine, print its row, and return the tokens of all sequences."""
     params = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True)
     milliseconds, token_ids = [], []
     with LLM(TINY_QWEN3, dtype="float32", num_kv_blocks=256, **options) as llm:
         for n in BATCH_SIZES:
             for i in range(n):
                 llm.engine.add_request(f"{n}-{i}", [1, 331, 268, 201, 309 + i], params)
-            llm.engine.step()  # the prompts
+            llm.engine.step()  # prefill
             with CountOperations() as counted:
                 llm.engine.step()
             seconds = []

@@ -1,7 +1,7 @@
-"""A long prompt arrives while four requests decode: their gaps and its first token, by the step's budget.
+"""Measure, by the step's budget, how a long prompt delays four decoding requests, and when its first token comes.
 
 python -m labs.demos.long_prompt              # times: they differ from machine to machine
-python -m labs.demos.long_prompt --counts     # steps and tokens: the same on every machine
+python -m labs.demos.long_prompt --counts     # steps and tokens: equal on all machines
 python -m labs.demos.long_prompt --trace run.jsonl && nanovllm view run.jsonl     # 36 tokens, a budget of 16
 """
 
@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description="Chunked prefill: TTFT against the gaps between tokens.")
     parser.add_argument("--counts", action="store_true", help="print steps and tokens instead of times")
-    parser.add_argument("--trace", help="record a small run in this file: 36 tokens, a budget of 16")
+    parser.add_argument("--trace", help="record a small run to this file: 36 tokens, a budget of 16")
     args = parser.parse_args()
     if args.trace:
         with LLM(TINY_QWEN3, trace=args.trace, block_size=4, max_num_batched_tokens=16, **OPTIONS) as llm:
@@ -43,16 +43,17 @@ def main() -> None:
             else:
                 rounds = [measure(llm.engine, LONG_LEN) for _ in range(3)]
                 counts = rounds[0][0]
-                # of each step, the best of three: the first round warms up, and other programs disturb
+                # the best of three rounds for each step: the first round warms up, and other programs take time
                 gaps = [min(times) * 1e3 for times in zip(*(gaps for _, gaps in rounds), strict=True)]
                 ttft = sum(gaps[: len(counts)])
                 print(f"{budget:>6}   {ttft:>20.1f} ms   {max(gaps):>8.1f} ms   {median(gaps):>7.1f} ms")
 
 
 def measure(engine: LLMEngine, long_len: int) -> tuple[list[int], list[float]]:
-    """Tokens of each step from the arrival to the first token; gaps of a running request since then, in seconds.
+    """Run a long prompt beside four decodes. Return tokens by step, and the gaps of a decoding request in seconds.
 
-    Each step is a gap, and ten more steps follow.
+    The tokens are those of each step from the arrival of the long prompt to its first token. Each step is a gap, and
+    the gaps of ten more steps follow.
     """
     for i, name in enumerate("ABCD"):
         params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)

@@ -1,11 +1,11 @@
-"""One token: text, token ids, hidden states, logits, a token, and again.
+"""Follow a question to its answer: text, token ids, hidden states, logits, the next token, and again.
 
-Shows each form that a question takes on its way through the network of `labs/model.py`, and counts the tokens that
-rung 1 computes. Then nanovllm answers the same question.
+Shows each form of a question on its way through the network of `labs/model.py`, and counts the tokens that
+`labs/recompute.py` computes. Then nanovllm answers the same question.
 
     python -m labs.demos.one_token
     python -m labs.demos.one_token "What is a cat?"
-    python -m labs.demos.one_token --trace run.jsonl      # records nanovllm's run
+    python -m labs.demos.one_token --trace run.jsonl      # record nanovllm's run
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from labs.model import TINY_QWEN3, Model
-from labs.rung_1_recompute import Engine
+from labs.recompute import Engine
 from nanovllm import LLM, SamplingParams
 
 MAX_TOKENS = 20
@@ -24,7 +24,7 @@ NUM_ROWS = 5  # steps that the table shows
 def main() -> None:
     parser = argparse.ArgumentParser(description="Follow a question to its answer, token by token.")
     parser.add_argument("question", nargs="?", default="Who are you?")
-    parser.add_argument("--trace", help="a file to record nanovllm's run in")
+    parser.add_argument("--trace", help="record nanovllm's run to this file")
     args = parser.parse_args()
     options: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True, "block_size": 4}
     with LLM(TINY_QWEN3, trace=args.trace, num_kv_blocks=64, **options) as llm:

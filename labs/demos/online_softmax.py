@@ -1,11 +1,11 @@
-"""Attention over a block table in one pass: the running maximum m, sum l and output o after each block.
+"""Compute attention over a block table in one pass, with a running maximum m, sum l and output o.
 
     python -m labs.demos.online_softmax                     # the tables of chapter 6
     python -m labs.demos.online_softmax --plot picture.png  # and its picture
 
-First five tokens that one can check by hand. Then 50 tokens in 13 scattered blocks: in one pass, in two parts that are
-merged, and by the engine's `attend_chunk`, each compared with a softmax over all tokens at once. Scores are in units
-of log2, as in the engine's kernels: a token weighs 2 ** score.
+The first table has five tokens, which you can check by hand. The second table has 50 tokens in 13 scattered blocks. It
+compares one pass, two parts that are merged, and the engine's `attend_padded` with a softmax over all tokens at once.
+Scores are in units of log2, as in the engine's kernels: a token has the weight 2 ** score.
 """
 
 import argparse
@@ -14,34 +14,34 @@ from math import log2
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.layers.attention import attend_chunk
+from nanovllm.layers.attention import attend_padded, softmax_attention
 
 Part = tuple[Tensor, Tensor, Tensor]
-"""Attention to some tokens: largest score m and sum of weights l: [num_heads], weighted sum of values o: [num_heads,
-head_dim]. The output is o / l."""
+"""Attention to a part of the tokens: (m, l, o). The output of attention is o / l.
+
+m, l: [num_heads], the largest score and the sum of weights; o: [num_heads, head_dim], the weighted sum of values"""
 
 
 def attend_to_block(scores: Tensor, v: Tensor) -> Part:
-    """scores: [num_heads, num_tokens]; v: [num_heads, num_tokens, head_dim]"""
+    """Attend to the tokens of one block. scores: [num_heads, num_tokens]; v: [num_heads, num_tokens, head_dim]"""
     m = scores.amax(dim=-1)  # [num_heads]
     weights = torch.exp2(scores - m[:, None])  # [num_heads, num_tokens], at most 1
     return m, weights.sum(dim=-1), torch.einsum("ht,htd->hd", weights, v)
 
 
 def merge(a: Part, b: Part) -> Part:
-    """Attention to the tokens of both: what was counted from a smaller maximum shrinks."""
+    """Return attention to the tokens of both parts. The sums of the part with the smaller maximum are scaled down."""
     (m_a, l_a, o_a), (m_b, l_b, o_b) = a, b
     m = torch.maximum(m_a, m_b)  # [num_heads]
-    shrink_a, shrink_b = torch.exp2(m_a - m), torch.exp2(m_b - m)  # [num_heads] each, one of the two is 1
+    shrink_a, shrink_b = torch.exp2(m_a - m), torch.exp2(m_b - m)  # [num_heads] each; one of the two is 1
     return m, shrink_a * l_a + shrink_b * l_b, shrink_a[:, None] * o_a + shrink_b[:, None] * o_b
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Attention in one pass over the blocks of a sequence.")
-    parser.add_argument("--plot", type=Path, help="draw m and l after each block into this file")
+    parser.add_argument("--plot", type=Path, help="draw m and l after each block to this file")
     args = parser.parse_args()
     check_by_hand()
     print("\nlargest difference from a softmax over all tokens at once, in float64")
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def check_by_hand() -> None:
-    """Five tokens of one head of one channel, in blocks of 2."""
+    """Print attention to five tokens in blocks of 2, with one head of one channel."""
     block_table, scores, values = [7, 2, 5], [0, 2, 3, 1, 2], [8, 4, 2, 16, 10]
     slots = [block_table[position // 2] * 2 + position % 2 for position in range(5)]
     for name, row in [("position", range(5)), ("slot", slots), ("score", scores), ("value", values)]:
@@ -77,7 +77,10 @@ def check_by_hand() -> None:
 
 
 def compare(dtype: torch.dtype) -> dict[str, float]:
-    """The newest of 50 tokens: 6 query heads, 2 K and V heads of 64 channels, blocks of 4."""
+    """Return the largest difference of each method, for one query over 50 tokens.
+
+    There are 6 query heads, 2 K and V heads of 64 channels, and blocks of 4.
+    """
     random = torch.Generator().manual_seed(0)
     cache = torch.randn(2, 32, 4, 2, 64, generator=random).to(dtype)  # [2, num_blocks, block_size, …]
     q = torch.randn(1, 6, 64, generator=random).to(dtype)  # [num_tokens, num_heads, head_dim]
@@ -87,22 +90,22 @@ def compare(dtype: torch.dtype) -> dict[str, float]:
     scores = torch.einsum("hd,htd->ht", q[0], k) * 64**-0.5  # [num_heads, seq_len]
     expected = scores.double().softmax(dim=-1)[:, None] @ v.double()  # [num_heads, 1, head_dim]
 
-    def attend_to_slot_of(i: int) -> Part:
-        """One pass reads block i of the table where it lies; the last block holds 2 tokens."""
+    def attend_to_table_entry(i: int) -> Part:
+        """Attend to block i of the table without a copy of the blocks. The last block holds 2 tokens."""
         k, v = cache[:, block_table[i], : seq_len - 4 * i].repeat_interleave(3, dim=2).transpose(1, 2)
         return attend_to_block(torch.einsum("hd,htd->ht", q[0], k) * (64**-0.5 * log2(torch.e)), v)
 
-    blocks = [attend_to_slot_of(i) for i in range(13)]
+    blocks = [attend_to_table_entry(i) for i in range(13)]
     in_two = merge(reduce(merge, blocks[:7]), reduce(merge, blocks[7:]))
     outputs = {"one pass, 13 blocks": reduce(merge, blocks), "two parts, merged": in_two}
     difference = {name: (o / total[:, None] - expected[:, 0]).abs().max() for name, (_, total, o) in outputs.items()}
-    engine = attend_chunk(q, cache, block_table, seq_len, F.scaled_dot_product_attention)
-    difference["attend_chunk"] = (engine[0] - expected[:, 0]).abs().max()
+    engine = attend_padded(q[None], cache, block_table[None], torch.tensor([seq_len]), [seq_len], softmax_attention)
+    difference["attend_padded"] = (engine[0, 0] - expected[:, 0]).abs().max()
     return {name: one.item() for name, one in difference.items()}
 
 
 def show_bound(difference: float) -> str:
-    """A bound that is the same on every machine; the digits are not."""
+    """Return a bound of the difference that is equal on all machines. The digits of the difference are not equal."""
     return next((f"< 1e-{digits}" for digits in (12, 5) if difference < 10**-digits), "too much").ljust(9)
 
 

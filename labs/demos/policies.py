@@ -1,4 +1,4 @@
-"""One long prompt, and a short one that arrives before each step: when is the long one served, by scheduling policy?
+"""Show when each scheduling policy serves a long prompt, while a short prompt arrives before each step.
 
 python -m labs.demos.policies
 """
@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {
 }
 POLICIES: dict[str, Any] = {
     "fcfs": "fcfs",
-    "priority": "priority",  # the long one has priority 1, the short ones 0: smaller goes first
+    "priority": "priority",  # 1 for the long prompt, 0 for the short ones: smaller goes first
     "shortest first": lambda seq: seq.num_prompt_tokens,
     "sjf (with aging)": sjf,
 }
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def serve(policy: Any) -> tuple[dict[str, int], list[str]]:
-    """Steps from arrival to the first token of each request, and the order in which they got it."""
+    """Return each request's steps from arrival to its first token, and the requests in the order of these tokens."""
     engine = LLMEngine(
         Config(TINY_QWEN3, scheduling_policy=policy, max_num_seqs=1, max_num_batched_tokens=BUDGET, **OPTIONS)
     )

@@ -1,4 +1,4 @@
-"""Three requests in a pool too small for them: one loses its blocks, waits, and comes back with the same output.
+"""Preempt requests in a pool that is too small for three: the output of a preempted request does not change.
 
 python -m labs.demos.preemption
 python -m labs.demos.preemption --trace run.jsonl && nanovllm view run.jsonl
@@ -25,14 +25,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Watch(SchedulingStats):
-    """Prints each step as it is decided, if `is_shown`, and counts blocks that are copied to host memory."""
+    """Prints each scheduled step if `is_shown`, and counts the blocks that are copied to host memory."""
 
     def __init__(self, is_shown: bool) -> None:
         super().__init__()
         self.is_shown, self.num_copied, self.num_steps = is_shown, 0, 0
 
-    def on_preempt(self, seq: Sequence, host_block_ids: list[int], needy: Sequence) -> None:
-        super().on_preempt(seq, host_block_ids, needy)
+    def on_swap_out(self, seq: Sequence, host_block_ids: list[int]) -> None:
+        super().on_swap_out(seq, host_block_ids)
         self.num_copied += len(host_block_ids)
 
     def on_schedule(self, step: Step, running: list[Sequence], blocks: BlockManager) -> None:
@@ -47,13 +47,13 @@ class Watch(SchedulingStats):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Preemption in a small pool.")
-    parser.add_argument("--trace", help="record the run with recompute in this file, and do nothing else")
+    parser.add_argument("--trace", help="record the run with recompute to this file, and print nothing")
     args = parser.parse_args()
     if args.trace:
         with LLM(TINY_QWEN3, trace=args.trace, **OPTIONS, **WAYS["recompute"]) as llm:
             run(llm.engine)
         return
-    print(f"recompute, {SMALL} blocks of 4: tokens that each step computes, free blocks, who is preempted\n")
+    print(f"recompute, {SMALL} blocks of 4: tokens that each step computes, free blocks, preempted requests\n")
     print("step   A      B      C      free   preempted")
     run(LLMEngine(Config(TINY_QWEN3, **OPTIONS, **WAYS["recompute"]), Watch(is_shown=True)))
     print("\n                             steps   tokens computed   preemptions   blocks copied out   same outputs")
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def run(engine: LLMEngine) -> dict[str, list[int]]:
-    """The output tokens of each request."""
+    """Serve the three requests, and return the output tokens of each."""
     for i, (name, max_tokens) in enumerate(MAX_TOKENS.items()):
         prompt = list(range(100 * i + 100, 100 * i + 100 + PROMPT_LEN))
         engine.add_request(name, prompt, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))

@@ -1,10 +1,10 @@
-"""What filters leave of five tokens, which token a random number draws, and what a seed promises.
+"""Show which tokens each filter keeps, which token a random number draws, and that a seed repeats a request.
 
     python -m labs.demos.sampling
-    python -m labs.demos.sampling --plot picture.png      # each token's share of [0, 1) under each filter
+    python -m labs.demos.sampling --plot picture.png      # each token's share of [0, 1) with each filter
 
-The five tokens have the weights 16, 8, 4, 2, 1: each probability can be checked by hand. Then one request with a
-seed runs alone, in a batch of 8, and in a pool so small that sequences are preempted.
+The five tokens have the weights 16, 8, 4, 2, 1, so that you can check each probability by hand. Then a request with a
+seed runs by itself, in a batch of 8, and in a pool so small that sequences are preempted.
 """
 
 import argparse
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.sampler import sample_tokens
-from nanovllm.sampler import truncate
+from nanovllm.sampler import sample_tokens, truncate
 
 TOKENS = ["full", "empty", "paged", "slow", "blue"]
 LOGITS = torch.tensor([math.log(weight) for weight in (16, 8, 4, 2, 1)])  # [5]
@@ -34,7 +33,7 @@ PROMPTS = ["The scheduler", "A block table", "K and V", "The model", "A token", 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Filters, draws and seeds.")
-    parser.add_argument("--plot", type=Path, help="draw the shares of [0, 1) into this file, and nothing else")
+    parser.add_argument("--plot", type=Path, help="draw the shares of [0, 1) to this file, and print nothing")
     args = parser.parse_args()
     if args.plot:
         plot(args.plot)
@@ -46,13 +45,13 @@ def main() -> None:
 
 
 def shares(temperature: float = 1.0, **filters: float) -> list[float]:
-    """Each token's probability after the filters: its share of [0, 1)."""
+    """Return each token's probability after the filters, which is its share of [0, 1)."""
     limits = {name: torch.tensor([filters[name]]) if name in filters else None for name in ("top_k", "top_p", "min_p")}
     return truncate(LOGITS[None] / temperature, **limits).softmax(dim=-1)[0].tolist()
 
 
 def draw(temperature: float = 1.0, **filters: float) -> list[str]:
-    """The token that each of UNIFORMS draws, by the function that the engine calls."""
+    """Return the token that each of `UNIFORMS` draws, by the function that the engine calls."""
     rows = len(UNIFORMS)
     limits: dict[str, Any] = {name: torch.tensor([value] * rows) for name, value in filters.items()}
     uniforms = torch.tensor(UNIFORMS, dtype=torch.float64)
@@ -77,10 +76,10 @@ def show_filters() -> None:
 def show_seed(roomy: LLM, small: LLM) -> None:
     print("\nrequest                      preemptions   its first tokens")
     for name, seed, num_others, llm in (
-        ("seed 7, alone", 7, 0, roomy),
+        ("seed 7, by itself", 7, 0, roomy),
         ("seed 7, in a batch of 8", 7, 7, roomy),
         ("seed 7, 8 in 28 blocks of 4", 7, 7, small),
-        ("seed 8, alone", 8, 0, roomy),
+        ("seed 8, by itself", 8, 0, roomy),
     ):
         before = llm.get_stats().num_preemptions
         others, own = (

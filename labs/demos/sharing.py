@@ -1,4 +1,4 @@
-"""Two chats share the blocks of their system prompt; three samples share a prompt, and copy its last block to write.
+"""Share blocks: two chats share those of a system prompt, and three samples those of a prompt, with copy-on-write.
 
 python -m labs.demos.sharing
 python -m labs.demos.sharing --trace run.jsonl && nanovllm view run.jsonl
@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 24, "dtype": "float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Blocks with several owners.")
-    parser.add_argument("--trace", type=Path, help="record the run in this file")
+    parser.add_argument("--trace", type=Path, help="record the run to this file")
     args = parser.parse_args()
     with TemporaryDirectory() as work:
         recording = args.trace or Path(work) / "run.jsonl"
@@ -49,7 +49,7 @@ def play(llm: LLM, recording: Path) -> None:
     step(engine)
     print("The three samples store their first tokens")
     step(engine)
-    names = ["A", "B", "C.0", "C.1", "C.2"]  # a recording numbers sequences from 1, as they come
+    names = ["A", "B", "C.0", "C.1", "C.2"]  # a recording numbers sequences from 1, in the order of their arrival
     for line in read_recording(recording)[1:]:
         for code, *about in line["events"]:
             if code == "copy":
@@ -60,7 +60,7 @@ def play(llm: LLM, recording: Path) -> None:
 
 
 def step(engine: LLMEngine) -> None:
-    """Run a step, and print which blocks each sequence owns now."""
+    """Run a step, and print the blocks that each sequence owns after it."""
     engine.step()
     owners = Counter(block for seq in engine.scheduler.running for block in seq.block_table.view().tolist())
     for seq in engine.scheduler.running:

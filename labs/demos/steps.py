@@ -1,10 +1,10 @@
-"""Which tokens does each step compute? The scheduler's decisions, step by step, under a budget of 8 tokens.
+"""Print the tokens that each step computes, as the scheduler decides them with a budget of 8 tokens.
 
     python -m labs.demos.steps                       # the table of chapter 4
     python -m labs.demos.steps --trace steps.jsonl   # and a recording, for `nanovllm view steps.jsonl`
 
-Three requests, of which the third one arrives after three steps. Then each request runs alone, under a large budget:
-its tokens must be the same.
+Three requests run together; the third one arrives after three steps. Then each request runs by itself with a large
+budget, and must get the same tokens.
 """
 
 import argparse
@@ -23,16 +23,16 @@ BUDGET = 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print what each step computes.")
-    parser.add_argument("--trace", type=Path, help="record the run in this file")
+    parser.add_argument("--trace", type=Path, help="record the run to this file")
     args = parser.parse_args()
     print(f"step  {''.join(f'{name:<19}' for name in REQUESTS)}budget left  waiting")
     with make_llm(BUDGET, args.trace) as llm:
         tokens = run(llm, {name: arrival for name, (_, _, arrival) in REQUESTS.items()}, is_printed=True)
     with make_llm(1024) as llm:
-        alone = {name: run(llm, {name: 1})[name] for name in REQUESTS}
-    print("\n+ the chunk ends at the sequence's last token: the step draws a new one")
+        by_itself = {name: run(llm, {name: 1})[name] for name in REQUESTS}
+    print("\n+ the chunk ends at the sequence's last token: the step samples a new one")
     for name, token_ids in tokens.items():
-        print(f"{name} got {len(token_ids)} tokens, the same as alone: {token_ids == alone[name]}")
+        print(f"{name} got {len(token_ids)} tokens, the same as by itself: {token_ids == by_itself[name]}")
 
 
 def make_llm(budget: int, trace: Path | None = None) -> LLM:
@@ -41,7 +41,7 @@ def make_llm(budget: int, trace: Path | None = None) -> LLM:
         block_size=4,
         num_kv_blocks=32,
         max_num_batched_tokens=budget,
-        enable_prefix_caching=False,  # all prompts begin alike: chapter 7 uses this
+        enable_prefix_caching=False,  # all prompts have a common prefix, which chapter 7 uses
         dtype="float32",
         attention_backend="torch",
         enforce_eager=True,
@@ -50,7 +50,7 @@ def make_llm(budget: int, trace: Path | None = None) -> LLM:
 
 
 def run(llm: LLM, arrivals: dict[str, int], is_printed: bool = False) -> dict[str, list[int]]:
-    """Step until all requests are done -> the output tokens of each."""
+    """Run steps until all requests have finished, and return the output tokens of each."""
     engine, scheduler = llm.engine, llm.engine.scheduler
     schedule, number = scheduler.schedule, 0
     tokens: dict[str, list[int]] = {}

@@ -1,8 +1,8 @@
-"""Which text a stream may show: a token may be a part of a character, or the beginning of a stop string.
+"""Show when a stream holds text back: a token may be a part of a character, or the beginning of a stop string.
 
     python -m labs.demos.streaming
 
-A logits processor dictates the tokens, so that both cases come up; the stream and its text are the engine's own.
+A logits processor forces the tokens, so that both cases occur. The engine streams the text as for any request.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def main() -> None:
     with LLM(TINY_QWEN3, dtype="float32", attention_backend="torch", enforce_eager=True) as llm:
         tokenizer: Any = llm.get_tokenizer()
         planned = tokenizer.encode(TEXT)
-        params = SamplingParams(temperature=0, max_tokens=99, stop=STOP, logits_processors=[dictate(planned)])
+        params = SamplingParams(temperature=0, max_tokens=99, stop=STOP, logits_processors=[force(planned)])
         print("token   decoded alone   text that the stream has shown")
         for i, output in enumerate(llm.stream("Write.", params)):
             answer = output.outputs[0]
@@ -28,8 +28,8 @@ def main() -> None:
         print(f"finish_reason {answer.finish_reason!r}, stop_reason {answer.stop_reason!r}")
 
 
-def dictate(planned: list[int]) -> Callable[[list[int], torch.Tensor], torch.Tensor]:
-    """A logits processor that leaves one token at each position."""
+def force(planned: list[int]) -> Callable[[list[int], torch.Tensor], torch.Tensor]:
+    """Return a logits processor that allows one token at each position."""
 
     def only(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         logits = torch.full_like(logits, -torch.inf)  # [vocab_size]

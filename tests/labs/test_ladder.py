@@ -1,39 +1,31 @@
-"""Each rung of the ladder gives the tokens that `transformers` gives, and rung 6 does so when memory is full, too."""
+"""Each program of the ladder gives the tokens that `transformers` gives, and `one_file.py` also when memory is full."""
 
 import json
 import random
 
 import pytest
 
-from labs import (
-    one_file,
-    rung_1_recompute,
-    rung_2_kv_cache,
-    rung_3_static_batch,
-    rung_4_continuous,
-    rung_5_paged,
-    rung_7_engine,
-    rung_8_fast_layers,
-)
-from labs.ladder import climb, compare_with_claims, make_requests, plot
+from labs import cached, continuous, engine_options, one_file, paged, recompute, static_batch
+from labs.ladder import compare_programs, compare_with_claims, make_requests, plot
 from labs.model import TINY_QWEN3, Model
 from tests.conftest import hf_greedy
 
 MAX_MODEL_LEN = 64
-RUNGS = {
-    "1": lambda folder: rung_1_recompute.Engine(folder),
-    "2": lambda folder: rung_2_kv_cache.Engine(folder, MAX_MODEL_LEN),
-    "3": lambda folder: rung_3_static_batch.Engine(folder, 3 * MAX_MODEL_LEN, MAX_MODEL_LEN),
-    "4": lambda folder: rung_4_continuous.Engine(folder, 3 * MAX_MODEL_LEN, MAX_MODEL_LEN),
-    "5": lambda folder: rung_5_paged.Engine(folder, 40, 4),
-    "6": lambda folder: one_file.Engine(folder, 20, 4, 16),
-    "7": lambda folder: rung_7_engine.Engine(folder, 20, 4, 16),
-    "8": lambda folder: rung_8_fast_layers.Engine(folder, 20, 4, 16),
+PROGRAMS = {
+    "recompute": lambda folder: recompute.Engine(folder),
+    "cached": lambda folder: cached.Engine(folder, MAX_MODEL_LEN),
+    "static_batch": lambda folder: static_batch.Engine(folder, 3 * MAX_MODEL_LEN, MAX_MODEL_LEN),
+    "continuous": lambda folder: continuous.Engine(folder, 3 * MAX_MODEL_LEN, MAX_MODEL_LEN),
+    "paged": lambda folder: paged.Engine(folder, 40, 4),
+    "one_file": lambda folder: one_file.Engine(folder, 20, 4, 16),
+    "engine": lambda folder: engine_options.Engine(folder, 20, 4, 16),
+    "engine, fast layers": lambda folder: engine_options.Engine(folder, 20, 4, 16, fast_layers=True),
+    "engine, overlap": lambda folder: engine_options.Engine(folder, 20, 4, 16, fast_layers=True, overlap=True),
 }
 
 
 def random_requests(chance, vocab_size, num=7, longest=30):
-    """Some begin alike, by more than a block of 4; lengths of prompts and outputs differ, down to a single token."""
+    """Return prompts and limits of different lengths, from one token on. Some prompts share more than a block of 4."""
     beginning = [chance.randrange(vocab_size) for _ in range(11)]
     prompts = []
     for _ in range(num):
@@ -44,7 +36,7 @@ def random_requests(chance, vocab_size, num=7, longest=30):
 
 @pytest.fixture(scope="module")
 def expected_of(tiny_checkpoint):
-    """The oracle, with what the labs call an end token."""
+    """Return a function that gives the expected outputs. They stop at the end tokens that the programs use."""
     folder, model = tiny_checkpoint
     end_token_ids = Model(folder).end_token_ids
 
@@ -59,11 +51,11 @@ def expected_of(tiny_checkpoint):
     return greedy
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_each_rung_is_greedy_decoding(rung, tiny_checkpoint, expected_of):
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_each_program_is_greedy_decoding(program, tiny_checkpoint, expected_of):
     folder, model = tiny_checkpoint
-    prompts, limits = random_requests(random.Random(rung), model.config.vocab_size)
-    engine = RUNGS[rung](folder)
+    prompts, limits = random_requests(random.Random(program), model.config.vocab_size)
+    engine = PROGRAMS[program](folder)
     expected = expected_of(prompts, limits)
     assert engine.generate(prompts, limits) == expected
     assert engine.generate(prompts[:2], 5) == expected_of(prompts[:2], [5, 5]), "the same engine again"
@@ -82,7 +74,7 @@ def test_one_file_in_a_random_pool(tiny_checkpoint, expected_of):
 
 
 def check_random_pool(seed, tiny_checkpoint, expected_of):
-    """After each step, blocks are free or owned as often as tables say. Returns the scheduler."""
+    """Check after each step that free blocks and owners agree with the block tables. Return the scheduler."""
     folder, model = tiny_checkpoint
     chance = random.Random(seed)
     block_size, budget = chance.choice((1, 3, 4, 16)), chance.choice((1, 5, 16, 100))
@@ -107,7 +99,7 @@ def check_random_pool(seed, tiny_checkpoint, expected_of):
 
 @pytest.mark.parametrize(("num_tokens", "num_found"), [(18, 16), (17, 16), (16, 12)])
 def test_what_is_cached_is_not_computed_again(num_tokens, num_found, tiny_checkpoint):
-    """The last token is always computed: a step needs its logits."""
+    """The last token is always computed, because a step needs its logits."""
     engine = one_file.Engine(tiny_checkpoint[0], num_blocks=32, block_size=4, max_num_batched_tokens=64)
     prompt = list(range(3, 3 + num_tokens))
     first = engine.generate([prompt], 4)
@@ -126,7 +118,7 @@ def test_the_end_of_a_prompt_is_forgotten_before_its_beginning(tiny_checkpoint):
 
 
 def test_a_block_is_found_only_behind_the_same_tokens(tiny_checkpoint, expected_of):
-    """A + X, B + Y, then B + X: X's block lies behind A."""
+    """A + X, B + Y, then B + X: the block of X was computed after A."""
     folder, _ = tiny_checkpoint
     engine = one_file.Engine(folder, num_blocks=32, block_size=4, max_num_batched_tokens=64)
     a, b, x, y = ([n] * 4 for n in (5, 6, 7, 8))
@@ -136,19 +128,20 @@ def test_a_block_is_found_only_behind_the_same_tokens(tiny_checkpoint, expected_
     assert engine.scheduler.num_cached_tokens == 4, "only b's block"
 
 
-EMPTY, TOO_LONG = [([], 1), ([1], 0)], [([1] * 200, 1), ([1], 200)]  # rung 1 keeps nothing: all lengths fit
+EMPTY, TOO_LONG = [([], 1), ([1], 0)], [([1] * 200, 1), ([1], 200)]  # `recompute.py` keeps nothing: all lengths fit
 
 
 @pytest.mark.parametrize(
-    ("rung", "prompt", "max_tokens"),
-    [("1", *case) for case in EMPTY] + [(rung, *case) for rung in "23456" for case in EMPTY + TOO_LONG],
+    ("program", "prompt", "max_tokens"),
+    [("recompute", *case) for case in EMPTY]
+    + [(program, *case) for program in list(PROGRAMS)[1:6] for case in EMPTY + TOO_LONG],
 )
-def test_what_does_not_fit_is_refused(rung, prompt, max_tokens, tiny_checkpoint):
+def test_what_does_not_fit_is_refused(program, prompt, max_tokens, tiny_checkpoint):
     folder, _ = tiny_checkpoint
-    engine = RUNGS[rung](folder)
+    engine = PROGRAMS[program](folder)
     with pytest.raises(ValueError, match="prompt and max_tokens must be >= 1"):
         engine.generate([[1, 2], prompt], [3, max_tokens])
-    assert len(engine.generate([[1, 2]], 3)[0]) <= 3, "nothing of it is left"
+    assert len(engine.generate([[1, 2]], 3)[0]) <= 3, "the refused requests are gone"
 
 
 def test_the_one_file_has_at_most_300_lines():
@@ -184,13 +177,38 @@ def test_requests_of_the_ladder_without_a_tokenizer(tiny_checkpoint):
 
 @pytest.mark.slow
 def test_the_ladder(capsys, tmp_path):
-    """On the bundled model, all rungs with a part of the work. The ladder raises if any token differs."""
-    results = climb(TINY_QWEN3, num_slots=512, num_requests=12)
-    assert [result.rung for result in results][:8] == list(range(1, 9))
-    by_rung = {result.rung: result for result in results}
-    assert by_rung[6].num_steps < by_rung[5].num_steps < by_rung[4].num_steps < by_rung[3].num_steps
-    assert by_rung[6].waste < by_rung[5].waste < by_rung[4].waste
-    assert by_rung[6].num_sequences > by_rung[5].num_sequences > by_rung[4].num_sequences
+    """Run all programs with the bundled model and a part of the work. The ladder raises if any token differs."""
+    results = compare_programs(TINY_QWEN3, num_slots=512, num_requests=12)
+    assert [result.name for result in results][:8] == [
+        "recompute everything",
+        "KV cache, one by one",
+        "static batches",
+        "continuous batching",
+        "blocks, reserved",
+        "one_file.py",
+        "nanovllm, PyTorch layers",
+        "nanovllm, fast layers",
+    ]
+    in_batches, in_rows, reserved, one_file_py = results[2:6]
+    assert one_file_py.num_steps < reserved.num_steps < in_rows.num_steps < in_batches.num_steps
+    assert one_file_py.waste < reserved.waste < in_rows.waste
+    assert one_file_py.num_sequences > reserved.num_sequences > in_rows.num_sequences
     assert "Paging gives" in compare_with_claims(results)
     plot(results, tmp_path / "ladder.png")
     assert (tmp_path / "ladder.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("options", [[], ["--fast-layers"], ["--fast-layers", "--overlap"]])
+def test_options_do_not_change_the_answers(options, run_main):
+    questions = ["What is the KV cache?", "Who are you?"]
+    model = Model(TINY_QWEN3)
+    outputs = one_file.Engine(TINY_QWEN3, 64, 16, 64).generate([model.encode(one) for one in questions], 100)
+    assert run_main(engine_options, *options, *questions) == [
+        line for token_ids in outputs for line in model.decode(token_ids).splitlines()
+    ]
+
+
+def test_graphs_need_fast_layers(run_main, capsys):
+    with pytest.raises(SystemExit):
+        run_main(engine_options, "--cuda-graphs")
+    assert "--cuda-graphs needs --fast-layers" in capsys.readouterr().err

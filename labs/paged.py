@@ -1,10 +1,11 @@
-"""Rung 5: blocks, block tables and a slot mapping: paged attention.
+"""Store K and V in blocks, with block tables and a slot mapping: paged attention.
 
-Rung 4 kept max_model_len slots in one row for each sequence. Here memory is cut into small blocks. A sequence has a
-table of its blocks, which lie anywhere, and reserves only what its own prompt and max_tokens may need.
-It still reserves for its longest possible answer, and the same beginning is stored and computed once for each sequence.
+`continuous.py` keeps a row of `max_model_len` slots for each sequence. Here memory is cut into small blocks. A sequence
+has a table of its blocks, which may be anywhere in memory, and reserves only what its prompt and `max_tokens` may need.
+Two costs remain. A sequence reserves blocks for its longest possible answer, and sequences with the same prefix each
+compute and store that prefix.
 
-    python -m labs.rung_5_paged "What is the KV cache?" "What is a block table?"
+    python -m labs.paged "What is the KV cache?" "What is a block table?"
 """
 
 import sys
@@ -27,7 +28,7 @@ class Sequence:
     max_tokens: int
     is_finished: bool = False
     num_computed_tokens: int = 0  # tokens whose K and V are in the cache
-    block_table: list[int] = field(default_factory=list)  # where they lie: block_size tokens in each block
+    block_table: list[int] = field(default_factory=list)  # the blocks that hold them, block_size tokens each
 
 
 class Engine:
@@ -43,7 +44,7 @@ class Engine:
         self.num_steps = self.num_stored = self.num_reserved = self.max_num_running = 0
 
     def generate(self, prompts: list[list[int]], max_tokens: int | list[int]) -> list[list[int]]:
-        """Greedy output tokens of each prompt; `max_tokens` for all of them, or one number for each."""
+        """Return the greedy output tokens of each prompt. `max_tokens` is one limit, or one for each prompt."""
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         seqs = [Sequence(list(prompt), len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]
         for seq in seqs:
@@ -59,7 +60,7 @@ class Engine:
             raise ValueError(f"prompt and max_tokens must be >= 1, together <= {self.max_model_len}, got {most}")
 
     def schedule(self) -> list[Sequence]:
-        """A prompt if there are blocks for all it may become, else the newest token of each running sequence."""
+        """Return the next waiting sequence if enough blocks are free for it, otherwise all running sequences."""
         if self.waiting:
             seq = self.waiting[0]
             num_blocks = -(-(seq.num_prompt_tokens + seq.max_tokens) // self.block_size)  # rounded up
@@ -71,12 +72,12 @@ class Engine:
         return list(self.running)
 
     def step(self, batch: list[Sequence]) -> None:
-        """Compute the new tokens of the batch, as many for each sequence, and append a token to each."""
+        """Compute the new tokens of the batch, equally many for each sequence, and append a token to each."""
         new_token_ids = [seq.token_ids[seq.num_computed_tokens :] for seq in batch]
         starts = torch.tensor([seq.num_computed_tokens for seq in batch])  # [num_seqs]
         positions = starts[:, None] + torch.arange(len(new_token_ids[0]))  # [num_seqs, num_new_tokens]
         longest = max(len(seq.block_table) for seq in batch)
-        tables = [seq.block_table + [0] * (longest - len(seq.block_table)) for seq in batch]  # padding is never seen
+        tables = [seq.block_table + [0] * (longest - len(seq.block_table)) for seq in batch]  # padding is masked
         attend = partial(self.attend, torch.tensor(tables), positions)
         hidden = self.model(torch.tensor(new_token_ids).flatten(), positions.flatten(), attend)
         token_ids = self.model.next_tokens(hidden.unflatten(0, positions.shape)[:, -1])
@@ -95,11 +96,14 @@ class Engine:
         seq.is_finished = token_id in self.model.end_token_ids or num_output_tokens == seq.max_tokens
 
     def attend(self, tables: Tensor, positions: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: [num_seqs * num_new_tokens, num_heads, head_dim] -> as q: each token attends to its blocks up to itself"""
+        """Let each token attend to the tokens in its sequence's blocks, up to its own position.
+
+        q and the result: [num_seqs * num_new_tokens, num_heads, head_dim]
+        """
         k_cache, v_cache = self.kv_cache[:, layer].flatten(1, 2)  # [num_slots, num_kv_heads, head_dim] each
         # a slot is a token's address in the cache
         slots = tables[:, :, None] * self.block_size + torch.arange(self.block_size)  # [num_seqs, longest, block_size]
-        slots = slots.flatten(1)  # [num_seqs, seq_len]: where the token of each position lies
+        slots = slots.flatten(1)  # [num_seqs, seq_len]: the slot of each position
         slot_mapping = slots.gather(1, positions)  # [num_seqs, num_new_tokens]
         k_cache[slot_mapping], v_cache[slot_mapping] = (x.unflatten(0, positions.shape) for x in (k, v))
         q = q.unflatten(0, positions.shape)  # [num_seqs, num_new_tokens, num_heads, head_dim]
@@ -111,7 +115,7 @@ class Engine:
         return out.transpose(1, 2).flatten(0, 1)
 
     def count(self, running: list[Sequence]) -> None:
-        """Waste is 1 - num_stored / num_reserved."""
+        """Add a step to the totals: waste = 1 - num_stored / num_reserved."""
         self.num_steps += 1
         self.num_stored += sum(seq.num_computed_tokens for seq in running)
         self.num_reserved += sum(len(seq.block_table) * self.block_size for seq in running)

@@ -1,9 +1,9 @@
-"""Rung 1: compute everything again for each token.
+"""Compute all tokens again for each new token.
 
-A language model maps tokens to the next one. So: append it, and compute all of them again.
-Token 100 costs a hundred times what token 1 costs, and no K and V are kept.
+A language model maps a sequence of tokens to the next token. This program appends that token, and computes the whole
+sequence again. It keeps no K and V, so that token 100 takes a hundred times the work of token 1.
 
-    python -m labs.rung_1_recompute "What is the KV cache?"
+    python -m labs.recompute "What is the KV cache?"
 """
 
 import sys
@@ -31,7 +31,7 @@ class Engine:
         self.num_steps = 0
 
     def generate(self, prompts: list[list[int]], max_tokens: int | list[int]) -> list[list[int]]:
-        """Greedy output tokens of each prompt; `max_tokens` for all of them, or one number for each."""
+        """Return the greedy output tokens of each prompt. `max_tokens` is one limit, or one for each prompt."""
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         seqs = [Sequence(list(prompt), len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]
         for seq in seqs:
@@ -46,7 +46,7 @@ class Engine:
             raise ValueError(f"prompt and max_tokens must be >= 1, got {seq.num_prompt_tokens} and {seq.max_tokens}")
 
     def step(self, seq: Sequence) -> None:
-        """Compute all tokens of `seq`, and append the next one."""
+        """Compute all tokens of `seq`, and append the next token."""
         positions = torch.arange(len(seq.token_ids))  # [num_tokens]
         hidden = self.model(torch.tensor(seq.token_ids), positions, self.attend)
         self.append(seq, self.model.next_tokens(hidden[-1:])[0])
@@ -58,7 +58,10 @@ class Engine:
         seq.is_finished = token_id in self.model.end_token_ids or num_output_tokens == seq.max_tokens
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: [num_tokens, num_heads, head_dim] -> as q: each token attends to the tokens up to itself"""
+        """Let each token attend to the tokens up to its own position.
+
+        q and the result: [num_tokens, num_heads, head_dim]
+        """
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, num_tokens, head_dim]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1)

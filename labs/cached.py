@@ -1,10 +1,10 @@
-"""Rung 2: keep K and V, and compute each token once.
+"""Keep K and V in a cache, and compute each token once.
 
-Rung 1 computed the same K and V again in each step: those of a token never change, because later tokens cannot be seen.
-So a cache keeps them. The first step computes the prompt (prefill), each later step one token (decode).
-Still one request at a time: a step reads all weights for a single token.
+`recompute.py` computes the same K and V again in each step. K and V of a token never change, because a token does not
+attend to later tokens. So a cache keeps them: the first step computes the prompt (prefill), and each later step
+computes one token (decode). Requests still run one at a time, so that a step reads all weights for a single token.
 
-    python -m labs.rung_2_kv_cache "What is the KV cache?"
+    python -m labs.cached "What is the KV cache?"
 """
 
 import sys
@@ -38,7 +38,7 @@ class Engine:
         self.num_steps = self.num_stored = self.num_reserved = self.max_num_running = 0
 
     def generate(self, prompts: list[list[int]], max_tokens: int | list[int]) -> list[list[int]]:
-        """Greedy output tokens of each prompt; `max_tokens` for all of them, or one number for each."""
+        """Return the greedy output tokens of each prompt. `max_tokens` is one limit, or one for each prompt."""
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         seqs = [Sequence(list(prompt), len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]
         for seq in seqs:
@@ -54,7 +54,7 @@ class Engine:
             raise ValueError(f"prompt and max_tokens must be >= 1, together <= {self.max_model_len}, got {most}")
 
     def step(self, seq: Sequence) -> None:
-        """Compute the tokens of `seq` that are not in the cache, and append the next one."""
+        """Compute the tokens of `seq` that are not in the cache, and append the next token."""
         start, stop = seq.num_computed_tokens, len(seq.token_ids)
         positions = torch.arange(start, stop)  # [num_tokens]
         attend = partial(self.attend, positions)
@@ -69,7 +69,10 @@ class Engine:
         seq.is_finished = token_id in self.model.end_token_ids or num_output_tokens == seq.max_tokens
 
     def attend(self, positions: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q: [num_tokens, num_heads, head_dim] -> as q: each token attends to the tokens up to itself"""
+        """Let each token attend to the tokens up to its own position.
+
+        q and the result: [num_tokens, num_heads, head_dim]
+        """
         k_cache, v_cache = self.kv_cache[:, layer]  # [max_model_len, num_kv_heads, head_dim] each
         k_cache[positions], v_cache[positions] = k, v
         seq_len = int(positions[-1]) + 1
@@ -79,7 +82,7 @@ class Engine:
         return out[0].transpose(0, 1)
 
     def count(self, running: list[Sequence]) -> None:
-        """Waste is 1 - num_stored / num_reserved."""
+        """Add a step to the totals: waste = 1 - num_stored / num_reserved."""
         self.num_steps += 1
         self.num_stored += sum(seq.num_computed_tokens for seq in running)
         self.num_reserved += self.max_model_len
