@@ -133,7 +133,8 @@ def start(model: str, load_format: str, started_at: float) -> dict[str, float]:
     import torch  # noqa: F401
 
     read("import torch")
-    from nanovllm import LLM, SamplingParams, assembly
+    from nanovllm import LLM, SamplingParams
+    from nanovllm.extras import full_engine
 
     read("import nanovllm")
     inner: dict[str, float] = {}
@@ -147,7 +148,7 @@ def start(model: str, load_format: str, started_at: float) -> dict[str, float]:
 
         return wrapped
 
-    assembly.load_tokenizer = timed("import transformers, tokenizer", assembly.load_tokenizer)
+    full_engine.load_tokenizer = timed("import transformers, tokenizer", full_engine.load_tokenizer)
     llm = LLM(model, load_format=load_format)
     read("rest of the engine")
     inner |= {f"engine: {part}": seconds for part, seconds in llm.engine.parts.startup_seconds.items()}

@@ -25,8 +25,8 @@ import torch
 
 from benchmarks.common import describe_machine
 from benchmarks.kernel_layers import Shape, measure_kernels, measure_products
-from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm.extras.kernels.backend import AttentionBackend
+from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 
 DEVICE = "cuda"
 BATCHES, CONTEXTS = (1, 8, 32, 256), (128, 1024, 4096, 32768)

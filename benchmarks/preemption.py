@@ -53,8 +53,8 @@ def measure(engine: LLMEngine, context_len: int, rounds: int) -> tuple[float, fl
     swaps, recomputes = [], []
     for round_ in range(rounds + 1):
         start = time.perf_counter()
-        engine.runner.kv_cache.move_blocks(SwapMoves(swap_outs=pairs))
-        engine.runner.kv_cache.move_blocks(SwapMoves(swap_ins=back))
+        engine.runner.kv_cache.copy_blocks(SwapMoves([], swap_outs=pairs, swap_ins=[]))
+        engine.runner.kv_cache.copy_blocks(SwapMoves([], swap_outs=[], swap_ins=back))
         synchronize(engine)
         swapped = time.perf_counter()
         engine.add_request("r", [1] * context_len, SamplingParams(max_tokens=1))

@@ -17,19 +17,20 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
+from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.common import describe_machine
 from nanovllm import SamplingParams
+from nanovllm.batch import SamplingBatch
 from nanovllm.config import resolve_device
 from nanovllm.extras.cuda.input_buffer import map_tensors
-from nanovllm.extras.logits import processors_of
-from nanovllm.sampler import sample_tokens as draw_in_torch
-from nanovllm.extras.full_runner import sample
-from nanovllm.batch import SamplingBatch, build_sampling_batch
 from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.logits import processors_of
+from nanovllm.extras.processed_batch import build_sampling, wants_only_tokens
+from nanovllm.extras.runner_hooks import draw_arguments, sample
+from nanovllm.sampler import sample_tokens as draw_in_torch
 
 CASES = {
     "greedy": SamplingParams(temperature=0),
@@ -93,7 +94,7 @@ def make_batch(logits: torch.Tensor, params: list[SamplingParams]) -> SamplingBa
     prompt = list(range(100))
     seqs = [Sequence(str(i), prompt, one, seed=i, processors=processors_of(one, None)) for i, one in enumerate(params)]
     return map_tensors(
-        build_sampling_batch(seqs, np.array([seq.num_known_tokens for seq in seqs])),
+        build_sampling(seqs, [seq.num_known_tokens for seq in seqs]),
         lambda tensor: tensor.to(logits.device),
     )
 
@@ -113,9 +114,9 @@ def measure_kernels(
     read_s = logits.numel() * logits.element_size() / copy_bandwidth()
     for name, params in rows.items():
         batch = make_batch(logits, params)
-        if batch.processors or batch.num_logprobs is not None:
+        if not wants_only_tokens(batch):
             continue  # these stay in PyTorch
-        arguments = (logits, *batch.draw_arguments)
+        arguments: Any = (logits, *draw_arguments(batch))
         is_equal = sample_tokens(*arguments) == draw_in_torch(*arguments)
         time_s = seconds(partial(sample_tokens, *arguments))
         yield (

@@ -69,7 +69,7 @@ def measure(num_seqs: int, context_len: int, block_size: int, num_steps: int) ->
         scheduler.update(scheduler.schedule(), tokens)
         start = time.perf_counter()
         for row, request in enumerate(requests):
-            request.read_token(request.seqs[0], step_tokens, row)
+            request.read_token(request.seqs[0], step_tokens, row)  # type: ignore[arg-type]
             request.finish_step(scheduler, start)
             request.make_output()
         times["outputs"].append((time.perf_counter() - start) * 1e6)

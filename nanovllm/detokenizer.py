@@ -102,8 +102,9 @@ class Detokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
     def _show(self, new: str) -> None:
-        self._text += new[len(commonprefix([new, self._prompt_text])) :]
-        self._prompt_text = ""
+        if self._prompt_text:
+            new, self._prompt_text = new[len(commonprefix([new, self._prompt_text])) :], ""
+        self._text += new
         if self._stop_strings:
             self._find_stop_string()
 

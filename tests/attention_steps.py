@@ -9,9 +9,10 @@ import random
 
 import torch
 
-from nanovllm.extras.full_sequence import Sequence
-from nanovllm.extras.request_params import SamplingParams
+from nanovllm.batch import to_device
 from nanovllm.layers.attention import Attention
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Sequence
 from tests.steps import batch_of
 
 # ---- the reference
@@ -42,13 +43,14 @@ def attend_with_loops(q, k, v, window=None, softcap=None, scale=None):
 class Step:
     """Random Q, K and V of sequences that have `num_computed` tokens in the cache and `num_new` in this step.
 
-    Their blocks lie anywhere in the cache; those that no token's window reaches have been given back, and the null
-    block takes their places, which holds NaN. `expected` is the reference's answer, on CPU:
-    [num_tokens, num_heads, head_dim].
+    Their blocks lie anywhere in the cache. `expected` is the reference's answer, on CPU: [num_tokens, num_heads,
+    head_dim]. Subclasses override the methods.
+
+    window, softcap, scale: how the layer attends. Blocks that no token's window reaches have been given back, and the
+    null block takes their places, which holds NaN.
     """
 
-    def __init__(self, backend, lens, seed=0, dtype=torch.float32, options=None, device="cpu"):
-        self.options, asked = (options,) if options else (), vars(options) if options else {}
+    def __init__(self, backend, lens, seed=0, dtype=torch.float32, device="cpu", **asked):
         window = asked.get("window")
         generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
         size, num_kv_heads, head_dim = backend.block_size, backend.num_kv_heads, backend.head_dim
@@ -82,7 +84,9 @@ class Step:
             ks.append(k[num_computed:])
             vs.append(v[num_computed:])
             expected.append(attend_with_loops(q, self.kept(k), self.kept(v), **asked))
-        self.batch = on_device(batch_of(chunks, size), torch.device(device))
+        self.batch = batch_of(chunks, size)
+        if device != "cpu":
+            self.batch = to_device(self.batch, torch.device(device))
         self.q, self.k, self.v = (torch.cat(parts).to(device) for parts in (qs, ks, vs))
         self.expected = torch.cat(expected)
 
@@ -96,44 +100,12 @@ class Step:
         """K or V, as the cache keeps it."""
         return x
 
+    def make_layer(self, backend):
+        return Attention(backend)
+
     def run(self, backend):
-        layer = Attention(backend)
-        if self.options:
-            from nanovllm.extras.models.masking import MaskedAttention
-
-            layer = MaskedAttention(backend, *self.options)
+        layer = self.make_layer(backend)
         return layer(self.q, self.k, self.v, self.layer_cache, self.batch.metadata)
-
-
-def on_device(batch, device):
-    if device.type == "cpu":  # also where no extra is
-        return batch
-    from nanovllm.extras.cuda.input_buffer import map_tensors
-
-    return map_tensors(batch, lambda tensor: tensor.to(device))
-
-
-class LatentStep(Step):
-    """Of a backend whose cache holds latents (extras/models/latent_attention.py): the first `rank` channels are the values."""
-
-    def __init__(self, backend, lens, seed=0, dtype=torch.float32):
-        self.rank = backend.rank
-        super().__init__(backend, lens, seed, dtype)
-
-    def values_of(self, k, normal):
-        return k[..., : self.rank]
-
-
-class Int8Step(Step):
-    """Of a backend that keeps K and V in 8 bits (extras/int8_kv.py): the largest number of a vector becomes 127."""
-
-    def empty_cache(self, shape, dtype):
-        return torch.full(shape, -1, dtype=torch.int8)  # four of these bytes are a scale that is NaN
-
-    def kept(self, x):
-        largest = x.float().abs().amax(-1, keepdim=True)
-        numbers = (x.float() * (torch.tensor(127.0) / largest)).round()  # in float32, as there: near a half it matters
-        return numbers.double() * (largest / 127).double()
 
 
 def check_close(out, step):

@@ -59,7 +59,7 @@ class RecordingStats(Stats):
     def __init__(self):
         super().__init__()
         self.uses = {}
-        self.steps = []  # so that no two have the same id
+        self.recorded = []  # so that no two have the same id
         self.preemptions = Counter()  # of each sequence
 
     def on_preempt(self, seq, needy):
@@ -68,7 +68,7 @@ class RecordingStats(Stats):
 
     def on_schedule(self, step, running, blocks):
         super().on_schedule(step, running, blocks)
-        self.steps.append(step)
+        self.recorded.append(step)
         self.uses[id(step)] = kv_use(running, blocks.block_size)
 
 

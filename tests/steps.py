@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from nanovllm.batch import build_batch
+from nanovllm.batch import build_batch, build_sampling_batch, draw_uniforms
 from nanovllm.block_tables import BlockTable, BlockTables
-from nanovllm.batch import build_sampling_batch, draw_uniforms
 from nanovllm.scheduler import make_step
 
 
@@ -14,30 +13,34 @@ def batch_of(chunks, block_size):
 
 
 def step_of(chunks):
-    """What the scheduler says of `chunks`."""
+    """The scheduler's `Step` of `chunks`."""
     num_tokens = sum(num_new for _, _, num_new in chunks)
     return make_step(chunks, num_tokens, [], [], [])
 
 
-def build_step(scheduled, block_size):
+def build_step(step, block_size):
     """As `build_batch`; block tables get rows of a pool of their own."""
     tables = BlockTables(block_size, num_rows=2, width=1)  # small, so that it grows
-    filled = [(seq, seq.block_table) for seq, _, _ in scheduled.chunks]
+    filled = [(seq, seq.block_table) for seq, _, _ in step.chunks]
     for seq, own in filled:
         seq.block_table = BlockTable()
         for block_id in own.view().tolist():
             tables.append(seq.block_table, block_id)
-    batch = build_batch(scheduled, tables)
+    batch = build_batch(step, tables)
     for seq, own in filled:
         seq.block_table = own
     return batch
 
 
 def sampling_of(samples):
-    """The `SamplingBatch` of sequences whose next token comes behind all that is known."""
-    return build_sampling_batch(samples, np.array([seq.num_known_tokens for seq in samples], dtype=np.int32))
+    """The `SamplingBatch` of sequences whose next token comes after all that they have."""
+    return build_sampling_batch(samples, positions_of(samples))
 
 
 def uniforms_of(samples):
-    """The numbers that decide their draws."""
-    return draw_uniforms(samples, np.array([seq.num_known_tokens for seq in samples], dtype=np.int32))
+    """The random numbers that decide the next token of each sequence."""
+    return draw_uniforms(samples, positions_of(samples))
+
+
+def positions_of(samples):
+    return np.array([seq.token_ids.length for seq in samples], dtype=np.int32)

@@ -1,31 +1,18 @@
-"""Paged attention against the float64 reference of `attention_steps.py`: the definition, which is a loop over
-sequences, and `TorchAttention`, which batches decodes.
-"""
+"""`TorchAttention` against the float64 reference of `attention_steps.py`, which loops over sequences and tokens."""
 
 import math
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanovllm.layers import attention
-from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention import TorchAttention
-from nanovllm.extras.kernels.backend import slices_that_fit
-from nanovllm.extras.request_params import SamplingParams
-from nanovllm.extras.full_sequence import Sequence
+from nanovllm.layers.attention import Attention, TorchAttention
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Sequence
 from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
 from tests.steps import batch_of
-
-
-class Definition(TorchAttention):
-    def attend(self, q, layer_cache, metadata, *options):
-        return attention.attend(q, layer_cache, metadata, *options)
-
-
-both = pytest.mark.parametrize("attention_class", [Definition, TorchAttention])
 
 
 class LargestTensor(TorchDispatchMode):
@@ -38,71 +25,82 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_chunk_is_computed_without_all_of_its_scores(attention_class, dtype):
+def test_a_chunk_is_computed_without_all_of_its_scores(dtype):
     """Of 8,192 tokens they would be gigabytes."""
     num_heads, n, seq_len = 8, 256, 1024
-    backend = attention_class(num_heads, 2, 64, 16)
+    backend = TorchAttention(num_heads, 2, 64, 16)
     step = Step(backend, [(seq_len - n, n)], dtype=dtype)
     with LargestTensor() as largest:
         step.run(backend)
     assert 0 < largest.num_bytes < num_heads * n * seq_len * dtype.itemsize / 2
 
 
-def test_decodes_on_a_gpu_are_gathered_by_the_quarter_gibibyte_at_most():
+def test_decodes_on_a_gpu_are_gathered_by_the_quarter_gibibyte_at_most(monkeypatch):
     """256 of 32k tokens, all at once, would be 34 GB; 64 of 512 are one batch, since each launch costs time."""
-    with FakeTensorMode():  # a device without memory
-        cache = torch.empty(2, 8, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    gathered = []
+
+    def record(q, layer_cache, tables, seq_lens, lens, weigh):
+        assert len(q) == len(tables) == len(seq_lens) == len(lens)
+        gathered.append(lens)
+        return q
+
+    monkeypatch.setattr(attention, "attend_padded", record)
+    monkeypatch.setattr(attention, "GATHERED_ELEMENTS", {"cpu": attention.GATHERED_ELEMENTS["cuda"]})
+    backend = TorchAttention(16, 8, 128, 16)
     for num_decodes, length in [(256, 32_768), (256, 1000), (1, 1 << 20), (64, 512)]:
-        slices = slices_that_fit(num_decodes, length, cache)
-        assert [i for rows in slices for i in range(num_decodes)[rows]] == list(range(num_decodes))
-        widest = max(rows.stop - rows.start for rows in slices)
+        q = torch.empty(num_decodes, 16, 128, dtype=torch.bfloat16)
+        cache = torch.empty(2, 8, 16, 8, 128, dtype=torch.bfloat16, device="meta")  # without memory
+        chunks = []
+        for i in range(num_decodes):  # one of them has all of the tokens
+            seq = Sequence("seq", [0] * (length - i % 7), SamplingParams())
+            for _ in range(-(-length // 16)):
+                seq.block_table.append(0)
+            chunks.append((seq, seq.num_tokens - 1, 1))
+        gathered.clear()
+        backend.attend(q, cache, batch_of(chunks, 16).metadata)
+        assert [n for lens in gathered for n in lens] == [seq.num_tokens for seq, _, _ in chunks], "in order"
+        widest = max(len(lens) for lens in gathered)
         assert widest == 1 or widest * length * 2 * 8 * 128 * 2 <= 1 << 28
-    assert len(slices) == 1
+    assert len(gathered) == 1
 
 
-@both
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("block_size", [1, 8, 16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
-def test_mixed_batch_equals_the_reference(attention_class, num_heads, num_kv_heads, block_size, seed):
-    backend = attention_class(num_heads, num_kv_heads, [8, 32, 64][seed], block_size)
+def test_mixed_batch_equals_the_reference(num_heads, num_kv_heads, block_size, seed):
+    backend = TorchAttention(num_heads, num_kv_heads, [8, 32, 64][seed], block_size)
     step = Step(backend, random_lens(block_size, seed), seed)
     check_close(step.run(backend), step)
 
 
-@both
-def test_mixed_batch_with_large_blocks_equals_the_reference(attention_class):
-    backend = attention_class(4, 2, 16, 256)
+def test_mixed_batch_with_large_blocks_equals_the_reference():
+    backend = TorchAttention(4, 2, 16, 256)
     step = Step(backend, [(255, 1), (256, 1), (0, 1), (0, 256), (250, 7), (512, 3)])
     check_close(step.run(backend), step)
 
 
-@both
 @pytest.mark.parametrize(
     "lens",
     [[(0, 1)], [(7, 1), (8, 1), (9, 1)], [(0, 7), (0, 8), (0, 9)], [(5, 4), (8, 8), (16, 2)], [(9, 1), (0, 17)]],
     ids=["one token", "decodes", "whole prompts", "later chunks", "decode and prompt"],
 )
-def test_each_kind_of_batch_equals_the_reference(attention_class, lens):
-    backend = attention_class(4, 2, 16, 8)
+def test_each_kind_of_batch_equals_the_reference(lens):
+    backend = TorchAttention(4, 2, 16, 8)
     step = Step(backend, lens)
     check_close(step.run(backend), step)
 
 
-@both
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_close_to_the_reference(attention_class, dtype):
-    backend = attention_class(4, 2, 32, 8)
+def test_half_precision_is_close_to_the_reference(dtype):
+    backend = TorchAttention(4, 2, 32, 8)
     step = Step(backend, random_lens(8, 5), dtype=dtype)
     check_close(step.run(backend), step)
 
 
-@both
-def test_prompt_in_chunks_gives_what_it_gives_at_once(attention_class):
+def test_prompt_in_chunks_gives_what_it_gives_at_once():
     """Chunks of 5, 1, 8 and 3 tokens: each attends to what the ones before it have stored."""
-    backend = attention_class(4, 2, 16, 4)
+    backend = TorchAttention(4, 2, 16, 4)
     whole = Step(backend, [(0, 17)])
     at_once = whole.run(backend)
     check_close(at_once, whole)
@@ -121,9 +119,8 @@ def test_prompt_in_chunks_gives_what_it_gives_at_once(attention_class):
         start += num_new
 
 
-@both
-def test_block_that_is_filled_in_this_step_can_be_shared(attention_class):
-    out, expected = shared_step(attention_class(4, 2, 16, 8))
+def test_block_that_is_filled_in_this_step_can_be_shared():
+    out, expected = shared_step(TorchAttention(4, 2, 16, 8))
     torch.testing.assert_close(out.double(), expected, rtol=2e-6, atol=2e-6)
 
 
@@ -140,9 +137,8 @@ def test_store_kv_writes_its_slots_and_no_other():
     torch.testing.assert_close(cache, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@both
-def test_attention_leaves_the_cache_of_other_tokens_alone(attention_class):
-    backend = attention_class(4, 2, 16, 8)
+def test_attention_leaves_the_cache_of_other_tokens_alone():
+    backend = TorchAttention(4, 2, 16, 8)
     step = Step(backend, random_lens(8, 3))
     before = step.cache.clone()
     step.run(backend)
@@ -155,10 +151,9 @@ def test_attention_leaves_the_cache_of_other_tokens_alone(attention_class):
     assert torch.equal(before[kept], step.cache[kept])
 
 
-@both
-def test_oracle_sees_a_slot_that_was_never_filled(attention_class):
+def test_oracle_sees_a_slot_that_was_never_filled():
     """The poison works: with one token of the past missing, the output is NaN."""
-    backend = attention_class(4, 2, 16, 8)
+    backend = TorchAttention(4, 2, 16, 8)
     step = Step(backend, [(9, 1), (0, 12)])
     step.layer_cache[:, step.batch.metadata.block_tables[0, 0], 3] = math.nan
     out = step.run(backend)

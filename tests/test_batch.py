@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.extras.request_params import SamplingParams
-from nanovllm.extras.full_sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Sequence
 from tests.steps import build_step, step_of
 
 

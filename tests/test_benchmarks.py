@@ -36,9 +36,9 @@ from benchmarks import (
 from benchmarks.common import QWEN3_06B, ModelShape, named_workload, random_workload, read_config
 from benchmarks.roofline import Rates
 from nanovllm import TINY_QWEN3, LLMEngine
-from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
-from nanovllm.kv_cache import KVCache
 from nanovllm.extras.full_runner import ModelRunner
+from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
+from nanovllm.extras.swap.host_blocks import SwappingKVCache
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY_WORK = ["--num-requests", "3", "--input-len", "4", "9", "--output-len", "2", "6"]
@@ -147,17 +147,17 @@ def test_requests_with_weights_in_8_and_4_bits_take_turns(run_main, monkeypatch,
 
 def test_preemption_moves_and_computes_the_whole_context(run_main, monkeypatch):
     moves, computed = [], []
-    real_move, real_run = KVCache.move_blocks, ModelRunner.run
+    real_copy, real_run = SwappingKVCache.copy_blocks, ModelRunner.run
 
-    def move(self, block_moves):
-        moves.append((block_moves.swap_outs, block_moves.swap_ins))
-        real_move(self, block_moves)
+    def copy(self, copies):
+        moves.append((copies.swap_outs, copies.swap_ins))
+        real_copy(self, copies)
 
     def run(self, batch):
         computed.append(len(batch.input_ids))
         return real_run(self, batch)
 
-    monkeypatch.setattr(KVCache, "move_blocks", move)
+    monkeypatch.setattr(SwappingKVCache, "copy_blocks", copy)
     monkeypatch.setattr(ModelRunner, "run", run)
     lines = run_main(preemption, "--context-len", 33, 48, "--rounds", 1)
     assert computed == [33, 33, 48, 48]  # a warm-up and a round each
@@ -223,7 +223,7 @@ def test_a_cold_start_is_told_part_by_part(run_main, monkeypatch, tmp_path):
     assert float(rows[-1][1]) == pytest.approx(sum(first.values()), abs=0.006)
     assert json.loads((tmp_path / "out.json").read_text())["first_ever_s"] == first
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    section = page.partition("## The start")[2].partition("\n## ")[0]
+    section = " ".join(page.partition("## The start")[2].partition("\n## ")[0].split())
     assert [part for part in first if f"`{part}`" not in section] == []
 
 

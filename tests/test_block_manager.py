@@ -6,7 +6,6 @@ the parent: a hit may be lost through a bad hash, but never be wrong.
 """
 
 import time
-from importlib.util import find_spec
 from itertools import count
 
 import pytest
@@ -16,18 +15,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import nanovllm.prefix_cache
 from nanovllm.block_manager import BlockManager
-from nanovllm.extras.full_observer import count_empty_slots
 from nanovllm.prefix_cache import hash_block
-from nanovllm.extras.request_params import SamplingParams
-from nanovllm.extras.full_sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.sequence import Sequence
 from tests.conftest import examples
 from tests.fake_kv_cache import (
     FakeKVCache,
     WriterCheck,
     check_cached_blocks,
     check_ownership,
-    check_stored,
-    forget_new,
+    stored_slots,
     table_of,
     tokens_of,
 )
@@ -39,16 +36,12 @@ HASHES = {
     "blind for the parent": lambda parent_hash, tokens: hash_block(0, tokens),
 }
 
-HAS_SWAP = find_spec("nanovllm.extras") is not None and find_spec("nanovllm.extras.swap") is not None
-
-
 def make_seq(tokens, name="seq", **params):
     return Sequence(name, tokens, SamplingParams(**params))
 
 
 def start(manager, cache, tokens):
     """Admit a sequence and compute all of its tokens in a step of its own; it must fit."""
-    manager.begin_step()
     seq = make_seq(tokens)
     assert manager.try_admit(seq)
     advance(manager, cache, seq, seq.num_tokens)
@@ -57,7 +50,7 @@ def start(manager, cache, tokens):
 
 def advance(manager, cache, seq, num_tokens):
     assert manager.try_allocate(seq, num_tokens)
-    cache.move(copies=manager.take_copies())
+    cache.copy(manager.take_copies())
     cache.write(seq, seq.num_computed_tokens, num_tokens)
     cache.check(seq, num_tokens)
     seq.num_computed_tokens = num_tokens
@@ -66,18 +59,8 @@ def advance(manager, cache, seq, num_tokens):
 def append(manager, cache, seq, *tokens):
     """Decode: each token in a step of its own."""
     for token in tokens:
-        manager.begin_step()
-        seq.append_token(token)
+            seq.append_token(token)
         advance(manager, cache, seq, seq.num_tokens)
-
-
-def swapped(manager, seq, host_block_ids):
-    """A strategy that keeps the K and V of `seq` in these blocks of host memory."""
-    from nanovllm.extras.swap.space import Swap, SwapSpace
-
-    space = SwapSpace(0, manager.block_size)
-    space._held[seq] = list(host_block_ids)
-    return Swap(manager, space)
 
 
 def fork(manager, parent, name="child"):
@@ -108,12 +91,13 @@ class Known:
 class BlockManagerMachine(RuleBasedStateMachine):
     """Random sequences over few token ids, so that prefixes repeat, in a pool that runs out.
 
-    A step's actions come in any order that a scheduler could choose, and more: sequences are admitted, swapped in, get
-    tokens, and those that have got none in this step are preempted or swapped out; then the step runs, or fails. In
-    between sequences are forked, also in the middle of their prompt, and end.
+    A step's actions come in any order that a scheduler could choose, and more: sequences are admitted, get tokens, and
+    those that have got none in this step are preempted; then the step runs. In between sequences are forked, also in
+    the middle of their prompt, and end.
     """
 
     hash_name = "real"
+    ways_to_preempt = ("preempt",)
 
     def __init__(self):
         super().__init__()
@@ -122,16 +106,23 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.names = count()
         self.waiting = []
         self.running = []
-        self.host = {}  # swapped sequence -> its blocks in host memory
         self.known = {}  # whole prefix -> Known
         self.registered = {}  # running sequence -> (how many of its blocks are, Known of the last)
-        self.registered_now = set()  # blocks, in this step
 
     @initialize(block_size=st.integers(1, 4), num_blocks=st.integers(1, 9))
     def make(self, block_size, num_blocks):
         self.size = block_size
-        self.manager = BlockManager(num_blocks, block_size)
-        self.cache = FakeKVCache(block_size)
+        self.manager = self.make_manager(num_blocks, block_size)
+        self.cache = self.make_cache(block_size)
+
+    def make_manager(self, num_blocks, block_size):
+        return BlockManager(num_blocks, block_size)
+
+    def make_cache(self, block_size):
+        return FakeKVCache(block_size)
+
+    def make_seq(self, tokens):
+        return make_seq(tokens, f"seq-{next(self.names)}")
 
     @property
     def seqs(self):
@@ -141,7 +132,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @rule(tokens=st.lists(st.sampled_from(TOKENS[:3]), min_size=1, max_size=12))
     def add(self, tokens):
-        self.waiting.append(make_seq(tokens[: self.manager.capacity], f"seq-{next(self.names)}"))
+        self.waiting.append(self.make_seq(tokens[: self.manager.capacity]))
 
     @precondition(lambda self: self.seqs)
     @rule(data=st.data())
@@ -158,7 +149,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data):
         parent = data.draw(st.sampled_from(self.running))
-        child = fork(self.manager, parent, f"seq-{next(self.names)}")
+        child = self.make_seq(tokens_of(parent))
+        self.manager.fork(parent, child)
         assert table_of(child) == table_of(parent), "it shares all blocks, the last one included"
         assert child.num_computed_tokens == parent.num_computed_tokens
         self.running.append(child)
@@ -172,27 +164,23 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.take_back(seq)
         self.waiting = [other for other in self.waiting if other is not seq]
 
-    @rule()
-    def reset_prefix_cache(self):
-        self.manager.prefix_cache.reset()
-        self.known.clear()
-
     # ---- a step
 
     @precondition(lambda self: self.seqs)
-    @rule(data=st.data(), is_failure=st.integers(0, 4).map(lambda n: n == 4))
-    def step(self, data, is_failure):
+    @rule(data=st.data())
+    def step(self, data):
         """Up to five actions, then the forward pass."""
-        self.manager.begin_step()
-        self.registered_now = set()
-        writers, old = WriterCheck(self.running), set(self.running)
-        chunks, swap_outs, swap_ins, swapped_out = {}, [], [], []
-        may_admit = True
+        chunks, writers = {}, WriterCheck(self.running)
+        self.act(data, chunks)
+        self.forward(chunks, writers)
+
+    def act(self, data, chunks):
+        old, may_admit = set(self.running), True
         for _ in range(data.draw(st.integers(1, 5))):
             idle = [seq for seq in self.running if seq not in chunks]
             victims = [seq for seq in idle if seq in old]
             actions = ["go on"] * 2 * bool(idle) + ["admit"] * 2 * bool(self.waiting and may_admit)
-            actions += ["preempt", *["swap out"] * HAS_SWAP] * bool(victims)
+            actions += self.ways_to_preempt * bool(victims)
             if not actions:
                 break
             action = data.draw(st.sampled_from(actions))
@@ -200,45 +188,23 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.schedule(data.draw(st.sampled_from(idle)), chunks, data)
             elif action == "admit":
                 seq = data.draw(st.sampled_from(self.waiting))
-                if self.try_admit(seq, data.draw(st.sampled_from([0, 0, 1, 2])), swap_ins):
+                if self.try_admit(seq, data.draw(st.sampled_from([0, 0, 1, 2]))):
                     assert self.schedule(seq, chunks, data), "an admitted sequence fits"
             else:  # nothing is admitted after that: blocks of this step's copies may be free now
                 may_admit = False
-                seq = data.draw(st.sampled_from(victims))
-                self.preempt(seq, swap_outs if action == "swap out" else None)
-                swapped_out += [seq] if seq in self.host else []
-        self.forward(chunks, (swap_outs, swap_ins, self.manager.take_copies()), writers, swapped_out, not is_failure)
+                self.preempt(data.draw(st.sampled_from(victims)), action)
 
-    def forward(self, chunks, moves, writers, swapped_out, is_done):
+    def forward(self, chunks, writers):
         writes = [(seq, seq.num_computed_tokens, num_tokens) for seq, num_tokens in chunks.items()]
         writers.check(writes, self.size)
-        journal = self.cache.move(*moves)
-        for write in writes:
-            journal += self.cache.write(*write)
-        if is_done:
-            for seq, _, num_tokens in writes:
-                seq.num_computed_tokens = num_tokens
-            return
-        self.cache.spoil(journal)
-        forget_new(self.manager)
-        self.forget(self.registered_now)
-        for seq in chunks:
-            self.take_back(seq)
-            self.waiting.append(seq)
-        for seq in swapped_out:
-            self.host.pop(seq, None)
-            seq.num_computed_tokens = 0
+        self.cache.copy(self.manager.take_copies())
+        for seq, start, num_tokens in writes:
+            self.cache.write(seq, start, num_tokens)
+            seq.num_computed_tokens = num_tokens
 
-    def preempt(self, seq, swap_outs):
-        table, num_computed = table_of(seq), seq.num_computed_tokens
+    def preempt(self, seq, action):
         self.take_back(seq)
         self.waiting.append(seq)
-        if swap_outs is not None:
-            if num_computed == seq.num_tokens:  # what waits always has a token to compute
-                seq.append_token(0)
-            seq.num_computed_tokens = num_computed
-            self.host[seq] = [next(self.names) for _ in table]  # as if host memory had no end
-            swap_outs += zip(table, self.host[seq], strict=True)
 
     def take_back(self, seq):
         self.manager.free(seq)
@@ -248,21 +214,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     # ---- what the oracle expects of it
 
-    def try_admit(self, seq, num_promised, swap_ins):
+    def try_admit(self, seq, num_promised):
         num_free = self.manager.num_free_blocks - num_promised
         num_needed = -(-seq.num_tokens // self.size)
-        if seq in self.host:
-            kept = self.host[seq]
-            is_admitted = swapped(self.manager, seq, kept).try_admit(seq, num_promised)
-            if is_admitted:
-                del self.host[seq]
-            assert is_admitted == (num_needed <= num_free)
-            if is_admitted:
-                swap_ins += zip(kept, table_of(seq), strict=True)
-                self.forget(table_of(seq))
-                self.admit(seq, 0, None)
-                self.register(seq, table_of(seq), seq.num_computed_tokens)
-            return is_admitted
         hits = self.expected_hits(seq)
         owned = {block_id for other in self.running for block_id in table_of(other)}
         num_shared = sum(known.block_id in owned for known in hits)
@@ -325,7 +279,6 @@ class BlockManagerMachine(RuleBasedStateMachine):
             known = self.known.get(prefix)
             if known is None or known.parent is not parent:
                 known = self.known[prefix] = Known(table[i], parent)
-                self.registered_now.add(table[i])
             parent = known
         self.registered[seq] = max(num_registered, num_tokens // self.size), parent
 
@@ -337,16 +290,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @invariant()
     def every_block_is_free_or_owned(self):
         if hasattr(self, "manager"):
-            check_ownership(self.manager, self.seqs)
-            check_stored(self.manager, self.running)
+            self.check_blocks()
+
+    def check_blocks(self):
+        check_ownership(self.manager, self.seqs)
 
     @invariant()
     def every_sequence_reads_its_own_prefix(self):
         for seq in self.running:
             self.cache.check(seq, seq.num_computed_tokens)
-        for seq in self.waiting:
-            if seq in self.host:
-                self.cache.check_host(seq, seq.num_computed_tokens, self.host[seq])
 
     @invariant()
     def cached_blocks_hold_what_they_stand_for(self):
@@ -360,7 +312,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             for seq in list(self.running):
                 self.take_back(seq)
             check_ownership(self.manager, [])
-            everything = make_seq([9] * self.manager.capacity)
+            everything = self.make_seq([9] * self.manager.capacity)
             assert self.manager.try_admit(everything), "a leak"
             assert self.manager.try_allocate(everything, everything.num_tokens), "a leak"
         self.patch.undo()
@@ -445,7 +397,6 @@ def test_colliding_blocks_replace_each_other_without_a_trace(any_hash):
 def test_parent_that_was_evicted_and_computed_anew_does_not_adopt_old_children():
     """A twin's child hangs on a parent that is gone; the parent's successor has another identity."""
     manager, cache = BlockManager(6, 2), FakeKVCache(2)
-    manager.begin_step()
     first, twin = make_seq([1, 1]), make_seq([1, 1, 2, 2, 7])
     assert manager.try_admit(first)
     assert manager.try_admit(twin)  # before `first` is registered: it gets its own copy of block [1, 1]
@@ -473,7 +424,6 @@ def test_of_a_prompt_that_is_cached_only_what_is_needed_is_computed(num_tokens, 
 
 def start_admitted(manager, tokens):
     """The beginning of a step, as far as the admission of one sequence, which must fit."""
-    manager.begin_step()
     seq = make_seq(tokens)
     assert manager.try_admit(seq)
     return seq
@@ -518,7 +468,6 @@ def test_same_prompt_twice_in_one_step_shares_all_but_the_last_block():
 def test_a_reader_that_reads_the_prompt_needs_every_position_so_nothing_is_found():
     manager, cache = BlockManager(8, 2), FakeKVCache(2)
     manager.free(start(manager, cache, [1, 2, 3, 4]))
-    manager.begin_step()
     seq = make_seq([1, 2, 3, 4, 5])
     seq.reads_prompt = True  # a reader does
     assert manager.try_admit(seq)
@@ -596,7 +545,7 @@ def test_fork_costs_no_block_until_somebody_writes(enable_prefix_caching):
     children = [fork(manager, parent, f"child-{i}") for i in range(3)]
     assert [table_of(child) for child in children] == [table_of(parent)] * 3
     assert manager.num_used_blocks == 2
-    assert manager.num_used_blocks * 4 - count_empty_slots([parent, *children], manager.block_size) == 6
+    assert len(stored_slots([parent, *children], manager.block_size)) == 6
     check_ownership(manager, [parent, *children])
     for seq, num_used in zip([parent, *children], (3, 4, 5, 5), strict=True):  # the last one has the block for itself
         append(manager, cache, seq, 7)
@@ -613,7 +562,6 @@ def test_first_write_names_the_copy_and_the_owner_that_is_left_writes_in_place()
     parent = start(manager, cache, [1, 2])
     child = fork(manager, parent)
     (shared,) = table_of(parent)
-    manager.begin_step()
     for seq, token in ((parent, 3), (child, 4)):
         seq.append_token(token)
         assert manager.try_allocate(seq, 3)
@@ -640,7 +588,7 @@ def test_owner_that_is_left_by_all_others_needs_no_copy():
     manager.free(children[0])
     append(manager, cache, children[1], 3)
     check_ownership(manager, [children[1]])
-    assert manager.num_used_blocks * 4 - count_empty_slots([children[1]], manager.block_size) == 3
+    assert len(stored_slots([children[1]], manager.block_size)) == 3
 
 
 def test_copy_that_finds_no_block_changes_nothing():
@@ -699,7 +647,6 @@ def test_swapped_sequence_gets_private_blocks_or_none():
     seq.append_token(4)
     seq.append_token(5)
     other = start(manager, cache, [1, 2, 9])
-    manager.begin_step()
     swap = swapped(manager, seq, [0, 1])
     assert not swap.try_admit(seq, num_reserved=1)
     assert table_of(seq) == []
@@ -725,7 +672,6 @@ def test_blocks_of_a_failed_step_are_forgotten_and_those_of_others_are_not():
     assert num_hits(manager, [1, 2, 5, 6]) == 1
     assert num_hits(manager, [1, 2, 3, 4]) == 2
     check_cached_blocks(manager, cache)
-    manager.begin_step()
     forget_new(manager)
     assert num_hits(manager, [1, 2, 3, 4]) == 2, "what an earlier step has registered is safe"
     check_ownership(manager, [old])
@@ -822,10 +768,8 @@ def test_each_block_is_hashed_once_in_the_life_of_its_sequence(monkeypatch):
     manager.free(neighbour)
     assert manager.try_admit(seq)
     for num_tokens in (3, 4, 10, 13):
-        manager.begin_step()
-        advance(manager, cache, seq, num_tokens)
+            advance(manager, cache, seq, num_tokens)
     manager.free(seq)  # preempted
-    manager.begin_step()
     assert manager.try_admit(seq)
     assert seq.num_computed_tokens == 12
     advance(manager, cache, seq, 13)
@@ -834,7 +778,6 @@ def test_each_block_is_hashed_once_in_the_life_of_its_sequence(monkeypatch):
     append(manager, cache, seq, 16, 17)
     manager.free(seq)
     manager.prefix_cache.reset()
-    manager.begin_step()
     assert manager.try_admit(seq)
     advance(manager, cache, seq, seq.num_tokens)
     assert len(calls) == len(set(calls)) == seq.num_tokens // 2 == 9
@@ -863,8 +806,7 @@ def seconds_of_use(manager):
         middle = manager.num_blocks // 2 + 4 * attempt
         old = [make_seq([middle + 2 * i, middle + 2 * i + 1]) for i in range(2)]
         begin = time.perf_counter()
-        manager.begin_step()
-        for seq in new:
+            for seq in new:
             assert manager.try_admit(seq)
             assert manager.try_allocate(seq, 1)
         for seq in old:

@@ -1,6 +1,6 @@
 """config.json is read as `transformers` reads it, or refused; layers compute what those of `transformers` compute.
 
-The network as a whole is compared in `test_parity.py`.
+The network as a whole is compared in `test_llm.py`.
 """
 
 import json
@@ -10,12 +10,13 @@ import torch
 import transformers
 from transformers.models.qwen3 import modeling_qwen3 as oracle
 
-from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.extras.models.gated_mlp import GatedMLP
+from nanovllm.layers.linear import Embedding, FusedLinear, Linear
+from nanovllm.layers.mlp import GatedMLP
 from nanovllm.layers.norm import RMSNorm
-from nanovllm.extras.models.rope import Rope
 from nanovllm.layers.rotary import ApplyRotary, Rotary
-from nanovllm.models.qwen3 import read_qwen3_config
+from nanovllm.models import find_architecture
+from nanovllm.models.config import read_qwen3_config
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 SHAPE = {
     "vocab_size": 100,
@@ -33,8 +34,7 @@ NAMES = [
     "max_position_embeddings",
     "rms_norm_eps",
     "tie_word_embeddings",
-    "hidden_act",
-    "initializer_range",
+    "attention_bias",
 ]
 
 # as Qwen published it, written by transformers 4
@@ -83,15 +83,14 @@ WRITTEN_BY_TRANSFORMERS_5 = pytest.mark.skipif(
 def test_config_of_qwen3_0_6b():
     config = read_qwen3_config(QWEN3_0_6B)
     assert {name: getattr(config, name) for name in NAMES} == {name: QWEN3_0_6B[name] for name in NAMES}
-    assert config.rope == Rope(1e6)
+    assert config.rope_theta == 1e6
     assert config.dtype == "bfloat16"
 
 
 def check_equals_transformers(config, theirs):
     for name in NAMES:
         assert getattr(config, name) == getattr(theirs, name), name
-    assert config.qkv_bias == config.o_bias == theirs.attention_bias
-    assert config.rope.theta == rope_theta_of(theirs)
+    assert config.rope_theta == rope_theta_of(theirs)
 
 
 def rope_theta_of(theirs):
@@ -154,7 +153,7 @@ def test_all_missing_fields_are_named():
 
 
 def test_an_odd_head_is_refused():
-    with pytest.raises(ValueError, match="must be even, it is 33"):
+    with pytest.raises(ValueError, match="head_dim must be even, .* got 33, 32 and 32"):
         read(head_dim=33)
 
 
@@ -165,13 +164,60 @@ def test_partial_rotary_is_refused():
 
 @pytest.mark.parametrize("hidden_act", ["gelu", "relu"])
 def test_other_activations_are_refused(hidden_act):
-    with pytest.raises(ValueError, match=f"hidden_act must be 'silu' or .*, config.json has '{hidden_act}'"):
+    with pytest.raises(ValueError, match=f"hidden_act must be 'silu' or None, config.json has '{hidden_act}'"):
         read(hidden_act=hidden_act)
 
 
 def test_heads_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="multiple of num_key_value_heads, config.json has 32 and 5"):
+    with pytest.raises(ValueError, match="multiple of num_key_value_heads, got 128, 32 and 5"):
         read(num_key_value_heads=5)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window must be False or None, .* has True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be 'full_attention', .*sliding"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type must be 'default' or None, .* 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type must be 'default' or None, .* 'linear'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type must be 'default' or None, .*llama3"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor must be .* has 0\.5"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config must be None, .* 'gptq'"),
+    ],
+    ids=str,
+)
+def test_what_would_be_computed_wrongly_is_refused(raw, message):
+    with pytest.raises(ValueError, match=message):
+        read(**raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "exception"),
+    [
+        ({"vocab_size": "100"}, TypeError),
+        ({"num_hidden_layers": 0}, ValueError),
+        ({"head_dim": 1.5}, TypeError),
+        ({"rope_theta": -1.0}, ValueError),
+        ({"rms_norm_eps": "small"}, TypeError),
+        ({"tie_word_embeddings": "yes"}, TypeError),
+        ({"attention_bias": 1}, TypeError),
+    ],
+    ids=str,
+)
+def test_values_that_make_no_sense_are_named(raw, exception):
+    with pytest.raises(exception, match=f"config.json: {next(iter(raw))} must be "):
+        read(**raw)
+
+
+def test_the_network_is_found_by_its_name():
+    assert find_architecture(QWEN3_0_6B) is Qwen3ForCausalLM
+
+
+@pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], [], None])
+def test_other_architectures_are_refused(architectures):
+    with pytest.raises(ValueError, match="architectures must name one of Qwen3ForCausalLM, got") as error:
+        find_architecture({**QWEN3_0_6B, "architectures": architectures})
+    assert str(architectures) in str(error.value)
 
 
 # ---- layers
@@ -206,7 +252,7 @@ def test_rotary_equals_transformers(head_dim, theta, dtype, tolerance):
     q, k = normal(7, 4, head_dim, dtype=dtype), normal(7, 2, head_dim, seed=1, dtype=dtype)
     cos, sin = oracle.Qwen3RotaryEmbedding(config)(q, positions[None].long())
     theirs = oracle.apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    cos, sin = Rotary(head_dim, Rope(theta), 40_960)(positions, dtype)
+    cos, sin = Rotary(head_dim, theta)(positions, dtype)
     assert cos.shape == sin.shape == (7, 1, head_dim // 2)
     for ours, their in zip((q, k), theirs, strict=True):
         turned = ApplyRotary()(ours, cos, sin)
@@ -242,3 +288,12 @@ def test_fused_linear_equals_its_parts_one_by_one(bias):
         assert [out.shape[-1] for out in fused(x)] == [8, 4, 6]
         for out, expected in zip(fused(x), outs, strict=True):
             torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_an_embedding_is_a_table_and_scores_its_tokens():
+    table = Embedding(11, 8)
+    with torch.no_grad():
+        table.weight.copy_(normal(11, 8))
+        assert torch.equal(table(torch.tensor([3, 0, 3], dtype=torch.int32)), table.weight[[3, 0, 3]])
+        hidden = normal(4, 8, seed=1)
+        torch.testing.assert_close(table.logits(hidden), hidden @ table.weight.T)

@@ -1,13 +1,12 @@
-"""`sampler.sample`: from the logits of a step to tokens and log-probabilities, rows of all kinds in one batch.
+"""From the logits of a step to tokens, rows of all kinds in one batch.
 
 Oracles: `transformers`' logits processors for top-k, top-p and min-p one by one, mask for mask and row by row; a loop
 in float64 over single rows (`sampling_rows.py`) for the order of all, compared with the shares of an even grid of
 uniform numbers that each token gets; the exact distribution, by chi-square, for draws with the engine's own uniform
-numbers; `log_softmax` in float64 for log-probabilities. `tests/extras/test_logits.py` has penalties, biases, and so on.
+numbers.
 
-Seen to fail when broken: any two processors swapped; a processor left out; `<` for `<=` in top-p; a draw that is one token off
-or rounds to float32; a neighbour's parameters; greedy rows that are drawn; log-probabilities taken after the
-temperature; ranks from 0.
+Seen to fail when broken: any two truncations swapped; one left out; `<` for `<=` in top-p; a draw that is one token off
+or rounds to float32; a neighbour's parameters; greedy rows that are drawn.
 """
 
 import math
@@ -16,25 +15,12 @@ import pytest
 import torch
 import transformers
 
-from nanovllm import sampler, truncation
-from nanovllm.extras.logprobs import compute_logprobs
-from nanovllm.sampler import sample_tokens
-from nanovllm.extras.logits_processors import apply_processors
-from tests.sampling_rows import (
-    HISTORY,
-    VOCAB_SIZE,
-    assert_a_row_is_drawn_the_same_whatever_its_neighbours_want,
-    assert_drawn_from,
-    assert_frequencies_follow_the_distribution,
-    assert_logprobs_are_those_of_the_model,
-    assert_random_combinations,
-    drawn_shares,
-    expected_probs,
-    random_logits,
-    sample,
-    sequence,
-)
+from nanovllm import sampler
+from tests.sampling_rows import HISTORY, VOCAB_SIZE, Rows, random_logits
 from tests.steps import sampling_of
+
+ROWS = Rows()
+sequence, draw = ROWS.sequence, ROWS.draw
 
 # ---- each truncation by itself
 
@@ -55,7 +41,7 @@ TRUNCATIONS = {
 
 
 def truncate(raw, batch):
-    return truncation.truncate(raw, batch.top_k, batch.top_p, batch.min_p)
+    return sampler.truncate(raw, batch.top_k, batch.top_p, batch.min_p)
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
@@ -127,18 +113,16 @@ ALONE = [
     {"top_k": 4},
     {"top_p": 0.6},
     {"min_p": 0.2},
-    {"min_tokens": 7, "stop_token_ids": [4, 8]},
-    {"min_tokens": 6, "stop_token_ids": [4, 8]},
     {},
 ]
 
 
 def test_each_field_alone_in_one_batch():
     rows = [sequence(*HISTORY, **fields) for fields in ALONE]
-    assert_drawn_from(random_logits(len(rows), scale=1.5), rows)
+    ROWS.assert_drawn_from(random_logits(len(rows), scale=1.5), rows)
 
 
-# each of these comes out differently if its processors change places
+# each of these comes out differently if its parts change places
 PAIRS = [
     {"temperature": 2.5, "min_p": 0.3},
     {"temperature": 0.5, "min_p": 0.05},
@@ -148,22 +132,21 @@ PAIRS = [
     {"top_k": 6, "top_p": 0.7},
     {"top_k": 3, "top_p": 0.5},
     {"top_k": 5, "min_p": 0.1},
-    {"min_tokens": 9, "stop_token_ids": [8], "top_p": 0.5},
 ]
 
 
 def test_pairs_of_fields_come_in_vllms_order():
     rows = [sequence(*HISTORY, **fields) for fields in PAIRS]
     raw = random_logits(1, scale=1.5).expand(len(rows), -1).contiguous()
-    assert_drawn_from(raw, rows)
+    ROWS.assert_drawn_from(raw, rows)
 
 
 def test_random_combinations_in_one_batch():
-    assert_random_combinations()
+    ROWS.assert_random_combinations()
 
 
 def test_a_row_is_drawn_the_same_whatever_its_neighbours_want():
-    assert_a_row_is_drawn_the_same_whatever_its_neighbours_want()
+    ROWS.assert_a_row_is_drawn_the_same_whatever_its_neighbours_want()
 
 
 # float32 rounds these to 0, to 1 or to infinity, or no tensor holds them; all are legal
@@ -189,11 +172,13 @@ def test_a_value_that_float32_rounds_away_harms_neither_its_row_nor_a_neighbour(
     raw = random_logits(4)
     raw[:, seen:] = -math.inf
     rows = [sequence(*HISTORY, seed=i, **one) for i, one in enumerate([{}, fields, fields, {"top_k": 2}])]
-    together, _ = sample(raw, sampling_of(rows))
-    alone = [int(sample(raw[i : i + 1], sampling_of([seq]))[0]) for i, seq in enumerate(rows)]
+    together = draw(raw, sampling_of(rows))
+    alone = [int(draw(raw[i : i + 1], sampling_of([seq]))) for i, seq in enumerate(rows)]
     assert together.tolist() == alone
     # what float64 draws from; float32's temperatures end at 3.4e38, where all that may be drawn is as likely
-    assert all(expected_probs(raw[i], seq)[token] > 0 for i, (seq, token) in enumerate(zip(rows, alone, strict=True)))
+    assert all(
+        ROWS.expected_probs(raw[i], seq)[token] > 0 for i, (seq, token) in enumerate(zip(rows, alone, strict=True))
+    )
 
 
 # ---- greedy
@@ -206,7 +191,7 @@ def test_greedy_rows_among_random_ones():
     for fields in greedy:
         rows += [sequence(temperature=0, **fields), sequence(temperature=5.0)]
     raw = random_logits(len(rows))
-    shares = drawn_shares(raw, rows, 200)
+    shares = ROWS.drawn_shares(raw, rows, 200)
     assert shares[::2].argmax(dim=-1).tolist() == raw[::2].argmax(dim=-1).tolist()
     assert (shares[::2].amax(dim=-1) == 1).all()
     assert (shares[1::2].amax(dim=-1) < 1).all()
@@ -215,29 +200,15 @@ def test_greedy_rows_among_random_ones():
 def test_the_first_of_equally_likely_tokens_is_greedy_whoever_is_in_the_batch():
     raw = torch.tensor([[0.0, 2.0, 1.0, 2.0]] * 2)
     for rows in ([sequence(temperature=0)] * 2, [sequence(temperature=0), sequence(temperature=1.0)]):
-        assert int(sample(raw, sampling_of(rows))[0][0]) == 1
+        assert int(draw(raw, sampling_of(rows))[0]) == 1
 
 
 @pytest.mark.parametrize("temperature", [1e-2, 1e-4, 1e-8, 1e-20, 1e-37, 1e-38, 1e-40, 1e-45, 1e-60])
 def test_the_lower_the_temperature_the_greedier(temperature):
     """No legal temperature is too low: what it makes of the logits may be infinite, but it has a limit."""
     raw = random_logits(20, scale=10.0)
-    token_ids, _ = sample(raw, sampling_of([sequence(temperature=temperature, seed=i) for i in range(20)]))
+    token_ids = draw(raw, sampling_of([sequence(temperature=temperature, seed=i) for i in range(20)]))
     assert token_ids.tolist() == raw.argmax(dim=-1).tolist()
-
-
-def test_greedy_rows_are_those_of_the_backends_argmax():
-    """Others are drawn as without it."""
-    logits, others = random_logits(3, 50), (torch.tensor([0, 5, 0]), None, None)
-    temperatures, uniforms = torch.tensor([0.0, 1.0, 0.5]), torch.tensor([0.1, 0.5, 0.9])
-
-    def argmax(logits):
-        return torch.full((len(logits),), 7)
-
-    assert sample_tokens(logits, temperatures, argmax=argmax).tolist() == [7, 7, 7]
-    expected = sample_tokens(logits, temperatures, uniforms, *others).tolist()
-    drawn = sample_tokens(logits, temperatures, uniforms, *others, argmax=argmax).tolist()
-    assert drawn == [7, *expected[1:]]
 
 
 # ---- draws
@@ -248,7 +219,7 @@ def test_greedy_rows_are_those_of_the_backends_argmax():
     list(enumerate([{}, {"temperature": 0.5}, {"temperature": 2.0, "top_k": 20}, {"top_p": 0.8}, {"min_p": 0.05}])),
 )
 def test_frequencies_follow_the_distribution(kind):
-    assert_frequencies_follow_the_distribution(*kind)
+    ROWS.assert_frequencies_follow_the_distribution(*kind)
 
 
 def test_a_large_vocabulary_is_drawn_to_the_last_token():
@@ -272,56 +243,30 @@ def test_tokens_of_probability_zero_are_never_drawn():
 
 @pytest.mark.parametrize("temperatures", [[0, 0, 0], [0.7, 1.0, 2.0], [0, 1.0, 0]])
 def test_plain_rows_touch_no_slow_path(temperatures, monkeypatch):
-    """No processor is called for nothing, and no copy is made."""
+    """No truncation is called for nothing, and no copy is made."""
 
     def fail(*_):
-        pytest.fail("a processor that no row asks for was run")
+        pytest.fail("a truncation that no row asks for was run")
 
     truncations = {"apply_min_p", "apply_top_k", "apply_top_p"}
-    assert {name for name in dir(truncation) if name.startswith("apply_")} == truncations
+    assert {name for name in dir(sampler) if name.startswith("apply_")} == truncations
     for name in truncations:
-        monkeypatch.setattr(truncation, name, fail)
-    monkeypatch.setattr(sampler, "compute_logprobs", fail)
+        monkeypatch.setattr(sampler, name, fail)
     raw = random_logits(3)
     batch = sampling_of([sequence(temperature=t) for t in temperatures])
-    assert batch.processors == ()
-    assert apply_processors(raw, batch.processors) is raw
     assert truncate(raw, batch) is raw
-    _, logprobs = sample(raw, batch)
-    assert logprobs is None
+    draw(raw, batch)
 
 
 def test_a_greedy_batch_is_an_argmax_alone(monkeypatch):
     monkeypatch.setattr(sampler, "invert_distribution", lambda *_: pytest.fail("a greedy batch has nothing to draw"))
     raw = random_logits(4)
-    token_ids, _ = sample(raw, sampling_of([sequence(temperature=0)] * 4))
+    token_ids = draw(raw, sampling_of([sequence(temperature=0)] * 4))
     assert token_ids.tolist() == raw.argmax(dim=-1).tolist()
 
 
-# ---- log-probabilities
-
-
-@pytest.mark.parametrize("wanted", [[0, 0], [3, None, 0], [2, -1], [VOCAB_SIZE]])
-def test_logprobs_are_those_of_the_model_itself(wanted):
-    """Before temperature and masks, for rows that have both."""
-    assert_logprobs_are_those_of_the_model(wanted, {"temperature": 0.3, "top_k": 9, "min_tokens": 20})
-
-
-def test_ranks_count_from_one_over_the_whole_vocabulary():
-    raw = torch.tensor([[0.0, 3.0, 1.0, 2.0]] * 4)
-    logprobs = compute_logprobs(raw, torch.tensor([1, 3, 2, 0]), 1)
-    assert logprobs.ranks.tolist() == [1, 2, 3, 4]
-    assert logprobs.top_ids.tolist() == [[1]] * 4
-
-
-def test_more_logprobs_than_tokens_are_all():
-    assert compute_logprobs(random_logits(1), torch.tensor([0]), 10**6).top.shape == (1, VOCAB_SIZE)
-
-
-def test_half_precision_logits_are_judged_in_float32():
+def test_half_precision_logits_are_drawn_in_float32():
     raw = random_logits(6).bfloat16()
-    token_ids, logprobs = sample(raw, sampling_of([sequence(temperature=0, logprobs=2)] * 6))
-    expected = raw.double().log_softmax(dim=-1)
-    assert logprobs.chosen.dtype == torch.float32
-    torch.testing.assert_close(logprobs.chosen.double(), expected.amax(dim=-1), rtol=0, atol=1e-5)
-    assert token_ids.tolist() == raw.argmax(dim=-1).tolist()
+    rows = [sequence(temperature=t, seed=i, top_p=0.9) for i, t in enumerate([0, 1.0, 0, 2.0, 0.5, 1.0])]
+    assert draw(raw, sampling_of(rows)).tolist() == draw(raw.float(), sampling_of(rows)).tolist()
+    assert draw(raw, sampling_of([sequence(temperature=0)] * 6)).tolist() == raw.argmax(dim=-1).tolist()

@@ -62,6 +62,9 @@ class ExtendedScheduler(Scheduler):
     def forget_steps(self) -> None:
         """Called by `roll_back`: the steps in flight have failed."""
         self.preemption.roll_back()
+        for seq in [*self.running, *self.waiting]:
+            if seq.block_table.length:  # it may be half-way back from where `preemption` has kept its K and V
+                self.preemption.drop(seq)
 
 
 def fork_anytime(scheduler: Scheduler, parent: Any, child: Any) -> None:

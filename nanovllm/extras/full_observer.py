@@ -94,7 +94,7 @@ class SchedulingStats(Counts, Observer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.new_blocks: set[int] = set()  # registered since the newest step was scheduled
+        self.new_blocks: set[int] = set()  # registered for the step that is being scheduled
         # of each step in flight: tokens stored, slots, used blocks, and the blocks that were registered for it
         self._in_flight: deque[tuple[int, int, int, set[int]]] = deque()
 
@@ -128,10 +128,15 @@ class SchedulingStats(Counts, Observer):
 
     def on_update(self, step: Step, new_token_ids: list[int]) -> None:
         num_stored, num_slots, num_used_blocks, _ = self._in_flight.popleft()
-        self.new_blocks.clear()
         self.kv_tokens_stored += num_stored
         self.kv_slots_reserved += num_slots
         self.peak_used_blocks = max(self.peak_used_blocks, num_used_blocks)
+
+    def on_finish(self, seq: Sequence) -> None:
+        """The last blocks of `seq` were registered when it freed them. With overlap, a step in flight may fill them."""
+        if self._in_flight:
+            self._in_flight[-1][-1].update(self.new_blocks)
+        self.new_blocks.clear()
 
     def on_roll_back(self) -> None:
         self._in_flight.clear()

@@ -15,6 +15,8 @@ class KnownTokensPrefixCache(PrefixCache):
     """Registers only blocks whose tokens are known, and which the sequence owns."""
 
     def register(self, seq: Any, num_tokens: int) -> None:
+        if not self.is_enabled:
+            return
         num_tokens = min(num_tokens, seq.token_ids.length)
         first, stop = seq.num_registered_blocks, num_tokens // self.block_size
         for i in range(first, stop):  # behind a window a block may have been given back, and evicted since

@@ -1,10 +1,11 @@
-"""Runs of a scheduler without a model, whose sequences get drafts: see `scheduling_traffic.py`."""
+"""Runs of a scheduler without a model, whose sequences get drafts: see `full_traffic.py`."""
 
 import random
 
 from nanovllm.extras.speculation.speculative_scheduler import SpeculativeScheduler
+from tests.extras.full_traffic import Before, Flight, Run
 from tests.fake_kv_cache import tokens_of
-from tests.scheduling_traffic import VOCAB_SIZE, Before, Flight, Run, next_token, swap_ins, swap_outs
+from tests.scheduling_traffic import VOCAB_SIZE, next_token
 
 
 class Guesser:
@@ -33,15 +34,16 @@ class SpeculativeRun(Run):
     """`Run`, whose steps may have several rows of a sequence."""
 
     def __init__(self, max_drafts=4, max_rows=24, max_seqs=99, proposer=None, **options):
+        self.proposer = proposer or Guesser()
+        self.limits = {"max_drafts": max_drafts, "max_rows": max_rows, "max_seqs": max_seqs}
         super().__init__(**options)
-        old = self.scheduler
-        threshold = 0 if old.max_chunk_len == old.max_num_batched_tokens else old.max_chunk_len
-        limits = old.max_num_seqs, old.max_num_batched_tokens, old.max_model_len, old.policy, threshold
-        self.scheduler = SpeculativeScheduler(
-            *(self.manager, *limits, old.preemption),
-            proposer=proposer or Guesser(), max_drafts=max_drafts, max_rows=max_rows, max_seqs=max_seqs,
-            vocab_size=VOCAB_SIZE,
-        )  # fmt: skip
+
+    @property
+    def has_unknown_tokens(self):
+        return True
+
+    def make_extended_scheduler(self, *arguments):
+        return SpeculativeScheduler(*arguments, proposer=self.proposer, vocab_size=VOCAB_SIZE, **self.limits)
 
     def launch(self):
         before = Before(self)
@@ -55,7 +57,7 @@ class SpeculativeRun(Run):
             for seq, token_ids in underway.drafts.items():
                 before.num_tokens[seq] += len(token_ids)
                 assert 1 <= len(token_ids) <= self.scheduler.max_drafts
-                assert not any(token_id in seq.stop_token_ids for token_id in token_ids)
+                assert not any(token_id in seq.all_stop_token_ids for token_id in token_ids)
                 assert seq.num_tokens < seq.max_num_tokens
         before.check(planned)
         self.check_scheduled(planned)
@@ -63,11 +65,7 @@ class SpeculativeRun(Run):
             return
         writes = [(seq, start, start + num_new) for seq, start, num_new in planned.chunks]
         before.writers.check(writes, self.manager.block_size)
-        journal = self.cache.move(swap_outs(out), swap_ins(out), out.moves.copies)
-        for write in writes:
-            journal += self.cache.write(*write)
-        for seq, _, stop in writes:
-            self.cache.check(seq, stop)
+        journal = self.write(out, writes)
         drawn = []
         for seq, i in zip(out.samples, out.sampled_chunks, strict=True):
             owner, start, num_new = out.chunks[i]

@@ -5,10 +5,10 @@ import torch
 
 from nanovllm import LLM
 from nanovllm.extras.fp8_kv import with_fp8_cache
-from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention import TorchAttention
+from nanovllm.extras.kernels.backend import AttentionBackend
 from nanovllm.extras.request_params import SamplingParams
-from tests.attention_steps import Step, random_lens
+from nanovllm.layers.attention import Attention
+from tests.extras.attention_steps import Step, random_lens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -16,8 +16,8 @@ from tests.attention_steps import Step, random_lens
 def test_an_fp8_cache_is_one_of_rounded_k_and_v(dtype, seed):
     """As if K and V had come rounded, to a cache in the model's dtype."""
     plain, fp8 = (
-        TorchAttention(4, 2, 32, 4, dtype),
-        with_fp8_cache(TorchAttention)(4, 2, 32, 4, dtype, kv_cache_dtype="fp8"),
+        AttentionBackend(4, 2, 32, 4, dtype),
+        with_fp8_cache(AttentionBackend)(4, 2, 32, 4, dtype, kv_cache_dtype="fp8"),
     )
     step = Step(plain, random_lens(4, seed), seed, dtype)
 
@@ -36,7 +36,7 @@ def test_an_fp8_cache_is_one_of_rounded_k_and_v(dtype, seed):
 
 
 def test_an_fp8_cache_saturates():
-    backend = with_fp8_cache(TorchAttention)(2, 2, 8, 4, kv_cache_dtype="fp8")
+    backend = with_fp8_cache(AttentionBackend)(2, 2, 8, 4, kv_cache_dtype="fp8")
     cache = torch.zeros(backend.kv_cache_shape(1, 2), dtype=torch.float8_e4m3fn)[:, 0]
     k = torch.tensor([1e6, -1e6, 449.0, 447.0, 0.0, 1.0, 2.0**-9, 2.0**-11]).repeat(1, 2, 1)
     backend.store_kv(k, -k, cache, torch.tensor([5], dtype=torch.int32))

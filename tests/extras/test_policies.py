@@ -1,6 +1,6 @@
 """The order in which sequences are served: each policy against a sort by hand, and the bound on overtaking.
 
-What the scheduler makes of an order (admission, budget, victims) is shown in `tests/test_scheduler.py`.
+What the scheduler makes of an order (admission, budget, victims) is shown in `test_scheduling.py`.
 """
 
 import pytest
@@ -9,19 +9,18 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, Config
 from nanovllm.block_manager import BlockManager
-from nanovllm.extras.policies import POLICIES, SJF_TOKENS_PER_ARRIVAL, priority, sjf
-from nanovllm.extras.policies import fcfs
-from nanovllm.extras.request_params import SamplingParams
-from nanovllm.scheduler import Scheduler
+from nanovllm.extras.extended_scheduler import ExtendedScheduler
 from nanovllm.extras.full_sequence import Sequence
-from tests.scheduling_traffic import Run, order_of_service
+from nanovllm.extras.policies import POLICIES, SJF_TOKENS_PER_ARRIVAL, fcfs, priority, sjf
+from nanovllm.extras.request_params import SamplingParams
+from tests.extras.full_traffic import Run, order_of_service
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 2000), st.integers(-3, 3)), min_size=1, max_size=12)
 
 
 def ranks(policy, requests):
     """Requests, (prompt tokens, priority) in order of arrival, in the order in which the scheduler has them wait."""
-    scheduler = Scheduler(BlockManager(3000, 1), 8, 8, 4000, policy)
+    scheduler = ExtendedScheduler(BlockManager(3000, 1), 8, 8, 4000, policy)
     for i, (num_tokens, urgency) in enumerate(requests):
         scheduler.add(Sequence(str(i), [0] * num_tokens, SamplingParams(), priority=urgency))
     return [int(seq.request_id) for seq in scheduler.waiting]
@@ -55,7 +54,7 @@ def test_overtaking_under_sjf_is_bounded(requests):
         assert num_overtaking <= requests[i][0] / SJF_TOKENS_PER_ARRIVAL
 
 
-@pytest.mark.parametrize("policy", [fcfs, *POLICIES.values()])
+@pytest.mark.parametrize("policy", POLICIES.values())
 def test_equals_are_served_by_arrival(policy):
     assert ranks(policy, [(5, 1)] * 6) == list(range(6))
 
@@ -97,7 +96,7 @@ def test_sjf_starves_nobody():
 
 
 def test_samples_of_a_request_stay_together_in_their_order():
-    scheduler = Scheduler(BlockManager(3000, 1), 8, 8, 4000, sjf)
+    scheduler = ExtendedScheduler(BlockManager(3000, 1), 8, 8, 4000, sjf)
     samples = [Sequence("a", [0] * 300, SamplingParams(n=3), sample_index=i) for i in range(3)]
     samples[0].children = samples[1:]
     other = Sequence("b", [0], SamplingParams())
@@ -107,7 +106,7 @@ def test_samples_of_a_request_stay_together_in_their_order():
 
 
 def test_policies_are_known_by_their_names():
-    assert {"priority": priority, "sjf": sjf} == POLICIES
+    assert {"fcfs": fcfs, "priority": priority, "sjf": sjf} == POLICIES
     assert Config("model").scheduling_policy == "fcfs"
 
 

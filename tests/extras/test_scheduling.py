@@ -1,39 +1,29 @@
-"""Scheduling with overlap, swap and beams: random traffic, and what each of them promises.
+"""Scheduling with policies, limits for chunks, failed steps, overlap, swap and beams: random traffic, and by hand.
 
-`tests/scheduling_traffic.py` has the runs, and what is checked in every step.
+`tests/extras/full_traffic.py` has the runs, and what is checked in every step.
 """
 
 import pytest
 from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import rule
 
-from nanovllm.extras.swap.space import SwapMoves
-from nanovllm.sequence import SequenceStatus
+from nanovllm.extras.policies import fcfs
+from nanovllm.extras.roll_back import reset_prefix_cache, roll_back
 from tests.conftest import examples
-from tests.fake_kv_cache import table_of
-from tests.scheduling_traffic import SETTINGS, Run, SchedulerMachine, chunk_lens
+from tests.extras.full_traffic import (
+    BeamMachine,
+    OverlapBeamMachine,
+    OverlapMachine,
+    Run,
+    SchedulerMachine,
+    order_of_service,
+    swap_ins,
+    swap_outs,
+)
+from tests.fake_kv_cache import table_of, tokens_of
+from tests.scheduling_traffic import SETTINGS, chunk_lens, next_token
 
-
-class BeamMachine(SchedulerMachine):
-    """The same traffic among beam searches, whose sequences wait for each other and fork at every token."""
-
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12))
-    def add_search(self, data, tokens):
-        width = data.draw(st.integers(1, min(3, self.run.scheduler.max_num_seqs)))
-        self.run.add_search(tokens[: self.longest_prompt], width, data.draw(st.integers(1, 6)))
-
-
-class OverlapMachine(SchedulerMachine):
-    """The same traffic while one step is always in flight, as far as it can be."""
-
-    overlap = True
-
-
-class OverlapBeamMachine(BeamMachine):
-    overlap = True
-
-
+TestTraffic = pytest.mark.examples(SchedulerMachine.TestCase)
+TestTraffic.settings = settings(SETTINGS, max_examples=examples(250))
 TestTrafficWithOverlap = pytest.mark.examples(OverlapMachine.TestCase)
 TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(250))
 TestTrafficWithBeamsAndOverlap = pytest.mark.examples(OverlapBeamMachine.TestCase)
@@ -42,13 +32,272 @@ TestTrafficWithBeams = pytest.mark.examples(BeamMachine.TestCase)
 TestTrafficWithBeams.settings = settings(SETTINGS, max_examples=examples(100))
 
 
+# ---- the cap on one sequence's share
+
+
+def test_threshold_lets_short_prompts_past_a_long_one():
+    run = Run(budget=16, max_model_len=200, threshold=4)
+    long = run.add([1] * 30, max_tokens=2)
+    run.step()
+    short = [run.add([2 + i] * 3, max_tokens=4) for i in range(2)]
+    assert chunk_lens(run.step()) == {"seq-0": 4, "seq-1": 3, "seq-2": 3}
+    assert [seq.num_output_tokens for seq in short] == [1, 1]
+    assert chunk_lens(run.step()) == {"seq-0": 4, "seq-1": 1, "seq-2": 1}
+    assert (long.num_computed_tokens, long.num_output_tokens) == (12, 0)
+    run.finish()
+
+
+@pytest.mark.parametrize(("threshold", "largest"), [(0, 16), (1, 1), (15, 15), (16, 16), (17, 16), (1000, 16)])
+def test_threshold_caps_every_chunk_and_the_budget_caps_the_threshold(threshold, largest):
+    run = Run(budget=16, threshold=threshold)
+    run.add([1] * 40, max_tokens=1)
+    assert chunk_lens(run.step()) == {"seq-0": largest}
+    assert run.finish() == -(-(40 - largest) // largest)
+
+
+def test_threshold_leaves_no_budget_idle_while_others_have_tokens():
+    run = Run(budget=8, threshold=4)
+    for i in range(3):
+        run.add([i] * 10)
+    assert chunk_lens(run.step()) == {"seq-0": 4, "seq-1": 4}
+
+
+def test_prompts_that_are_admitted_in_one_step_do_not_count_on_the_same_room():
+    """The threshold leaves budget for a second prompt, but its blocks are needed for the later chunks of the first."""
+    run = Run(num_blocks=6, block_size=4, budget=16, threshold=4)
+    first, second = run.add([1] * 16, max_tokens=1), run.add([2] * 12, max_tokens=1)
+    for _ in range(4):
+        out = run.step()
+        assert chunk_lens(out) == {first.request_id: 4}
+        assert run.waiting == [second]
+    run.finish()
+    assert run.stats.preemptions == {}
+
+
+# ---- policies
+
+
+def by_priority(seq):
+    return seq.priority
+
+
+REQUESTS = [(30, 1), (20, 0), (50, 2), (10, 1), (20, 0), (40, -5)]  # (prompt tokens, priority)
+
+
+def test_fcfs_serves_in_order_of_arrival_whatever_the_priority():
+    assert order_of_service(fcfs, REQUESTS) == [0, 1, 2, 3, 4, 5]
+
+
+def test_policy_of_ones_own_is_a_function_of_the_sequence():
+    assert order_of_service(lambda seq: -seq.num_prompt_tokens, REQUESTS) == [2, 5, 0, 1, 4, 3]
+
+
+def test_budget_and_admission_follow_the_policy():
+    run = Run(policy=by_priority, budget=10)
+    run.add([1] * 8, priority=2)
+    run.add([2] * 8, priority=1)
+    assert chunk_lens(run.step()) == {"seq-1": 8, "seq-0": 2}
+    run.add([3] * 8, priority=0)
+    assert chunk_lens(run.step()) == {"seq-1": 1, "seq-0": 6, "seq-2": 3}, "running sequences come before waiting ones"
+    assert chunk_lens(run.step()) == {"seq-2": 5, "seq-1": 1, "seq-0": 1}, "in order from then on"
+
+
+@pytest.mark.parametrize(
+    ("policy", "priorities", "victims"),
+    [
+        (fcfs, [0, 0, 0], [2, 1]),
+        (by_priority, [3, 1, 2], [0, 2]),
+        (by_priority, [1, 1, 1], [2, 1]),
+        (lambda seq: -seq.arrival, [0, 0, 0], [0, 1]),
+    ],
+)
+def test_victim_is_the_last_in_order(policy, priorities, victims):
+    run = Run(policy=policy, num_blocks=6, block_size=4, budget=32)
+    seqs = [run.add([i] * 7, max_tokens=9, priority=urgency) for i, urgency in enumerate(priorities)]
+    preempted = []
+    while run.scheduler.has_unfinished():
+        for seq in run.step().preempted:
+            if seq not in preempted:
+                preempted.append(seq)
+    assert preempted[0] is seqs[victims[0]]
+    assert [seqs.index(seq) for seq in preempted] == victims[: len(preempted)]
+    run.check_end()
+
+
+def test_higher_priority_waits_for_room_and_takes_nothing_from_those_that_run():
+    run = Run(policy=by_priority, num_blocks=4, block_size=4)
+    low = run.add([1] * 12, max_tokens=3, priority=9)
+    run.step()
+    high = run.add([2] * 8, max_tokens=1, priority=0)
+    out = run.step()
+    assert (out.preempted, chunk_lens(out)) == ([], {"seq-0": 1})
+    assert (run.scheduler.running, run.waiting) == ([low], [high])
+    run.finish()
+
+
+def test_samples_of_a_preempted_prompt_wait_with_it():
+    """It loses its blocks in the middle of its prompt; all of its samples come to life later all the same."""
+    run = Run(policy=by_priority, num_blocks=6, block_size=4, budget=4)
+    late = run.add([1] * 16, n=3, max_tokens=3, priority=5)
+    run.step()
+    early = run.add([2] * 4, max_tokens=12, priority=0)
+    run.finish()
+    assert [seq.num_output_tokens for seq in late] == [3] * 3
+    assert early.num_output_tokens == 12
+
+
+# ---- min_tokens
+
+
+def test_stop_token_before_min_tokens_ends_nothing():
+    first = next_token([1, 2])
+    run = Run(eos_token_ids=frozenset([first]))
+    seq = run.add([1, 2], min_tokens=1, max_tokens=3)
+    run.finish()
+    assert seq.num_output_tokens > 1
+
+
+# ---- steps that fail
+
+
+def test_failed_step_loses_no_token_and_keeps_the_order():
+    run = Run(budget=10)
+    seqs = [run.add([i] * 6, max_tokens=6) for i in range(4)]
+    run.step()
+    run.step()
+    tokens = [tokens_of(seq) for seq in seqs]
+    run.step(is_done=False)
+    assert [tokens_of(seq) for seq in seqs] == tokens
+    assert run.waiting == seqs
+    assert run.manager.num_free_blocks == run.manager.num_blocks
+    run.finish()
+
+
+@pytest.mark.parametrize("hook", ["on_preempt", "on_share_block", "on_admit"])
+def test_schedule_that_fails_half_way_loses_nobody(hook, monkeypatch):
+    """At a call of an observer: while one is preempted, or while one that is admitted shares a prefix."""
+    run = Run(num_blocks=7, block_size=4)
+    seqs = [run.add([i // 2] * 7, max_tokens=9) for i in range(3)]
+
+    def failing(*arguments):
+        raise RuntimeError("half-way")
+
+    def step():
+        run.scheduler.update(scheduled := run.scheduler.schedule(), [1] * len(scheduled.samples))
+
+    def run_to_the_end():
+        while run.scheduler.has_unfinished():
+            step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.stats, hook, failing)
+        with pytest.raises(RuntimeError):
+            run_to_the_end()
+    roll_back(run.scheduler)
+    assert run.waiting == seqs
+    run_to_the_end()
+    assert [len(seq.output_token_ids) for seq in seqs] == [9, 9, 9]
+    assert run.manager.num_used_blocks == 0
+
+
+def test_blocks_of_a_failed_step_cannot_be_hit():
+    run = Run(block_size=4, budget=12)
+    run.add([1] * 13)
+    run.step(is_done=False)
+    again = run.add([1] * 9)
+    run.step()
+    run.step()
+    assert again.num_cached_tokens == 8, "found in what its twin computed after the failure, not before"
+    run.finish()
+
+
+def test_blocks_of_earlier_steps_survive_a_failed_one():
+    run = Run(block_size=4, budget=8)
+    run.add([1] * 20)
+    run.step()  # two blocks are computed
+    run.step(is_done=False)  # two more are not
+    out = run.step()
+    assert chunk_lens(out) == {"seq-0": 8}
+    assert run.seqs[0].num_computed_tokens == 16, "it went on after the two blocks of the first step"
+
+
+def test_failed_step_that_preempted_somebody_keeps_the_order():
+    run = Run(num_blocks=6, block_size=4)
+    seqs = [run.add([i] * 7, max_tokens=9) for i in range(3)]
+    run.step()
+    run.step()
+    late = run.add([5], max_tokens=1)
+    assert run.step(is_done=False).preempted == [seqs[2]]
+    assert run.waiting == [*seqs, late]
+    run.finish()
+
+
+def test_blocks_that_were_shared_within_a_failed_step_are_forgotten():
+    run = Run(block_size=4, budget=32)
+    run.add([1] * 10)
+    run.add([1] * 14)
+    run.step(is_done=False)
+    assert run.manager.num_free_blocks == run.manager.num_blocks
+    run.finish()  # nobody reads the slots that the failed step spoiled
+
+
+def test_failed_step_is_not_counted():
+    """It had twelve blocks in use; those after it store what they say themselves."""
+    run, never_failed = Run(block_size=4, budget=48), Run(block_size=4, budget=48)
+    big = run.add([1] * 48)
+    run.step(is_done=False)
+    run.abort([big])
+    for each in (run, never_failed):
+        each.add([2] * 5, max_tokens=3)
+        each.finish()
+    for name in ("kv_tokens_stored", "kv_slots_reserved", "peak_used_blocks"):
+        assert getattr(run.stats, name) == getattr(never_failed.stats, name), name
+
+
+# ---- overlap
+
+
 def test_samples_that_need_copies_take_no_blocks_while_a_step_is_in_flight():
     """The budget serves two of four samples at a time. The others still share the prompt's last block when the first
     two are at their ends and hold all other blocks: these come free as soon as the step in flight has landed."""
     run = Run(num_blocks=3, block_size=4, budget=2, overlap=True)
     samples = run.add([1] * 3, n=4, max_tokens=2)
     run.finish()
-    assert [seq.num_preemptions for seq in samples] == [0, 0, 0, 0]
+    assert len(samples) == 4
+    assert run.stats.preemptions == {}
+
+
+@pytest.mark.parametrize("is_text", [False, True])
+def test_block_that_a_step_in_flight_fills_is_forgotten_with_it_after_its_sequence_has_ended(is_text):
+    """The sequence ends with the last token of a block, whose K and V the step in flight computes in vain."""
+    first = next_token([1, 2, 3])
+    run = Run(block_size=4, overlap=True, eos_token_ids=frozenset() if is_text else frozenset([first]))
+    seq = run.add([1, 2, 3], max_tokens=9)
+    run.step()
+    if is_text:
+        run.scheduler.finish(seq, "stop", "a stop string")
+    assert (seq.finish_reason, len(run.flights)) == ("stop", 1)
+    assert len(run.manager.prefix_cache._by_id) == 1
+    run.step(is_done=False)
+    assert len(run.manager.prefix_cache._by_id) == 0
+    run.finish()
+
+
+def test_block_that_a_finished_sequence_has_filled_survives_a_failed_step():
+    """It was registered when the sequence ended, and the step that filled it has run."""
+    first = next_token([1, 2, 3])
+    run = Run(block_size=4, overlap=True, eos_token_ids=frozenset([first]))
+    run.add([1, 2, 3], max_tokens=9)
+    run.finish()
+    run.add([4, 5], max_tokens=2)
+    run.step(is_done=False)
+    run.finish()
+    again = run.add([1, 2, 3, first, 6], max_tokens=1)
+    run.finish()
+    assert again.num_cached_tokens == 4
+
+
+# ---- swap
 
 
 def swapped_run(num_swap_blocks=8, **options):
@@ -64,20 +313,16 @@ def test_swapped_sequence_comes_back_without_computing_anything_anew():
     run, first, second = swapped_run()
     assert second.num_computed_tokens == 12
     assert len(run.host_block_ids(second)) == 3
-    assert (run.stats.num_swaps, run.stats.num_preemptions, second.num_preemptions) == (
-        1,
-        1,
-        1,
-    )
+    assert (run.stats.num_swaps, run.stats.num_preemptions, run.stats.preemptions) == (1, 1, {second: 1})
     kept = run.host_block_ids(second)
     while first.finish_reason is None:
         out = run.step()
-        assert out.moves == SwapMoves()
+        assert (out.copies, swap_outs(out), swap_ins(out)) == ([], [], [])
     out = run.step()
     assert chunk_lens(out) == {"seq-1": 1}
-    assert out.moves.swap_ins == list(zip(kept, table_of(second), strict=False))
-    assert len(out.moves.swap_ins) == 3
-    assert (out.moves.swap_outs, out.moves.copies, run.host_block_ids(second)) == ([], [], [])
+    assert out.copies.swap_ins == list(zip(kept, table_of(second), strict=False))
+    assert len(out.copies.swap_ins) == 3
+    assert (out.copies.swap_outs, out.copies, run.host_block_ids(second)) == ([], [], [])
     run.finish()
     assert run.stats.num_swaps == 1
 
@@ -91,8 +336,8 @@ def test_copies_out_name_the_blocks_that_the_victim_had():
     while not (out := run.step()).preempted:
         assert table_of(victim) == table
     assert out.preempted == [victim]
-    assert out.moves.swap_outs == list(zip(table, run.host_block_ids(victim), strict=True))
-    assert out.moves.swap_ins == []
+    assert out.copies.swap_outs == list(zip(table, run.host_block_ids(victim), strict=True))
+    assert out.copies.swap_ins == []
 
 
 @pytest.mark.parametrize("num_swap_blocks", [0, 1, 2])
@@ -129,9 +374,29 @@ def test_failed_step_loses_what_it_should_have_copied_in():
     while first.finish_reason is None:
         run.step()
     out = run.step(is_done=False)
-    assert len(out.moves.swap_ins) == 3
-    assert (second.status, second.num_computed_tokens, run.host_block_ids(second)) == (SequenceStatus.WAITING, 0, [])
+    assert len(out.copies.swap_ins) == 3
+    assert (run.is_waiting(second), second.num_computed_tokens, run.host_block_ids(second)) == (True, 0, [])
     assert run.swap_space.num_free_blocks == 8
+    run.finish()
+
+
+def test_copy_in_that_fails_half_way_is_computed_anew(monkeypatch):
+    """It has blocks again, and is still in the swap space."""
+    run, first, second = swapped_run()
+    while first.finish_reason is None:
+        run.step()
+
+    def failing(seq):
+        raise RuntimeError("half-way")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.swap_space, "swap_in", failing)
+        with pytest.raises(RuntimeError):
+            run.scheduler.schedule()
+    assert len(table_of(second)) == len(run.host_block_ids(second)) == 3
+    roll_back(run.scheduler)
+    assert (run.waiting, second.num_computed_tokens, run.host_block_ids(second)) == ([second], 0, [])
+    run.check_state()
     run.finish()
 
 
@@ -159,10 +424,13 @@ def test_swapped_sequence_shares_no_block_when_it_is_back():
     assert table_of(first)[:2] == table_of(second)[:2]
     while not run.step().preempted:
         assert run.num_steps < 20
-    while not run.step().moves.swap_ins:
+    while not swap_ins(run.step()):
         assert run.num_steps < 40
     assert not set(table_of(first)) & set(table_of(second))
     run.finish()
+
+
+# ---- beams
 
 
 @pytest.mark.parametrize("num_swap_blocks", [None, 4])
@@ -216,7 +484,7 @@ def test_beam_that_is_early_gives_its_blocks_up():
     run.scheduler.max_num_batched_tokens = 1
     assert [seq for seq, _, _ in run.step().chunks] == [first]
     assert table_of(first) == []
-    assert second.status is SequenceStatus.RUNNING
+    assert run.is_running(second)
     assert [seq for seq, _, _ in run.step().chunks] == [second]
     run.finish()
 

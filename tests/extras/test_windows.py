@@ -1,6 +1,6 @@
 """Blocks behind the window of all layers are given back, and nobody reads one that was.
 
-The harness, and what holds in every step, are those of `test_scheduler.py`: a sequence must find its own K and V at
+The harness, and what holds in every step, are those of `test_scheduling.py`: a sequence must find its own K and V at
 each position that its next token sees.
 """
 
@@ -10,14 +10,15 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from nanovllm.extras.assembly import make_block_manager
 from nanovllm.block_manager import BlockManager
-from nanovllm.extras.window_blocks import WindowBlockManager, max_held_blocks
+from nanovllm.extras.assembly import make_block_manager
 from nanovllm.extras.full_observer import Observer
+from nanovllm.extras.known_tokens import KnownTokensBlockManager
+from nanovllm.extras.window_blocks import WindowBlockManager, max_held_blocks
 from tests.conftest import examples
-from tests.extras.test_scheduling import BeamMachine, OverlapMachine
+from tests.extras.full_traffic import BeamMachine, OverlapMachine, Run
 from tests.fake_kv_cache import table_of, tokens_of
-from tests.scheduling_traffic import SETTINGS, Run
+from tests.scheduling_traffic import SETTINGS
 
 WINDOWS = st.sampled_from([1, 2, 3, 5, 9, 30])
 
@@ -37,10 +38,19 @@ TestTrafficWithOverlap.settings = settings(SETTINGS, max_examples=examples(60))
 
 
 def test_a_model_with_a_layer_that_sees_all_keeps_all_blocks():
-    for window, block_manager_class in ((None, BlockManager), (5, WindowBlockManager)):
+    for window, overlap, speculation, block_manager_class in (
+        (None, False, None, BlockManager),
+        (None, True, None, KnownTokensBlockManager),
+        (None, False, {}, KnownTokensBlockManager),
+        (5, False, None, WindowBlockManager),
+        (5, True, None, WindowBlockManager),
+    ):
         parts = SimpleNamespace(
-            config=SimpleNamespace(enable_prefix_caching=True, long_prefill_token_threshold=0),
+            config=SimpleNamespace(
+                enable_prefix_caching=True, long_prefill_token_threshold=0, speculative_config=speculation
+            ),
             model_config=SimpleNamespace(widest_window=window),
+            enable_overlap=overlap,
             max_num_batched_tokens=16,
             num_kv_blocks=8,
             block_size=4,

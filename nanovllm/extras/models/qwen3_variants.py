@@ -26,7 +26,8 @@ def read_qwen3_config(raw: dict[str, Any], head_dim: int | None = 128) -> Networ
     all_full = ["full_attention"] * common["num_hidden_layers"]
     layer_types = raw.get("layer_types") or all_full
     has_windows = bool(raw.get("use_sliding_window")) or layer_types[: len(all_full)] != all_full
-    return NetworkConfig(**common, rope=rope, **(read_qwen_windows(raw) if has_windows else {}))
+    windows = read_qwen_windows(raw) if has_windows else {}
+    return NetworkConfig(**common, rope=rope, rope_theta=rope.theta, **windows)  # the core's network reads `rope_theta`
 
 
 def choose_qwen3(config: NetworkConfig) -> type[nn.Module]:

@@ -175,7 +175,7 @@ class SpeculativeScheduler(ExtendedScheduler):
     def _allow(self, seq: Sequence, proposed: list[int]) -> list[int]:
         """The first of the drafts, up to one that would end the sequence or is no token."""
         for i, token_id in enumerate(proposed):
-            if token_id in seq.stop_token_ids or not 0 <= token_id < self.vocab_size:
+            if token_id in seq.all_stop_token_ids or not 0 <= token_id < self.vocab_size:
                 proposed = proposed[:i]
                 break
         if not seq.sampling_params.stop_strings or not proposed:

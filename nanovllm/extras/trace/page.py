@@ -27,20 +27,20 @@ EXPORTED = re.compile(r"^export (?=async function|function|class|const|let)", re
 EXPORT_LIST = re.compile(r"^export \{[^}]*\};\n", re.MULTILINE)
 
 DECIDED_BY = {  # code of an event -> a file of the package, and the function or method in it
-    "start": "engine.py LLMEngine.recover",
+    "start": "engine.py LLMEngine.reset",
     "add": "scheduler.py Scheduler.add",
     "fork": "scheduler.py Scheduler.fork",
     "tokens": "extras/beam_search/search.py BeamSearch._go_on",
     "finish": "scheduler.py Scheduler.finish",
-    "wait": "scheduler.py Scheduler._admit_waiting",
+    "wait": "scheduler.py Scheduler.admit_waiting",
     "idle": "scheduler.py Scheduler.schedule",
     "admit": "block_manager.py BlockManager.try_admit",
-    "preempt": "scheduler.py Scheduler._make_room",
+    "preempt": "scheduler.py Scheduler.make_room",
     "draft": "extras/speculation/speculative_scheduler.py SpeculativeScheduler._draft",
     "schedule": "scheduler.py Scheduler.schedule",
     "verify": "extras/speculation/speculative_scheduler.py SpeculativeScheduler._verify",
     "update": "scheduler.py Scheduler.update",
-    "roll_back": "scheduler.py Scheduler.roll_back",
+    "roll_back": "extras/roll_back.py roll_back",
     "take": "block_manager.py BlockManager._take",
     "share": "block_manager.py BlockManager._share",
     "copy": "block_manager.py BlockManager._copy_tail",
@@ -48,7 +48,7 @@ DECIDED_BY = {  # code of an event -> a file of the package, and the function or
     "free": "block_manager.py BlockManager.free",
     "register": "prefix_cache.py PrefixCache.register",
     "forget": "prefix_cache.py PrefixCache.forget",
-    "reset": "prefix_cache.py PrefixCache.reset",
+    "reset": "extras/roll_back.py reset_prefix_cache",
 }
 
 

@@ -17,10 +17,10 @@ from nanovllm.extras.cuda.graphs import choose_graphs
 from nanovllm.extras.cuda.startup import CudaDevice
 from nanovllm.extras.full_runner import ModelRunner
 from tests.extras.cuda.test_graphs import CONFIGURATIONS, serve
+from tests.extras.late_runner import LateRunner
 from tests.extras.recorded_operations import GatherAttention, OperationLog
 from tests.extras.test_full_engine import greedy, ids, run, tokens_of
 from tests.extras.test_overlap import KINDS
-from tests.extras.late_runner import LateRunner
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -38,10 +38,10 @@ from nanovllm.extras.prompt_logprobs import TargetRows
 from nanovllm.extras.runner_hooks import Device
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.sampler import sample_tokens
+from tests.extras.late_runner import LateRunner
 from tests.extras.recorded_operations import GatherAttention, OperationRecorder
 from tests.extras.test_full_engine import assert_at_rest, greedy, ids, run, tokens_of
 from tests.extras.test_overlap import KINDS, visible
-from tests.extras.late_runner import LateRunner
 from tests.steps import batch_of
 
 CPU = torch.device("cpu")

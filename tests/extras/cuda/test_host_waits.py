@@ -30,9 +30,9 @@ from nanovllm.extras.quantization.quantise import quantise
 from nanovllm.extras.runner_hooks import ArrivingTokens
 from nanovllm.kv_cache import KVCache
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from tests.extras.late_runner import LateRunner
 from tests.extras.test_full_engine import ids
 from tests.extras.test_overlap import KINDS
-from tests.extras.late_runner import LateRunner
 
 META = torch.device("meta")
 SHAPE = NetworkConfig(300, 64, 128, 2, 4, 2, 32, 512, tie_word_embeddings=True)

@@ -18,8 +18,8 @@ from nanovllm.extras.kernels.cpu.cpu_layers import HugePages, pack
 from nanovllm.extras.kernels.cpu.library import SOURCE, masking
 from nanovllm.extras.models.masking import PLAIN
 from nanovllm.layers.norm import RMSNorm
-from tests.attention_options import OPTIONS
-from tests.attention_steps import Int8Step, Step, check_close
+from tests.extras.attention_options import OPTIONS
+from tests.extras.attention_steps import Int8Step, Step, check_close
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""The compiled mixture of experts against the definition in `extras/models/moe.py`, and against itself in other batches.
+"""The compiled mixture of experts against the definition in `extras/models/moe.py`, and itself in other batches.
 
 And what holds for whole models of experts and latents on CPU: a token has the same bits in every batch.
 """

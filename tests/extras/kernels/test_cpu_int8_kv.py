@@ -15,8 +15,8 @@ from nanovllm.extras.kernels.choices import select_backend
 from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm.extras.models.masking import PLAIN
 from nanovllm.extras.models.network_config import NetworkConfig
-from tests.attention_options import OPTIONS
-from tests.attention_steps import HEADS, Int8Step, random_lens
+from tests.extras.attention_options import OPTIONS
+from tests.extras.attention_steps import HEADS, Int8Step, random_lens
 from tests.extras.kernels.test_cpu_kernels import LAYER_LENS, check_layer_in_one_call
 from tests.extras.kernels.test_cpu_sharing import LENS, check_sharing, sharing_blocks
 from tests.steps import batch_of

@@ -35,8 +35,8 @@ from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary
 from nanovllm.models.qwen3 import Qwen3Attention, Qwen3DecoderLayer
-from tests.attention_options import OPTIONS
-from tests.attention_steps import HEADS, Step, check_close, random_lens, shared_step
+from tests.extras.attention_options import OPTIONS
+from tests.extras.attention_steps import HEADS, Step, check_close, random_lens, shared_step
 from tests.steps import batch_of
 
 TINY = TINY_QWEN3

@@ -6,7 +6,7 @@ import torch
 from nanovllm.extras.kernels.cpu.cpu_latent_attention import CpuLatentAttention, CpuUpProjection, replace_up_projections
 from nanovllm.extras.models.latent_attention import UpProjection
 from nanovllm.extras.models.masking import AttentionOptions
-from tests.attention_steps import LatentStep, random_lens
+from tests.extras.attention_steps import LatentStep, random_lens
 from tests.extras.kernels.test_cpu_kernels import filled, randn
 
 SIZES = [(4, 32, 16), (16, 64, 32), (20, 40, 24), (33, 16, 16)]  # heads, rank, the rotated key

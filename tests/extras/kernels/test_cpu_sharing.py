@@ -7,8 +7,8 @@ import torch
 
 from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm.extras.models.masking import PLAIN
-from tests.attention_options import OPTIONS
-from tests.attention_steps import Step
+from tests.extras.attention_options import OPTIONS
+from tests.extras.attention_steps import Step
 
 pytestmark = pytest.mark.usefixtures("needs_a_compiler")
 

@@ -15,7 +15,7 @@ from nanovllm.extras.kernels.cpu import library as cpu
 from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm.extras.kernels.cpu.cpu_layers import CpuLinear, HugePages
 from nanovllm.extras.kernels.cpu.library import load_library
-from tests.attention_steps import Step, check_close
+from tests.extras.attention_steps import Step, check_close
 from tests.extras.kernels.processors import need_a_compiler, pretend
 from tests.extras.kernels.test_cpu_kernels import TINY, randn
 

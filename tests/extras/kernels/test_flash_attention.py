@@ -18,8 +18,8 @@ from nanovllm.extras.kernels.choices import select_backend
 from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm.extras.models.masking import PLAIN
 from nanovllm.layers.attention import TorchAttention
-from tests.attention_options import OPTIONS
-from tests.attention_steps import Step, check_close, shared_step
+from tests.extras.attention_options import OPTIONS
+from tests.extras.attention_steps import Step, check_close, shared_step
 
 # ---- the stand-ins
 

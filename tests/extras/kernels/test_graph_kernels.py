@@ -18,9 +18,9 @@ from nanovllm.extras.kernels.cuda.sample import sample_tokens
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.extras.runner_hooks import Device
 from tests.conftest import hf_greedy
+from tests.extras.late_runner import LateRunner
 from tests.extras.recorded_operations import OperationRecorder
 from tests.extras.test_full_engine import assert_at_rest, ids, run, tokens_of
-from tests.extras.late_runner import LateRunner
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("on a GPU, test_gpu.py records real graphs", allow_module_level=True)

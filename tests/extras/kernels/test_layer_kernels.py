@@ -41,7 +41,7 @@ from nanovllm.layers.mlp import SiluAndMul
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import ApplyRotary, Rotary
 from nanovllm.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
-from tests.attention_steps import Step
+from tests.extras.attention_steps import Step
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")

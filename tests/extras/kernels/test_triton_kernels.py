@@ -23,8 +23,8 @@ from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm.extras.kernels.cuda.kernel_launch import Launch
 from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
 from nanovllm.layers.attention import Attention, TorchAttention
-from tests.attention_options import OPTIONS
-from tests.attention_steps import Step, check_close
+from tests.extras.attention_options import OPTIONS
+from tests.extras.attention_steps import Step, check_close
 from tests.steps import batch_of
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from nanovllm import LLM
-from nanovllm.extras.models.rope_types import ScaledRope
 from nanovllm.extras.models.architectures import find_architecture
+from nanovllm.extras.models.rope_types import ScaledRope
 from tests.extras.models.architectures import ARCHITECTURES, IS_4, NO_FIELDS, Checkpoints
 from tests.extras.models.test_architectures import logits_of
 

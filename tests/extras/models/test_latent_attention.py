@@ -13,7 +13,7 @@ from nanovllm.extras.models.latent_attention import TorchLatentAttention, UpProj
 from nanovllm.extras.swap.space import SwapMoves
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.rotary import ApplyRotary
-from tests.attention_steps import LatentStep, attend_with_loops, random_lens
+from tests.extras.attention_steps import LatentStep, attend_with_loops, random_lens
 from tests.extras.swap.test_host_blocks import allocate
 
 HEADS, RANK, ROPE_DIM, KEY_DIM, VALUE_DIM = 3, 12, 4, 6, 5
@@ -97,7 +97,7 @@ def test_blocks_of_one_part_are_moved_bit_by_bit(outs, ins, copies, dtype):
     host = cache.host_blocks.tensor.view(torch.uint8).clone()
     ins = [(target, source) for source, target in ins]  # (host, device)
     ins = list({device_block: (host_block, device_block) for host_block, device_block in ins}.values())
-    cache.move_blocks(SwapMoves(copies, outs, ins))
+    cache.copy_blocks(SwapMoves(copies, outs, ins))
     for source_tensor, target_tensor, pairs in ((device, host, outs), (host, device, ins), (device, device, copies)):
         read = source_tensor.clone()
         for source, target in pairs:

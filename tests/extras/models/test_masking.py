@@ -2,15 +2,14 @@
 
 import pytest
 
-from tests.attention_options import OPTIONS
-from tests.attention_steps import Step, check_close, random_lens
-from tests.test_attention import both
+from nanovllm.layers.attention import TorchAttention
+from tests.extras.attention_options import OPTIONS
+from tests.extras.attention_steps import Step, check_close, random_lens
 
 
-@both
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("seed", range(2))
-def test_windows_and_soft_caps_equal_the_reference(attention_class, options, seed):
-    backend = attention_class(4, 2, 16, [4, 16][seed])
+def test_windows_and_soft_caps_equal_the_reference(options, seed):
+    backend = TorchAttention(4, 2, 16, [4, 16][seed])
     step = Step(backend, random_lens(16, seed), seed, options=options)
     check_close(step.run(backend), step)

@@ -106,7 +106,7 @@ def test_a_model_without_a_tokenizer_is_refused_by_the_example(checkpoints, monk
     folder, _ = checkpoints.make("llama", "plain")
     with pytest.raises(SystemExit):
         run_main(monkeypatch, capsys, example, "--model", folder)
-    assert "no tokenizer in the model's folder" in capsys.readouterr().err
+    assert "the model's folder holds no tokenizer" in capsys.readouterr().err
 
 
 # ---- the table of docs/models.md
@@ -115,7 +115,7 @@ def test_a_model_without_a_tokenizer_is_refused_by_the_example(checkpoints, monk
 def test_the_table_lists_every_architecture_with_the_file_that_has_its_class():
     text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     rows = re.findall(
-        r"^\| (`\w+ForCausalLM`.*?) \|.*?\| \[`\w+\.py`\]\(\.\./(nanovllm/models/\w+\.py)\) \|", text, re.M
+        r"^\| (`\w+ForCausalLM`.*?) \|.*?\| \[`\w+\.py`\]\(\.\./(nanovllm/(?:extras/)?models/\w+\.py)\) \|", text, re.M
     )
     listed = {name: file for names, file in rows for name in re.findall(r"`(\w+)`", names)}
     assert set(listed) == set(REGISTERED)
@@ -129,7 +129,8 @@ def test_every_architecture_is_tested():
 
 def test_a_page_of_a_model_stays_a_page():
     """Its layers, that is; before them stands the function that reads its config."""
-    texts = {path.name: path.read_text(encoding="utf-8") for path in ROOT.glob("nanovllm/models/*.py")}
+    files = [*ROOT.glob("nanovllm/models/*.py"), *ROOT.glob("nanovllm/extras/models/*.py")]
+    texts = {path: path.read_text(encoding="utf-8") for path in files}
     assert len(texts) > len(ARCHITECTURES)
     assert {name for name, text in texts.items() if len(text.splitlines()) > 240} == set()
     layers = {name: text[text.find("(nn.Module):") :] for name, text in texts.items() if "(nn.Module):" in text}

@@ -6,6 +6,7 @@ import transformers
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 
+from nanovllm.extras.models.gated_mlp import GatedMLP
 from nanovllm.extras.models.group_routing import (
     SigmoidRouter,
     choose_in_groups,
@@ -13,7 +14,6 @@ from nanovllm.extras.models.group_routing import (
     route_by_softmax_in_groups,
 )
 from nanovllm.extras.models.moe import Experts, Router, route_by_softmax
-from nanovllm.extras.models.gated_mlp import GatedMLP
 
 HIDDEN, INNER = 12, 20
 

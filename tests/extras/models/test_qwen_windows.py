@@ -2,8 +2,8 @@
 
 import pytest
 
-from nanovllm.models.qwen3 import Qwen3DecoderLayer
-from tests.test_qwen3 import read
+from nanovllm.extras.models.qwen3_variants import Qwen3VariantDecoderLayer
+from tests.extras.models.test_qwen3_variants import read
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_windows_of_layers(raw, windows):
 
 def test_each_layer_has_its_own_window():
     config = read(use_sliding_window=True, sliding_window=4096, max_window_layers=1)
-    layers = [Qwen3DecoderLayer(config, None, layer).self_attn.attention for layer in range(2)]
+    layers = [Qwen3VariantDecoderLayer(config, None, layer).self_attn.attention for layer in range(2)]
     assert [options.window for layer in layers for options in layer.options] == [None, 4096]
 
 

@@ -12,7 +12,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.extras.models.phi3 import read_phi3_config
 from tests.extras.models.architectures import ARCHITECTURES, longrope
-from tests.test_qwen3 import SHAPE, check_equals_transformers, read
+from tests.extras.models.test_qwen3_variants import check_equals_transformers, read
+from tests.test_qwen3 import SHAPE
 
 ORIGINAL = 64
 

@@ -11,7 +11,7 @@ from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.models.rope import Rope, ScaledRotary
 from nanovllm.extras.parallel.communicator import CommunicationError
 from nanovllm.models.qwen3 import Qwen3DecoderLayer
-from tests.attention_steps import Step
+from tests.extras.attention_steps import Step
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.kernels.test_cpu_kernels import filled, randn
 from tests.extras.parallel.ranks import threads_of

@@ -1,7 +1,7 @@
 """A process that has imported nanovllm, and forks a driver for each scenario: to import torch takes seconds.
 
-    python -m tests.extras.parallel.zygote       stdin: lines {"run": "module:function", "arguments": […], "output": path, …}
-                                          stdout: lines {"pid": …}, {"status": …}
+    python -m tests.extras.parallel.zygote  stdin: lines {"run": "module:function", "arguments": […], "output": path, …}
+                                            stdout: lines {"pid": …}, {"status": …}
 
 A driver is a process as users start it: with a session of its own, its own end of the interpreter, nothing shared.
 """

@@ -1,6 +1,6 @@
 """Drafts in random traffic without a model: each step's blocks, what the prefix cache knows, and the tokens at the end.
 
-`tests/scheduling_traffic.py` has the traffic, and what holds in every step. Here a proposer guesses the next tokens,
+`tests/extras/full_traffic.py` has the traffic, and what holds in every step. Here a proposer guesses the next tokens,
 and is wrong now and then; the tokens that come out are those that follow from each prompt without it.
 
 Broken by hand, and seen here: blocks that are not given back; `num_computed_tokens` that stays behind a wrong draft, or
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from nanovllm.scheduler import Step
 from tests.conftest import examples
-from tests.extras.test_scheduling import BeamMachine
-from tests.scheduling_traffic import SETTINGS, Run, SchedulerMachine
+from tests.extras.full_traffic import BeamMachine, Run, SchedulerMachine
 from tests.extras.speculative_traffic import Guesser, SpeculativeRun
+from tests.scheduling_traffic import SETTINGS, next_token
 
 
 class SpeculativeMachine(SchedulerMachine):
@@ -92,6 +92,17 @@ def plain_preemptions(**options):
     run.add([2] * 3, max_tokens=4)
     run.finish()
     return run.stats.num_preemptions
+
+
+def test_drafts_end_before_a_stop_token_also_while_min_tokens_is_not_reached():
+    """The draft after the first would come when a stop token counts, and the last one behind the end."""
+    tokens = [1] * 5
+    for _ in range(4):
+        tokens.append(next_token(tokens))
+    run = SpeculativeRun(proposer=Guesser(1, is_erratic=False), max_drafts=4)
+    seq = run.add([1] * 5, max_tokens=20, min_tokens=2, stop_token_ids=[tokens[7]])
+    run.finish()
+    assert (seq.output_token_ids, seq.finish_reason) == (tokens[5:8], "stop")
 
 
 def test_a_step_has_no_more_rows_than_are_nearly_free():

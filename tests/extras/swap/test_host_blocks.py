@@ -41,15 +41,23 @@ def expect(cache, moves):
     """(device, host) after the moves, block by block; both in the order of the device's tensor."""
     device, host = cache.tensor.clone(), cache.host_blocks.tensor.movedim(0, 2).clone()
     for kind, source_tensor, target_tensor in zip(KINDS, (device, host, device), (host, device, device), strict=True):
-        read = {source: source_tensor[:, :, source].clone() for source, _ in getattr(moves, kind)}
-        for source, target in getattr(moves, kind):
+        read = {source: source_tensor[:, :, source].clone() for source, _ in pairs_of(moves, kind)}
+        for source, target in pairs_of(moves, kind):
             target_tensor[:, :, target] = read[source]
     return device, host
 
 
+def moves_of(copies=(), swap_outs=(), swap_ins=()):
+    return SwapMoves(list(copies), list(swap_outs), list(swap_ins))
+
+
+def pairs_of(moves, kind):
+    return moves if kind == "copies" else getattr(moves, kind)
+
+
 def check(cache, moves):
     device, host = expect(cache, moves)
-    cache.move_blocks(moves)
+    cache.copy_blocks(moves)
     assert torch.equal(cache.tensor, device)
     assert torch.equal(cache.host_blocks.tensor.movedim(0, 2), host)
 
@@ -61,8 +69,8 @@ def test_every_dtype_is_moved_bit_by_bit(dtype, head_dim):
     cache = allocate(backend, 1, dtype, 4, 2)
     bits = torch.randint(0, 256, (*cache.tensor.shape[:-1], head_dim * dtype.itemsize), dtype=torch.uint8)
     cache.tensor.view(torch.uint8).copy_(bits)
-    cache.move_blocks(SwapMoves(swap_outs=[(1, 1)], copies=[(3, 1)]))
-    cache.move_blocks(SwapMoves(swap_ins=[(1, 4)]))
+    cache.copy_blocks(moves_of(swap_outs=[(1, 1)], copies=[(3, 1)]))
+    cache.copy_blocks(moves_of(swap_ins=[(1, 4)]))
     expected = bits.clone()
     expected[:, :, 4], expected[:, :, 1] = bits[:, :, 1], bits[:, :, 3]
     assert torch.equal(cache.tensor.view(torch.uint8), expected)
@@ -106,7 +114,7 @@ def test_swaps_beside_the_other_work(monkeypatch, seed):
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(events))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: events.append("kept"))
-    check(cache, SwapMoves(swap_outs=[(3, 5), (1, 0), (8, 2)], swap_ins=[(5, 7), (4, 1)], copies=[(7, 2)]))
+    check(cache, moves_of(swap_outs=[(3, 5), (1, 0), (8, 2)], swap_ins=[(5, 7), (4, 1)], copies=[(7, 2)]))
     assert check_copies.num_copies == 5
     assert events == ["wait", "copies", "kept", "wait", "copies", "wait"]
 
@@ -118,7 +126,7 @@ def pairs(num_sources, num_targets):
 
 
 MOVES = st.builds(
-    SwapMoves,
+    moves_of,
     swap_outs=pairs(NUM_BLOCKS + 1, NUM_HOST_BLOCKS),
     swap_ins=pairs(NUM_HOST_BLOCKS, NUM_BLOCKS + 1),
     copies=pairs(NUM_BLOCKS + 1, NUM_BLOCKS + 1),
@@ -135,20 +143,20 @@ def test_all_kinds_together(moves):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(moves=MOVES)
 def test_each_kind_alone(kind, moves):
-    check(make_cache(), SwapMoves(**{kind: getattr(moves, kind)}))
+    check(make_cache(), moves_of(**{kind: pairs_of(moves, kind)}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_is_copied_bit_by_bit(dtype):
     cache = make_cache(dtype=dtype)
     assert cache.tensor.dtype == cache.host_blocks.tensor.dtype == dtype
-    check(cache, SwapMoves(swap_outs=[(1, 0), (5, 4)], swap_ins=[(4, 2), (3, 6)], copies=[(2, 7)]))
+    check(cache, moves_of(swap_outs=[(1, 0), (5, 4)], swap_ins=[(4, 2), (3, 6)], copies=[(2, 7)]))
 
 
 def test_no_moves_change_nothing():
     cache = make_cache()
     before = cache.tensor.clone(), cache.host_blocks.tensor.clone()
-    cache.move_blocks(SwapMoves())
+    cache.copy_blocks(moves_of())
     assert torch.equal(cache.tensor, before[0])
     assert torch.equal(cache.host_blocks.tensor, before[1])
 
@@ -156,9 +164,9 @@ def test_no_moves_change_nothing():
 def test_out_and_back_in_to_another_place():
     cache = make_cache()
     held = cache.tensor[:, :, [3, 1, 8]].clone()
-    cache.move_blocks(SwapMoves(swap_outs=[(3, 5), (1, 0), (8, 2)]))
+    cache.copy_blocks(moves_of(swap_outs=[(3, 5), (1, 0), (8, 2)]))
     cache.tensor.zero_()
-    cache.move_blocks(SwapMoves(swap_ins=[(5, 7), (0, 4), (2, 1)]))
+    cache.copy_blocks(moves_of(swap_ins=[(5, 7), (0, 4), (2, 1)]))
     assert torch.equal(cache.tensor[:, :, [7, 4, 1]], held)
     assert not cache.tensor[:, :, [0, 2, 3, 5, 6, 8]].any()
 
@@ -166,14 +174,14 @@ def test_out_and_back_in_to_another_place():
 def test_a_block_is_copied_out_before_anything_is_written_to_it():
     cache = make_cache()
     held = cache.tensor[:, :, 3].clone()
-    cache.move_blocks(SwapMoves(swap_outs=[(3, 0)], copies=[(1, 3)]))
+    cache.copy_blocks(moves_of(swap_outs=[(3, 0)], copies=[(1, 3)]))
     assert torch.equal(cache.host_blocks.tensor[0], held)
     assert torch.equal(cache.tensor[:, :, 3], cache.tensor[:, :, 1])
 
 
 def test_a_block_that_comes_back_can_be_copied_on():
     cache = make_cache()
-    cache.move_blocks(SwapMoves(swap_ins=[(2, 5)], copies=[(5, 6)]))
+    cache.copy_blocks(moves_of(swap_ins=[(2, 5)], copies=[(5, 6)]))
     assert torch.equal(cache.tensor[:, :, 6], cache.host_blocks.tensor[2])
 
 
@@ -181,14 +189,14 @@ def test_copies_read_what_was_there_before_any_of_them_was_made():
     """A block that is copied away may be the place of another copy in the same step."""
     cache = make_cache()
     one, two = cache.tensor[:, :, 1].clone(), cache.tensor[:, :, 2].clone()
-    cache.move_blocks(SwapMoves(copies=[(1, 2), (2, 3)]))
+    cache.copy_blocks(moves_of(copies=[(1, 2), (2, 3)]))
     assert torch.equal(cache.tensor[:, :, 2], one)
     assert torch.equal(cache.tensor[:, :, 3], two)
 
 
 def test_one_block_can_be_copied_to_several():
     cache = make_cache()
-    check(cache, SwapMoves(copies=[(4, 1), (4, 2), (4, 7)]))
+    check(cache, moves_of(copies=[(4, 1), (4, 2), (4, 7)]))
     assert torch.equal(cache.tensor[:, :, 1], cache.tensor[:, :, 7])
 
 

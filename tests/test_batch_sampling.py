@@ -1,11 +1,10 @@
 """`build_sampling_batch` and `draw_uniforms`: what the rows of a step ask for, and the numbers that decide their draws.
 
 Oracles: published values of SplitMix64, chi-square and Kolmogorov-Smirnov tests for the uniform distribution, and
-tables worked out by hand for masks. Nothing here is random from run to run: the seeds are fixed.
+tables worked out by hand. Nothing here is random from run to run: the seeds are fixed.
 
 Seen to fail when broken: seed, sample index or position left out of the hash, or added without mixing; a number drawn
-from a generator, so that it depends on the order; `min_tokens` that masks only end tokens, only `stop_token_ids`, or
-one position too long or too short.
+from a generator, so that it depends on the order.
 """
 
 import functools
@@ -15,15 +14,10 @@ import pytest
 import torch
 
 from nanovllm.batch import mix
-from nanovllm.extras.logits_processors import ForbiddenTokens
-from tests import sampling_rows
+from tests.sampling_rows import Rows
 from tests.steps import sampling_of, uniforms_of
 
-EOS = 90
-
-
-def sequence(*args, **fields):
-    return sampling_rows.sequence(*args, eos=EOS, **fields)
+sequence = Rows().sequence
 
 
 def at(seed, sample_index, position):
@@ -60,7 +54,7 @@ def test_uniforms_lie_in_the_unit_interval():
 
 def test_the_largest_hash_is_below_one_and_the_smallest_is_zero(monkeypatch):
     for bits, expected in ((2**64 - 1, 1 - 2.0**-52), (0, 0.0)):
-        monkeypatch.setattr("nanovllm.sampling_batch.mix", lambda x, bits=bits: np.full_like(x, bits))
+        monkeypatch.setattr("nanovllm.batch.mix", lambda x, bits=bits: np.full_like(x, bits))
         assert uniforms_of([at(5, 0, 0)]).tolist() == [expected]
 
 
@@ -122,20 +116,19 @@ def test_neighbours_are_independent(axis):
 
 # --- nothing asked, nothing made -------------------------------------------------------------------------------------
 
-SPECIAL = ("top_k", "top_p", "min_p", "num_logprobs")
+SPECIAL = ("top_k", "top_p", "min_p")
 
 
 def assert_nothing_special(batch):
     assert [name for name in SPECIAL if getattr(batch, name) is not None] == []
-    assert batch.processors == ()
 
 
 def test_plain_rows_ask_for_nothing():
     rows = [
         sequence(temperature=0),
         sequence(temperature=0.7),
-        sequence(seed=3, n=2, stop_token_ids=[5], ignore_eos=True, top_k=-1, detokenize=False),
-        sequence(stop=["x"], logit_bias={}, bad_words=[], logits_processors=[]),
+        sequence(seed=3, n=2, stop_token_ids=[5], ignore_eos=True, top_k=-1),
+        sequence(stop=["x"]),
     ]
     batch = sampling_of(rows)
     assert_nothing_special(batch)
@@ -161,7 +154,7 @@ def test_greedy_rows_need_no_truncation():
 
 def test_columns_have_neutral_values_for_rows_that_ask_for_nothing():
     batch = sampling_of([sequence(), sequence(top_k=5), sequence(top_p=0.5, top_k=-1), sequence(min_p=0.25)])
-    assert batch.top_k.tolist() == [0, 5, 0, 0]
+    assert batch.top_k.tolist() == [0, 5, -1, 0]  # 0 and -1 are all
     assert batch.top_p.tolist() == [1, 1, 0.5, 1]
     assert batch.min_p.tolist() == [0, 0, 0, 0.25]
 
@@ -169,37 +162,3 @@ def test_columns_have_neutral_values_for_rows_that_ask_for_nothing():
 def test_a_top_k_that_no_tensor_holds_is_all():
     batch = sampling_of([sequence(top_k=5), sequence(top_k=2**70), sequence(top_k=2**63 - 1)])
     assert batch.top_k.tolist() == [5, 2**63 - 1, 2**63 - 1]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "expected"), [([None, 3, 1], 3), ([0, None], 0), ([5, -1, 7], -1), ([None, None], None)]
-)
-def test_num_logprobs_is_the_most_that_any_row_wants(wanted, expected):
-    assert sampling_of([sequence(logprobs=k) for k in wanted]).num_logprobs == expected
-
-
-# --- min_tokens ------------------------------------------------------------------------------------------------------
-
-
-def forbidden_in(rows):
-    """{(row, token)} of the batch; nothing else is asked, and nothing to forbid makes no tensors."""
-    processors = sampling_of(rows).processors
-    if not processors:
-        return set()
-    (forbidden,) = processors
-    assert isinstance(forbidden, ForbiddenTokens)
-    return set(zip(forbidden.rows.tolist(), forbidden.token_ids.tolist(), strict=True))
-
-
-@pytest.mark.parametrize("ignore_eos", [False, True])
-def test_min_tokens_masks_stop_tokens_of_both_kinds_until_it_is_reached(ignore_eos):
-    fields = {"min_tokens": 3, "stop_token_ids": [4, 8], "ignore_eos": ignore_eos}
-    stops = [4, 8] if ignore_eos else [4, 8, EOS]  # an end token that does not end anything is as good as others
-    for num_output_tokens in range(6):
-        rows = [sequence(), sequence(output=[9] * num_output_tokens, **fields)]
-        expected = {(1, token_id) for token_id in stops} if num_output_tokens < 3 else set()
-        assert forbidden_in(rows) == expected
-
-
-def test_min_tokens_masks_the_end_token_alone_too():
-    assert forbidden_in([sequence(min_tokens=1)]) == {(0, EOS)}
