@@ -21,8 +21,7 @@ def ask(questions: list[str]) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. The package may export a `run_command` with more commands than `ask`."""
-    run = getattr(nanovllm, "run_command", ask)
-    return run(sys.argv[1:] if arguments is None else arguments)
+    return getattr(nanovllm, "run_command", ask)(sys.argv[1:] if arguments is None else arguments)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@
 Invariants of the engine itself are not checked here: they are `assert` statements in the code that relies on them.
 """
 
-import math
 import numbers
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+MAX = sys.float_info.max
 
 
 def checked(default: Any, check: Callable[..., None], **limits: Any) -> Any:
@@ -37,16 +39,12 @@ def check_int(name: str, value: Any, minimum: int, optional: bool = False, maxim
     raise ValueError(f"{name} must be {allowed}, got {value}")
 
 
-def check_number(name: str, value: Any, low: float, high: float = math.inf, open_low: bool = False) -> None:
+def check_number(name: str, value: Any, low: float, high: float = MAX, open_low: bool = False) -> None:
     """Raise unless `value` is a finite number in [low, high], or in (low, high] if `open_low`."""
-    allowed = f"a finite number {'>' if open_low else '>='} {low:g}" + ("" if high == math.inf else f" and <= {high:g}")
+    allowed = f"a finite number {'>' if open_low else '>='} {low:g}" + ("" if high == MAX else f" and <= {high:g}")
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be {allowed}, got {value!r}")
-    try:
-        number = float(value)
-    except OverflowError:  # an integer that no float can represent
-        number = math.inf
-    if not math.isfinite(number) or number < low or number > high or (open_low and number == low):
+    if not low <= value <= high or (open_low and value == low):  # this refuses NaN and infinities too
         raise ValueError(f"{name} must be {allowed}, got {value}")
 
 

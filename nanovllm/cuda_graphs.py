@@ -43,7 +43,7 @@ class CudaGraphs:
             self.record(size)
 
     def measure_bytes(self) -> int:
-        """Measure the memory that all graphs take: the largest, and the smallest for each other one."""
+        """Estimate the memory of all graphs: the largest one's, plus the smallest one's for each of the others."""
         free = [torch.cuda.mem_get_info()[0]]
         for size in (self.sizes[-1], self.sizes[0]):
             self.record(size)

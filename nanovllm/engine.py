@@ -63,7 +63,7 @@ class LLMEngine:
         return (step, self.compute(step)) if step.chunks else None
 
     def compute(self, step: Step) -> Any:
-        """Return the tokens that the step samples. On CUDA they are still being computed; `tolist` waits for them."""
+        """Return the tokens that the step samples. On CUDA they may not be ready yet: `tolist` waits for them."""
         batch = build_batch(step, self.scheduler.block_manager.block_tables)  # the step as tensors
         return self.runner.run(batch)  # the model computes, the sampler samples
 
@@ -138,7 +138,7 @@ class LLMEngine:
         if num_tokens > capacity:
             raise ValueError(f"the prompt has {num_tokens} tokens; the whole KV cache holds {capacity} "
                              f"({capacity // runner.backend.block_size} blocks of {runner.backend.block_size}): "
-                             f"give more num_kv_blocks or kv_cache_memory_bytes")  # fmt: skip
+                             f"give more num_kv_blocks")  # fmt: skip
         return text, token_ids
 
     def check_params(self, params: SamplingParams | None) -> SamplingParams:

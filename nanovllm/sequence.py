@@ -7,6 +7,8 @@ A sequence is a record. The `Scheduler` advances it, and the `BlockManager` fill
     num_tokens             6
     num_computed_tokens    5     K and V of the first five are in the cache; the sixth is the next step's input
 
+`num_computed_tokens` counts the tokens of a scheduled step at once, before its forward pass has run.
+
 A sequence has *caught up* when `num_computed_tokens == num_tokens`. The step that computes its last token samples the
 next one.
 """

@@ -132,6 +132,7 @@ def test_what_transformers_writes_is_read_as_it_means_it(tmp_path, options):
         pytest.param({"rope_parameters": {"rope_type": "default"}, "rope_theta": 2e5}, marks=WRITTEN_BY_TRANSFORMERS_5),
         {"num_key_value_heads": None},
         {"num_key_value_heads": None, "num_attention_heads": 6},
+        {"num_key_value_heads": None, "num_attention_heads": 64},
         {"layer_types": ["full_attention"] * 2},
     ],
     ids=str,
@@ -181,6 +182,10 @@ def test_heads_that_do_not_divide_are_refused():
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type must be 'default' or None, .* 'yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type must be 'default' or None, .* 'linear'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type must be 'default' or None, .*llama3"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": {"rope_type": "yarn"}},
+            "rope_type must be 'default' or None, .*yarn",
+        ),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor must be .* has 0\.5"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config must be None, .* 'gptq'"),
     ],

@@ -1,10 +1,12 @@
-"""Recorded runs of random traffic, and the engine's true state at each of their steps. See `scheduling_traffic.Run`."""
+"""Recorded runs of random traffic, and the engine's true state at each of their steps. See `full_traffic.Run`."""
 
 import json
 import random
+from collections import Counter
 
+from nanovllm.extras.roll_back import reset_prefix_cache
 from nanovllm.extras.trace.recorder import Recorder
-from tests.scheduling_traffic import RecordingStats, Run
+from tests.extras.full_traffic import RecordingStats, Run
 from tests.extras.speculative_traffic import SpeculativeRun
 
 
@@ -44,7 +46,7 @@ def state_of_replay(replay):
     }  # fmt: skip
 
 
-def state_of_engine(manager, seqs, host_block_ids):
+def state_of_engine(manager, seqs, running, host_block_ids):
     cached = manager.prefix_cache._by_id.values()
     living = [seq for seq in seqs if seq.finish_reason is None]
     return {
@@ -53,7 +55,7 @@ def state_of_engine(manager, seqs, host_block_ids):
         "cached": {one.block_id: (f"{one.block_hash:016x}", one.serial) for one in cached},
         "seqs": {
             (seq.request_id, seq.sample_index): (
-                seq.status.name.lower(), seq.num_computed_tokens, seq.block_table.view().tolist(),
+                "running" if seq in running else "waiting", seq.num_computed_tokens, seq.block_table.view().tolist(),
                 host_block_ids(seq), seq.token_ids.view().tolist(),
             )
             for seq in seqs if seq in living
@@ -66,28 +68,28 @@ class RecordedStats(RecordingStats, Recorder):
 
     def __init__(self, lines):
         Recorder.__init__(self, lines)
-        self.uses, self.steps, self.states = {}, [], {}
+        self.uses, self.recorded, self.preemptions, self.states = {}, [], Counter(), {}
 
     def on_schedule(self, step, running, blocks):
         super().on_schedule(step, running, blocks)
-        self.states[self._num_steps] = state_of_engine(blocks, list(self._seqs), self.host_block_ids)
+        self.states[self._num_steps] = state_of_engine(blocks, list(self._seqs), running, self.host_block_ids)
 
 
 class RecordedRun(Run):
     """`Run`, whose observer is a recorder."""
 
     def __init__(self, lines, **options):
+        self.lines = lines
         super().__init__(**options)
-        self.stats = RecordedStats(lines)
-        self.stats.host_block_ids = self.host_block_ids
-        self.manager.observer = self.manager.prefix_cache.observer = self.stats
-        self.scheduler.observer = self.stats
-        self.stats.on_start(self.manager)
-        scheduler = self.scheduler
-        threshold = 0 if scheduler.max_chunk_len == scheduler.max_num_batched_tokens else scheduler.max_chunk_len
         self.stats.begin({
-            "max_num_batched_tokens": scheduler.max_num_batched_tokens, "long_prefill_token_threshold": threshold,
+            "max_num_batched_tokens": self.scheduler.max_num_batched_tokens,
+            "long_prefill_token_threshold": self.threshold,
         })  # fmt: skip
+
+    def make_stats(self):
+        stats = RecordedStats(self.lines)
+        stats.host_block_ids = self.host_block_ids
+        return stats
 
     def step(self, is_done=True):
         out = super().step(is_done)
@@ -144,7 +146,7 @@ def random_run(seed, limit=10**9, window=None, has_drafts=False):
         if living and rng.random() < 0.1:
             run.abort(rng.choice(living))
         if rng.random() < 0.03:
-            run.manager.prefix_cache.reset()
+            reset_prefix_cache(run.scheduler)
     run.finish()
     run.stats.close()
     return run

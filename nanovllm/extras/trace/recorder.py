@@ -177,6 +177,7 @@ class Recorder(SchedulingStats):
             self._note_tokens(child, num_known - 1, [newest])
 
     def on_finish(self, seq: Sequence) -> None:
+        super().on_finish(seq)
         self._note_replaced()
         self._running.discard(seq)
         self._host_block_ids.pop(seq, None)

@@ -72,6 +72,7 @@ def test_what_transformers_writes_is_read_as_it_means_it(tmp_path, options):
         pytest.param({"rope_parameters": {"rope_type": "default"}, "rope_theta": 2e5}, marks=WRITTEN_BY_TRANSFORMERS_5),
         {"num_key_value_heads": None},
         {"num_key_value_heads": None, "num_attention_heads": 6},
+        {"num_key_value_heads": None, "num_attention_heads": 64},
         {"layer_types": ["full_attention"] * 2},
     ],
     ids=str,
@@ -117,7 +118,7 @@ def test_heads_that_do_not_divide_are_refused():
     ("raw", "network"),
     [
         ({}, Qwen3ForCausalLM),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 16}}, Qwen3ForCausalLM),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}}, Qwen3ForCausalLM),
         ({"use_sliding_window": True, "max_window_layers": 1}, Qwen3VariantForCausalLM),
         ({"hidden_act": "gelu_pytorch_tanh"}, Qwen3VariantForCausalLM),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, Qwen3VariantForCausalLM),

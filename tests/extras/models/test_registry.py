@@ -1,11 +1,12 @@
-"""The core imports no architecture but Qwen3, and no extra. A deleted file is named when a config asks for it."""
+"""Which network is taken for a config.json, and what is imported for it: no architecture but the one that is needed."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
-from nanovllm import checks
+from nanovllm.extras.checkpoint import read_model_config
 from nanovllm.extras.models.architectures import find_architecture
 
 SHAPE = {
@@ -17,22 +18,23 @@ SHAPE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-CORE = {"config", "decoder", "qwen3", "registry"}
 
 
 def test_the_core_imports_no_other_architecture_and_no_extra():
-    """Neither by a config nor, after that, by the kernels, which do not import triton either."""
-    find = f"from nanovllm.models.registry import find_architecture; find_architecture({SHAPE})"
+    """Nor do the kernels after it, which do not import triton either."""
+    find = f"from nanovllm.models import find_architecture; find_architecture({SHAPE}).read_config({SHAPE})"
     kernels = "import nanovllm.extras.kernels.cpu.cpu_attention"
     listed = "print(*(name for name in sys.modules if name.startswith('nanovllm.models.')))"
-    others = "print(*(name for name in sys.modules if name.startswith(('nanovllm.extras.', 'triton'))))"
-    code = f"import sys, nanovllm; {others}; {find}; {listed}; {kernels}; {listed}; {others}"
+    groups = ("nanovllm.extras.models.", "nanovllm.extras.kernels.cuda.", "triton")
+    others = f"print(*(name for name in sys.modules if name.startswith({groups})))"
+    code = f"import sys; {find}; {listed}; {kernels}; {listed}; {others}"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert not run.stderr
-    extras, *models, also_after_kernels = run.stdout.splitlines()
-    assert (extras, also_after_kernels) == ("", "")
-    for line, files in zip(models, [CORE, {*CORE, "masking"}], strict=True):
-        assert {name.removeprefix("nanovllm.models.") for name in line.split()} == files
+    models, also_after_kernels, extras = run.stdout.splitlines()
+    core = {"config", "qwen3"}
+    assert {name.removeprefix("nanovllm.models.") for name in models.split()} == core
+    assert {name.removeprefix("nanovllm.models.") for name in also_after_kernels.split()} == core
+    assert {name.removeprefix("nanovllm.extras.models.") for name in extras.split()} <= {"gated_mlp", "masking", "network_config"}
 
 
 @pytest.mark.parametrize(
@@ -42,15 +44,12 @@ def test_the_core_imports_no_other_architecture_and_no_extra():
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "deepseek"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_types"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_types"),
-        ({"use_sliding_window": True}, "windows"),
-        ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 8}, "windows"),
     ],
     ids=str,
 )
-def test_a_file_that_is_not_there_is_named(monkeypatch, tmp_path, changed, file):
-    monkeypatch.setitem(sys.modules, f"nanovllm.models.{file}", None)  # as if the file were not there
-    monkeypatch.setattr(checks, "__file__", str(tmp_path / "checks.py"))
-    with pytest.raises(checks.MissingExtra, match=f"is an extra, and nanovllm/models/{file}.py is not there"):
+def test_a_file_is_imported_when_a_config_asks_for_it(monkeypatch, changed, file):
+    monkeypatch.setitem(sys.modules, f"nanovllm.extras.models.{file}", None)  # as if the file were not there
+    with pytest.raises(ImportError, match=f"nanovllm.extras.models.{file}"):
         find_architecture({**SHAPE, **changed})
 
 
@@ -63,7 +62,10 @@ def test_a_file_that_is_not_there_is_named(monkeypatch, tmp_path, changed, file)
     ],
     ids=str,
 )
-def test_a_plain_config_needs_no_extra(monkeypatch, changed):
-    for file in ("rope_types", "windows", "masking"):
-        monkeypatch.setitem(sys.modules, f"nanovllm.models.{file}", None)
-    assert find_architecture({**SHAPE, **changed})[1].attention_options == ()
+def test_a_plain_config_needs_no_extra(monkeypatch, tmp_path, changed):
+    for file in ("rope_types", "qwen3_variants", "architectures", "masking"):
+        monkeypatch.setitem(sys.modules, f"nanovllm.extras.models.{file}", None)
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **changed}))
+    model_class, shape = read_model_config(tmp_path)
+    assert model_class.__module__ == "nanovllm.models.qwen3"
+    assert shape.attention_options == ()

@@ -40,7 +40,7 @@ from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm.extras.swap.host_blocks import SwappingKVCache
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TINY_WORK = ["--num-requests", "3", "--input-len", "4", "9", "--output-len", "2", "6"]
 
 
@@ -441,7 +441,7 @@ def test_bench_runs_from_any_folder(tmp_path):
 
 def test_bench_has_the_shape_and_the_workloads_of_the_benchmarks(monkeypatch, tmp_path):
     config = read_config(QWEN3_06B)
-    assert bench.QWEN3_06B == {name: config[name] for name in bench.QWEN3_06B}
+    assert {name: config[name] for name in bench.QWEN3_06B} == bench.QWEN3_06B
     for options, name in ((["--device", "cpu"], "W"), (["--workload", "W2"], "W2"), (["--device", "cuda"], "offline")):
         monkeypatch.setattr(sys, "argv", ["bench.py", *options])
         args, expected = bench.parse_args(tmp_path), named_workload(name, config["vocab_size"])

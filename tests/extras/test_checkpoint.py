@@ -1,35 +1,22 @@
-"""What is beside the weights of a checkpoint: its folder, its config, its tokenizer; refused by name if not served.
+"""What is beside the weights of a checkpoint, with extras: hub ids, formats by name, another tokenizer.
 
 Faults are made by hand, each once. Nothing here touches the network.
 """
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-import transformers
 
-from nanovllm.extras.checkpoint import load_tokenizer, read_eos_token_ids, read_model_config
-from nanovllm.extras.model_folder import resolve_model
 from nanovllm.extras.all_options import Config
-from nanovllm.extras.weights import INDEX_FILE
+from nanovllm.extras.checkpoint import load_tokenizer, read_model_config
+from nanovllm.extras.model_folder import resolve_model
+from tests.extras.test_weights import load_with_extras as load
 from tests.hub_cache import put_into_cache
-from tests.test_weights import check_equals, edit_config, load
+from tests.test_loader import check_equals, edit_config
+from tests.test_loader import tokenizer_folder as tokenizer_folder
 
 # ---- config.json
-
-
-@pytest.mark.parametrize("file", ["config.json", INDEX_FILE])
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [("{", "is not valid JSON"), ("", "is not valid JSON"), ("[1]", "must hold a JSON object, got list")],
-)
-def test_bad_json_is_named(broken, file, content, message):
-    folder, _ = broken
-    (folder / file).write_text(content)
-    with pytest.raises(ValueError, match=f"{file} {message}"):
-        load(folder)
 
 
 @pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], ["Gemma3ForConditionalGeneration"], [], None])
@@ -118,43 +105,11 @@ def test_hub_id_without_a_config_is_refused(hub_cache, tiny_checkpoint):
         read_model_config(resolve_model("org/half"))
 
 
-# ---- end tokens and tokenizer
-
-
-@pytest.mark.parametrize(
-    ("generation", "config", "expected"),
-    [
-        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, {5, 6}),
-        ({"eos_token_id": 5}, {"eos_token_id": 7}, {5}),
-        ({"eos_token_id": 0}, {"eos_token_id": 7}, {0}),
-        ({}, {"eos_token_id": 7}, {7}),
-        ({"eos_token_id": None}, {"eos_token_id": [7, 8]}, {7, 8}),
-        (None, {"eos_token_id": 7}, {7}),
-        (None, {"eos_token_id": None}, set()),
-        (None, {}, set()),
-    ],
-)
-def test_end_tokens_are_those_of_the_generation_config_or_else_of_the_config(tmp_path, generation, config, expected):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert read_eos_token_ids(tmp_path) == expected
+# ---- tokenizer
 
 
 def test_model_without_tokenizer_files_has_none(tiny_checkpoint):
     assert load_tokenizer(Config(tiny_checkpoint[0]), tiny_checkpoint[0]) is None
-
-
-@pytest.fixture
-def tokenizer_folder(broken):
-    """The tiny checkpoint with a tokenizer of four words."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2, "</s>": 3}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    folder, _ = broken
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(folder)
-    return folder
 
 
 def test_tokenizer_is_read(tokenizer_folder):
@@ -163,17 +118,6 @@ def test_tokenizer_is_read(tokenizer_folder):
     assert tokenizer.eos_token_id == 3
 
 
-def test_code_of_a_checkpoint_is_not_run(tokenizer_folder, tmp_path):
-    file = tokenizer_folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text())
-    settings |= {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
-    file.write_text(json.dumps(settings))
-    (tokenizer_folder / "evil.py").write_text(
-        f"from pathlib import Path\nPath({str(tmp_path / 'run')!r}).touch()\n"
-        "from transformers import PreTrainedTokenizerFast as Evil\n"
-    )
-    try:
-        load_tokenizer(Config(tokenizer_folder), tokenizer_folder)
-    except ValueError as error:
-        assert "trust_remote_code" in str(error)  # noqa: PT017 (it may also load without that code)
-    assert not (tmp_path / "run").exists()
+def test_tokenizer_of_another_folder_is_read(tiny_checkpoint, tokenizer_folder):
+    tokenizer = load_tokenizer(Config(tiny_checkpoint[0], tokenizer=tokenizer_folder), tiny_checkpoint[0])
+    assert tokenizer.encode("b a b", add_special_tokens=False) == [2, 1, 2]

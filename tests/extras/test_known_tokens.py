@@ -1,0 +1,329 @@
+"""Blocks under everything that extras do with them: swap, failed steps, tokens that are not known yet, readers.
+
+The traffic and its oracle are those of `tests/test_block_manager.py`, over the core's block manager and the one for
+unknown tokens.
+"""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from nanovllm.block_manager import BlockManager
+from nanovllm.extras.full_observer import SchedulingStats, count_empty_slots
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.known_tokens import KnownTokensBlockManager
+from nanovllm.extras.request_params import SamplingParams
+from nanovllm.extras.roll_back import reset_prefix_cache
+from nanovllm.extras.swap.space import Swap, SwapSpace
+from nanovllm.scheduler import Scheduler
+from tests import test_block_manager
+from tests.conftest import examples
+from tests.extras.full_fake_kv_cache import (
+    FullFakeKVCache,
+    begin_step,
+    check_ownership,
+    check_stored,
+    forget_new,
+)
+from tests.fake_kv_cache import WriterCheck, check_cached_blocks, table_of, tokens_of
+from tests.test_block_manager import SETTINGS, advance, full_pool, num_hits, seconds_of_use
+
+
+def make_seq(tokens, name="seq", **params):
+    return Sequence(name, tokens, SamplingParams(**params))
+
+
+@pytest.fixture(params=[BlockManager, KnownTokensBlockManager])
+def make_manager(request):
+    return lambda *arguments: request.param(*arguments, observer=SchedulingStats())
+
+
+def start_admitted(manager, tokens):
+    """The beginning of a step, as far as the admission of one sequence, which must fit."""
+    begin_step(manager)
+    seq = make_seq(tokens)
+    assert manager.try_admit(seq)
+    return seq
+
+
+def start(manager, cache, tokens):
+    """Admit a sequence and compute all of its tokens in a step of its own; it must fit."""
+    seq = start_admitted(manager, tokens)
+    advance(manager, cache, seq, seq.num_tokens)
+    return seq
+
+
+def append(manager, cache, seq, *tokens):
+    """Decode: each token in a step of its own."""
+    for token in tokens:
+        begin_step(manager)
+        seq.append_token(token)
+        advance(manager, cache, seq, seq.num_tokens)
+
+
+def swapped(manager, seq, host_block_ids):
+    """A strategy that keeps the K and V of `seq` in these blocks of host memory."""
+    space = SwapSpace(0, manager.block_size)
+    space._held[seq] = list(host_block_ids)
+    return Swap(manager, space)
+
+
+# ---- random use, against the oracle
+
+
+class BlockManagerMachine(test_block_manager.BlockManagerMachine):
+    """The core's traffic, where sequences are also swapped out and in, steps fail, and the prefix cache is reset."""
+
+    manager_class = BlockManager
+    ways_to_preempt = ("preempt", "swap out")
+
+    def __init__(self):
+        super().__init__()
+        self.host = {}  # swapped sequence -> its blocks in host memory
+
+    def make_manager(self, num_blocks, block_size):
+        return self.manager_class(num_blocks, block_size, observer=SchedulingStats())
+
+    def make_cache(self, block_size):
+        return FullFakeKVCache(block_size)
+
+    def make_seq(self, tokens):
+        return make_seq(tokens, f"seq-{next(self.names)}")
+
+    @rule()
+    def reset_prefix_cache(self):
+        reset_prefix_cache(Scheduler(self.manager, 1, 1, 1))
+        self.known.clear()
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data(), is_failure=st.integers(0, 4).map(lambda n: n == 4))
+    def step(self, data, is_failure):
+        begin_step(self.manager)
+        self.swap_outs, self.swap_ins, self.swapped_out, self.is_failure = [], [], [], is_failure
+        chunks, writers = {}, WriterCheck(self.running)
+        self.registered_now = set()
+        self.act(data, chunks)
+        self.forward(chunks, writers)
+
+    def forward(self, chunks, writers):
+        writes = [(seq, seq.num_computed_tokens, num_tokens) for seq, num_tokens in chunks.items()]
+        writers.check(writes, self.size)
+        journal = self.cache.move(self.swap_outs, self.swap_ins, self.manager.take_copies())
+        for write in writes:
+            journal += self.cache.write(*write)
+        if not self.is_failure:
+            for seq, _, num_tokens in writes:
+                seq.num_computed_tokens = num_tokens
+            return
+        self.cache.spoil(journal)
+        if self.hash_name == "real":
+            assert self.manager.observer.blocks_in_flight() == self.registered_now
+        forget_new(self.manager)
+        self.forget(self.registered_now)
+        for seq in chunks:
+            self.take_back(seq)
+            self.waiting.append(seq)
+        for seq in self.swapped_out:
+            self.host.pop(seq, None)
+            seq.num_computed_tokens = 0
+
+    def preempt(self, seq, action):
+        table, num_computed = table_of(seq), seq.num_computed_tokens
+        super().preempt(seq, action)
+        if action == "swap out":
+            if num_computed == seq.num_tokens:  # what waits always has a token to compute
+                seq.append_token(0)
+            seq.num_computed_tokens = num_computed
+            self.host[seq] = [next(self.names) for _ in table]  # as if host memory had no end
+            self.swap_outs += zip(table, self.host[seq], strict=True)
+            self.swapped_out.append(seq)
+
+    def try_admit(self, seq, num_promised):
+        if seq not in self.host:
+            return super().try_admit(seq, num_promised)
+        kept, num_needed = self.host[seq], -(-seq.num_tokens // self.size)
+        num_free = self.manager.num_free_blocks - num_promised
+        is_admitted = swapped(self.manager, seq, kept).try_admit(seq, num_promised)
+        assert is_admitted == (num_needed <= num_free)
+        if is_admitted:
+            del self.host[seq]
+            self.swap_ins += zip(kept, table_of(seq), strict=True)
+            self.forget(table_of(seq))
+            self.admit(seq, 0, None)
+            self.register(seq, table_of(seq), seq.num_computed_tokens)
+        return is_admitted
+
+    def register(self, seq, table, num_tokens):
+        before = set(map(id, self.known.values()))
+        super().register(seq, table, num_tokens)
+        self.registered_now |= {known.block_id for known in self.known.values() if id(known) not in before}
+
+    def check_blocks(self):
+        check_ownership(self.manager, self.seqs)
+        check_stored(self.manager, self.running)
+        for seq in self.waiting:
+            if seq in self.host:
+                self.cache.check_host(seq, seq.num_computed_tokens, self.host[seq])
+
+
+class ConstantHashMachine(BlockManagerMachine):
+    hash_name = "constant"
+
+
+class WeakHashMachine(BlockManagerMachine):
+    hash_name = "weak"
+
+
+class BlindHashMachine(BlockManagerMachine):
+    hash_name = "blind for the parent"
+
+
+class KnownTokensMachine(BlockManagerMachine):
+    manager_class = KnownTokensBlockManager
+
+
+class KnownTokensWeakHashMachine(WeakHashMachine):
+    manager_class = KnownTokensBlockManager
+
+
+TestRealHash = pytest.mark.examples(BlockManagerMachine.TestCase)
+TestConstantHash = pytest.mark.examples(ConstantHashMachine.TestCase)
+TestWeakHash = pytest.mark.examples(WeakHashMachine.TestCase)
+TestBlindHash = pytest.mark.examples(BlindHashMachine.TestCase)
+TestKnownTokens = pytest.mark.examples(KnownTokensMachine.TestCase)
+TestKnownTokensWeakHash = pytest.mark.examples(KnownTokensWeakHashMachine.TestCase)
+for one in (TestConstantHash, TestWeakHash, TestBlindHash, TestKnownTokensWeakHash):
+    one.settings = SETTINGS
+TestRealHash.settings = TestKnownTokens.settings = settings(SETTINGS, max_examples=examples(300))
+
+
+# ---- tokens that are not known yet
+
+
+def test_a_block_is_registered_when_its_tokens_are_known():
+    manager, cache = KnownTokensBlockManager(8, 2, observer=SchedulingStats()), FullFakeKVCache(2)
+    seq = start(manager, cache, [1])
+    seq.token_ids.data[1] = -1  # a placeholder
+    seq.num_tokens = 2
+    assert manager.try_allocate(seq, 2)
+    seq.num_computed_tokens = 2
+    assert (seq.num_registered_blocks, seq.block_hashes, list(manager.prefix_cache._by_id)) == (0, [], [])
+    seq.append_token(5)
+    assert seq.num_tokens == 2
+    manager.free(seq)
+    assert num_hits(manager, [1, 5]) == 1
+
+
+def test_a_block_whose_tokens_stay_unknown_is_not_registered():
+    manager, cache = KnownTokensBlockManager(8, 2, observer=SchedulingStats()), FullFakeKVCache(2)
+    seq = start(manager, cache, [1])
+    seq.token_ids.data[1] = 5  # a draft
+    seq.num_tokens = 2
+    assert manager.try_allocate(seq, 2)
+    seq.num_computed_tokens = 2
+    manager.free(seq)
+    assert num_hits(manager, [1, 5]) == 0
+    assert manager.prefix_cache._by_id == {}
+
+
+def test_without_prefix_caching_no_block_is_hashed():
+    """Nor looked at again in each step, however many there are."""
+    manager, cache = KnownTokensBlockManager(8, 2, False, SchedulingStats()), FullFakeKVCache(2)
+    seq = start(manager, cache, [1, 2, 3, 4])
+    append(manager, cache, seq, 5, 6)
+    manager.free(seq)
+    assert (seq.block_hashes, num_hits(manager, [1, 2, 3, 4])) == ([], 0)
+
+
+# ---- by hand
+
+
+def test_a_reader_that_reads_the_prompt_needs_every_position_so_nothing_is_found(make_manager):
+    manager, cache = make_manager(8, 2), FullFakeKVCache(2)
+    manager.free(start(manager, cache, [1, 2, 3, 4]))
+    begin_step(manager)
+    seq = make_seq([1, 2, 3, 4, 5])
+    seq.reads_prompt = True  # a reader does
+    assert manager.try_admit(seq)
+    assert seq.num_computed_tokens == len(table_of(seq)) == 0
+    assert num_hits(manager, [1, 2, 3, 4]) == 2
+
+
+def test_reset_forgets_what_is_cached_and_leaves_running_sequences_alone(make_manager):
+    manager, cache = make_manager(8, 2), FullFakeKVCache(2)
+    running = start(manager, cache, [1, 2, 3, 4])
+    reset_prefix_cache(Scheduler(manager, 1, 1, 1))
+    assert num_hits(manager, [1, 2, 3, 4]) == 0
+    check_ownership(manager, [running])
+    append(manager, cache, running, 5, 6)
+    assert num_hits(manager, [1, 2, 3, 4, 5, 6]) == 0, "its first blocks were forgotten, so nobody gets at the third"
+    check_cached_blocks(manager, cache)
+
+
+def test_swapped_sequence_gets_private_blocks_or_none(make_manager):
+    manager, cache = make_manager(5, 2), FullFakeKVCache(2)
+    seq = start(manager, cache, [1, 2, 3])
+    manager.free(seq)
+    seq.num_computed_tokens = 3
+    seq.append_token(4)
+    seq.append_token(5)
+    other = start(manager, cache, [1, 2, 9])
+    swap = swapped(manager, seq, [0, 1])
+    assert not swap.try_admit(seq, num_reserved=1)
+    assert table_of(seq) == []
+    assert swap.try_admit(seq, num_reserved=0)
+    assert len(table_of(seq)) == 2, "as many as were computed; the third comes with the tokens"
+    assert not set(table_of(seq)) & set(table_of(other))
+    assert seq.num_computed_tokens == 3
+    assert manager.try_allocate(seq, 5)
+    check_ownership(manager, [seq, other])
+
+
+def test_blocks_of_a_failed_step_are_forgotten_and_those_of_others_are_not(make_manager):
+    manager, cache = make_manager(16, 2), FullFakeKVCache(2)
+    old = start(manager, cache, [1, 2, 3, 4])
+    new = start_admitted(manager, [1, 2, 5, 6])
+    assert manager.try_allocate(new, 4)
+    assert num_hits(manager, [1, 2, 5, 6]) == 2
+    forget_new(manager)
+    manager.free(new)
+    assert num_hits(manager, [1, 2, 5, 6]) == 1
+    assert num_hits(manager, [1, 2, 3, 4]) == 2
+    check_cached_blocks(manager, cache)
+    begin_step(manager)
+    forget_new(manager)
+    assert num_hits(manager, [1, 2, 3, 4]) == 2, "what an earlier step has registered is safe"
+    check_ownership(manager, [old])
+
+
+def test_empty_slots_that_forks_share_count_once(make_manager):
+    manager, cache = make_manager(16, 4), FullFakeKVCache(4)
+    parent = start(manager, cache, [1, 2, 3, 4, 5, 6])
+    children = [make_seq(tokens_of(parent), f"child-{i}") for i in range(3)]
+    for child in children:
+        manager.fork(parent, child)
+    seqs = [parent, *children]
+    assert manager.num_used_blocks * 4 - count_empty_slots(seqs, 4) == 6
+    for seq in seqs:  # each gets a block of its own, but the last one, which is alone with its block
+        append(manager, cache, seq, 7)
+        check_stored(manager, seqs)
+    assert manager.num_used_blocks * 4 - count_empty_slots(seqs, 4) == 4 + 4 * 3
+    for seq in seqs[:3]:
+        manager.free(seq)
+    assert manager.num_used_blocks * 4 - count_empty_slots(seqs[3:], 4) == 7
+
+
+def test_cost_of_a_block_does_not_grow_with_the_pool(make_manager):
+    """A hundred times the blocks: whatever scans them takes a hundred times longer. Failed steps are included."""
+    small, large = [full_pool(num_blocks, make_manager, make_seq) for num_blocks in (400, 40_000)]
+    times = []
+    for manager in (large, small):
+        begin_step(manager)
+        times.append(seconds_of_use(manager, make_seq, end_of_failed_step))
+    assert times[0] < 20 * times[1]
+
+
+def end_of_failed_step(manager):
+    forget_new(manager)
+    begin_step(manager)
