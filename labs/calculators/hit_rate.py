@@ -25,8 +25,8 @@ from labs.calculators.common import Panel, draw, print_table
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.full_observer import SchedulingStats
-from nanovllm.extras.full_sequence import Sequence
 from nanovllm.scheduler import Scheduler
+from nanovllm.sequence import Sequence
 
 MAX_MESSAGE_TOKEN = 10_000
 ANSWER_TOKEN = 10_001  # any token will do, because the messages make conversations different

@@ -33,8 +33,8 @@ from labs.calculators.common import Panel, draw, print_table
 from nanovllm import SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.full_observer import SchedulingStats
-from nanovllm.extras.full_sequence import Sequence
 from nanovllm.scheduler import Scheduler, Step
+from nanovllm.sequence import Sequence
 
 VOCAB_SIZE = 10_001
 

@@ -118,7 +118,7 @@ def test_a_hub_id_needs_only_its_config(hub_cache, monkeypatch, capsys):
         (("--layers", 3, "--heads", 8, "--head-dim", 16, "--kv-heads", 3), "multiple of --kv-heads, got 8 and 3"),
         (("--layers", 0, "--heads", 8, "--head-dim", 16), "must be >= 1"),
         (("--layers", 3, "--heads", 8, "--head-dim", 16, "--latent-rank", 64), "go together"),
-        (("--model", "nowhere"), "'nowhere' is neither a folder here nor to be had from the hub"),
+        (("--model", "nowhere"), "'nowhere' is not a folder and not available from the hub"),
     ],
 )
 def test_bad_arguments_are_refused(hub_cache, monkeypatch, capsys, arguments, message):
