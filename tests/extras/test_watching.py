@@ -9,7 +9,7 @@ from nanovllm.extras.trace.recording import Sinks, TraceFile, read_recording
 from nanovllm.extras.watching import Watching
 from nanovllm.extras.full_observer import Observer, SchedulingStats
 
-EVENTS = [name for name in vars(Observer) if name.startswith("on_")]
+EVENTS = [name for name in dir(Observer) if name.startswith("on_")]
 SMALL = {"device": "cpu", "attention_backend": "torch", "block_size": 4, "num_kv_blocks": 16}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [list(range(i, i + 9)) for i in (1, 1, 40, 80)]
@@ -77,11 +77,12 @@ def test_an_observer_hears_of_everything(tiny_checkpoint, expected):
     engine = LLMEngine(Config(tiny_checkpoint[0], **SMALL), told)
     assert serve(engine) == expected
     direct = LLMEngine(Config(tiny_checkpoint[0], **SMALL))
-    direct.observer = Log()
-    direct._begin()
+    direct.stats = Log()
+    direct.reset()
     serve(direct)
     assert told.heard == direct.observer.heard
     assert len({event for event, _ in told.heard}) >= 12
+    assert {"on_take_block", "on_swap_out"} <= set(EVENTS), "the core's, and those of extras"
     assert set(EVENTS) <= vars(Watching).keys()
 
 

@@ -16,7 +16,7 @@ from nanovllm import LLM, TINY_QWEN3, BeamSearchParams, Config, LLMEngine, Sampl
 from nanovllm.extras.isolation import IsolatingEngine
 from tests.conftest import examples
 from tests.extras.test_overlap import CONFIGURATIONS, KINDS, visible
-from tests.fake_kv_cache import check_ownership, check_stored
+from tests.extras.full_fake_kv_cache import check_ownership, check_stored
 from tests.extras.test_full_engine import assert_at_rest, greedy, ids
 
 KINDS_WITHOUT_DRAFTS = ("logits processors",)
