@@ -42,7 +42,10 @@ class Detokenizer:
         self.stop_string: str | None = None  # the one that was found, and has ended the text
         self._context: list[int] = []  # tokens of the newest text
         self._pending: list[int] = []  # tokens that have no text yet
-        self._restart(prompt_token_ids[-NUM_CONTEXT:])
+        for num_context in range(NUM_CONTEXT, NUM_CONTEXT + 4):  # one of them begins with a whole character
+            self._restart(prompt_token_ids[-num_context:])
+            if not self._pending:
+                break
         self._prompt_text = self._decode(self._pending)  # of an incomplete character at the end of the prompt
 
     def append(self, token_id: int) -> None:
@@ -84,9 +87,14 @@ class Detokenizer:
         """Start a new stream with tokens whose text is known, except for incomplete characters at their end."""
         self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
         self._context, self._pending = [], []
-        for token_id in token_ids:
+        for i, token_id in enumerate(token_ids):
             self._pending.append(token_id)
-            if self._stream.step(self._tokenizer, token_id) is not None:
+            try:
+                new = self._stream.step(self._tokenizer, token_id)
+            except Exception:  # as in `append`
+                self._restart(token_ids[i:])
+                break
+            if new is not None:
                 self._context, self._pending = self._pending, []
 
     def _show_pending(self, num_kept: int) -> None:
@@ -95,7 +103,9 @@ class Detokenizer:
         shown, kept = self._pending[:split], self._pending[split:]
         known = self._decode(self._context) if self._context else ""
         new = self._decode(self._context + shown)[len(known) :]
-        self._restart(kept or shown[-NUM_CONTEXT:])
+        if not self._decode(kept):  # then the text of the next token may depend on tokens before them
+            kept = (shown[-NUM_CONTEXT:] if new else self._context) + kept
+        self._restart(kept)
         self._show(new)
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -26,7 +26,7 @@ def core_files() -> list[Path]:
 
 def copy_core(folder: Path) -> Path:
     """Copy the package without extras, the core's own tests and the example to `folder`."""
-    ignored = shutil.ignore_patterns("__pycache__", "extras")
+    ignored = shutil.ignore_patterns("__pycache__", "extras", "repository")
     for name in ("nanovllm", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     for name in ("example.py", "bench.py", "pyproject.toml"):

@@ -36,6 +36,7 @@ HASHES = {
     "blind for the parent": lambda parent_hash, tokens: hash_block(0, tokens),
 }
 
+
 def make_seq(tokens, name="seq", **params):
     return Sequence(name, tokens, SamplingParams(**params))
 

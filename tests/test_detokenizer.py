@@ -4,13 +4,14 @@ Oracles: the tokenizer's own decode of all tokens at once, over random token seq
 a naive search that decodes everything anew after each token. The tokenizers: the byte-level BPE of the bundled model, a
 SentencePiece-style one that spells in bytes what it has no piece for, and one with the metaspace decoder.
 
-Seen to fail when broken: the newest token decoded by itself; a context of one token; half a character shown; what was
+Seen to fail when broken: the newest token decoded by itself; no context of the prompt; half a character shown; what was
 held back forgotten; a stop string searched in the newest text only; nothing held back, or too little; the cut one
-character off; the stop string that begins first taken instead of the one that is complete first; `min_tokens` ignored.
+character off; the stop string that begins first taken instead of the one that is complete first.
 """
 
 import copy
 import random
+from os.path import commonprefix
 
 import pytest
 import tokenizers
@@ -19,9 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import nanovllm
-from nanovllm import SamplingParams
-from nanovllm.extras.full_detokenizer import TokenDecoder
-from nanovllm.detokenizer import is_context_free, make_detokenizer
+from nanovllm.detokenizer import MAX_PENDING, NUM_OPEN, Detokenizer
 from tests import tiny_tokenizers
 from tests.conftest import examples
 
@@ -34,24 +33,26 @@ TOKENIZERS = {"byte-level": BUNDLED, "sentencepiece": SENTENCEPIECE, "metaspace"
 thorough = settings(max_examples=examples(200), deadline=None, derandomize=True, database=None)
 
 
-def decode(tokenizer, token_ids, **fields):
-    skip_special_tokens = fields.get("skip_special_tokens", True)
+def decode(tokenizer, token_ids, skip_special_tokens=True):
     return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
 
-def stream(tokenizer, chunks, **fields):
-    """What is shown after each chunk of tokens; the last chunk is the end. And the detokenizer."""
-    detokenizer = make_detokenizer(tokenizer and TokenDecoder(tokenizer), SamplingParams(**fields))
+def decode_after(tokenizer, prompt, token_ids, skip_special_tokens=True):
+    """What `token_ids` add to the text of the prompt. They may complete a character that the prompt has begun."""
+    before = decode(tokenizer, prompt, skip_special_tokens)
+    whole = decode(tokenizer, [*prompt, *token_ids], skip_special_tokens)
+    return whole[len(commonprefix([before, whole])) :]
+
+
+def stream(tokenizer, token_ids, prompt=(), stop=(), skip_special_tokens=True):
+    """What is shown after each token, and at the end. And the detokenizer."""
+    detokenizer = Detokenizer(tokenizer.backend_tokenizer, list(prompt), stop, skip_special_tokens)
     shown = []
-    for i, chunk in enumerate(chunks):
-        is_last = i == len(chunks) - 1
-        detokenizer.append(chunk, is_last)
-        shown.append(detokenizer.text(is_last or detokenizer.stop_string is not None))
-    return shown, detokenizer
-
-
-def one_by_one(token_ids):
-    return [[token_id] for token_id in token_ids]
+    for token_id in token_ids:
+        detokenizer.append(token_id)
+        shown.append(detokenizer.text(False))
+    detokenizer.finish()
+    return [*shown, detokenizer.text(True)], detokenizer
 
 
 def byte_ids(tokenizer):
@@ -100,6 +101,18 @@ def test_the_byte_tokens_are_what_they_seem():
         assert decode(TOKENIZERS[name], [ids[byte] for byte in "a😀€".encode()]) == "a😀€"
 
 
+def assert_agrees(text, expected, name):
+    """Where SentencePiece's bytes are no characters, a decoder of all tokens at once makes nothing of the valid ones
+    beside them, which have been shown before the invalid ones came.
+    """
+    if name != "sentencepiece" or REPLACEMENT not in expected:
+        assert text == expected
+        return
+    rest = iter(text.replace(REPLACEMENT, ""))
+    assert all(character in rest for character in expected.replace(REPLACEMENT, "")), "in this order"
+    assert REPLACEMENT in text
+
+
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.examples
@@ -110,8 +123,8 @@ def test_streamed_pieces_add_up_to_the_whole_text(name, skip_special_tokens):
     @thorough
     @given(token_ids(name))
     def check(ids):
-        shown, _ = stream(tokenizer, [*one_by_one(ids), []], skip_special_tokens=skip_special_tokens)
-        assert shown[-1] == decode(tokenizer, ids, skip_special_tokens=skip_special_tokens)
+        shown, _ = stream(tokenizer, ids, skip_special_tokens=skip_special_tokens)
+        assert_agrees(shown[-1], decode(tokenizer, ids, skip_special_tokens), name)
         for earlier, later in zip(shown, shown[1:], strict=False):
             assert later.startswith(earlier)
 
@@ -133,7 +146,7 @@ def test_texts_stream_without_half_characters(name):
     def check(text):
         ids = tokenizer.encode(text, add_special_tokens=False)
         whole = decode(tokenizer, ids)
-        shown, _ = stream(tokenizer, [*one_by_one(ids), []])
+        shown, _ = stream(tokenizer, ids)
         assert shown[-1] == whole
         assert not any(REPLACEMENT in one for one in shown)
         assert all(whole.startswith(one) for one in shown)
@@ -146,33 +159,11 @@ def test_what_is_whole_is_shown_at_once(name):
     tokenizer = TOKENIZERS[name]
     text = "Hello world.\nab a b c" if name == "metaspace" else "Hello wörld 東京 a é\n😀."
     ids = tokenizer.encode(text, add_special_tokens=False)
-    is_byte = set(BYTES["sentencepiece"]) if name == "sentencepiece" else ()
-    shown, _ = stream(tokenizer, [*one_by_one(ids), []])
-    for i, token_id in enumerate(ids):
+    shown, _ = stream(tokenizer, ids)
+    for i in range(len(ids)):
         so_far = decode(tokenizer, ids[: i + 1])
-        if not so_far.endswith(REPLACEMENT) and token_id not in is_byte:
+        if not so_far.endswith(REPLACEMENT):
             assert shown[i] == so_far
-
-
-@pytest.mark.examples
-def test_any_number_of_tokens_at_a_time(name):
-    tokenizer = TOKENIZERS[name]
-
-    @thorough
-    @given(st.lists(token_ids(name), max_size=6))
-    def check(chunks):
-        whole = decode(tokenizer, [token_id for chunk in chunks for token_id in chunk])
-        shown, _ = stream(tokenizer, [*chunks, []])
-        assert shown[-1] == whole
-        assert all(whole.startswith(one) for one in shown)
-
-    check()
-
-
-def test_everything_at_once_is_a_plain_decode(name):
-    ids = [5, 9, 1, 13, 2, 4, 10**6, 7] * 3
-    shown, _ = stream(TOKENIZERS[name], [ids])
-    assert shown == [decode(TOKENIZERS[name], ids)]
 
 
 @pytest.mark.parametrize("character", ["é", "€", "😀"], ids=["2 bytes", "3 bytes", "4 bytes"])
@@ -180,7 +171,7 @@ def test_everything_at_once_is_a_plain_decode(name):
 def test_half_a_character_is_shown_at_the_end_only(kind, character):
     ids = [*words(kind, "a"), *[BYTES[kind][byte] for byte in character.encode()]]
     for num_bytes in range(1, len(ids)):
-        shown, _ = stream(TOKENIZERS[kind], [*one_by_one(ids[:num_bytes]), []])
+        shown, _ = stream(TOKENIZERS[kind], ids[:num_bytes])
         assert set(shown[:-1]) <= {"", "a"}
         assert shown[-1] == decode(TOKENIZERS[kind], ids[:num_bytes])
 
@@ -188,50 +179,68 @@ def test_half_a_character_is_shown_at_the_end_only(kind, character):
 @pytest.mark.parametrize("kind", BYTES)
 @pytest.mark.parametrize("character", ["é", "€", "😀", "👩‍👩‍👧‍👦"], ids=["2 bytes", "3 bytes", "4 bytes", "25 bytes"])
 def test_long_runs_of_characters_in_bytes(kind, character):
-    """Longer than any context: where it is cut in the middle of a character, nothing changes."""
+    """Longer than any context: each character is shown with its last byte."""
     text = character * 20 + "a" + character + "a"
     run = [BYTES[kind][byte] for byte in character.encode()]
-    ids = [*run * 20, *words(kind, "a"), *run, *words(kind, "a")]
-    shown, _ = stream(TOKENIZERS[kind], [*one_by_one(ids), []])
+    a = words(kind, "a")
+    ids = [*run * 20, *a, *run, *a]
+    shown, _ = stream(TOKENIZERS[kind], ids)
     assert shown[-1] == text
-    assert not any(REPLACEMENT in one for one in shown)
+    data = (character * 20).encode()
+    for i in range(len(data)):
+        assert shown[i] == data[: i + 1].decode(errors="ignore")
+    assert shown[len(data)] == character * 20 + "a"
 
 
+@pytest.mark.parametrize("kind", BYTES)
+def test_a_stop_string_in_a_long_run_of_bytes_is_found_at_once(kind):
+    """As soon as its last character is complete."""
+    text = "你好吗" * 12 + "。" + "你好" * 9
+    ids = [BYTES[kind][byte] for byte in text.encode()]
+    for stop in ("。", "吗。", "好吗。你", "你"):
+        before = text[: text.index(stop)]
+        num_tokens = len((before + stop).encode())
+        shown, found = stream_until_stop(TOKENIZERS[kind], ids, stop=[stop])
+        assert (len(shown), shown[-1], found) == (num_tokens, before, stop)
+
+
+@pytest.mark.parametrize("kind", BYTES)
 @pytest.mark.examples
-def test_bytes_that_never_become_characters_are_shown_and_not_decoded_for_ever():
-    """Lone and cut-off bytes of all kinds, as no model should write them: nothing is decoded more than a few times."""
-    lengths = []
-
-    class Counting(TokenDecoder):
-        def decode(self, token_ids, skip_special_tokens):
-            lengths.append(len(token_ids))
-            return super().decode(token_ids, skip_special_tokens)
-
-    decoder = Counting(BUNDLED)
+def test_bytes_that_never_become_characters_are_shown_and_not_decoded_for_ever(kind):
+    """Lone and cut-off bytes of all kinds, as no model should write them: nothing is held back for long."""
     lone = st.builds(
         lambda byte, n: bytes([byte] * n), st.sampled_from([0x80, 0xBF, 0xC3, 0xE2, 0xF0, 0xFF]), st.integers(1, 30)
     )
     cut = st.builds(lambda char, n: char.encode()[:n], st.sampled_from("é€😀"), st.integers(1, 4))
 
     @settings(max_examples=examples(600), deadline=None, derandomize=True, database=None)
-    @given(st.lists(lone | cut, max_size=8), st.integers(1, 5))
-    def check(pieces, num_at_a_time):
-        ids = [BYTES["byte-level"][byte] for byte in b"".join(pieces)]
-        detokenizer = make_detokenizer(decoder, SamplingParams())
-        lengths.clear()
+    @given(st.lists(lone | cut, max_size=8))
+    def check(pieces):
+        ids = [BYTES[kind][byte] for byte in b"".join(pieces)]
+        detokenizer = Detokenizer(TOKENIZERS[kind].backend_tokenizer, [])
         shown = [""]
-        for i in range(0, len(ids), num_at_a_time):
-            detokenizer.append(ids[i : i + num_at_a_time], False)
+        for token_id in ids:
+            detokenizer.append(token_id)
             shown.append(detokenizer.text(False))
             assert shown[-1].startswith(shown[-2])
-        assert max(lengths, default=0) < 50
-        detokenizer.append([], True)
-        text = decode(BUNDLED, ids)
-        assert detokenizer.text(True) == text
-        assert text.startswith(shown[-1])
-        assert len(text) - len(shown[-1]) <= 16 + num_at_a_time, "they are shown, if late"
+            assert len(detokenizer._context) + len(detokenizer._pending) < 50, "these are decoded"
+            assert len(detokenizer._pending) <= MAX_PENDING, "they are shown, if late"
+        detokenizer.finish()
+        assert detokenizer.text(True).startswith(shown[-1])
+        assert_agrees(detokenizer.text(True), decode(TOKENIZERS[kind], ids), kind)
 
     check()
+
+
+@pytest.mark.parametrize("kind", BYTES)
+def test_what_follows_invalid_bytes_is_text_again(kind):
+    for num_bytes in (1, 2, 16, 17, 18, 40):
+        ids = [*words(kind, "a"), *[BYTES[kind][0x80]] * num_bytes, *words(kind, "b", "a")]
+        shown, _ = stream(TOKENIZERS[kind], ids)
+        assert shown[-1] == "a" + REPLACEMENT * num_bytes + "ba"
+        assert shown[-3] == shown[-1][:-1], "at once"
+        if num_bytes > MAX_PENDING:
+            assert len(shown[num_bytes]) >= num_bytes - MAX_PENDING, "they are shown before any other text comes"
 
 
 def test_a_space_comes_with_the_word_after_it():
@@ -239,7 +248,7 @@ def test_a_space_comes_with_the_word_after_it():
     for tokenizer in (SENTENCEPIECE, METASPACE):
         ids = tokenizer.convert_tokens_to_ids(["▁Hel", "lo", "▁wor", "ld", "▁a", "▁", "b"])
         assert decode(tokenizer, ids) == "Hello world a b"
-        assert stream(tokenizer, one_by_one(ids))[0] == [
+        assert stream(tokenizer, ids)[0][:-1] == [
             "Hel",
             "Hello",
             "Hello wor",
@@ -250,36 +259,150 @@ def test_a_space_comes_with_the_word_after_it():
         ]
 
 
+# --- after a prompt --------------------------------------------------------------------------------------------------
+
+
+def test_the_first_space_of_an_answer_is_kept():
+    """The decoders of these tokenizers drop the first space of a text; an answer is the middle of one."""
+    for tokenizer in (SENTENCEPIECE, METASPACE):
+        prompt = tokenizer.convert_tokens_to_ids(["▁Hel", "lo"])
+        ids = tokenizer.convert_tokens_to_ids(["▁wor", "ld", "▁a"])
+        assert decode(tokenizer, ids) == "world a", "by itself it would be lost"
+        assert stream(tokenizer, ids, prompt)[0] == [" wor", " world", " world a", " world a"]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 8])
+def test_a_prompt_without_text_is_none(name, length):
+    """An answer to special tokens alone begins as any text does."""
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode("a b a", add_special_tokens=False)
+    shown, _ = stream(tokenizer, ids, [tokenizer.eos_token_id] * length)
+    assert shown[-1] == decode(tokenizer, ids)
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.examples
+def test_an_answer_continues_the_text_of_its_prompt(name, skip_special_tokens):
+    """Any text, split between any two of its tokens, also within a character."""
+    tokenizer = TOKENIZERS[name]
+    alphabet = "ab c.\n" if name == "metaspace" else st.sampled_from("ab é€😀你好 .")
+
+    @thorough
+    @given(st.text(alphabet, min_size=1, max_size=30), st.integers(0, 100))
+    @example("a b" if name == "metaspace" else "a你好你好你好你好a", 60)
+    @example("a b" if name == "metaspace" else "你好你好你好你好你好", 50)
+    @example("a b" if name == "metaspace" else "a b 😀", 90)
+    def check(text, percent):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        num_prompt = len(ids) * percent // 100
+        while name == "sentencepiece" and decode(tokenizer, ids[:num_prompt]).endswith(REPLACEMENT):
+            num_prompt -= 1  # in a long run of bytes the last few may not tell where characters begin
+        prompt, answer = ids[:num_prompt], ids[num_prompt:]
+        shown, _ = stream(tokenizer, answer, prompt, skip_special_tokens=skip_special_tokens)
+        assert shown[-1] == decode_after(tokenizer, prompt, answer, skip_special_tokens)
+        for earlier, later in zip(shown, shown[1:], strict=False):
+            assert later.startswith(earlier)
+            assert REPLACEMENT not in later
+
+    check()
+
+
+@pytest.mark.parametrize("kind", BYTES)
+@pytest.mark.parametrize("num_bytes", [1, 2, 3])
+def test_an_emoji_that_is_split_between_prompt_and_answer(kind, num_bytes):
+    tokenizer, emoji = TOKENIZERS[kind], [BYTES[kind][byte] for byte in "😀".encode()]
+    prompt = [*words(kind, "b", "a"), *emoji[:num_bytes]]
+    shown, _ = stream(tokenizer, [*emoji[num_bytes:], *words(kind, "a")], prompt)
+    assert shown == [""] * (3 - num_bytes) + ["😀", "😀a", "😀a"]
+    shown, _ = stream(tokenizer, words(kind, "a", "b"), prompt)
+    assert shown == ["a", "ab", "ab"], "what is left of it belongs to the prompt"
+    shown, _ = stream(tokenizer, [], prompt)
+    assert shown == [""]
+
+
+@pytest.mark.parametrize("num_prompt", range(1, 13))
+def test_a_prompt_that_ends_in_a_long_run_of_bytes(num_prompt):
+    """Where the end of the prompt is cut in the middle of a character, it tells nothing about the next ones."""
+    for character in ("é", "你", "😀"):
+        prompt = words("sentencepiece", "▁a") + [BYTES["sentencepiece"][b] for b in (character * num_prompt).encode()]
+        answer = [BYTES["sentencepiece"][byte] for byte in (character * 9).encode()] + words("sentencepiece", "▁b")
+        shown, _ = stream(SENTENCEPIECE, answer, prompt)
+        assert shown[-1] == character * 9 + " b"
+        assert not any(REPLACEMENT in one for one in shown)
+
+
+@pytest.mark.examples
+def test_any_prompt_and_any_answer():
+    """Byte-level, where the text of a token does not depend on the tokens before it: the sum is always exact."""
+
+    @thorough
+    @given(token_ids("byte-level"), token_ids("byte-level"))
+    def check(prompt, ids):
+        shown, _ = stream(BUNDLED, ids, prompt)
+        before, whole = (
+            BUNDLED.backend_tokenizer.decode(some, skip_special_tokens=True) for some in (prompt, [*prompt, *ids])
+        )
+        assert whole.endswith(shown[-1])
+        assert shown[-1] == whole[len(commonprefix([before, whole])) :]
+
+    check()
+
+
+@pytest.mark.parametrize("kind", BYTES)
+def test_any_bytes_may_be_a_prompt(kind):
+    """A prompt of tokens need not be text: valid characters beside invalid bytes."""
+    rng = random.Random(0)
+    pieces = ["你".encode(), b"\xe4", b"\x80", "é".encode(), b"a"]
+    for _ in range(200):
+        data = b"".join(rng.choice(pieces) for _ in range(rng.randrange(1, 9)))
+        prompt = [BYTES[kind][byte] for byte in data] + words(kind, "a")
+        shown, _ = stream(TOKENIZERS[kind], words(kind, "b", "a"), prompt)
+        assert shown == ["b", "ba", "ba"]
+
+
 # --- what gives no text ----------------------------------------------------------------------------------------------
 
+GAPS = [1, 5, 6, 7, MAX_PENDING - 1, MAX_PENDING, MAX_PENDING + 1, MAX_PENDING + NUM_OPEN, 30, 60]
 
-@pytest.mark.parametrize("gap", [1, 5, 6, 7, 30])
+
+@pytest.mark.parametrize("gap", GAPS)
 def test_ids_beyond_the_vocabulary_give_nothing(name, gap):
     """However many there are in a row, the words around them stay as they are."""
     tokenizer = TOKENIZERS[name]
     text = tokenizer.encode("a b a", add_special_tokens=False)
     ids = [*text[:-1], *[len(tokenizer) + i for i in range(gap)], text[-1]]
-    shown, _ = stream(tokenizer, one_by_one(ids))
+    shown, _ = stream(tokenizer, ids)
     assert shown[-1] == decode(tokenizer, text)
-    assert shown[-2] == shown[len(text) - 2]
+    assert shown[-3] == shown[len(text) - 2]
 
 
-@pytest.mark.parametrize("gap", [1, 5, 6, 7, 30])
+@pytest.mark.parametrize("gap", [1, 6, 20])
+def test_ids_above_the_length_of_a_vocabulary_with_holes_are_text(gap):
+    """`len(tokenizer)` counts tokens: with holes, tokens have ids above it, and the holes none."""
+    vocab = {"<end>": 0, "▁a": 1, "▁b": 2, "c": 30, "▁d": 31}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<end>"))
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    tokenizer.add_special_tokens(["<end>"])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    assert len(fast) == 5
+    ids = [30, 31, *range(3, 3 + gap), 30, 2, 31]
+    shown, _ = stream(fast, ids, prompt=[1])
+    assert (shown[0], shown[1]) == ("c", "c d")
+    assert shown[-1] == "c dc b d" == decode_after(fast, [1], ids)
+    shown, found = stream_until_stop(fast, ids, stop=["c b"])
+    assert (len(shown), shown[-1], found) == (4 + gap, "c d", "c b")
+
+
+@pytest.mark.parametrize("gap", GAPS)
 def test_special_tokens_are_left_out_or_written(name, gap):
     tokenizer = TOKENIZERS[name]
     text = tokenizer.encode("a b a", add_special_tokens=False)
     ids = [*text[:-1], *[tokenizer.eos_token_id] * gap, text[-1]]
-    assert stream(tokenizer, one_by_one(ids))[0][-1] == decode(tokenizer, text)
-    written = stream(tokenizer, one_by_one(ids), skip_special_tokens=False)[0][-1]
+    assert stream(tokenizer, ids)[0][-1] == decode(tokenizer, text)
+    written = stream(tokenizer, ids, skip_special_tokens=False)[0][-1]
     assert written == decode(tokenizer, ids, skip_special_tokens=False)
     assert written.count(tokenizer.eos_token) == gap
-
-
-def test_no_text_is_made_where_none_is_wanted_or_can_be():
-    for tokenizer, fields in ((BUNDLED, {"detokenize": False}), (None, {})):
-        shown, detokenizer = stream(tokenizer, [[5], [6, 7], []], **fields)
-        assert shown == ["", "", ""]
-        assert detokenizer.stop_string is None
 
 
 # --- stop strings ----------------------------------------------------------------------------------------------------
@@ -310,33 +433,31 @@ def whole_text(tokenizer, ids):
     return decode(tokenizer, ids).rstrip(REPLACEMENT)
 
 
-def naive_stop(tokenizer, ids, stops, min_tokens, include):
-    """(number of tokens, text, stop string) of a search in all of the text after each token; the third may be None.
-
-    As in vLLM, a stop string counts if it is complete only after the first `min_tokens` tokens.
-    """
-    ignored = len(whole_text(tokenizer, ids[:min_tokens]))
-    for num_tokens in range(min_tokens + 1, len(ids) + 1):
+def naive_stop(tokenizer, ids, stops):
+    """(number of tokens, text, stop string) of a search in all of the text after each token; the third may be None."""
+    for num_tokens in range(1, len(ids) + 1):
         text = whole_text(tokenizer, ids[:num_tokens])
         ends = [
             (end, end - len(stop), stop)
             for stop in stops
-            for end in range(max(ignored + 1, len(stop)), len(text) + 1)
+            for end in range(len(stop), len(text) + 1)
             if text[:end].endswith(stop)
         ]
         if ends:
-            end, start, stop = min(ends)
-            return num_tokens, text[: end if include else start], stop
+            _, start, stop = min(ends)
+            return num_tokens, text[:start], stop
     return len(ids), decode(tokenizer, ids), None
 
 
-def stream_until_stop(tokenizer, ids, **fields):
+def stream_until_stop(tokenizer, ids, stop, skip_special_tokens=True):
     """(what is shown after each token up to the one that stops, the stop string)"""
-    detokenizer = make_detokenizer(tokenizer and TokenDecoder(tokenizer), SamplingParams(max_tokens=None, **fields))
+    detokenizer = Detokenizer(tokenizer.backend_tokenizer, [], stop, skip_special_tokens)
     shown = []
     for i, token_id in enumerate(ids):
+        detokenizer.append(token_id)
         is_last = i == len(ids) - 1
-        detokenizer.append([token_id], is_last)
+        if is_last:
+            detokenizer.finish()
         shown.append(detokenizer.text(is_last or detokenizer.stop_string is not None))
         if detokenizer.stop_string is not None:
             break
@@ -350,147 +471,104 @@ def undecided(text, stops):
     )
 
 
-@pytest.mark.parametrize("min_tokens", [0, 1, 4])
-@pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
 @pytest.mark.examples
-def test_stop_strings_are_found_as_by_a_naive_search(kind, include, min_tokens):
+def test_stop_strings_are_found_as_by_a_naive_search(kind):
     tokenizer = TOKENIZERS[kind]
 
     @thorough
     @given(tokens_and_stops(kind))
     def check(case):
         ids, stops = case
-        fields = {"stop": stops, "include_stop_str_in_output": include, "min_tokens": min_tokens}
-        shown, stop = stream_until_stop(tokenizer, ids, **fields)
-        num_tokens, text, expected = naive_stop(tokenizer, ids, stops, min_tokens, include)
+        shown, stop = stream_until_stop(tokenizer, ids, stops)
+        num_tokens, text, expected = naive_stop(tokenizer, ids, stops)
         assert (len(shown), shown[-1], stop) == (num_tokens, text, expected)
         for i, one in enumerate(shown[:-1]):
             assert text.startswith(one), "what is shown stays"
             so_far = whole_text(tokenizer, ids[: i + 1])
             assert so_far.startswith(one)
-            if min_tokens == 0:  # exactly what may become a stop string is held back, and nothing else
-                assert len(so_far) - len(one) == undecided(so_far, stops)
+            # exactly what may become a stop string is held back, and nothing else
+            assert len(so_far) - len(one) == undecided(so_far, stops)
 
     check()
 
 
 EXAMPLES = [
-    # (text, a token a letter; stops; tokens; text; text with include_stop_str_in_output; which)
-    ("aaab", ["aab"], 4, "a", "aaab", "aab"),
-    ("aabaab", ["aabaab"], 6, "", "aabaab", "aabaab"),
-    ("aabaaabaab", ["aabaab"], 10, "aaba", "aabaaabaab", "aabaab"),
-    ("abababac", ["abac"], 8, "abab", "abababac", "abac"),
-    ("abcabc", ["c"], 3, "ab", "abc", "c"),
-    ("abcabc", ["abcd", "bc"], 3, "a", "abc", "bc"),
-    ("abcabc", ["bc", "abc"], 3, "", "abc", "abc"),  # complete with the same letter: the one that began first
-    ("abcabc", ["abcab", "ca"], 4, "ab", "abca", "ca"),  # complete first, though it began later
-    ("abc", ["abcd", "cb", "x"], 3, "abc", "abc", None),
-    ("a b", [" "], 2, "a", "a ", " "),
-    ("a\n\nb", ["\n\n"], 3, "a", "a\n\n", "\n\n"),
-    ("aaaa", ["aaa"], 3, "", "aaa", "aaa"),
+    # (text, a token a letter; stops; tokens; text; which)
+    ("aaab", ["aab"], 4, "a", "aab"),
+    ("aabaab", ["aabaab"], 6, "", "aabaab"),
+    ("aabaaabaab", ["aabaab"], 10, "aaba", "aabaab"),
+    ("abababac", ["abac"], 8, "abab", "abac"),
+    ("abcabc", ["c"], 3, "ab", "c"),
+    ("abcabc", ["abcd", "bc"], 3, "a", "bc"),
+    ("abcabc", ["bc", "abc"], 3, "", "abc"),  # complete with the same letter: the one that began first
+    ("abcabc", ["abcab", "ca"], 4, "ab", "ca"),  # complete first, though it began later
+    ("abc", ["abcd", "cb", "x"], 3, "abc", None),
+    ("a b", [" "], 2, "a", " "),
+    ("a\n\nb", ["\n\n"], 3, "a", "\n\n"),
+    ("aaaa", ["aaa"], 3, "", "aaa"),
 ]
 
 
-@pytest.mark.parametrize(("text", "stops", "num_tokens", "cut", "included", "which"), EXAMPLES)
-def test_stop_strings_across_token_borders(text, stops, num_tokens, cut, included, which):
+@pytest.mark.parametrize(("text", "stops", "num_tokens", "cut", "which"), EXAMPLES)
+def test_stop_strings_across_token_borders(text, stops, num_tokens, cut, which):
     ids = [BYTES["byte-level"][byte] for byte in text.encode()]
-    for include, expected in ((False, cut), (True, included)):
-        shown, stop = stream_until_stop(BUNDLED, ids, stop=stops, include_stop_str_in_output=include)
-        assert (len(shown), shown[-1], stop) == (num_tokens, expected, which)
+    shown, stop = stream_until_stop(BUNDLED, ids, stops)
+    assert (len(shown), shown[-1], stop) == (num_tokens, cut, which)
 
 
 def test_a_stop_string_inside_one_token():
     """One token, text before and after the stop string."""
     (token_id,) = BUNDLED.encode(" block")
-    for include, expected in ((False, "a bl"), (True, "a blo")):
-        shown, stop = stream_until_stop(BUNDLED, [A, token_id, B], stop="o", include_stop_str_in_output=include)
-        assert (shown, stop) == (["a", expected], "o")
+    shown, stop = stream_until_stop(BUNDLED, [A, token_id, B], ["o"])
+    assert (shown, stop) == (["a", "a bl"], "o")
+
+
+def test_a_stop_string_is_not_found_in_the_prompt():
+    """It must lie in the output with all of its letters."""
+    shown, detokenizer = stream(BUNDLED, [B, C, A, B], prompt=[A], stop=["ab"])
+    assert (shown[-1], detokenizer.stop_string) == ("bc", "ab")
 
 
 def test_what_may_become_a_stop_string_is_shown_when_it_cannot_any_more():
     ids = [BYTES["byte-level"][byte] for byte in b"abacab"]
-    shown, stop = stream_until_stop(BUNDLED, ids, stop=["abad", "cc"])
+    shown, stop = stream_until_stop(BUNDLED, ids, ["abad", "cc"])
     assert (shown, stop) == (["", "", "", "aba", "abac", "abacab"], None)
 
 
 def test_the_end_decides_what_was_held_back():
     """The text is cut short in the middle of a stop string: it was none."""
-    shown, stop = stream_until_stop(BUNDLED, [A, B, C], stop="bcd")
+    shown, stop = stream_until_stop(BUNDLED, [A, B, C], ["bcd"])
     assert (shown, stop) == (["a", "a", "abc"], None)
 
 
 def test_stop_strings_of_half_characters_wait_for_the_whole():
     ids = [A, *E_ACUTE, B]
-    shown, stop = stream_until_stop(BUNDLED, ids, stop="é")
+    shown, stop = stream_until_stop(BUNDLED, ids, ["é"])
     assert (shown, stop) == (["a", "a", "a"], "é")
-
-
-@pytest.mark.parametrize(
-    ("min_tokens", "num_tokens", "text"),
-    [
-        (0, 2, ""),
-        (1, 2, ""),  # complete with the second token, which is the first that may end it
-        (2, 4, "ab"),
-        (3, 4, "ab"),
-        (4, 6, "abab"),
-        (5, 6, "abab"),
-        (6, 6, "ababab"),
-    ],
-)
-def test_min_tokens_and_stop_strings(min_tokens, num_tokens, text):
-    """As in vLLM: it is where a stop string is complete that counts, not where it begins."""
-    shown, _ = stream_until_stop(BUNDLED, [A, B] * 3, stop="ab", min_tokens=min_tokens)
-    assert (len(shown), shown[-1]) == (num_tokens, text)
 
 
 def test_special_tokens_as_stop_strings():
     ids = [A, BUNDLED.eos_token_id, B]
-    shown, stop = stream_until_stop(BUNDLED, ids, stop=BUNDLED.eos_token, skip_special_tokens=False)
+    shown, stop = stream_until_stop(BUNDLED, ids, [BUNDLED.eos_token], skip_special_tokens=False)
     assert (shown, stop) == (["a", "a"], BUNDLED.eos_token)
-    shown, stop = stream_until_stop(BUNDLED, ids, stop=BUNDLED.eos_token)
+    shown, stop = stream_until_stop(BUNDLED, ids, [BUNDLED.eos_token])
     assert (shown, stop) == (["a", "a", "ab"], None)
 
 
 def test_ids_beyond_the_vocabulary_do_not_hide_a_stop_string():
-    shown, stop = stream_until_stop(BUNDLED, [A, B, len(BUNDLED) + 5, C, A], stop="bc")
+    shown, stop = stream_until_stop(BUNDLED, [A, B, len(BUNDLED) + 5, C, A], ["bc"])
     assert (shown, stop) == (["a", "a", "a", "a"], "bc")
 
 
 def test_after_a_stop_string_nothing_is_added():
-    """Several tokens at once, as after a step that brought them: those behind the stop string are ignored."""
-    detokenizer = make_detokenizer(TokenDecoder(BUNDLED), SamplingParams(stop="b"))
-    detokenizer.append([A, B, C, A], is_last=True)
-    assert (detokenizer.text(True), detokenizer.stop_string) == ("a", "b")
+    """As after a step that brought several tokens: those behind the stop string are ignored."""
+    shown, detokenizer = stream(BUNDLED, [A, B, C, A], stop=["b"])
+    assert shown == ["a"] * 5
+    assert detokenizer.stop_string == "b"
 
 
-# --- texts that are looked up ----------------------------------------------------------------------------------------
-
-
-def test_which_decoders_are_known_to_be_free_of_context():
-    for tokenizer in (BUNDLED, SENTENCEPIECE, METASPACE):
-        assert is_context_free(tokenizer.backend_tokenizer)
-    strip, fuse = tokenizers.decoders.Strip, tokenizers.decoders.Fuse()
-    replace, fallback = tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback()
-    unknown = [
-        tokenizers.decoders.WordPiece(),
-        tokenizers.decoders.CTC(),
-        tokenizers.decoders.Sequence([fuse, replace]),  # replaces across the borders of tokens
-        tokenizers.decoders.Sequence([replace, fallback, fuse, strip(" ", 2, 0)]),
-        tokenizers.decoders.Sequence([replace, fallback, fuse, strip(" ", 1, 1)]),
-        tokenizers.decoders.Sequence([replace, fallback, strip(" ", 1, 0), fuse]),
-        tokenizers.decoders.Sequence([replace, fallback]),
-        tokenizers.decoders.Sequence([replace, fallback, strip(" ", 1, 0)]),  # takes a space from each token
-        tokenizers.decoders.Sequence([fuse, replace, fuse]),
-        replace,
-        fallback,
-    ]
-    for decoder in unknown:
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-        tokenizer.decoder = decoder
-        assert not is_context_free(tokenizer)
-    assert not is_context_free(tokenizers.Tokenizer(tokenizers.models.BPE()))
-    assert not is_context_free(object()), "a tokenizer that is not in Rust"
+# --- other decoders --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("has_strip", [False, True])
@@ -503,71 +581,55 @@ def test_decoder_that_never_joins_its_pieces(has_strip):
     rng = random.Random(3)
     for _ in range(40):
         token_ids = [rng.randrange(3, len(tokenizer)) for _ in range(rng.randrange(1, 12))]
-        detokenizer = make_detokenizer(TokenDecoder(tokenizer), SamplingParams(max_tokens=20))
-        for i, token_id in enumerate(token_ids):
-            detokenizer.append([token_id], i == len(token_ids) - 1)
-        assert detokenizer.text(True) == tokenizer.decode(token_ids)
+        shown, _ = stream(tokenizer, token_ids)
+        assert_agrees(shown[-1], tokenizer.decode(token_ids), "sentencepiece")
 
 
-def test_a_decoder_that_is_not_known_is_asked_about_every_token():
+def word_piece():
     """WordPiece writes a space before each word but the first, and none before a full stop."""
     vocab = {"[UNK]": 0, "a": 1, "##b": 2, "c": 3, ".": 4}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.decoder = tokenizers.decoders.WordPiece()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
-    ids = [1, 2, 3, 4, 1, 3, 2, 4]
-    shown, _ = stream(fast, [*one_by_one(ids), []])
-    assert shown[-1] == tokenizer.decode(ids)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
 
 
-def test_a_text_that_is_looked_up_costs_no_decoding(name):
-    decoded = []
-
-    class Counting(TokenDecoder):
-        def decode(self, token_ids, skip_special_tokens):
-            decoded.append(token_ids)
-            return super().decode(token_ids, skip_special_tokens)
-
-    tokenizer = TOKENIZERS[name]
-    decoder = Counting(tokenizer)
-    ids = tokenizer.encode("a b a b a b", add_special_tokens=False)
-    for _ in range(2):
-        decoded.clear()
-        detokenizer = make_detokenizer(decoder, SamplingParams())
-        for token_id in ids:
-            detokenizer.append([token_id], False)
-        assert detokenizer.text(False) == decode(tokenizer, ids)
-    assert len(decoded) <= 3, "only the first text, whose space the decoder may drop"
+def test_a_decoder_of_words():
+    tokenizer, ids = word_piece(), [1, 2, 3, 4, 1, 3, 2, 4]
+    assert stream(tokenizer, ids)[0][-1] == tokenizer.decode(ids)
+    for i in range(1, len(ids)):
+        assert stream(tokenizer, ids[i:], ids[:i])[0][-1] == decode_after(tokenizer, ids[:i], ids[i:])
 
 
-# --- spaces between special tokens -----------------------------------------------------------------------------------
+def shrinking():
+    """A tokenizer in which a token changes the text of the tokens before it: "a" and "b" together are "x"."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "a": 1, "b": 2, "c": 3}, unk_token="?"))
+    decoders = tokenizers.decoders
+    tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("ab", "xyz")])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?")
 
 
-def spaced():
-    """A tokenizer without a decoder: all tokens are written with spaces between them."""
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({"a": 0, "b": 1, "<x>": 2, "<y>": 3, "?": 4}, unk_token="?")
-    )
-    tokenizer.add_special_tokens(["<x>", "<y>"])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", eos_token="<x>")
+def test_a_token_that_changes_the_text_of_tokens_before_it():
+    """The library raises "Invalid prefix encountered". What has been shown stays; what comes after it is shown too."""
+    tokenizer = shrinking()
+    assert decode(tokenizer, [3, 1, 2, 3]) == "cxyzc"
+    raw = tokenizers.decoders.DecodeStream()
+    raw.step(tokenizer.backend_tokenizer, 1)
+    with pytest.raises(Exception, match="Invalid prefix"):
+        raw.step(tokenizer.backend_tokenizer, 2)
+    shown, _ = stream(tokenizer, [3, 1, 2, 3, 3])
+    assert shown == ["c", "ca", "cayz", "cayzc", "cayzcc", "cayzcc"]
+    shown, detokenizer = stream(tokenizer, [3, 1, 2, 3, 3], stop=["zc"])
+    assert (shown[-1], detokenizer.stop_string) == ("cay", "zc")
+    shown, _ = stream(tokenizer, [3, 3], prompt=[3, 1, 2])
+    assert shown == ["c", "cc", "cc"], "in the prompt too"
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-def test_spaces_between_special_tokens(at_once):
-    ids = [0, 2, 3, 2, 1, 3, 0, 1, 2, 2]
-    chunks = [ids] if at_once else [*one_by_one(ids), []]
-    fields = {"skip_special_tokens": False}
-    assert stream(spaced(), chunks, **fields)[0][-1] == "a <x> <y> <x> b <y> a b <x> <x>"
-    without = stream(spaced(), chunks, spaces_between_special_tokens=False, **fields)[0][-1]
-    assert without == "a <x><y><x> b <y> a b <x><x>"
-    assert stream(spaced(), chunks, spaces_between_special_tokens=False)[0][-1] == decode(spaced(), ids)
-
-
-@pytest.mark.parametrize("skip_special_tokens", [True, False])
-def test_tokenizers_that_write_no_spaces_are_not_changed(name, skip_special_tokens):
-    tokenizer = TOKENIZERS[name]
-    eos = tokenizer.eos_token_id
-    ids = [*tokenizer.encode("a b", add_special_tokens=False), eos, eos, *tokenizer.encode("a b"), eos]
-    fields = {"skip_special_tokens": skip_special_tokens}
-    shown, _ = stream(tokenizer, [*one_by_one(ids), []], spaces_between_special_tokens=False, **fields)
-    assert shown[-1] == decode(tokenizer, ids, **fields)
+def test_bytes_that_change_the_text_of_characters_before_them():
+    """An invalid byte, and then text: the valid characters beside it have been shown."""
+    run = [BYTES["sentencepiece"][byte] for byte in "你".encode()]
+    ids = [*words("sentencepiece", "▁a"), *run, run[0], *words("sentencepiece", "▁b", "b")]
+    shown, _ = stream(SENTENCEPIECE, ids)
+    assert shown[3] == "a你"
+    assert shown[-1].startswith("a你" + REPLACEMENT)
+    assert shown[-1].endswith(REPLACEMENT + " bb")
+    assert shown[-3] == shown[-1][:-1]

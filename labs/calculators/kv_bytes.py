@@ -10,7 +10,7 @@ its own attention, and one row for each other kind of attention with the same la
 2 · heads · head_dim values with MHA, 2 · kv_heads · head_dim with GQA, 2 · head_dim with MQA, and
 latent_rank + rope_dim with MLA. If every layer has a window, the widest window limits the tokens that a sequence keeps.
 If some layers have no window, all layers keep all tokens. The last columns are for whole sequences. No model runs.
-`tests/labs/test_kv_bytes.py` compares these figures with the caches that engines allocate.
+`tests/repository/labs/test_kv_bytes.py` compares these figures with the caches that engines allocate.
 """
 
 import argparse

@@ -33,11 +33,18 @@ COMMANDS: dict[str, Command] = {
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run the command that `arguments` begin with, and return its exit status."""
+    """Run the command that `arguments` begin with, and return its exit status.
+
+    If the first argument has a space, all arguments are questions: `nanovllm "What is a block table?"`.
+    """
     for name, command in COMMANDS.items():
         words = name.split()
         if arguments[: len(words)] == words:
             return run(name, command, arguments[len(words) :])
+    if arguments and " " in arguments[0]:
+        from nanovllm.__main__ import ask
+
+        return ask(arguments)
     if arguments and arguments[0] in ("-h", "--help"):
         print(usage())
         return 0

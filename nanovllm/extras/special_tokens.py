@@ -12,7 +12,7 @@ class SpacelessDetokenizer(FullDetokenizer):
 
     def __init__(self, decoder: TokenDecoder, params: SamplingParams, prompt_token_ids: list[int]) -> None:
         self._added_texts = decoder.added_texts
-        self._newest: int | None = None
+        self._newest = prompt_token_ids[-1] if prompt_token_ids else None
         super().__init__(decoder.backend, params, prompt_token_ids)
 
     def append(self, token_id: int) -> None:

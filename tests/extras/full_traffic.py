@@ -237,10 +237,8 @@ class Run(scheduling_traffic.Run):
 
     def launch(self):
         before = Before(self)
-        if self.flights and not self.scheduler.can_schedule_ahead():
-            out = Step()
-        else:
-            out = self.scheduler.schedule()
+        must_wait = self.flights and not self.scheduler.can_schedule_ahead()
+        out = Step() if must_wait else self.scheduler.schedule()
         if before.must_wait(out):
             return
         before.check(out)

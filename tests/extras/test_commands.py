@@ -77,3 +77,8 @@ def test_a_fault_of_our_own_is_not_taken_for_a_missing_package(monkeypatch):
 def test_every_command_has_its_module(name):
     module = importlib.import_module(entrance.COMMANDS[name].module)
     assert callable(module.main)
+
+
+def test_arguments_with_spaces_are_questions(capsys):
+    assert entrance.run_command(["Who are you?"]) == 0
+    assert "I am the tiny Qwen3 model" in capsys.readouterr().out

@@ -1,8 +1,8 @@
 """Outputs with overlap are those without it, for every option; and what is launched, awaited and dropped when.
 
 The oracle is the engine without overlap, which the other tests check. A `LateRunner` computes no step before its
-tokens are awaited. Random traffic over the scheduler, with and without overlap, is in `test_scheduler.py`;
-`test_replay.py` and `test_full_engine.py` run both ways too.
+tokens are awaited. Random traffic over the scheduler, with and without overlap, is in `test_scheduling.py`;
+`test_full_engine.py` runs both ways too.
 
 Broken by hand, and seen here or there: placeholders that are hashed for the prefix cache; blocks that are given away
 while a step in flight writes to them; a token of a finished sequence that is not dropped; a placeholder that names

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 
 from nanovllm.extras.policies import fcfs
-from nanovllm.extras.roll_back import reset_prefix_cache, roll_back
+from nanovllm.extras.roll_back import roll_back
 from tests.conftest import examples
 from tests.extras.full_traffic import (
     BeamMachine,

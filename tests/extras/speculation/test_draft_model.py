@@ -10,8 +10,8 @@ import pytest
 
 from nanovllm import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
 from tests.extras.speculation.test_speculation import serve
-from tests.extras.test_overlap import visible
 from tests.extras.test_full_engine import ids
+from tests.extras.test_overlap import visible
 
 
 def requests(rng):

@@ -5,8 +5,8 @@ import random
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.extras.speculation.ngram import NGrams
 from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.speculation.ngram import NGrams
 
 
 def propose(tokens, count, shortest, longest):

@@ -15,9 +15,9 @@ import pytest
 from nanovllm import LLM, TINY_QWEN3, BeamSearchParams, Config, LLMEngine, SamplingParams
 from nanovllm.extras.isolation import IsolatingEngine
 from tests.conftest import examples
-from tests.extras.test_overlap import CONFIGURATIONS, KINDS, visible
 from tests.extras.full_fake_kv_cache import check_ownership, check_stored
 from tests.extras.test_full_engine import assert_at_rest, greedy, ids
+from tests.extras.test_overlap import CONFIGURATIONS, KINDS, visible
 
 KINDS_WITHOUT_DRAFTS = ("logits processors",)
 NUM_REQUESTS = 16

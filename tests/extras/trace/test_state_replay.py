@@ -9,8 +9,8 @@ from nanovllm.extras.trace.replay import EVENTS, Replay, ReplayError
 from tests.conftest import examples
 from tests.extras.test_scheduling import BeamMachine, OverlapBeamMachine
 from tests.extras.test_windows import OverlapWindowMachine, WindowMachine
-from tests.scheduling_traffic import SETTINGS
 from tests.extras.trace_traffic import Lines, RecordedRun, RecordedSpeculativeRun, random_run, state_of_replay
+from tests.scheduling_traffic import SETTINGS
 
 
 def check_segments(segments, states):

@@ -20,7 +20,7 @@ from nanovllm.extras.trace.recording import read_recording
 from nanovllm.extras.full_sequence import Sequence
 from tools import book, book_pictures
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BOOK = ROOT / "docs" / "book"
 CHAPTERS = [
     "01_one_token.md",
