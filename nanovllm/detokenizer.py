@@ -92,7 +92,7 @@ class Detokenizer:
             try:
                 new = self._stream.step(self._tokenizer, token_id)
             except Exception:  # as in `append`
-                self._restart(token_ids[i:])
+                self._restart(token_ids[max(i, 1) :])
                 break
             if new is not None:
                 self._context, self._pending = self._pending, []

@@ -1,6 +1,6 @@
 """The core alone: a copy of the checkout without `nanovllm/extras`, and what it answers there.
 
-    python -m tests.core_alone FOLDER       # make such a copy, in which `.ci/run` runs the core's own tests
+python -m tests.core_alone FOLDER       # make such a copy, in which `.ci/run` runs the core's own tests
 """
 
 import os

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.engine import LLMEngine
@@ -122,15 +122,16 @@ def flash_attn(device):
     """The module `flash_attn`, with the arguments of its documentation."""
 
     def flash_attn_with_kvcache(q, k_cache, v_cache, *, cache_seqlens, block_table, causal):
-        assert causal and q.shape[1] == 1 and k_cache.shape[1] % 4 == 0
+        assert causal
+        assert q.shape[1] == 1
+        assert k_cache.shape[1] % 4 == 0
         assert cache_seqlens.dtype == block_table.dtype == torch.int32
         assert len(q) == len(cache_seqlens) == len(block_table)
         return device.launch(decode, q, k_cache, v_cache, cache_seqlens, block_table)
 
-    def flash_attn_varlen_func(
-        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, causal
-    ):
-        assert causal and len(cu_seqlens_q) == len(cu_seqlens_k) == len(block_table) + 1
+    def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, causal):
+        assert causal
+        assert len(cu_seqlens_q) == len(cu_seqlens_k) == len(block_table) + 1
         assert {cu_seqlens_q.dtype, cu_seqlens_k.dtype, block_table.dtype} == {torch.int32}
         assert device.log is None, "prefill is never recorded"
         out = device.launch(prefill, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table)
@@ -154,7 +155,9 @@ class StandInRunner(ModelRunner):
         if self.config.enforce_eager:
             return None
         max_num_seqs = min(self.config.max_num_seqs, self.max_num_batched_tokens)
-        return CudaGraphs(self.model, self.kv_cache.tensor, max_num_seqs, -(-self.max_model_len // self.backend.block_size))
+        return CudaGraphs(
+            self.model, self.kv_cache.tensor, max_num_seqs, -(-self.max_model_len // self.backend.block_size)
+        )
 
     def start(self):
         self.rules = Device()
@@ -163,7 +166,7 @@ class StandInRunner(ModelRunner):
 
     def send(self, batch):
         sent = copy_record(batch)
-        self.rules.own([one for one in tensors_in([values_of(sent)])])
+        self.rules.own(list(tensors_in([values_of(sent)])))
         return sent
 
     def forward(self, batch):

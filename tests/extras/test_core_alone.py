@@ -34,7 +34,8 @@ print(json.dumps(found))
 
 CORE_ONLY = ANSWERS.replace('attention_backend="torch", enforce_eager=True, ', "").replace(
     "from nanovllm import LLM, TINY_QWEN3, SamplingParams",
-    "from nanovllm import TINY_QWEN3; from nanovllm.llm import LLM; from nanovllm.sampling_params import SamplingParams",
+    "from nanovllm import TINY_QWEN3\n"
+    "from nanovllm.llm import LLM\nfrom nanovllm.sampling_params import SamplingParams",
 )
 
 EXAMPLE = """

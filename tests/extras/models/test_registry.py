@@ -34,7 +34,11 @@ def test_the_core_imports_no_other_architecture_and_no_extra():
     core = {"config", "qwen3"}
     assert {name.removeprefix("nanovllm.models.") for name in models.split()} == core
     assert {name.removeprefix("nanovllm.models.") for name in also_after_kernels.split()} == core
-    assert {name.removeprefix("nanovllm.extras.models.") for name in extras.split()} <= {"gated_mlp", "masking", "network_config"}
+    assert {name.removeprefix("nanovllm.extras.models.") for name in extras.split()} <= {
+        "gated_mlp",
+        "masking",
+        "network_config",
+    }
 
 
 @pytest.mark.parametrize(
