@@ -103,9 +103,9 @@ class Detokenizer:
         shown, kept = self._pending[:split], self._pending[split:]
         known = self._decode(self._context) if self._context else ""
         new = self._decode(self._context + shown)[len(known) :]
-        if not self._decode(kept):  # then the text of the next token may depend on tokens before them
-            kept = (shown[-NUM_CONTEXT:] if new else self._context) + kept
-        self._restart(kept)
+        if not new:  # special tokens and the like: the next token still comes after the context
+            kept = self._context + kept
+        self._restart(kept or shown[-NUM_CONTEXT:])
         self._show(new)
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -1,6 +1,6 @@
 """The scheduler: which sequence computes how many tokens in the next step?
 
-There is no prefill phase and no decode phase. A sequence has `num_tokens` tokens, of which `num_computed_tokens` are
+Prefill and decode are not separate phases. A sequence has `num_tokens` tokens, of which `num_computed_tokens` are
 computed. Each step distributes a token budget so that the sequences catch up, and a sequence that catches up gets a new
 token. So a decode is a chunk of one token, and a prefill is one or several larger chunks. Chunked prefill (Sarathi,
 Agrawal et al. 2023, https://arxiv.org/abs/2308.16369), prefix hits and resumption after preemption are the same lines

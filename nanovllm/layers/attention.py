@@ -53,7 +53,7 @@ class AttentionMetadata:
 
 
 class Attention(nn.Module):
-    """Store the new tokens' K and V of one layer, and attend from each new token to the tokens up to itself."""
+    """Store the new tokens' K and V of one layer, and attend from each new token to its own and earlier positions."""
 
     def __init__(self, backend: "TorchAttention") -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class TorchAttention:
     def attend(
         self, q: Tensor, layer_cache: Tensor, metadata: AttentionMetadata, weigh: Weigh = softmax_attention
     ) -> Tensor:
-        """Attend from each new token to its sequence's tokens up to itself: q [num_tokens, num_heads, head_dim] -> as q
+        """Attend from each new token to its own and earlier positions: q [num_tokens, num_heads, head_dim] -> as q
 
         layer_cache: kv_cache[:, layer]. With cu_seqlens_q [0, 1, 4], row 0 is the new token of one sequence, and rows
         1 … 3 are a chunk of another.

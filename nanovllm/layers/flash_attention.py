@@ -31,7 +31,7 @@ class FlashAttention(TorchAttention):
         return None if find_spec("flash_attn") else "the package flash-attn is not installed"
 
     def attend(self, q: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:  # type: ignore[override]
-        """Attend from each new token to its sequence's tokens up to itself: q [num_tokens, num_heads, head_dim] -> as q
+        """Attend from each new token to its own and earlier positions: q [num_tokens, num_heads, head_dim] -> as q
 
         layer_cache: [2, num_blocks, block_size, num_kv_heads, head_dim]
         """

@@ -13,7 +13,7 @@ width of 32 and a feed-forward width of 64:
     down_proj       [32, 64]     columns 0 … 31           columns 32 … 63         its products are summed over the ranks
     norms, routers               all                      all
 
-With more ranks than K and V heads, several ranks hold the same head. Called by `start.py`.
+With more ranks than K and V heads, several ranks hold the same head. Called by `start_ranks.py`.
 """
 
 from collections.abc import Iterator, Mapping

@@ -7,7 +7,7 @@ Each rank computes its heads and its part of the feed-forward network for all to
 
 The embedding knows the vectors of the rank's tokens only, and gives zeros for the others, before a sum of its own.
 Logits are gathered: rank 0 gets those of all tokens. `join` adds this to a network that is loaded and has its fast
-layers. Called by `start.py`, on every rank.
+layers. Called by `start_ranks.py`, on every rank.
 """
 
 from collections.abc import Callable

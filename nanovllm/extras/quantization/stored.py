@@ -1,6 +1,7 @@
-"""Checkpoints that are quantised already: `models/registry.py` asks `read_format`, `assembly.py` asks `loader`.
+"""Checkpoints that are quantised already: `architectures.py` asks `read_format`, `choose_loader.py` asks `loader`.
 
-Each projection that has the tensors of the format becomes a layer of `layers.py`; all others are loaded as always.
+Each projection that has the tensors of the format becomes a layer of `quantised_linear.py`; all others are loaded as
+always.
 Weights in fp8 (DeepSeek's, Qwen's) are widened to the model's dtype: no kernel here multiplies by them.
 """
 

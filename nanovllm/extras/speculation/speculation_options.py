@@ -1,4 +1,4 @@
-"""`speculative_config`: what a user may set, by vLLM's names. `config.py` has it checked, `start.py` reads it."""
+"""`speculative_config`: what a user may set, by vLLM's names. `start_speculation.py` reads it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

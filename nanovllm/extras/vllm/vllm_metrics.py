@@ -1,6 +1,6 @@
 """Convert the engine's statistics to vLLM's counters, gauges and histograms, with the prefix `nanovllm:`.
 
-`stats.py` counts from the first request on. This file converts the counts when `llm.get_metrics()` or a server's
+`observations.py` counts from the first request on. This file converts the counts when `llm.get_metrics()` or a server's
 `/metrics` requests them.
 https://prometheus.io/docs/concepts/metric_types/, https://docs.vllm.ai/en/latest/design/metrics.html
 """

@@ -114,11 +114,8 @@ def test_a_model_without_a_tokenizer_is_refused_by_the_example(checkpoints, monk
 
 def test_the_table_lists_every_architecture_with_the_file_that_has_its_class():
     text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    rows = re.findall(
-        r"^\| (`\w+ForCausalLM`.*?) \|.*?\| \[`\w+\.py`\]\(\.\./(nanovllm/(?:extras/)?models/\w+\.py)\).*? \|",
-        text,
-        re.M,
-    )
+    row = r"^\| (`\w+ForCausalLM`.*?) \|.*?\| \[`\w+\.py`\]\(\.\./(nanovllm/(?:extras/)?models/\w+\.py)\).*? \|"
+    rows = re.findall(row, text, re.M)
     listed = {name: file for names, file in rows for name in re.findall(r"`(\w+)`", names)}
     assert set(listed) == set(REGISTERED)
     for name, file in listed.items():
