@@ -359,7 +359,7 @@ def test_a_page_gets_code_with_a_link_to_its_file(page, run_book):
     text = path.read_text()
     assert f"```python\n{textwrap.dedent(inspect.getsource(BlockManager.try_admit))}```\n" in text
     link = re.search(r"\[`nanovllm/block_manager.py`\]\((.*?)\)", text)[1]
-    assert (path.parent / link).resolve() == ROOT / "nanovllm" / "scheduling" / "block_manager.py"
+    assert (path.parent / link).resolve() == ROOT / "nanovllm" / "block_manager.py"
 
 
 def test_a_long_excerpt_is_refused(page, run_book):

@@ -12,7 +12,7 @@ from labs.calculators import chunk_size, hit_rate, roofline, users_fit, waste
 from tests.extras.models.architectures import ARCHITECTURES
 from tests.hub_cache import put_into_cache
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def save_config(folder, name, variant):
