@@ -42,7 +42,8 @@ def check_int(name: str, value: Any, minimum: int, optional: bool = False, maxim
 def check_number(name: str, value: Any, low: float, high: float = MAX, open_low: bool = False) -> None:
     """Raise unless `value` is a finite number in [low, high], or in (low, high] if `open_low`."""
     allowed = f"a finite number {'>' if open_low else '>='} {low:g}" + ("" if high == MAX else f" and <= {high:g}")
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number:
         raise TypeError(f"{name} must be {allowed}, got {value!r}")
     if not low <= value <= high or (open_low and value == low):  # this refuses NaN and infinities too
         raise ValueError(f"{name} must be {allowed}, got {value}")

@@ -61,7 +61,7 @@ class Slots(SchedulingStats):
         self._held_in_vain.update({rule: size - ranges["Oracle"] for rule, size in ranges.items()})
 
     def on_schedule(self, step: Step, running: list[Sequence], blocks: BlockManager) -> None:
-        super().on_schedule(step, running, blocks)
+        super().on_schedule(step, running, blocks)  # type: ignore[arg-type]
         self.num_steps_of_sequences += len(running)
         self.reserved.update(self._held)
         self.never_filled.update(self._held_in_vain)
