@@ -60,17 +60,11 @@ def decodes(batch: int, context: int) -> AttentionMetadata:
     order = torch.randperm(batch * num_blocks, generator=torch.Generator().manual_seed(0)) + 1
     tables = order.view(batch, num_blocks).int()
     last = context - 1
-    return AttentionMetadata(
-        slot_mapping=tables[:, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE,
-        block_tables=tables,
-        seq_lens=torch.full((batch,), context, dtype=torch.int32),
-        cu_seqlens_q=torch.arange(batch + 1, dtype=torch.int32),
-        prefill_cu_seqlens_q=torch.zeros(1, dtype=torch.int32),
-        prefill_cu_seqlens_k=torch.zeros(1, dtype=torch.int32),
-        num_decodes=batch,
-        max_seqlen_q=0,
-        max_seqlen_k=0,
-        num_prefix_tokens=0,
+    return AttentionMetadata.of_decodes(
+        tables[:, last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE,
+        tables,
+        torch.full((batch,), context, dtype=torch.int32),
+        torch.arange(batch + 1, dtype=torch.int32),
     )
 
 

@@ -28,8 +28,8 @@ from nanovllm.config import resolve_device
 from nanovllm.extras.cuda.input_buffer import map_tensors
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.logits import processors_of
-from nanovllm.extras.processed_batch import build_sampling, wants_only_tokens
-from nanovllm.extras.runner_hooks import draw_arguments, sample
+from nanovllm.extras.processed_batch import build_sampling
+from nanovllm.extras.runner_hooks import draw_arguments, sample, wants_only_tokens
 from nanovllm.sampler import sample_tokens as draw_in_torch
 
 CASES = {

@@ -61,19 +61,8 @@ class CudaGraphs:
 
     def forward(self, size: int) -> Tensor:
         """Run the model over the first `size` rows of the buffers -> [size, hidden_size]"""
-        none = self.offsets[:1]
-        metadata = AttentionMetadata(
-            slot_mapping=self.slot_mapping[:size],
-            block_tables=self.block_tables[:size],
-            seq_lens=self.seq_lens[:size],
-            cu_seqlens_q=self.offsets[: size + 1],
-            prefill_cu_seqlens_q=none,
-            prefill_cu_seqlens_k=none,
-            num_decodes=size,
-            max_seqlen_q=0,
-            max_seqlen_k=0,
-            num_prefix_tokens=0,
-        )
+        tables, offsets = self.block_tables[:size], self.offsets[: size + 1]
+        metadata = AttentionMetadata.of_decodes(self.slot_mapping[:size], tables, self.seq_lens[:size], offsets)
         return self.model(self.input_ids[:size], self.positions[:size], metadata, self.kv_cache)
 
     def can_replay(self, batch: Batch) -> bool:

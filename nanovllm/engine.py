@@ -20,7 +20,7 @@ from nanovllm.loader import find_folder, load_tokenizer, read_eos_token_ids
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observer import Stats
 from nanovllm.outputs import RequestOutput
-from nanovllm.request import Prompt, Request, encode_prompt
+from nanovllm.request import Prompt, Request, check_prompt_len, default_seed, encode_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler, Step
 from nanovllm.sequence import Sequence
@@ -70,9 +70,9 @@ class LLMEngine:
     def complete(self, step: Step, tokens: Any) -> list[RequestOutput]:
         """Finish a step with the tokens that it has sampled."""
         advanced = self.scheduler.update(step, tokens.tolist())  # append tokens, end what is done
-        return self.make_outputs(advanced, tokens)  # tokens become text
+        return self.make_outputs(advanced)  # tokens become text
 
-    def make_outputs(self, advanced: list[tuple[int, Sequence]], tokens: Any) -> list[RequestOutput]:
+    def make_outputs(self, advanced: list[tuple[int, Sequence]]) -> list[RequestOutput]:
         """Return the outputs of the requests that advanced, and remove finished requests."""
         requests: dict[str, Request] = {}
         for _, seq in advanced:
@@ -109,9 +109,7 @@ class LLMEngine:
             raise ValueError(f"request_id {request_id!r} belongs to an unfinished request; choose another")
         params = self.check_params(sampling_params)
         text, token_ids = self.encode(prompt)
-        # a request without a seed gets one from its number, so only the order of arrival counts
-        own_seed = 1 << 63 | (self.config.seed * 1_000_003 + self.stats.num_requests) % 2**63
-        seed = own_seed if params.seed is None else params.seed
+        seed = default_seed(self.config.seed, self.stats.num_requests) if params.seed is None else params.seed
         # one sequence for each sample; the first computes the prompt, the others are its children
         seqs = [Sequence(request_id, token_ids, params, self.eos_token_ids, seed, i) for i in range(params.n)]
         seqs[0].children = seqs[1:]
@@ -131,14 +129,8 @@ class LLMEngine:
         """Return text and token ids of a prompt that this engine can serve."""
         runner = self.runner
         text, token_ids = encode_prompt(prompt, self.tokenizer, runner.shape.vocab_size)
-        num_tokens, capacity = len(token_ids), self.scheduler.block_manager.capacity
-        if num_tokens > runner.max_model_len - 1:
-            raise ValueError(f"the prompt has {num_tokens} tokens; at most {runner.max_model_len - 1} are allowed "
-                             f"(max_model_len {runner.max_model_len}, less one for the output)")  # fmt: skip
-        if num_tokens > capacity:
-            raise ValueError(f"the prompt has {num_tokens} tokens; the whole KV cache holds {capacity} "
-                             f"({capacity // runner.backend.block_size} blocks of {runner.backend.block_size}): "
-                             f"give more num_kv_blocks")  # fmt: skip
+        capacity = self.scheduler.block_manager.capacity
+        check_prompt_len(len(token_ids), runner.max_model_len, capacity, runner.backend.block_size, "num_kv_blocks")
         return text, token_ids
 
     def check_params(self, params: SamplingParams | None) -> SamplingParams:

@@ -48,8 +48,7 @@ class KVCache:
 
 def indices_on(device: torch.device, block_ids: tuple[int, ...]) -> torch.Tensor:
     """Copy block ids to the device: [len(block_ids)] int64. From pinned memory, so that the host does not wait."""
-    pinned = torch.tensor(block_ids, pin_memory=device.type == "cuda")
-    return pinned.to(device, non_blocking=True)
+    return torch.tensor(block_ids, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def as_words(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ of your own.
 
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.request import Prompt, is_single_prompt
 from nanovllm.sampling_params import SamplingParams
 
+Prompts = Prompt | Collection[Prompt]
+Params = SamplingParams | Collection[SamplingParams] | None
+"""One for all prompts, a list with one for each, or None for the defaults."""
+Messages = Collection[Message] | Collection[Collection[Message]]
+"""One conversation, or a list of them."""
 Requests = dict[str, tuple[Any, ...]]
 """Request id -> arguments of `add_request`: the encoded prompt, and parameters."""
 
@@ -39,12 +45,7 @@ class LLM:
     def make_engine(self, model: str | Path, options: dict[str, Any]) -> LLMEngine:
         return LLMEngine(Config(model, **options))
 
-    def generate(
-        self,
-        prompts: Prompt | Collection[Prompt],
-        sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
+    def generate(self, prompts: Prompts, sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
         """Complete all prompts, and return the outputs in their order.
 
         prompts: one prompt or a list of them. A prompt is a str, a list of token ids, `{"prompt": str}` or
@@ -53,40 +54,31 @@ class LLM:
         use_tqdm: whether to show a progress bar.
         Raises TypeError or ValueError, before anything is queued, if a prompt or a parameter is bad.
         """
-        return self._complete(self._check(prompts, sampling_params), use_tqdm)
+        return self._complete(self._check(prompts, sampling_params), partial(tqdm, disable=not use_tqdm))
 
-    def stream(
-        self,
-        prompts: Prompt | Collection[Prompt],
-        sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
-    ) -> Iterator[RequestOutput]:
+    def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[RequestOutput]:
         """Like `generate`, but yield each request's output whenever it has grown; `finished` is True on the last.
 
         Each `outputs[i].text` is a prefix of the next one. Closing the iterator early aborts the unfinished requests.
         """
         return self._stream(self._check(prompts, sampling_params))
 
-    def chat(
-        self,
-        messages: Collection[Message] | Collection[Collection[Message]],
-        sampling_params: SamplingParams | Collection[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
+    def chat(self, messages: Messages, sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
         """Answer one conversation, or each of a list. A message is `{"role": "user", "content": "…"}`."""
         return self.generate(self.render_chat(messages), sampling_params, use_tqdm)
 
-    def render_chat(self, messages: Collection[Message] | Collection[Collection[Message]]) -> list[Prompt]:
+    def render_chat(self, messages: Messages, render: Any = render_conversation) -> list[Prompt]:
         """Return conversations as prompts, made by the model's chat template, for `generate` and `stream`."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")
         conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
-        return [render_conversation(self.engine.tokenizer, one) for one in conversations]
+        return [render(self.engine.tokenizer, one) for one in conversations]
 
-    def _complete(self, requests: Requests, use_tqdm: bool) -> list[RequestOutput]:
+    def _complete(self, requests: Requests, make_bar: Any) -> list[Any]:
         """Return the last output of each request, in their order."""
         finished: dict[str, RequestOutput] = {}
         with (
-            tqdm(total=len(requests), desc="Generating", unit="req", disable=not use_tqdm) as bar,
+            make_bar(total=len(requests), desc="Generating", unit="req") as bar,
             closing(self._stream(requests, stream=False)) as outputs,
         ):
             for output in outputs:

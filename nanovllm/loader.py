@@ -68,6 +68,11 @@ def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> frozens
 # ---- the weights
 
 
+def allocate(model: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """Allocate the weights of a network on the meta device, where tensors take no memory. They have no values yet."""
+    return model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+
+
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Copy each tensor of the checkpoint to its place. ValueError unless checkpoint and model match exactly."""
     fill(places_of(model), iterate_checkpoint(folder), folder)

@@ -16,7 +16,7 @@ from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.layers.flash_attention import FlashAttention
-from nanovllm.loader import load_weights, read_json
+from nanovllm.loader import allocate, load_weights, read_json
 from nanovllm.models import find_architecture
 from nanovllm.models.config import ModelConfig
 from nanovllm.sampler import sample_tokens
@@ -100,9 +100,9 @@ class ModelRunner:
 
     def make_model(self) -> nn.Module:
         """Make the network on the device and load its weights."""
-        with torch.device("meta"):  # takes no memory; the memory is allocated once, in the right dtype
+        with torch.device("meta"):
             model = self.model_class(self.shape, self.backend)
-        model = model.to(self.dtype).to_empty(device=self.device).eval().requires_grad_(False)
+        model = allocate(model, self.dtype, self.device)
         load_weights(model, self.folder)
         return model
 

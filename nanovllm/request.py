@@ -132,6 +132,21 @@ def encode_prompt(prompt: Prompt, tokenizer: Any, vocab_size: int) -> tuple[str 
     return text, check_prompt(token_ids, vocab_size)
 
 
+def check_prompt_len(num_tokens: int, max_model_len: int, capacity: int, block_size: int, options: str) -> None:
+    """Raise ValueError if a prompt is too long for the model or the whole KV cache, which `options` enlarge."""
+    if num_tokens > max_model_len - 1:
+        raise ValueError(f"the prompt has {num_tokens} tokens; at most {max_model_len - 1} are allowed "
+                         f"(max_model_len {max_model_len}, less one for the output)")  # fmt: skip
+    if num_tokens > capacity:
+        raise ValueError(f"the prompt has {num_tokens} tokens; the whole KV cache holds {capacity} "
+                         f"({capacity // block_size} blocks of {block_size}): give more {options}")  # fmt: skip
+
+
+def default_seed(engine_seed: int, number: int) -> int:
+    """Return the seed of a request without one: only how many requests came before counts."""
+    return 1 << 63 | (engine_seed * 1_000_003 + number) % 2**63
+
+
 def check_prompt(token_ids: Any, vocab_size: int) -> list[int]:
     """Return token ids as a list of ints in [0, vocab_size). An error names the first bad one."""
     if isinstance(token_ids, bytes | Mapping) or not hasattr(token_ids, "__iter__"):

@@ -26,9 +26,9 @@ def sample_tokens(
 
     The other tensors have one entry for each row: they are the fields of `SamplingBatch`.
     """
-    if uniforms is None:
-        return logits.argmax(dim=-1)
     greedy = logits.argmax(dim=-1)  # [num_samples]
+    if uniforms is None:
+        return greedy
     logits = logits.float()
     is_greedy = temperatures[:, None] == 0  # [num_samples, 1]
     # the maximum is subtracted first: a tiny temperature then gives -inf for the others, and never +inf

@@ -3,12 +3,14 @@
 Requests and their outputs go through the core's loop (`nanovllm/llm.py`).
 """
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm import tqdm
 
 from nanovllm import llm
 from nanovllm.chat import Message
@@ -26,6 +28,16 @@ if TYPE_CHECKING:
     from nanovllm.extras.beam_search import beam_params
     from nanovllm.extras.embedding import pooling_params
     from nanovllm.extras.vllm import vllm_metrics
+
+
+class NoBar(AbstractContextManager[Any]):
+    """A progress bar that shows nothing."""
+
+    def __init__(self, **_: object) -> None: ...
+
+    def update(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 class LLM(llm.LLM):
@@ -124,21 +136,18 @@ class LLM(llm.LLM):
     def render_chat(  # type: ignore[override]
         self, messages: Collection[Message] | Collection[Collection[Message]], **options: Any
     ) -> list[Prompt]:
-        """Conversations as prompts by the model's chat template, for `generate` and `stream`; `options` as `chat`."""
+        """Render conversations as prompts by the model's chat template. `options` are those of `chat`."""
         from nanovllm.extras.chat_options import ChatOptions, render_chat
 
         chat_options = ChatOptions(**options)
-        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-            raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")
-        conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
-        return [render_chat(self.get_tokenizer(), one, chat_options) for one in conversations]
+        return super().render_chat(messages, partial(render_chat, options=chat_options))
 
     def get_tokenizer(self) -> Any:
-        """The `transformers` tokenizer of the model, or None if its folder holds none."""
+        """Return the `transformers` tokenizer of the model, or None if its folder has none."""
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests that bring none: the model's generation_config.json over vLLM's defaults.
+        """Return the parameters of requests without any: generation_config.json, and vLLM's defaults for the rest.
 
         They are the caller's own, to be changed and handed back: `params.max_tokens = 20`.
         """
@@ -164,21 +173,11 @@ class LLM(llm.LLM):
         self.shutdown()
 
     def _complete(self, requests: Requests, use_tqdm: bool | Callable[..., Any]) -> list[Any]:
+        """As the core's; `use_tqdm` may be a function that makes the bar."""
         check_bool("use_tqdm", callable(use_tqdm) or use_tqdm)
-        if use_tqdm is True:
-            return super()._complete(requests, use_tqdm)
-        # without a bar, not even the thread that watches bars is started
-        with use_tqdm(total=len(requests), desc="Generating", unit="req") if use_tqdm else nullcontext() as bar:
-            finished = {output.request_id: output for output in self._count(requests, bar)}
-        return [finished[request_id] for request_id in requests]
-
-    def _count(self, requests: Requests, bar: Any) -> Iterator[Any]:
-        """Yield the outputs of requests, and advance a progress bar."""
-        with closing(self._stream(requests, stream=False)) as outputs:
-            for output in outputs:
-                yield output
-                if bar is not None:
-                    bar.update()
+        if not callable(use_tqdm):  # without a bar, not even the thread that watches bars is started
+            use_tqdm = tqdm if use_tqdm else NoBar
+        return super()._complete(requests, use_tqdm)
 
     def _check(
         self,

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class ModelRunner(model_runner.ModelRunner):
-    """Ready to run once it is made. ValueError if the model, the options and this machine do not go together.
+    """Runs steps. Raises ValueError if the model, the options and this machine do not go together.
 
     With `has_overlap`, placeholders among the input ids become the tokens of the step before.
     """
@@ -99,7 +99,7 @@ class ModelRunner(model_runner.ModelRunner):
         return self.transfer(batch)
 
     def choose_tokens(self, hidden: Tensor, sampling: SamplingBatch) -> "tuple[Tensor, Logprobs | None]":
-        """hidden: [num_samples, hidden_size] -> token ids [num_samples] int64, with log-probabilities if wanted."""
+        """Sample tokens. hidden: [num_samples, hidden_size] -> token ids [num_samples] int64, and log-probabilities."""
         return sample(self.model.compute_logits(hidden), sampling, self.draw)  # type: ignore[operator]
 
     # ---- the start
@@ -121,7 +121,7 @@ class ModelRunner(model_runner.ModelRunner):
         return backend
 
     def make_device(self) -> Device:
-        """CUDA has more to start. Other devices refuse `enable_cuda_graphs=True`."""
+        """Return the device setup. Raises ValueError if `enable_cuda_graphs=True` and the device is not CUDA."""
         if self.device.type != "cuda" and not self.config.enable_cuda_graphs:
             return Device()
         from nanovllm.extras.cuda.startup import CudaDevice
@@ -129,6 +129,16 @@ class ModelRunner(model_runner.ModelRunner):
         return CudaDevice(self.config, self.device, self.backend, self.shape, self.max_num_batched_tokens)
 
     def make_model(self) -> nn.Module:
+        """Load the network, and keep its weights in fewer bits if the option `quantization` asks for that."""
+        model = self.load_network()
+        if self.config.quantization is not None:
+            from nanovllm.extras.quantization.quantise import quantise
+
+            quantise(model, self.config.quantization, self.shape)
+        return model
+
+    def load_network(self) -> nn.Module:
+        """Return the network on the device, with its weights."""
         from nanovllm.extras.weights import load_model
 
         config, load = self.config, load_model
@@ -137,12 +147,7 @@ class ModelRunner(model_runner.ModelRunner):
 
             load = choose_loader(self.shape, config)
         seed = config.seed if config.load_format == "dummy" else None
-        model = load(self.model_class, self.shape, self.backend, self.dtype, self.device, self.folder, seed)
-        if config.quantization is not None:
-            from nanovllm.extras.quantization.quantise import quantise
-
-            quantise(model, config.quantization, self.shape)
-        return model
+        return load(self.model_class, self.shape, self.backend, self.dtype, self.device, self.folder, seed)
 
     def make_kv_cache(self) -> KVCache:
         dtype = getattr(self.backend, "kv_cache_dtype", None) or self.dtype

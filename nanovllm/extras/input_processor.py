@@ -14,14 +14,14 @@ from nanovllm.extras.full_detokenizer import TokenDecoder
 from nanovllm.extras.full_request import Completion, Request
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.request_params import RequestOutputKind, SamplingParams
-from nanovllm.request import Prompt, encode_prompt
+from nanovllm.request import Prompt, check_prompt_len, default_seed, encode_prompt
 
 
 class OtherParams(Protocol):
     """What other kinds of request ask for, such as an embedding. They bring their own class of request."""
 
     def checked(self, parts: Parts) -> "OtherParams":
-        """A copy, checked anew; ValueError for what this engine can never serve."""
+        """Return a copy, checked again. Raises ValueError for what this engine can never serve."""
 
     def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> Request: ...
 
@@ -52,7 +52,7 @@ class InputProcessor:
         self.eos_token_ids = parts.eos_token_ids
 
     def encode(self, prompt: Prompt, params: Params | None = None) -> tuple[str | None, list[int]]:
-        """Text (None if there was none) and token ids of a prompt, or of the end of it that `params` keep."""
+        """Return the text of a prompt, or None, and its token ids, truncated as `params` request."""
         if isinstance(prompt, Mapping) and not prompt.keys() <= {"prompt", "prompt_token_ids"}:
             from nanovllm.extras.prompt_forms import check_keys
 
@@ -62,11 +62,12 @@ class InputProcessor:
             from nanovllm.extras.prompt_truncation import truncate
 
             token_ids = truncate(token_ids, params, self.parts.max_model_len)
-        self._check_prompt_len(len(token_ids))
+        parts, options = self.parts, "num_kv_blocks or kv_cache_memory_bytes"
+        check_prompt_len(len(token_ids), parts.max_model_len, self.capacity, parts.block_size, options)
         return text, token_ids
 
     def take_params(self, params: Any) -> TakenParams:
-        """All that needs no prompt: what takes long, such as compiling a grammar, is done here. None is the default."""
+        """Check parameters, and prepare what needs no prompt, such as a compiled grammar. None is the default."""
         params = self.check_params(self.parts.default_sampling_params if params is None else params)
         if not isinstance(params, SamplingParams):
             return TakenParams(params)
@@ -74,7 +75,7 @@ class InputProcessor:
         return TakenParams(params, self._processors(params), None if form is None else self.grammars.compile(form))
 
     def check_params(self, params: Any) -> Any:
-        """A copy of the parameters, checked: what the user changes later, this request does not see."""
+        """Return a checked copy of the parameters, so that later changes by the user do not affect the request."""
         if hasattr(params, "make_request"):
             return params.checked(self.parts)
         if not isinstance(params, SamplingParams):
@@ -97,15 +98,14 @@ class InputProcessor:
     def make_request(
         self, request_id: str, prompt: Prompt, given: Params | None, priority: int, stream: bool, number: int
     ) -> Request:
-        """`number` requests came before. One without a seed gets it from this, so only the order of arrival counts."""
+        """Make the request that follows `number` earlier ones. Without a seed, its seed depends only on `number`."""
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be an int, got {priority!r}")
         params, processors, grammar = given if isinstance(given, TakenParams) else self.take_params(given)
         if not isinstance(params, SamplingParams):
             return params.make_request(self, request_id, prompt, priority)
         text, token_ids = self.encode(prompt, params)
-        own_seed = 1 << 63 | (self.parts.config.seed * 1_000_003 + number) % 2**63
-        seed = own_seed if params.seed is None else params.seed
+        seed = default_seed(self.parts.config.seed, number) if params.seed is None else params.seed
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         gives_deltas = stream and params.output_kind is RequestOutputKind.DELTA
         readers = self._readers(params, gives_deltas)
@@ -125,22 +125,10 @@ class InputProcessor:
 
     @cached_property
     def grammars(self) -> Any:
-        """The compiler of structured outputs, made for the first request that needs it."""
+        """Return the compiler of structured outputs, made for the first request that needs it."""
         from nanovllm.extras.structured.compiler import GrammarCompiler
 
         return GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_token_ids)
-
-    def _check_prompt_len(self, num_tokens: int) -> None:
-        parts, most, has = self.parts, self.parts.max_model_len - 1, f"the prompt has {num_tokens} tokens"
-        if num_tokens == 0:
-            raise ValueError("the prompt is empty; it must have at least 1 token")
-        if num_tokens > most:
-            raise ValueError(f"{has}; at most {most} are allowed (max_model_len {most + 1}, less one for the output)")
-        if num_tokens > self.capacity:
-            raise ValueError(
-                f"{has}; the whole KV cache holds {self.capacity} ({parts.num_kv_blocks} "
-                f"blocks of {parts.block_size}): give more num_kv_blocks or kv_cache_memory_bytes"
-            )
 
     def _processors(self, params: SamplingParams) -> tuple[Any, ...]:
         """Return what changes the logits of the request's rows."""
@@ -151,7 +139,7 @@ class InputProcessor:
         return processors_of(params, self.tokenizer)
 
     def _readers(self, params: SamplingParams, gives_deltas: bool) -> tuple[Any, ...]:
-        """What reads the hidden states of the prompt."""
+        """Return the readers of the prompt's hidden states."""
         if params.prompt_logprobs is None:
             return ()
         from nanovllm.extras.prompt_logprobs import PromptLogprobs
@@ -159,7 +147,7 @@ class InputProcessor:
         return (PromptLogprobs(params.prompt_logprobs, self.decoder, gives_once=gives_deltas),)
 
     def _completion_class(self, gives_deltas: bool) -> type[Completion]:
-        """What an output of a stream holds of each sample: all so far, or what is new."""
+        """Return the class of samples whose outputs hold all tokens so far, or only the new ones (deltas)."""
         if not gives_deltas:
             return Completion
         from nanovllm.extras.deltas import DeltaCompletion

@@ -40,12 +40,12 @@ def build_batch(step: Step, block_tables: BlockTables) -> Batch:
 
 
 def build_sampling(samples: list[Any], positions: list[int]) -> batch.SamplingBatch:
-    """As `build_sampling_batch`, with all that the sequences ask for."""
+    """Build the sampling batch as `build_sampling_batch` does, with all that the sequences ask for."""
     return add_processors(build_sampling_batch(samples, np.array(positions)), samples, positions)
 
 
 def add_processors(sampling: batch.SamplingBatch, samples: list[Any], positions: list[int]) -> batch.SamplingBatch:
-    """positions: for each sample, the position that its new token will have"""
+    """Add logits processors. positions: for each sample, the position that its new token will have"""
     wanted = [seq.sampling_params.logprobs for seq in samples]
     num_logprobs = [one for one in wanted if one is not None]
     return ProcessedSampling(
@@ -53,11 +53,6 @@ def add_processors(sampling: batch.SamplingBatch, samples: list[Any], positions:
         processors=build_processors(samples, positions),
         num_logprobs=(-1 if -1 in num_logprobs else max(num_logprobs)) if num_logprobs else None,
     )
-
-
-def wants_only_tokens(sampling: batch.SamplingBatch) -> bool:
-    """Return whether no row asks for more than a token from the model's own logits."""
-    return not isinstance(sampling, ProcessedSampling) or (not sampling.processors and sampling.num_logprobs is None)
 
 
 def values_of(record: Any) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Device:
     """The option to raise if there is not enough memory."""
 
     def prepare(self, runner: "ModelRunner") -> None:
-        """Called before the first forward pass."""
+        """Prepare the runner. The runner calls this before the first forward pass."""
 
     def advice(self) -> AbstractContextManager[None]:
         """Return a context for what allocates memory."""
@@ -74,26 +74,31 @@ class Device:
         return model_runner.CPU_KV_CACHE_BYTES
 
     def wrap(self, runner: "ModelRunner", newest: Any) -> None:
-        """Called last, when the KV cache is allocated. May wrap the runner's `compute`."""
+        """Wrap the runner's `compute`, if needed. The runner calls this last, after allocating the KV cache."""
 
 
 # ---- sampling
 
 
 def sample(logits: Tensor, sampling: SamplingBatch, draw: Draw) -> "tuple[Tensor, Logprobs | None]":
-    """logits: [num_samples, vocab_size] -> token ids [num_samples] int64, and log-probabilities if a row wants them
+    """Sample logits: [num_samples, vocab_size] -> token ids [num_samples] int64, and log-probabilities or None
 
     The logits are not changed. Processors work on a copy.
     """
     arguments = draw_arguments(sampling)
-    processors, num_logprobs = getattr(sampling, "processors", ()), getattr(sampling, "num_logprobs", None)
-    if not processors and num_logprobs is None:
+    if wants_only_tokens(sampling):
         return draw(logits, *arguments), None
     from nanovllm.extras.logits_processors import apply_processors
     from nanovllm.extras.logprobs import compute_logprobs
 
-    token_ids = draw(apply_processors(logits, processors), *arguments)
-    return token_ids, None if num_logprobs is None else compute_logprobs(logits, token_ids, num_logprobs)
+    asked: Any = sampling  # a `ProcessedSampling`
+    token_ids = draw(apply_processors(logits, asked.processors), *arguments)
+    return token_ids, None if asked.num_logprobs is None else compute_logprobs(logits, token_ids, asked.num_logprobs)
+
+
+def wants_only_tokens(sampling: SamplingBatch) -> bool:
+    """Return whether no row asks for more than a token from the model's own logits."""
+    return not getattr(sampling, "processors", ()) and getattr(sampling, "num_logprobs", None) is None
 
 
 def draw_arguments(sampling: SamplingBatch) -> tuple[Tensor | None, ...]:
@@ -104,5 +109,5 @@ def draw_arguments(sampling: SamplingBatch) -> tuple[Tensor | None, ...]:
 def sample_with(
     argmax: Callable[[Tensor], Tensor], logits: Tensor, temperatures: Tensor, uniforms: Tensor | None = None, *rest: Any
 ) -> Tensor:
-    """As `sample_tokens`, with a faster `argmax` for batches whose rows are all greedy."""
+    """Sample as `sample_tokens` does, with a faster `argmax` for batches whose rows are all greedy."""
     return argmax(logits) if uniforms is None else sample_tokens(logits, temperatures, uniforms, *rest)

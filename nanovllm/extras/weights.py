@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.layers.attention import TorchAttention
-from nanovllm.loader import WEIGHT_DTYPES, checkpoint_files, fill, places_of
+from nanovllm.loader import WEIGHT_DTYPES, allocate, checkpoint_files, fill, places_of
 
 OF_QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|input_scale)$")  # GPTQ, AWQ, FP8
 Read = Callable[[Any, str], torch.Tensor | None]  # a tensor of an open file, a part of it, or None: not needed
@@ -33,10 +33,10 @@ def load_model(
     dummy_seed: int | None = None,
     read: Read = safe_open.get_tensor,
 ) -> Any:
-    """The network on `device`, with the weights of `folder`, or with random ones of seed `dummy_seed`."""
-    with torch.device("meta"):  # without memory, which is then allocated once, in the right dtype on the right device
+    """Load the network to `device`, with the weights of `folder`, or with random ones of seed `dummy_seed`."""
+    with torch.device("meta"):
         model = model_class(config, backend)
-    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    model = allocate(model, dtype, device)
     if dummy_seed is None:
         load_weights(model, folder, read)
     else:
@@ -83,9 +83,9 @@ def plain_tensors(
 
 
 def iterate_checkpoint(folder: Path, read: Read = safe_open.get_tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of all that the folder has, mapped from disk; with a progress bar in a terminal.
+    """Yield the name and the tensor of each entry in the folder, mapped from disk; show a progress bar in a terminal.
 
-    Pages that were read count as this process's memory until their file is closed. So a file is opened anew after as
+    Pages that were read count as this process's memory until their file is closed. So a file is opened again after as
     many bytes as its largest tensor has: loading takes the memory of the weights and little more.
     """
     files = checkpoint_files(folder)
@@ -99,7 +99,7 @@ def iterate_checkpoint(folder: Path, read: Read = safe_open.get_tensor) -> Itera
 
 
 def iterate_file(file: Path, read: Read) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of one file, in the order in which they lie there."""
+    """Yield the tensors of one file in the order of the file."""
     try:
         with safe_open(file, framework="pt"):  # which checks the header
             groups = groups_of_names(file)
@@ -113,7 +113,7 @@ def iterate_file(file: Path, read: Read) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def groups_of_names(file: Path) -> list[list[str]]:
-    """Names of tensors that lie side by side, so many that a group has no more bytes than the largest tensor.
+    """Group the names of neighbouring tensors, so that no group has more bytes than the largest tensor.
 
     A safetensors file begins with the length of its header, in 8 bytes, and the header, which is JSON.
     """

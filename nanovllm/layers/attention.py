@@ -51,6 +51,11 @@ class AttentionMetadata:
     max_seqlen_k: int  # most tokens that a prefill chunk attends to
     num_prefix_tokens: int  # before all prefill chunks together; 0 if each begins its sequence
 
+    @classmethod
+    def of_decodes(cls, slots: Tensor, block_tables: Tensor, seq_lens: Tensor, offsets: Tensor) -> "AttentionMetadata":
+        """Return the metadata of a step without prefill chunks. offsets: [num_seqs + 1] int32, 0 … num_seqs"""
+        return cls(slots, block_tables, seq_lens, offsets, offsets[:1], offsets[:1], len(slots), 0, 0, 0)
+
 
 class Attention(nn.Module):
     """Store the new tokens' K and V of one layer, and attend from each new token to its own and earlier positions."""

@@ -8,7 +8,7 @@ import pytest
 
 from tests.core_alone import EXTRAS, PACKAGE, ROOT, core_files, run_in
 
-MAX_FILES, MAX_LINES = 34, 3062  # of the core, docstrings included; the aim is 2,750
+MAX_FILES, MAX_LINES = 34, 3059  # of the core, docstrings included; the aim is 2,750
 MAX_LINES_OF_GPU_PATH = 450
 MAX_LINES_OF_FUNCTION = 40
 MAX_LOADED_FILES, MAX_LOADED_LINES = 55, 5530  # of a plain run with extras present; the aim is 46 and 4,000
@@ -50,7 +50,7 @@ def imported_by(nodes):
             assert node.level == 0, "imports are absolute"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= names
-            if not names <= set(FILES):  # otherwise only submodules of a folder, whose own file is no reason
+            if not names <= set(FILES):  # otherwise only submodules of a folder: its own file does not count
                 found.add(node.module)
     return {"nanovllm.__init__" if name == "nanovllm" else name for name in found} & set(FILES)
 

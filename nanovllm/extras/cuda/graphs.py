@@ -31,8 +31,7 @@ from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.cuda.input_buffer import InputBuffer
 from nanovllm.extras.overlap import NewestTokens, fill_in, has_placeholders
-from nanovllm.extras.processed_batch import wants_only_tokens
-from nanovllm.extras.runner_hooks import Draw, SampledTokens, sample
+from nanovllm.extras.runner_hooks import Draw, SampledTokens, sample, wants_only_tokens
 from nanovllm.layers.attention import AttentionMetadata
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class StepSizes:
 
 
 def graph_sizes(max_batch_size: int) -> list[int]:
-    """Batch sizes to record: in steps of 8, and of more from 128 on. Padding is less than 8 rows, or an eighth."""
+    """Return the batch sizes to record. Padding is less than 8 rows, or less than an eighth from 128 rows on."""
     sizes, size = [1, 2, 4], 8
     while size < max_batch_size:
         sizes.append(size)
@@ -102,7 +101,7 @@ class Recorder:
         self._living.add(self)
 
     def record(self, function: Callable[[], T]) -> tuple[Callable[[], None], T]:
-        """(a function that replays `function`, what `function` returned); a replay writes the returned tensors anew."""
+        """Record `function`. Return a function that replays it, and its outputs, which each replay overwrites."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             function()  # compiles kernels and lets libraries set themselves up, neither of which can be recorded
@@ -114,7 +113,7 @@ class Recorder:
 
 
 def unused_stream(used: list[torch.cuda.Stream]) -> torch.cuda.Stream:
-    """PyTorch has NUM_STREAMS for each device, and gives them in turn. RuntimeError if `used` are all of them."""
+    """Return a stream that is not in `used`. Raises RuntimeError if all NUM_STREAMS of PyTorch's pool are."""
     for _ in range(NUM_STREAMS):
         stream = torch.cuda.Stream()
         if stream not in used:
@@ -170,7 +169,7 @@ class CudaGraphs:
         self._graphs[size] = Recorded(*self._recorder.record(decode))
 
     def can_replay(self, batch: Batch, newest_ids: torch.Tensor) -> bool:
-        """Whether the batch holds only decodes, all get a token, and the largest graph is large enough."""
+        """Return whether the batch holds only decodes, all get a token, and the largest graph is large enough."""
         num_seqs = len(batch.metadata.seq_lens)
         return (
             batch.metadata.num_decodes == num_seqs <= self._sizes[-1]
@@ -180,10 +179,10 @@ class CudaGraphs:
         )
 
     def replay(self, batch: Batch, newest_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`batch` on the host; newest_ids: [num_samples] of the step before, on the device
+        """Replay the graph for `batch`, on the host. newest_ids: [num_samples] of the step before, on the device
 
-        Returns the tokens that are drawn, [num_seqs] int64, and for rows that ask for more the hidden states,
-        [num_seqs, hidden_size]. Both are valid until the next replay.
+        Returns the sampled tokens, [num_seqs] int64, and the hidden states, [num_seqs, hidden_size], for rows that ask
+        for more than a token. Both are valid until the next replay.
         """
         num_seqs = len(batch.metadata.seq_lens)
         size = self._sizes[bisect_left(self._sizes, num_seqs)]
@@ -195,7 +194,7 @@ class CudaGraphs:
 
 
 class ReplayedDecodes:
-    """Takes the place of `ModelRunner.compute`: replays batches of decodes, and leaves all others to it."""
+    """Wraps `ModelRunner.compute`: replays batches that contain only decodes, and calls `compute` for all others."""
 
     def __init__(self, graphs: CudaGraphs, runner: "ModelRunner", newest: NewestTokens) -> None:
         self.graphs = graphs
@@ -203,7 +202,7 @@ class ReplayedDecodes:
         self._compute, runner.compute = runner.compute, self
 
     def __call__(self, runner: "ModelRunner", batch: Batch) -> SampledTokens:
-        """If a row asks for more than a draw, all rows are drawn again, outside the graph."""
+        """Compute a batch. If a row asks for more than a token, all rows are sampled again outside the graph."""
         if not self.graphs.can_replay(batch, self._newest.ids):
             return self._compute(runner, batch)
         token_ids, hidden = self.graphs.replay(batch, self._newest.ids)
@@ -228,26 +227,16 @@ class DecodeInputs:
         self._offsets = torch.arange(max_batch_size + 1, dtype=torch.int32, device=device)
 
     def batch(self, size: int) -> Batch:
-        """The first `size` rows as a batch to record a graph with: zeros until `fill` is called."""
+        """Return the first `size` rows as a batch for recording. All values are zero until `fill` is called."""
         column: dict[str, Any] = {}
         for name, (start, stop, dtype) in self._layout(size).items():
             column[name] = self._buffer.device_bytes[start:stop].view(getattr(torch, dtype.name))
-        none = self._offsets[:1]
+        slots, seq_lens = column.pop("slot_mapping"), column.pop("seq_lens")
+        offsets = self._offsets[: size + 1]
         return Batch(
             input_ids=column.pop("input_ids"),
             positions=column.pop("positions"),
-            metadata=AttentionMetadata(
-                slot_mapping=column.pop("slot_mapping"),
-                block_tables=self._block_tables[:size],
-                seq_lens=column.pop("seq_lens"),
-                cu_seqlens_q=self._offsets[: size + 1],
-                prefill_cu_seqlens_q=none,
-                prefill_cu_seqlens_k=none,
-                num_decodes=size,
-                max_seqlen_q=0,
-                max_seqlen_k=0,
-                num_prefix_tokens=0,
-            ),
+            metadata=AttentionMetadata.of_decodes(slots, self._block_tables[:size], seq_lens, offsets),
             logits_indices=self._offsets[:size],
             sampling=SamplingBatch(**column),
             copies=[],
@@ -271,7 +260,7 @@ class DecodeInputs:
         self._block_tables[:num_seqs, :width] = narrow.view(num_seqs, width)
 
     def _layout(self, size: int) -> dict[str, tuple[int, int, np.dtype[Any]]]:
-        """(start, stop, dtype) of each column's first `size` rows, in bytes of the buffer."""
+        """Return (start, stop, dtype) of each column's first `size` rows, in bytes of the buffer."""
         layout, start = {}, 0
         for name, dtype in COLUMNS.items():
             layout[name] = (start, start + size * dtype.itemsize, dtype)
@@ -285,10 +274,10 @@ class DecodeInputs:
 def choose_graphs(
     config: Config, backend: Any, has_draw_kernel: bool, device: torch.device, num_experts: int = 0
 ) -> tuple[str | None, str]:
-    """Return what of a decode step is replayed, and on CUDA the reason, for the log.
+    """Return the part of a decode step that is replayed, and on CUDA the reason, for the log.
 
-    "step" is all of it. "forward" is the forward pass alone, with the core's graphs: there is no kernel that draws the
-    tokens (`has_draw_kernel`).
+    "step" is all of it. "forward" is only the forward pass, with the core's graphs, for machines without a kernel that
+    samples the tokens (`has_draw_kernel`).
     """
     reason = None
     if device.type != "cuda":
@@ -315,7 +304,7 @@ def choose_graphs(
 
 
 def replay_decodes(runner: "ModelRunner", newest: NewestTokens, sizes: StepSizes) -> None:
-    """Record graphs for all batches of decodes that a step can have, and have them replayed."""
+    """Record graphs for all batches of decodes that a step can have, and wrap `compute` to replay them."""
     table_width = -(-sizes.max_model_len // runner.backend.block_size)
     graphs = record_graphs(runner.model, runner.kv_cache.tensor, runner.draw, sizes.max_decodes, table_width)
     ReplayedDecodes(graphs, runner, newest)
@@ -324,7 +313,7 @@ def replay_decodes(runner: "ModelRunner", newest: NewestTokens, sizes: StepSizes
 def record_graphs(
     model: Any, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
 ) -> CudaGraphs:
-    """Graphs for steps of up to `max_batch_size` decodes, with block tables of up to `max_num_blocks` blocks."""
+    """Record graphs for up to `max_batch_size` decodes, with block tables of up to `max_num_blocks` blocks."""
     start = time.monotonic()
     sizes = graph_sizes(max_batch_size)
     with torch.cuda.device_of(kv_cache):
@@ -342,7 +331,7 @@ def record_graphs(
 def measure_graph_bytes(
     model: Any, kv_cache: torch.Tensor, draw: Draw, max_batch_size: int, max_num_blocks: int
 ) -> int:
-    """Device memory that all graphs will take: that of the largest, and for each of the others that of the smallest.
+    """Estimate the device memory of all graphs: the largest one's, and for each other one that of the smallest.
 
     A cache without blocks is enough for this: padding needs only the null block.
     """

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from nanovllm.batch import Batch, SamplingBatch
-from nanovllm.extras.processed_batch import ProcessedSampling, wants_only_tokens
+from nanovllm.extras.processed_batch import ProcessedSampling
+from nanovllm.extras.runner_hooks import wants_only_tokens
 from nanovllm.layers.attention import AttentionMetadata
 
 MAX_LINE = 1 << 20  # bytes of a line of JSON
@@ -45,7 +46,7 @@ class Header(NamedTuple):
     num_prefix_tokens: int = 0
     hidden_size: int = 0
     num_copies: int = 0
-    num_swap_outs: int = -1  # there is no swap
+    num_swap_outs: int = -1  # without swap
     num_swap_ins: int = -1
 
 
@@ -53,7 +54,7 @@ HEADER_BYTES = 4 * len(Header._fields)
 
 
 def pack_step(batch: Batch, has_draw: bool) -> np.ndarray:
-    """`batch` on the host -> one array of int32. Without `has_draw` no logits are computed."""
+    """Pack `batch`, on the host, into one array of int32. Without `has_draw` no logits are computed."""
     metadata = batch.metadata
     logits_indices = batch.logits_indices.numpy() if has_draw else np.empty(0, np.int32)
     moves = moves_of(batch.copies)
@@ -78,12 +79,12 @@ def pack_step(batch: Batch, has_draw: bool) -> np.ndarray:
 
 
 def pack_logits(num_rows: int, hidden_size: int) -> np.ndarray:
-    """Announces hidden states, which a broadcast brings."""
+    """Announce hidden states, which are broadcast after this message."""
     return np.array(Header(LOGITS, 0, num_samples=num_rows, hidden_size=hidden_size), dtype=np.int32)
 
 
 def unpack_step(header: Header, values: np.ndarray) -> Batch:
-    """values: [header.num_values] int32 -> the batch, whose rows are greedy; its tensors are views of `values`."""
+    """Unpack values: [header.num_values] int32 -> a batch of greedy rows. Its tensors are views of `values`."""
     rest = torch.from_numpy(values)
 
     def take(*shape: int) -> torch.Tensor:
@@ -132,7 +133,7 @@ def make_moves(copies: list[Any], *of_swap: list[Any]) -> list[Any]:
 
 
 def receive(peer: socket.socket, num_bytes: int) -> bytearray:
-    """Waits for them all. Raises ConnectionError if the peer closes the socket."""
+    """Receive exactly `num_bytes`. Raises ConnectionError if the peer closes the socket."""
     received = bytearray(num_bytes)
     view = memoryview(received)
     while view:
@@ -148,7 +149,7 @@ def send_json(peer: socket.socket, value: Any) -> None:
 
 
 def receive_json(peer: socket.socket, max_bytes: int = MAX_LINE) -> Any:
-    """One line, byte by byte: what comes behind it is a message. ValueError if it is not JSON, or longer."""
+    """Read one line byte by byte, and nothing after it. Raises ValueError if it is not JSON, or too long."""
     line = bytearray()
     while not line.endswith(b"\n"):
         if len(line) == max_bytes:

@@ -31,6 +31,7 @@ from nanovllm.extras.parallel.meeting import Meeting, choose_kind, connect, make
 from nanovllm.extras.parallel.processes import accept_other_machines, run_node, share_threads, start_peers
 from nanovllm.extras.runner_hooks import Device
 from nanovllm.extras.weights import load_model
+from nanovllm.loader import allocate
 
 NOT_OF_WORKERS = (
     *("scheduling_policy", "speculative_config"),
@@ -71,7 +72,7 @@ def start_ranks(config: Config, folder: Path) -> ModelRunner:
 
 
 def private_folder() -> AbstractContextManager[str]:
-    """A folder that only this user may enter; it is gone before the first step."""
+    """Return a temporary folder that only this user may enter. It is removed before the first step."""
     return tempfile.TemporaryDirectory(prefix="nanovllm-", ignore_cleanup_errors=True)
 
 
@@ -144,34 +145,27 @@ class RankRunner(ModelRunner):
     def make_device(self) -> Device:
         return RankDevice(super().make_device(), self.communicator, self.whole_shape.vocab_size, self.hears_tokens)
 
-    def make_model(self) -> Any:
+    def load_network(self) -> Any:
         """Return the network of a share, with its part of each tensor."""
         config, cutter = self.config, Cutter(self.communicator.rank, self.communicator.size)
         with torch.device("meta"):
             whole = self.model_class(self.whole_shape, self.backend)
             share = self.model_class(self.shape, self.backend)
         if config.load_format == "dummy":
-            model = share.to(self.dtype).to_empty(device=self.device).eval().requires_grad_(False)
+            model = allocate(share, self.dtype, self.device)
             fill_with_dummies(model, whole, cutter, config.seed, self.shape.initializer_range)
-        else:
-            cuts = cutter.cuts_of_checkpoint(whole, share)
+            return model
+        cuts = cutter.cuts_of_checkpoint(whole, share)
 
-            def read(file: Any, name: str) -> torch.Tensor:
-                self.check()
-                return read_part(cuts, file, name)
+        def read(file: Any, name: str) -> torch.Tensor:
+            self.check()
+            return read_part(cuts, file, name)
 
-            model = load_model(
-                self.model_class, self.shape, self.backend, self.dtype, self.device, self.folder, None, read
-            )
-        if config.quantization is not None:
-            from nanovllm.extras.quantization.quantise import quantise
-
-            quantise(model, config.quantization, self.shape)
-        return model
+        return load_model(self.model_class, self.shape, self.backend, self.dtype, self.device, self.folder, None, read)
 
 
 def fill_with_dummies(share: Any, whole: Any, cutter: Cutter, seed: int, std: float) -> None:
-    """The rank's part of the weights that one rank alone would draw with this seed, one tensor after the other."""
+    """Fill `share` with the rank's part of the weights that a single rank would draw with this seed."""
     from nanovllm.extras.dummy_weights import init_dummy_weight
 
     generator = torch.Generator(device=next(share.parameters()).device).manual_seed(seed)
@@ -203,7 +197,7 @@ class RankDevice(Device):
         return self.kind.advice()
 
     def free_bytes(self, runner: ModelRunner) -> int:
-        """Of the rank that has least: all have as many blocks."""
+        """Return the least free memory of all ranks, because every rank has the same number of blocks."""
         own = torch.tensor([[self.kind.free_bytes(runner)]], device=runner.device)
         least = self.communicator.gather(own).amin(1, keepdim=True)  # [1, 1]; that of all ranks on rank 0
         return int(self.communicator.broadcast(least))
@@ -213,12 +207,12 @@ class RankDevice(Device):
 
 
 def draw_nothing(logits: torch.Tensor, *_: Any) -> torch.Tensor:
-    """The draw of ranks above 0, which hold the logits of some tokens only: [num_samples] int64"""
+    """Return zeros: [num_samples] int64. Ranks above 0 do not sample, as they hold the logits of some tokens only."""
     return torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
 
 
 def device_of(config: Config, rank: int) -> str:
-    """Each rank has a device of its own. ValueError if the machine has not enough of them."""
+    """Return the device of one rank. Raises ValueError if the machine has fewer devices than ranks."""
     if resolve_device(config.device).type == "cpu":
         return "cpu"
     num_local = config.tensor_parallel_size // config.nnodes
@@ -237,7 +231,7 @@ def check_nodes(config: Config) -> None:
 
 
 def as_json(config: Config) -> dict[str, Any]:
-    """The fields that another rank needs, as JSON can hold them."""
+    """Return the fields that another rank needs, as JSON can hold them."""
     values = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in NOT_OF_WORKERS}
     values["model"] = str(config.model)
     if isinstance(config.dtype, torch.dtype):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nanovllm.extras.quantization.quantised_linear import QuantisedWeight
 from nanovllm.extras.quantization.stored import joined, parts_of, quantised_version_of
 from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.loader import places_of
+from nanovllm.loader import allocate, places_of
 
 try:
     from gguf import MODEL_ARCH_NAMES, GGUFReader, dequantize, get_tensor_name_map
@@ -50,7 +50,7 @@ def load_gguf(
     for path, layer in found.items():  # the layers have no weights yet, so no memory is allocated for plain weights
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, quantised_version_of(layer))
-    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    model = allocate(model, dtype, device)
     for path, layer in found.items():
         quantised, parts = model.get_submodule(path), parts_of(path, layer)
         quantised.quantised = joined(path, [file.quantised(part) for part in parts], device)

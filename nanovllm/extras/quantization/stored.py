@@ -20,13 +20,13 @@ from nanovllm.extras.quantization.quantise import VECTOR
 from nanovllm.extras.quantization.quantised_linear import QuantisedFusedLinear, QuantisedLinear, QuantisedWeight
 from nanovllm.extras.weights import load_model, load_weights
 from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.loader import checkpoint_files
+from nanovllm.loader import allocate, checkpoint_files
 
 logger = logging.getLogger(__name__)
 
 
 def read_format(field: str, raw: Any) -> Format | Fp8:
-    """`raw`: the value of `field` in config.json. ValueError, by the format's name, if it is not known."""
+    """Parse `raw`, the value of `field` in config.json. Raises ValueError if the format is not supported."""
     given = raw if isinstance(raw, Mapping) else {}
     name = given.get("quant_method") or given.get("format") or raw
     known: dict[str, Any] = {**READERS, "fp8": read_fp8}
@@ -83,7 +83,7 @@ def load_projections(
     for path, layer in found.items():  # without weights: their memory is never taken
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, quantised_version_of(layer))
-    model = model.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    model = allocate(model, dtype, device)
     consumed: set[str] = set()
     for path, layer in found.items():
         quantised = model.get_submodule(path)
@@ -103,14 +103,14 @@ def load_projections(
 
 
 def quantised_version_of(layer: Any) -> nn.Module:
-    """The layer that takes its place, whose weight comes later."""
+    """Return the quantised layer that replaces `layer`. Its weight is loaded later."""
     if type(layer) is Linear:
         return QuantisedLinear(None, layer.bias)
     return QuantisedFusedLinear(None, layer.bias, layer.parts)
 
 
 def parts_of(path: str, layer: Any) -> dict[str, int]:
-    """The projections of a layer by their names in the checkpoint, and their numbers of outputs."""
+    """Return the projections of a layer: name in the checkpoint -> number of outputs."""
     if not isinstance(layer, FusedLinear) or getattr(layer, "is_stored_fused", False):
         return {path: len(layer.weight)}
     parent = path.rpartition(".")[0]
@@ -118,7 +118,7 @@ def parts_of(path: str, layer: Any) -> dict[str, int]:
 
 
 def find_projections(form: Format, checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:
-    """By path, the layers that the checkpoint has quantised. ValueError for one of which it has a part so."""
+    """Return the quantised layers by path. Raises ValueError if only a part of a layer is quantised."""
     found: dict[str, Any] = {}
     for path, layer in model.named_modules():
         if type(layer) not in (Linear, FusedLinear):
@@ -152,7 +152,7 @@ def decode(form: Format, checkpoint: Checkpoint, part: str, num_inputs: int, num
 
 
 def joined(path: str, weights: list[QuantisedWeight], device: torch.device) -> QuantisedWeight:
-    """The parts of a layer, one below the other."""
+    """Concatenate the parts of a layer along its outputs."""
     first = weights[0]
     for other in weights[1:]:
         if not equal(first.order, other.order):
@@ -179,7 +179,7 @@ def equal(order: Tensor | None, other: Tensor | None) -> bool:
 
 
 def read_bias(checkpoint: Checkpoint, part: str, is_wanted: bool) -> Tensor:
-    """Tools write zeros for layers that have no bias."""
+    """Read a bias. Some tools write zeros for layers without a bias; other values raise ValueError."""
     name = f"{part}.bias"
     if name not in checkpoint.files:
         if is_wanted:

@@ -1,7 +1,7 @@
 """CUDA graphs as far as they go without a GPU: which sizes, what padding does, what is sent, and that outputs are those
 of eager steps.
 
-`recorded_operations.py` stands in for CUDA's recording: what it replays is fixed in the same way. On a GPU,
+`recorded_operations.py` replaces CUDA's recording: what it replays is fixed in the same way. On a GPU,
 `test_gpu.py` compares the real thing.
 
 Broken by hand, and seen here: padding that keeps the slots of an older batch; padding of one token; a table that is
@@ -33,9 +33,9 @@ from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.logits_processors import ForbiddenTokens
 from nanovllm.extras.overlap import NewestTokens
-from nanovllm.extras.processed_batch import ProcessedSampling, ReadBatch, values_of, wants_only_tokens
+from nanovllm.extras.processed_batch import ProcessedSampling, ReadBatch, values_of
 from nanovllm.extras.prompt_logprobs import TargetRows
-from nanovllm.extras.runner_hooks import Device
+from nanovllm.extras.runner_hooks import Device, wants_only_tokens
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.sampler import sample_tokens
 from tests.extras.late_runner import LateRunner
