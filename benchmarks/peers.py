@@ -113,7 +113,7 @@ def run_vllm(workload: Workload, args: argparse.Namespace, device: str) -> Measu
 
     prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
     llm.generate(prompts[:2], greedy(4), use_tqdm=False)
-    if not llm.reset_prefix_cache():  # nothing of the warm-up may be reused
+    if not llm.reset_prefix_cache():  # no block of the warm-up may be reused
         raise RuntimeError("vLLM did not empty its prefix cache after the warm-up")
     arrived, start = time.time(), time.perf_counter()
     outputs = llm.generate(prompts, [greedy(n) for n in workload.output_lens], use_tqdm=False)

@@ -1,7 +1,7 @@
 """Random steps over a paged cache, and what attention must make of them, for every backend.
 
-The reference is float64 and plain loops, and knows no cache, no blocks and no batch. Every slot that no token was
-stored in holds NaN, so that reading one shows.
+The reference is float64 and plain loops, without a cache, blocks or a batch. Every slot in which no token was stored
+holds NaN, so that reading one shows.
 """
 
 import math
@@ -46,8 +46,8 @@ class Step:
     Their blocks lie anywhere in the cache. `expected` is the reference's answer, on CPU: [num_tokens, num_heads,
     head_dim]. Subclasses override the methods.
 
-    window, softcap, scale: how the layer attends. Blocks that no token's window reaches have been given back, and the
-    null block takes their places, which holds NaN.
+    window, softcap, scale: how the layer attends. Blocks that no token's window reaches have been given back. The null
+    block, which holds NaN, replaces them.
     """
 
     def __init__(self, backend, lens, seed=0, dtype=torch.float32, device="cpu", **asked):

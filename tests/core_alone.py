@@ -1,4 +1,4 @@
-"""The core alone: a copy of the checkout without `nanovllm/extras`, and what it answers there.
+"""The core by itself: a copy of the checkout without `nanovllm/extras`, and what it answers there.
 
 python -m tests.core_alone FOLDER       # make such a copy, in which `.ci/run` runs the core's own tests
 """

@@ -2,7 +2,7 @@
 
 The K and V of a token are functions of that token and of all tokens before it, so a slot is known by its whole prefix.
 A sequence reads the right cache exactly when each of its slots holds its own prefix. This is the oracle of the block
-manager's and the scheduler's tests: it knows no hashes, no reference counts and no free queue.
+manager's and the scheduler's tests: it does not use hashes, reference counts or a free queue.
 """
 
 from collections import Counter

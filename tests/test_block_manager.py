@@ -93,7 +93,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     """Random sequences over few token ids, so that prefixes repeat, in a pool that runs out.
 
     A step's actions come in any order that a scheduler could choose, and more: sequences are admitted, get tokens, and
-    those that have got none in this step are preempted; then the step runs. In between sequences are forked, also in
+    those without a token in this step are preempted; then the step runs. In between sequences are forked, also in
     the middle of their prompt, and end.
     """
 
@@ -396,7 +396,7 @@ def test_colliding_blocks_replace_each_other_without_a_trace(any_hash):
 
 
 def test_parent_that_was_evicted_and_computed_anew_does_not_adopt_old_children():
-    """A twin's child hangs on a parent that is gone; the parent's successor has another identity."""
+    """The child of an equal block belongs to a parent that is gone; the parent's successor has another identity."""
     manager, cache = BlockManager(6, 2), FakeKVCache(2)
     first, twin = make_seq([1, 1]), make_seq([1, 1, 2, 2, 7])
     assert manager.try_admit(first)

@@ -1,7 +1,7 @@
 """`Detokenizer`: text as tokens come, whole characters only, and the stop strings in it.
 
 Oracles: the tokenizer's own decode of all tokens at once, over random token sequences (`hypothesis`); for stop strings
-a naive search that decodes everything anew after each token. The tokenizers: the byte-level BPE of the bundled model, a
+a naive search that decodes all tokens again after each one. The tokenizers: the byte-level BPE of the bundled model, a
 SentencePiece-style one that spells in bytes what it has no piece for, and one with the metaspace decoder.
 
 Seen to fail when broken: the newest token decoded by itself; no context of the prompt; half a character shown; what was
@@ -105,7 +105,7 @@ def test_the_byte_tokens_are_what_they_seem():
 def assert_agrees(text, expected, name, num_tokens=0):
     """Equal, except where bytes are no characters. What is shown of them before the text goes on does not depend on
     what follows, so a decoder of all tokens at once may count them differently: after more than `MAX_PENDING` tokens,
-    and for SentencePiece, whose decoder makes nothing of the valid bytes beside them.
+    and for SentencePiece, whose decoder drops the valid bytes next to them.
     """
     if name == "sentencepiece" and REPLACEMENT in expected:
         assert REPLACEMENT in text
@@ -277,7 +277,7 @@ def test_the_first_space_of_an_answer_is_kept():
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 8])
 def test_a_prompt_without_text_is_none(name, length):
-    """An answer to special tokens alone begins as any text does."""
+    """An answer to a prompt of only special tokens begins as any text does."""
     tokenizer = TOKENIZERS[name]
     ids = tokenizer.encode("a b a", add_special_tokens=False)
     shown, _ = stream(tokenizer, ids, [tokenizer.eos_token_id] * length)
@@ -534,7 +534,7 @@ def test_a_stop_string_inside_one_token():
 
 
 def test_a_stop_string_is_not_found_in_the_prompt():
-    """It must lie in the output with all of its letters."""
+    """All letters of a stop string must be in the output."""
     shown, detokenizer = stream(BUNDLED, [B, C, A, B], prompt=[A], stop=["ab"])
     assert (shown[-1], detokenizer.stop_string) == ("bc", "ab")
 

@@ -185,7 +185,7 @@ def test_a_value_that_float32_rounds_away_harms_neither_its_row_nor_a_neighbour(
 
 
 def test_greedy_rows_among_random_ones():
-    """Those with truncation too, which never takes the likeliest; 200 draws of their neighbours leave them alone."""
+    """Truncation never removes the likeliest token, and 200 draws of other rows do not change the greedy rows."""
     greedy = [{}, {"top_k": 5, "top_p": 0.5}, {"min_p": 0.9}, {"seed": 3}, {"top_p": 1e-6}]
     rows = []
     for fields in greedy:

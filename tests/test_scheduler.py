@@ -131,7 +131,7 @@ def test_newest_is_preempted_and_resumes_with_all_of_its_tokens():
 
 
 def test_preempted_sequence_finds_its_own_blocks_again():
-    """Nothing but the block that it lost to its neighbour is computed anew."""
+    """Only the block that it lost to its neighbour is computed again."""
     run = Run(num_blocks=5, block_size=4)
     first, second = run.add([1] * 7, max_tokens=6), run.add([2] * 11)
     run.step()
@@ -320,7 +320,7 @@ def test_stop_token_at_the_last_allowed_place_is_a_stop():
 
 
 def test_sequence_that_outgrows_the_whole_cache_ends_and_harms_nobody():
-    """The big one is alone at the end of its life; its neighbours were preempted and finish after it, unharmed."""
+    """The big sequence runs by itself at its end; the others were preempted, and finish after it unharmed."""
     run = Run(num_blocks=3, block_size=4, max_model_len=1000)
     big = run.add([1] * 6)
     small = [run.add([2 + i] * 3, max_tokens=4) for i in range(2)]
@@ -359,7 +359,7 @@ def test_requests_of_one_step_share_their_prefix():
     out = run.step()
     assert chunk_lens(out) == {"seq-0": 10, "seq-1": 3}
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 8)
-    assert run.kv_use(out) == (13, 4 * 4)  # two blocks shared, one of each alone
+    assert run.kv_use(out) == (13, 4 * 4)  # two shared blocks, and one of each
     assert run.stats.prefix_cache_query_tokens == 21
     assert run.stats.prefix_cache_hit_tokens == 8
 
@@ -387,7 +387,7 @@ def test_second_turn_of_a_chat_finds_the_answer_to_the_first():
 
 
 def test_cached_prompt_is_counted_right_while_somebody_else_owns_it():
-    """Its last block is computed anew, in a block of its own."""
+    """Its last block is computed again, in a block of its own."""
     run = Run(block_size=4, budget=32)
     run.add([1] * 8, max_tokens=9)
     run.step()

@@ -31,13 +31,13 @@ class Config(config.Config):
     kv_cache_dtype: str = checked("auto", check_choice, allowed=("auto", "fp8", "int8"))
     """`fp8` (with `triton`, `torch`), `int8` (`cpu`, `torch`): K and V have 8 bits; `auto` is the model's dtype."""
     quantization: str | Mapping[str, Any] | None = checked(None, check_in, module="quantization.quantization_options")
-    """`int8` or `int4` keeps weights in so many bits, or a dict as `{"method": "int4", "group_size": 64}`."""
+    """`int8` or `int4` keeps weights in 8 or 4 bits; also a dict, as `{"method": "int4", "group_size": 64}`."""
     scheduling_policy: str | Callable[[Any], float] = checked("fcfs", check_policy)
     """`fcfs`, `priority` or `sjf` (`extras/policies.py`), or a function of your own: see `Scheduler.place_of`."""
     long_prefill_token_threshold: int = checked(0, check_int, minimum=0)
     """Most tokens of one sequence in a step, so that short prompts get past a long one; 0 sets no limit."""
     preemption_mode: str = checked("recompute", check_choice, allowed=("recompute", "swap"))
-    """What becomes of a preempted sequence's K and V: `recompute`, or `swap` to host memory while there is room."""
+    """What happens to a preempted sequence's K and V: `recompute`, or `swap` to host memory while there is room."""
     swap_space_bytes: int = checked(0, check_int, minimum=0)
     """Host memory for `preemption_mode="swap"`."""
     enable_cuda_graphs: bool | None = checked(None, check_bool, optional=True)
@@ -45,7 +45,7 @@ class Config(config.Config):
     enable_overlap: bool | None = checked(None, check_bool, optional=True)
     """Whether the next step is launched while one is in flight; None means only on CUDA. Outputs are the same."""
     speculative_config: Mapping[str, Any] | None = checked(None, check_dict)
-    """Who guesses tokens that a step verifies together, as `{"method": "ngram", "num_speculative_tokens": 5}`."""
+    """How draft tokens are proposed, as `{"method": "ngram", "num_speculative_tokens": 5}`; None turns drafts off."""
     tensor_parallel_size: int = checked(1, check_int, minimum=1)
     """Ranks that share each forward pass: CUDA devices, or processes on a CPU."""
     nnodes: int = checked(1, check_int, minimum=1)
@@ -90,7 +90,7 @@ class Config(config.Config):
 
     @classmethod
     def from_options(cls, model: str | Path, options: dict[str, Any]) -> "Config":
-        """`Config(model, **options)`, names and values as here or as vLLM's; TypeError for a name of neither."""
+        """Return `Config(model, **options)`. Accepts vLLM's names too; raises TypeError for an unknown name."""
         with suppress(TypeError, ValueError):
             return cls(model, **options)
         return cls(model, **translate_options(options, [field.name for field in fields(cls)], "engine"))

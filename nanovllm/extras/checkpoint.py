@@ -34,7 +34,7 @@ def read_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) 
 
 
 def read_plain_qwen3(raw: Mapping[str, Any]) -> NetworkConfig | None:
-    """Return the shape of a network that the core computes, or None for any other."""
+    """Return the shape of a network that the core computes, or None for any other network."""
     if list(raw.get("architectures") or ()) != ["Qwen3ForCausalLM"] or raw.get("compression_config") is not None:
         return None
     try:

@@ -10,7 +10,7 @@ from nanovllm.extras.lazy_outputs import CompletionOutput
 
 
 class DeltaCompletion(Completion):
-    """One sample that is given piece by piece."""
+    """One sample whose outputs hold only what is new."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -25,7 +25,7 @@ class DeltaCompletion(Completion):
         return not self._has_given_end and (is_finished or len(self.token_ids) > self._num_given_tokens)
 
     def make_output(self) -> CompletionOutput:
-        """What is new since the last call."""
+        """Return what is new since the last call."""
         seq, logprobs, first = self.seq, self.logprobs, self._num_given_tokens
         is_finished = seq.finish_reason is not None
         text = "" if self.detokenizer is None else self.detokenizer.text(is_finished)

@@ -10,7 +10,7 @@ from nanovllm.layers.norm import RMSNorm
 
 
 def init_dummy_weights(model: nn.Module, seed: int, std: float) -> None:
-    """Normal weights of standard deviation `std`, norms that scale nothing, biases of zero; the same for a seed."""
+    """Set random weights of standard deviation `std`, neutral norms and zero biases. They depend only on `seed`."""
     generator = torch.Generator(device=next(model.parameters()).device).manual_seed(seed)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -20,7 +20,7 @@ def init_dummy_weights(model: nn.Module, seed: int, std: float) -> None:
 def init_dummy_weight(
     module: nn.Module, name: str, tensor: torch.Tensor, std: float, generator: torch.Generator
 ) -> None:
-    """tensor: the parameter `name` of a module, or one of its shape"""
+    """Fill `tensor`: the parameter `name` of a module, or a tensor of its shape."""
     if isinstance(module, RMSNorm):
         tensor.fill_(getattr(module, "neutral_weight", 1.0))  # what changes nothing
     elif name == "bias":

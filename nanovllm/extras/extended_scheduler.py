@@ -60,7 +60,7 @@ class ExtendedScheduler(Scheduler):
         seq.num_tokens = seq.token_ids.length  # without placeholders and drafts
 
     def forget_steps(self) -> None:
-        """Called by `roll_back`: the steps in flight have failed."""
+        """Forget the steps in flight, which have failed. `roll_back` calls this method."""
         self.preemption.roll_back()
         for seq in [*self.running, *self.waiting]:
             if seq.block_table.length:  # it may be half-way back from where `preemption` has kept its K and V

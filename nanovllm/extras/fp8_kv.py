@@ -13,7 +13,7 @@ from nanovllm.layers.attention import AttentionMetadata
 
 
 def with_fp8_cache(backend_class: type[Any]) -> type[Any]:
-    """`backend_class` with a cache in fp8, which PyTorch cannot index: bytes are copied in its place."""
+    """Return `backend_class` with a cache in fp8. PyTorch cannot index fp8, so the cache is indexed as bytes."""
 
     class Fp8Attention(backend_class):  # type: ignore[misc, valid-type]
         def store_kv(
@@ -33,6 +33,6 @@ def with_fp8_cache(backend_class: type[Any]) -> type[Any]:
 
 
 def to_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Clamped to the largest number of e4m3: beyond it a value would become NaN, and spread to every later token."""
+    """Convert to e4m3, clamped to its largest number. A larger value would become NaN and reach all later tokens."""
     limit = torch.finfo(torch.float8_e4m3fn).max
     return x.clamp(-limit, limit).to(torch.float8_e4m3fn)

@@ -10,7 +10,7 @@ from nanovllm.extras.request_params import SamplingParams
 
 
 class TokenDecoder:
-    """What requests need of a tokenizer; one for all requests."""
+    """The decoder of all requests: what they need of a tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         # the library's own tokenizer, since the wrapper of transformers costs more than decoding

@@ -147,7 +147,7 @@ class LLMEngine(engine.LLMEngine):
         return bool(self.requests) or self.scheduler.has_unfinished()
 
     def settle(self) -> None:
-        """If no request is left, finish the steps in flight."""
+        """Finish the steps in flight if no request is left."""
         if not self.requests and self.scheduler.has_unfinished():
             self.step()
 

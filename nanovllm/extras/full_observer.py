@@ -133,7 +133,7 @@ class SchedulingStats(Counts, Observer):
         self.peak_used_blocks = max(self.peak_used_blocks, num_used_blocks)
 
     def on_finish(self, seq: Sequence) -> None:
-        """The last blocks of `seq` were registered when it freed them. With overlap, a step in flight may fill them."""
+        """Count the last blocks of `seq` for the newest step in flight, if there is one: that step may fill them."""
         if self._in_flight:
             self._in_flight[-1][-1].update(self.new_blocks)
         self.new_blocks.clear()

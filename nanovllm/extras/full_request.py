@@ -126,7 +126,7 @@ class Request(request.Request):
             completion.read_token(tokens.token_ids[row])
 
     def finish_step(self, scheduler: Scheduler, now: float) -> None:
-        """After all tokens of a step have been read: end the sequences whose text contains a stop string."""
+        """End the sequences whose text contains a stop string, after all tokens of a step have been read."""
         self.token_times.append(now)
         if not self._has_stop_strings:
             return
@@ -141,7 +141,7 @@ class Request(request.Request):
     def make_output(self) -> Any:
         """Return a snapshot of the request."""
         is_finished = self.finished_time is not None
-        if is_finished or not self.reads_each_step:  # a step that failed may have read nothing of the last token
+        if is_finished or not self.reads_each_step:  # a step that failed may not have read the last token
             for completion in self.completions:
                 completion.read_tokens()
         output = RequestOutput.__new__(RequestOutput)  # `__init__` would need the metrics now

@@ -20,7 +20,7 @@ class Sequence(sequence.Sequence):
 
     arrival: int = field(default=0, init=False)  # number of sequences that arrived before
     num_preemptions: int = field(default=0, init=False)
-    is_plain: bool = field(init=False)  # sampled by the core alone, and without readers
+    is_plain: bool = field(init=False)  # sampled only by the core, and without readers
     reads_prompt: bool = field(init=False)  # a reader needs the hidden states of the whole prompt
     # `stop_token_ids`, once the output has `min_tokens` tokens; until then `stop_token_ids` is empty
     all_stop_token_ids: dict[int, int | None] = field(init=False)

@@ -11,8 +11,8 @@ rounded to 16 bits, with one scale, and so are the weights of each 16 tokens:
     weight   = softmax(scores) · scale of v
     out      = Σ scale of 16 weights · Σ weight's number · v's number                over tokens
 
-16 bits cost nothing to speak of beside the 8 of K and V, and sums of whole numbers are exact in any order: a token has
-the same bits in every batch and every chunk. `extras/kernels/cpu/int8_kv.c` does the same arithmetic.
+Compared with the 8 bits of K and V, 16 bits cost very little. Sums of whole numbers are exact in any order, so a token
+has the same bits in every batch and every chunk. `extras/kernels/cpu/int8_kv.c` does the same arithmetic.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ SCORES = 1 << 24  # in memory at a time
 
 
 def with_int8_cache(backend_class: type[Any]) -> type[Any]:
-    """`backend_class` with a cache in which each vector is followed by its scale, in one row of bytes."""
+    """Return `backend_class` with a cache in which each vector is followed by its scale, in one row of bytes."""
 
     class Int8Attention(backend_class):  # type: ignore[misc, valid-type]
         def kv_cache_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
@@ -56,7 +56,7 @@ def with_int8_cache(backend_class: type[Any]) -> type[Any]:
 
 
 def rounded(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """x: [..., size] -> whole numbers in −most … most: [..., size], their scale: [..., 1]; both float32"""
+    """Round x: [..., size] -> whole numbers in −most … most: [..., size], and scales: [..., 1]; both float32"""
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True)  # NaN if one is
     inverse = torch.where(largest >= SMALLEST, torch.full_like(largest, most) / largest, 0)
@@ -64,13 +64,13 @@ def rounded(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 
 def to_bytes(x: Tensor) -> Tensor:
-    """[num_tokens, num_kv_heads, head_dim] -> [num_tokens, num_kv_heads, head_dim + 4] int8"""
+    """Pack vectors: [num_tokens, num_kv_heads, head_dim] -> [num_tokens, num_kv_heads, head_dim + 4] int8"""
     numbers, scale = rounded(x, MOST)  # of a vector with a NaN the scale is NaN
     return torch.cat((numbers.nan_to_num().to(torch.int8), scale.view(torch.int8)), dim=-1)
 
 
 def from_bytes(rows: Tensor) -> Tensor:
-    """[..., head_dim + 4] int8 -> [..., head_dim + 1] float32: whole numbers, and last their scale"""
+    """Unpack rows: [..., head_dim + 4] int8 -> [..., head_dim + 1] float32: whole numbers, and last their scale"""
     numbers, scale = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:].contiguous()
     return torch.cat((numbers.float(), scale.view(torch.float32)), dim=-1)
 
@@ -82,7 +82,7 @@ class WeighIn16Bits:
         self.options = options
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, is_seen: Tensor) -> Tensor:
-        """q: [num_seqs, num_heads, n, head_dim + 1]; k, v: [num_seqs, num_kv_heads, len, head_dim + 1] -> as q
+        """Attend. q: [num_seqs, num_heads, n, head_dim + 1]; k, v: [num_seqs, num_kv_heads, len, head_dim + 1] -> as q
 
         is_seen: [num_seqs, 1, n, len]. The last channel of the result is 1.
         """
@@ -111,7 +111,7 @@ class WeighIn16Bits:
 
 
 def in_16_bits(weights: Tensor) -> Tensor:
-    """[..., len], rounded by groups of 16 -> the same shape"""
+    """Round weights: [..., len] by groups of 16 -> the same shape"""
     size = weights.shape[-1]
     groups = torch.nn.functional.pad(weights, (0, -size % TOKENS)).unflatten(-1, (-1, TOKENS))
     numbers, scale = rounded(groups, MOST_OF_16_BITS)

@@ -1,4 +1,4 @@
-"""`IsolatingEngine`: a request that makes its step fail ends by itself, and its neighbours do not notice.
+"""`IsolatingEngine`: a request that makes its step fail ends with an error, and the other requests continue.
 
 What a request asks for is done in the steps of all: its logits processors, biases, penalties, grammar, text. If one of
 these raises, the plain engine rolls the step back and raises. A server cannot do so: one client could fail everybody's
@@ -11,9 +11,9 @@ requests, again and again. This engine looks for the request that is at fault:
     step of A, B, C      once more, and B asks for nothing. A and C get their tokens, B ends with its error
 
 Tokens do not depend on other rows of the batch, and random numbers do not depend on earlier draws. So A and C get the
-tokens that they get without B, and nothing is computed anew but this step. Only if what readers have read cannot be
-handed out, all requests of the step that have readers end. `extras/serve/engine_thread.py` drives this engine, and
-gives each error to its request.
+tokens that they get without B, and only this step is computed again. All requests of the step that have readers end
+only if the readers' results cannot be returned. `extras/serve/engine_thread.py` drives this engine, and gives each
+error to its request.
 """
 
 import logging
@@ -117,7 +117,7 @@ class IsolatingEngine(LLMEngine):
     # ---- while its tokens are read
 
     def read_outputs(self, step: Step, advanced: list[tuple[int, Any]], tokens: Any, now: float) -> list[Any]:
-        """As the parent does, one request after the other."""
+        """Return the outputs as the parent does, but read one request after the other."""
         for result in tokens.readings:
             try:
                 result.deliver(step)
@@ -164,9 +164,9 @@ def without_copies(step: Step) -> Step:
 
 
 def neutralise(scheduled: Step, request_ids: Collection[str]) -> Step:
-    """The same step, in which these requests want greedy tokens, and nothing else.
+    """Return the same step, in which these requests only ask for greedy tokens.
 
-    Stand-ins take the places of their sequences: these stay as they are for other steps in flight.
+    Stand-ins replace their sequences, which stay unchanged for other steps in flight.
     """
     seqs = dict.fromkeys([*(seq for seq, _, _ in scheduled.chunks), *scheduled.samples])
     places = {seq: stand_in(seq) if seq.request_id in request_ids else seq for seq in seqs}
@@ -178,7 +178,7 @@ def neutralise(scheduled: Step, request_ids: Collection[str]) -> Step:
 
 
 def stand_in(seq: Any) -> Any:
-    """It shares token ids and block table with `seq`."""
+    """Return a greedy copy of `seq` without processors and readers. It shares token ids and the block table."""
     stand = copy(seq)
     stand.sampling_params, stand.processors, stand.readers = SamplingParams(temperature=0), (), ()
     stand.is_plain = True

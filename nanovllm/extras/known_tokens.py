@@ -41,7 +41,7 @@ class KnownTokensBlockManager(BlockManager):
         self.prefix_cache = KnownTokensPrefixCache(block_size, self.observer, enable_prefix_caching)
 
     def free(self, seq: Any) -> None:
-        """A block may be full before its tokens are known: it is registered now."""
+        """Register the full blocks whose tokens have become known, then free all blocks of `seq`."""
         if seq.block_table.length:
             self.prefix_cache.register(seq, seq.num_computed_tokens)
         super().free(seq)

@@ -65,22 +65,22 @@ class RequestMetrics(outputs.RequestMetrics):
 
     @property
     def queue_time(self) -> float | None:
-        """How long the request waited to be scheduled."""
+        """Return the time from arrival to the first step that computed the request."""
         return between(self.arrival_time, self.scheduled_time)
 
     @property
     def prefill_time(self) -> float | None:
-        """From the first step that computed the request to its first token."""
+        """Return the time from the first step that computed the request to its first token."""
         return between(self.scheduled_time, self.first_token_time)
 
     @property
     def inter_token_latencies(self) -> list[float]:
-        """Each gap between two tokens."""
+        """Return the times between consecutive tokens."""
         return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:], strict=False)]
 
     @property
     def e2e_latency(self) -> float | None:
-        """From arrival to the last token."""
+        """Return the time from arrival to the last token."""
         return between(self.arrival_time, self.finished_time)
 
 

@@ -20,7 +20,7 @@ from nanovllm.extras.request_params import LogitsProcessor, SamplingParams
 
 
 def processors_of(params: SamplingParams, tokenizer: Any) -> tuple[Processor, ...]:
-    """What `params` ask for; bad words need the tokenizer."""
+    """Return the logits processors that `params` ask for. Bad words need the tokenizer."""
     processors: list[Any] = [MinTokens()] if params.min_tokens else []
     if params.allowed_token_ids:
         processors.append(AllowedTokens(params.allowed_token_ids))
@@ -39,7 +39,7 @@ def processors_of(params: SamplingParams, tokenizer: Any) -> tuple[Processor, ..
 
 
 class AllowedTokens:
-    """No tokens but those of `allowed_token_ids`."""
+    """Allows only the tokens of `allowed_token_ids`."""
 
     place, reads_output = 1, False
 
@@ -107,7 +107,7 @@ class BiasRows:
 
 
 class BadWords:
-    """Where the output ends with the first tokens of a bad word, its last token is forbidden."""
+    """Forbids the last token of a bad word if the output ends with all tokens before it."""
 
     place = 2
 
@@ -124,7 +124,7 @@ class BadWords:
         return forbid((row.row, last) for row in rows for last in row.processor.last_tokens(row.seq, row.position))
 
     def last_tokens(self, seq: Sequence, position: int) -> Iterator[int]:
-        """Of the words whose first tokens end the output before `position`."""
+        """Yield the last token of each bad word whose other tokens end the output before `position`."""
         end = seq.token_ids.view(max(seq.num_prompt_tokens, position - self.longest), position).tolist()
         for _, last in self.words.get(None, ()):
             yield last
@@ -134,7 +134,7 @@ class BadWords:
 
 
 def encode_bad_words(bad_words: Collection[str], tokenizer: Any) -> list[list[int]]:
-    """Each word as tokens, as it begins a text and as it follows a space; where these differ, both."""
+    """Encode each word, both as the beginning of a text and after a space. Equal encodings are kept once."""
     encoded: list[list[int]] = []
     for word in bad_words:
         for text in (word.lstrip(" "), " " + word.lstrip(" ")):
@@ -208,7 +208,7 @@ class PenaltyRows:
 
 
 def apply_penalties(logits: torch.Tensor, penalties: PenaltyRows) -> torch.Tensor:
-    """logits: [num_penalized, vocab_size] -> the same; repetition first, then frequency and presence, as in vLLM"""
+    """Penalise logits: [num_penalized, vocab_size] -> as logits. Repetition comes first, as in vLLM."""
     prompt_counts = count_tokens(penalties.prompt_ids, logits.shape[1])
     output_counts = count_tokens(penalties.output_ids, logits.shape[1])  # [num_penalized, vocab_size]
     repeated = torch.where(logits > 0, logits / penalties.repetition, logits * penalties.repetition)
@@ -217,7 +217,7 @@ def apply_penalties(logits: torch.Tensor, penalties: PenaltyRows) -> torch.Tenso
 
 
 def count_tokens(token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """[num_rows, length], -1 where there is no token -> how often each token occurs: [num_rows, vocab_size] float32"""
+    """Count each token: [num_rows, length], padded with -1 -> [num_rows, vocab_size] float32."""
     counts = torch.zeros(len(token_ids), vocab_size + 1, dtype=torch.float32, device=token_ids.device)
     counts.scatter_add_(1, token_ids + 1, torch.ones_like(token_ids, dtype=torch.float32))
     return counts[:, 1:]  # column 0 has collected the -1s
@@ -229,7 +229,7 @@ def column(params: list[Any], name: str, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pad(rows: list[np.ndarray]) -> torch.Tensor:
-    """Arrays as rows, padded with -1: [len(rows), longest] int64"""
+    """Stack arrays as rows, padded with -1: [len(rows), longest] int64"""
     padded = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int64)
     for line, row in zip(padded, rows, strict=True):
         line[: len(row)] = row

@@ -34,14 +34,14 @@ class ProcessorRow(NamedTuple):
 
 
 class Processor(Protocol):
-    """A change that one sequence wants. Stages of a step run in the order of `place`, which is vLLM's."""
+    """Changes the logits of one sequence. The processors of a step run in the order of `place`, as in vLLM."""
 
     place: int
     reads_output: bool  # the newest token must be known before the next one is drawn
 
     @classmethod
     def build(cls, rows: list[ProcessorRow]) -> "ProcessorRows | None":
-        """All rows of a step that have a processor of this class, as tensors on the host; None if nothing is to do."""
+        """Return the rows of a step with a processor of this class, as tensors on the host; None if there are none."""
 
 
 class ProcessorRows(Protocol):
@@ -58,7 +58,7 @@ class PromptReader(Protocol):
 
     @classmethod
     def build(cls, scheduled: Step, cu_seqlens_q: np.ndarray) -> "ReaderRows | None":
-        """cu_seqlens_q: [num_seqs + 1], the chunks' first rows in the batch; None if there is nothing to read."""
+        """Return the rows to read, or None. cu_seqlens_q: [num_seqs + 1], the chunks' first rows in the batch"""
 
     def add_to(self, output: Any) -> None:
         """Put what is known so far into a `RequestOutput`."""
@@ -68,7 +68,7 @@ class ReaderRows(Protocol):
     """A dataclass of tensors, which can be sent to the device."""
 
     def compute(self, hidden: torch.Tensor, compute_logits: ComputeLogits) -> "ReaderResult":
-        """hidden: [num_tokens, hidden_size]"""
+        """Read hidden: [num_tokens, hidden_size]."""
 
 
 class ReaderResult(Protocol):
@@ -77,11 +77,11 @@ class ReaderResult(Protocol):
     def to_host(self) -> "ReaderResult": ...
 
     def deliver(self, scheduled: Step) -> None:
-        """It has arrived: give each reader of the step's sequences its part."""
+        """Give each reader of the step's sequences its part of the result, which is on the host by now."""
 
 
 def build_processors(samples: list[Any], positions: list[int]) -> tuple[ProcessorRows, ...]:
-    """positions: for each sample, the position that its token will have"""
+    """Build the processors of a step. positions: for each sample, the position that its token will have"""
     groups: dict[Any, list[ProcessorRow]] = {}
     for row, seq in enumerate(samples):
         for processor in seq.processors:
@@ -91,7 +91,7 @@ def build_processors(samples: list[Any], positions: list[int]) -> tuple[Processo
 
 
 def apply_processors(raw: torch.Tensor, processors: Iterable[ProcessorRows]) -> torch.Tensor:
-    """raw: [num_samples, vocab_size] -> a changed copy in float32; `raw` itself if there are no processors"""
+    """Return a changed float32 copy of raw: [num_samples, vocab_size], or `raw` itself without processors."""
     logits = raw
     for processor in processors:
         logits = raw.to(torch.float32, copy=True) if logits is raw else logits
@@ -100,7 +100,7 @@ def apply_processors(raw: torch.Tensor, processors: Iterable[ProcessorRows]) -> 
 
 
 def build_readers(scheduled: Step, cu_seqlens_q: np.ndarray) -> tuple[ReaderRows, ...]:
-    """cu_seqlens_q: [num_seqs + 1], the chunks' first rows in the batch"""
+    """Build the readers' rows of a step. cu_seqlens_q: [num_seqs + 1], the chunks' first rows in the batch"""
     chunks: list[Any] = scheduled.chunks
     kinds = dict.fromkeys([type(reader) for seq, _, _ in chunks if seq.readers for reader in seq.readers])
     built = [kind.build(scheduled, cu_seqlens_q) for kind in kinds]
@@ -135,6 +135,6 @@ class ForbiddenTokens:
 
 
 def forbid(pairs: Iterable[tuple[int, int]]) -> ForbiddenTokens | None:
-    """Pairs (row, token id) -> tensors; None if there are none."""
+    """Return pairs (row, token id) as tensors, or None if there are no pairs."""
     rows, token_ids = torch.tensor(list(pairs), dtype=torch.int64).reshape(-1, 2).unbind(1)
     return ForbiddenTokens(rows, token_ids) if len(rows) else None

@@ -72,7 +72,10 @@ LogprobRow = tuple[float, int, list[float], list[int]]
 
 
 def compute_logprobs(raw: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> Logprobs:
-    """raw: [num_rows, vocab_size]; token_ids: [num_rows]; num_logprobs: k, or -1 for the whole vocabulary"""
+    """Compute the log-probabilities of the chosen and of the k likeliest tokens.
+
+    raw: [num_rows, vocab_size]; token_ids: [num_rows]; num_logprobs: k, or -1 for the whole vocabulary
+    """
     logprobs = raw.log_softmax(dim=-1, dtype=torch.float32)
     chosen = logprobs.gather(1, token_ids[:, None])  # [num_rows, 1]
     k = raw.shape[1] if num_logprobs < 0 else min(num_logprobs, raw.shape[1])

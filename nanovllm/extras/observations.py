@@ -26,7 +26,7 @@ class Observations:
         self.num_ended = {"stop": 0, "length": 0, "abort": 0}
 
     def observe_request(self, request: Request) -> None:
-        """Its output tokens are those of all samples; the request for an embedding has none."""
+        """Count a request. Its output tokens are those of all samples; the request for an embedding has none."""
         num_output_tokens = sum([seq.num_output_tokens for seq in request.seqs]) if request.gives_tokens else 0
         reason = request.seqs[0].finish_reason
         assert reason is not None

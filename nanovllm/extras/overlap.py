@@ -4,7 +4,7 @@ Of a token in flight, the next step needs to know only where the device keeps it
 behind the known ones, and the place holds the placeholder -1 - row, where row is its row among the tokens of the step:
 
     step N      is scheduled     token_ids of A: [ 11  7  42 ] -1      of B: [ 5  90 ] -2      num_tokens 4 and 3
-    step N + 1  is scheduled     its input ids are -1 and -2; the device puts the tokens in their places
+    step N + 1  is scheduled     its input ids are -1 and -2; the device replaces them by the tokens
     step N      has run          token_ids of A: [ 11  7  42  63 ]     of B: [ 5  90  0 ], where 0 ends B
     step N + 1  has run          its token for A is kept, its token for B is dropped
 
@@ -79,7 +79,7 @@ class OverlappedScheduler(ExtendedScheduler):
 
 
 def expect_token(seq: Any, row: int) -> None:
-    """Give the token that a step in flight draws in `row` a place, behind the known tokens."""
+    """Append a placeholder for the token that a step in flight samples in `row`."""
     num_tokens, ids = seq.num_tokens, seq.token_ids
     if num_tokens == len(ids.data):
         ids.grow()
@@ -88,7 +88,7 @@ def expect_token(seq: Any, row: int) -> None:
 
 
 def needs_token(seq: Any) -> bool:
-    """Whether the token in flight must be known before the next one is drawn."""
+    """Return whether the token in flight must be known before the next one is sampled."""
     if (
         not seq.processors
         or seq.finish_reason is not None
@@ -135,11 +135,11 @@ class NewestTokens:
 
 
 def has_placeholders(batch: Batch) -> bool:
-    """`batch` is on the host. Only decodes have them."""
+    """Return whether `batch`, on the host, has placeholders. Only decodes have them."""
     return bool((batch.input_ids[: batch.metadata.num_decodes] < 0).any())
 
 
 def fill_in(input_ids: torch.Tensor, newest_ids: torch.Tensor) -> torch.Tensor:
-    """input_ids: [num_tokens]; a placeholder -1 - row becomes newest_ids[row] -> [num_tokens], ids only"""
+    """Replace each placeholder -1 - row in input_ids: [num_tokens] by newest_ids[row]."""
     rows = (-1 - input_ids).clamp_(min=0)  # [num_tokens]
     return torch.where(input_ids < 0, newest_ids[rows].to(input_ids.dtype), input_ids)

@@ -57,7 +57,7 @@ class PromptLogprobs:
 
 
 def chunks_with_targets(scheduled: Any) -> Iterator[tuple[int, Sequence, range, PromptLogprobs]]:
-    """(place in `chunks`, sequence, positions of targets, reader) of each chunk that has targets."""
+    """Yield (index in `chunks`, sequence, positions of targets, reader) for each chunk that has targets."""
     for i, (seq, start, num_new_tokens) in enumerate(scheduled.chunks):
         positions = range(start + 1, min(start + 1 + num_new_tokens, seq.num_prompt_tokens))
         for reader in seq.readers:
@@ -92,7 +92,7 @@ class TargetLogprobs(NamedTuple):
         return TargetLogprobs(self.logprobs.to_host())
 
     def deliver(self, scheduled: Any) -> None:
-        """Positions that are computed again, after a preemption, are known already."""
+        """Append the log-probabilities of new positions. Skip known ones, which a preempted prompt computes again."""
         rows = iter(self.logprobs.to_rows())
         for _, seq, positions, reader in chunks_with_targets(scheduled):
             for position in positions:

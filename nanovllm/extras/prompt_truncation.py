@@ -17,7 +17,7 @@ FIELD_CHECKS = {"truncate_prompt_tokens": check_truncation}
 
 
 def truncate(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
-    """The last tokens of a prompt: -1 leaves room for the output, at least for one token."""
+    """Return the last tokens of a prompt. A value of -1 leaves room for the output, at least for one token."""
     num_kept = params.truncate_prompt_tokens
     assert num_kept is not None
     if num_kept > max_model_len - 1:

@@ -113,7 +113,7 @@ class SamplingParams(sampling_params.SamplingParams):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the request needs only what the core's sampler does: no logits processor, no log-probabilities."""
+        """Return whether the request needs only the core's sampler: no logits processors, no log-probabilities."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty, self.min_tokens)
         lists = self.allowed_token_ids or self.logit_bias or self.bad_words or self.logits_processors
         return penalties == (0, 0, 1, 0) and not lists and self.logprobs is None and self.structured_outputs is None

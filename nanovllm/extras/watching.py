@@ -36,7 +36,7 @@ class Watching(SchedulingStats):
 
 
 def counting_and_passing_on(name: str) -> Callable[..., None]:
-    """The method `name` of `Watching`."""
+    """Return the method `name` of `Watching`."""
     count = getattr(SchedulingStats, name)
 
     def method(self: Watching, *arguments: Any) -> None:

@@ -1,7 +1,7 @@
 """Windows: when every layer of the model sees only a window, a sequence gives back the blocks behind it.
 
-The token at position p sees the positions from p - window + 1 on. A block that lies wholly before these is taken out of
-the block table: the null block takes its place there, so that positions keep their places. With block_size 4, a window
+The token at position p sees the positions from p - window + 1 on. In the block table, the null block replaces each
+block that is wholly before these positions, so that the later entries keep their indices. With block_size 4, a window
 of 5, and position 10 next, the positions 6 … 10 are seen:
 
     position        0 1 2 3    4 5 6 7    8 9 10
@@ -14,7 +14,7 @@ What the rest of the engine makes of it:
                     needs all blocks of a prefix, from the first one on: once the first is evicted, the prefix is not
                     found. A sequence that hits it owns only the blocks inside its window.
     forks           A child has the null entries of its parent, and shares the other blocks.
-    preemption      A recomputed sequence begins anew, with all of its tokens.
+    preemption      A recomputed sequence starts again, with all of its tokens.
     swap            Only blocks of its own are copied to host memory and back; the null entries stay null.
     admission       A sequence needs room for its window and one step's tokens, not for all of its tokens.
 
@@ -34,7 +34,7 @@ NULL_BLOCK = 0
 
 
 class WindowBlockManager(KnownTokensBlockManager):
-    """A token sees `window` tokens, itself included; a step computes at most `max_chunk_len` tokens of a sequence."""
+    """Gives back blocks behind the window. A token sees `window` tokens; a chunk has at most `max_chunk_len` tokens."""
 
     def __init__(
         self,
@@ -53,18 +53,18 @@ class WindowBlockManager(KnownTokensBlockManager):
 
     @property
     def capacity(self) -> int:
-        """Tokens that one sequence can have when no other has any: without bound, if its window finds room."""
+        """Return the most tokens of a sequence that runs by itself: unbounded if its window fits in the pool."""
         return sys.maxsize - 1 if self.max_held_blocks <= self.num_blocks else super().capacity
 
     def num_missing_blocks(self, seq: Sequence) -> int:
-        """As the base class counts them, but no more than the sequence can ever hold at once."""
+        """Return the base class's count, but at most the blocks that the sequence can hold at the same time."""
         num_missing = super().num_missing_blocks(seq)
         if self.max_held_blocks > self.num_blocks:
             return num_missing
         return min(num_missing, self.max_held_blocks - int(np.count_nonzero(seq.block_table.view())))
 
     def try_admit(self, seq: Sequence, num_reserved: int = 0) -> bool:
-        """As the base class; of the cached blocks of its prefix, `seq` owns those that its first new token sees."""
+        """Admit `seq` as the base class does; it only owns the cached blocks that its first new token sees."""
         hits = self.prefix_cache.find(seq)
         num_behind = self._num_behind(len(hits) * self.block_size)
         num_revived = sum([self._ref_counts[hit.block_id] == 0 for hit in hits[num_behind:]])
@@ -87,11 +87,11 @@ class WindowBlockManager(KnownTokensBlockManager):
         return super().try_allocate(seq, num_tokens)
 
     def _num_behind(self, position: int) -> int:
-        """Blocks that lie wholly before the window of the token at `position`."""
+        """Return the number of blocks that are wholly before the window of the token at `position`."""
         return max(0, position - self.window + 1) // self.block_size
 
     def _give_back(self, seq: Sequence, num_behind: int) -> None:
-        """The first `num_behind` entries of the block table become the null block."""
+        """Replace the first `num_behind` entries of the block table by the null block."""
         self.prefix_cache.register(seq, num_behind * self.block_size)  # while they are known
         entries = seq.block_table.view(0, num_behind)
         given_back = entries[entries != NULL_BLOCK][::-1].tolist()  # as in `free`, the last one first
@@ -113,5 +113,5 @@ class WindowBlockManager(KnownTokensBlockManager):
 
 
 def max_held_blocks(window: int, max_chunk_len: int, block_size: int) -> int:
-    """Blocks that cover a chunk and the window of its first token, wherever in a block it begins."""
+    """Return the most blocks that a chunk and the window of its first token can touch."""
     return -(-(window - 1 + max_chunk_len) // block_size) + 1

@@ -73,7 +73,7 @@ class FullFakeKVCache(FakeKVCache):
 
 
 def check_ownership(block_manager, seqs):
-    """As in `tests/fake_kv_cache.py`; null blocks, which take the place of those behind a window, have no owner."""
+    """Check as `tests/fake_kv_cache.py` does. Null blocks, which replace those behind a window, have no owner."""
     tables = [table_of(seq) for seq in seqs]
     if hasattr(block_manager, "window"):
         for table in tables:  # null blocks only at its beginning

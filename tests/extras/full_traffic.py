@@ -59,8 +59,8 @@ class Asks:
 class Search:
     """Several sequences whose tokens are chosen together, as in beam search: when all have caught up, some fork.
 
-    The scheduler draws a token for each, and the search puts another in its place. A beam that has caught up before
-    the others gives its blocks up.
+    The scheduler samples a token for each beam, and the search replaces it. A beam that has caught up before the others
+    gives up its blocks.
     """
 
     def __init__(self, run, request_id, prompt, width, max_tokens):

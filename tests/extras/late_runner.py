@@ -4,7 +4,7 @@ import contextlib
 
 
 class LateRunner:
-    """Takes the place of `engine.runner.run`: a step is computed when its tokens are awaited, and not before.
+    """Replaces `engine.runner.run`: a step is computed when its tokens are awaited, and not before.
 
     So nobody can know a token earlier, and what a launched step was given must not change meanwhile. As on a device,
     steps are computed in the order in which they were launched, also those whose tokens are never read.

@@ -91,7 +91,7 @@ def launches_are_operations(log):
 
 
 class OperationRecorder:
-    """Takes the place of `graphs.Recorder`."""
+    """Replaces `graphs.Recorder`."""
 
     def __init__(self):
         self.num_recorded = self.num_replays = 0

@@ -1,4 +1,4 @@
-"""The core alone: with every extra deleted, the engine gives the same answers, and the example runs.
+"""The core by itself: with every extra deleted, the engine gives the same answers, and the example runs.
 
 `.ci/run` runs the core's own tests in the same kind of copy.
 """

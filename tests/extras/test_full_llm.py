@@ -1053,7 +1053,7 @@ def test_the_context_manager_lets_errors_through(checkpoint):
 
 
 def test_two_engines_interleaved_step_by_step(checkpoint, checkpoints):
-    """Different models, block sizes and budgets: each gives what it gives alone."""
+    """Different models, block sizes and budgets: each engine gives what it gives by itself."""
     other_folder, other_model = checkpoints.make(num_hidden_layers=3, num_key_value_heads=1)
     config = {"dtype": "float32", "device": "cpu", "attention_backend": "torch"}
     engines = [

@@ -133,7 +133,7 @@ def test_greedy_tokens_in_every_mode(oracles, monkeypatch, mode, device, backend
 
 @pytest.mark.parametrize(("device", "backend"), EXACT_PLACES)
 def test_batch_sizes_between_those_that_are_recorded(oracles, device, backend):
-    """Batches of any size, a limit that is no power of two, and a length that is no multiple of a block's."""
+    """Batches of any size, a limit that is not a power of two, and a length that is not a multiple of a block's."""
     oracle = oracles(FIRST_SHAPE)
     prompts = [prompt for prompt in oracle.pool if len(prompt) <= 33] * 3
     llm = LLM(oracle.folder, **make_options(device, backend, max_num_seqs=37, max_model_len=101))

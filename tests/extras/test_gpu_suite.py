@@ -198,7 +198,7 @@ def test_what_is_said_of_a_gpu(monkeypatch):
 
 
 def test_only_the_sweep_runs_slow_tests():
-    """A `-m` of the command line takes the place of pyproject's, and with it of its "not slow"."""
+    """A `-m` of the command line replaces pyproject's, including its "not slow"."""
     marks = {
         job.name: job.command[job.command.index("-m", 2) + 1]
         for job in gpu_jobs()
@@ -217,7 +217,7 @@ def test_the_jobs_of_a_card():
     figures, checks = ["machine", "offline", "profile", "latency", "picture"], ["tests", "kernels", "sampling"]
     assert stages == [*figures, *checks, "sweep"], "a first run that is cut short has the figures"
     assert {"offline/eager", "offline/layers", "offline/graphs", "offline/overlap", "offline/fp8"} < set(names)
-    rehearsed = {job.name for job in rehearsal_jobs()} - {"latency/torch"}  # there is no triton
+    rehearsed = {job.name for job in rehearsal_jobs()} - {"latency/torch"}  # triton is not installed
     assert rehearsed < set(names)
 
 

@@ -305,7 +305,7 @@ def test_empty_slots_that_forks_share_count_once(make_manager):
         manager.fork(parent, child)
     seqs = [parent, *children]
     assert manager.num_used_blocks * 4 - count_empty_slots(seqs, 4) == 6
-    for seq in seqs:  # each gets a block of its own, but the last one, which is alone with its block
+    for seq in seqs:  # each gets a block of its own, except the last one, which is the only owner of its block
         append(manager, cache, seq, 7)
         check_stored(manager, seqs)
     assert manager.num_used_blocks * 4 - count_empty_slots(seqs, 4) == 4 + 4 * 3

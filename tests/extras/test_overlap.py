@@ -6,8 +6,8 @@ tokens are awaited. Random traffic over the scheduler, with and without overlap,
 
 Broken by hand, and seen here or there: placeholders that are hashed for the prefix cache; blocks that are given away
 while a step in flight writes to them; a token of a finished sequence that is not dropped; a placeholder that names
-another row; tokens not put in their places; a failed step whose placeholders stay; sequences that need to know their
-tokens but do not wait; a child that gets a placeholder before it lives; an output token's block that is never
+another row; placeholders that tokens do not replace; a failed step whose placeholders stay; sequences that need to know
+their tokens but do not wait; a child that gets a placeholder before it lives; an output token's block that is never
 registered because its token was not known in time.
 """
 

@@ -1,6 +1,6 @@
 """n samples of one prompt: the prompt is computed once, its blocks are shared, and nothing else changes.
 
-The oracle of each sample is itself under other circumstances: alone, with other blocks, budgets and preemptions.
+The oracle of each sample is itself under other circumstances: by itself, with other blocks, budgets and preemptions.
 Blocks are counted against n separate requests.
 """
 

@@ -255,7 +255,7 @@ def test_overlapping_prompts_of_one_batch(gqa, block_size):
     prompts = [prompt for prompt in gqa.overlapping for _ in range(2)]
     outputs = assert_parity(llm, gqa, prompts)
     for output in outputs[1::2]:
-        # full blocks of the twin that is prefilled in this very step; what would have to be copied waits for the next
+        # full blocks of the equal prompt that is prefilled in the same step; a partial block would have to be copied
         assert output.num_cached_tokens == (len(output.prompt_token_ids) - 1) // block_size * block_size
 
 
@@ -294,7 +294,7 @@ def test_evicted_blocks_are_not_hit(gqa):
 
 
 def test_a_block_is_known_by_all_that_came_before_it(gqa):
-    """A+X, B+Y, then B+X must not be served A+X's blocks; nor X alone."""
+    """A+X, B+Y, then B+X must not be served A+X's blocks; nor must X by itself."""
     a, b, x, y = (gqa.mixed[-1][i : i + 16] for i in range(0, 64, 16))
     llm = make_llm(gqa, block_size=16)
     for prompt, num_cached_tokens in (

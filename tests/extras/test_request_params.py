@@ -1,4 +1,4 @@
-"""`SamplingParams` of extras: which values are legal, and what is said of those that are not.
+"""`SamplingParams` of extras: which values are legal, and the messages for those that are not.
 
 Oracles: a list of vLLM's defaults written down by hand, and a table of bad values with what the message must hold: the
 field, the value, the range.

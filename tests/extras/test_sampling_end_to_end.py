@@ -1,6 +1,6 @@
 """What requests ask for, all the way through `LLM`: seeds, log-probabilities, masks, and the model's own defaults.
 
-Oracles: for draws, the same request alone in an engine of its own; for log-probabilities, `log_softmax` of a
+Oracles: for draws, the same request in an engine of its own; for log-probabilities, `log_softmax` of a
 `transformers` forward pass over the whole sequence; for greedy tokens under masks, a loop over such passes. The model
 is random, the tokenizer byte-level with fewer tokens than the model's vocabulary.
 

@@ -1,7 +1,7 @@
 """Text as it is made: `llm.stream`, `LLMEngine.step().outputs`, how requests end, and how they are aborted.
 
 Oracles: `llm.generate` for what a stream adds up to; the same requests in an undisturbed engine for those that an abort
-leaves alone; counts of blocks. The model is random and draws from letters where text is wanted; its tokenizer is
+does not affect; counts of blocks. The model is random and draws from letters where text is wanted; its tokenizer is
 byte-level, so that a stream without such a mask is full of halves of characters.
 
 Seen to fail when broken: `finished` never, always or too early true; only text or tokens of the newest step; an output

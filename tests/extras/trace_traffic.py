@@ -11,7 +11,7 @@ from tests.extras.speculative_traffic import SpeculativeRun
 
 
 class Lines:
-    """A sink that keeps all; with `limit` it is full after that number of lines, and begins anew."""
+    """A sink that keeps all lines; with `limit` it is full after that number of lines, and starts again."""
 
     def __init__(self, limit=10**9):
         self.limit = limit

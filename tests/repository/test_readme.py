@@ -1,4 +1,4 @@
-"""README says what is so: its commands are CI's, its code runs, what it quotes stands in the source, its links lead
+"""README says what is so: its commands are CI's, its code runs, what it quotes is in the source, its links lead
 somewhere, and its reading order is the core. `docs/map.md` names every file once.
 """
 

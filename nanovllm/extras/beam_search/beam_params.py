@@ -37,7 +37,7 @@ class BeamSearchParams:
         check_number("length_penalty", self.length_penalty, -100, 100)
 
     def checked(self, parts: "Parts") -> "BeamSearchParams":
-        """ValueError if this engine cannot serve `beam_width` beams."""
+        """Return checked parameters. Raises ValueError if this engine cannot serve `beam_width` beams."""
         # each step ranks this many continuations of a beam, so the vocabulary must have as many tokens
         candidates_per_beam = max(2, 1 + len(parts.eos_token_ids))
         most = min(parts.config.max_num_seqs, parts.model_config.vocab_size // candidates_per_beam)
@@ -57,7 +57,7 @@ class BeamSearchParams:
 def beam_search(
     self: "LLM", prompts: Prompt | Collection[Prompt], params: BeamSearchParams, use_tqdm: bool = False
 ) -> list[BeamSearchOutput]:
-    """The likeliest completions of each prompt that a search of `params.beam_width` beams finds, best first.
+    """Return the likeliest completions of each prompt that `params.beam_width` beams find, best first.
 
     A method of `LLM`.
     """

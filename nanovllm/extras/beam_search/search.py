@@ -2,7 +2,7 @@
 
 The rule for finished beams is that of `transformers` (`early_stopping=False`), parameters and outputs are vLLM's. A
 beam is a sequence that the engine schedules, caches and preempts as any other, and beams share blocks up to where they
-part. The scheduler draws the likeliest token for each; the search puts another in its place. With beam_width 2:
+part. The scheduler samples the likeliest token for each beam, and the search replaces this token. With beam_width 2:
 
     beams          [a b] with log-probability -1.0, [a c] with -1.5
     candidates     [a b d] -1.2, [a b e] -1.4, [a c f] -1.9, [a c d] -2.5
@@ -10,8 +10,8 @@ part. The scheduler draws the likeliest token for each; the search puts another 
 
 The search begins as a request for `beam_width` samples, which share the blocks of the prompt. It chooses when all of
 its beams have their candidates. Usually one step brings those of all. If it does not (the budget was spent, or a beam
-was preempted), the beams that are early give their blocks up, so that the others find room, and are computed anew with
-the token that is chosen for them.
+was preempted), the beams that are early give up their blocks, so that the others find room. They are computed again
+with the token that the search chooses for them.
 """
 
 import time
@@ -44,7 +44,7 @@ class Beam:
 
     @property
     def is_astray(self) -> bool:
-        """Whether the scheduler has added more than one: a step has failed before the search could choose."""
+        """Return whether the scheduler has added more than one token: a step failed before the search could choose."""
         return self.seq.num_known_tokens > self.num_tokens + 1
 
     @property
@@ -111,7 +111,7 @@ class BeamSearch(Request):
                 beam.candidates = list(zip(top, top_ids, strict=True))[: self._num_candidates]
 
     def finish_step(self, scheduler: Scheduler, now: float) -> None:
-        """If all beams have their candidates, choose those that go on, and the next token of each."""
+        """Choose the beams that continue, and the next token of each, once all beams have their candidates."""
         for beam in self.beams:
             if beam.is_astray:
                 end(scheduler, beam.seq)
@@ -169,7 +169,7 @@ class BeamSearch(Request):
         return going_on[:width]
 
     def _can_improve(self, best_cum_logprob: float, num_output_tokens: int) -> bool:
-        """Whether the best growing beam, if it ended here, would be better than the worst of enough finished ones."""
+        """Return whether the best growing beam, if it ended here, would beat the worst of enough finished ones."""
         if len(self.ended) < self.params.beam_width:
             return True
         return best_cum_logprob / num_output_tokens**self.params.length_penalty > self.ended[-1].score
@@ -194,7 +194,7 @@ class BeamSearch(Request):
         self.beams, self.spare_seqs = beams, []
 
     def _fork(self, beam: Beam, next_token: list[int], scheduler: Scheduler) -> Sequence:
-        """A sequence that goes on from `beam`. It shares blocks, unless the beam has given its own up."""
+        """Return a sequence that continues `beam`. It shares blocks, unless the beam has given up its own."""
         parent = beam.seq
         child = self._new_sequence(parent.request_id, beam.token_ids + next_token)
         child.num_prompt_tokens = parent.num_prompt_tokens
@@ -225,7 +225,7 @@ def end(scheduler: Scheduler, seq: Sequence) -> None:
 def make_beam_search(
     processor: InputProcessor, request_id: str, prompt: Prompt, params: "BeamSearchParams", priority: int
 ) -> BeamSearch:
-    """Called by `BeamSearchParams.make_request`."""
+    """Make the search of one prompt, for `BeamSearchParams.make_request`."""
     text, token_ids = processor.encode(prompt)
     eos_token_ids = frozenset() if params.ignore_eos else processor.eos_token_ids
     return BeamSearch(request_id, text, token_ids, params, eos_token_ids, processor.tokenizer, priority)

@@ -32,7 +32,7 @@ class InputBuffer:
         self._allocate(num_bytes)
 
     def next_host_bytes(self) -> np.ndarray:
-        """The host buffer for the next input: [num_bytes] uint8, with the contents of two steps ago."""
+        """Return the host buffer for the next input: [num_bytes] uint8, with the contents of two steps ago."""
         self._turn = 1 - self._turn
         if self._copied is not None:
             self._copied[self._turn].synchronize()
@@ -45,7 +45,7 @@ class InputBuffer:
             self._copied[self._turn].record()
 
     def send_record(self, record: T) -> T:
-        """A dataclass of tensors on the host -> the same on the device, for kernels launched before the next call."""
+        """Send a dataclass of tensors to the device. The result is valid for kernels launched before the next call."""
         tensors = list(tensors_of(record))
         starts, stop = [], 0
         for tensor in tensors:
@@ -72,7 +72,7 @@ class InputBuffer:
 
 
 def tensors_of(record: Any) -> Iterator[torch.Tensor]:
-    """The tensors of a dataclass, and of the dataclasses and tuples in it, in the order of the fields."""
+    """Yield the tensors of a dataclass, and of the dataclasses and tuples in it, in the order of the fields."""
     for value in [getattr(record, field.name) for field in fields(record)]:
         for part in value if isinstance(value, tuple) else (value,):
             if isinstance(part, torch.Tensor):
@@ -82,7 +82,7 @@ def tensors_of(record: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(record: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The dataclass with `function` applied to each of its tensors, in the order of `tensors_of`."""
+    """Return the dataclass with `function` applied to each of its tensors, in the order of `tensors_of`."""
 
     def mapped(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -22,7 +22,7 @@ Compute = Callable[["ModelRunner", Batch], SampledTokens]
 
 @contextmanager
 def advice_on_start_memory() -> Iterator[None]:
-    """ValueError with advice, if the engine finds no room to start."""
+    """Raise ValueError with advice if the GPU's memory does not suffice to start the engine."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -34,7 +34,7 @@ def advice_on_start_memory() -> Iterator[None]:
 
 
 def advised(compute: Compute) -> Compute:
-    """`compute`, whose torch.OutOfMemoryError says what to lower; the engine goes on with other steps."""
+    """Return `compute` with advice in its torch.OutOfMemoryError. The engine continues with other steps."""
 
     def compute_with_advice(runner: "ModelRunner", batch: Batch) -> SampledTokens:
         try:
@@ -49,7 +49,7 @@ def advised(compute: Compute) -> Compute:
 
 
 def measure_free_bytes(runner: "ModelRunner", config: Config, sizes: StepSizes, replayed: str | None) -> int:
-    """What weights, a forward pass of the largest batch, and CUDA graphs leave of this GPU for the KV cache."""
+    """Measure the memory that weights, the largest forward pass and CUDA graphs leave for the KV cache, in bytes."""
     device = runner.device
     release_unused_memory()  # of an engine that is gone: it would count as memory that this engine needs
     torch.cuda.reset_peak_memory_stats(device)
@@ -78,7 +78,7 @@ def release_unused_memory() -> None:
 
 
 def widest_batch(sizes: StepSizes, block_size: int) -> Batch:
-    """The batch that needs most memory: a full budget over as many samples as there can be, in the null block."""
+    """Return the batch that needs most memory: a full budget over the most samples, all in the null block."""
     max_num_tokens = sizes.max_num_batched_tokens
     num_seqs = max(sizes.max_decodes, -(-max_num_tokens // sizes.max_model_len))
     lens = [max_num_tokens // num_seqs + (i < max_num_tokens % num_seqs) for i in range(num_seqs)]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class CudaDevice(Device):
-    """ValueError if `enable_cuda_graphs=True` cannot be had, on a CPU for example."""
+    """The device setup. Raises ValueError if `enable_cuda_graphs=True` is not possible, for example on a CPU."""
 
     memory_knob = "gpu_memory_utilization"
 
@@ -72,7 +72,7 @@ class CudaDevice(Device):
 
 
 def without_plans(compute: Compute) -> Compute:
-    """`compute` without cuDNN's attention, which plans anew for each shape, and steps differ in theirs."""
+    """Return `compute` without cuDNN's attention, which makes a new plan for each shape; steps differ in shape."""
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
     def compute_without_plans(runner: "ModelRunner", batch: Batch) -> SampledTokens:
@@ -83,7 +83,7 @@ def without_plans(compute: Compute) -> Compute:
 
 
 def choose_draw(config: Config, device: torch.device) -> Draw | None:
-    """On CUDA, where kernels in Triton can be launched: those that neither sort nor make the host wait."""
+    """Return Triton's sampling kernel on CUDA, which neither sorts nor makes the host wait; None if unavailable."""
     if config.enforce_eager or device.type != "cuda":
         return None
     with suppress(ImportError):  # the folder of kernels has been deleted, or triton is of another torch

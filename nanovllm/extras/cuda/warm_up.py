@@ -52,7 +52,7 @@ def warm_up(runner: "ModelRunner", sizes: StepSizes) -> None:
 def null_batch(
     new_lens: list[int], seq_lens: list[int], are_decodes: bool, table_width: int, sampling: SamplingBatch
 ) -> Batch:
-    """Sequences of `seq_lens` tokens, the last `new_lens` of which are computed."""
+    """Return a batch in the null block: sequences of `seq_lens` tokens, the last `new_lens` of which are computed."""
     cu = torch.tensor([0, *accumulate(new_lens)], dtype=torch.int32)
     cu_k = torch.tensor([0, *accumulate(seq_lens)], dtype=torch.int32)
     zeros = torch.zeros(sum(new_lens), dtype=torch.int32)
@@ -78,7 +78,7 @@ def null_batch(
 
 
 def draws(kind: str, num_rows: int) -> SamplingBatch:
-    """`greedy`, `plain`: by a temperature, or `limited`: by top-p too."""
+    """Return a sampling batch. `kind`: `greedy`, `plain` (by a temperature), or `limited` (by top-p too)."""
     if kind == "greedy":
         return SamplingBatch(torch.zeros(num_rows), None)
     top_p = torch.full((num_rows,), 0.5) if kind == "limited" else None

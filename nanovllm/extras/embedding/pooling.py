@@ -37,23 +37,23 @@ class Pooling:
         return PooledRows(torch.from_numpy(np.concatenate(rows)), torch.from_numpy(sums), len(lens))
 
     def add(self, chunk_sum: np.ndarray, positions: range) -> None:
-        """chunk_sum: [hidden_size]. After a preemption the prompt may be computed anew, from its first token."""
+        """Add chunk_sum: [hidden_size]. Position 0 resets the sum, because a preempted prompt is computed again."""
         if positions.start == 0 or self.pooling == "last":
             self.sum, self.num_pooled = np.zeros_like(chunk_sum), 0
         self.sum = self.sum + chunk_sum
         self.num_pooled += len(positions)
 
     def wanted(self, seq: Sequence, start: int, stop: int) -> range:
-        """Positions of the chunk [start, stop) that are added up."""
+        """Return the positions of the chunk [start, stop) whose hidden states are added up."""
         first = start if self.pooling == "mean" else seq.num_prompt_tokens - 1
         return range(max(start, first), min(stop, seq.num_prompt_tokens))
 
     def add_to(self, output: Any) -> None:
-        """`EmbeddingRequest` makes the output."""
+        """Do nothing: `EmbeddingRequest` makes the output."""
 
 
 def pooled_chunks(scheduled: Any) -> Iterator[tuple[int, range, Pooling]]:
-    """(place in `chunks`, positions to add up, reader) of each chunk that has such positions."""
+    """Yield (index in `chunks`, positions to add up, reader) for each chunk that has such positions."""
     for i, (seq, start, num_new_tokens) in enumerate(scheduled.chunks):
         for reader in seq.readers:
             if isinstance(reader, Pooling) and (positions := reader.wanted(seq, start, start + num_new_tokens)):

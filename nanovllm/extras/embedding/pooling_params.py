@@ -32,7 +32,7 @@ class PoolingParams:
         check_bool("normalize", self.normalize)
 
     def checked(self, parts: "Parts") -> "PoolingParams":
-        """An equal object, checked anew: fields may have been assigned."""
+        """Return an equal object, checked again, because fields may have been assigned."""
         return replace(self)
 
     def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> "Request":
@@ -49,7 +49,7 @@ def embed(
     use_tqdm: bool | Callable[..., Any] = True,
     **vllm_options: Any,
 ) -> list[EmbeddingRequestOutput]:
-    """The embedding of each prompt, `outputs[i].outputs.embedding`: by default the normalised last hidden state.
+    """Return each prompt's embedding, `outputs[i].outputs.embedding`: by default the normalised last hidden state.
 
     A method of `LLM`. Raises TypeError or ValueError before anything is queued if a prompt or a parameter is bad.
     """

@@ -59,21 +59,21 @@ class KernelBackend(AttentionBackend):
     @classmethod
     @abstractmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int | None) -> str | None:
-        """Why this backend cannot serve such a model on this machine; None if it can. `block_size` None is open."""
+        """Return why this backend cannot serve such a model here, or None if it can. `block_size` None is open."""
 
     @classmethod
     def why_no_kv_cache(cls, kv_cache_dtype: str, head_dim: int) -> str | None:
-        """As `why_not`, for a cache of 8 bits: `fp8` or `int8`."""
+        """Return as `why_not`, for a cache of 8 bits: `fp8` or `int8`."""
         return f"it has no {kv_cache_dtype} KV cache"
 
     @classmethod
     def why_not_options(
         cls, options: AttentionOptions, device: torch.device, dtype: torch.dtype, head_dim: int
     ) -> str | None:
-        """As `why_not`, for a layer that attends with `options`; asked if `why_not` has no reason."""
+        """Return as `why_not`, for a layer that attends with `options`. Called only if `why_not` returns None."""
         return None
 
     @classmethod
     def why_slow(cls, device: torch.device, dtype: torch.dtype, kv_cache_dtype: str) -> str | None:
-        """Why `auto` skips this backend although it could serve; None if `auto` may take it."""
+        """Return why `auto` skips this backend although it could serve, or None if `auto` may take it."""
         return None

@@ -33,7 +33,7 @@ LATENT_BACKENDS = {  # the same for models whose cache holds latents; None has n
 def choose(
     config: Config, device: torch.device, dtype: torch.dtype, shape: NetworkConfig
 ) -> tuple[TorchAttention, str]:
-    """The backend, and a line that says what was chosen and why."""
+    """Return the attention backend, and a line that says what was chosen and why."""
     if device.type == "cpu":
         limit_threads()
     choice = (config.attention_backend, device, dtype, shape.head_dim, config.block_size, config.kv_cache_dtype)
@@ -76,7 +76,7 @@ def select_backend(
     options: Collection[AttentionOptions] = (),
     paths: Mapping[str, str | None] = BACKENDS,
 ) -> tuple[type[TorchAttention], str]:
-    """The backend called `name`, or for `auto` the best that runs here; and a line that says why it was chosen."""
+    """Return the backend `name`, or for `auto` the best one here, and a line that says why it was chosen."""
     reasons: list[str] = []
     for candidate, path in paths.items():
         if name not in ("auto", candidate):
@@ -111,7 +111,7 @@ def why_not(
     kv_cache_dtype: str,
     options: Collection[AttentionOptions],
 ) -> str | None:
-    """The first reason against a backend; None if it can serve the model on this machine."""
+    """Return the first reason against a backend, or None if it can serve the model on this machine."""
     reason = backend_class.why_not(device, dtype, head_dim, block_size)
     for one in options:
         reason = reason or backend_class.why_not_options(one, device, dtype, head_dim)

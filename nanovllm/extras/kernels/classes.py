@@ -7,5 +7,5 @@ from torch import nn
 
 
 def is_one(layer: nn.Module, *names: str) -> bool:
-    """Whether the class of `layer` is one of `names`, each a path in the package: "extras.models.moe.Router"."""
+    """Return whether the class of `layer` is one of `names`, paths such as "extras.models.moe.Router"."""
     return f"{type(layer).__module__}.{type(layer).__qualname__}".removeprefix("nanovllm.") in names

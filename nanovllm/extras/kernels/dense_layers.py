@@ -1,8 +1,8 @@
 """Decoder layers that one kernel can compute as a whole: those of the form x + attention(norm(x)), x + mlp(norm(x)).
 
 `DENSE_LAYERS` are the classes whose `forward` is just that; `dense_parts` names what such a layer is made of, by what
-it does rather than by its class, so that kernels in `cpu/` and `cuda/` know no architecture. In their attention, each
-head of the queries and keys is normalised, if there are `q_norm` and `k_norm`, and then rotated.
+it does rather than by its class, so that kernels in `cpu/` and `cuda/` do not depend on architectures. In attention,
+each head of the queries and keys is normalised, if there are `q_norm` and `k_norm`, and then rotated.
 """
 
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ def norm_or_none(module: nn.Module) -> nn.Module | None:
 
 
 def dense_parts(layer: Any) -> DenseParts | None:
-    """None for a layer of another form."""
+    """Return the parts of a dense layer, or None for any other layer."""
     if not is_one(layer, *DENSE_LAYERS):
         return None
     attention, mlp = layer.self_attn, layer.mlp

@@ -60,7 +60,7 @@ class DeepseekConfig(NetworkConfig):
 
     @property
     def score_scale(self) -> float:
-        """Factor on q k^T; yarn raises it where the model was trained so."""
+        """Return the factor on q k^T. Yarn increases it for models that were trained with it."""
         scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         parameters = self.rope.parameters if isinstance(self.rope, ScaledRope) else {}
         mscale = parameters.get("mscale_all_dim")
@@ -98,7 +98,7 @@ def read_deepseek_v3_config(raw: dict[str, Any]) -> DeepseekConfig:
 def read_groups(
     raw: dict[str, Any], experts: dict[str, Any], num_groups: int | None, num_chosen: int | None, best_per_group: int
 ) -> dict[str, int]:
-    """How the experts are grouped, and how many groups a token chooses among."""
+    """Read the number of groups of experts, and how many groups a token chooses experts from."""
     found = read_int(raw, "n_group", num_groups), read_int(raw, "topk_group", num_chosen)
     num_experts, top_k = experts["num_experts"], experts["num_experts_per_tok"]
     size = num_experts // found[0]
@@ -111,7 +111,7 @@ def read_groups(
 
 
 def read_config(raw: dict[str, Any], defaults: dict[str, Any], found: dict[str, Any]) -> DeepseekConfig:
-    """What V2 and V3 have in common. `found` is what has been read already."""
+    """Read the fields that V2 and V3 have in common. `found` are the fields that have been read already."""
     common = read_common(raw, defaults["max_position_embeddings"])
     refuse("num_key_value_heads", common["num_key_value_heads"], [common["num_attention_heads"]])
     refuse("moe_layer_freq", raw.get("moe_layer_freq") or 1, [1])
@@ -160,13 +160,13 @@ class DeepseekAttention(nn.Module):
         self.o_proj = Linear(heads * config.v_head_dim, size, bias)
 
     def queries(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, num_heads * (qk_nope_head_dim + qk_rope_head_dim)]"""
+        """Project x: [num_tokens, hidden_size] -> [num_tokens, num_heads * (qk_nope_head_dim + qk_rope_head_dim)]"""
         if self.config.q_lora_rank is None:
             return self.q_proj(x)
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
 
     def rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x: [num_tokens, num_heads, qk_rope_head_dim] -> the same shape"""
+        """Rotate x: [num_tokens, num_heads, qk_rope_head_dim] -> as x"""
         return self.rotate(deinterleave(x) if self.config.rope_interleave else x.contiguous(), cos, sin)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
@@ -226,6 +226,6 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
     read_config = staticmethod(read_deepseek_v3_config)
 
     def is_unused(self, name: str) -> bool:
-        """Whether a tensor belongs to the layers behind the last, which predict further tokens and are not run here."""
+        """Return whether a tensor belongs to the extra layers that predict further tokens, which are not run."""
         number = re.match(r"model\.layers\.(\d+)\.", name)
         return number is not None and int(number[1]) >= len(self.model.layers)

@@ -12,7 +12,7 @@ class GeluAndMul(nn.Module):
     """The gate of GeGLU, with the approximation of gelu by tanh."""
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        """gate, up: [num_tokens, intermediate_size] -> gelu(gate) * up, the same shape"""
+        """Compute gelu(gate) * up. gate, up: [num_tokens, intermediate_size] -> as gate"""
         return F.gelu(gate, approximate="tanh") * up
 
 

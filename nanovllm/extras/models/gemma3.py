@@ -37,8 +37,10 @@ class Gemma3Config(NetworkConfig):
 
 
 def read_gemma3_config(raw: dict[str, Any]) -> Gemma3Config:
-    """ValueError for a field that `gemma3.py` would compute wrongly. `attn_logit_softcapping` is Gemma 2's: no field of
-    Gemma 3 has an effect under this name, neither here nor in transformers."""
+    """Read a Gemma 3 config.json. Raises ValueError for a field that `gemma3.py` would compute wrongly.
+
+    `attn_logit_softcapping` is a field of Gemma 2. For Gemma 3 it has no effect, neither here nor in transformers.
+    """
     raw = {**raw, "hidden_act": raw.get("hidden_activation") or "gelu_pytorch_tanh"}
     common = read_common(raw, 131072, num_key_value_heads=4, head_dim=256, tie_word_embeddings=True)
     refuse("use_bidirectional_attention", raw.get("use_bidirectional_attention") or False, (False,))
@@ -63,7 +65,7 @@ def read_gemma3_config(raw: dict[str, Any]) -> Gemma3Config:
 
 
 def read_ropes(raw: dict[str, Any], head_dim: int, max_len: int) -> tuple[Rope, Rope]:
-    """Of layers that see all tokens, and of those with a window, which older files give by `rope_local_base_freq`.
+    """Read the RoPE of layers that see all tokens, and of layers with a window (`rope_local_base_freq`).
 
     A `rope_scaling` stretches only the former.
     """
@@ -137,6 +139,6 @@ class Gemma3ForCausalLM(CausalLM):
         self.softcap = config.final_logit_softcapping
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size], between -softcap and softcap, if there is one"""
+        """Compute logits: [num_rows, hidden_size] -> [num_rows, vocab_size], bounded by the softcap if there is one"""
         logits = super().compute_logits(hidden)
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap

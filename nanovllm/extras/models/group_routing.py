@@ -29,7 +29,7 @@ class SigmoidRouter(Router):
         self.e_score_correction_bias = nn.Parameter(torch.empty(num_experts))  # [num_experts] float32
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """What `model.to(dtype)` calls. The bias stays float32: biases differ in digits that bfloat16 does not have."""
+        """Keep the bias in float32 in `model.to(dtype)`: biases differ in digits that bfloat16 does not have."""
         super()._apply(fn, recurse)
         self.e_score_correction_bias.data = self.e_score_correction_bias.data.float()
         return self
@@ -41,7 +41,7 @@ class SigmoidRouter(Router):
 def choose_in_groups(
     choice: torch.Tensor, top_k: int, num_groups: int, num_chosen_groups: int, best_per_group: int
 ) -> torch.Tensor:
-    """choice: [num_tokens, num_experts] -> the `top_k` best experts of the best groups: [num_tokens, top_k] int64
+    """Choose experts. choice: [num_tokens, num_experts] -> the best of the best groups: [num_tokens, top_k] int64
 
     A group's score is the sum of its `best_per_group` best experts' scores.
     """
@@ -55,7 +55,7 @@ def choose_in_groups(
 def route_by_softmax_in_groups(
     logits: torch.Tensor, top_k: int, num_groups: int, num_chosen_groups: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """V2's `group_limited_greedy`. logits: [num_tokens, num_experts] -> as `route_by_softmax`"""
+    """Route as V2's `group_limited_greedy`. logits: [num_tokens, num_experts] -> as `route_by_softmax`"""
     scores = logits.softmax(-1)
     expert_ids = choose_in_groups(scores, top_k, num_groups, num_chosen_groups, best_per_group=1)
     return expert_ids, scores.gather(-1, expert_ids)
@@ -64,7 +64,7 @@ def route_by_softmax_in_groups(
 def route_by_sigmoid_in_groups(
     scores: torch.Tensor, bias: torch.Tensor, top_k: int, num_groups: int, num_chosen_groups: int, is_normalised: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """V3's. scores: [num_tokens, num_experts]; bias: [num_experts] -> as `route_by_softmax`"""
+    """Route as V3. scores: [num_tokens, num_experts]; bias: [num_experts] -> as `route_by_softmax`"""
     expert_ids = choose_in_groups(scores + bias, top_k, num_groups, num_chosen_groups, best_per_group=2)
     weights = scores.gather(-1, expert_ids)  # [num_tokens, top_k]
     if is_normalised:

@@ -34,21 +34,21 @@ class UpProjection(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_heads * (key_dim + value_dim), rank))
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """W_k: [num_heads, key_dim, rank] and W_v: [num_heads, value_dim, rank], views of the weight"""
+        """Return W_k: [num_heads, key_dim, rank] and W_v: [num_heads, value_dim, rank], views of the weight."""
         heads = self.weight.view(self.num_heads, self.key_dim + self.value_dim, self.rank)
         return heads[:, : self.key_dim], heads[:, self.key_dim :]
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_heads, key_dim] -> W_k^T q: [num_tokens, num_heads, rank]"""
+        """Multiply q: [num_tokens, num_heads, key_dim] -> W_k^T q: [num_tokens, num_heads, rank]"""
         return torch.einsum("nhk,hkr->nhr", q, self.parts()[0])
 
     def values(self, latents: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_heads, rank] -> W_v times latents: [num_tokens, num_heads, value_dim]"""
+        """Multiply latents: [num_tokens, num_heads, rank] by W_v -> [num_tokens, num_heads, value_dim]"""
         return torch.einsum("nhr,hvr->nhv", latents, self.parts()[1])
 
 
 def deinterleave(x: torch.Tensor) -> torch.Tensor:
-    """[..., size]: the pairs (0, 1), (2, 3), … that DeepSeek rotates -> (0, size/2), …, those that `Rotary` rotates
+    """Move DeepSeek's pairs (0, 1), (2, 3), … to the pairs (0, size/2), … that `Rotary` rotates: [..., size] -> as x
 
     Queries and keys are reordered alike, so their products stay the same.
     """
@@ -70,12 +70,12 @@ class TorchLatentAttention(AttentionBackend):
         return (1, num_layers, num_blocks, self.block_size, 1, self.head_dim)
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """k: [num_tokens, 1, head_dim]; v is a view of it, and not stored"""
+        """Store k: [num_tokens, 1, head_dim]. `v` is a view of it, so it is not stored."""
         layer_cache[0].flatten(0, 1)[slot_mapping] = k
 
     def attend(
         self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, *options: Any
     ) -> torch.Tensor:
-        """q: [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads, rank]"""
+        """Attend with q: [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads, rank]"""
         kv = layer_cache.expand(2, *layer_cache.shape[1:])  # no copy
         return super().attend(q, kv, metadata, *options)[..., : self.rank]

@@ -33,7 +33,7 @@ class AttentionOptions:
     window: int | None = None
     """Tokens that a token sees, itself included; None is all of them."""
     softcap: float | None = None
-    """Bound of the scaled scores; None is no bound."""
+    """Bound of the scaled scores; None leaves them unbounded."""
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_seen: torch.Tensor) -> torch.Tensor:
         """Compute softmax(scores) v. q: [num_seqs, num_heads, n, head_dim] -> as q
@@ -68,7 +68,7 @@ class MaskedAttention(Attention):
         self.options = options
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim] -> as q"""
+        """Attend. q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim] -> as q"""
         self.backend.store_kv(k, v, layer_cache, metadata.slot_mapping)
         return self.backend.attend(q, layer_cache, metadata, *self.options)
 

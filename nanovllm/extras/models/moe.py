@@ -48,7 +48,7 @@ class Router(Linear):
 
 
 def route_by_softmax(logits: torch.Tensor, top_k: int, is_normalised: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits: [num_tokens, num_experts] -> the `top_k` likeliest experts, and their probabilities as weights
+    """Route by logits: [num_tokens, num_experts] -> the `top_k` likeliest experts, and probabilities as weights
 
     Returns (expert_ids int64, weights float32), [num_tokens, top_k] each. With `is_normalised` a token's weights are
     divided by their sum (Mixtral, https://arxiv.org/abs/2401.04088).
@@ -73,7 +73,7 @@ class Experts(nn.ModuleList):
         super().__init__(experts)
 
     def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x: [num_tokens, hidden_size]; expert_ids, weights: [num_tokens, top_k] -> as x: sum of weight * expert(x)
+        """Sum weight * expert(x). x: [num_tokens, hidden_size]; expert_ids, weights: [num_tokens, top_k] -> as x
 
         A token's sum runs in float32 in the order of the experts' numbers, whatever other tokens there are.
         """
@@ -92,7 +92,7 @@ class Experts(nn.ModuleList):
 
 
 def read_experts(raw: dict[str, Any], num_experts: Any, top_k: int) -> dict[str, Any]:
-    """How many there are, and how many a token goes through; `top_k` is what the file may leave out."""
+    """Read the number of experts, and how many a token goes through. `top_k` is the default of the latter."""
     check_int("config.json: num_experts", num_experts, 1)
     found = read_int(raw, "num_experts_per_tok", top_k)
     if found > num_experts:
@@ -101,7 +101,7 @@ def read_experts(raw: dict[str, Any], num_experts: Any, top_k: int) -> dict[str,
 
 
 def read_int(raw: dict[str, Any], name: str, default: int | None = None, minimum: int = 1) -> int:
-    """A number that the file may leave out if there is a `default`."""
+    """Read an integer, which may only be missing if there is a `default`. Raises ValueError otherwise."""
     value = default if raw.get(name) is None else raw[name]
     if value is None:
         raise ValueError(f"config.json lacks {name}")
@@ -112,7 +112,7 @@ def read_int(raw: dict[str, Any], name: str, default: int | None = None, minimum
 def make_config(
     raw: dict[str, Any], common: dict[str, Any], experts: dict[str, Any], window: int | None, theta: float
 ) -> MoeConfig:
-    """`window`, if there is one, is that of all layers."""
+    """Make the config. All layers have the same `window`, if there is one."""
     refuse_partial_rotary(raw)
     windows = {} if window is None else read_windows([SLIDING] * common["num_hidden_layers"], window)
     rope = read_rope(raw, common["head_dim"], common["max_position_embeddings"], theta)

@@ -25,7 +25,7 @@ class NetworkConfig(ModelConfig):
     mlp_bias: bool = False
     hidden_act: str = "silu"
     attention_options: tuple[Any, ...] = ()
-    """How each layer attends (`masking.py`). Without entries, each token attends to all tokens up to itself."""
+    """How each layer attends (`masking.py`). Without entries, a token attends to all tokens up to its own position."""
     widest_window: int | None = None
     """Tokens that the layers see at most; None if one of them sees all."""
     latent_rank: int | None = None

@@ -2,8 +2,8 @@
 
     token ids → embedding → num_layers × [ x + attention(norm(x)),  x + experts(norm(x)) ] → norm → logits
 
-Attention is Qwen3's (`qwen3.py`). In the place of one feed-forward network are many small ones, of which each token
-goes through `num_experts_per_tok`.
+Attention is Qwen3's (`qwen3.py`). Many small feed-forward networks, the experts, replace the one of Qwen3. Each token
+goes through `num_experts_per_tok` of them.
 """
 
 from typing import Any

@@ -58,7 +58,7 @@ def read_common(
 
 
 def read_rope(raw: dict[str, Any], rotary_dim: int, max_len: int, theta: float = 10000.0) -> Rope:
-    """For all layers of a network. `theta` is the architecture's default, `max_len` the model's limit."""
+    """Read the RoPE of all layers. `theta` is the architecture's default, `max_len` the model's limit."""
     parameters = raw.get("rope_parameters") or {}
     if not raw.get("rope_scaling") and rope_type_of(parameters) == "default":
         return plain_rope(parameters.get("rope_theta") or raw.get("rope_theta") or theta, rotary_dim)

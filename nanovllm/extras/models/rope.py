@@ -17,14 +17,14 @@ class Rope:
     theta: float = 10000.0
 
     def frequencies(self, rotary_dim: int, max_len: int) -> tuple[Tensor, float]:
-        """(angle of one position for each pair: [rotary_dim / 2] float32, factor on cosine and sine)
+        """Return each pair's angle of one position: [rotary_dim / 2] float32, and a factor on cosine and sine.
 
         `max_len` is the longest sequence that the engine serves.
         """
         return 1.0 / self.wavelengths(rotary_dim), 1.0
 
     def wavelengths(self, rotary_dim: int) -> Tensor:
-        """theta^(2i/rotary_dim) for each pair i: [rotary_dim / 2] float32, in units of 2 pi positions"""
+        """Return theta^(2i/rotary_dim) for each pair i: [rotary_dim / 2] float32, in units of 2 pi positions."""
         steps = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu")  # [rotary_dim / 2]
         return self.theta ** (steps / rotary_dim)
 
@@ -37,7 +37,7 @@ class ScaledRotary(Rotary):
         self.frequencies, self.factor = rope.frequencies(rotary_dim, max_len)  # [rotary_dim / 2] float32
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions: [num_tokens] int -> two of [num_tokens, 1, rotary_dim / 2]; the 1 stands for the heads"""
+        """Return cosines and sines: [num_tokens] int -> two of [num_tokens, 1, rotary_dim / 2], equal for all heads."""
         frequencies = self.frequencies = self.frequencies.to(positions.device)
         angles = positions[:, None].float() * frequencies  # [num_tokens, rotary_dim / 2]
         cos, sin = angles.cos() * self.factor, angles.sin() * self.factor

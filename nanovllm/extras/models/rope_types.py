@@ -58,13 +58,13 @@ class ScaledRope(Rope):
 
 
 def read_scaled_rope(raw: dict[str, Any], rotary_dim: int, max_len: int, theta: float) -> Rope:
-    """As `read_rope` in `config.py`."""
+    """Read a scaled RoPE, with the arguments of `read_rope` in `read_config.py`."""
     parameters = find_parameters(raw, theta)
     return make_rope(parameters, parameters.get("rope_theta") or raw.get("rope_theta") or theta, rotary_dim, max_len)
 
 
 def make_rope(parameters: dict[str, Any], theta: float, rotary_dim: int, max_len: int) -> Rope:
-    """Of the type that `parameters` name."""
+    """Make a RoPE of the type that `parameters` name."""
     rope, rope_type = plain_rope(theta, rotary_dim), rope_type_of(parameters)
     if rope_type == "default":
         return rope
@@ -72,7 +72,10 @@ def make_rope(parameters: dict[str, Any], theta: float, rotary_dim: int, max_len
 
 
 def find_parameters(raw: dict[str, Any], theta: float) -> dict[str, Any]:
-    """transformers 5 keeps all in `rope_parameters`; 4 keeps theta beside `rope_scaling`. `theta` is the default."""
+    """Return the RoPE parameters of a config.json of transformers 4 or 5. `theta` is the default.
+
+    transformers 5 keeps all of them in `rope_parameters`; 4 keeps theta next to `rope_scaling`.
+    """
     parameters, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     is_merged = all(parameters.get(name) == value for name, value in scaling.items())  # one says what both say
     found = parameters if is_merged else scaling
@@ -90,7 +93,7 @@ def find_parameters(raw: dict[str, Any], theta: float) -> dict[str, Any]:
 def make_scaled_rope(
     rope_type: str, parameters: dict[str, Any], theta: float, rotary_dim: int, max_len: int
 ) -> ScaledRope:
-    """ValueError if the type is unknown, or lacks a parameter."""
+    """Make a scaled RoPE. Raises ValueError if the type is unknown, or lacks a parameter."""
     if rope_type not in REQUIRED:
         types = ", ".join(["default", *REQUIRED])
         raise ValueError(f"rope_type {rope_type!r} is not supported, only {types}; config.json has {parameters}")
@@ -128,8 +131,10 @@ def check_factors(parameters: dict[str, Any], rotary_dim: int) -> None:
 
 
 def llama3_frequencies(frequencies: torch.Tensor, p: Mapping[str, Any]) -> torch.Tensor:
-    """A pair that turns less than `low_freq_factor` times within the original context is slowed down by `factor`, one
-    that turns more than `high_freq_factor` times is not."""
+    """Slow down by `factor` the pairs that turn less than `low_freq_factor` times within the original context.
+
+    Pairs that turn more than `high_freq_factor` times keep their frequency; between the limits is a linear ramp.
+    """
     turns = p["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # [rotary_dim / 2]
     share = (turns - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
     share = share.clamp(0, 1)  # of the original frequency
@@ -137,7 +142,7 @@ def llama3_frequencies(frequencies: torch.Tensor, p: Mapping[str, Any]) -> torch
 
 
 def yarn_frequencies(wavelengths: torch.Tensor, rope: ScaledRope, rotary_dim: int) -> torch.Tensor:
-    """As llama3, but the ramp between `beta_fast` and `beta_slow` turns is linear in the number of the pair."""
+    """Slow down as llama3 does, but the ramp from `beta_fast` to `beta_slow` turns is linear in the pair's index."""
     p = rope.parameters
     first, last = (pair_that_turns(p[name], rope, rotary_dim) for name in ("beta_fast", "beta_slow"))
     if p["truncate"]:
@@ -149,7 +154,7 @@ def yarn_frequencies(wavelengths: torch.Tensor, rope: ScaledRope, rotary_dim: in
 
 
 def pair_that_turns(num_turns: float, rope: ScaledRope, rotary_dim: int) -> float:
-    """The (fractional) index of the pair that turns `num_turns` times within the original context."""
+    """Return the (fractional) index of the pair that turns `num_turns` times within the original context."""
     wavelength = rope.parameters["original_max_position_embeddings"] / (num_turns * 2 * math.pi)
     return rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -167,7 +172,7 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def longrope_frequencies(wavelengths: torch.Tensor, p: Mapping[str, Any], max_len: int) -> tuple[torch.Tensor, float]:
-    """Long or short factors for all sequences of an engine, by the longest that the engine serves, as in vLLM.
+    """Return frequencies with long or short factors, chosen by the longest sequence that the engine serves.
 
     K in the cache is rotated already, so a sequence cannot change from the short factors to the long ones on its way.
     """

@@ -13,7 +13,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read_windows(layer_types: list[str], sliding_window: int | None, scale: float | None = None) -> dict[str, Any]:
-    """The fields of `NetworkConfig` that say how each layer attends; `scale` is that of all layers."""
+    """Return the fields of `NetworkConfig` for how each layer attends. All layers have the same `scale`."""
     for layer_type in layer_types:
         refuse("layer_types", layer_type, (FULL, SLIDING))
     if SLIDING in layer_types:
@@ -24,7 +24,7 @@ def read_windows(layer_types: list[str], sliding_window: int | None, scale: floa
 
 
 def layer_types_of(raw: dict[str, Any], default: list[str]) -> list[str]:
-    """One type for each layer, as the file has them, or else `default`; a file may have more, for layers cut off."""
+    """Return each layer's type from the file, or else `default`. A file may have more types than layers."""
     types = raw.get("layer_types") or default
     if len(types) < raw["num_hidden_layers"]:
         raise ValueError(
@@ -35,7 +35,7 @@ def layer_types_of(raw: dict[str, Any], default: list[str]) -> list[str]:
 
 
 def read_qwen_windows(raw: dict[str, Any]) -> dict[str, Any]:
-    """Without `layer_types`, the layers from `max_window_layers` on have a window."""
+    """Read the windows of a Qwen model. Without `layer_types`, layers from `max_window_layers` on have one."""
     num_layers = raw["num_hidden_layers"]
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
     first_sliding = num_layers if window is None else raw.get("max_window_layers", 28)

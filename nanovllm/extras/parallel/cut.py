@@ -1,9 +1,9 @@
 """How a checkpoint is cut: which part of each tensor a rank holds.
 
-The model files know no ranks. Each rank builds the network of its share: `share_of` divides heads, feed-forward width
-and vocabulary by the number of ranks. So a rank's tensors are smaller than the checkpoint's, and the dimension in which
-a tensor is smaller is the one that is cut. Two ranks of a model with 4 query heads, 2 K and V heads of size 8, a
-width of 32 and a feed-forward width of 64:
+The model files do not depend on ranks. Each rank builds the network of its share: `share_of` divides heads,
+feed-forward width and vocabulary by the number of ranks. So a rank's tensors are smaller than the checkpoint's, and the
+dimension in which a tensor is smaller is the one that is cut. Two ranks of a model with 4 query heads, 2 K and V heads
+of size 8, a width of 32 and a feed-forward width of 64:
 
                    checkpoint    rank 0 holds             rank 1 holds
     q_proj          [32, 32]     rows 0 … 15              rows 16 … 31            heads 0, 1 | 2, 3
@@ -30,7 +30,7 @@ DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
 
 
 def share_of(shape: NetworkConfig, size: int) -> NetworkConfig:
-    """The network of one of `size` ranks. ValueError for a size of the model that `size` does not divide.
+    """Return the network of one of `size` ranks. Raises ValueError if `size` does not divide a size of the model.
 
     The vocabulary need not be divided: the last rank's share is filled up with zeros.
     """
@@ -44,7 +44,7 @@ def share_of(shape: NetworkConfig, size: int) -> NetworkConfig:
 
 
 def num_kv_heads_of(shape: NetworkConfig, size: int) -> int:
-    """K and V heads of one rank."""
+    """Return the number of K and V heads of one rank."""
     num_kv_heads = shape.num_key_value_heads
     if shape.latent_rank is not None:  # one latent for all heads: each rank holds it whole
         return num_kv_heads
@@ -65,7 +65,7 @@ class Cut(NamedTuple):
     spans: tuple[tuple[int, int], ...]  # (start, stop)
 
     def of(self, tensor: Any) -> torch.Tensor:
-        """`tensor` is whole: a tensor, or a slice of a safetensors file, of which only the part is then read.
+        """Return the rank's part of a whole tensor. Of a slice of a safetensors file, only this part is read.
 
         What the spans do not fill is zero.
         """
@@ -87,7 +87,7 @@ class Cutter(NamedTuple):
     size: int
 
     def cuts(self, whole: nn.Module, share: nn.Module) -> Iterator[tuple[str, nn.Module, str, Cut]]:
-        """(path of a module, module of `whole`, name, cut) of each parameter; both networks may be without memory."""
+        """Yield (module's path, module of `whole`, name, cut) for each parameter. Both networks may be on `meta`."""
         shares = dict(share.named_modules(remove_duplicate=False))
         for path, module in whole.named_modules(remove_duplicate=False):
             for name, parameter in module.named_parameters(recurse=False):
@@ -95,19 +95,19 @@ class Cutter(NamedTuple):
                 yield path, module, name, self.cut(module, shares[path], name, *shapes)
 
     def cut(self, layer: Any, share: Any, name: str, whole: tuple[int, ...], part: tuple[int, ...]) -> Cut:
-        """Of the parameter `name` of `layer`, whose share is `share`; `whole` and `part` are its shapes in the two."""
+        """Return the cut of the parameter `name`: its shape is `whole` in `layer`, and `part` in `share`."""
         if isinstance(layer, Embedding):  # by vocabulary; the last ranks' rows may end behind it
             start, stop = (min((self.rank + i) * part[0], whole[0]) for i in (0, 1))
             return Cut(whole, part, 0, ((start, stop),))
         if name == "bias" and self.rank and layer.weight.shape[1] != share.weight.shape[1]:
-            return Cut(whole, part, 0, ())  # the ranks' products are summed: rank 0 alone adds the bias
+            return Cut(whole, part, 0, ())  # the ranks' products are summed, so only rank 0 adds the bias
         dim = next((dim for dim in range(len(whole)) if whole[dim] != part[dim]), 0)
         if isinstance(layer, FusedLinear) and dim == 0:  # part by part
             return Cut(whole, part, 0, self.spans_of_parts(list(layer.parts.values()), list(share.parts.values())))
         return Cut(whole, part, dim, (self.span(whole[dim], part[dim]),))
 
     def span(self, whole: int, part: int) -> tuple[int, int]:
-        """(start, stop) of the rank's part. If all parts together are more than the whole, neighbours hold the same.
+        """Return (start, stop) of the rank's part. If the parts exceed the whole, neighbouring ranks hold the same.
 
         >>> [Cutter(rank, 4).span(16, 8) for rank in range(4)]  # two heads of size 8, four ranks
         [(0, 8), (0, 8), (8, 16), (8, 16)]
@@ -116,7 +116,7 @@ class Cutter(NamedTuple):
         return start, start + part
 
     def spans_of_parts(self, wholes: list[int], parts: list[int]) -> tuple[tuple[int, int], ...]:
-        """Of projections that are stacked: q, k and v, or gate and up. Each is cut by itself."""
+        """Return the spans of stacked projections (q, k and v, or gate and up), each of which is cut by itself."""
         spans, first = [], 0
         for whole, part in zip(wholes, parts, strict=True):
             start, stop = self.span(whole, part)
@@ -125,7 +125,7 @@ class Cutter(NamedTuple):
         return tuple(spans)
 
     def cuts_of_checkpoint(self, whole: nn.Module, share: nn.Module) -> dict[str, Cut]:
-        """The cut of each tensor of a checkpoint, by the name that it has there."""
+        """Return the cut of each tensor of a checkpoint, keyed by the tensor's name in the checkpoint."""
         cuts = {}
         for path, layer, name, cut in self.cuts(whole, share):
             if isinstance(layer, FusedLinear) and not getattr(layer, "is_stored_fused", False):
@@ -142,7 +142,7 @@ class Cutter(NamedTuple):
 
 
 def read_part(cuts: Mapping[str, Cut], file: Any, name: str) -> torch.Tensor:
-    """The rank's part of the tensor `name` of an open safetensors file; nothing else of the tensor is read."""
+    """Read only the rank's part of the tensor `name` from an open safetensors file."""
     cut, tensor = cuts.get(name), file.get_slice(name)
     if cut is None:  # the loader says that it is unexpected
         return file.get_tensor(name)

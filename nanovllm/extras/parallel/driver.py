@@ -82,7 +82,7 @@ class Driver:
 
     @contextmanager
     def _around_logits(self, hidden: torch.Tensor) -> Iterator[None]:
-        """hidden: [num_rows, hidden_size]. Rows that the step's message did not name are sent."""
+        """Send hidden: [num_rows, hidden_size] to the other ranks if the step's message did not name its rows."""
         if not self._has_due_logits:
             self._is_underway = True
             self.peers.send(pack_logits(*hidden.shape))
@@ -97,7 +97,7 @@ class Driver:
 
 
 class StillAlive(NamedTuple):
-    """What is read of a step last. On CUDA, a step whose communicator was aborted ends with tokens of no meaning."""
+    """The last result of a step that is read. On CUDA, a step with an aborted communicator has meaningless tokens."""
 
     peers: Peers
 
@@ -105,14 +105,14 @@ class StillAlive(NamedTuple):
         return self
 
     def deliver(self, scheduled: Step) -> None:
-        """The tokens have arrived. Raises `EngineDeadError`, before anybody sees them."""
+        """Raise `EngineDeadError` if a rank has failed, before the step's tokens are used."""
         if self.peers.failure is not None:
             raise self.peers.failure
 
 
 @contextmanager
 def interrupts_held_back(peers: Peers) -> Iterator[None]:
-    """A ^C that comes meanwhile raises its KeyboardInterrupt at the end, a second one at once.
+    """Delay the KeyboardInterrupt of a ^C to the end of the block. A second ^C raises it immediately.
 
     Only the main thread gets any. While it waits in C for another rank, `peers` hears the second one and ends the wait.
     """

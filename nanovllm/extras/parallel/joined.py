@@ -56,7 +56,7 @@ class VocabularyShare(nn.Module):
         """On rank 0: made with [num_samples, hidden_size], the context in which logits are computed (`driver.py`)."""
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] int -> [num_tokens, hidden_size], on every rank"""
+        """Look up token vectors on every rank: [num_tokens] int -> [num_tokens, hidden_size]"""
         if self.hears_tokens:
             token_ids = self.communicator.broadcast(token_ids)
         rows = token_ids - self.communicator.rank * self.num_rows  # [num_tokens]
@@ -65,7 +65,7 @@ class VocabularyShare(nn.Module):
         return self.communicator.all_reduce(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_samples, hidden_size] -> [num_samples, vocab_size] on rank 0, those of its rows on another"""
+        """Compute logits: [num_samples, hidden_size] -> [num_samples, vocab_size]; above rank 0 only the rank's part"""
         if not len(hidden):  # each rank knows it: nothing is sent
             return hidden.new_empty(0, self.vocab_size)
         with self.around_logits(hidden):

@@ -20,7 +20,7 @@ REASON_S = 1.0  # within this time rank 0 hears of the rank that has ended first
 
 
 def work(driver: socket.socket, on_ready: Callable[[], None]) -> NoReturn:
-    """Raises ConnectionError when rank 0 has closed the socket, or what has failed."""
+    """Run a rank above 0. Raises ConnectionError when rank 0 has closed the socket, or the rank's own error."""
     try:
         plan = Plan(*receive_json(driver))
         runner, communicator = start_worker(plan, None if driver.family == socket.AF_UNIX else driver.getsockname()[0])
@@ -45,7 +45,7 @@ def serve(runner: ModelRunner, communicator: Communicator, driver: socket.socket
 
 @torch.inference_mode()
 def compute_logits(runner: ModelRunner, communicator: Communicator, header: Header) -> None:
-    """Of rows that no step has named: their hidden states come first."""
+    """Compute the logits of rows that no step has named. Their hidden states are received first."""
     shape = header.num_samples, header.hidden_size
     hidden = torch.empty(shape, dtype=runner.dtype, device=runner.device)
     runner.model.compute_logits(communicator.broadcast(hidden))  # type: ignore[operator]

@@ -18,13 +18,14 @@ from nanovllm.extras.quantization.quantised_linear import (
 from nanovllm.extras.quantization.quantization_options import STORED, Quantization, read_options
 from nanovllm.layers.linear import Embedding, FusedLinear, Linear
 
-VECTOR = 16  # inputs come in whole vectors of so many
+VECTOR = 16  # the number of inputs must be a multiple of this
 
 
 def quantise(model: nn.Module, given: Any, shape: NetworkConfig | None = None) -> None:
-    """In place, one layer after another: no more than one weight is there twice. `given`: as `Config.quantization`.
+    """Quantise the model in place, layer by layer, so that memory holds at most one weight twice.
 
-    `shape` knows the checkpoint's format. ValueError, before anything changes, if a layer does not fit.
+    `given` is a value of `Config.quantization`. `shape` knows the checkpoint's format. Raises ValueError, before
+    anything changes, if a layer does not fit.
     """
     if given in STORED:
         stored = shape.quantization_config if shape else None

@@ -31,7 +31,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLines | None = None) -> FastAPI:
     """Return an application that serves `llm`. Without `llm` it answers 503 until `set_engine` is called.
 
-    live: the lines of `/ui`; without it there is no such page.
+    live: the lines of `/ui`; None leaves this page out.
     """
     app = FastAPI(title="nanovllm", docs_url=None, redoc_url=None, responses=ERRORS)
     app.root_path = options.root_path

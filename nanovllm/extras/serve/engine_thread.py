@@ -63,7 +63,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # nothing is posted once `dead` is set
         self._num_posted = 0  # requests that `add` has posted
-        self._num_added = 0  # of these, requests that the engine has got
+        self._num_added = 0  # of these, requests that the engine has received
         self._num_left = 0  # requests that the last step has left waiting
         self._unfinished: dict[str, NewRequest] = {}
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)

@@ -48,7 +48,7 @@ def chat_prompt(
 
 
 def are_many(given: Any) -> bool:
-    """Whether a short body has so many prompts that to encode them takes long."""
+    """Return whether a body has more than `MANY` prompts, which take long to encode even if the body is short."""
     return isinstance(given, list) and len(given) > MANY and not isinstance(given[0], int)  # token ids are one prompt
 
 

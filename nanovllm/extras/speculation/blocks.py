@@ -5,7 +5,7 @@ from nanovllm.extras.full_sequence import Sequence
 
 
 def reserve(blocks: BlockManager, seq: Sequence, num_tokens: int) -> None:
-    """Let the block table of `seq` cover `num_tokens` tokens; there must be free blocks.
+    """Extend the block table of `seq` to cover `num_tokens` tokens. There must be free blocks.
 
     Unlike `try_allocate` it registers no block that these tokens fill: `schedule()` has not begun the step yet.
     """
@@ -15,7 +15,7 @@ def reserve(blocks: BlockManager, seq: Sequence, num_tokens: int) -> None:
 
 
 def shrink(blocks: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
-    """Let the block table of `seq` cover `num_tokens` tokens and no more; returns the other blocks, the last one first.
+    """Shrink the block table of `seq` to cover `num_tokens` tokens. Return the other blocks, the last one first.
 
     No other sequence owns them, and the prefix cache does not know them: they were for drafts.
     """

@@ -44,7 +44,7 @@ class DraftModel:
         self._scheduler = scheduler
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """Each sequence as many drafts as are wanted. A sequence that still shares its last block gets none."""
+        """Propose the requested number of drafts for each sequence, or none while it shares its last block."""
         assert self._scheduler is not None
         drafts: list[list[int]] = [[] for _ in wanted]
         if not self._scheduler.has_blocks_for(wanted):
@@ -59,7 +59,7 @@ class DraftModel:
         return drafts
 
     def _draw(self, growing: list[tuple[int, Sequence]], drafts: list[list[int]]) -> list[int]:
-        """The next token of each sequence behind its drafts so far, which a copy of the sequence holds."""
+        """Return the next token of each sequence after its drafts so far, which a copy of the sequence holds."""
         assert self._scheduler is not None
         seqs = [with_tokens(seq, drafts[i]) for i, seq in growing]
         count = len(seqs)
@@ -81,7 +81,7 @@ class DraftModel:
 
 
 def with_tokens(seq: Sequence, token_ids: list[int]) -> Sequence:
-    """A copy of `seq` that knows these tokens; they are written behind those of `seq`, where its drafts belong."""
+    """Return a copy of `seq` that includes these tokens. They are written after those of `seq`, as drafts are."""
     ids = seq.token_ids
     while ids.length + len(token_ids) > len(ids.data):
         ids.grow()
@@ -90,7 +90,7 @@ def with_tokens(seq: Sequence, token_ids: list[int]) -> Sequence:
 
 
 def load_draft_model(parts: "Parts", options: Speculation) -> DraftModel:
-    """Raises ValueError or TypeError if the model cannot be loaded, or cannot draft for the large one."""
+    """Load the draft model. Raises ValueError or TypeError if it cannot be loaded, or cannot draft for this model."""
     assert options.model is not None
     config = replace(
         parts.config,

@@ -15,7 +15,7 @@ TOKEN_BYTES = 4  # of an int32 in `Sequence.token_ids`
 
 
 class NGrams:
-    """A `Proposer`. It keeps nothing: preemption, forks and prefix hits cannot lead it astray."""
+    """A `Proposer` without state, so it needs no care at preemptions, forks and prefix hits."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self.shortest = shortest
@@ -43,7 +43,7 @@ class NGrams:
 
 
 def find_last(text: bytes, length: int) -> int:
-    """The position behind the last earlier place where the last `length` tokens of `text` stand; -1 if there is none.
+    """Return the position after the last earlier occurrence of the last `length` tokens of `text`, or -1.
 
     text: int32 token ids. A search in bytes is the fastest that Python has; it may stop at half a token.
     """

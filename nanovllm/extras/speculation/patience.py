@@ -15,7 +15,7 @@ MAX_FAILURES = 6
 
 
 class Patience:
-    """Of one sequence. `pause`: how many tokens are drawn before its first drafts, 0 or infinity."""
+    """The patience with one sequence. `pause`: how many tokens are sampled before its first drafts, 0 or infinity."""
 
     def __init__(self, pause: float) -> None:
         self._most = FIRST
@@ -23,7 +23,7 @@ class Patience:
         self._pause = pause
 
     def next_count(self) -> int:
-        """The most drafts for the next token, asked once for each token that could be drafted for."""
+        """Return the most drafts for the next token. Called once for each token that could have drafts."""
         if self._pause:
             self._pause -= 1
             if self._pause:
@@ -31,7 +31,7 @@ class Patience:
         return self._most
 
     def note(self, num_drafts: int, num_accepted: int) -> None:
-        """The sequence's drafts have been verified."""
+        """Record the result of verification."""
         self._most = max(self._most, 2 * num_drafts) if num_accepted == num_drafts else num_accepted + 1
         if num_accepted:
             self._num_failures = max(0, self._num_failures - num_accepted)

@@ -24,9 +24,9 @@ class Speculation:
     num_speculative_tokens: Any = None
     """Most drafts for one sequence in a step."""
     prompt_lookup_max: int | None = None
-    """`ngram` looks for the last so many tokens earlier in the sequence, then for fewer; None is the minimum, or 5."""
+    """The longest n-gram that `ngram` looks for earlier in the sequence; None is the minimum, or 5."""
     prompt_lookup_min: int | None = None
-    """… but for no fewer than this; None is the maximum, or 5."""
+    """The shortest n-gram that `ngram` looks for; None is the maximum, or 5."""
     model: str | Path | None = None
     """Of `draft_model`: a folder, or a hub id. It must have the vocabulary of the model that it drafts for."""
     disable_by_batch_size: int | None = None
@@ -54,7 +54,7 @@ class Speculation:
 
     @property
     def lookup(self) -> tuple[int, int]:
-        """(fewest, most) tokens that `ngram` looks for."""
+        """Return the (fewest, most) tokens that `ngram` looks for."""
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         return shortest or longest or DEFAULT_LOOKUP, longest or shortest or DEFAULT_LOOKUP
 
@@ -64,7 +64,7 @@ def name_of(field: str) -> str:
 
 
 def read_options(given: Mapping[str, Any]) -> Speculation:
-    """Checked. An unknown name raises a TypeError that lists the legal ones."""
+    """Parse and check the options. Raises TypeError with the legal names for an unknown name."""
     legal = [field.name for field in fields(Speculation)]
     for name in given:
         if name not in legal:
@@ -76,7 +76,7 @@ def read_options(given: Mapping[str, Any]) -> Speculation:
 
 
 def check_speculation(config: "Config") -> None:
-    """Called by `Config`: what `speculative_config` holds, and what it cannot be combined with."""
+    """Check `speculative_config`, and the options that it cannot be combined with. `Config` calls this function."""
     assert config.speculative_config is not None
     options = read_options(config.speculative_config)
     if config.enable_overlap:

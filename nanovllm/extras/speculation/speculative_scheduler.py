@@ -46,10 +46,10 @@ Drafts = dict[Sequence, list[int]]
 
 
 class Proposer(Protocol):
-    """Whoever guesses tokens. Guesses cost time when they are wrong, and never change an output."""
+    """Proposes draft tokens. Wrong drafts cost time but never change the output."""
 
     def propose(self, wanted: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """For each (sequence, most drafts), the tokens that may follow its known ones; as few as it likes."""
+        """Return drafts for each (sequence, most drafts): tokens that may follow its known ones, possibly none."""
 
 
 class Verification(NamedTuple):
@@ -86,7 +86,7 @@ class SpeculativeScheduler(ExtendedScheduler):
         return step
 
     def update(self, step: Step, new_token_ids: list[int]) -> list[tuple[int, Sequence]]:
-        """As the parent does; a sequence that had drafts may be among the advanced ones several times."""
+        """Update as the parent does. A sequence with drafts may be among the advanced ones several times."""
         if self._underway is None:
             return super().update(step, new_token_ids)
         planned, drafts, all_rows = self._underway
@@ -118,7 +118,7 @@ class SpeculativeScheduler(ExtendedScheduler):
     # ---- before a step
 
     def _draft(self) -> Drafts:
-        """Put drafts behind the known tokens of running sequences."""
+        """Put drafts after the known tokens of running sequences."""
         drafts: Drafts = {}
         wanted = self._choose()
         if not wanted:
@@ -135,14 +135,14 @@ class SpeculativeScheduler(ExtendedScheduler):
         return drafts
 
     def _choose(self) -> list[tuple[Sequence, int]]:
-        """Sequences that are worth drafts, and how many each may have in this step."""
+        """Return the sequences that are worth drafts, and how many each may have in this step."""
         running = self.running
         room = self.max_rows - len(running)
         if room <= 0 or len(running) > self.max_seqs or (self.waiting and self._may_admit()):
             return []
         wanted = []
         for seq in running:
-            if seq.num_tokens - seq.num_computed_tokens > 1:  # a step with prompts is no step of few tokens
+            if seq.num_tokens - seq.num_computed_tokens > 1:  # a step with prompts has many tokens
                 return []
             earned = (self._patience.get(seq) or self._meet(seq)).next_count()
             if earned:
@@ -155,7 +155,7 @@ class SpeculativeScheduler(ExtendedScheduler):
         return [(seq, min(count, max(1, share))) for seq, count in wanted[:room]]
 
     def _meet(self, seq: Sequence) -> Patience:
-        """The patience with a sequence that has not been asked for before."""
+        """Return the patience for a new sequence."""
         if seq.children:  # they will share its blocks, and these must hold no drafts
             return Patience(math.inf)
         patience = self._patience[seq] = Patience(0 if can_be_guessed(seq) else math.inf)
@@ -165,7 +165,7 @@ class SpeculativeScheduler(ExtendedScheduler):
         return count_places(self.running) + 1 + len(self.waiting[0].children) <= self.max_num_seqs
 
     def has_blocks_for(self, wanted: list[tuple[Sequence, int]]) -> bool:
-        """Whether no sequence would be preempted for the sake of so many drafts."""
+        """Return whether there are blocks for these drafts without preempting a sequence."""
         blocks, counts, num_needed = self.block_manager, dict(wanted), 0
         for seq in self.running:
             num_blocks = -(-(seq.num_known_tokens + counts.get(seq, 0)) // blocks.block_size)
@@ -173,7 +173,7 @@ class SpeculativeScheduler(ExtendedScheduler):
         return num_needed <= blocks.num_free_blocks
 
     def _allow(self, seq: Sequence, proposed: list[int]) -> list[int]:
-        """The first of the drafts, up to one that would end the sequence or is no token."""
+        """Return the drafts before the first one that would end the sequence or is outside the vocabulary."""
         for i, token_id in enumerate(proposed):
             if token_id in seq.all_stop_token_ids or not 0 <= token_id < self.vocab_size:
                 proposed = proposed[:i]
@@ -186,7 +186,7 @@ class SpeculativeScheduler(ExtendedScheduler):
     # ---- after a step
 
     def _verify(self, seq: Sequence, drafts: list[int], drawn: list[int]) -> int:
-        """How many drafts were right. The sequence goes back to them; their tokens are appended like any other."""
+        """Return how many drafts were right. The sequence drops all drafts; correct ones are appended as usual."""
         if seq.finish_reason is not None:  # it has failed, and owns nothing
             return 0
         num_accepted = 0
@@ -204,7 +204,7 @@ class SpeculativeScheduler(ExtendedScheduler):
 
 
 def can_be_guessed(seq: Sequence) -> bool:
-    """Whether the logits after a draft follow from the tokens before it.
+    """Return whether the logits after a draft follow from the tokens before it.
 
     Penalties and bad words read the output, which `as_if` provides. A grammar keeps a state, a beam search chooses
     otherwise, and a logits processor of the user may do both: their sequences get no drafts.
@@ -215,7 +215,7 @@ def can_be_guessed(seq: Sequence) -> bool:
 
 
 def place_drafts(seq: Sequence, token_ids: list[int]) -> None:
-    """Behind the known tokens, where `num_tokens` counts them."""
+    """Put drafts after the known tokens, so that `num_tokens` counts them."""
     ids = seq.token_ids
     while ids.length + len(token_ids) > len(ids.data):
         ids.grow()
@@ -228,7 +228,7 @@ def forget_drafts(seq: Sequence) -> None:
 
 
 def as_if(seq: Sequence, num_known_tokens: int) -> Sequence:
-    """`seq` as its processors are to see it when so many of its tokens are known, drafts included; it shares them."""
+    """Return a view of `seq` with its first `num_known_tokens` tokens, drafts included, for logits processors."""
     seen = copy(seq)
     seen.token_ids = IntArray.__new__(IntArray)
     seen.token_ids.data, seen.token_ids.length = seq.token_ids.data, num_known_tokens
@@ -236,7 +236,7 @@ def as_if(seq: Sequence, num_known_tokens: int) -> Sequence:
 
 
 def before_stop_string(request: Request, seq: Sequence, drafts: list[int]) -> list[int]:
-    """The drafts before the one that would complete a stop string: it is drawn as the last token of a step, if at all.
+    """Return the drafts before the one that would complete a stop string, which may only be a step's last token.
 
     The text is grown by a copy of the request's detokenizer.
     """
@@ -255,7 +255,7 @@ def before_stop_string(request: Request, seq: Sequence, drafts: list[int]) -> li
 
 
 def one_row_each(planned: Step, drafts: Drafts) -> tuple[Step, list[range]]:
-    """The step in which each draft is a decode; and for each of `planned.samples`, its rows among those of the step.
+    """Return the step in which each draft is a decode, and the rows of each of `planned.samples` in this step.
 
     planned     chunks [(A, 19, 1), (B, 7, 3)]                         samples [A, B]          B has two drafts
     step        chunks [(A, 19, 1), (B, 7, 1), (B, 8, 1), (B, 9, 1)]   samples [A, B, B, B]    rows [0 … 0], [1 … 3]

@@ -1,7 +1,7 @@
 """From `speculative_config` to a scheduler that speculates: who proposes, and how many tokens a step should have.
 
-`assembly.py` calls `make_speculation` in the place of making the core's scheduler. What takes time is done once
-for an engine: loading a draft model, and measuring.
+`assembly.py` calls `make_speculation` instead of making the core's scheduler. What takes time is done once for an
+engine: loading a draft model, and measuring.
 """
 
 import logging
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NEARLY_FREE = 4 / 3  # twice the tokens may take so many times the time
+NEARLY_FREE = 4 / 3  # the greatest ratio of times that twice the tokens may have
 MAX_MEASURED_ROWS = 64
 MIN_RUNS, MIN_SECONDS = 3, 0.1  # of each number of rows
 
@@ -40,7 +40,7 @@ class Ready(NamedTuple):
 def make_speculation(
     parts: "Parts", arguments: tuple[Any, ...], launch: Callable[[Any], Any]
 ) -> tuple[SpeculativeScheduler, Callable[[Any], Any]]:
-    """arguments: those of `Scheduler`; launch: the engine's own."""
+    """Make the scheduler and the launch function. arguments: those of `Scheduler`; launch: the engine's own."""
     keeper: Any = parts.runner
     ready: Ready | None = getattr(keeper, "speculation", None)
     if ready is None:
@@ -85,7 +85,7 @@ def make_proposer(parts: "Parts", options: Speculation) -> Proposer:
 
 
 def measure_rows(runner: ModelRunner, most: int) -> int:
-    """The most rows of decodes that are nearly free: each doubling up to there takes at most a third longer.
+    """Return the most rows of decodes that are nearly free: each doubling up to it takes at most a third longer.
 
     A step that waits for memory, or for Python, takes hardly longer with more rows. One that computes takes twice as
     long with twice the rows, and then a draft costs as much as the token that it may save.
@@ -97,7 +97,7 @@ def measure_rows(runner: ModelRunner, most: int) -> int:
 
 
 def cost_of_doubling(runner: ModelRunner, num_rows: int) -> float:
-    """How many times as long a step with twice as many rows takes: the fastest runs count, timed in turns."""
+    """Return the time of a step with `2 * num_rows` rows divided by that with `num_rows`, from the fastest runs."""
     batches = [decodes_of_nobody(count, runner.backend.block_size) for count in (num_rows, 2 * num_rows)]
     for step, tables in batches:
         runner.run(build_batch(step, tables)).wait()  # kernels may be compiled, memory touched
@@ -111,7 +111,7 @@ def cost_of_doubling(runner: ModelRunner, num_rows: int) -> float:
 
 
 def decodes_of_nobody(num_rows: int, block_size: int) -> tuple[Step, BlockTables]:
-    """A step with so many decodes, which read and write only the null block."""
+    """Return a step with `num_rows` decodes, which read and write only the null block."""
     tables = BlockTables(block_size)
     seq = Sequence("measured", [0] * num_rows, SamplingParams(temperature=0))
     for _ in range(-(-num_rows // block_size)):

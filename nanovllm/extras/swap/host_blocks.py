@@ -46,7 +46,7 @@ class SwappingKVCache(KVCache):
 
 
 def make_swap(kv_cache: KVCache, blocks: BlockManager) -> Swap:
-    """The strategy for a `SwappingKVCache`, with as many blocks in host memory as this has."""
+    """Return the strategy for a `SwappingKVCache`, with as many blocks in host memory as the cache has."""
     assert isinstance(kv_cache, SwappingKVCache)
     return Swap(blocks, SwapSpace(kv_cache.num_swap_blocks, blocks.block_size))
 
@@ -65,7 +65,7 @@ class HostBlocks:
         self._stream = torch.cuda.Stream(kv_cache.device) if is_cuda else None
 
     def copy_out(self, kv_cache: torch.Tensor, pairs: BlockPairs) -> None:
-        """pairs: (device block, host block). The blocks are gathered before anything of this step is written."""
+        """Copy pairs (device block, host block). The blocks are gathered before this step writes to the cache."""
         sources, destinations = zip(*pairs, strict=True)
         found = as_words(kv_cache)[:, :, indices_on(kv_cache.device, sources)]
         gathered = found.movedim(2, 0).contiguous()  # [num_moved, parts, num_layers, …]
@@ -80,7 +80,7 @@ class HostBlocks:
         gathered.record_stream(self._stream)
 
     def copy_in(self, kv_cache: torch.Tensor, pairs: BlockPairs) -> None:
-        """pairs: (host block, device block)"""
+        """Copy pairs (host block, device block)."""
         sources, destinations = zip(*pairs, strict=True)
         host_blocks = as_words(self.tensor)
         if self._stream is None:

@@ -41,7 +41,7 @@ class SwapSpace:
         return seq in self._held
 
     def host_block_ids(self, seq: Any) -> list[int]:
-        """Where the K and V of `seq` are while it is swapped out."""
+        """Return the host blocks with the K and V of `seq` while it is swapped out."""
         return list(self._held.get(seq, ()))
 
     def try_swap_out(self, seq: Any) -> bool:
@@ -59,7 +59,7 @@ class SwapSpace:
         num_blocks = -(-seq.num_computed_tokens // self.block_size)
         held = self._held[seq]
         block_ids = seq.block_table.view(num_blocks - len(held), num_blocks).tolist()
-        # a block may lie behind the window by now: it has the null block in its place
+        # a block may have left the window by now: then the null block replaces it
         self._ins += [pair for pair in zip(held, block_ids, strict=True) if pair[1]]
         self.drop(seq)
 
@@ -68,7 +68,7 @@ class SwapSpace:
         self._free += self._held.pop(seq, [])
 
     def take_moves(self) -> tuple[BlockPairs, BlockPairs]:
-        """(source, destination) blocks to be copied out, and back in, before the step runs.
+        """Return pairs (source, destination) of blocks to copy out, and to copy back in, before the step runs.
 
         Copies out are done first. All of them are noted before the first copy in of the step, so a host block that a
         copy in gives up is not overwritten by a copy out of the same step.
@@ -114,7 +114,7 @@ class Swap(Recompute):
         return SwapMoves(self.block_manager.take_copies(), *self.space.take_moves())
 
     def roll_back(self) -> None:
-        """What the newest step has swapped out is computed again."""
+        """Let sequences that the newest step has swapped out be computed again."""
         self.space.take_moves()
         for seq in [*self._left, *self._leaving]:
             self.forget(seq)

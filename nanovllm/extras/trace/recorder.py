@@ -106,7 +106,7 @@ class Recorder(SchedulingStats):
         })  # fmt: skip
 
     def _now(self) -> int:
-        """Microseconds since `begin`."""
+        """Return the microseconds since `begin`."""
         return int(1e6 * (time.monotonic() - self._start))
 
     # ---- sequences
@@ -127,7 +127,7 @@ class Recorder(SchedulingStats):
         return self._num_seqs
 
     def _note_replaced(self) -> None:
-        """A beam search puts other tokens in the places of those that the newest step has drawn for its beams."""
+        """Record the tokens with which a beam search has replaced those that the newest step sampled for its beams."""
         for i, (seq, place, token_id) in enumerate(self._drawn):
             chosen = int(seq.token_ids.data[place])
             if chosen != token_id and seq in self._seqs:
@@ -235,7 +235,7 @@ class Recorder(SchedulingStats):
         return [self._number(seq) for seq in seqs]
 
     def _describe(self, chunk: Chunk) -> list:
-        """[sequence, start, num_new_tokens, why no more]."""
+        """Return [sequence, start, num_new_tokens, why no more]."""
         seq, start, num_new_tokens = chunk
         code = "threshold" if num_new_tokens == self._config.get("long_prefill_token_threshold") else "budget"
         if start + num_new_tokens >= seq.num_known_tokens:
@@ -243,7 +243,7 @@ class Recorder(SchedulingStats):
         return [self._number(seq), start, num_new_tokens, code]
 
     def _note_drafts(self, step: Step) -> None:
-        """Tokens behind the known ones, which a chunk computes. (Without a chunk they are those of steps in flight.)"""
+        """Record drafts: tokens after the known ones that a chunk computes. (Others belong to steps in flight.)"""
         for seq, start, num_new_tokens in step.chunks[step.num_decodes :]:
             drafts = seq.token_ids.data[seq.num_known_tokens : start + num_new_tokens].tolist()
             if drafts:
@@ -251,7 +251,7 @@ class Recorder(SchedulingStats):
                 self._events.append(["draft", self._number(seq), drafts])
 
     def _note_idle(self, step: Step, running: list[Sequence]) -> None:
-        """Why running sequences get nothing, and why no waiting one has been looked at."""
+        """Record why running sequences get no tokens, and why no waiting sequence was considered."""
         has_waiting = len(self._seqs) > len(running)
         if has_waiting and step.preempted and not step.admitted:
             self._events.append(["wait", 0, "preemption", 0, 0])
@@ -336,7 +336,7 @@ def take_snapshot(
     running: Collection[Sequence],
     host_block_ids: Mapping[Sequence, list[int]],
 ) -> dict[str, Any]:
-    """The state of a `BlockManager` and of `seqs`, each with its number.
+    """Return the state of a `BlockManager` and of `seqs`, each with its number.
 
     free      the free blocks, in the order in which they will be handed out
     cached    [block id, hash, serial number, token ids] of each block that the prefix cache can find
@@ -379,7 +379,7 @@ Engine = TypeVar("Engine", bound=LLMEngine)
 def start_engine(
     config: Config, trace: str | Path | Sink | None, on_exit: ExitStack, engine_class: type[Engine]
 ) -> Engine:
-    """An engine; its run is recorded in the file `trace`, or written to that sink, until `on_exit` closes it.
+    """Start an engine. Its run is recorded in the file or sink `trace`, until `on_exit` closes it.
 
     Raises ValueError or TypeError, before the model is loaded, if the file cannot be written.
     """
@@ -389,7 +389,7 @@ def start_engine(
 
 
 def start_recorded_engine(config: Config, sink: Sink, on_exit: ExitStack, engine_class: type[Engine]) -> Engine:
-    """An engine whose run is written to `sink`, until `on_exit` closes it."""
+    """Start an engine whose run is written to `sink`, until `on_exit` closes it."""
     recorder = Recorder(sink)
     try:
         engine = engine_class(config, recorder)
@@ -406,7 +406,7 @@ def start_recorded_engine(config: Config, sink: Sink, on_exit: ExitStack, engine
 
 
 def close_recording(recorder: Recorder) -> None:
-    """What cannot be written is lost: the engine ends all the same."""
+    """Close the recording. An OSError is logged and not raised, so that the engine still ends."""
     try:
         recorder.close()
     except OSError as error:
@@ -414,12 +414,12 @@ def close_recording(recorder: Recorder) -> None:
 
 
 def engine_text(tokenizer: Any, token_id: int) -> str:
-    """The text of one token; part of a character is shown as �."""
+    """Return the text of one token. Part of a character is shown as �."""
     return tokenizer.decode([token_id])
 
 
 def describe_engine(engine: LLMEngine) -> dict[str, Any]:
-    """The limits that the scheduler keeps, and what computes."""
+    """Return the scheduler's limits and the engine's description, for the header of a recording."""
     config, policy = engine.config, engine.config.scheduling_policy
     return {
         "model": Path(config.model).name,

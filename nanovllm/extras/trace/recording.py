@@ -24,7 +24,7 @@ class Sink(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether earlier lines may be dropped. If so, the recorder calls `begin` with the current state."""
+        """Return whether earlier lines may be dropped. If so, the recorder calls `begin` with the current state."""
 
     def begin(self, line: str) -> None:
         """Write a header. A reader can start here without the lines before."""

@@ -268,12 +268,12 @@ class Replay:
 
     @property
     def num_shared(self) -> int:
-        """Number of blocks with several owners."""
+        """Return the number of blocks with several owners."""
         return sum(count > 1 for count in self.ref_counts)
 
     @property
     def num_stored(self) -> int:
-        """Number of tokens in owned blocks. A block that several sequences share counts once."""
+        """Return the number of tokens in owned blocks. A block that several sequences share counts once."""
         stored: Counter[int] = Counter()
         for seq in self.seqs.values():
             for place, block_id in enumerate(seq.block_table):
@@ -285,5 +285,5 @@ class Replay:
 
     @property
     def waste(self) -> float:
-        """The fraction of the owned slots that hold no token."""
+        """Return the fraction of the owned slots that hold no token."""
         return 1 - self.num_stored / (self.num_used * self.block_size) if self.num_used else 0.0

@@ -149,7 +149,7 @@ def test_times_are_those_of_the_server(server, tmp_path):
         "itl": [b - a for one in served for a, b in itertools.pairwise(one.written)],
         "e2el": [one.written[-1] - one.received for one in served],
     }.items():
-        # On a busy machine a thread is late by some 20 ms; between two tokens, mostly both are.
+        # On a busy machine a thread is late by about 20 ms; between two tokens, mostly both are.
         near = 60 if metric in ("ttft", "e2el") else 12
         assert report[f"p50_{metric}_ms"] == pytest.approx(1e3 * statistics.median(truth), abs=near), metric
     assert report["mean_ttft_ms"] > 200 - 0.1

@@ -1,6 +1,6 @@
 """Where no kernel can draw tokens, CUDA replays the forward pass of decodes with the core's graphs, and draws eagerly.
 
-`CudaDevice` and `CudaGraphs` are the real ones. What stands in for CUDA records PyTorch's operations, as in
+`CudaDevice` and `CudaGraphs` are the real ones. The replacement of CUDA records PyTorch's operations, as in
 `recorded_operations.py`. Outputs must be those of an engine that computes every step eagerly.
 """
 

@@ -96,7 +96,7 @@ class KernelStandIn:
 
 
 def specialised(arg, param):
-    """What Triton compiles anew for: types, and of integers whether they are one, or multiples of 16."""
+    """Return what Triton specialises a kernel for: types, and whether an integer is one or a multiple of 16."""
     if isinstance(arg, torch.Tensor):
         return arg.dtype
     if type(arg) is int and not param.do_not_specialize:
@@ -306,7 +306,7 @@ def test_requests_compile_nothing_that_the_warm_up_has_not(kernels, batches, mon
 
 
 class DeviceRecorder:
-    """In the place of `graphs.Recorder`: nothing that is recorded touches the host's memory."""
+    """Replaces `graphs.Recorder`, and checks that nothing that is recorded touches the host's memory."""
 
     def record(self, function):
         with DeviceCheck(None) as check:

@@ -27,8 +27,9 @@ def make_faster() -> None:
 
 
 def prepare_each_module_once() -> None:
-    """It prepares `triton.language` anew at each launch and whenever a kernel calls another function. Once for each
-    module that has such functions is enough, if it is never undone.
+    """Prepare `triton.language` once for each module that has kernels, and never undo it.
+
+    The interpreter prepares it again at each launch, and whenever a kernel calls another function.
     """
     prepare, prepared = interpreter._patch_lang, set()
     nothing_to_undo = SimpleNamespace(restore=lambda: None)

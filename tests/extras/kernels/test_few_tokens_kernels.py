@@ -1,4 +1,4 @@
-"""Products of few tokens in Triton: against float64, and against the PyTorch layers that they stand for.
+"""Products of few tokens in Triton: against float64, and against the PyTorch layers that they replace.
 
 Collected only where the kernels can run: on a CUDA device, or under TRITON_INTERPRET=1, which
 `test_triton_attention.py` sets for a process that runs this file. Memory that no kernel has written holds NaN, and so

@@ -1,7 +1,7 @@
 """The whole way of a step on CUDA, on CPU: Triton's attention, layers and draws, recorded and replayed, with overlap.
 
 Collected only where the kernels can run: under TRITON_INTERPRET=1, which `test_triton_attention.py` sets for a process
-that runs this file. `recorded_operations.py` stands in for CUDA's recording. On a GPU, `test_gpu.py` has the real one.
+that runs this file. `recorded_operations.py` replaces CUDA's recording. On a GPU, `test_gpu.py` has the real one.
 The oracles are PyTorch's layers without any of it, and `transformers`.
 """
 

@@ -3,7 +3,7 @@
 Collected only where the kernels can run: on a CUDA device, or under TRITON_INTERPRET=1, which
 `test_triton_attention.py` sets for a process that runs this file. Two correct programs may disagree where a row's
 uniform number, or a limit, falls on a border between two tokens; so the definition also tells how far the next border
-is, and tokens have to be equal where it is farther than rounding can reach. Small chunks stand for a large vocabulary,
+is, and tokens have to be equal where it is farther than rounding can reach. Small chunks represent a large vocabulary,
 and a small capacity sends rows through every step of the bisection. Workspaces hold NaN until they are written.
 """
 
@@ -195,7 +195,7 @@ def test_logits_of_any_size(scale, shift):
     assert_as_defined(logits, batch_of(kinds, random_uniforms(len(kinds))), least=0.7)
 
 
-# on a card, each power of two of chunks is compiled anew: the sweep has all five
+# on a GPU, each power of two of chunks is a compilation of its own: the sweep has all five
 with_more_in_the_sweep = (lambda test: test) if IS_INTERPRETED else pytest.mark.examples
 VOCAB_SIZES = st.integers(1, 900) if IS_INTERPRETED or os.environ.get("NANOVLLM_SWEEP") else st.integers(513, 900)
 ROWS = st.fixed_dictionaries(
@@ -411,7 +411,7 @@ def test_logits_that_are_no_numbers_harm_nobody(kind):
     assert all(0 <= token_id < 300 for token_id in greedy)
 
 
-# ---- in its place
+# ---- in the engine
 
 
 def test_sample_takes_it():

@@ -94,7 +94,7 @@ def test_kernels_in_the_interpreter(names, sweep):
 
 
 def test_windowed_steps_lie_where_the_kernels_run(monkeypatch):
-    """A card's kernels cannot read a CPU's tensors, the interpreter can. Here `meta` stands for the card."""
+    """A GPU's kernels cannot read a CPU's tensors, the interpreter can. Here `meta` represents the GPU."""
     from tests.extras.kernels import test_triton_kernels as tests
 
     class Launched:

@@ -1,4 +1,4 @@
-"""Triton's kernels against a float64 reference that knows no cache, no blocks, no tiles and no splits.
+"""Triton's kernels against a float64 reference without a cache, blocks, tiles or splits.
 
 Collected only where the kernels can run: on a CUDA device, or under TRITON_INTERPRET=1, which
 `test_triton_attention.py` sets for a process that runs this file. Every slot that no token was stored in holds NaN, as
@@ -103,7 +103,7 @@ def make_step(backend, lens, dtype=torch.float32, seed=0, is_fused=False):
         slots.append(where[computed:])
         expected.append(attend_exactly(q, k, v, new))
     q, k, v = torch.cat(qs), torch.cat(ks), torch.cat(vs)
-    if is_fused:  # K and V as they lie in the output of the fused projection
+    if is_fused:  # K and V as they are in the output of the fused projection
         qkv = torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=1).to(DEVICE)
         q_width, kv_width = backend.num_heads * head_dim, num_kv_heads * head_dim
         k, v = (t.unflatten(1, (-1, head_dim)) for t in qkv[:, q_width:].split(kv_width, dim=1))
@@ -351,7 +351,7 @@ def test_windows_and_soft_caps_equal_the_reference(monkeypatch, options, block_s
         backend.decode(parts, step.q[rows].contiguous(), *args, Launch(16, 16, 4, 3), splits, options)
         torch.testing.assert_close(parts, out[rows], rtol=5e-6, atol=5e-6)
     step_of_chunks = (step.layer_cache, metadata.block_tables[3:], metadata.seq_lens[3:], metadata.prefill_cu_seqlens_q)
-    monkeypatch.setattr(triton_attention, "SPLITS_AT_A_TIME", 1)  # some rows see nothing of the first
+    monkeypatch.setattr(triton_attention, "SPLITS_AT_A_TIME", 1)  # some rows see no token of the first
     parts = torch.empty_like(step.q[3:])
     backend.prefill(parts, step.q[3:], *step_of_chunks, 0, Launch(32, 16, 4, 3), (4, 16), options)
     torch.testing.assert_close(parts, out[3:], rtol=5e-6, atol=5e-6)
@@ -560,7 +560,7 @@ LONG = {
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (32, 4, 64), (16, 1, 128)])
 @pytest.mark.parametrize("lens", LONG.values(), ids=LONG)
-@pytest.mark.sparse  # each is compiled anew
+@pytest.mark.sparse  # each is a compilation of its own
 def test_real_sizes_equal_the_other_backends(lens, num_heads, num_kv_heads, head_dim, block_size, dtype):
     backend = TritonAttention(num_heads, num_kv_heads, head_dim, block_size)
     step = fill(backend, lens, dtype)

@@ -314,7 +314,7 @@ class Checkpoints:
 
     @functools.cache  # noqa: B019
     def greedy(self, name, variant):
-        """The tokens that `transformers` continues each prompt with: all computed anew for each, without a cache."""
+        """Return `transformers`' continuation of each prompt, without a cache: each token recomputes all others."""
         _, model = self.make(name, variant)
         continued = []
         for prompt in self.prompts(name, variant):

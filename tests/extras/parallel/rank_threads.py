@@ -1,4 +1,4 @@
-"""What takes the place of a rank's process, and of its communicator, where ranks are threads of one process."""
+"""Replacements of a rank's process and its communicator, for ranks that are threads of one process."""
 
 import select
 import subprocess

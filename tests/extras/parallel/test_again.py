@@ -40,7 +40,7 @@ def test_random_traffic(oracles, quick_ranks, monkeypatch, seed):  # noqa: F811
     parity.random_traffic(oracles(name), f"{name}-{seed}")
 
 
-# ---- tests/extras/test_isolation.py: a request that raises ends alone
+# ---- tests/extras/test_isolation.py: only the request that raises ends
 
 
 def two_ranks(monkeypatch):

@@ -1,4 +1,4 @@
-"""Gloo and shared memory against float64 arithmetic and each other; what becomes of calls when a rank is gone."""
+"""Gloo and shared memory against float64 arithmetic and each other; what happens to calls when a rank is gone."""
 
 import contextlib
 import os
@@ -102,7 +102,7 @@ def test_a_sum_is_rounded_once(kind, size, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_the_batch_or_the_communicator(dtype):
-    """A row has the same sum alone, at any place of a tensor, and by Gloo."""
+    """A row has the same sum by itself, at any place of a tensor, and by Gloo."""
     parts = normal_parts(3, 70, 96, dtype=dtype)
 
     def rows(ranks):

@@ -26,7 +26,7 @@ from tests.conftest import examples
 from tests.extras.models.architectures import ARCHITECTURES
 from tests.extras.parallel.shareable import LATENT
 
-HALF_BIASES = ("o_proj.bias", "down_proj.bias")  # of what is summed over the ranks: rank 0 alone adds them
+HALF_BIASES = ("o_proj.bias", "down_proj.bias")  # of what is summed over the ranks: only rank 0 adds them
 
 
 def networks(raw, size):

@@ -1,7 +1,7 @@
 """CUDA graphs of several ranks as far as they go without a GPU: each rank records its share of a decode step, in which
 the collectives are operations as all others, and replays it when rank 0 does.
 
-`recorded_operations.py` stands in for CUDA's recording. Collectives become operations of PyTorch here, so that they are
+`recorded_operations.py` replaces CUDA's recording. Collectives become operations of PyTorch here, so that they are
 recorded and replayed as NCCL's are.
 """
 
@@ -114,7 +114,7 @@ def test_replayed_decodes_of_two_ranks_are_those_of_one(recorders, with_tokenize
     )
     alone = LLMEngine(config)
     engine = LLMEngine(dataclasses.replace(config, tensor_parallel_size=2))
-    del recorders[0]  # of the engine alone
+    del recorders[0]  # of the engine with one rank
     assert serve(engine, REQUESTS) == serve(alone, REQUESTS)
     assert [recorder.num_recorded for recorder in recorders] == [4, 4]  # 1, 2, 4, 6 on both ranks
     assert recorders[0].num_replays == recorders[1].num_replays > 5

@@ -1,4 +1,4 @@
-"""NCCL's communicator without a GPU: Gloo stands in for its process group. Both are a `Backend` of torch, and bind the
+"""NCCL's communicator without a GPU: Gloo replaces its process group. Both are a `Backend` of torch, and bind the
 same arguments; what only NCCL's has is compared with the types that torch ships.
 """
 

@@ -108,7 +108,7 @@ def test_a_machine_that_comes_first_waits(config):
 
 
 def test_strangers_delay_nobody(config, monkeypatch, caplog):
-    """Some say nothing, some drip, some send what is no hello, one sends without an end: all at once."""
+    """At the same time, some send nothing, some send slowly, some send no valid hello, and one never stops."""
     monkeypatch.setattr(nodes, "HELLO_S", 3600.0)
     rubbish = [
         b"GET / HTTP/1.1\r\n\r\n", b"\n", b"[]\n", b"null\n", b'{"rank": 2}\n', b"\xff\xfe\n", b"[" * 200 + b"\n",

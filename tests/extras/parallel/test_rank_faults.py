@@ -84,7 +84,7 @@ def test_one_engine_survives_what_it_can_and_dies_of_the_rest(tiny_checkpoint, o
     assert scenarios.tokens_of(llm) == truth
     assert scenarios.worker_pids() == [pid]
     os.kill(pid, signal.SIGKILL)
-    until(lambda: pid not in scenarios.children())  # and it is no zombie either
+    until(lambda: pid not in scenarios.children())  # and it is not a zombie either
     for _ in range(2):
         with pytest.raises(EngineDeadError, match="make a new one: rank 1 has ended by SIGKILL"):
             scenarios.tokens_of(llm)

@@ -105,7 +105,7 @@ OF_POSITIONS = {
 
 
 def is_of_positions(overrides):
-    """Whether a variant differs in how Q and K turn, or in which of them meet: each rank does this as one alone."""
+    """Return whether a variant changes only RoPE or masks, which each rank computes as a single rank does."""
     return bool(overrides) and set(overrides) <= OF_POSITIONS
 
 

@@ -2,7 +2,7 @@
 
     python -S bystander.py PORT     each line on its input is answered with the longest waits, in ms, since the last one
 
-When the stream ends, it is begun anew. `start` is how long its first token took: it queues behind what came before.
+When the stream ends, it starts again. `start` is how long its first token took: it queues behind what came before.
 
 A process of its own, with nothing but sockets: what a test does meanwhile does not disturb its clock.
 """

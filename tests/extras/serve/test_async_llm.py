@@ -432,7 +432,7 @@ def test_a_full_queue_refuses_at_once(new_llm):
 
 
 def test_a_burst_on_an_idle_engine_is_no_queue(new_llm, expected):
-    """Those that the next step can take do not wait; of the others so many as allowed are queued."""
+    """Requests that the next step can take do not wait; of the others, `max_queued_requests` are queued."""
     llm = new_llm(max_queued_requests=2, max_num_seqs=4)
     gate = Gate(llm)
 

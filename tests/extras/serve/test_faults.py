@@ -162,7 +162,7 @@ def test_memory_that_is_refused_in_a_step_fails_its_requests(with_tokenizer, exp
             patch.setattr(owner, name, refused)
             found = asyncio.run(serve())
         failed = [isinstance(one, RuntimeError | MemoryError) for one in found]
-        assert all(failed) if where != "logits" else any(failed)  # a row's logits may be refused to one request alone
+        assert all(failed) if where != "logits" else any(failed)  # a row's logits may be refused to only one request
         assert [one for one, has_failed in zip(found, failed, strict=True) if not has_failed] == [
             tokens for tokens, has_failed in zip(expected, failed, strict=True) if not has_failed
         ]

@@ -260,7 +260,7 @@ class Attacked:
 
     def try_once(self, url, body):
         """(status, what is wrong, or nothing)"""
-        Path(f"/proc/{self.server.process.pid}/clear_refs").write_text("5")  # the peak begins anew
+        Path(f"/proc/{self.server.process.pid}/clear_refs").write_text("5")  # reset the peak
         before, start = self.memory("VmRSS"), time.perf_counter()
         self.waits()
         status = self.post(url, body)

@@ -29,7 +29,7 @@ def server():
 
 
 def post(body, *headers, path="/v1/completions", method="POST"):
-    """A whole request; `headers` take the place of the Content-Length."""
+    """Return a whole request; `headers` replace the Content-Length."""
     lines = [f"{method} {path} HTTP/1.1", "Host: x", "Content-Type: application/json"]
     lines += headers or [f"Content-Length: {len(body)}"]
     return "\r\n".join([*lines, "", ""]).encode() + body
@@ -125,7 +125,7 @@ def test_is_refused_and_the_next_one_works(server, case):
 
 
 def test_nothing_is_said_in_the_midst_of_an_answer(server):
-    """A stream is asked for, and then come bytes that are no request: the error stands behind the stream, and once."""
+    """After a request for a stream come bytes that are not a request: one error follows the stream."""
     stream = post(json.dumps({**GOOD, "max_tokens": 50, "ignore_eos": True, "stream": True}).encode())
     with server.connect() as connection:
         connection.sendall(stream)

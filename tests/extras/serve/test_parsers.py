@@ -71,7 +71,7 @@ def test_any_pieces_of_any_text_give_the_calls_of_the_whole(text, places):
     whole = read_tools([text])
     assert read_tools(cut(text, places)) == whole
     assert read_tools(list(text)) == whole
-    if not whole[1]:  # nothing is lost but white space between what is no call
+    if not whole[1]:  # only white space outside of calls is lost
         assert re.sub(r"\s", "", whole[0]) == re.sub(r"\s", "", text)
 
 

@@ -415,7 +415,7 @@ def title_of(pid):
 
 
 def test_a_replica_that_is_killed_costs_its_own_requests_an_error(server, client):
-    """Eight streams and four whole answers on two replicas. The others get what they would have got."""
+    """Eight streams and four whole answers on two replicas. The other requests get their answers unchanged."""
     bodies = [{"prompt": f"Question {i}: why?", "stream": i < 8, **LONG, "max_tokens": 800} for i in range(12)]
     with ThreadPoolExecutor(12) as threads:
         expected = list(threads.map(lambda body: client.post("/v1/completions", json=body), bodies))

@@ -177,7 +177,7 @@ def test_a_wrong_key_is_refused(server, model):
 
 
 class Person(BaseModel):
-    """So narrow that a model that knows nothing of JSON comes to an end."""
+    """So narrow that a model that has never seen JSON comes to an end."""
 
     name: Literal["Ann", "Bob"]
     is_old: bool

@@ -36,7 +36,7 @@ def stream(client, **body):
 
 
 def add_up(events):
-    """The items that a client has put together from deltas alone."""
+    """Return the items that a client builds only from deltas."""
     items = []
     for event in events:
         kind = event["type"].removeprefix("response.")

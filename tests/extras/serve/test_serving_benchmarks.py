@@ -73,7 +73,7 @@ def test_a_streamed_token_has_its_price(server, run, monkeypatch):
 def test_a_made_up_tokenizer_reads_what_it_writes():
     tokenizer = make_tokenizer(10_000)
     assert len(tokenizer) == 10_000 + 2
-    ids = list(range(256 + 94, 10_000, 7))  # pairs and triples; bytes alone need not be text
+    ids = list(range(256 + 94, 10_000, 7))  # pairs and triples; single bytes need not be text
     assert tokenizer.encode(tokenizer.decode(tokenizer.encode("any text, ü"))) == tokenizer.encode("any text, ü")
     assert [tokenizer.decode([i]) for i in ids] == tokenizer.convert_ids_to_tokens(ids)
 

@@ -631,7 +631,7 @@ def test_threads_take_short_turns_only_while_one_works():
         for num_works in (1, 1, 3):
             works = [pool.write(f"caller {i}", work) for i in range(num_works)]
             await asyncio.gather(*works, return_exceptions=True)
-            await asyncio.sleep(0.01)  # the loop is told of the end
+            await asyncio.sleep(0.01)  # the loop is notified of the end
             after.append(sys.getswitchinterval())
 
     asyncio.run(run())

@@ -47,7 +47,7 @@ def test_copies_in_pair_up_with_the_first_blocks_of_the_new_table():
     assert space.try_swap_out(seq)
     space.take_moves()
     kept = list(space.host_block_ids(seq))
-    give_table(seq, [2, 9, 4, 1])  # the fourth is for tokens to come
+    give_table(seq, [2, 9, 4, 1])  # the fourth is for later tokens
     space.swap_in(seq)
     assert space.take_moves() == ([], list(zip(kept, [2, 9, 4], strict=True)))
     assert space.host_block_ids(seq) == []

@@ -190,7 +190,7 @@ def test_recording_that_contradicts_the_engine_is_shown_as_broken(show, known):
 
 
 def test_model_whose_layers_all_have_a_window_is_shown_without_contradiction(show, tmp_path):
-    """Blocks behind its window of 9 tokens are given back, and the null block is in their places."""
+    """Blocks behind its window of 9 tokens are given back, and the null block replaces them."""
     (tmp_path / "checkpoints").mkdir()
     folder, _ = Checkpoints(tmp_path / "checkpoints").make("mistral", "short window")
     options = {"num_kv_blocks": 12, "block_size": 4, "max_num_batched_tokens": 16, "attention_backend": "torch"}

@@ -1,7 +1,7 @@
 """vLLM's options: every one of vLLM 0.32 is known, its neutral value is taken, others are refused by name.
 
 Oracle: the fields of vLLM 0.32's `AsyncEngineArgs` with their defaults, as that version prints them
-(`vllm_engine_options.json`; null also stands for a default that is an object of vLLM's own).
+(`vllm_engine_options.json`; null also represents a default that is an object of vLLM's own).
 """
 
 import json

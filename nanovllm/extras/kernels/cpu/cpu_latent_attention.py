@@ -38,7 +38,7 @@ class CpuLatentAttention(CpuAttention):
         super().replace_layers(model, max_model_len)
 
     def store_kv(self, k: torch.Tensor, v: torch.Tensor, layer_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """k: [num_tokens, 1, head_dim]; v is a view of it, and not stored"""
+        """Store k: [num_tokens, 1, head_dim]. `v` is a view of it, so it is not stored."""
         tensors = (k.contiguous(), layer_cache, slot_mapping)
         self.library.store_latents(*(t.data_ptr() for t in tensors), len(k), self.head_dim)
 
@@ -49,7 +49,7 @@ class CpuLatentAttention(CpuAttention):
         metadata: AttentionMetadata,
         options: AttentionOptions = PLAIN,
     ) -> torch.Tensor:
-        """q: [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads, rank]"""
+        """Attend with q: [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads, rank]"""
         q = q.contiguous()
         out = torch.empty(*q.shape[:2], self.rank, dtype=q.dtype)
         tensors = (q, out, layer_cache, metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q)
@@ -76,11 +76,11 @@ class CpuUpProjection(nn.Module):
         self.register_buffer("packed_values", pack_heads(values))
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_heads, key_dim] -> W_k^T q: [num_tokens, num_heads, rank]"""
+        """Multiply q: [num_tokens, num_heads, key_dim] -> W_k^T q: [num_tokens, num_heads, rank]"""
         return self.product(q, self.packed_keys, self.rank)
 
     def values(self, latents: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_heads, rank] -> W_v times latents: [num_tokens, num_heads, value_dim]"""
+        """Multiply latents: [num_tokens, num_heads, rank] by W_v -> [num_tokens, num_heads, value_dim]"""
         return self.product(latents, self.packed_values, self.value_dim)
 
     def product(self, x: torch.Tensor, packed: torch.Tensor, out_features: int) -> torch.Tensor:
@@ -92,7 +92,7 @@ class CpuUpProjection(nn.Module):
 
 
 def pack_heads(weights: torch.Tensor) -> torch.Tensor:
-    """[num_heads, out, in] -> the panels of each head one after another"""
+    """Pack [num_heads, out, in] -> the panels of each head one after another"""
     padded = F.pad(weights, (0, 0, 0, -weights.shape[1] % LANES)).flatten(0, 1)  # no panel belongs to two heads
     return pack(padded, HugePages(padded.numel() * padded.itemsize))
 

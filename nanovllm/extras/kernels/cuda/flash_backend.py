@@ -34,7 +34,7 @@ class FlashAttention2:
     def decode(
         self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, options: AttentionOptions
     ) -> torch.Tensor:
-        """q: [num_decodes, num_heads, head_dim], of the batch's first sequences -> as q"""
+        """Attend with q: [num_decodes, num_heads, head_dim], of the batch's first sequences -> as q"""
         nd = metadata.num_decodes
         out = self._decode(
             q[:, None],  # [num_decodes, 1, num_heads, head_dim]
@@ -48,7 +48,7 @@ class FlashAttention2:
     def prefill(
         self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, options: AttentionOptions
     ) -> torch.Tensor:
-        """q: [num_prefill_tokens, num_heads, head_dim], of the sequences behind the decodes -> as q
+        """Attend with q: [num_prefill_tokens, num_heads, head_dim], of the sequences after the decodes -> as q
 
         With block tables the library takes a kernel that is made for few queries. Where no chunk has a prefix in the
         cache, a copy of its own K and V costs less: [num_prefill_tokens, num_kv_heads, head_dim] each.
@@ -83,7 +83,7 @@ class FlashAttention3:
     def decode(
         self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, options: AttentionOptions
     ) -> torch.Tensor:
-        """As FlashAttention2.decode"""
+        """Attend as `FlashAttention2.decode` does."""
         nd = metadata.num_decodes
         out = self._attend(
             q[:, None],
@@ -97,7 +97,7 @@ class FlashAttention3:
     def prefill(
         self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, options: AttentionOptions
     ) -> torch.Tensor:
-        """As FlashAttention2.prefill"""
+        """Attend as `FlashAttention2.prefill` does."""
         nd = metadata.num_decodes
         return self._attend(
             q,
@@ -149,7 +149,7 @@ class FlashAttention(KernelBackend):
     def why_not_options(
         cls, options: AttentionOptions, device: torch.device, dtype: torch.dtype, head_dim: int
     ) -> str | None:
-        """Tried on a few tokens: a build may lack windows, soft-caps or head sizes, and need not say so."""
+        """Try the options on a few tokens, because a build may lack windows, soft-caps or head sizes silently."""
         if options.window is options.softcap is None and head_dim in (64, 128):
             return None  # what every build has
         version = FlashAttention2 if why_not_version_3() else FlashAttention3
@@ -182,7 +182,7 @@ class FlashAttention(KernelBackend):
 
 
 def masking(options: AttentionOptions, default_scale: float) -> dict[str, Any]:
-    """The library counts the tokens before a token, without itself; -1 is all of them."""
+    """Return the library's arguments. It counts the tokens before a token, without itself; -1 is all of them."""
     window = -1 if options.window is None else options.window - 1
     scale = default_scale if options.scale is None else options.scale
     return {
@@ -200,7 +200,10 @@ def error_on_few_tokens(
     dtype: torch.dtype,
     head_dim: int,
 ) -> float:
-    """Largest difference to the definition in PyTorch: a decode, a sequence longer than its window, its last chunk."""
+    """Return the largest difference to the definition in PyTorch.
+
+    The cases are a decode, a sequence longer than its window, and the last chunk of a sequence.
+    """
     options = replace(options, window=options.window and min(options.window, 3))
     generator = torch.Generator().manual_seed(0)
     cache = torch.randn(2, 2, 256, 1, head_dim, generator=generator).to(device, dtype)

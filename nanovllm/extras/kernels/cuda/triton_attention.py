@@ -114,7 +114,9 @@ class TritonAttention(KernelBackend):
         splits: tuple[int, int] | None = None,
         options: AttentionOptions = PLAIN,
     ) -> None:
-        """One token of each sequence. q, out: [num_seqs, num_heads, head_dim]; block_tables: [num_seqs, max_num_blocks]
+        """Attend with one token of each sequence.
+
+        q, out: [num_seqs, num_heads, head_dim]; block_tables: [num_seqs, max_num_blocks]
 
         `launch` and `splits` (how many, how long at least) are for tests and measurements.
         """
@@ -172,7 +174,7 @@ class TritonAttention(KernelBackend):
         splits: tuple[int, int] | None = None,
         options: AttentionOptions = PLAIN,
     ) -> None:
-        """Chunks of new tokens end to end. q, out: [num_tokens, num_heads, head_dim]
+        """Attend with chunks of new tokens, end to end. q, out: [num_tokens, num_heads, head_dim]
 
         No sequence has more than `max_len` tokens; 0 if unknown. `launch` and `splits` as in `decode`.
         """
@@ -218,11 +220,11 @@ class TritonAttention(KernelBackend):
             )
 
     def score_scale(self, options: AttentionOptions) -> float:
-        """The factor that turns q k^T over the cached K into exponents of two."""
+        """Return the factor that turns q k^T over the cached K into exponents of two."""
         return (options.scale or self.scale) * math.log2(math.e) * self.k_scale
 
     def constants(self, launch: Launch, options: AttentionOptions) -> dict[str, int | float]:
-        """What decode_kernel and prefill_kernel are compiled for."""
+        """Return the constants for which `decode_kernel` and `prefill_kernel` are compiled."""
         return {
             "NUM_KV_HEADS": self.num_kv_heads,
             "GROUP": self.group,

@@ -46,7 +46,7 @@ def started(*given):
 
 
 def wait_for_parts(process, folder, num_parts):
-    """Until so many parts are done."""
+    """Wait until `num_parts` parts are done."""
     deadline = time.monotonic() + WAIT_S
     while len(list(folder.glob("part-*.parquet"))) < num_parts:
         assert process.poll() is None, process.stdout.read()

@@ -19,7 +19,7 @@ def test_parts_are_what_is_done(tmp_path):
         parts.write(7, answers("c"))
     with Parts.opened(tmp_path / "out") as parts:
         assert are_in(digests_of("abcd"), parts.done()).tolist() == [True, True, True, False]
-        table = pyarrow.dataset.dataset(parts.folder).to_table()  # what else lies in the folder is passed over
+        table = pyarrow.dataset.dataset(parts.folder).to_table()  # other files in the folder are ignored
         assert table.schema == SCHEMA
         assert sorted(table.column("custom_id").to_pylist()) == ["a", "b", "c"]
 
@@ -58,7 +58,7 @@ def test_a_folder_has_answers_to_one_thing(tmp_path):
 
 
 def test_attempts_find_the_row_that_kills(tmp_path):
-    """The process that computes all rows together dies twice, and the one that computes them alone dies at b."""
+    """The process that computes all rows together dies twice; the one that computes them one by one dies at b."""
     rows = ["a", "b", "c"]
     together = [Attempt(tmp_path, "run", rows) for _ in range(2)]
     assert [one.is_alone for one in together] == [False, False]

@@ -64,7 +64,7 @@ def descendants(pid):
 
 
 def wait_for_replicas(process, folder, num_replicas):
-    """The processes of the actors, when so many chunks are being computed."""
+    """Return the processes of the actors as soon as `num_replicas` chunks are being computed."""
     deadline = time.monotonic() + WAIT_S
     while len(list(folder.glob("_attempts/*.json"))) < num_replicas:
         assert process.poll() is None, process.stdout.read()

@@ -1,4 +1,4 @@
-"""Rows of a batch get the answers of the server, by the same code; and what becomes of those that fail."""
+"""Rows of a batch get the answers of the server, by the same code; and what happens to those that fail."""
 
 import asyncio
 import json
