@@ -1,9 +1,9 @@
 // The matrix product: a few rows of x times a few panels. Projections, q k^T and p v all use it. cpu.c describes the
 // layout.
 //
-// There are three versions: on vectors of 16 floats, for any processor; on ARM's vectors, because GCC keeps wider ones
-// on the stack (neon.h); and on AMX's tiles, which multiply ten times as many numbers per cycle. One of them is
-// compiled. `ROWS`, `FEW_ROWS` and `WIDTH` define how many rows and panels it multiplies at a time.
+// There are four versions: on vectors of 16 floats, for AVX-512 and for any other processor; on the vectors of ARM
+// (neon.h) and AVX2 (avx2.h), because GCC keeps wider ones on the stack; and on AMX's tiles, which multiply ten times as
+// many numbers per cycle. One of them is compiled. `ROWS`, `FEW_ROWS` and `WIDTH` define how many rows and panels it multiplies at a time.
 
 #pragma once
 #include "vectors.h"
@@ -32,6 +32,10 @@
 #define ROWS 4
 #endif
 #define FEW_ROWS 2
+#define PANELS 2
+#elif defined __AVX2__ && defined __FMA__
+#define ROWS 6
+#define FEW_ROWS 3
 #define PANELS 2
 #else
 #define ROWS 3
@@ -200,6 +204,8 @@ static inline long rows_at_a_time(long num_rows) {
 
 #ifdef __aarch64__
 #include "neon.h"
+#elif defined __AVX2__ && defined __FMA__ && !defined __AVX512F__
+#include "avx2.h"
 #else
 
 static inline __attribute__((always_inline)) void multiply_vectors(
@@ -250,8 +256,11 @@ static void multiply(const struct product *p, int num_rows, int num_panels) {
 #if ROWS >= 4
         MANY(4)
 #endif
-#if ROWS > 4
-        FEW(1) FEW(2) FEW(3) MANY(5) MANY(6) MANY(7) MANY(8) MANY(9) MANY(10) MANY(11) MANY(12)
+#if ROWS >= 6
+        MANY(5) MANY(6)
+#endif
+#if ROWS > 6
+        FEW(1) FEW(2) FEW(3) MANY(7) MANY(8) MANY(9) MANY(10) MANY(11) MANY(12)
 #endif
     }
 }
