@@ -16,7 +16,7 @@ from torch import nn
 from nanovllm.layers.linear import FusedLinear
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 def find_folder(model: str | Path) -> Path:
@@ -115,32 +115,39 @@ def places_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def iterate_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and tensor of everything in the folder's safetensors files, mapped from disk."""
-    for file in checkpoint_files(folder):
+    for file, names in checkpoint_files(folder).items():
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    yield name, tensors.get_tensor(name)
+                    if names is None or name in names:
+                        yield name, tensors.get_tensor(name)
         except SafetensorError as error:
             raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
 
 
-def checkpoint_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder. ValueError if there are none, or if one is missing."""
-    if (folder / INDEX_FILE).is_file():
-        weight_map = read_json(folder / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{folder / INDEX_FILE} has no weight_map from tensor to file")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-    elif (folder / "model.safetensors").is_file():
-        files = [folder / "model.safetensors"]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(
-            f"{folder} holds no *.safetensors weights. Pickled ones (*.bin, *.pt) are never read, since that may run "
-            f'code. If you trust them: python -c "from transformers import AutoModelForCausalLM; AutoModelForCausalLM.'
-            f"from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}-safetensors')\"; add the tokenizer"
-        )
+def checkpoint_files(folder: Path) -> dict[Path, set[str] | None]:
+    """Return the safetensors files of a folder, each with the names of its tensors that count; None is all of them.
+
+    `model.safetensors` comes before an index, as in transformers. An index says which file holds each tensor. What else
+    is in these files, such as an older copy of a tensor, does not count. ValueError if there are no files, or one is
+    missing.
+    """
+    if (folder / SINGLE_FILE).is_file():
+        return {folder / SINGLE_FILE: None}
+    if not (folder / INDEX_FILE).is_file():
+        files: dict[Path, set[str] | None] = dict.fromkeys(sorted(folder.glob("*.safetensors")))
+        if not files:
+            raise ValueError(
+                f"{folder} holds no *.safetensors weights. Pickled ones (*.bin, *.pt) are never read, since that may "
+                f'run code. If you trust them: python -c "from transformers import AutoModelForCausalLM; '
+                f"AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto').save_pretrained("
+                f"'{folder}-safetensors')\"; add the tokenizer"
+            )
+        return files
+    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map or {type(name) for name in weight_map.values()} != {str}:
+        raise ValueError(f"{folder / INDEX_FILE} has no weight_map from tensor to file")
+    files = {folder / name: {one for one in weight_map if weight_map[one] == name} for name in set(weight_map.values())}
     for file in files:
         if not file.is_file():
             raise ValueError(f"{file} is missing, but {INDEX_FILE} names it")

@@ -15,6 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from nanovllm.layers.attention import TorchAttention
@@ -28,6 +30,7 @@ from nanovllm.loader import (
     read_json,
 )
 from nanovllm.models import find_architecture
+from tests.conftest import examples
 
 
 @pytest.fixture
@@ -81,6 +84,54 @@ def test_shards_with_an_index_equal_the_single_file(tiny_checkpoint, tmp_path, l
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     assert not (tmp_path / "model.safetensors").exists()
     check_equals(load(tmp_path), hf_model)
+
+
+@pytest.mark.examples
+def test_each_tensor_is_read_from_the_file_that_the_index_names(tiny_checkpoint, tmp_path, load):
+    """Other files of the folder hold older copies of some tensors, tensors of other models, or are not in the index."""
+    folder, hf_model = tiny_checkpoint
+    tensors = load_file(folder / "model.safetensors")
+    shutil.copy(folder / "config.json", tmp_path)
+    files = ("a.safetensors", "b.safetensors", "c.safetensors")
+
+    @settings(max_examples=examples(20), deadline=None, derandomize=True, database=None)
+    @given(st.randoms(use_true_random=False))
+    def check(random):
+        index = {name: random.choice(files) for name in tensors}
+        contents = {file: {"another.weight": torch.ones(2, 2)} for file in files}
+        for name, tensor in tensors.items():
+            contents[index[name]][name] = tensor
+            for file in random.sample(files, random.randrange(3)):
+                contents[file].setdefault(name, random.choice((tensor + 1, torch.zeros(3), tensor)))
+        contents["d.safetensors"] = {name: tensor + 2 for name, tensor in tensors.items()}
+        for file, content in contents.items():
+            save_file(content, tmp_path / file)
+        (tmp_path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+        check_equals(load(tmp_path), hf_model)
+
+    check()
+
+
+def test_a_single_file_comes_before_an_index(broken, tiny_checkpoint, load):
+    """As in transformers. The index may be left over from another form of the checkpoint, with shards or without."""
+    folder, tensors = broken
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "old.safetensors")}))
+    check_equals(load(folder), tiny_checkpoint[1])
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / "old.safetensors")
+    check_equals(load(folder), tiny_checkpoint[1])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    check_equals(load(folder), theirs)
+
+
+def test_a_tensor_that_is_not_in_the_file_that_the_index_names_is_missing(broken, load):
+    folder, tensors = broken
+    save_file(tensors, folder / "a.safetensors")
+    (folder / "model.safetensors").rename(folder / "b.safetensors")
+    index = dict.fromkeys(tensors, "a.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, folder / "c.safetensors")
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {**index, "lm_head.weight": "c.safetensors"}}))
+    with pytest.raises(ValueError, match=r"1 tensors are missing .*: lm_head\.weight"):
+        load(folder)
 
 
 def test_biases_of_fused_layers_find_their_rows(checkpoints, tmp_path, load):
@@ -263,9 +314,12 @@ def test_the_refusal_of_pickled_weights_names_a_command_that_converts_them(broke
     check_equals(load(folder.with_name(folder.name + "-safetensors")), tiny_checkpoint[1])
 
 
-@pytest.mark.parametrize("content", [{}, {"weight_map": []}, {"weight_map": {}}], ids=str)
+@pytest.mark.parametrize(
+    "content", [{}, {"weight_map": []}, {"weight_map": {}}, {"weight_map": {"lm_head.weight": 3}}], ids=str
+)
 def test_index_without_a_weight_map_is_named(broken, content, load):
     folder, _ = broken
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
     (folder / INDEX_FILE).write_text(json.dumps(content))
     with pytest.raises(ValueError, match=f"{INDEX_FILE}|safetensors"):
         load(folder)
@@ -291,6 +345,7 @@ def test_quantised_tensors_are_refused(broken, load, dtype):
 )
 def test_bad_json_is_named(broken, file, content, message, load):
     folder, _ = broken
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
     (folder / file).write_text(content)
     with pytest.raises(ValueError, match=f"{file} {message}"):
         load(folder)

@@ -5,6 +5,7 @@ as many bytes as its largest tensor has. `full_runner.py` calls `load_model`.
 """
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.loader import WEIGHT_DTYPES, allocate, checkpoint_files, fill, places_of
 
+logger = logging.getLogger(__name__)
 OF_QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|input_scale)$")  # GPTQ, AWQ, FP8
 Read = Callable[[Any, str], torch.Tensor | None]  # a tensor of an open file, a part of it, or None: not needed
 
@@ -91,18 +93,22 @@ def iterate_checkpoint(folder: Path, read: Read = safe_open.get_tensor) -> Itera
     files = checkpoint_files(folder)
     num_bytes = sum(file.stat().st_size for file in files)
     with tqdm(total=num_bytes, desc="Loading weights", unit="B", unit_scale=True, disable=None, delay=1) as bar:
-        for file in files:
-            for name, tensor in iterate_file(file, read):
+        for file, names in files.items():
+            for name, tensor in iterate_file(file, names, read):
                 yield name, tensor
                 bar.update(tensor.nbytes)
         bar.update(num_bytes - bar.n)  # the headers
 
 
-def iterate_file(file: Path, read: Read) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of one file in the order of the file."""
+def iterate_file(file: Path, wanted: set[str] | None, read: Read) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of one file in the order of the file: those that an index says are there, or all."""
     try:
-        with safe_open(file, framework="pt"):  # which checks the header
-            groups = groups_of_names(file)
+        with safe_open(file, framework="pt") as tensors:  # which checks the header
+            unwanted = set() if wanted is None else set(tensors.keys()) - wanted
+        if unwanted:
+            logger.info("%s: %d tensors are not read, such as %s: the index names another file, or none, for them",
+                        file, len(unwanted), min(unwanted))  # fmt: skip
+        groups = groups_of_names(file, unwanted)
         for names in groups:
             with safe_open(file, framework="pt") as tensors:
                 for name in names:
@@ -112,7 +118,7 @@ def iterate_file(file: Path, read: Read) -> Iterator[tuple[str, torch.Tensor]]:
         raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
 
 
-def groups_of_names(file: Path) -> list[list[str]]:
+def groups_of_names(file: Path, unwanted: set[str]) -> list[list[str]]:
     """Group the names of neighbouring tensors, so that no group has more bytes than the largest tensor.
 
     A safetensors file begins with the length of its header, in 8 bytes, and the header, which is JSON.
@@ -120,7 +126,7 @@ def groups_of_names(file: Path) -> list[list[str]]:
     with open(file, "rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     header.pop("__metadata__", None)
-    spans = sorted((*entry["data_offsets"], name) for name, entry in header.items())
+    spans = sorted((*entry["data_offsets"], name) for name, entry in header.items() if name not in unwanted)
     largest = max((end - start for start, end, _ in spans), default=0)
     groups: list[list[str]] = []
     first = 0

@@ -25,9 +25,12 @@ from nanovllm.loader import places_of
 from tests.test_loader import (  # noqa: F401 (with the fixture `load` below)
     check_equals,
     save,
+    test_a_single_file_comes_before_an_index,
+    test_a_tensor_that_is_not_in_the_file_that_the_index_names_is_missing,
     test_bad_json_is_named,
     test_biases_of_fused_layers_find_their_rows,
     test_checkpoint_with_fewer_layers_than_its_config_says,
+    test_each_tensor_is_read_from_the_file_that_the_index_names,
     test_file_of_another_name_is_found,
     test_file_that_was_cut_off_is_named,
     test_folder_without_weights_is_refused,

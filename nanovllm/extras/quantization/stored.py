@@ -59,9 +59,9 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: dict[str, Path] = {}
-        for file in checkpoint_files(folder):
+        for file, wanted in checkpoint_files(folder).items():
             with safe_open(file, framework="pt") as tensors:
-                self.files |= dict.fromkeys(tensors.keys(), file)
+                self.files |= dict.fromkeys(set(tensors.keys()) & (wanted or set(tensors.keys())), file)
 
     def read(self, name: str) -> Tensor:
         with safe_open(self.files[name], framework="pt") as tensors:
