@@ -39,18 +39,7 @@ class KVCache:
         self.tensor = torch.zeros(shape, dtype=self.dtype, device=self.device)  # zeros: an unused slot holds no NaN
 
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy whole blocks in all layers: (5, 6) copies block 5 to block 6."""
+        """Copy whole blocks in all layers: (5, 6) copies block 5 to block 6. All are read before any is written."""
         if copies:
-            sources, destinations = zip(*copies, strict=True)
-            blocks = as_words(self.tensor)  # [2, num_layers, num_blocks + 1, …]
-            blocks[:, :, indices_on(self.device, destinations)] = blocks[:, :, indices_on(self.device, sources)]
-
-
-def indices_on(device: torch.device, block_ids: tuple[int, ...]) -> torch.Tensor:
-    """Copy block ids to the device: [len(block_ids)] int64. From pinned memory, so that the host does not wait."""
-    return torch.tensor(block_ids, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-
-
-def as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as integers of 8 bytes, or of 1 byte if its rows are shorter. PyTorch cannot index some dtypes."""
-    return tensor.view(torch.int64 if tensor.shape[-1] * tensor.itemsize % 8 == 0 else torch.uint8)
+            sources, destinations = map(list, zip(*copies, strict=True))
+            self.tensor[:, :, destinations] = self.tensor[:, :, sources]

@@ -31,23 +31,14 @@ class RequestMetrics:
     @property
     def ttft(self) -> float | None:
         """Time to first token."""
-        return between(self.arrival_time, self.first_token_time)
-
-    @property
-    def decode_time(self) -> float | None:
-        """From the first token to the last."""
-        return between(self.first_token_time, self.finished_time)
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
     @property
     def tpot(self) -> float | None:
         """Time per output token after the first. None for a single token."""
-        decode_time = self.decode_time
-        return None if decode_time is None or self.num_output_tokens < 2 else decode_time / (self.num_output_tokens - 1)
-
-
-def between(start: float | None, end: float | None) -> float | None:
-    """Return the seconds from `start` to `end`, or None until both are known."""
-    return None if start is None or end is None else end - start
+        if self.first_token_time is None or self.finished_time is None or self.num_output_tokens < 2:
+            return None
+        return (self.finished_time - self.first_token_time) / (self.num_output_tokens - 1)
 
 
 @dataclass

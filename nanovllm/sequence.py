@@ -69,10 +69,6 @@ class Sequence:
         return self.token_ids.length - self.num_prompt_tokens
 
     @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids.view(self.num_prompt_tokens).tolist()
-
-    @property
     def max_cached_tokens(self) -> int:
         """Tokens whose K and V may come from the prefix cache.
 

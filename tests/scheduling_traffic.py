@@ -53,6 +53,10 @@ def expected_output(seq, eos_token_ids, max_model_len, capacity, min_tokens=0):
             return output, "length", "kv_cache"
 
 
+def output_of(seq):
+    return tokens_of(seq)[seq.num_prompt_tokens :]
+
+
 class RecordingStats(Stats):
     """Keeps for each step the tokens that are stored and the slots that are reserved, by sight of the block tables."""
 
@@ -258,7 +262,7 @@ class Run:
     def check_end(self):
         for seq in self.seqs:
             if seq.finish_reason != "abort" and seq.stop_reason != "a stop string":
-                assert (seq.output_token_ids, seq.finish_reason, seq.stop_reason) == self.expected(seq)
+                assert (output_of(seq), seq.finish_reason, seq.stop_reason) == self.expected(seq)
         check_ownership(self.manager, [])
         assert self.manager.num_used_blocks == 0
 

@@ -8,7 +8,7 @@ from hypothesis import settings
 
 from tests.conftest import examples
 from tests.fake_kv_cache import table_of, tokens_of
-from tests.scheduling_traffic import SETTINGS, VOCAB_SIZE, Run, SchedulerMachine, chunk_lens, next_token
+from tests.scheduling_traffic import SETTINGS, VOCAB_SIZE, Run, SchedulerMachine, chunk_lens, next_token, output_of
 
 TestTraffic = pytest.mark.examples(SchedulerMachine.TestCase)
 TestTraffic.settings = settings(SETTINGS, max_examples=examples(250))
@@ -184,7 +184,7 @@ def test_samples_share_the_prompt_and_run_together(enable_prefix_caching):
         assert [seq for seq, _, _ in run.step().chunks] == seqs, "they go on together"
     assert not run.scheduler.has_unfinished()
     run.check_end()
-    assert len({tuple(seq.output_token_ids) for seq in seqs}) == 4
+    assert len({tuple(output_of(seq)) for seq in seqs}) == 4
 
 
 def test_samples_need_room_for_all_of_them_before_the_first_is_admitted():
@@ -298,7 +298,7 @@ def test_end_token_of_the_model_ends_it_without_a_stop_reason():
     run = Run(eos_token_ids=frozenset([first]))
     seq = run.add([1, 2])
     run.finish()
-    assert (seq.output_token_ids, seq.finish_reason, seq.stop_reason) == ([first], "stop", None)
+    assert (output_of(seq), seq.finish_reason, seq.stop_reason) == ([first], "stop", None)
 
 
 def test_ignore_eos_goes_on_and_stop_token_ids_hold_all_the_same():
@@ -308,7 +308,7 @@ def test_ignore_eos_goes_on_and_stop_token_ids_hold_all_the_same():
     run = Run(eos_token_ids=frozenset([first, second]))
     seq = run.add([1, 2], ignore_eos=True, stop_token_ids=[second])
     run.finish()
-    assert (seq.output_token_ids, seq.finish_reason, seq.stop_reason) == ([first, second], "stop", second)
+    assert (output_of(seq), seq.finish_reason, seq.stop_reason) == ([first, second], "stop", second)
 
 
 def test_stop_token_at_the_last_allowed_place_is_a_stop():

@@ -29,13 +29,7 @@ class FullDetokenizer(Detokenizer):
 
     def __init__(self, tokenizer: Any, params: SamplingParams, prompt_token_ids: list[int]) -> None:
         super().__init__(tokenizer, prompt_token_ids, params.stop_strings, params.skip_special_tokens)
-        self._min_tokens = params.min_tokens
         self._keeps_stop_string = params.include_stop_str_in_output
-        self._num_tokens = 0
-
-    def append(self, token_id: int) -> None:
-        self._num_tokens += 1
-        super().append(token_id)
 
     def finish(self) -> None:
         super().finish()
@@ -52,9 +46,25 @@ class FullDetokenizer(Detokenizer):
         return copied
 
     def _find_stop_string(self) -> None:
-        if self._num_tokens <= self._min_tokens:
-            self._num_searched = len(self._text)
-            return
         super()._find_stop_string()
         if self.stop_string is not None and self._keeps_stop_string:
             self._text += self.stop_string
+
+
+class MinTokensDetokenizer(FullDetokenizer):
+    """The text of an output in which stop strings do not count within the first `min_tokens` tokens."""
+
+    def __init__(self, tokenizer: Any, params: SamplingParams, prompt_token_ids: list[int]) -> None:
+        super().__init__(tokenizer, params, prompt_token_ids)
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+
+    def append(self, token_id: int) -> None:
+        self._num_tokens += 1
+        super().append(token_id)
+
+    def _find_stop_string(self) -> None:
+        if self._num_tokens <= self._min_tokens:
+            self._num_searched = len(self._text)
+        else:
+            super()._find_stop_string()

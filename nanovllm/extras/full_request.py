@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import request
-from nanovllm.extras.full_detokenizer import FullDetokenizer, TokenDecoder
+from nanovllm.extras.full_detokenizer import FullDetokenizer, MinTokensDetokenizer, TokenDecoder
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.lazy_outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.extras.request_params import SamplingParams
@@ -194,7 +194,8 @@ def make_detokenizer(
     if decoder is None or not params.detokenize:
         return None
     if params.spaces_between_special_tokens or params.skip_special_tokens:
-        return FullDetokenizer(decoder.backend, params, prompt_token_ids)
+        kind = MinTokensDetokenizer if params.min_tokens and params.stop_strings else FullDetokenizer
+        return kind(decoder.backend, params, prompt_token_ids)
     from nanovllm.extras.special_tokens import SpacelessDetokenizer
 
     return SpacelessDetokenizer(decoder, params, prompt_token_ids)

@@ -39,6 +39,10 @@ class Sequence(sequence.Sequence):
         return self.token_ids.length
 
     @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids.view(self.num_prompt_tokens).tolist()
+
+    @property
     def max_cached_tokens(self) -> int:
         return 0 if self.reads_prompt else self.token_ids.length - 1
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nanovllm import outputs
-from nanovllm.outputs import between
 
 if TYPE_CHECKING:
     from nanovllm.extras.logprobs import Logprob
@@ -74,6 +73,11 @@ class RequestMetrics(outputs.RequestMetrics):
         return between(self.scheduled_time, self.first_token_time)
 
     @property
+    def decode_time(self) -> float | None:
+        """Return the time from the first token to the last."""
+        return between(self.first_token_time, self.finished_time)
+
+    @property
     def inter_token_latencies(self) -> list[float]:
         """Return the times between consecutive tokens."""
         return [later - earlier for earlier, later in zip(self.token_times, self.token_times[1:], strict=False)]
@@ -82,6 +86,11 @@ class RequestMetrics(outputs.RequestMetrics):
     def e2e_latency(self) -> float | None:
         """Return the time from arrival to the last token."""
         return between(self.arrival_time, self.finished_time)
+
+
+def between(start: float | None, end: float | None) -> float | None:
+    """Return the seconds from `start` to `end`, or None until both are known."""
+    return None if start is None or end is None else end - start
 
 
 @dataclass

@@ -3,11 +3,11 @@
 `full_detokenizer.py` chooses it, unless special tokens are skipped anyway.
 """
 
-from nanovllm.extras.full_detokenizer import FullDetokenizer, TokenDecoder
+from nanovllm.extras.full_detokenizer import MinTokensDetokenizer, TokenDecoder
 from nanovllm.extras.request_params import SamplingParams
 
 
-class SpacelessDetokenizer(FullDetokenizer):
+class SpacelessDetokenizer(MinTokensDetokenizer):
     """Special tokens next to each other add their own texts, and nothing between them."""
 
     def __init__(self, decoder: TokenDecoder, params: SamplingParams, prompt_token_ids: list[int]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.swap.space import BlockPairs, Swap, SwapMoves, SwapSpace
-from nanovllm.kv_cache import KVCache, as_words, indices_on
+from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import TorchAttention
 
 
@@ -95,3 +95,13 @@ class HostBlocks:
                     block.copy_(host_blocks[source], non_blocking=True)
             current.wait_stream(self._stream)
         as_words(kv_cache)[:, :, indices_on(kv_cache.device, destinations)] = arrived.movedim(0, 2)
+
+
+def indices_on(device: torch.device, block_ids: tuple[int, ...]) -> torch.Tensor:
+    """Copy block ids to the device: [len(block_ids)] int64. From pinned memory, so that the host does not wait."""
+    return torch.tensor(block_ids, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def as_words(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as integers of 8 bytes, or of 1 byte if its rows are shorter. PyTorch cannot index some dtypes."""
+    return tensor.view(torch.int64 if tensor.shape[-1] * tensor.itemsize % 8 == 0 else torch.uint8)
