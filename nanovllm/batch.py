@@ -16,7 +16,7 @@ Two sequences with block_size 4: A decodes position 5 (block table [7, 2]), B pr
 
 Random numbers are counter-based (Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405): the uniform number that
 decides a row's token is a hash of (seed, sample index, output position), not the next number of a generator. So it does
-not depend on the other rows of the batch, on chunking, or on preemption.
+not depend on the other rows of the batch, on chunking, or on preemption. `make_seed` in `request.py` makes the seed.
 """
 
 from dataclasses import dataclass, fields, is_dataclass, replace

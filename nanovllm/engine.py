@@ -20,7 +20,7 @@ from nanovllm.loader import find_folder, load_tokenizer, read_eos_token_ids
 from nanovllm.model_runner import ModelRunner
 from nanovllm.observer import Stats
 from nanovllm.outputs import RequestOutput
-from nanovllm.request import Prompt, Request, check_prompt_len, default_seed, encode_prompt
+from nanovllm.request import Prompt, Request, check_prompt_len, encode_prompt, make_seed
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler, Step
 from nanovllm.sequence import Sequence
@@ -109,7 +109,7 @@ class LLMEngine:
             raise ValueError(f"request_id {request_id!r} belongs to an unfinished request; choose another")
         params = self.check_params(sampling_params)
         text, token_ids = self.encode(prompt)
-        seed = default_seed(self.config.seed, self.stats.num_requests) if params.seed is None else params.seed
+        seed = make_seed(params.seed, self.config.seed, self.stats.num_requests, token_ids)
         # one sequence for each sample; the first computes the prompt, the others are its children
         seqs = [Sequence(request_id, token_ids, params, self.eos_token_ids, seed, i) for i in range(params.n)]
         seqs[0].children = seqs[1:]

@@ -1,8 +1,11 @@
 """A request and its samples: how tokens become text, and what the user receives. `LLMEngine` makes and drives them."""
 
 import time
+from array import array
 from collections.abc import Collection, Mapping
 from typing import Any
+
+import xxhash
 
 from nanovllm.checks import check_int
 from nanovllm.detokenizer import Detokenizer
@@ -142,9 +145,13 @@ def check_prompt_len(num_tokens: int, max_model_len: int, capacity: int, block_s
                          f"({capacity // block_size} blocks of {block_size}): give more {options}")  # fmt: skip
 
 
-def default_seed(engine_seed: int, number: int) -> int:
-    """Return the seed of a request without one: only how many requests came before counts."""
-    return 1 << 63 | (engine_seed * 1_000_003 + number) % 2**63
+def make_seed(seed: int | None, engine_seed: int, number: int, prompt_token_ids: list[int]) -> int:
+    """Return the seed of a request's random numbers. Without a `seed`, it counts the `number` of requests before.
+
+    The prompt is mixed in: with the same seed, the same number would decide the first token of every prompt.
+    """
+    own = 1 << 63 | (engine_seed * 1_000_003 + number) % 2**63 if seed is None else seed
+    return xxhash.xxh3_64_intdigest(array("q", prompt_token_ids), own)
 
 
 def check_prompt(token_ids: Any, vocab_size: int) -> list[int]:

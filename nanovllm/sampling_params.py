@@ -25,7 +25,7 @@ class SamplingParams:
     min_p: float = checked(0.0, check_number, low=0, high=1)
     """Sample from tokens at least this many times as likely as the most likely (https://arxiv.org/abs/2407.01082)."""
     seed: int | None = checked(None, check_int, minimum=0, optional=True, maximum=2**64 - 1)
-    """The same seed gives the same random numbers. If kernels round alike in every batch (CPU), the same tokens."""
+    """Same seed and prompt, same random numbers; and the same tokens if kernels round alike in every batch (CPU)."""
     max_tokens: int | None = checked(16, check_int, minimum=1, optional=True)
     """Maximum number of generated tokens. None goes on until `max_model_len`."""
     stop: str | Collection[str] | None = checked(None, check_strings, or_one=True)

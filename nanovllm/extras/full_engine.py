@@ -21,12 +21,11 @@ from nanovllm.extras.full_observer import EngineStats, Observer, SchedulingStats
 from nanovllm.extras.full_request import note_admitted, read_tokens
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.input_processor import InputProcessor
-from nanovllm.extras.laps import LapClock
 from nanovllm.extras.lazy_outputs import StepOutput
 from nanovllm.extras.model_folder import resolve_model
 from nanovllm.extras.observations import Observations, make_stats
 from nanovllm.extras.option_checks import LazyMethod
-from nanovllm.extras.runner_hooks import ArrivingTokens
+from nanovllm.extras.runner_hooks import NO_TOKEN, ArrivingTokens, LapClock
 from nanovllm.loader import read_json
 from nanovllm.request import Prompt
 from nanovllm.scheduler import Scheduler, Step
@@ -113,6 +112,8 @@ class LLMEngine(engine.LLMEngine):
         arrived = tokens.wait()
         clock.lap("run_time_s")
         advanced = self.scheduler.update(step, arrived.token_ids)
+        if NO_TOKEN in arrived.token_ids:
+            self.end_without_token([seq for _, seq in advanced if seq.token_ids.view()[-1] == NO_TOKEN])
         clock.lap("update_time_s")
         self.observer.count_step(step, len(advanced), sum(clock.seconds.values()))
         outputs = self.read_outputs(step, advanced, arrived, clock.now)
@@ -127,6 +128,12 @@ class LLMEngine(engine.LLMEngine):
             num_preempted=len(step.preempted),
             **clock.seconds,
         )
+
+    def end_without_token(self, seqs: list[Any]) -> None:
+        """End sequences for which no token could be sampled."""
+        from nanovllm.extras.no_token import end_without_token
+
+        end_without_token(self.scheduler, seqs)
 
     def read_outputs(self, step: Step, advanced: list[tuple[int, Any]], tokens: Any, now: float) -> list[Any]:
         """Return the outputs of the requests that advanced. tokens: the `StepTokens` of the step"""

@@ -12,6 +12,7 @@ from nanovllm.extras.full_detokenizer import FullDetokenizer, MinTokensDetokeniz
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.lazy_outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.extras.request_params import SamplingParams
+from nanovllm.extras.runner_hooks import NO_TOKEN
 from nanovllm.scheduler import Scheduler, Step
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Request(request.Request):
     def read_token(self, seq: Sequence, tokens: "StepTokens", row: int) -> None:
         """Take the results of one sequence from row `row` of a step's `tokens`."""
         completion = self.completions[seq.sample_index]
-        if tokens.logprobs is not None:
+        if tokens.logprobs is not None and tokens.token_ids[row] != NO_TOKEN:
             completion.add_logprobs(tokens.logprobs[row], tokens.token_ids[row])
         if self.reads_each_step:
             completion.read_token(tokens.token_ids[row])

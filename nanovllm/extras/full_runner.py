@@ -21,8 +21,7 @@ from nanovllm.config import resolve_device
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.checkpoint import read_model_config
-from nanovllm.extras.laps import LapClock
-from nanovllm.extras.runner_hooks import ArrivingTokens, Device, Draw, SampledTokens, sample, sample_with
+from nanovllm.extras.runner_hooks import ArrivingTokens, Device, Draw, LapClock, SampledTokens, sample, sample_with
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import Attention, TorchAttention
 from nanovllm.sampler import sample_tokens

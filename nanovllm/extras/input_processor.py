@@ -14,7 +14,7 @@ from nanovllm.extras.full_detokenizer import TokenDecoder
 from nanovllm.extras.full_request import Completion, Request
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.request_params import RequestOutputKind, SamplingParams
-from nanovllm.request import Prompt, check_prompt_len, default_seed, encode_prompt
+from nanovllm.request import Prompt, check_prompt_len, encode_prompt, make_seed
 
 
 class OtherParams(Protocol):
@@ -98,14 +98,14 @@ class InputProcessor:
     def make_request(
         self, request_id: str, prompt: Prompt, given: Params | None, priority: int, stream: bool, number: int
     ) -> Request:
-        """Make the request that follows `number` earlier ones. Without a seed, its seed depends only on `number`."""
+        """Make the request that follows `number` earlier ones. Without a seed, `number` is part of it."""
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise TypeError(f"priority must be an int, got {priority!r}")
         params, processors, grammar = given if isinstance(given, TakenParams) else self.take_params(given)
         if not isinstance(params, SamplingParams):
             return params.make_request(self, request_id, prompt, priority)
         text, token_ids = self.encode(prompt, params)
-        seed = default_seed(self.parts.config.seed, number) if params.seed is None else params.seed
+        seed = make_seed(params.seed, self.parts.config.seed, number, token_ids)
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         gives_deltas = stream and params.output_kind is RequestOutputKind.DELTA
         readers = self._readers(params, gives_deltas)

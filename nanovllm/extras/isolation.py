@@ -32,6 +32,7 @@ from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.full_observer import Observer
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.logits_processors import ReaderResult, build_readers
+from nanovllm.extras.no_token import NoTokenError
 from nanovllm.extras.processed_batch import build_batch, build_sampling
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.runner_hooks import ArrivingTokens, SampledTokens
@@ -115,6 +116,11 @@ class IsolatingEngine(LLMEngine):
         return tokens
 
     # ---- while its tokens are read
+
+    def end_without_token(self, seqs: list[Any]) -> None:
+        super().end_without_token(seqs)
+        for seq in seqs:
+            self._end_failed(seq.request_id, NoTokenError())
 
     def read_outputs(self, step: Step, advanced: list[tuple[int, Any]], tokens: Any, now: float) -> list[Any]:
         """Return the outputs as the parent does, but read one request after the other."""

@@ -140,6 +140,9 @@ def has_placeholders(batch: Batch) -> bool:
 
 
 def fill_in(input_ids: torch.Tensor, newest_ids: torch.Tensor) -> torch.Tensor:
-    """Replace each placeholder -1 - row in input_ids: [num_tokens] by newest_ids[row]."""
+    """Replace each placeholder -1 - row in input_ids: [num_tokens] by newest_ids[row].
+
+    A row that has no token ends its sequence, so its input may be any token.
+    """
     rows = (-1 - input_ids).clamp_(min=0)  # [num_tokens]
-    return torch.where(input_ids < 0, newest_ids[rows].to(input_ids.dtype), input_ids)
+    return torch.where(input_ids < 0, newest_ids[rows].clamp_(min=0).to(input_ids.dtype), input_ids)

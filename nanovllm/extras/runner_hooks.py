@@ -1,5 +1,6 @@
-"""What wraps the runner's parts: a step's tokens on their way to the host, sampling with more, kinds of devices."""
+"""What wraps the runner's parts: a step's tokens on their way to the host, sampling with more, devices, a clock."""
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from nanovllm.extras.logits_processors import ReaderResult
     from nanovllm.extras.logprobs import LogprobRow, Logprobs
 
+NO_TOKEN = -1
+"""Stands for a token if none could be sampled (`no_token.py`)."""
 Draw = Callable[..., Tensor]
 """`sample_tokens`, or a fast version with the same signature."""
 
@@ -77,6 +80,25 @@ class Device:
         """Wrap the runner's `compute`, if needed. The runner calls this last, after allocating the KV cache."""
 
 
+class LapClock:
+    """Seconds of each part: `lap(name)` ends a part. Parts of the same name add up.
+
+    `now` is the last reading, in seconds of `time.monotonic()`.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.now = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        before, self.now = self.now, time.monotonic()
+        self.seconds[name] = self.seconds.get(name, 0.0) + self.now - before
+
+    def resume(self) -> None:
+        """Restart the clock without charging the elapsed time to any part."""
+        self.now = time.monotonic()
+
+
 # ---- sampling
 
 
@@ -87,13 +109,25 @@ def sample(logits: Tensor, sampling: SamplingBatch, draw: Draw) -> "tuple[Tensor
     """
     arguments = draw_arguments(sampling)
     if wants_only_tokens(sampling):
-        return draw(logits, *arguments), None
+        return mark_missing(logits, draw(logits, *arguments)), None
     from nanovllm.extras.logits_processors import apply_processors
     from nanovllm.extras.logprobs import compute_logprobs
 
     asked: Any = sampling  # a `ProcessedSampling`
-    token_ids = draw(apply_processors(logits, asked.processors), *arguments)
-    return token_ids, None if asked.num_logprobs is None else compute_logprobs(logits, token_ids, asked.num_logprobs)
+    processed = apply_processors(logits, asked.processors)
+    token_ids = draw(processed, *arguments)
+    logprobs = None if asked.num_logprobs is None else compute_logprobs(logits, token_ids, asked.num_logprobs)
+    return mark_missing(processed, token_ids), logprobs
+
+
+def mark_missing(logits: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the sampled token ids: [num_samples], with `NO_TOKEN` where no token of the row can be sampled.
+
+    A token can be sampled if its logit is above -inf. Logits of NaN, from a model whose weights or activations are
+    broken, cannot be compared.
+    """
+    chosen = logits.gather(1, token_ids[:, None])[:, 0]  # [num_samples]
+    return token_ids.where(chosen > -torch.inf, NO_TOKEN)
 
 
 def wants_only_tokens(sampling: SamplingBatch) -> bool:

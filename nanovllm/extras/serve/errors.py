@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from nanovllm.extras.no_token import NoTokenError
 from nanovllm.extras.serve.async_llm import QueueFullError
 from nanovllm.extras.serve.engine_thread import EngineDeadError
 from nanovllm.extras.serve.protocol import CONFLICT
@@ -68,6 +69,8 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(429, str(error), code="busy", headers={"Retry-After": "1"})
     if isinstance(error, ClientGone):
         return APIError(499, "the client has closed the connection")
+    if isinstance(error, NoTokenError):
+        return APIError(400, str(error), code="no_token")
     if isinstance(error, EngineDeadError):
         return APIError(503, "the engine has failed; the server must be restarted", code="engine_dead")
     return APIError(500, "the server failed to process the request; its log has the reason", code="internal_error")

@@ -1,0 +1,31 @@
+"""What happens if none of a sequence's next tokens can be sampled: the sequence ends, and its output says why.
+
+`runner_hooks.py` marks such rows with `NO_TOKEN`. The engine calls `end_without_token` after the scheduler has appended
+the step's tokens, and `IsolatingEngine` gives the request's user a `NoTokenError`.
+"""
+
+from typing import Any
+
+from nanovllm.scheduler import Scheduler
+
+NO_TOKEN_REASON = (
+    "no token can be sampled: the parameters of the request (allowed_token_ids, bad_words, min_tokens, logit_bias, "
+    "logits_processors, structured_outputs) forbid all of them together, or the model's logits are NaN"
+)
+
+
+class NoTokenError(ValueError):
+    """Raised to the user of a request that has ended because none of its next tokens could be sampled."""
+
+    def __init__(self) -> None:
+        super().__init__(NO_TOKEN_REASON)
+
+
+def end_without_token(scheduler: Scheduler, seqs: list[Any]) -> None:
+    """End sequences whose newest token is `NO_TOKEN`, and remove this token."""
+    for seq in seqs:
+        seq.token_ids.length -= 1
+        seq.num_tokens = seq.token_ids.length
+        if seq.finish_reason is None:
+            scheduler.finish(seq, "abort")
+        seq.finish_reason, seq.stop_reason = "abort", NO_TOKEN_REASON
