@@ -5,7 +5,7 @@
 // of two panels, or six rows of one panel. The order of a row's sums does not depend on the number of rows.
 
 #pragma once
-#include <immintrin.h>
+#include "vectors.h"
 
 #define UNROLLED _Pragma("GCC unroll 16")
 

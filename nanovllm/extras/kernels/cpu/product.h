@@ -33,7 +33,7 @@
 #endif
 #define FEW_ROWS 2
 #define PANELS 2
-#elif defined __AVX2__ && defined __FMA__
+#elif defined IN_HALVES
 #define ROWS 6
 #define FEW_ROWS 3
 #define PANELS 2
@@ -204,7 +204,7 @@ static inline long rows_at_a_time(long num_rows) {
 
 #ifdef __aarch64__
 #include "neon.h"
-#elif defined __AVX2__ && defined __FMA__ && !defined __AVX512F__
+#elif defined IN_HALVES
 #include "avx2.h"
 #else
 

@@ -17,7 +17,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512F__
+#if defined __AVX512F__ || defined __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -25,6 +25,13 @@
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+
+#if defined __AVX2__ && defined __FMA__ && !defined __AVX512F__
+// AVX2's registers hold half of a vector, and GCC keeps whole ones on the stack between any two operations. So the
+// functions with many operations compute each half by itself.
+#define IN_HALVES
+typedef union { floats whole; __m256 half[2]; __m256i bits[2]; } halved;
+#endif
 
 // ---- dtypes
 
@@ -36,6 +43,11 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 static inline floats load(const element *p) {
 #ifdef __AVX512F__  // GCC 12 would convert two halves and then join them
     return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif defined IN_HALVES
+    halved x;
+    for (int i = 0; i < 2; i++)
+        x.bits[i] = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p + i)), 16);
+    return x.whole;
 #else
     halves h;
     memcpy(&h, p, sizeof h);
@@ -43,9 +55,23 @@ static inline floats load(const element *p) {
 #endif
 }
 
+#ifdef IN_HALVES
+// Return the bits of x, rounded to bfloat16: to the nearest number, ties to even; NaN stays NaN.
+static inline __m256i round_half(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x), is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const __m256i is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff)));
+    return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), is_nan);
+}
+#endif
+
 static inline void store(element *p, floats x) {
 #ifdef __AVX512BF16__
     halves h = (halves)_mm512_cvtneps_pbh((__m512)x);
+#elif defined IN_HALVES
+    const halved in = {x};
+    const __m256i low = _mm256_srli_epi32(round_half(in.half[0]), 16), high = _mm256_srli_epi32(round_half(in.half[1]), 16);
+    const __m256i h = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xd8);
 #else
     words bits = (words)x;  // rounds to the nearest number, ties to even; NaN stays NaN
     words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -84,6 +110,11 @@ static inline floats multiply_add(floats sum, words a, uint32_t b) {
 
 // Round x to the dtype, as `store` and then `load` would.
 static inline floats round_lanes(floats x) {
+#if defined IN_HALVES && defined BFLOAT16
+    halved y = {x};
+    for (int i = 0; i < 2; i++) y.bits[i] = _mm256_and_si256(round_half(y.half[i]), _mm256_set1_epi32((int)0xffff0000));
+    return y.whole;
+#endif
     element all[LANES];
     store(all, x);
     return load(all);
@@ -134,6 +165,12 @@ static inline void finish_streams(void) {
 static inline float sum_lanes(floats x) {
 #ifdef __AVX512F__
     return _mm512_reduce_add_ps((__m512)x);
+#elif defined IN_HALVES
+    const halved in = {x};
+    const __m256 eight = _mm256_add_ps(in.half[0], in.half[1]);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 #else
     float sums[LANES];
     memcpy(sums, &x, sizeof sums);
@@ -151,13 +188,43 @@ static inline floats pick(ints is_first, floats first, floats second) {
 static inline floats max_of(floats a, floats b) {
 #ifdef __AVX512F__
     return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined IN_HALVES
+    halved x = {a};
+    const halved y = {b};
+    for (int i = 0; i < 2; i++) x.half[i] = _mm256_max_ps(x.half[i], y.half[i]);
+    return x.whole;
 #else
     return pick(a > b, a, b);
 #endif
 }
 
+#ifdef IN_HALVES
+// Return e^x as exp_lanes does.
+static inline __m256 exp_half(__m256 x) {
+#define EACH(c) _mm256_set1_ps(c)
+    x = _mm256_max_ps(x, EACH(-87.0f));
+    __m256 n = _mm256_fmadd_ps(x, EACH(1.44269504f), EACH(12582912.0f));
+    const __m256i exponent = _mm256_sub_epi32(_mm256_castps_si256(n), _mm256_set1_epi32(0x4b400000));
+    n = _mm256_sub_ps(n, EACH(12582912.0f));
+    const __m256 r = _mm256_fmadd_ps(n, EACH(2.12194440e-4f), _mm256_fnmadd_ps(n, EACH(0.693359375f), x));
+    __m256 y = _mm256_fmadd_ps(r, EACH(1.9875691500e-4f), EACH(1.3981999507e-3f));
+    y = _mm256_fmadd_ps(y, r, EACH(8.3334519073e-3f));
+    y = _mm256_fmadd_ps(y, r, EACH(4.1665795894e-2f));
+    y = _mm256_fmadd_ps(y, r, EACH(1.6666665459e-1f));
+    y = _mm256_fmadd_ps(y, r, EACH(5.0000001201e-1f));
+    y = _mm256_add_ps(_mm256_fmadd_ps(_mm256_mul_ps(y, r), r, r), EACH(1.0f));
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(exponent, 23)));
+#undef EACH
+}
+#endif
+
 // Return e^x for x <= 88, accurate to 2 units in the last place: 2^n times a polynomial of degree 6 in the remainder.
 static inline floats exp_lanes(floats x) {
+#ifdef IN_HALVES
+    halved e = {x};
+    for (int i = 0; i < 2; i++) e.half[i] = exp_half(e.half[i]);
+    return e.whole;
+#endif
     x = max_of(x, (floats){0} - 87.0f);
     floats n = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's last bits are the rounded integer
     ints exponent = (ints)n - 0x4b400000;
