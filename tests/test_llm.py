@@ -217,6 +217,19 @@ def test_the_callers_lists_are_not_changed_and_not_shared(llm):
 # ---- samples and seeds
 
 
+def test_prompts_with_one_seed_draw_different_numbers(llm):
+    """With the same seed, one number would decide the first token of every prompt: see how many tokens come first."""
+    prompts = [ids(n % 7 + 1, seed=n) for n in range(200)]
+
+    def num_different(seed):
+        params = SamplingParams(temperature=3.0, max_tokens=1, seed=seed, ignore_eos=True)
+        return len({one.outputs[0].token_ids[0] for one in generate(llm, prompts, params)})
+
+    assert num_different(42) > 0.8 * num_different(None) > 50
+    again = [tokens_of(generate(llm, prompts[i], drawn(seed=42))) for i in (0, 100)]
+    assert again == [[tokens] for tokens in tokens_of(generate(llm, [prompts[0], prompts[100]], drawn(seed=42)))]
+
+
 def test_outputs_depend_only_on_the_seed(checkpoint):
     def draw(seed, own_seed=None):
         return tokens_of(generate(make_llm(checkpoint[0], seed=seed), [ids(4), ids(4)], drawn(seed=own_seed)))
