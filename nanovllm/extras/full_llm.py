@@ -192,7 +192,8 @@ class LLM(llm.LLM):
         prompt_list = [prompts] if is_single_prompt(prompts) else list(prompts)
         wanted = spread(name, params, kind, self.engine.parts.default_sampling_params, len(prompt_list))
         priorities = spread("priority", priority, int, 0, len(prompt_list))
-        taken = {id(one): processor.take_params(one) for one in wanted}
+        distinct = {id(one): one for one in wanted}  # parameters of many prompts are taken once
+        taken = {key: processor.take_params(one) for key, one in distinct.items()}
         requests: Requests = {}
         for prompt, one, rank in zip(prompt_list, wanted, priorities, strict=True):
             text, token_ids = processor.encode(prompt, taken[id(one)].params)

@@ -9,8 +9,11 @@ import sys
 import threading
 
 import jsonschema
+import numpy as np
 import pytest
+import tokenizers
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +21,8 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.batch import SamplingBatch
 from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.structured import compiler as compiler_module
-from nanovllm.extras.structured.grammar import GrammarRows
+from nanovllm.extras.structured.compiler import GrammarCompiler
+from nanovllm.extras.structured.grammar import GrammarRows, fill_masks
 from tests.conftest import examples
 from tests.tiny_tokenizers import byte_level, copy_checkpoint, metaspace, sentencepiece
 
@@ -481,3 +485,41 @@ def test_the_engine_takes_it_too(with_tokenizer):
     while engine.has_unfinished_requests():
         outputs += engine.step().outputs
     assert outputs[0].outputs[0].text in ("one", "two")
+
+
+# ---- vocabularies with holes
+
+
+@given(st.randoms(use_true_random=False), st.text("abé", min_size=1, max_size=6))
+@settings(max_examples=examples(20), deadline=None, derandomize=True, database=None)
+@pytest.mark.examples
+def test_tokens_above_the_number_of_tokens_are_allowed(random, text):
+    """A model exports tokens with any ids, so `len(tokenizer)` is no bound of them. Holes are never allowed."""
+    pieces = [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), "ab", "ba", "<end>"]
+    ids = sorted(random.sample(range(400), len(pieces)))
+    random.shuffle(ids)
+    end = ids[-1]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(dict(zip(pieces, ids, strict=True)), merges=[("a", "b"), ("b", "a")])
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    compiler = GrammarCompiler(tokenizer, 400, frozenset([end]))
+    free = compiler.compile(StructuredOutputsParams(regex="(.|\\n)*"))
+    assert set(allowed(compiler, free, [], end)) <= set(ids)
+    grammar, output = compiler.compile(StructuredOutputsParams(regex=text)), []
+    possible = allowed(compiler, grammar, [], end)
+    while end not in possible:
+        assert len(output) < 20
+        output.append(random.choice(possible))
+        possible = allowed(compiler, grammar, output[-1:], end)
+    assert (tokenizer.decode(output), possible) == (text, [end])
+
+
+def allowed(compiler, grammar, new_tokens, end):
+    mask = np.zeros((1, compiler._worker.num_words), dtype=np.int32)
+    fill_masks(compiler._worker, [grammar], [new_tokens], [frozenset([end])], mask)
+    bits = np.unpackbits(mask.view(np.uint8)[0], bitorder="little")
+    return np.flatnonzero(bits).tolist()

@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,16 +95,14 @@ class GrammarCompiler:
             raise ValueError("structured_outputs needs a model with an end-of-sequence token, but this model has none")
         try:
             import llguidance
-            import llguidance.hf
         except ImportError as error:
             raise ValueError(
                 f"structured_outputs needs the package llguidance ({error}): pip install 'nanovllm[structured]'"
             ) from None
-        num_tokens = max(self._vocab_size, len(self._tokenizer))
+        text, num_ids = without_holes(self._tokenizer)
+        num_tokens = max(self._vocab_size, num_ids)
         try:
-            self._ll_tokenizer = llguidance.hf.from_tokenizer(
-                self._tokenizer, n_vocab=num_tokens, eos_token=sorted(self._eos_token_ids)
-            )
+            self._ll_tokenizer = llguidance.LLTokenizer(text, n_vocab=num_tokens, eos_token=sorted(self._eos_token_ids))
         except ValueError as error:
             raise ValueError(f"structured_outputs cannot use the tokenizer of this model: {error}") from None
         self._llguidance = llguidance
@@ -135,6 +134,29 @@ class GrammarCompiler:
         if first.error:
             raise ValueError(f"structured_outputs.{form} cannot be satisfied by this model's tokens: {first.error}")
         return matcher
+
+
+def without_holes(tokenizer: Any) -> tuple[str, int]:
+    """Return a fast tokenizer as JSON, and its largest token id + 1.
+
+    Ids may have holes, but the library reads as many ids as there are tokens. So special tokens, which match no text,
+    fill the holes.
+    """
+    backend = copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    text, known = backend.to_str(), set(tokenizer.get_vocab().values())
+    num_ids = max(known) + 1
+    if num_ids == len(known):
+        return text, num_ids
+    parts = json.loads(text)
+    for token_id in set(range(num_ids)) - known:
+        content = f"<nothing {token_id}>"
+        parts["model"]["vocab"][content] = token_id
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        parts["added_tokens"].append({"id": token_id, "content": content, **flags, "special": True})
+    parts["added_tokens"].sort(key=lambda token: token["id"])
+    return json.dumps(parts), num_ids
 
 
 def source_of(params: StructuredOutputsParams) -> tuple[str, str, str]:
