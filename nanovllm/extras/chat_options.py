@@ -41,9 +41,9 @@ class ChatOptions:
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("continue_final_message=True needs add_generation_prompt=False, got True for both")
 
-    def template_arguments(self) -> dict[str, Any]:
+    def template_arguments(self, tokenizer: Any = None) -> dict[str, Any]:
         """Return the arguments of the tokenizer's `apply_chat_template`. Raises ValueError if a name is given twice."""
-        arguments = {
+        arguments: dict[str, Any] = {
             "tools": self.tools,
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,
@@ -53,8 +53,9 @@ class ChatOptions:
             raise ValueError(
                 f"chat_template_kwargs must not contain names of other options, got {', '.join(sorted(twice))}"
             )
-        template = {} if self.chat_template is None else {"chat_template": read_chat_template(self.chat_template)}
-        return {**arguments, **template, **more}
+        if self.chat_template is not None:
+            arguments["chat_template"] = read_chat_template(self.chat_template, tokenizer)
+        return {**arguments, **more}
 
 
 # ---- another template
@@ -64,11 +65,14 @@ def set_chat_template(tokenizer: Any, chat_template: str | Path) -> None:
     """Replace the tokenizer's chat template. Raises ValueError if there is no tokenizer."""
     if tokenizer is None:
         raise ValueError(f"chat_template needs a tokenizer, but this model has none; got {str(chat_template)!r}")
-    tokenizer.chat_template = read_chat_template(chat_template)
+    tokenizer.chat_template = read_chat_template(chat_template, tokenizer)
 
 
-def read_chat_template(chat_template: str | Path) -> str:
-    """Return the template: `chat_template` itself if it is Jinja, else the content of the file of this name."""
+def read_chat_template(chat_template: str | Path, tokenizer: Any = None) -> str:
+    """Return the template: the tokenizer's of this name, `chat_template` itself if it is Jinja, or a file's content."""
+    named = getattr(tokenizer, "chat_template", None)
+    if isinstance(named, Mapping) and chat_template in named:
+        return named[str(chat_template)]
     if isinstance(chat_template, str) and "{" in chat_template:  # Jinja, not a file name
         return chat_template
     file = Path(chat_template).expanduser()
@@ -85,7 +89,8 @@ def render_chat(tokenizer: Any, messages: Any, options: ChatOptions | None = Non
     check_messages(messages)
     if not all(isinstance(message.get("content"), str) and not message.get("tool_calls") for message in messages):
         messages = plain_messages(messages)
-    return render_conversation(tokenizer, messages, **({} if options is None else options.template_arguments()))
+    arguments = {} if options is None else options.template_arguments(tokenizer)
+    return render_conversation(tokenizer, messages, **arguments)
 
 
 def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

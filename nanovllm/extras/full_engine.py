@@ -171,14 +171,18 @@ class LLMEngine(engine.LLMEngine):
         self._check_request_id(request_id)
         number = self.stats.num_requests
         request = self.input_processor.make_request(request_id, prompt, sampling_params, priority, stream, number)
-        self.scheduler.add(request.seqs[0])
+        for first in request.seqs[:: self.config.max_num_seqs]:
+            self.scheduler.add(first)
         self.requests[request_id] = request
 
-    def abort_request(self, request_id: str) -> Any:
+    def abort_request(self, request_id: str | list[str]) -> Any:  # type: ignore[override]
         """End a request and free its blocks. Returns its output so far, or None if it is unknown or finished.
 
-        During a step (a logits processor may call this) the request ends when the step does.
+        During a step (a logits processor may call this) the request ends when the step does. A list of ids, as in vLLM,
+        gives a list of outputs.
         """
+        if not isinstance(request_id, str):
+            return [self.abort_request(one) for one in request_id]
         request = self.requests.pop(request_id, None)
         if request is None:
             return None

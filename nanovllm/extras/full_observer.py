@@ -106,6 +106,10 @@ class SchedulingStats(Counts, Observer):
         self._in_flight.clear()
         self.new_blocks = set()
 
+    def on_add(self, seq: Sequence) -> None:
+        if seq.sample_index == 0:  # a request whose samples cannot all run at once is queued in several parts
+            super().on_add(seq)
+
     def on_register_block(self, seq: Sequence, block_id: int, block_hash: int, serial: int) -> None:
         self.new_blocks.add(block_id)
 

@@ -80,7 +80,7 @@ class InputProcessor:
             return params.checked(self.parts)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams or None, got {params!r}")
-        params, vocab_size, max_num_seqs = params.clone(), self.vocab_size, self.parts.config.max_num_seqs
+        params, vocab_size = params.clone(), self.vocab_size
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(params, name) or ():
                 if token_id >= vocab_size:
@@ -89,8 +89,6 @@ class InputProcessor:
             value = getattr(params, name)
             if value is not None and value > vocab_size:
                 raise ValueError(f"{name} must be at most the vocabulary's size {vocab_size}, got {value}")
-        if params.n > max_num_seqs:
-            raise ValueError(f"n must be at most max_num_seqs {max_num_seqs}, got {params.n}")
         if self.tokenizer is None and (params.stop_strings or params.bad_words or params.structured_outputs):
             raise ValueError("stop, bad_words and structured_outputs need a tokenizer, but this model has none")
         return params
@@ -109,16 +107,18 @@ class InputProcessor:
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         gives_deltas = stream and params.output_kind is RequestOutputKind.DELTA
         readers = self._readers(params, gives_deltas)
-        # one sequence for each sample; the first computes the prompt, the others are its children
-        seqs = []
+        # one sequence for each sample; the first computes the prompt, the others are its children. If there are more
+        # samples than sequences may run, the next `max_num_seqs` are a family of their own, and so on
+        seqs: list[Sequence] = []
         for i in range(params.n):
             own_processors = processors if grammar is None else (*processors, grammar.copy())
             own_readers = readers if i == 0 else ()
             seq = Sequence(
                 request_id, token_ids, params, self.eos_token_ids, seed, i, priority, own_processors, own_readers
             )
+            if i % self.parts.config.max_num_seqs:
+                seqs[i - i % self.parts.config.max_num_seqs].children.append(seq)
             seqs.append(seq)
-        seqs[0].children = seqs[1:]
         kind = Request if grammar is None else self.grammars.request_class
         now, completion_class = time.monotonic(), self._completion_class(gives_deltas)
         return kind(text, token_ids, seqs, stream, self.decoder, now, completion_class)

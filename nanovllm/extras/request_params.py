@@ -91,6 +91,8 @@ class SamplingParams(sampling_params.SamplingParams):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in FIELD_CHECKS:
             raise AttributeError(f"SamplingParams has no field {name}; it has {', '.join(FIELD_CHECKS)}")
+        if type(value) in (int, bool):
+            value = VLLM_FORMS.get((name, value), value)
         FIELD_CHECKS[name](name, value)
         object.__setattr__(self, name, value)
 
@@ -120,6 +122,8 @@ class SamplingParams(sampling_params.SamplingParams):
 
 
 FIELD_CHECKS = checks_of(SamplingParams)
+VLLM_FORMS = {("seed", -1): None, ("logprobs", True): 1, ("prompt_logprobs", True): 1}
+"""Other forms of a field's value that vLLM takes: (field, value) -> the value."""
 
 
 def copy_of(value: Any) -> Any:

@@ -553,6 +553,24 @@ def test_no_tokenizer(tiny_checkpoint):
     assert_at_rest(llm)
 
 
+def test_a_chat_template_of_several_is_chosen_by_its_name(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint[0], tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {
+        "default": "plain {{ messages[0].content }}",
+        "tool_use": "tools {{ messages[0].content }}",
+    }
+    tokenizer.save_pretrained(folder)
+    with LLM(folder, device="cpu") as llm:
+        for name, text in (("tool_use", "tools Hi"), ("default", "plain Hi"), (None, "plain Hi"), ("{{ 5 }}", "5")):
+            (prompt,) = llm.render_chat([{"role": "user", "content": "Hi"}], chat_template=name)
+            assert prompt["prompt"] == text
+        with pytest.raises(ValueError, match="chat_template must be a file, or a template in Jinja, got 'another'"):
+            llm.render_chat([{"role": "user", "content": "Hi"}], chat_template="another")
+    with LLM(folder, device="cpu", chat_template="tool_use") as llm:
+        assert llm.render_chat([{"role": "user", "content": "Hi"}])[0]["prompt"] == "tools Hi"
+
+
 def test_no_chat_template(checkpoint, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(checkpoint[0], folder)

@@ -97,7 +97,26 @@ def test_abort_of_all_samples_at_any_moment(tiny_checkpoint, num_steps):
     assert engine.get_stats().num_free_blocks == engine.get_stats().num_kv_blocks
 
 
-def test_more_samples_than_sequences_are_refused(tiny_checkpoint):
-    llm = LLM(tiny_checkpoint[0], dtype="float32", max_num_seqs=3)
-    with pytest.raises(ValueError, match="n must be at most max_num_seqs 3, got 4"):
-        llm.generate([[1]], PARAMS, use_tqdm=False)
+@pytest.mark.parametrize(("n", "max_num_seqs"), [(4, 3), (7, 2), (5, 1), (6, 3)])
+@pytest.mark.parametrize("options", [{}, {"enable_overlap": True}, {"num_kv_blocks": 8, "block_size": 4}], ids=str)
+def test_more_samples_than_sequences(tiny_checkpoint, n, max_num_seqs, options):
+    """They run one after the other, as many as there is room for, and are those of a larger engine."""
+    few = LLM(tiny_checkpoint[0], dtype="float32", max_num_seqs=max_num_seqs, **options)
+    many = LLM(tiny_checkpoint[0], dtype="float32")
+    params = SamplingParams(n=n, temperature=1.0, seed=3, max_tokens=6, ignore_eos=True)
+    prompts = [[1, 2, 3, 4, 5], [7]]
+    expected, got = (llm.generate(prompts, params, use_tqdm=False) for llm in (many, few))
+    assert [[one.token_ids for one in output.outputs] for output in got] == [
+        [one.token_ids for one in output.outputs] for output in expected
+    ]
+    assert [[one.index for one in output.outputs] for output in got] == [list(range(n))] * 2
+    stats = few.get_stats()
+    assert (stats.num_requests, stats.prompt_tokens, stats.num_free_blocks) == (2, 6, stats.num_kv_blocks)
+
+    few.engine.add_request("r", [1, 2, 3], params)
+    few.engine.step()
+    (output, unknown) = few.engine.abort_request(["r", "unknown"])
+    assert ([one.finish_reason for one in output.outputs], unknown) == (["abort"] * n, None)
+    few.engine.settle()
+    assert not few.engine.has_unfinished_requests()
+    assert few.get_stats().num_free_blocks == stats.num_kv_blocks

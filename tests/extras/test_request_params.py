@@ -47,6 +47,7 @@ def test_fields_and_defaults_are_vllms():
 # field: [(range as the message must say it, values outside)]
 OUT_OF_RANGE = {
     **core.OUT_OF_RANGE,
+    "seed": (core.OUT_OF_RANGE["seed"][0], [-2, -(2**70), 2**64]),  # vLLM takes -1 as None
     "presence_penalty": ([">= -2", "<= 2"], [-2.01, 2.01, math.inf, -math.inf, math.nan]),
     "frequency_penalty": ([">= -2", "<= 2"], [-2.01, 2.01, math.inf, -math.inf, math.nan]),
     "repetition_penalty": (["> 0"], [0, 0.0, -1, math.inf, math.nan]),
@@ -245,3 +246,11 @@ def test_a_clone_is_checked():
 def test_it_can_be_pickled_and_copied():
     params = SamplingParams(stop=["a"], logit_bias={1: 2.0}, seed=5)
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == dataclasses.replace(params) == params
+
+
+def test_other_forms_of_vllm_become_the_usual_ones():
+    params = SamplingParams(seed=-1, logprobs=True, prompt_logprobs=True)
+    assert (params.seed, params.logprobs, params.prompt_logprobs) == (None, 1, 1)
+    assert type(params.logprobs) is type(params.prompt_logprobs) is int
+    params.seed = -1
+    assert params == params.clone() == SamplingParams(logprobs=1, prompt_logprobs=1)
