@@ -129,7 +129,7 @@ class Function(StrictModel):
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """A JSON schema of the arguments. None allows any object."""
+    """A JSON schema of the arguments. None: the function has no arguments."""
     strict: bool | None = None
 
 

@@ -24,6 +24,10 @@ from nanovllm.extras.structured.structured_params import StructuredOutputsParams
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": False}
 """The format of arguments: that of Python's `json.dumps`, because models were trained with it."""
 
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+ANNOTATIONS = {"type", "title", "description", "required", "$schema", "$id", "$comment"}
+"""Keywords that a schema may have without describing any argument."""
+
 
 async def compile_structured_outputs(
     run: Callable[..., Awaitable[Any]], engine: LLMEngine, body: GenerationRequest, parsers: Parsers
@@ -130,8 +134,19 @@ def call_grammar(functions: Iterable[Function], spelling: Spelling, is_one: bool
 def spell_call(function: Function, spelling: Spelling) -> str:
     """Return the rule of the grammar for a call of the function."""
     head = json.dumps(spelling.head.replace("NAME", function.name), ensure_ascii=False)
-    arguments = spell(function.parameters or {"type": "object"}, SPACED)
+    arguments = spell(arguments_schema(function), SPACED)
     return f"{head} {arguments} {json.dumps(spelling.tail, ensure_ascii=False)}"
+
+
+def arguments_schema(function: Function) -> dict[str, Any]:
+    """Return the schema of the function's arguments.
+
+    A function has only the parameters that its schema describes. If it describes none (for example, `parameters` is
+    omitted), the arguments are an empty object: in an open object, a model may invent keys until `max_tokens`.
+    """
+    schema = function.parameters or {}
+    is_empty = schema.get("type", "object") == "object" and not schema.get("required") and schema.keys() <= ANNOTATIONS
+    return NO_ARGUMENTS if is_empty else schema
 
 
 def spell(schema: dict[str, Any], options: Mapping[str, Any]) -> str:

@@ -9,6 +9,10 @@ import re
 import jsonschema
 import pytest
 
+from nanovllm.extras.serve.parsers.hermes import Hermes
+from nanovllm.extras.serve.protocol import Function
+from nanovllm.extras.serve.structured_outputs import call_grammar
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "What?"}]
 SCHEMA = {
@@ -190,6 +194,40 @@ def test_a_named_tool_is_called_once(client):
     for choice in ask(client, tools=[WEATHER, ADD], tool_choice=named("add"), n=4, seed=1):
         assert len(check_calls(choice["message"], {"add"})) == 1
         assert choice["finish_reason"] == "tool_calls"
+
+
+CLOSED = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_PARAMETERS = [
+    {},
+    {"parameters": None},
+    {"parameters": {}},
+    {"parameters": {"type": "object"}},
+    {"parameters": {"type": "object", "title": "Nothing", "required": []}},
+    {"parameters": {"type": "object", "properties": {}}},
+]
+
+
+def test_a_tool_without_parameters_gets_an_empty_object(client, llm):
+    """The model would rather begin a key; a tool that closes its object explicitly has the same grammar."""
+    (quote,) = llm.engine.tokenizer.encode('"')
+    likes_keys = {"logit_bias": {str(quote): 100}, "max_tokens": 80}
+    tools = [{"type": "function", "function": {"name": "f", **one}} for one in NO_PARAMETERS]
+    for choice in (named("f"), "required"):
+        (answer,) = ask(client, tools=tools[:1], tool_choice=choice, parallel_tool_calls=False, **likes_keys)
+        (call,) = answer["message"]["tool_calls"]
+        assert (call["function"]["arguments"], answer["finish_reason"]) == ("{}", "tool_calls")
+    closed, *grammars = [
+        call_grammar([Function(name="f", **one)], Hermes.spelling, True, None)
+        for one in ({"parameters": CLOSED}, *NO_PARAMETERS)
+    ]
+    assert grammars == [closed] * len(grammars)
+
+
+def test_a_tool_that_allows_any_arguments_gets_them(client):
+    tool = with_parameters({"type": "object", "additionalProperties": {"enum": [1]}, "minProperties": 1})
+    (answer,) = ask(client, tools=[tool], tool_choice=named("a"), seed=1, max_tokens=60)
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["arguments"].startswith('{"')
 
 
 def allowed(mode, *names):
