@@ -103,12 +103,16 @@ def plain_messages(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]
 
 
 def text_of(content: Any) -> Any:
-    """Return `content` with a list of parts joined by newlines; a part is `{"type": "text", "text": …}` or a str."""
+    """Return `content` with a list of parts joined by newlines.
+
+    A part is a str, `{"type": "text", "text": …}`, or `{"type": "refusal", "refusal": …}` in an earlier answer.
+    """
     if not isinstance(content, list | tuple):
         return content
     texts = []
     for part in content:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+        kind = part.get("type", "text") if isinstance(part, Mapping) else None
+        text = part.get(kind) if isinstance(part, Mapping) and kind in ("text", "refusal") else part
         if not isinstance(text, str):
             raise TypeError(f"a part of a message's content must be text, got {part!r}")
         texts.append(text)

@@ -28,9 +28,9 @@ def chat_prompt(
     for message in messages:
         if message["role"] == "developer" and not knows_developer:
             message["role"] = "system"
-        message["content"] = message.get("content") or ""  # None beside calls of tools; templates add it to a text
-    told = body.told_tools if isinstance(body, ChatCompletionRequest) else []
-    tools = [tool.model_dump(exclude_unset=True) for tool in told] or None
+        # it may be None next to tool calls or a refusal; templates concatenate it with other text
+        message["content"] = message.get("content") or message.get("refusal") or ""
+    tools = [tool.model_dump(exclude_unset=True) for tool in body.told_tools] or None
     is_continued, add_prompt = bool(body.continue_final_message), body.add_generation_prompt
     with refuse("tools"):
         bounds.check_text(count_chars(tools))

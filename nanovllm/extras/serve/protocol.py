@@ -226,9 +226,34 @@ class CompletionRequest(GenerationRequest):
         return self
 
 
-class TextPart(StrictModel):
-    type: Literal["text"]
-    text: Text
+class ContentPart(StrictModel):
+    """A part of a message's content. `own_text` is its text."""
+
+    type: str
+    text: Text | None = None
+    refusal: Text | None = None
+
+    @model_validator(mode="after")
+    def _check_own_text(self) -> "ContentPart":
+        if self.own_text is None:
+            name = "refusal" if self.type == "refusal" else "text"
+            raise ValueError(f"a part of the type {self.type} must have a text in its field {name}")
+        return self
+
+    @property
+    def own_text(self) -> str | None:
+        return self.refusal if self.type == "refusal" else self.text
+
+
+class ChatPart(ContentPart):
+    type: Literal["text", "refusal"]
+
+
+def check_refusals(role: str, content: Any) -> None:
+    """Raise ValueError if a message has refusals, and is not an answer of the assistant."""
+    for i, part in enumerate(content if role != "assistant" and isinstance(content, list) else ()):
+        if part.type == "refusal":
+            raise ValueError(f"content.{i}.type: only the role 'assistant' may have a refusal, got {role!r}")
 
 
 class Message(BaseModel):
@@ -237,37 +262,26 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Text = Field(min_length=1, max_length=MAX_NAME_CHARS)
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Text | Annotated[list[ChatPart], Field(fail_fast=True)] | None = None
+    refusal: Text | None = None
+    """A refusal of the assistant, which replaces its content."""
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> "Message":
+        check_refusals(self.role, self.content)
+        return self
 
 
-class ChatCompletionRequest(GenerationRequest):
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_tokens: int | None = Field(None, ge=1)
-    """The older name of `max_completion_tokens`."""
-    max_completion_tokens: int | None = Field(None, ge=1)
-    """The maximum number of tokens to generate. None: until the model ends its answer, or the context is full."""
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+class ToolFields(StrictModel):
+    """The fields of the tools that a conversation may use."""
+
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | ToolsChoice | None = None
     """Whether the answer may or must call tools. None is `auto` if there are tools."""
-    parallel_tool_calls: bool | None = None
-    """False allows at most one call."""
-    # vLLM's additions
-    add_generation_prompt: bool | None = None
-    """Whether the prompt ends with the start of the assistant's answer; true by default."""
-    continue_final_message: bool | None = None
-    """Whether the answer continues the last message."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Variables for the chat template, such as `enable_thinking`."""
 
     @model_validator(mode="after")
-    def _check_chat(self) -> "ChatCompletionRequest":
-        if self.top_logprobs and not self.logprobs:
-            raise conflict("top_logprobs", "top_logprobs needs logprobs to be true")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise conflict("continue_final_message", BOTH_ENDS)
-        if self.tool_choice not in (None, "none") and not self.tools:
+    def _check_tool_choice(self) -> "ToolFields":
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise conflict("tool_choice", "tool_choice needs tools")
         known = [tool.function.name for tool in self.tools or []]
         for name in self._chosen_names():
@@ -304,14 +318,41 @@ class ChatCompletionRequest(GenerationRequest):
             return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
+
+class ChatCompletionRequest(GenerationRequest, ToolFields):
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_tokens: int | None = Field(None, ge=1)
+    """The older name of `max_completion_tokens`."""
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """The maximum number of tokens to generate. None: until the model ends its answer, or the context is full."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    parallel_tool_calls: bool | None = None
+    """False allows at most one call."""
+    # vLLM's additions
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends with the start of the assistant's answer; true by default."""
+    continue_final_message: bool | None = None
+    """Whether the answer continues the last message."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template, such as `enable_thinking`."""
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> "ChatCompletionRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise conflict("top_logprobs", "top_logprobs needs logprobs to be true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise conflict("continue_final_message", BOTH_ENDS)
+        return self
+
     @property
     def has_one_call(self) -> bool:
         """Whether the answer may have at most one call."""
         return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
 
 
-class TokenizeRequest(StrictModel):
-    """A request to tokenize either a prompt or messages."""
+class TokenizeRequest(ToolFields):
+    """A request to tokenize either a prompt or messages, with the fields of a chat that change its prompt."""
 
     model: Name | None = None
     prompt: Text | None = None

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from test_structured import ADD, TEMPLATE, WEATHER, allowed, named
 
 from nanovllm import SamplingParams
 
@@ -49,6 +50,26 @@ def test_content_may_be_text_parts(client):
     messages = [{"role": "system", "content": parts}, MESSAGES[1]]
     as_text = [{"role": "system", "content": "Be \nbrief."}, MESSAGES[1]]
     assert ask(client, messages)["choices"] == ask(client, as_text)["choices"]
+
+
+def test_earlier_refusals_are_text(client):
+    """Oracle: the same conversation with the refusal as a plain text."""
+    refusal = {"type": "refusal", "refusal": "I can't."}
+
+    def answer_after(**answer):
+        turns = [*MESSAGES, {"role": "assistant", **answer}, {"role": "user", "content": "Why?"}]
+        return ask(client, turns)["choices"]
+
+    wanted = answer_after(content="I can't.")
+    assert answer_after(content=[refusal]) == wanted
+    assert answer_after(content=None, refusal="I can't.") == wanted
+    assert answer_after(content="I can't.", refusal=None) == wanted
+    both = answer_after(content=[{"type": "text", "text": "No. "}, refusal])
+    assert both == answer_after(content="No. \nI can't.")
+    for role, part in (("user", refusal), ("assistant", {"type": "refusal"}), ("assistant", {"type": "text"})):
+        refused = client.post(PATH, {"messages": [{"role": role, "content": [part]}]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+        assert "refusal" in refused.text or "text" in refused.text
 
 
 def test_a_message_may_be_continued(client, greedy_text):
@@ -142,3 +163,35 @@ def test_what_can_never_be_drawn_is_finite_in_json(client):
 def test_names_of_the_model(client):
     assert ask(client, model="alias")["model"] == "tiny"
     assert ask(client, model=None)["model"] == "tiny"
+
+
+def test_a_conversation_is_tokenized_as_its_chat(client, llm, monkeypatch):
+    """Oracle: the chat of the same body, whose template writes the tools."""
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", TEMPLATE)
+    tools = [WEATHER, ADD]
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    history = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "2"},
+    ]
+    bodies = [
+        {"tools": tools},
+        {"tools": tools, "tool_choice": "none"},
+        {"tools": tools, "tool_choice": "required"},
+        {"tools": tools, "tool_choice": named("add")},
+        {"tools": tools, "tool_choice": allowed("auto", "add")},
+        {"tools": [], "tool_choice": "auto"},
+        {"tools": tools, "messages": history},
+        {"tools": tools, "chat_template_kwargs": {"open": True}},
+        {"messages": [*history, {"role": "assistant", "content": "So"}], "continue_final_message": True},
+    ]
+    counts = []
+    for body in ({"messages": MESSAGES, **one} for one in bodies):
+        counts.append(client.ask("/tokenize", **body)["count"])
+        assert counts[-1] == client.ask(PATH, **body, max_tokens=1)["usage"]["prompt_tokens"], body
+    assert len(set(counts)) > 4
+    for wrong in ({"tool_choice": "required"}, {"tools": tools, "tool_choice": named("f")}):
+        for path in ("/tokenize", PATH):
+            refused = client.post(path, {"messages": MESSAGES, **wrong})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")

@@ -18,6 +18,7 @@ from nanovllm.extras.serve.responses.responses_protocol import (
     ChosenFunction,
     InputText,
     MessageItem,
+    MessagePart,
     ReasoningItem,
     ResponsesRequest,
 )
@@ -156,6 +157,8 @@ def add_to_turn(turn: dict[str, Any], item: Any) -> None:
         turn["content"] = text_of(item.content)
 
 
-def text_of(content: str | list[InputText]) -> str:
+def text_of(content: str | list[InputText] | list[MessagePart]) -> str:
     """Return the text of an item's content."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    if isinstance(content, str):
+        return content
+    return "".join((part.own_text if isinstance(part, MessagePart) else part.text) or "" for part in content)

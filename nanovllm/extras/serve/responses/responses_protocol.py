@@ -13,11 +13,13 @@ from nanovllm.extras.serve.protocol import (
     MAX_FORM,
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
+    ContentPart,
     GenerationRequest,
     Name,
     StrictModel,
     Text,
     at_most,
+    check_refusals,
     conflict,
 )
 
@@ -130,10 +132,19 @@ class InputText(StrictModel):
     text: Text
 
 
+class MessagePart(ContentPart):
+    type: Literal["input_text", "output_text", "text", "refusal"]
+
+
 class MessageItem(StrictModel):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Text | Annotated[list[InputText], Field(fail_fast=True)]
+    content: Text | Annotated[list[MessagePart], Field(fail_fast=True)]
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> "MessageItem":
+        check_refusals(self.role, self.content)
+        return self
 
 
 class CallItem(StrictModel):
