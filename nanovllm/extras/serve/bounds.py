@@ -5,6 +5,7 @@ every model. This file limits prompts, messages and token ids, and counts values
 the size and the limit.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,9 +27,15 @@ QUOTE, BACKSLASH = b'"', b"\\"
 
 
 class TooLong(ValueError):
-    """Raised for a text that is longer than the model's context."""
+    """Raised for a prompt that is longer than the model's context.
+
+    Clients recognise the first sentence of the message, which is OpenAI's, and then shorten their conversation.
+    """
 
     code = "context_length_exceeded"
+
+    def __init__(self, max_tokens: int, reason: str) -> None:
+        super().__init__(f"This model's maximum context length is {max_tokens} tokens. However, {reason}.")
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,8 @@ class Bounds:
     vocab_size: int
     longest_token: int
     """The length in characters of the vocabulary's longest token. For tokens of bytes this is an upper bound."""
+    capacity: int = sys.maxsize
+    """The maximum number of tokens of one sequence in the whole KV cache."""
 
     @classmethod
     def of(cls, engine: LLMEngine, max_values: int, max_choices: int) -> "Bounds":
@@ -61,6 +70,7 @@ class Bounds:
             max_choices=max_choices,
             vocab_size=vocab_size,
             longest_token=1 if tokenizer is None else max(map(len, tokenizer.get_vocab()), default=1),
+            capacity=engine.input_processor.capacity,
         )
 
     def of_prompts(self, body: GenerationRequest) -> "Bounds":
@@ -76,8 +86,9 @@ class Bounds:
         """Raise TooLong if a text has too many characters to fit in a prompt."""
         if num_chars > self.max_chars:
             raise TooLong(
+                self.max_model_len,
                 f"the text has {num_chars} characters; at most {self.max_chars} are allowed "
-                f"({self.max_prompt_len} tokens times {self.longest_token}, the characters of the longest token)"
+                f"({self.max_prompt_len} tokens times {self.longest_token}, the characters of the longest token)",
             )
 
     def check_prompts(self, prompts: list[Any], max_inputs: int | None = None) -> None:
@@ -89,15 +100,31 @@ class Bounds:
         for prompt in prompts:
             if isinstance(prompt, str):
                 self.check_text(len(prompt))
-            elif len(prompt) >= self.max_prompt_len:
-                raise TooLong(
-                    f"the prompt has {len(prompt)} tokens; at most {self.max_prompt_len - 1} are allowed "
-                    f"(max_model_len {self.max_model_len}, less one for the output)"
-                )
+            else:
+                self.check_num_tokens(len(prompt))
+
+    def check_num_tokens(self, num_tokens: int) -> None:
+        """Raise TooLong if a prompt with `num_tokens` tokens does not fit in the context or in the KV cache."""
+        if num_tokens >= self.max_prompt_len:
+            raise TooLong(
+                self.max_model_len,
+                f"the prompt has {num_tokens} tokens; at most {self.max_prompt_len - 1} are allowed "
+                f"(max_model_len {self.max_model_len}, less one for the output)",
+            )
+        is_whole = self.max_prompt_len <= self.max_model_len  # otherwise the prompt will be truncated
+        if is_whole and num_tokens > self.capacity:
+            raise TooLong(self.capacity, f"the prompt has {num_tokens} tokens; the KV cache holds {self.capacity}")
+
+    def check_turns(self, turns: Sized, field: str) -> None:
+        """Raise TooLong if a conversation has more messages or items than the context has tokens."""
+        if len(turns) > self.max_model_len:
+            raise TooLong(
+                self.max_model_len, f"{field} has a length of {len(turns)}; at most {self.max_model_len} is allowed"
+            )
 
     def check_messages(self, messages: list[dict[str, Any]]) -> None:
         """Check messages: dicts with all fields that the template may write."""
-        self.check_count(messages, self.max_model_len, "messages (max_model_len)")
+        self.check_turns(messages, "messages")
         self.check_text(sum(map(count_chars, messages)))
         calls = [call for message in messages for call in as_list(message.get("tool_calls"))]
         num_values = 0
@@ -203,7 +230,10 @@ class BoundedTokenizer:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         self._num_tokens += len(token_ids)
         if self._num_tokens > self._bounds.max_values:
-            raise TooLong(f"a request's prompts may have {self._bounds.max_values} tokens (--max-request-values)")
+            raise TooLong(
+                self._bounds.max_model_len,
+                f"a request's prompts may have {self._bounds.max_values} tokens together (--max-request-values)",
+            )
         return token_ids
 
     def _count(self, text: str) -> None:
@@ -212,4 +242,7 @@ class BoundedTokenizer:
             self._check()
             num_tokens += len(self._tokenizer.encode(text[start : start + PIECE], add_special_tokens=False))
             if num_tokens > most:
-                raise TooLong(f"the text has more than {most} tokens; {self._bounds.max_prompt_len} are allowed")
+                raise TooLong(
+                    self._bounds.max_model_len,
+                    f"the text has more than {most} tokens; at most {self._bounds.max_prompt_len - 1} are allowed",
+                )

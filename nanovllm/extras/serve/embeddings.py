@@ -23,7 +23,7 @@ from nanovllm.extras.serve.body import JSONRoute
 from nanovllm.extras.serve.engine_thread import NewRequest
 from nanovllm.extras.serve.errors import refuse
 from nanovllm.extras.serve.generation import engine_ids, told_name
-from nanovllm.extras.serve.prompts import are_many, encode_prompts, refuse_prompts
+from nanovllm.extras.serve.prompts import are_many, check_lengths, encode_prompts
 from nanovllm.extras.serve.protocol import Name, StrictModel, Text, Texts, TokenIds
 from nanovllm.extras.serve.request_ids import new_id
 from nanovllm.extras.serve.state import ReadyServer, Server
@@ -110,7 +110,8 @@ async def embed(
         NewRequest(name, prompt, params, body.priority or 0, False)
         for name, prompt in zip(engine_ids(embedding_id, len(prompts)), prompts, strict=True)
     ]
-    with refuse_prompts(prompts, "input", llm.engine.parts.max_model_len):
+    check_lengths(prompts, "input", server.bounds)
+    with refuse("input"):
         inbox = await llm.submit(requests, partial(server.workers.run_long, request))
     server.num_in_progress += 1
     outputs: dict[str, Any] = {}

@@ -95,15 +95,15 @@ def from_validation(error: RequestValidationError) -> APIError:
 
 
 @contextmanager
-def refuse(field: str, code: str | None = None) -> Iterator[None]:
+def refuse(field: str) -> Iterator[None]:
     """Convert a ValueError or TypeError, raised by the checks of one field, to an APIError 400 that names the field.
 
-    If the error has an attribute `code`, it overrides `code`.
+    An attribute `code` of the error is the code of the APIError.
     """
     try:
         yield
     except (ValueError, TypeError) as error:
-        raise APIError(400, str(error), field, getattr(error, "code", code)) from error
+        raise APIError(400, str(error), field, getattr(error, "code", None)) from error
 
 
 async def answer(request: Request, error: Exception) -> Response:

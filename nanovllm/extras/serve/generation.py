@@ -18,11 +18,11 @@ from nanovllm.extras.lazy_outputs import RequestOutput
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.serve.async_llm import AsyncLLM
 from nanovllm.extras.serve.engine_thread import NewRequest
-from nanovllm.extras.serve.errors import APIError
+from nanovllm.extras.serve.errors import APIError, refuse
 from nanovllm.extras.serve.inbox import Inbox
-from nanovllm.extras.serve.prompts import refuse_prompts
+from nanovllm.extras.serve.prompts import check_lengths
 from nanovllm.extras.serve.protocol import GenerationRequest
-from nanovllm.extras.serve.sampling import check_length
+from nanovllm.extras.serve.sampling import check_max_tokens
 from nanovllm.extras.serve.state import Server
 from nanovllm.request import Prompt
 
@@ -57,12 +57,13 @@ class Generation:
         if num_choices > most:
             raise APIError(400, f"a request may have {most} completions (prompts times n), got {num_choices}", "n")
         self._llm = self._server.check_ready()
-        check_length(body, self._llm.engine.parts.max_model_len)
+        check_max_tokens(body, self._llm.engine.parts.max_model_len)
+        check_lengths(self._prompts, prompt_field, self._server.bounds.of_prompts(body))
         requests = [
             NewRequest(request_id, prompt, self.params, body.priority or 0, bool(body.stream))
             for request_id, prompt in zip(self.indices, self._prompts, strict=True)
         ]
-        with refuse_prompts(self._prompts, prompt_field, self._llm.engine.parts.max_model_len):
+        with refuse(prompt_field):
             self._inbox = await self._llm.submit(requests, partial(self.workers.run_long, request))
         self._server.num_in_progress += 1
 

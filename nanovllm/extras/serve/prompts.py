@@ -3,8 +3,6 @@
 Called by `Workers.run`: for a long body in a thread, so the event loop goes on meanwhile.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from nanovllm.extras.chat_options import ChatOptions, render_chat
@@ -21,7 +19,7 @@ def chat_prompt(
 ) -> Prompt:
     """The messages as the chat template writes them. Raises APIError 400 if it does not take them."""
     with refuse("messages"):
-        bounds.check_count(body.messages or [], bounds.max_model_len, "messages (max_model_len)")
+        bounds.check_turns(body.messages or [], "messages")
         messages = [message.model_dump(exclude_unset=True) for message in body.messages or []]
         bounds.check_messages(messages)
     knows_developer = "developer" in str(getattr(tokenizer, "chat_template", None))
@@ -80,9 +78,8 @@ def encode_text(tokenizer: BoundedTokenizer, text: str, add_special_tokens: bool
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=add_special_tokens)}
 
 
-@contextmanager
-def refuse_prompts(prompts: list[Any], field: str, max_model_len: int) -> Iterator[None]:
-    """As `refuse`, for encoded prompts. One that is too long for the context has a code that clients know."""
-    lengths = [len(one["prompt_token_ids"] if isinstance(one, dict) else one) for one in prompts]
-    with refuse(field, "context_length_exceeded" if max(lengths) >= max_model_len else None):
-        yield
+def check_lengths(prompts: list[Any], field: str, bounds: Bounds) -> None:
+    """Raise APIError 400 if an encoded prompt is too long."""
+    with refuse(field):
+        for one in prompts:
+            bounds.check_num_tokens(len(one["prompt_token_ids"] if isinstance(one, dict) else one))

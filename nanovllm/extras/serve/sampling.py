@@ -58,12 +58,13 @@ def chat_params(body: ChatCompletionRequest, engine: LLMEngine, parsers: Parsers
     return with_fields(engine, body, fields)
 
 
-def check_length(body: GenerationRequest, max_model_len: int) -> None:
+def check_max_tokens(body: GenerationRequest, max_model_len: int) -> None:
     """More tokens than the context holds are refused. Those that the prompt leaves no room for end with `length`."""
     for name in ("max_completion_tokens", "max_tokens"):
         wanted = getattr(body, name, None)
         if wanted is not None and wanted > max_model_len:
-            raise APIError(400, f"{name} must be at most {max_model_len}, the model's context, got {wanted}", name)
+            context = f"this model's maximum context length is {max_model_len} tokens"
+            raise APIError(400, f"{name} must be at most {max_model_len}, got {wanted}: {context}", name)
 
 
 def with_fields(engine: LLMEngine, body: GenerationRequest, fields: dict[str, Any]) -> SamplingParams:

@@ -1,6 +1,8 @@
 """Bad requests: each gets OpenAI's error with the right status, and the next request is served."""
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 
@@ -198,6 +200,58 @@ def test_a_prompt_that_is_too_long(client, llm):
     check_error(client.post(CHAT, {"messages": messages}), 400, "messages", "context_length_exceeded")
 
 
+OVERFLOW = re.compile(r"^This model's maximum context length is (\d+) tokens\. However, ")
+"""What LangChain, LiteLLM and coding agents look for. They compact the conversation then."""
+
+
+def check_overflow(response, param, num_tokens):
+    message = check_error(response, 400, param, "context_length_exceeded")
+    assert OVERFLOW.match(message).groups() == (str(num_tokens),), message
+
+
+def test_clients_recognise_each_overflow_of_the_context(client, llm):
+    most, long = llm.engine.parts.max_model_len, "x" * 600
+    longest = max(map(len, llm.engine.tokenizer.get_vocab()))
+    longer, user = "x" * (most * longest + 1), {"role": "user"}
+    for text in (long, longer):
+        for one in (text, ["ab", text]):
+            check_overflow(client.post(COMPLETIONS, {"prompt": one}), "prompt", most)
+            check_overflow(client.post("/v1/embeddings", {"input": one}), "input", most)
+        for content in (text, [{"type": "text", "text": text}]):
+            messages = [*MESSAGES, {**user, "content": content}]
+            check_overflow(client.post(CHAT, {"messages": messages}), "messages", most)
+            check_overflow(client.post(CHAT, {"messages": messages, "stream": True}), "messages", most)
+        check_overflow(client.post("/v1/responses", {"input": text}), "input", most)
+        check_overflow(client.post("/v1/responses", {"input": "a", "instructions": text}), "input", most)
+    for path, field in ((COMPLETIONS, "prompt"), ("/v1/embeddings", "input")):
+        check_overflow(client.post(path, {field: [1] * most}), field, most)
+        check_overflow(client.post(path, {field: [[1], [1] * most]}), field, most)
+    many = [{**user, "content": ""}] * (most + 1)
+    check_overflow(client.post(CHAT, {"messages": many}), "messages", most)
+    check_overflow(client.post("/v1/responses", {"input": many}), "input", most)
+    check_overflow(client.post("/v1/responses", {"input": many[1:], "instructions": "a"}), "input", most)
+    tool = {"type": "function", "function": {"name": "f", "description": longer}}
+    check_overflow(client.post(CHAT, {"messages": MESSAGES, "tools": [tool]}), "tools", most)
+
+
+def test_a_small_kv_cache_is_the_context_of_its_prompts(client, llm):
+    bounds = client.server.bounds
+    assert bounds.capacity == llm.engine.input_processor.capacity
+    client.server.bounds = replace(bounds, capacity=20)
+    assert client.ask(COMPLETIONS, prompt=[1] * 20, max_tokens=1)
+    check_overflow(client.post(COMPLETIONS, {"prompt": [1] * 21}), "prompt", 20)
+    check_overflow(client.post(CHAT, {"messages": [{"role": "user", "content": "x" * 21}]}), "messages", 20)
+    check_overflow(client.post("/v1/embeddings", {"input": [1] * 21}), "input", 20)
+    short = {"prompt": [1] * 21, "truncate_prompt_tokens": 3, "max_tokens": 1}
+    assert client.ask(COMPLETIONS, **short)["usage"]["prompt_tokens"] == 3
+
+
+def test_a_truncation_that_is_too_long_is_no_overflow_of_the_context(client, llm):
+    most = llm.engine.parts.max_model_len
+    body = {"prompt": [1] * (most + 5), "truncate_prompt_tokens": most, "max_tokens": 1}
+    assert "truncate_prompt_tokens" in check_error(client.post(COMPLETIONS, body), 400, "prompt")
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 def test_more_tokens_than_the_context_are_refused_and_more_than_there_is_room_for_are_not(short_llm, name):
     """As in vLLM 0.32."""
@@ -207,6 +261,7 @@ def test_more_tokens_than_the_context_are_refused_and_more_than_there_is_room_fo
             continue
         message = check_error(client.post(path, {**body, name: most + 1}), 400, name)
         assert f"at most {most}" in message
+        assert f"this model's maximum context length is {most} tokens" in message
         answer = client.ask(path, **body, ignore_eos=True, **{name: most})
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["usage"]["total_tokens"] == most

@@ -314,8 +314,8 @@ def test_each_bound_holds_to_the_last(new_client, llm):
     assert client.ask("/detokenize", tokens=[5] * most)
     refused(client, "/detokenize", "tokens", [str(most), str(most + 1)], tokens=[5] * (most + 1))
     messages = [{"role": "u", "content": ""}] * (most + 1)
-    refused(client, CHAT, "messages", [str(most), str(most + 1)], messages=messages)
     too_long, code = "a" * (most * longest + 1), "context_length_exceeded"
+    refused(client, CHAT, "messages", [str(most), str(most + 1)], code, messages=messages)
     for path, field in ((PATH, "prompt"), ("/tokenize", "prompt"), ("/v1/embeddings", "input")):
         refused(client, path, field, [str(most * longest), str(len(too_long))], code, **{field: too_long})
     parts = [{"type": "text", "text": too_long[: len(too_long) // 2 + 1]}] * 2
@@ -355,7 +355,7 @@ def test_each_bound_of_a_response_holds_to_the_last(new_client, llm):
     client, most = new_client(), llm.engine.parts.max_model_len
     chars = most * max(map(len, llm.engine.tokenizer.get_vocab()))
     item, code = {"role": "user", "content": ""}, "context_length_exceeded"
-    refused(client, RESPONSES, "input", [str(most), str(most + 1)], input=[item] * (most + 1))
+    refused(client, RESPONSES, "input", [str(most), str(most + 1)], code, input=[item] * (most + 1))
     refused(client, RESPONSES, "input", [str(chars)], code, input=[{**item, "content": "a" * (chars // 2 + 1)}] * 2)
     tool = {"type": "function", "name": "f", "description": "a" * chars}
     refused(client, RESPONSES, "tools", [str(chars)], code, input="a", tools=[tool])

@@ -26,7 +26,6 @@ from nanovllm.extras.serve.responses.responses_protocol import (
 SHARED = GenerationRequest.model_fields.keys() - {"stream_options", "response_format", "n"}
 FIELDS = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
 """Name of a chat's field -> name of the response's field."""
-ITEMS_BOUND = "items (max_model_len)"
 
 
 @contextmanager
@@ -98,7 +97,7 @@ def to_response_format(body: ResponsesRequest) -> dict[str, Any] | None:
 def to_messages(body: ResponsesRequest, bounds: Bounds) -> list[dict[str, Any]]:
     """Return the messages of the chat. Raises APIError 400 or RequestValidationError if the input is invalid."""
     with refuse("input"):
-        bounds.check_count([] if isinstance(body.input, str) else body.input, bounds.max_model_len, ITEMS_BOUND)
+        bounds.check_turns([] if isinstance(body.input, str) else body.input, "input")
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})
