@@ -282,7 +282,7 @@ class ToolFields(StrictModel):
     @model_validator(mode="after")
     def _check_tool_choice(self) -> "ToolFields":
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
-            raise conflict("tool_choice", "tool_choice needs tools")
+            raise conflict("tool_choice", "tool_choice needs tools of the type function")
         known = [tool.function.name for tool in self.tools or []]
         for name in self._chosen_names():
             if name not in known:

@@ -5,9 +5,12 @@ The oracles: the chat of the same conversation, and how a scripted answer was ma
 
 import json
 import re
+from typing import get_args
 
 import pytest
 from test_structured import ADD, CALL, FORMAT, MESSAGES, NUMBER, SCHEMA, TEMPLATE, WEATHER
+
+from nanovllm.extras.serve.responses.responses_protocol import Include, ResponseTool
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
 FLAT_ADD = {"type": "function", **ADD["function"]}
@@ -192,14 +195,28 @@ def test_the_conversation_is_the_chats(client, llm, monkeypatch):
         ({"response_format": FORMAT}, "response_format", "text.format"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "text", "text"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "function"),
+        ({"tools": [{"type": "elephant"}]}, "tools", "'function'"),
+        ({"tools": [{"type": "function"}]}, "tools", "name"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "function"),
+        ({"tools": [FLAT_ADD, {"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", ""),
+        (
+            {
+                "tools": [FLAT_ADD],
+                "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]},
+            },
+            "tool_choice",
+            "function",
+        ),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "tools"),
+        ({"reasoning": {"effort": "most"}}, "reasoning", "max"),
+        ({"text": {"verbosity": "mute"}}, "text", "low"),
         ({"tools": [FLAT_ADD], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "add"),
         ({"tool_choice": "required"}, "tool_choice", "tools"),
         ({"max_output_tokens": 10**7}, "max_output_tokens", "max_output_tokens"),
         ({"input": "a" * 10**5}, "input", ""),
         ({"temperature": -1}, "temperature", ""),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata", ""),
-        ({"include": ["file_search_call.results"]}, "include", ""),
+        ({"include": ["elephant"]}, "include", "reasoning.encrypted_content"),
         ({"model": "another"}, "model", ""),
     ],
 )
@@ -211,6 +228,95 @@ def test_what_is_refused_names_the_field_of_a_response(client, body, param, word
     assert error["param"] == param, error
     assert word in error["message"]
     assert not re.search("max_completion_tokens|response_format:|messages", error["message"])
+
+
+# ---- what Codex sends (version 0.169.0, with shorter texts)
+
+CLOSE_AGENT = {"type": "function", "name": "close_agent", "strict": False, "parameters": NUMBER}
+GET_GOAL = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+CODEX = {
+    "tools": [
+        {**FLAT_ADD, "name": "exec_command", "description": "Runs a command in a PTY.", "strict": False},
+        {"type": "namespace", "name": "multi_agent_v1", "description": "Sub-agents.", "tools": [CLOSE_AGENT]},
+        {"type": "function", "name": "get_goal", "description": "Get it.", "strict": False, "parameters": GET_GOAL},
+        {"type": "custom", "name": "apply_patch", "description": "Edits files.",
+         "format": {"type": "grammar", "syntax": "lark", "definition": "start: \"a\""}},
+        {"type": "web_search", "external_web_access": False},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "max", "summary": "auto"},
+    "text": {"verbosity": "low"},
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "01a21233-8b77-73c3-90cd-7d0101d842e8",
+    "client_metadata": {"x-codex-installation-id": "104855e4-82ce-46c8-baba-f118283a5888"},
+}  # fmt: skip
+CODEX_TURN = [
+    {"type": "message", "id": "msg_1", "role": "developer", "content": [{"type": "input_text", "text": "You are."}]},
+    {"type": "message", "id": "msg_2", "role": "user", "content": [{"type": "input_text", "text": "What?"}]},
+]
+CODEX_HISTORY = [
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}],
+     "encrypted_content": None},
+    {"type": "function_call", "status": "completed", "id": "fc_1", "name": "exec_command", "arguments": '{"a": 1}',
+     "call_id": "c1"},
+    {"type": "function_call_output", "id": "fco_1", "call_id": "c1", "output": "Output:\nhi"},
+]  # fmt: skip
+CODEX_COMPACTION = {"tools": [], "parallel_tool_calls": False}
+
+
+def test_codex_is_answered(client, llm, monkeypatch):
+    """Its turns and the compaction of its history. Oracle: the prompt as the template writes it, functions only."""
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", TEMPLATE)
+    functions, turn = "[exec_command][get_goal]", "system:You are.|user:What?|"
+    for items, others, prompt in (
+        (CODEX_TURN, {}, functions + turn),
+        (CODEX_TURN + CODEX_HISTORY, {}, functions + turn + 'assistant:exec_command{"a": 1}|tool:Output:\nhi|'),
+        ([*CODEX_TURN, CODEX_TURN[1]], CODEX_COMPACTION, turn + "user:What?|"),
+    ):
+        response = stream(client, **{**CODEX, "input": items, "max_output_tokens": 2, **others})[-1]["response"]
+        assert response["usage"]["input_tokens"] == len(prompt)
+        assert [tool["name"] for tool in response["tools"]] == ([] if others else ["exec_command", "get_goal"])
+
+
+def test_tools_that_cannot_run_here_are_skipped(client, llm, monkeypatch):
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", TEMPLATE)
+    names = {
+        one for kind in get_args(ResponseTool)[0].__args__ for one in get_args(kind.model_fields["type"].annotation)
+    }
+    others = [{"type": name, "name": 5, "parameters": "x"} for name in sorted(names - {"function"})]
+    assert len(others) > 10
+    body = {"max_output_tokens": 1, "temperature": 0}
+    plain, with_add = ask(client, **body), ask(client, **body, tools=[FLAT_ADD])
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [*others[:2], {"type": "function", "name": "add"}]}
+    for fields, expected in (
+        ({"tools": others}, plain),
+        ({"tools": others, "tool_choice": "auto"}, plain),
+        ({"tools": []}, plain),
+        ({"tools": [], "tool_choice": "none"}, plain),
+        ({"tools": [*others, FLAT_ADD]}, with_add),
+        ({"tools": [*others, FLAT_ADD], "tool_choice": allowed}, with_add),
+        ({"tools": [*others, FLAT_ADD], "tool_choice": allowed | {"tools": others[:2]}}, plain),
+    ):
+        assert ask(client, **body, **fields)["usage"]["input_tokens"] == expected["usage"]["input_tokens"], fields
+    (call,) = ask(client, tools=[*others, FLAT_ADD], tool_choice="required", parallel_tool_calls=False)["output"]
+    assert call["name"] == "add"
+
+
+def test_settings_without_effect_are_accepted(client):
+    included = [one for one in get_args(Include) if one != "message.output_text.logprobs"]
+    fields = {"temperature": 0, "max_output_tokens": 4}
+    answers = [
+        ask(client, **fields, **body)["output"][0]["content"]
+        for body in (
+            {},
+            {"include": included},
+            {"include": [], "text": {"verbosity": "high"}},
+            {"reasoning": {"effort": "max"}, "parallel_tool_calls": False},
+        )
+    ]
+    assert answers == answers[:1] * len(answers)
 
 
 def test_a_step_that_fails_ends_the_stream_with_a_failure(client, llm, monkeypatch):

@@ -49,7 +49,7 @@ def to_chat(body: ResponsesRequest, bounds: Bounds) -> ChatCompletionRequest:
         "logprobs": body.wants_logprobs or None,
         "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
         "chat_template_kwargs": template_variables(body),
-        "tools": None if not body.tools else [to_tool(tool.model_dump(exclude_unset=True)) for tool in body.tools],
+        "tools": [to_tool(tool.model_dump(exclude_unset=True)) for tool in body.functions] or None,
         "tool_choice": to_tool_choice(body.tool_choice),
         "response_format": to_response_format(body),
     }
@@ -76,7 +76,9 @@ def to_tool(tool: dict[str, Any]) -> dict[str, Any]:
 def to_tool_choice(choice: Any) -> Any:
     """Return a tool choice in the format of a chat."""
     if isinstance(choice, AllowedTools):
-        tools = [to_tool(one.model_dump()) for one in choice.tools]
+        tools = [to_tool(one.model_dump()) for one in choice.functions]
+        if not tools:  # none of them can be used
+            return "none"
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
     return to_tool(choice.model_dump()) if isinstance(choice, ChosenFunction) else choice
 

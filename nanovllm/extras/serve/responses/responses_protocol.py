@@ -31,11 +31,40 @@ NOT_STORED = "responses are not stored; send the whole conversation as input"
 
 class FunctionTool(StrictModel):
     type: Literal["function"]
-    """Only functions are allowed: tools that the server would have to run are refused."""
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+OtherType = Literal[
+    "apply_patch",
+    "code_interpreter",
+    "computer",
+    "computer_use_preview",
+    "custom",
+    "file_search",
+    "image_generation",
+    "local_shell",
+    "mcp",
+    "namespace",
+    "programmatic_tool_calling",
+    "shell",
+    "tool_search",
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+]
+
+
+class OtherTool(StrictModel):
+    """A tool of OpenAI that cannot run here. Such tools are skipped: clients such as Codex always send them."""
+
+    type: OtherType
+
+
+ResponseTool = Annotated[FunctionTool | OtherTool, Field(discriminator="type")]
 
 
 class ChosenFunction(StrictModel):
@@ -43,10 +72,30 @@ class ChosenFunction(StrictModel):
     name: Name
 
 
+AllowedTool = Annotated[ChosenFunction | OtherTool, Field(discriminator="type")]
+
+
 class AllowedTools(StrictModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[ChosenFunction], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+    @property
+    def functions(self) -> list[ChosenFunction]:
+        """The tools that can be used."""
+        return [tool for tool in self.tools if isinstance(tool, ChosenFunction)]
+
+
+Include = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
 class TextFormat(StrictModel):
@@ -67,12 +116,12 @@ class TextFormat(StrictModel):
 
 class TextOptions(StrictModel):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
-    """Accepted only with the value that has no effect."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """No effect: open models have no such setting."""
 
 
 class Reasoning(StrictModel):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """The variable `reasoning_effort` of the chat template; `none` also sets `enable_thinking` to false."""
     summary: Literal["auto", "concise", "detailed"] | None = None
     """No effect: the answer contains the whole reasoning, not a summary."""
@@ -84,14 +133,14 @@ class ResponsesRequest(GenerationRequest):
     instructions: Text | None = None
     """A system message before the input."""
     max_output_tokens: int | None = Field(None, ge=1)
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    """Functions; tools of other types are skipped."""
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    include: Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
-                       Field(max_length=16, fail_fast=True)] | None = None  # fmt: skip
-    """`reasoning.encrypted_content` has no effect: reasoning is sent as plain text."""
+    include: Annotated[list[Include], Field(max_length=16, fail_fast=True)] | None = None
+    """Only `message.output_text.logprobs` has an effect: reasoning is sent as plain text, and no tool runs here."""
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     metadata: Annotated[dict[MetadataKey, MetadataValue] | None, at_most(MAX_METADATA)] = None
     store: bool | None = None
@@ -116,7 +165,15 @@ class ResponsesRequest(GenerationRequest):
             raise conflict("n", "n must be 1: a response has one answer")
         if self.response_format is not None:
             raise conflict("response_format", "response_format must be given as text.format")
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools) and choice.mode == "required" and not choice.functions:
+            raise conflict("tool_choice", "tool_choice must allow at least one tool of the type function")
         return self
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The tools that can be used."""
+        return [tool for tool in self.tools or [] if isinstance(tool, FunctionTool)]
 
     @property
     def wants_logprobs(self) -> bool:

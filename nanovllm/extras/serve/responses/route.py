@@ -127,7 +127,7 @@ class GrowingResponse:
             "output": list(self._items.items),
             "usage": None,
             "parallel_tool_calls": self._body.parallel_tool_calls is not False,
-            "tools": [tool.model_dump() for tool in self._body.tools or []],
+            "tools": [tool.model_dump() for tool in self._body.functions],
             "temperature": self._params.temperature,
             "top_p": self._params.top_p,
             "previous_response_id": None,
