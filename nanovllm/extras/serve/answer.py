@@ -5,6 +5,7 @@
 the rest                   content
 """
 
+import json
 from typing import Any
 from uuid import uuid4
 
@@ -22,6 +23,9 @@ class Answer:
         functions = [tool.function for tool in body.told_tools]
         self._tools = parsers.for_request(body)(functions) if functions else None
         self._max_calls = 1 if body.has_one_call else None
+        self._must_call = body.must_call
+        self._has_content = False
+        self._arguments: list[str] = []  # pieces of the newest call's arguments
 
     def feed(self, text: str, is_last: bool) -> list[dict[str, Any]]:
         """Return the deltas of OpenAI's streams for `text`, the next piece of the answer.
@@ -38,10 +42,24 @@ class Answer:
             deltas += self._deltas(self._tools.finish())
         return deltas
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the whole answer ends within a call: a stop string or a stop token can end it there.
+
+        A model may omit the end of a call, so a call is complete if its arguments are. If calls are forced, the answer
+        consists of calls, and any other text is the beginning of a call.
+        """
+        if self._tools is None:
+            return False
+        if self._must_call and (self._has_content or self._tools.num_calls == 0):
+            return True
+        is_told = self._max_calls is None or self._tools.num_calls <= self._max_calls
+        return self._tools.is_within_call and is_told and not is_json("".join(self._arguments))
+
     def finish_reason(self, reason: str) -> str:
-        """Return OpenAI's finish reason for the engine's `reason`: `tool_calls` if the answer has called a tool."""
+        """Return OpenAI's finish reason for the engine's `reason`: `tool_calls` if the answer has complete calls."""
         has_called = self._tools is not None and self._tools.num_calls > 0
-        return "tool_calls" if has_called and reason == "stop" else reason
+        return "tool_calls" if has_called and reason == "stop" and not self.is_cut_off else reason
 
     def _read(self, text: str) -> list[dict[str, Any]]:
         if self._tools is not None:
@@ -49,11 +67,27 @@ class Answer:
         return [{"content": text}] if text else []
 
     def _deltas(self, events: list[Event]) -> list[dict[str, Any]]:
-        return [
-            to_delta(event)
-            for event in events
-            if isinstance(event, Content) or self._max_calls is None or event.index < self._max_calls
-        ]
+        deltas = []
+        for event in events:
+            if not isinstance(event, Content) and self._max_calls is not None and event.index >= self._max_calls:
+                continue
+            if isinstance(event, CallStart):
+                self._arguments = []
+            elif isinstance(event, CallArguments):
+                self._arguments.append(event.text)
+            else:
+                self._has_content = True
+            deltas.append(to_delta(event))
+        return deltas
+
+
+def is_json(text: str) -> bool:
+    """Return whether a text is a whole JSON value."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def to_delta(event: Event) -> dict[str, Any]:

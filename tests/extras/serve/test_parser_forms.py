@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from test_parsers import PLACES, cut, read_tools
 from test_structured import ADD, CHAT, SCHEMAS, WEATHER, add_up, ask, check_calls
 
+from nanovllm.extras.serve.answer import Answer, merge
 from nanovllm.extras.serve.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, Parsers
 from nanovllm.extras.serve.parsers.reasoning import DeepSeekR1
-from nanovllm.extras.serve.protocol import Function
+from nanovllm.extras.serve.protocol import ChatCompletionRequest, Function
 from tests.conftest import examples
 
 B, E = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -196,3 +197,36 @@ def test_forced_calls_and_written_ones(new_client, form):
         client.events(CHAT, messages=[{"role": "user", "content": "What?"}], max_tokens=500, **scripted)
     )
     assert [call["function"] for call in messages[0]["tool_calls"]] == calls
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("form", sorted(SPELLED))
+def test_an_answer_that_stops_within_a_call_has_not_called(form, choice):
+    """A stop string may cut the text anywhere. Oracle: whether `json` reads the arguments of each call that is told."""
+    parsers = Parsers(TOOL_PARSERS[form])
+    forced = "hermes" if choice == "required" and parsers.tools.spelling is None else form
+    text = SPELLED[forced]([("get_weather", {"city": "Oslo"}), ("add", {"a": [1, {}]})])
+    for is_parallel in (True, False):
+        body = ChatCompletionRequest.model_validate(
+            {"messages": [{"role": "user", "content": "?"}], "tools": [WEATHER, ADD], "tool_choice": choice,
+             "parallel_tool_calls": is_parallel}
+        )  # fmt: skip
+        reasons = set()
+        for end in range(len(text) + 1):
+            answer = Answer(body, "", parsers)
+            message = merge(answer.feed(text[:end], is_last=True))
+            calls = [call["function"]["arguments"] for call in message.get("tool_calls", [])]
+            is_whole = bool(calls) and all(map(is_json, calls)) and not (choice == "required" and message["content"])
+            reasons.add(answer.finish_reason("stop"))
+            assert answer.finish_reason("stop") == ("tool_calls" if is_whole else "stop"), text[:end]
+            assert answer.is_cut_off == (not is_whole if choice == "required" else bool(calls) and not is_whole)
+            assert answer.finish_reason("length") == "length"
+        assert reasons == {"stop", "tool_calls"}
+
+
+def is_json(text):
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

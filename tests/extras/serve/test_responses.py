@@ -120,6 +120,17 @@ def test_a_call_that_is_cut_off_is_incomplete(client, stream_it):
     assert response["output"][0]["name"] == "add"
 
 
+@pytest.mark.parametrize("stream_it", [False, True])
+def test_a_call_that_a_stop_string_ends_is_incomplete(client, stream_it):
+    body = {"tools": [FLAT_ADD], "tool_choice": {"type": "function", "name": "add"}, "max_output_tokens": 100}
+    for stop, kind in (('"a"', "function_call"), ('name"', "message")):
+        fields = body | {"stop": stop}
+        response = stream(client, **fields)[-1]["response"] if stream_it else ask(client, **fields)
+        (item,) = response["output"]
+        assert (item["type"], item["status"], response["status"]) == (kind, "incomplete", "incomplete")
+        assert response["incomplete_details"] == {"reason": "stop"}
+
+
 def test_a_stream_is_the_whole(client):
     body = {"text": TEXT_FORMAT, "seed": 3, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
     whole = ask(client, **body)

@@ -323,6 +323,20 @@ def test_an_answer_that_is_cut_off(client, stream):
     assert thought["message"]["content"] == ""
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_within_a_forced_call_is_no_call(client, stream):
+    """Stop strings of a forced call's text, from its name to its end."""
+    body = {"messages": MESSAGES, "tools": [ADD], "tool_choice": named("add"), "max_tokens": 100}
+    for stop, reason in (('name"', "stop"), ('"a"', "stop"), ("\n</tool_call>", "tool_calls")):
+        if stream:
+            messages, reasons = add_up(client.events(CHAT, **body, stop=stop))
+            message, told = messages[0], reasons[0]
+        else:
+            (choice,) = client.ask(CHAT, **body, stop=stop)["choices"]
+            message, told = choice["message"], choice["finish_reason"]
+        assert (told, bool(message.get("tool_calls"))) == (reason, stop != 'name"')
+
+
 # ---- what the template is told
 
 TEMPLATE = (

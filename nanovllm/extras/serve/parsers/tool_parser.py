@@ -109,6 +109,11 @@ class ToolParser(ABC):
             pass
         return events
 
+    @property
+    def is_within_call(self) -> bool:
+        """Whether a call whose name is known has begun, and its end has not been read."""
+        return self._call is not None and self._call.name is not None
+
     def finish(self) -> list[Event]:
         """Return the events for the text that was held back. Call this at the end of the answer.
 

@@ -110,7 +110,8 @@ class GrowingResponse:
         self._num_chars, self._num_tokens = len(completion.text), len(completion.token_ids)
         events = self._items.feed(deltas, logprobs)
         if reason is not None:
-            events += self._items.finish("completed" if reason == "stop" else "incomplete")
+            is_complete = reason == "stop" and not self._answer.is_cut_off
+            events += self._items.finish("completed" if is_complete else "incomplete")
         return events
 
     def _describe(self, output: RequestOutput | None, status: str = "in_progress") -> dict[str, Any]:
@@ -142,6 +143,8 @@ class GrowingResponse:
         """Return the status and the usage of a finished request."""
         (completion,) = output.outputs
         usage = self._usage(output)
+        if completion.finish_reason == "stop" and self._answer.is_cut_off:
+            return {"status": "incomplete", "incomplete_details": {"reason": "stop"}, "usage": usage}
         if completion.finish_reason == "stop":
             return {"status": "completed", "usage": usage}
         if completion.finish_reason == "length":
