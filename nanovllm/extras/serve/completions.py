@@ -21,6 +21,7 @@ from nanovllm.extras.serve.sampling import completion_params
 from nanovllm.extras.serve.state import ReadyServer
 from nanovllm.extras.serve.streaming import EventStream, answer_whole
 from nanovllm.extras.serve.structured_outputs import compile_structured_outputs
+from nanovllm.extras.serve.text_offsets import DecodedOffsets, offsets_of_text
 from nanovllm.extras.serve.token_bytes import TokenBytes
 
 router = APIRouter(route_class=JSONRoute)
@@ -63,7 +64,8 @@ class Completions:
         self._model_name = model_name
         self._n = body.n or 1
         num_choices = len(generation.indices) * self._n
-        self._choices = [Choice(body, i, tokenizer, token_bytes) for i in range(num_choices)]
+        skips = generation.params.skip_special_tokens
+        self._choices = [Choice(body, i, tokenizer, token_bytes, skips) for i in range(num_choices)]
 
     def whole(self) -> dict[str, Any]:
         """Return the JSON of the whole answer."""
@@ -103,7 +105,9 @@ class Completions:
 class Choice:
     """One completion, and how much of it has been sent. With `echo`, its text begins with the prompt."""
 
-    def __init__(self, body: CompletionRequest, index: int, tokenizer: Any, token_bytes: TokenBytes) -> None:
+    def __init__(
+        self, body: CompletionRequest, index: int, tokenizer: Any, token_bytes: TokenBytes, skip_special_tokens: bool
+    ) -> None:
         self._body = body
         self._index = index
         self._tokenizer = tokenizer
@@ -112,41 +116,53 @@ class Choice:
         self._is_finished = False
         self._num_chars = 0  # of the completion
         self._num_tokens = 0
-        self._text_offset = 0  # of the next token, for log-probabilities
+        self._offsets = DecodedOffsets(token_bytes, skip_special_tokens)
 
     def grow(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any] | None:
         """Return the JSON of the text, tokens and end that have not been sent; None if there is nothing new."""
         if self._is_finished:
             return None
-        text, token_ids, logprobs = "", [], []
+        text, token_ids, logprobs, offsets = "", [], [], []
+        has_logprobs = self._body.logprobs is not None
         if self._body.echo and not self._is_begun:
             text += self._prompt_text(output)
             token_ids += output.prompt_token_ids
             logprobs += output.prompt_logprobs or []
+            offsets += self._prompt_offsets(output, text) if has_logprobs else []
+        elif has_logprobs and not self._is_begun:
+            self._offsets.skip_prompt(output.prompt_token_ids)
         if self._body.max_tokens != 0:
+            new_ids = completion.token_ids[self._num_tokens :]
             text += completion.text[self._num_chars :]
-            token_ids += completion.token_ids[self._num_tokens :]
+            token_ids += new_ids
             logprobs += (completion.logprobs or [])[self._num_tokens :]
+            offsets += self._offsets.read_output(new_ids) if has_logprobs else []
         self._num_chars, self._num_tokens = len(completion.text), len(completion.token_ids)
         self._is_begun, self._is_finished = True, completion.finish_reason is not None
-        wants_logprobs = self._body.logprobs is not None and bool(token_ids)
-        if not (text or wants_logprobs or self._is_finished):
+        shows_logprobs = has_logprobs and bool(token_ids)
+        if not (text or shows_logprobs or self._is_finished):
             return None
+        told = completion_logprobs(logprobs, token_ids, offsets, self._token_bytes) if shows_logprobs else None
         return {
             "index": self._index,
             "text": text,
-            "logprobs": self._logprobs(logprobs, token_ids) if wants_logprobs else None,
+            "logprobs": told,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
 
     def _prompt_text(self, output: RequestOutput) -> str:
-        if output.prompt is not None or self._tokenizer is None:
+        is_whole = self._body.truncate_prompt_tokens is None
+        if (output.prompt is not None and is_whole) or self._tokenizer is None:
             return output.prompt or ""
         text: str = self._tokenizer.decode(output.prompt_token_ids)
         return text
 
-    def _logprobs(self, positions: list[Any], token_ids: list[int]) -> dict[str, Any]:
-        logprobs = completion_logprobs(positions, token_ids, self._text_offset, self._token_bytes)
-        self._text_offset += sum(map(len, logprobs["tokens"]))
-        return logprobs
+    def _prompt_offsets(self, output: RequestOutput, text: str) -> list[int]:
+        token_ids, adds = output.prompt_token_ids, self._body.add_special_tokens is not False
+        is_text = output.prompt is not None
+        offsets = offsets_of_text(self._tokenizer, text, token_ids, adds) if is_text else None
+        if offsets is None:
+            return self._offsets.read_prompt(token_ids, text)
+        self._offsets.num_chars = len(text)
+        return offsets

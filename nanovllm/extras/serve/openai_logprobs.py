@@ -42,20 +42,18 @@ def chat_logprobs(
 
 
 def completion_logprobs(
-    positions: Sequence[Position | None], token_ids: Sequence[int], offset: int, token_bytes: TokenBytes
+    positions: Sequence[Position | None], token_ids: Sequence[int], offsets: Sequence[int], token_bytes: TokenBytes
 ) -> dict[str, Any]:
-    """Return the log-probabilities of a completion. offset: the length of the text before the first token.
+    """Return the log-probabilities of a completion. offsets: where the text of each token begins.
 
     The first token of a prompt has no log-probability.
     """
-    text_of, tokens, offsets = token_bytes.text_of, [], []
+    text_of, tokens = token_bytes.text_of, []
     chosen: list[float | None] = []
     top: list[dict[str, float] | None] = []
     for position, token_id in zip(positions, token_ids, strict=True):
         entries = entries_of(position) if position else None
         tokens.append(text_of(token_id))
-        offsets.append(offset)
-        offset += len(tokens[-1])
         chosen.append(entries[token_id][0] if entries else None)
         top.append({text_of(i): value for i, (value, _) in entries.items()} if entries else None)
-    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
+    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": list(offsets)}

@@ -42,6 +42,10 @@ class TokenBytes:
         text = self.text_of(token_id)
         return json.dumps(text), json.dumps(list(self.of(token_id, text)), separators=(",", ":"))
 
+    def is_special(self, token_id: int) -> bool:
+        """Return whether `skip_special_tokens` skips a token."""
+        return token_id in self._added and bool(self._added[token_id].special)
+
     def of(self, token_id: int, text: str) -> bytes:
         """Return the bytes of a token. text: the token's text by itself, used for other kinds of vocabularies."""
         if self._tokenizer is None or token_id in self._added:

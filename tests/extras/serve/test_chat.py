@@ -157,7 +157,7 @@ def test_what_can_never_be_drawn_is_finite_in_json(client):
     positions = [{5: Logprob(float("-inf"), 1, "x")}]
     (entry,) = chat_logprobs(positions, [5], 1, TokenBytes(None))["content"]
     assert json.loads(entry.json)["logprob"] == -9999.0
-    assert completion_logprobs(positions, [5], 0, TokenBytes(None))["token_logprobs"] == [-9999.0]
+    assert completion_logprobs(positions, [5], [0], TokenBytes(None))["token_logprobs"] == [-9999.0]
 
 
 def test_names_of_the_model(client):
