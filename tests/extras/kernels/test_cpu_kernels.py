@@ -19,6 +19,7 @@ from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.kernels.choices import select_backend
 from nanovllm.extras.kernels.cpu import cpu_layers as layers
 from nanovllm.extras.kernels.cpu import library as cpu
+from nanovllm.extras.kernels.cpu import library_cache
 from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm.extras.kernels.cpu.cpu_decoder_layer import CpuDecoderLayer, fuse_layers
 from nanovllm.extras.kernels.cpu.cpu_layers import CpuLinear, HugePages, pack, replace_layers
@@ -504,11 +505,14 @@ def test_a_compiler_that_fails_is_quoted(fresh_cache, monkeypatch):
     assert not list(fresh_cache.iterdir())
 
 
-def test_a_compiler_that_is_not_there_is_no_disaster(fresh_cache, monkeypatch):
+def test_a_compiler_that_is_not_there_is_no_disaster(fresh_cache, monkeypatch, caplog):
     monkeypatch.setenv("CC", "/no/such/compiler")
     with pytest.raises(NoLibraryError, match="could not be compiled and loaded: .*/no/such/compiler"):
         load_library(torch.float32)
-    assert isinstance(LLM(TINY).engine.runner.backend, TorchAttention)
+    with caplog.at_level("WARNING"):
+        assert isinstance(LLM(TINY).engine.runner.backend, TorchAttention)
+    assert "the CPU kernels cannot be used" in caplog.text
+    assert "/no/such/compiler" in caplog.text
 
 
 def test_it_is_compiled_once(fresh_cache, monkeypatch):
@@ -516,7 +520,7 @@ def test_it_is_compiled_once(fresh_cache, monkeypatch):
     load_library(torch.float32)
     (file,) = fresh_cache.iterdir()
     assert fresh_cache.stat().st_mode & 0o077 == 0  # nobody else can put code there
-    monkeypatch.setattr(cpu, "compile_to", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(library_cache, "compile_to", lambda *_: pytest.fail("compiled again"))
     cpu.load_library.cache_clear()
     assert isinstance(load_library(torch.float32), ctypes.CDLL)
     assert list(fresh_cache.iterdir()) == [file]

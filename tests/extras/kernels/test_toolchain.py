@@ -16,7 +16,7 @@ import torch
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.extras.kernels.cpu import library as cpu
-from nanovllm.extras.kernels.cpu import toolchain
+from nanovllm.extras.kernels.cpu import library_cache, toolchain
 from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -194,14 +194,14 @@ def foreign(folder, monkeypatch):
 
 
 def read_only(folder, monkeypatch):
-    compile_to = cpu.compile_to
+    compile_to = library_cache.compile_to
 
-    def refuse(path, command):
-        if path.parent == folder:
-            raise OSError(30, "Read-only file system", str(path))
-        compile_to(path, command)
+    def refuse(where, *args):
+        if where == folder:
+            raise OSError(30, "Read-only file system", str(where))
+        return compile_to(where, *args)
 
-    monkeypatch.setattr(cpu, "compile_to", refuse)
+    monkeypatch.setattr(library_cache, "compile_to", refuse)
 
 
 def without_execution(folder, monkeypatch):

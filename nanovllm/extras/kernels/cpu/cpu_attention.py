@@ -3,6 +3,7 @@
 `extras/kernels/choices.py` chooses it; `assembly.py` calls `replace_layers` when the weights are loaded.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from nanovllm.extras.kernels.cpu.cpu_layers import replace_layers
 from nanovllm.extras.kernels.cpu.cpu_quantised import replace_quantised
 from nanovllm.extras.kernels.cpu.experts import fuse_experts
 from nanovllm.extras.kernels.cpu.head_norms import fuse_head_norms
-from nanovllm.extras.kernels.cpu.library import INT8_KV, LANES, NoLibraryError, load_library, masking
+from nanovllm.extras.kernels.cpu.library import DTYPES, INT8_KV, LANES, NoLibraryError, load_library, masking
 from nanovllm.extras.models.masking import PLAIN, AttentionOptions
 from nanovllm.layers.attention import AttentionMetadata
+
+logger = logging.getLogger(__name__)
 
 
 class CpuAttention(KernelBackend):
@@ -43,6 +46,8 @@ class CpuAttention(KernelBackend):
         try:
             load_library(dtype)
         except NoLibraryError as error:
+            if dtype in DTYPES:  # something is wrong with this machine, and the layers in PyTorch are much slower
+                logger.warning("the CPU kernels cannot be used: %s", error)
             return str(error)
         return None
 

@@ -3,8 +3,8 @@
 `quantised.c`, for weights of 8 or 4 bits, and `int8_kv.c`, for K and V of 8 bits, become libraries in the same way.
 
 Compiling takes some seconds and a C compiler (`toolchain.py`). Without one, `load_library` raises NoLibraryError with
-the reason, and the engine runs the PyTorch layers. If the cache folder cannot be used, every process compiles its own
-library.
+the reason, and the engine runs the PyTorch layers. If the cache folder (`library_cache.py`) cannot be used, every
+process compiles its own library.
 """
 
 import ctypes
@@ -22,6 +22,13 @@ from typing import Any
 
 import torch
 
+from nanovllm.extras.kernels.cpu.library_cache import (
+    CacheError,
+    NoLibraryError,
+    cache_folder,
+    find_or_compile,
+    unwound_by_signals,
+)
 from nanovllm.extras.kernels.cpu.toolchain import (
     SYSTEMS,
     cpu_flags,
@@ -77,14 +84,6 @@ FUNCTIONS: dict[Path, dict[str, Any]] = {
 CAN_FAIL = ("decoder_layer", "all_reduce", "broadcast", "gather")  # return 1 if the ranks were aborted
 
 
-class NoLibraryError(RuntimeError):
-    """Raised with the reason if the C code cannot be compiled or loaded on this machine."""
-
-
-class CacheError(RuntimeError):
-    """Raised with the reason if the cache folder must not be used."""
-
-
 class Library(ctypes.CDLL):
     """A loaded library, compiled from `cpu.c`, `quantised.c` or `int8_kv.c`."""
 
@@ -138,25 +137,25 @@ def compile_and_load(command: list[str], source: Path, why_no_tiles: str | None 
     try:
         if on_mac:
             offer_openmp()
-        name = f"{source.stem}-{fingerprint(command, source)}.so"
-        try:
-            path = compile_in(cache_folder(), name, command)
-            library = Library(path, source, why_no_tiles)
-        except (OSError, CacheError) as error:  # owned by another user, read-only, mounted noexec, no home, ...
-            logger.warning("the CPU kernels are compiled for this process only: %s", error)
-            with tempfile.TemporaryDirectory(prefix="nanovllm-") as folder:
-                path = compile_in(Path(folder), name, command)
-                library = Library(path, source, why_no_tiles)
+        name = f"{source.stem}-{fingerprint(command, source)}"
+        with unwound_by_signals():
+            library = load_from_cache_or_temporary_folder(name, command, source, why_no_tiles)
     except OSError as error:  # the compiler does not exist, no folder can be created, ...
         raise NoLibraryError(f"{source.name} could not be compiled and loaded: {error}") from error
     warn_of_a_second_pool()
     return library
 
 
-def compile_in(folder: Path, name: str, command: list[str]) -> Path:
-    if not (folder / name).is_file():
-        compile_to(folder / name, command)
-    return folder / name
+def load_from_cache_or_temporary_folder(
+    name: str, command: list[str], source: Path, why_no_tiles: str | None
+) -> Library:
+    try:
+        return Library(find_or_compile(cache_folder(), name, command), source, why_no_tiles)
+    except (OSError, CacheError, NoLibraryError) as error:  # owned by another user, read-only, full, noexec, ...
+        with tempfile.TemporaryDirectory(prefix="nanovllm-") as folder:
+            library = Library(find_or_compile(Path(folder), name, command), source, why_no_tiles)
+        logger.warning("the CPU kernels are compiled for this process only: %s", error)
+        return library
 
 
 @functools.cache
@@ -207,22 +206,6 @@ def keep_freed_memory() -> None:
         libc.mallopt(m_trim_threshold, (1 << 31) - 1)
 
 
-def cache_folder() -> Path:
-    """Return the cache folder, and create it if necessary. Raises OSError or CacheError if it cannot be used.
-
-    Only its owner may write to the folder, because the engine runs the code in it.
-    """
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError as error:  # the user has no entry in the password database, as in some containers
-        raise CacheError(f"{error} Set HOME or XDG_CACHE_HOME.") from error
-    folder = Path(base) / "nanovllm"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
-        raise CacheError(f"other users can write to {folder}: run chmod 700 on it, or set XDG_CACHE_HOME")
-    return folder
-
-
 def fingerprint(command: list[str], source: Path) -> str:
     """Return a hash of the source, the command, the compiler's version and the processor."""
     version = subprocess.run([command[0], "--version"], capture_output=True).stdout
@@ -230,18 +213,3 @@ def fingerprint(command: list[str], source: Path) -> str:
     processor = describe_processor(platform.system()).encode()
     parts = [*sources, "\0".join(command).encode(), version, processor]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-
-
-def compile_to(path: Path, command: list[str]) -> None:
-    """Run the compiler and move its output to `path`. Raises NoLibraryError if it fails.
-
-    Two processes may compile at the same time: each writes its own file, and the last rename wins.
-    """
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        target = Path(folder) / path.name
-        run = subprocess.run([*command, "-o", str(target)], capture_output=True, text=True)
-        if run.returncode:
-            raise NoLibraryError(
-                f"{command[0]} could not compile {path.stem.partition('-')[0]}.c: {run.stderr.strip()[:500]}"
-            )
-        os.replace(target, path)

@@ -1,0 +1,179 @@
+"""The cache of compiled libraries: damaged files, full folders, compilers that fail, and processes that are stopped."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nanovllm.extras.kernels.cpu import library, library_cache
+from nanovllm.extras.kernels.cpu.library_cache import NoLibraryError, find_or_compile
+
+COMPILER = """#!/bin/sh
+for last; do :; done
+echo "$TMPDIR" >> {log}
+printf 'a library' > "$last"
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path):
+    """A command that writes `a library` to its last argument, and notes that it has run."""
+    path = tmp_path / "compiler"
+    path.write_text(COMPILER.format(log=tmp_path / "log"))
+    path.chmod(0o755)
+    (tmp_path / "log").touch()
+    (tmp_path / "cache").mkdir()
+    return [str(path)]
+
+
+def num_runs(tmp_path):
+    return len((tmp_path / "log").read_text().splitlines())
+
+
+def write(contents):
+    return lambda path: path.write_bytes(contents)
+
+
+DAMAGE = {
+    "empty": write(b""),
+    "shorter": lambda path: os.truncate(path, 4),
+    "longer": write(b"a library and more"),
+    "zeros of the same length": write(bytes(len(b"a library"))),
+    "one bit": write(b"a librarx"),
+    "dangling link": lambda path: (path.unlink(), path.symlink_to("/no/such/file")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_library_is_replaced_once(tmp_path, compiler, caplog, damage):
+    cache = tmp_path / "cache"
+    path = find_or_compile(cache, "cpu-0123", compiler)
+    damage(path)
+    with caplog.at_level(logging.WARNING):
+        assert find_or_compile(cache, "cpu-0123", compiler).read_bytes() == b"a library"
+    assert f"{path} is damaged" in caplog.text
+    assert num_runs(tmp_path) == 2
+    find_or_compile(cache, "cpu-0123", compiler)
+    assert num_runs(tmp_path) == 2
+    assert list(cache.iterdir()) == [path]
+
+
+def test_the_compiler_keeps_its_own_files_in_a_folder_that_goes(tmp_path, compiler):
+    """/tmp may be full, and a compiler that is killed leaves its files behind."""
+    cache = tmp_path / "cache"
+    find_or_compile(cache, "cpu-0123", compiler)
+    used = Path((tmp_path / "log").read_text().strip())
+    assert used.parent == cache
+    assert not used.exists()
+
+
+def test_what_killed_compilers_left_is_deleted_after_an_hour(tmp_path, compiler):
+    cache = tmp_path / "cache"
+    for name, age in (("old", 2 * library_cache.HOUR), ("new", 60)):
+        folder = cache / f"{library_cache.UNFINISHED}{name}"
+        folder.mkdir()
+        (folder / "library.so").touch()
+        os.utime(folder, times=(time.time() - age,) * 2)
+    find_or_compile(cache, "cpu-0123", compiler)
+    assert [path.name for path in cache.glob(f"{library_cache.UNFINISHED}*")] == [f"{library_cache.UNFINISHED}new"]
+
+
+def test_a_library_of_other_contents_is_not_loaded(tmp_path, monkeypatch):
+    """A library whose pages are zero ends the process with SIGSEGV: it must never reach the loader."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library_cache, "compile_to", lambda folder, name, command: folder / "compiled again")
+    monkeypatch.setattr(library, "Library", lambda path, *rest: path.name)
+    monkeypatch.setattr(library, "fingerprint", lambda *_: "0123")
+    (tmp_path / "nanovllm").mkdir(mode=0o700)
+    (tmp_path / "nanovllm" / "cpu-0123-4567.so").write_bytes(bytes(65536))
+    assert library.compile_and_load(["cc"], library.SOURCE) == "compiled again"
+
+
+# ---- compilers that fail
+
+FAILS = """#!/bin/sh
+for last; do :; done
+case "$last" in {folder}/*) echo "{text}" >&2; exit 1;; esac
+printf 'a library' > "$last"
+"""
+
+
+def test_a_full_cache_folder_is_replaced_by_a_temporary_one(tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "home" / "nanovllm"
+    compiler = tmp_path / "compiler"
+    compiler.write_text(FAILS.format(folder=folder, text="ld: final link failed: No space left on device"))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(library, "Library", lambda path, *rest: path.read_text())
+    with caplog.at_level(logging.WARNING):
+        assert library.compile_and_load([str(compiler)], library.SOURCE) == "a library"
+    assert "for this process only" in caplog.text
+    assert "No space left on device" in caplog.text
+
+
+MESSAGES = {
+    "clang without omp.h": (
+        "warning: unknown option\n" * 100 + "In file included from cpu.c:20:\nwork.h:5:10: fatal error: 'omp.h' file "
+        "not found\n#include <omp.h>\n         ^~~~~~~\n1 error generated.",
+        "fatal error: 'omp.h' file not found",
+    ),
+    "a linker": (
+        "x\n" * 3000 + "/usr/bin/ld: final link failed: No space left on device",
+        "final link failed: No space",
+    ),
+    "a linker that warns first": ("ld: warning: w\n" * 300 + "ld: cannot find -lgomp\ncollect2: error", "find -lgomp"),
+    "no word that is known": ("x\n" * 3000 + "out of cheese", "out of cheese"),
+    "nothing": ("", "it ended with status 1"),
+}
+
+
+@pytest.mark.parametrize(("text", "reason"), MESSAGES.values(), ids=MESSAGES)
+def test_the_compilers_reason_is_not_cut(tmp_path, text, reason):
+    (tmp_path / "text").write_text(text)
+    with pytest.raises(NoLibraryError, match="could not compile cpu.c: ") as caught:
+        find_or_compile(tmp_path, "cpu-0123", ["sh", "-c", f"cat {tmp_path}/text >&2; exit 1"])
+    assert reason in str(caught.value)
+    assert len(str(caught.value)) < 1200
+
+
+# ---- processes that are stopped
+
+STOPPED = """
+import runpy, sys
+from pathlib import Path
+cache = runpy.run_path(sys.argv[1])
+with cache["unwound_by_signals"]():
+    cache["find_or_compile"](Path(sys.argv[2]), "cpu-0123", ["sh", "-c", f"sleep 60 & echo $! > {sys.argv[3]}; wait"])
+"""
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=str)
+def test_a_stopped_process_leaves_neither_a_compiler_nor_a_folder(tmp_path, number):
+    """The compiler starts other processes, which do not end with it."""
+    cache, pid_file = tmp_path / "cache", tmp_path / "pid"
+    cache.mkdir()
+    arguments = [library_cache.__file__, str(cache), str(pid_file)]  # the file by itself, which needs no torch
+    process = subprocess.Popen([sys.executable, "-c", STOPPED, *arguments], stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 30
+    while not (pid_file.exists() and pid_file.read_text().strip()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert list(cache.iterdir())
+    process.send_signal(number)
+    assert process.wait(timeout=30) == -number
+    while is_running(int(pid_file.read_text())) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not is_running(int(pid_file.read_text()))
+    assert not list(cache.iterdir())
