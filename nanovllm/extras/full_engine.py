@@ -26,6 +26,7 @@ from nanovllm.extras.model_folder import resolve_model
 from nanovllm.extras.observations import Observations, make_stats
 from nanovllm.extras.option_checks import LazyMethod
 from nanovllm.extras.runner_hooks import NO_TOKEN, ArrivingTokens, LapClock
+from nanovllm.extras.waiting_threads import check_process
 from nanovllm.loader import read_json
 from nanovllm.request import Prompt
 from nanovllm.scheduler import Scheduler, Step
@@ -72,6 +73,7 @@ class LLMEngine(engine.LLMEngine):
         If a step fails, its requests keep their tokens, wait, and are computed again. Requests that had ended before
         the failure are returned by the next step.
         """
+        check_process()
         self._is_stepping = True
         try:
             if late := self._take_late():
@@ -168,6 +170,7 @@ class LLMEngine(engine.LLMEngine):
         `priority` is for scheduling policies; first come, first served does not use it. Raises ValueError or TypeError
         before anything changes.
         """
+        check_process()
         self._check_request_id(request_id)
         number = self.stats.num_requests
         request = self.input_processor.make_request(request_id, prompt, sampling_params, priority, stream, number)
@@ -257,6 +260,7 @@ class LLMEngine(engine.LLMEngine):
         return tokenizer
 
     def make_runner(self, folder: Path) -> ModelRunner:
+        check_process()
         config = self.config
         kind: Callable[[Config, Path], ModelRunner] = ModelRunner
         if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:

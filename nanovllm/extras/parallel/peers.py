@@ -24,6 +24,7 @@ import numpy as np
 from nanovllm.extras.dead import EngineDeadError
 from nanovllm.extras.parallel.messages import MAX_LINE, send_json
 from nanovllm.extras.parallel.nodes import turn_away
+from nanovllm.extras.waiting_threads import check_process
 
 Start = Callable[[], "Iterator[subprocess.Popen[bytes]]"]
 T = TypeVar("T")
@@ -64,8 +65,7 @@ class Peers:
     def send(self, message: np.ndarray) -> None:
         """Send message: [num_values] int32 to all ranks. Raises `EngineDeadError` if one of them has ended."""
         self.check()
-        if os.getpid() != self._pid:
-            raise EngineDeadError("the engine belongs to the parent of this forked process: make a new one here")
+        check_process()
         for rank, peer in self._sockets.items():
             try:
                 peer.sendall(message.data)

@@ -22,6 +22,7 @@ from nanovllm.extras.dead import EngineDeadError
 from nanovllm.extras.input_processor import Params
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.extras.lazy_outputs import RequestOutput
+from nanovllm.extras.waiting_threads import check_process
 from nanovllm.request import Prompt
 from nanovllm.scheduler import count_places
 
@@ -76,12 +77,14 @@ class EngineThread:
 
     def post(self, command: Command) -> None:
         """Have `command` called between two steps. Raises `EngineDeadError`."""
+        check_process()  # before the lock, which another thread may have held during a fork
         with self._lock:
             self.check_health()
             self._commands.put(command)
 
     def add(self, requests: list[NewRequest]) -> None:
         """Queue requests. Each is a command, so that steps come between many."""
+        check_process()
         with self._lock:
             self.check_health()
             self._num_posted += len(requests)
@@ -109,6 +112,7 @@ class EngineThread:
         self._commands.put(lambda: self._abort(ids))
 
     def check_health(self) -> None:
+        check_process()
         if self.dead is not None:
             raise self.dead
 
