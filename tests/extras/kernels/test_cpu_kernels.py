@@ -537,7 +537,9 @@ def test_every_header_counts_for_the_cache():
 @pytest.mark.parametrize("source", cpu.FUNCTIONS, ids=lambda source: source.name)
 @pytest.mark.parametrize("level", ["-O0", pytest.param("-O3", marks=pytest.mark.slow)])
 def test_the_source_compiles_without_a_warning(level, source):
-    """Only the last level follows the flow of values, in five times the time."""
+    """Only the last level follows the flow of values, in five times the time. Stack frames are small: threads may have
+    stacks of 128 KiB.
+    """
     has_tiles = source != cpu.INT8_KV
     variants = [[], ["-DBFLOAT16", "-DAMX_EMULATED"] if has_tiles else ["-DBFLOAT16"]]
     if level == "-O3" and has_tiles:
@@ -545,7 +547,8 @@ def test_the_source_compiles_without_a_warning(level, source):
         if platform.machine() == "x86_64":
             variants.append(["-DBFLOAT16", "-march=sapphirerapids", "-DAMX"])
     for flags in variants:
-        command = ["cc", *cpu.FLAGS, level, *flags, "-Wall", "-Wextra", "-Werror", str(source), "-o", "/dev/null"]
+        warnings = ["-Wall", "-Wextra", f"-Wframe-larger-than={32 << 10}", "-Werror"]
+        command = ["cc", *cpu.FLAGS, level, *flags, *warnings, str(source), "-o", "/dev/null"]
         subprocess.run(command, check=True)
 
 

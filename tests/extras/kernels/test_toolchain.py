@@ -118,6 +118,7 @@ POSIX = """
 #define CLOCK_MONOTONIC 6
 struct timespec { long tv_sec, tv_nsec; };
 int clock_gettime(int, struct timespec *), sched_yield(void), omp_get_max_threads(void), omp_get_num_threads(void);
+int omp_get_thread_num(void);
 void *aligned_alloc(size_t, size_t), *malloc(size_t), *calloc(size_t, size_t), free(void *);
 void *memcpy(void *, const void *, size_t), *memset(void *, int, size_t);
 float sqrtf(float), rintf(float);

@@ -85,13 +85,13 @@ static void weigh_row(const struct cache *c, const struct tile *t, const struct 
 }
 
 // Attend. q, out: [num_tokens, num_heads, head_dim]. Each new token attends to its sequence's tokens up to its own
-// position, or to the last `window` of them.
-void attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache, const int32_t *block_tables,
-            const int32_t *seq_lens, const int32_t *cu_seqlens_q, long num_seqs, long max_num_blocks, long q_stride,
-            long num_heads, long num_kv_heads, long head_dim, long block_size, long window, float scale, float softcap) {
+// position, or to the last `window` of them. Return DONE or NO_MEMORY.
+int attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache, const int32_t *block_tables,
+           const int32_t *seq_lens, const int32_t *cu_seqlens_q, long num_seqs, long max_num_blocks, long q_stride,
+           long num_heads, long num_kv_heads, long head_dim, long block_size, long window, float scale, float softcap) {
     static const struct way way = {copy_query, multiply_k, weigh_row, multiply_v};
     const struct masking m = {window, scale, softcap};
     const struct cache c = {k_cache, v_cache, num_kv_heads, head_dim, block_size};
     const struct batch b = {block_tables, seq_lens, cu_seqlens_q, num_seqs, max_num_blocks};
-    attend_rows(&way, q, out, &c, &b, &m, q_stride, num_heads);
+    return attend_rows(&way, q, out, &c, &b, &m, q_stride, num_heads);
 }

@@ -99,10 +99,10 @@ void argmax(const float *x, int64_t *ids, long num_rows, long num_columns) {
 // A weight for the products of another library. Each struct of such a weight begins with two functions, which have the
 // arguments of `linear` and `gated_linear`.
 struct other_weight {
-    void (*linear)(const element *x, const struct other_weight *weight, const element *bias, void *y, long m, long n,
-                   long k, int wants_floats);
-    void (*gated_linear)(const element *x, const struct other_weight *weight, const element *bias, element *y, long m,
-                         long n, long k, int gate);
+    int (*linear)(const element *x, const struct other_weight *weight, const element *bias, void *y, long m, long n,
+                  long k, int wants_floats);
+    int (*gated_linear)(const element *x, const struct other_weight *weight, const element *bias, element *y, long m,
+                        long n, long k, int gate);
 };
 
 struct layer {
@@ -123,49 +123,63 @@ struct step {
     long num_tokens, num_seqs, max_num_blocks, half;
 };
 
-// Compute x += y: [count], summed over the ranks. Return false if the ranks were aborted.
-static bool add_shares(const struct layer *l, element *x, element *y, long count) {
-    if (l->ranks && all_reduce(l->ranks, y, count)) return false;
+// Compute x += y: [count], summed over the ranks. Return DONE or ABORTED.
+static int add_shares(const struct layer *l, element *x, element *y, long count) {
+    if (l->ranks && all_reduce(l->ranks, y, count)) return ABORTED;
     add(x, y, count);
-    return true;
+    return DONE;
 }
 
 // Call `linear` for the weight, or the other library's function if `other` is not NULL.
-static void project(const element *x, const uint32_t *weight, const struct other_weight *other, const element *bias,
-                    element *y, long m, long n, long k) {
-    if (other) other->linear(x, other, bias, y, m, n, k, false);
-    else linear(x, weight, bias, y, m, n, k, false);
+static int project(const element *x, const uint32_t *weight, const struct other_weight *other, const element *bias,
+                   element *y, long m, long n, long k) {
+    return other ? other->linear(x, other, bias, y, m, n, k, false) : linear(x, weight, bias, y, m, n, k, false);
 }
 
-// Compute a decoder layer in place, x: [num_tokens, hidden_size], by calling the functions above without returning to
-// Python between them. Return 0, or 1 if the ranks were aborted; then the contents of x are invalid.
-int decoder_layer(const struct layer *l, const struct step *s, element *x, uint32_t *k_cache, uint32_t *v_cache) {
+static int project_gated(const struct layer *l, const element *x, element *y, long m) {
+    const struct other_weight *other = l->other_gate_up;
+    const long n = l->intermediate_size, k = l->hidden_size;
+    return other ? other->gated_linear(x, other, l->gate_up_bias, y, m, n, k, l->gate)
+                 : gated_linear(x, l->gate_up_proj, l->gate_up_bias, y, m, n, k, l->gate);
+}
+
+// Compute a decoder layer with the buffer `product`: see `decoder_layer`.
+static int compute_layer(const struct layer *l, const struct step *s, element *x, uint32_t *k_cache, uint32_t *v_cache,
+                         element *product, long wider) {
     const long n = s->num_tokens, head_dim = l->head_dim, q_size = l->num_heads * head_dim;
-    const long kv_size = l->num_kv_heads * head_dim, qkv_size = q_size + 2 * kv_size, size = l->intermediate_size;
-    const long wider = q_size + kv_size > size ? q_size + kv_size : size;
-    element *product = aligned_alloc(64, (n * (qkv_size + wider + l->hidden_size) * sizeof(element) + 63) / 64 * 64);
+    const long kv_size = l->num_kv_heads * head_dim, qkv_size = q_size + 2 * kv_size;
     element *input = product + n * qkv_size, *normed = input + n * wider, *q = input, *k = q + n * q_size;
+    int status;
+#define TRY(call) if ((status = (call)) != DONE) return status
     rms_norm(x, l->input_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, false, l->eps);
-    project(normed, l->qkv_proj, l->other_qkv, l->qkv_bias, product, n, qkv_size, l->hidden_size);
+    TRY(project(normed, l->qkv_proj, l->other_qkv, l->qkv_bias, product, n, qkv_size, l->hidden_size));
     rms_norm(product, l->q_norm, s->cos, s->sin, q, n, l->num_heads, head_dim, s->half, qkv_size, false, l->eps);
     rms_norm(product + q_size, l->k_norm, s->cos, s->sin, k, n, l->num_kv_heads, head_dim, s->half, qkv_size, false,
              l->eps);
     l->store_kv(k, product + q_size + kv_size, k_cache, v_cache, s->slot_mapping, n, kv_size, qkv_size, l->num_kv_heads,
                 head_dim, l->block_size);
-    l->attend(q, product, k_cache, v_cache, s->block_tables, s->seq_lens, s->cu_seqlens_q, s->num_seqs, s->max_num_blocks,
-              q_size, l->num_heads, l->num_kv_heads, head_dim, l->block_size, l->window, l->scale, l->softcap);
-    project(product, l->o_proj, l->other_o, l->o_bias, normed, n, l->hidden_size, q_size);
-    bool is_done = add_shares(l, x, normed, n * l->hidden_size);
-    if (is_done) {
-        rms_norm(x, l->post_attention_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, false, l->eps);
-        const struct other_weight *other = l->other_gate_up;
-        if (other) other->gated_linear(normed, other, l->gate_up_bias, input, n, size, l->hidden_size, l->gate);
-        else gated_linear(normed, l->gate_up_proj, l->gate_up_bias, input, n, size, l->hidden_size, l->gate);
-        project(input, l->down_proj, l->other_down, l->down_bias, normed, n, l->hidden_size, size);
-        is_done = add_shares(l, x, normed, n * l->hidden_size);
-    }
+    TRY(l->attend(q, product, k_cache, v_cache, s->block_tables, s->seq_lens, s->cu_seqlens_q, s->num_seqs,
+                  s->max_num_blocks, q_size, l->num_heads, l->num_kv_heads, head_dim, l->block_size, l->window, l->scale,
+                  l->softcap));
+    TRY(project(product, l->o_proj, l->other_o, l->o_bias, normed, n, l->hidden_size, q_size));
+    TRY(add_shares(l, x, normed, n * l->hidden_size));
+    rms_norm(x, l->post_attention_norm, NULL, NULL, normed, n, 1, l->hidden_size, 0, l->hidden_size, false, l->eps);
+    TRY(project_gated(l, normed, input, n));
+    TRY(project(input, l->down_proj, l->other_down, l->down_bias, normed, n, l->hidden_size, l->intermediate_size));
+    return add_shares(l, x, normed, n * l->hidden_size);
+#undef TRY
+}
+
+// Compute a decoder layer in place, x: [num_tokens, hidden_size], by calling the functions above without returning to
+// Python between them. Return DONE, NO_MEMORY, or ABORTED if the ranks were aborted. Unless it is DONE, the contents of
+// x are invalid.
+int decoder_layer(const struct layer *l, const struct step *s, element *x, uint32_t *k_cache, uint32_t *v_cache) {
+    const long q_size = l->num_heads * l->head_dim, kv_size = l->num_kv_heads * l->head_dim;
+    const long wider = q_size + kv_size > l->intermediate_size ? q_size + kv_size : l->intermediate_size;
+    element *product = allocate(s->num_tokens * (q_size + 2 * kv_size + wider + l->hidden_size) * sizeof *product);
+    const int status = product ? compute_layer(l, s, x, k_cache, v_cache, product, wider) : NO_MEMORY;
     free(product);
-    return !is_done;
+    return status;
 }
 
 #include "experts.h"

@@ -36,7 +36,10 @@ class HugePages:
 
     def __init__(self, num_bytes: int) -> None:
         page = 2 << 20
-        memory = mmap.mmap(-1, num_bytes + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            memory = mmap.mmap(-1, num_bytes + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:  # a limit of the process (RLIMIT_AS) or of the machine
+            raise MemoryError(f"there was no memory for {num_bytes} bytes of packed weights: {error}") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # this Linux kernel has no huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)

@@ -30,31 +30,40 @@ static void add_weighted(float *sums, const float *y, const float *weights, cons
         for (long i = 0; i < size; i++) sums[pairs[row] / top_k * size + i] += weights[pairs[row]] * y[row * size + i];
 }
 
-// Compute the mixture. x, y: [num_tokens, hidden_size]; expert_ids, weights: [num_tokens, top_k]
-void mixture(const struct experts *e, const element *x, const int64_t *expert_ids, const float *weights, element *y,
-             long num_tokens, long top_k) {
+// Compute the mixture. x, y: [num_tokens, hidden_size]; expert_ids, weights: [num_tokens, top_k]. Return
+// DONE or NO_MEMORY.
+int mixture(const struct experts *e, const element *x, const int64_t *expert_ids, const float *weights, element *y,
+            long num_tokens, long top_k) {
     const long size = e->hidden_size, inner = e->intermediate_size, num_pairs = num_tokens * top_k;
-    long *starts = malloc((e->num_experts + 1 + num_pairs) * sizeof *starts), *order = starts + e->num_experts + 1;
-    group_by_expert(expert_ids, num_pairs, e->num_experts, starts, order);
     // an expert processes a token at most once, so it has at most num_tokens rows
     const long num_floats = 2 * num_tokens * size, num_elements = num_tokens * (size + inner);
-    float *sums = aligned_alloc(64, (num_floats * sizeof(float) + num_elements * sizeof(element) + 63) / 64 * 64);
+    long *starts = allocate((e->num_experts + 1 + num_pairs) * sizeof *starts);
+    float *sums = allocate(num_floats * sizeof(float) + num_elements * sizeof(element));
+    if (!starts || !sums) {
+        free(starts);
+        free(sums);
+        return NO_MEMORY;
+    }
+    long *order = starts + e->num_experts + 1;
+    group_by_expert(expert_ids, num_pairs, e->num_experts, starts, order);
     float *out = sums + num_tokens * size;
     element *rows = (element *)(out + num_tokens * size), *activated = rows + num_tokens * size;
     memset(sums, 0, num_tokens * size * sizeof *sums);
-    for (long expert = 0; expert < e->num_experts; expert++) {
+    int status = DONE;
+    for (long expert = 0; expert < e->num_experts && status == DONE; expert++) {
         const long count = starts[expert + 1] - starts[expert], *pairs = order + starts[expert];
         if (!count) continue;
 #pragma omp parallel for schedule(static) if (count * size > 1 << 13)
         for (long row = 0; row < count; row++)
             memcpy(rows + row * size, x + pairs[row] / top_k * size, size * sizeof(element));
-        gated_linear(rows, e->gate_up[expert], NULL, activated, count, inner, size, e->gate);
-        linear(activated, e->down[expert], NULL, out, count, size, inner, true);
-        add_weighted(sums, out, weights, pairs, count, top_k, size);
+        status = gated_linear(rows, e->gate_up[expert], NULL, activated, count, inner, size, e->gate);
+        if (status == DONE) status = linear(activated, e->down[expert], NULL, out, count, size, inner, true);
+        if (status == DONE) add_weighted(sums, out, weights, pairs, count, top_k, size);
     }
-    for (long i = 0; i < num_tokens * size; i += LANES) store(y + i, *(const floats *)(sums + i));
+    for (long i = 0; i < num_tokens * size && status == DONE; i += LANES) store(y + i, *(const floats *)(sums + i));
     free(sums);
     free(starts);
+    return status;
 }
 
 // Compute x = 1 / (1 + e^-x) in place, for any count. The last few numbers are computed in a whole vector too, so that

@@ -308,12 +308,12 @@ static void weigh_row(const struct cache *c, const struct tile *t, const struct 
 }
 
 // Attend, with the arguments of `attend` in attention.h.
-void attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache, const int32_t *block_tables,
-            const int32_t *seq_lens, const int32_t *cu_seqlens_q, long num_seqs, long max_num_blocks, long q_stride,
-            long num_heads, long num_kv_heads, long head_dim, long block_size, long window, float scale, float softcap) {
+int attend(const element *q, element *out, uint32_t *k_cache, uint32_t *v_cache, const int32_t *block_tables,
+           const int32_t *seq_lens, const int32_t *cu_seqlens_q, long num_seqs, long max_num_blocks, long q_stride,
+           long num_heads, long num_kv_heads, long head_dim, long block_size, long window, float scale, float softcap) {
     static const struct way way = {round_query, score_span, weigh_row, sum_span};
     const struct masking m = {window, scale, softcap};
     const struct cache c = {k_cache, v_cache, num_kv_heads, head_dim, block_size};
     const struct batch b = {block_tables, seq_lens, cu_seqlens_q, num_seqs, max_num_blocks};
-    attend_rows(&way, q, out, &c, &b, &m, q_stride, num_heads);
+    return attend_rows(&way, q, out, &c, &b, &m, q_stride, num_heads);
 }

@@ -102,27 +102,33 @@ static void attend_item(const struct latents *l, const element *q, element *out,
 }
 
 // Attend: q: [num_tokens, num_heads, head_dim] -> out: [num_tokens, num_heads, rank]. Each new token attends to its
-// sequence's tokens up to its own position, or to the last `window` of them.
-void attend_latents(const element *q, element *out, const uint32_t *cache, const int32_t *block_tables,
-                    const int32_t *seq_lens, const int32_t *cu_seqlens_q, long num_seqs, long max_num_blocks,
-                    long num_heads, long head_dim, long rank, long block_size, long window, float scale,
-                    float softcap) {
+// sequence's tokens up to its own position, or to the last `window` of them. Return DONE or NO_MEMORY.
+int attend_latents(const element *q, element *out, const uint32_t *cache, const int32_t *block_tables,
+                   const int32_t *seq_lens, const int32_t *cu_seqlens_q, long num_seqs, long max_num_blocks,
+                   long num_heads, long head_dim, long rank, long block_size, long window, float scale,
+                   float softcap) {
     const struct masking m = {window, scale, softcap};
     long num_work = 0, max_len = 0;
     for (long seq = 0; seq < num_seqs; seq++) {
         num_work += ((cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]) * num_heads + ITEM_ROWS - 1) / ITEM_ROWS;
         max_len = seq_lens[seq] > max_len ? seq_lens[seq] : max_len;
     }
-    struct work *work = malloc(num_work * sizeof *work);
+    const size_t max_slots = (max_len + LANES - 1) / LANES * LANES;
+    const size_t slot_bytes = ITEM_ROWS * (sizeof(float) + sizeof(element)) + PANELS * LANES * sizeof(element);
+    struct work *work = allocate(num_work * sizeof *work);
+    char *buffers = allocate(omp_get_max_threads() * max_slots * slot_bytes);
+    if (!work || !buffers) {
+        free(work);
+        free(buffers);
+        return NO_MEMORY;
+    }
     num_work = 0;
     for (int32_t seq = 0; seq < num_seqs; seq++)
         for (int32_t row = 0; row < (cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]) * num_heads; row += ITEM_ROWS)
             work[num_work++] = (struct work){.seq = seq, .first_row = row};
-    const size_t max_slots = (max_len + LANES - 1) / LANES * LANES;
-    const size_t slot_bytes = ITEM_ROWS * (sizeof(float) + sizeof(element)) + PANELS * LANES * sizeof(element);
 #pragma omp parallel
     {
-        float *scores = aligned_alloc(64, max_slots * slot_bytes);
+        float *scores = (float *)(buffers + omp_get_thread_num() * max_slots * slot_bytes);
         element *weights = (element *)(scores + ITEM_ROWS * max_slots);
         uint32_t *values = (uint32_t *)(weights + ITEM_ROWS * max_slots);
 #pragma omp for schedule(dynamic)
@@ -137,18 +143,23 @@ void attend_latents(const element *q, element *out, const uint32_t *cache, const
             const struct latents l = {cache, block_tables + w.seq * max_num_blocks, head_dim, rank, block_size};
             attend_item(&l, q + first * head_dim, out + first * rank, num_rows, last, &m, scores, weights, values);
         }
-        free(scores);
         release_tiles();
     }
+    free(buffers);
     free(work);
+    return DONE;
 }
 
 // Compute a product for each head: x: [num_heads, m, k] -> y: [num_heads, m, n]. weight: one weight as for `linear` for
-// each head, one after another.
-void head_linear(const element *x, const uint32_t *weight, element *y, long num_heads, long m, long n, long k) {
+// each head, one after another. Return DONE or NO_MEMORY.
+int head_linear(const element *x, const uint32_t *weight, element *y, long num_heads, long m, long n, long k) {
     const long num_panels = (n + LANES - 1) / LANES, num_words = k / PER_WORD, block = ROW_BLOCK(num_words);
+    const size_t num_sums = count_sums(m < block ? m : block);
+    float *sums = allocate(omp_get_max_threads() * num_sums * sizeof *sums);
+    if (!sums) return NO_MEMORY;
 #pragma omp parallel
     {
+        float *own_sums = sums + omp_get_thread_num() * num_sums;
 #pragma omp for schedule(static)
         for (long head = 0; head < num_heads; head++) {
             const struct matrix out = {.values = y + head * m * n, .num_columns = n};
@@ -157,8 +168,10 @@ void head_linear(const element *x, const uint32_t *weight, element *y, long num_
             for (long first = 0; first < m; first += block)
                 for (long panel = 0; panel < num_panels; panel += 2)
                     multiply_rows(rows, head_weight, &out, first, m - first < block ? m : first + block, panel,
-                                  num_words, num_panels - panel < 2 ? 1 : 2, 2);
+                                  num_words, num_panels - panel < 2 ? 1 : 2, 2, own_sums);
         }
         release_tiles();
     }
+    free(sums);
+    return DONE;
 }

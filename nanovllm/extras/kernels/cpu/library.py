@@ -81,7 +81,10 @@ FUNCTIONS: dict[Path, dict[str, Any]] = {
     QUANTISED: FUNCTIONS_OF_QUANTISED,
     INT8_KV: {name: FUNCTIONS_OF_LAYERS[name] for name in ("store_kv", "attend")},
 }
-CAN_FAIL = ("decoder_layer", "all_reduce", "broadcast", "gather")  # return 1 if the ranks were aborted
+WITHOUT_STATUS = {  # all other functions return a status
+    *("store_kv", "rms_norm", "gate_and_mul", "argmax", "sigmoid", "store_latents", "abort_ranks", "quantised_rows")
+}
+NO_MEMORY = 2  # of `enum status` in allocate.h; 1 is that the ranks were aborted
 
 
 class Library(ctypes.CDLL):
@@ -91,12 +94,21 @@ class Library(ctypes.CDLL):
         super().__init__(str(path))
         for name, argtypes in FUNCTIONS[source].items():
             getattr(self, name).argtypes = argtypes
-            getattr(self, name).restype = c_int if name in CAN_FAIL else None
+            getattr(self, name).restype = None if name in WITHOUT_STATUS else c_int
+            if name not in WITHOUT_STATUS:
+                getattr(self, name).errcheck = check_memory
         self.instructions.restype = ctypes.c_char_p
         self.element_bytes.restype = c_long
         self.dtype = next(dtype for dtype in DTYPES if dtype.itemsize == self.element_bytes())
         name = self.instructions().decode()
         self.description = f"{name} (no AMX: {why_no_tiles})" if why_no_tiles else name
+
+
+def check_memory(status: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    """Return the status of a C function. Raises MemoryError if it could not allocate memory."""
+    if status == NO_MEMORY:
+        raise MemoryError(f"there was no memory for the buffers of the CPU kernel {function.__name__}")
+    return status
 
 
 @functools.cache

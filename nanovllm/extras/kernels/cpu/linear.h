@@ -1,6 +1,8 @@
 // Products with weights: projections and logits, and two projections fused with the gate that follows them.
 
 #pragma once
+#include <omp.h>
+#include "allocate.h"
 #include "product.h"
 #include "results.h"
 
@@ -25,10 +27,13 @@ static inline int find_panels(const uint32_t *weight, const struct matrix *y, lo
     return count * step;
 }
 
+// Return the number of floats that `multiply_rows` needs for the sums of up to `num_rows` rows: at most 128 KiB.
+static inline size_t count_sums(long num_rows) { return (num_rows + ROWS - 1) / ROWS * ROWS * MOST_PANELS * LANES; }
+
 // Multiply rows `first` … `last - 1` of x: [m, num_words] by `count` panels of y from `panel` on, `at_once` at a time.
+// `sums` is a buffer of `count_sums(last - first)` floats.
 static void multiply_rows(const uint32_t *x, const uint32_t *weight, const struct matrix *y, long first, long last,
-                          long panel, long num_words, int count, int at_once) {
-    _Alignas(64) float sums[MOST_ROWS * MOST_PANELS * LANES];
+                          long panel, long num_words, int count, int at_once, float *sums) {
     const uint32_t *panels[MOST_PANELS];
     const int width = find_panels(weight, y, num_words, panel, count, panels);
     const long tile = rows_at_a_time(last - first), block = WORD_BLOCK(last - first);
@@ -58,40 +63,46 @@ static void multiply_rows(const uint32_t *x, const uint32_t *weight, const struc
             }
 }
 
-// Compute y: [m, num_columns] = x: [m, k] times all panels.
-static void multiply_all(const element *x, const uint32_t *weight, const struct matrix *y, long m, long k) {
+// Compute y: [m, num_columns] = x: [m, k] times all panels. Return DONE or NO_MEMORY, as all functions below.
+static int multiply_all(const element *x, const uint32_t *weight, const struct matrix *y, long m, long k) {
     const long num_panels = (y->num_columns + LANES - 1) / LANES, num_words = k / PER_WORD, block = ROW_BLOCK(num_words);
     // few rows wait for memory, so they read four panels at once; many rows need the registers for their sums
     const int at_once = m <= FEW_ROWS && PANELS >= 4 ? 4 : 2;
     const long most = y->gate ? MOST_PANELS / 2 : at_once;  // two panels of a gate's columns are whole lines
+    const size_t num_sums = count_sums(m < block ? m : block);
+    float *sums = allocate(omp_get_max_threads() * num_sums * sizeof *sums);
+    if (!sums) return NO_MEMORY;
 #pragma omp parallel
     {
+        float *own_sums = sums + omp_get_thread_num() * num_sums;
         for (long first = 0; first < m; first += block) {
             const long last = m - first < block ? m : first + block;
 #pragma omp for schedule(static) nowait
             for (long panel = 0; panel < num_panels; panel += most)
                 multiply_rows((const uint32_t *)x, weight, y, first, last, panel, num_words,
-                              num_panels - panel < most ? num_panels - panel : most, at_once);
+                              num_panels - panel < most ? num_panels - panel : most, at_once, own_sums);
         }
         finish_streams();
         release_tiles();
     }
+    free(sums);
+    return DONE;
 }
 
 // Compute y: [m, n] = x weight^T + bias, with x: [m, k]. weight: [ceil(n / 16)] panels of k / PER_WORD words. bias: one
 // number for each column of the panels, or NULL. If `wants_floats`, y is float32, for logits, which are not rounded.
-void linear(const element *x, const uint32_t *weight, const element *bias, void *y, long m, long n, long k,
-            int wants_floats) {
+int linear(const element *x, const uint32_t *weight, const element *bias, void *y, long m, long n, long k,
+           int wants_floats) {
     const long row_bytes = n * (wants_floats ? sizeof(float) : sizeof(element));
     const struct matrix out = {y, n, bias, wants_floats, streams(y, m, row_bytes), NO_GATE};
-    multiply_all(x, weight, &out, m, k);
+    return multiply_all(x, weight, &out, m, k);
 }
 
 // Compute y: [m, n] = act(x gate^T) * (x up^T), with x: [m, k]. weight, bias: as in `linear` for 2 n columns, gate and
 // then up; n is a multiple of 16. The result has the same bits as with `linear` and `gate_and_mul`, but the
 // intermediate result is never written to memory.
-void gated_linear(const element *x, const uint32_t *weight, const element *bias, element *y, long m, long n, long k,
-                  int gate) {
+int gated_linear(const element *x, const uint32_t *weight, const element *bias, element *y, long m, long n, long k,
+                 int gate) {
     const struct matrix out = {y, n, bias, false, streams(y, m, n * sizeof(element)), gate};
-    multiply_all(x, weight, &out, m, k);
+    return multiply_all(x, weight, &out, m, k);
 }

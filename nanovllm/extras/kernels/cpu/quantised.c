@@ -13,6 +13,8 @@
 //   strip   4 interleaved panels, [words][4][16]. Few rows are multiplied by all 4 at once, so that a thread reads its
 //           share of the weight from start to end, and the processor's own prefetcher works
 
+#include <omp.h>
+#include "allocate.h"
 #include "instructions.h"
 #include "results.h"
 #include "rounding.h"
@@ -37,8 +39,8 @@
 
 // A quantised weight. It begins with the members of `struct other_weight` of cpu.c.
 struct quantised {
-    void (*linear)(const element *, const struct quantised *, const element *, void *, long, long, long, int);
-    void (*gated_linear)(const element *, const struct quantised *, const element *, element *, long, long, long, int);
+    int (*linear)(const element *, const struct quantised *, const element *, void *, long, long, long, int);
+    int (*gated_linear)(const element *, const struct quantised *, const element *, element *, long, long, long, int);
     const uint32_t *panels;  // in strips
     const float *scales;     // [strips][groups or 1][4][16]
     const uint8_t *zeros;    // as scales; NULL: all are half of the range, 128 or 8
@@ -135,12 +137,13 @@ static void round_row(const element *x, const struct rounded *r, long row, long 
     }
 }
 
-// Round x: [m, k]. The caller frees `q`; the other arrays are in the same allocation.
+// Round x: [m, k]. The caller frees `q`, which is NULL if there is no memory; the other arrays are in the same allocation.
 static struct rounded round_rows(const element *x, long m, long k, long group_size) {
     const long num_groups = count_groups(k, group_size), num_q = (m * k + 63) / 64 * 64;
-    int8_t *q = aligned_alloc(64, (num_q + m * num_groups * 8 + 63) / 64 * 64);
+    int8_t *q = allocate(num_q + m * num_groups * 8);
     float *scales = (float *)(q + num_q);
     const struct rounded r = {q, scales, (int32_t *)(scales + m * num_groups), m, k, num_groups};
+    if (!q) return r;
     if (m == 1) {  // starting a parallel region, even of one thread, would take as long
         round_row(x, &r, 0, group_size);
         return r;
@@ -240,6 +243,9 @@ static void multiply_quantised(const struct quantised *w, const struct rounded *
 #ifdef HAS_BYTE_TILES
 // ---- the same on AMX's tiles
 
+// Return the number of vectors for four runs of panels with k inputs, as words of bytes.
+static inline long count_words(long k) { return 4 * (STRIP * k / 4); }
+
 // Find `count` panels of a strip as words of bytes. With 4 bits, each half of a word becomes a word in `strip`.
 static struct panels find_bytes(const struct quantised *w, const struct rounded *x, long panel, int count, words *strip) {
     struct panels p = find_panels(w, x->k, panel);
@@ -289,13 +295,12 @@ static void multiply_on_tiles(const struct quantised *w, const struct rounded *x
     }
 }
 
-// Multiply like multiply_rows_quantised, on AMX's tiles.
+// Multiply like multiply_rows_quantised, on AMX's tiles. `bytes` is a buffer for `count_words(k)` vectors.
 static void multiply_rows_on_tiles(const struct quantised *w, const struct rounded *x, const struct matrix *y, long first,
-                                   long last, long panel, int count) {
+                                   long last, long panel, int count, words *bytes) {
     _Alignas(64) float sums[TILE_ROWS * 2 * STRIP * LANES];
     const long num_panels = (y->num_columns + LANES - 1) / LANES, strip = STRIP * x->k / 4;
     const int parts = y->gate ? 2 : 1, width = count * parts;
-    words *bytes = aligned_alloc(64, 4 * strip * sizeof *bytes);
     struct { struct panels p; int count; float *sums; } runs[4];  // panels in one strip; a part has at most two runs
     int num_runs = 0;
     for (int part = 0; part < parts; part++)
@@ -316,7 +321,6 @@ static void multiply_rows_on_tiles(const struct quantised *w, const struct round
         }
         finish_rows(y, sums, row, panel * LANES, num_rows, width);
     }
-    free(bytes);
 }
 #endif
 
@@ -333,7 +337,8 @@ static void multiply_panels(const struct quantised *w, const struct rounded *x, 
 
 // Compute rows `first` … `last - 1` of `count` panels of y, starting at panel `panel`.
 static void multiply_rows_quantised(const struct quantised *w, const struct rounded *x, const struct matrix *y, long first,
-                                    long last, long panel, int count) {
+                                    long last, long panel, int count, words *bytes) {
+    (void)bytes;
     _Alignas(64) float sums[TILE_OF_ROWS * 2 * STRIP * LANES];
     const long num_panels = (y->num_columns + LANES - 1) / LANES;
     const int parts = y->gate ? 2 : 1;  // with a gate, the panels of up follow those of the gate
@@ -351,43 +356,57 @@ static void multiply_rows_quantised(const struct quantised *w, const struct roun
     }
 }
 
-static void multiply_all_quantised(const element *x, const struct quantised *w, const struct matrix *y, long m, long k) {
+static int multiply_all_quantised(const element *x, const struct quantised *w, const struct matrix *y, long m, long k) {
     const struct rounded rows = round_rows(x, m, k, w->group_size);
+    if (!rows.q) return NO_MEMORY;
     const long num_panels = (y->num_columns + LANES - 1) / LANES;
-#ifdef HAS_BYTE_TILES
-    __typeof__(multiply_rows_quantised) *multiply_rows = m < MANY_ROWS ? multiply_rows_quantised : multiply_rows_on_tiles;
-#else
+    long num_words = 0;  // vectors that a thread needs
+    words *bytes = NULL;
     __typeof__(multiply_rows_quantised) *multiply_rows = multiply_rows_quantised;
+#ifdef HAS_BYTE_TILES
+    if (m >= MANY_ROWS) {
+        multiply_rows = multiply_rows_on_tiles;
+        num_words = count_words(k);
+        bytes = allocate(omp_get_max_threads() * num_words * sizeof *bytes);
+        if (!bytes) {
+            free(rows.q);
+            return NO_MEMORY;
+        }
+    }
 #endif
 #pragma omp parallel
     {
+        words *own_bytes = bytes ? bytes + omp_get_thread_num() * num_words : NULL;
         for (long first = 0; first < m; first += ROWS_IN_CACHE) {
             const long last = m - first < ROWS_IN_CACHE ? m : first + ROWS_IN_CACHE;
 #pragma omp for schedule(guided) nowait  // large shares first; the last, small ones let all threads end together
             for (long panel = 0; panel < num_panels; panel += STRIP)
-                multiply_rows(w, &rows, y, first, last, panel, num_panels - panel < STRIP ? num_panels - panel : STRIP);
+                multiply_rows(w, &rows, y, first, last, panel, num_panels - panel < STRIP ? num_panels - panel : STRIP,
+                              own_bytes);
         }
         finish_streams();
 #ifdef HAS_BYTE_TILES
         release_tiles();
 #endif
     }
+    free(bytes);
     free(rows.q);
+    return DONE;
 }
 
-// Compute `linear` with a quantised weight. k is a multiple of 16.
-void quantised_linear(const element *x, const struct quantised *weight, const element *bias, void *y, long m, long n,
-                      long k, int wants_floats) {
+// Compute `linear` with a quantised weight. k is a multiple of 16. Return DONE or NO_MEMORY.
+int quantised_linear(const element *x, const struct quantised *weight, const element *bias, void *y, long m, long n,
+                     long k, int wants_floats) {
     const long row_bytes = n * (wants_floats ? sizeof(float) : sizeof(element));
     const struct matrix out = {y, n, bias, wants_floats, streams(y, m, row_bytes), NO_GATE};
-    multiply_all_quantised(x, weight, &out, m, k);
+    return multiply_all_quantised(x, weight, &out, m, k);
 }
 
 // Compute `gated_linear` with a quantised weight.
-void quantised_gated_linear(const element *x, const struct quantised *weight, const element *bias, element *y, long m,
-                            long n, long k, int gate) {
+int quantised_gated_linear(const element *x, const struct quantised *weight, const element *bias, element *y, long m,
+                           long n, long k, int gate) {
     const struct matrix out = {y, n, bias, false, streams(y, m, n * sizeof(element)), gate};
-    multiply_all_quantised(x, weight, &out, m, k);
+    return multiply_all_quantised(x, weight, &out, m, k);
 }
 
 // Dequantise the weight's rows `ids`: [num_rows] -> y: [num_rows, k]. The weight must not have `zeros`.

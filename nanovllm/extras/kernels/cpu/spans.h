@@ -8,6 +8,7 @@
 // `struct way` has the functions that multiply: attention.h for caches in the model's dtype, int8_kv.c for 8 bits.
 
 #pragma once
+#include "allocate.h"
 #include "gates.h"
 #include "work.h"
 
@@ -141,27 +142,34 @@ static void attend_tile(const struct way *way, const struct cache *c, const stru
 }
 
 // Attend. q, out: [num_tokens, num_heads, head_dim]. Each new token attends to its sequence's tokens up to its own
-// position, or to the last `window` of them.
-static void attend_rows(const struct way *way, const element *q, element *out, const struct cache *c, const struct batch *b,
-                        const struct masking *m, long q_stride, long num_heads) {
+// position, or to the last `window` of them. Return DONE or NO_MEMORY.
+static int attend_rows(const struct way *way, const element *q, element *out, const struct cache *c, const struct batch *b,
+                       const struct masking *m, long q_stride, long num_heads) {
     const long head_dim = c->head_dim, num_kv_heads = c->num_kv_heads, group = num_heads / num_kv_heads;
     long most_work = 0, max_len = 0;
     for (long seq = 0; seq < b->num_seqs; seq++) {
         most_work += (count_new(b, seq) * group + ROWS - 1) / ROWS * num_kv_heads;
         max_len = b->seq_lens[seq] > max_len ? b->seq_lens[seq] : max_len;
     }
-    struct work *work = malloc(most_work * sizeof *work);
+    struct work *work = allocate(most_work * sizeof *work);
+    if (!work) return NO_MEMORY;
     const long num_work = divide(b, work, num_kv_heads, group, c->block_size, max_len <= m->window);
     // A thread takes several heads of the same rows one after the other, if there is enough work for all threads.
     const long most = num_work / (2 * omp_get_max_threads());
     const long chunk = most < 1 ? 1 : most < num_kv_heads ? most : num_kv_heads;
     const long max_slots = (max_len + LANES - 1) / LANES * LANES;
     const long most_rows = num_work < most_work ? SHARING_ROWS : ROWS;
-    const size_t num_bytes = most_rows * ((max_slots + head_dim) * (sizeof(float) + sizeof(element))
-                                          + max_slots / LANES * sizeof(float));
+    const size_t num_floats = most_rows * (max_slots + head_dim + max_slots / LANES);
+    const size_t num_bytes = num_floats * sizeof(float) + most_rows * (max_slots + head_dim) * sizeof(element);
+    const size_t own_bytes = (num_bytes + 63) / 64 * 64;  // of a thread
+    char *buffers = allocate(omp_get_max_threads() * own_bytes);
+    if (!buffers) {
+        free(work);
+        return NO_MEMORY;
+    }
 #pragma omp parallel
     {
-        struct tile t = {.scores = aligned_alloc(64, (num_bytes + 63) / 64 * 64)};
+        struct tile t = {.scores = (float *)(buffers + omp_get_thread_num() * own_bytes)};
         t.out = t.scores + most_rows * max_slots;
         t.weights = (element *)(t.out + most_rows * head_dim);
         t.q = t.weights + most_rows * max_slots;
@@ -183,10 +191,11 @@ static void attend_rows(const struct way *way, const element *q, element *out, c
                     store(out + (t.at[row] + w->kv_head * group) * head_dim + d,
                           *(const floats *)(t.out + row * head_dim + d));
         }
-        free(t.scores);
 #ifdef HAS_TILES
         release_tiles();
 #endif
     }
+    free(buffers);
     free(work);
+    return DONE;
 }
