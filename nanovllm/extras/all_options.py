@@ -25,7 +25,8 @@ class Config(config.Config):
     """
 
     kv_cache_memory_bytes: int | None = checked(None, check_int, minimum=1, optional=True)
-    """Size of the KV cache; None is 1 GiB on CPU, and on CUDA what `gpu_memory_utilization` leaves."""
+    """Size of the KV cache; None is 1 GiB on CPU (or half of the free memory, if it is less), and on CUDA what
+    `gpu_memory_utilization` leaves."""
     attention_backend: str = checked("auto", check_choice, allowed=("auto", "torch", "flash_attn", "triton", "cpu"))
     """`torch`, `flash_attn`, `triton` or `cpu`; `auto` is the fastest that this machine has."""
     kv_cache_dtype: str = checked("auto", check_choice, allowed=("auto", "fp8", "int8"))

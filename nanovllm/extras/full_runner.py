@@ -71,7 +71,7 @@ class ModelRunner(model_runner.ModelRunner):
         kind.prepare(self)
         clock.lap("layers")
         with kind.advice():
-            self.kv_cache.allocate(self.num_blocks_that_fit_on(kind))
+            kind.allocate(self.kv_cache, self.num_blocks_that_fit_on(kind))
         clock.lap("memory")
         with kind.advice():
             kind.wrap(self, self.read_newest_tokens() if self.has_overlap else None)

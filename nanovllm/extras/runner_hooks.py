@@ -1,5 +1,7 @@
 """What wraps the runner's parts: a step's tokens on their way to the host, sampling with more, devices, a clock."""
 
+import math
+import mmap
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from nanovllm import model_runner
 from nanovllm.batch import SamplingBatch
+from nanovllm.kv_cache import KVCache
 from nanovllm.sampler import sample_tokens
 
 if TYPE_CHECKING:
@@ -73,8 +76,21 @@ class Device:
         return nullcontext()
 
     def free_bytes(self, runner: "ModelRunner") -> int:
-        """Return the memory for the KV cache, if the options do not set it."""
-        return model_runner.CPU_KV_CACHE_BYTES
+        """Return the memory for the KV cache, if the options do not set it: 1 GiB, or half of the free memory.
+
+        The smaller of the two is taken. The other half is for activations and for other programs.
+        """
+        from nanovllm.extras.machine_limits import free_bytes
+
+        num_ranks = max(1, runner.config.tensor_parallel_size // runner.config.nnodes)  # on this machine
+        free = free_bytes()
+        most = model_runner.CPU_KV_CACHE_BYTES
+        return most if free is None else min(most, free // 2 // num_ranks)
+
+    def allocate(self, kv_cache: KVCache, num_blocks: int) -> None:
+        """Allocate the blocks of the KV cache."""
+        kv_cache.allocate(0)
+        kv_cache.tensor = untouched_zeros(kv_cache.tensor, num_blocks + 1)
 
     def wrap(self, runner: "ModelRunner", newest: Any) -> None:
         """Wrap the runner's `compute`, if needed. The runner calls this last, after allocating the KV cache."""
@@ -97,6 +113,20 @@ class LapClock:
     def resume(self) -> None:
         """Restart the clock without charging the elapsed time to any part."""
         self.now = time.monotonic()
+
+
+def untouched_zeros(like: Tensor, num_blocks: int) -> Tensor:
+    """Return zeros: [parts, num_layers, num_blocks, …] like a smaller tensor. Pages take memory when written."""
+    shape = (*like.shape[:2], num_blocks, *like.shape[3:])
+    num_bytes = math.prod(shape) * like.itemsize
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(
+            f"there was no memory for {num_blocks} blocks of KV cache, {num_bytes} bytes: lower kv_cache_memory_bytes "
+            f"or num_kv_blocks; {error}"
+        ) from error
+    return torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).view(shape)  # keeps `memory`
 
 
 # ---- sampling

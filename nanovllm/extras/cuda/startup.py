@@ -20,6 +20,7 @@ from nanovllm.extras.kernels.backend import KernelBackend
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.extras.runner_hooks import Device, Draw, SampledTokens
+from nanovllm.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from nanovllm.extras.full_runner import ModelRunner
@@ -55,6 +56,9 @@ class CudaDevice(Device):
 
     def free_bytes(self, runner: "ModelRunner") -> int:
         return measure_free_bytes(runner, self.config, self.sizes, self.replayed)
+
+    def allocate(self, kv_cache: KVCache, num_blocks: int) -> None:
+        kv_cache.allocate(num_blocks)
 
     def wrap(self, runner: "ModelRunner", newest: NewestTokens | None) -> None:
         """Compile what requests will run, and wrap `compute`.

@@ -30,6 +30,7 @@ from nanovllm.extras.parallel.meeting import Meeting, choose_kind, connect, make
 from nanovllm.extras.parallel.processes import accept_other_machines, run_node, share_threads, start_peers
 from nanovllm.extras.runner_hooks import Device, LapClock
 from nanovllm.extras.weights import load_model
+from nanovllm.kv_cache import KVCache
 from nanovllm.loader import allocate
 
 NOT_OF_WORKERS = (
@@ -200,6 +201,9 @@ class RankDevice(Device):
         own = torch.tensor([[self.kind.free_bytes(runner)]], device=runner.device)
         least = self.communicator.gather(own).amin(1, keepdim=True)  # [1, 1]; that of all ranks on rank 0
         return int(self.communicator.broadcast(least))
+
+    def allocate(self, kv_cache: KVCache, num_blocks: int) -> None:
+        self.kind.allocate(kv_cache, num_blocks)
 
     def wrap(self, runner: ModelRunner, newest: Any) -> None:
         self.kind.wrap(runner, newest)
