@@ -25,7 +25,7 @@ from nanovllm.extras.lazy_outputs import StepOutput
 from nanovllm.extras.model_folder import resolve_model
 from nanovllm.extras.observations import Observations, make_stats
 from nanovllm.extras.option_checks import LazyMethod
-from nanovllm.extras.runner_hooks import NO_TOKEN, ArrivingTokens, LapClock
+from nanovllm.extras.runner_hooks import NO_TOKEN, ArrivingTokens, LapClock, plain_defaults
 from nanovllm.extras.waiting_threads import check_process
 from nanovllm.loader import read_json
 from nanovllm.request import Prompt
@@ -50,7 +50,8 @@ class LLMEngine(engine.LLMEngine):
         self._watcher = observer
         self.observed = Observations()
         self._aborted_meanwhile: list[Any] = []  # by a logits processor, during a step
-        super().__init__(config)
+        with plain_defaults():
+            super().__init__(config)
         self.input_processor = InputProcessor(self.parts, self.scheduler.block_manager.capacity)
 
     def reset(self) -> None:
@@ -78,7 +79,8 @@ class LLMEngine(engine.LLMEngine):
         try:
             if late := self._take_late():
                 return StepOutput(self.deliver(late, time.monotonic()))
-            outputs: Any = super().step()
+            with plain_defaults():
+                outputs: Any = super().step()
             return outputs if isinstance(outputs, StepOutput) else StepOutput()  # there was nothing to do
         finally:
             self._end_step()
@@ -173,7 +175,8 @@ class LLMEngine(engine.LLMEngine):
         check_process()
         self._check_request_id(request_id)
         number = self.stats.num_requests
-        request = self.input_processor.make_request(request_id, prompt, sampling_params, priority, stream, number)
+        with plain_defaults():
+            request = self.input_processor.make_request(request_id, prompt, sampling_params, priority, stream, number)
         for first in request.seqs[:: self.config.max_num_seqs]:
             self.scheduler.add(first)
         self.requests[request_id] = request
