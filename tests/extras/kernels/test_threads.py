@@ -36,6 +36,8 @@ def set_threads(monkeypatch, topology):
     told = []
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     monkeypatch.setattr(threads.count_cores, "__defaults__", (topology,))
+    monkeypatch.setattr(threads, "cpu_quota", lambda: None)
+    monkeypatch.setattr(threads, "places", set)
     monkeypatch.setattr(torch, "set_num_threads", told.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     return told
@@ -48,10 +50,45 @@ def test_threads_are_limited_to_cores(monkeypatch, set_threads, num_threads, exp
     assert set_threads == [expected]
 
 
+@pytest.mark.parametrize(("quota", "expected"), [(0.2, 1), (1.0, 1), (1.4, 1), (1.9, 2), (2.5, 3), (16.0, 4)])
+def test_threads_are_limited_to_the_quota_of_cpu_time(monkeypatch, set_threads, quota, expected):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
+    threads.limit_threads()
+    assert set_threads == [expected]
+
+
+def test_a_container_may_refuse_to_say_which_processors_there_are(monkeypatch, set_threads):
+    def refuse(_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_getaffinity", refuse)
+    threads.limit_threads()
+    assert set_threads == []
+
+
 def test_the_users_number_stands(monkeypatch, set_threads):
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     threads.limit_threads()
     assert set_threads == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two processors of Linux")
+@pytest.mark.parametrize("name", ["OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"])
+def test_threads_that_are_bound_are_not_one_thread(name):
+    """The main thread is bound to one processor, and the others to the other processors."""
+    cpus = sorted(os.sched_getaffinity(0))
+    value = {"OMP_PROC_BIND": "true", "OMP_PLACES": "threads"}.get(name, " ".join(map(str, cpus)))
+    code = "import torch; from nanovllm.extras.kernels.cpu import threads; threads.limit_threads()"
+    code += "; print(torch.get_num_threads())"
+    environment = {key: text for key, text in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**environment, name: value}, capture_output=True, text=True, check=True
+    )
+    quota = threads.cpu_quota()
+    most = len(cpus) if quota is None else max(1, int(quota + 0.5))
+    assert int(run.stdout) == min(threads.count_cores(cpus), most)
 
 
 @pytest.mark.slow
@@ -63,7 +100,7 @@ def test_a_process_of_its_own_takes_its_cores():
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
     environment["OMP_DISPLAY_ENV"] = "verbose"  # libgomp says what it has read
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    num_cores = threads.count_cores(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    num_cores = threads.allowed_threads()
     assert num_cores is None or f" {num_cores} threads" in run.stdout
     assert "GOMP_SPINCOUNT = '20000'" in run.stderr
     assert "left behind []" in run.stdout, "programs that this one starts decide for themselves"

@@ -1,10 +1,16 @@
 """Limit PyTorch to one thread for each CPU core. `extras/kernels/choices.py` calls `limit_threads`."""
 
+import contextlib
+import ctypes
 import os
+import platform
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+
+from nanovllm.extras.kernels.cpu.toolchain import openmp_of_torch
+from nanovllm.extras.machine_limits import cpu_quota
 
 TOPOLOGY = Path("/sys/devices/system/cpu")  # Linux: cpu0/topology/thread_siblings_list, "0,4" for example
 
@@ -15,8 +21,37 @@ def limit_threads() -> None:
     PyTorch built with MKL counts cores itself; other builds count hyperthreads. If the user has set `OMP_NUM_THREADS`,
     this function changes nothing.
     """
-    if "OMP_NUM_THREADS" not in os.environ and hasattr(os, "sched_getaffinity"):
-        torch.set_num_threads(min(torch.get_num_threads(), count_cores(os.sched_getaffinity(0))))
+    if "OMP_NUM_THREADS" not in os.environ and (allowed := allowed_threads()) is not None:
+        torch.set_num_threads(min(torch.get_num_threads(), allowed))
+
+
+def allowed_threads() -> int | None:
+    """Return the number of cores that this process may use, or None if it is unknown.
+
+    A container may have less CPU time than cores. With more threads than that, all threads wait for one that is paused.
+    """
+    quota = cpu_quota()
+    found = [] if quota is None else [max(1, int(quota + 0.5))]
+    with contextlib.suppress(AttributeError, OSError):  # not on this system, or refused by the rules of a container
+        found.append(count_cores(places() or os.sched_getaffinity(0)))
+    return min(found) if found else None
+
+
+def places() -> set[int]:
+    """Return the processors to which OpenMP binds its threads (`OMP_PROC_BIND`, `OMP_PLACES`, ...), or an empty set.
+
+    When torch loads libgomp, it binds the main thread to one processor: `os.sched_getaffinity` returns only this one.
+    """
+    path = openmp_of_torch()
+    if platform.system() != "Linux" or not path:
+        return set()
+    openmp = ctypes.CDLL(path[-1])  # torch has loaded it already
+    found: set[int] = set()
+    for place in range(openmp.omp_get_num_places()):
+        ids = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
+        openmp.omp_get_place_proc_ids(place, ids)
+        found.update(ids)
+    return found
 
 
 def count_cores(cpus: Iterable[int], topology: Path = TOPOLOGY) -> int:

@@ -33,7 +33,7 @@ from ray.data.checkpoint import CheckpointConfig, CheckpointFilter, CheckpointMa
 from ray.data.datasource import Datasource, FilenameProvider, ReadTask
 
 from nanovllm.extras.dead import EngineDeadError
-from nanovllm.extras.kernels.cpu.threads import count_cores
+from nanovllm.extras.kernels.cpu.threads import allowed_threads
 from nanovllm.extras.serve.batch.batch_inputs import Chunk, Digests, Input, Records, are_in, digests_of, read_rows
 from nanovllm.extras.serve.batch.parts import ID, Parts, to_table
 from nanovllm.extras.serve.batch.rows import Form, Row
@@ -61,7 +61,7 @@ class Pool:
 
 def answer_with_ray(batch: Input, parts: Parts, done: Digests, spec: "ReplicaSpec", pool: Pool) -> None:
     """Answer all rows that are not done, which `PartsManager` reads itself. Raises RuntimeError if Ray gives up."""
-    num_threads = max(1, count_cores(os.sched_getaffinity(0)) // pool.num_replicas) if not pool.num_devices else 1
+    num_threads = max(1, (allowed_threads() or 1) // pool.num_replicas) if not pool.num_devices else 1
     num_cpus = pool.num_replicas * num_threads + SPARE_CPUS
     here: dict[str, Any] = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
     logging.getLogger("ray.data").setLevel(logging.WARNING)
