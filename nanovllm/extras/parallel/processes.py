@@ -43,7 +43,8 @@ def start_process(
         "PYTHONSAFEPATH": "1",  # no file in the working directory can replace a library
         "OMP_NUM_THREADS": str(num_threads),
     }
-    rank = str(Path(__file__).with_name("rank.py"))  # run as a file, because `-m` would import torch first
+    # run as a file, because `-m` would import torch first; rank.pyc if only compiled files are installed
+    rank = str(Path(__file__).with_stem("rank"))
     command = [sys.executable, rank, str(peer.fileno()), str(os.getpid()), folder]
     with peer:
         return subprocess.Popen(

@@ -93,7 +93,10 @@ def option_names() -> tuple[str, ...]:
 
 @cache
 def descriptions() -> Mapping[str, str]:
-    """Return the docstring of each field of `Config` as one line of plain text."""
+    """Return the docstring of each field of `Config` as one line of plain text.
+
+    The docstrings are read from the source files. An installation with only compiled files has none.
+    """
     from docstring_parser import parse_from_object  # here, because only programs with a command line need it
 
     classes = [one for one in reversed(Config.__mro__) if is_dataclass(one)]  # the core's options first
@@ -116,7 +119,7 @@ def add_flag(group: Any, field: Field) -> None:
     kinds = [kind for kind in get_args(field.type) or (field.type,) if kind is not NoneType]
     default = None if field.default is MISSING else field.default
     shown = "" if default is None else f" (default: {default})"
-    text = (descriptions()[field.name] + shown).replace("%", "%%")
+    text = (descriptions().get(field.name, "see docs/options.md") + shown).replace("%", "%%")
     how: dict[str, Any] = {"dest": field.name, "default": default, "help": text}
     if bool in kinds:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **how)

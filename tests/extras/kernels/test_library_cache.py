@@ -110,6 +110,7 @@ def test_a_full_cache_folder_is_replaced_by_a_temporary_one(tmp_path, monkeypatc
     compiler.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(library, "Library", lambda path, *rest: path.read_text())
+    monkeypatch.setattr(library, "fingerprint", lambda *_: "0123")
     with caplog.at_level(logging.WARNING):
         assert library.compile_and_load([str(compiler)], library.SOURCE) == "a library"
     assert "for this process only" in caplog.text

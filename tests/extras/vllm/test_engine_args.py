@@ -9,6 +9,7 @@ import dataclasses
 import pytest
 
 from nanovllm import AsyncEngineArgs, Config, EngineArgs
+from nanovllm.extras.vllm import engine_args
 from nanovllm.extras.vllm.engine_args import GROUPS, descriptions
 
 OPTIONS = [field.name for field in dataclasses.fields(Config)]
@@ -100,3 +101,12 @@ def test_the_help_shows_each_option_of_ours_and_hides_the_others(capsys):
     for title in GROUPS:
         assert f"{title}:" in words
     assert "pipeline-parallel" not in words
+
+
+def test_without_source_files_the_help_names_a_page(monkeypatch, capsys):
+    """An installation may have only compiled files, which hold no strings below fields."""
+    monkeypatch.setattr(engine_args, "descriptions", dict)
+    with pytest.raises(SystemExit) as caught:
+        parse("--help")
+    assert caught.value.code == 0
+    assert "see docs/options.md" in " ".join(capsys.readouterr().out.split())
