@@ -13,7 +13,7 @@ ROOT = Path("/")
 def read_text(path: Path) -> str:
     """Return the contents of a small file of the kernel, or "" if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
         return ""
 

@@ -8,6 +8,7 @@ several machines, rank 0 opens a TCP port.
     cpu otherwise, or with attention_backend=torch    gloo
 """
 
+import logging
 import os
 import sys
 from datetime import timedelta
@@ -21,6 +22,8 @@ from nanovllm.extras.all_options import Config
 from nanovllm.extras.kernels.cpu.library import NoLibraryError, load_library
 from nanovllm.extras.parallel.communicator import Communicator, GlooCommunicator
 from nanovllm.extras.parallel.shared_memory import SharedMemoryCommunicator
+
+logger = logging.getLogger(__name__)
 
 PATIENCE = timedelta(hours=1)  # until all ranks have joined; the end of a rank is noticed by its socket
 
@@ -60,7 +63,11 @@ def make_meeting(kind: str, size: int, config: Config, folder: str) -> tuple[Mee
         return Meeting(kind, host=config.master_addr, port=store.port), store
     memory = -1
     if kind == "shared_memory":
-        memory = SharedMemoryCommunicator.allocate(size)
+        try:
+            memory = SharedMemoryCommunicator.allocate(size)
+        except OSError as error:  # refused by the rules of a container, for example
+            logger.warning("the ranks use sockets, because shared memory is not available: %s", error)
+            kind = "gloo"
     return Meeting(kind, file=str(Path(folder) / "store"), memory=memory), None
 
 

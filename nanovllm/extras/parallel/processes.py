@@ -17,6 +17,7 @@ import torch
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.parallel.nodes import accept_ranks, address_of, reach_engine
 from nanovllm.extras.parallel.peers import Peers
+from nanovllm.extras.parallel.shared_memory import above_standard_streams
 
 logger = logging.getLogger(__name__)
 
@@ -35,21 +36,19 @@ def start_process(
 
     folder: the folder in which the ranks of this machine meet.
     """
-    package = str(Path(__file__).parents[3])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONSAFEPATH": "1",  # no file in the working directory can replace a library
         "OMP_NUM_THREADS": str(num_threads),
     }
     # run as a file, because `-m` would import torch first; rank.pyc if only compiled files are installed
     rank = str(Path(__file__).with_stem("rank"))
-    command = [sys.executable, rank, str(peer.fileno()), str(os.getpid()), folder]
-    with peer:
-        return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, pass_fds=(peer.fileno(), *inherited)
-        )
+    number = above_standard_streams(peer.detach())
+    command = [sys.executable, rank, str(number), str(os.getpid()), folder]
+    try:
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=(number, *inherited))
+    finally:
+        os.close(number)
 
 
 Remote = tuple[list[socket.socket], socket.socket | None]

@@ -58,7 +58,9 @@ def exit_with(driver: socket.socket, folders: list[str]) -> None:
 def run(driver: socket.socket, on_ready: Callable[[], None]) -> int:
     """Do the rank's work, report an error to rank 0, and return the exit status."""
     try:
-        sys.path[:] = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
+        own = os.path.dirname(os.path.abspath(__file__))
+        package = os.path.abspath(os.path.join(own, "..", "..", ".."))  # not by PYTHONPATH, where ":" separates paths
+        sys.path[:] = [package, *(path for path in sys.path if path != own)]
         from nanovllm.extras.parallel.worker import work
 
         work(driver, on_ready)

@@ -4,6 +4,7 @@ The memory has no name: an engine creates an anonymous file, and its workers inh
 process ends, for whatever reason, Linux frees the memory.
 """
 
+import fcntl
 import mmap
 import os
 from ctypes import Structure, addressof, c_char, c_int32, c_long, c_uint32, c_void_p, sizeof
@@ -61,7 +62,7 @@ class SharedMemoryCommunicator(Communicator):
         """
         if size < 1:
             raise ValueError(f"size must be >= 1, got {size}")
-        fd = os.memfd_create("nanovllm")
+        fd = above_standard_streams(os.memfd_create("nanovllm"))
         os.ftruncate(fd, posts_bytes(size) + buffers_bytes(size))
         return fd
 
@@ -123,6 +124,18 @@ class SharedMemoryCommunicator(Communicator):
         y = x.new_empty(len(x), self.size * x.shape[1])
         self.check(self._library.gather(self.address, x.data_ptr(), y.data_ptr(), len(x), x[:1].nbytes))
         return y
+
+
+def above_standard_streams(fd: int) -> int:
+    """Return a duplicate of `fd` that is at least 3, and close `fd`; return `fd` itself if it is.
+
+    If this process has no stdin, the next file gets its number, and a new process would replace it by its own stdin.
+    """
+    if fd > 2:
+        return fd
+    duplicate = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(fd)
+    return duplicate
 
 
 def posts_bytes(size: int) -> int:

@@ -182,6 +182,14 @@ def test_a_second_pool_of_threads_is_a_word_in_the_log(monkeypatch, caplog, tmp_
     assert not caplog.records or other in caplog.text
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the features are Linux's")
+def test_without_proc_there_are_no_features_and_the_machine_has_a_name(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: (_ for _ in ()).throw(FileNotFoundError(str(path))))
+    assert toolchain.cpu_flags() == []
+    assert not cpu.has_tiles()
+    assert platform.node() in toolchain.describe_processor("Linux")  # its libraries are not for other machines
+
+
 # ---- folders
 
 

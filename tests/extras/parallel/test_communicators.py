@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from benchmarks import all_reduce
+from nanovllm import TINY_QWEN3
+from nanovllm.extras.all_options import Config
 from nanovllm.extras.kernels.cpu.library import load_library
 from nanovllm.extras.parallel.communicator import CommunicationError, GlooCommunicator
+from nanovllm.extras.parallel.meeting import make_meeting
 from nanovllm.extras.parallel.shared_memory import BUFFER_BYTES, SharedMemoryCommunicator
 from tests.conftest import examples
 from tests.extras.parallel.ranks import KINDS, Ranks, after, child_of, threads_of
@@ -281,6 +284,32 @@ def test_ranks_and_memory_that_do_not_exist(tmp_path):
     with pytest.raises(ValueError, match="size must be >= 1, got 0"):
         SharedMemoryCommunicator.allocate(0)
     os.close(fd)
+
+
+def test_shared_memory_is_never_a_standard_stream():
+    """In a process without stdin, the next file gets the number 0, which a new process would replace."""
+    stdin = os.dup(0)
+    try:
+        os.close(0)
+        fd = SharedMemoryCommunicator.allocate(2)
+        assert fd > 2
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(0)
+        SharedMemoryCommunicator(fd, 0, 2, load_library(torch.float32)).close()
+        os.close(fd)
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+
+
+def test_ranks_use_sockets_if_shared_memory_is_refused(monkeypatch, tmp_path, caplog):
+    def refuse(_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    meeting, _ = make_meeting("shared_memory", 2, Config(TINY_QWEN3, tensor_parallel_size=2), str(tmp_path))
+    assert (meeting.kind, meeting.memory) == ("gloo", -1)
+    assert "Operation not permitted" in caplog.text
 
 
 # ---- the benchmark

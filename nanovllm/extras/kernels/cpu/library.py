@@ -39,6 +39,7 @@ from nanovllm.extras.kernels.cpu.toolchain import (
     offer_openmp,
     openmp_of_torch,
 )
+from nanovllm.extras.machine_limits import read_text
 from nanovllm.extras.models.masking import AttentionOptions
 
 logger = logging.getLogger(__name__)
@@ -173,8 +174,7 @@ def load_from_cache_or_temporary_folder(
 @functools.cache
 def warn_of_a_second_pool() -> None:
     """Log a warning once if several OpenMP libraries are loaded, for example clang's and PyTorch's."""
-    maps = Path("/proc/self/maps")
-    found = loaded_openmp(maps.read_text(encoding="utf-8", errors="replace")) if maps.exists() else []
+    found = loaded_openmp(read_text(Path("/proc/self/maps")))
     if len(found) > 1:
         text = "%s each have a pool of threads, and the pools wait for each other's cores; set CC=gcc to use one pool"
         logger.warning(text, " and ".join(found))

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.extras.machine_limits import read_text
+
 SYSTEMS = ("Linux", "Darwin")
 COMMON = ("-std=gnu11", "-O3", "-fPIC", "-Wno-psabi")
 TORCH = Path(torch.__file__).parent
@@ -68,11 +70,11 @@ def describe_processor(system: str) -> str:
     if system == "Darwin":
         run = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
         return f"{platform.machine()} {run.stdout.strip()}"
-    return " ".join([platform.machine(), *cpu_flags()])
+    return " ".join([platform.machine(), *(cpu_flags() or [platform.node()])])
 
 
 def cpu_flags() -> list[str]:
-    """Return the features of the first processor from `/proc/cpuinfo`, or [] on other systems than Linux."""
-    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8") if platform.system() == "Linux" else ""
+    """Return the features of the first processor from `/proc/cpuinfo`, or [] on other systems and without `/proc`."""
+    cpuinfo = read_text(Path("/proc/cpuinfo")) if platform.system() == "Linux" else ""
     line = next((line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))), "")
     return line.partition(":")[2].split()
