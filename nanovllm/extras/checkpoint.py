@@ -16,7 +16,9 @@ from nanovllm.models.config import read_qwen3_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 
-def read_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> tuple[Any, NetworkConfig]:
+def read_model_config(
+    folder: Path, overrides: Mapping[str, Any] | None = None, max_model_len: int | None = None
+) -> tuple[Any, NetworkConfig]:
     """Return the class of the network that config.json describes, and its shape. ValueError if it is not supported."""
     raw = read_json(folder / "config.json")
     if overrides:
@@ -28,7 +30,7 @@ def read_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) 
     from nanovllm.extras.models.architectures import find_architecture
 
     try:
-        return find_architecture(raw)
+        return find_architecture(raw, max_model_len)
     except (ValueError, TypeError) as error:
         raise ValueError(f"the model in {folder} cannot be served: {error}") from error
 

@@ -104,7 +104,7 @@ class ModelRunner(model_runner.ModelRunner):
     # ---- the start
 
     def find_network(self) -> tuple[Any, Any]:
-        return read_model_config(self.folder, self.config.hf_overrides)
+        return read_model_config(self.folder, self.config.hf_overrides, self.config.max_model_len)
 
     def make_backend(self) -> TorchAttention:
         """Choose the attention backend. `torch` and eager is the core's."""

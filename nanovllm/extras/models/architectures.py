@@ -5,6 +5,7 @@ docs/adding_a_model.md shows how an architecture is added.
 """
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 from nanovllm.extras.models.network_config import NetworkConfig
@@ -23,14 +24,21 @@ ARCHITECTURES = {  # by the name that config.json has in `architectures`: module
 }
 
 
-def find_architecture(raw: dict[str, Any]) -> tuple[Any, NetworkConfig]:
-    """Return the class of the network, and its shape. ValueError for an architecture or field that is not computed."""
+def find_architecture(raw: dict[str, Any], max_model_len: int | None = None) -> tuple[Any, NetworkConfig]:
+    """Return the class of the network, and its shape. ValueError for an architecture or field that is not computed.
+
+    `max_position_embeddings` of the shape is the longest sequence that the network takes, with what rotary positions
+    for longer contexts add. `max_model_len` is the engine's option of this name.
+    """
     check_stored_weights(raw)
     for name in raw.get("architectures") or ():
         if name in ARCHITECTURES:
             module, _, class_name = ARCHITECTURES[name].rpartition(".")
             model_class = getattr(importlib.import_module(f"nanovllm.extras.models.{module}"), class_name)
             shape = model_class.read_config(raw)
+            if not model_class.is_length_scaled:
+                longest = shape.rope.longest(shape.max_position_embeddings, max_model_len)
+                shape = replace(shape, max_position_embeddings=longest)
             choose = getattr(model_class, "choose", None)
             return (choose(shape) if choose else model_class), shape
     code = " (its code in auto_map is never run: trust_remote_code does not exist here)" if "auto_map" in raw else ""

@@ -33,6 +33,8 @@ class CausalLM(Qwen3ForCausalLM):
 
     layer_class: type[nn.Module]
     model_class: type[DecoderModel] = DecoderModel
+    is_length_scaled = False
+    """Whether max_position_embeddings of config.json is the length after `rope_scaling`, whatever its type."""
 
     def __init__(self, config: NetworkConfig, backend: TorchAttention) -> None:
         nn.Module.__init__(self)

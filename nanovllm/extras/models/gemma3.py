@@ -133,6 +133,7 @@ class Gemma3ForCausalLM(CausalLM):
     read_config = staticmethod(read_gemma3_config)
     layer_class = Gemma3DecoderLayer
     model_class = Gemma3Model
+    is_length_scaled = True
 
     def __init__(self, config: Gemma3Config, backend: TorchAttention) -> None:
         super().__init__(config, backend)

@@ -23,6 +23,13 @@ class Rope:
         """
         return 1.0 / self.wavelengths(rotary_dim), 1.0
 
+    def longest(self, max_len: int, max_model_len: int | None) -> int:
+        """Return the longest sequence that a model with `max_len` as max_position_embeddings takes.
+
+        `max_model_len` is the engine's option of this name.
+        """
+        return max_len
+
     def wavelengths(self, rotary_dim: int) -> Tensor:
         """Return theta^(2i/rotary_dim) for each pair i: [rotary_dim / 2] float32, in units of 2 pi positions."""
         steps = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device="cpu")  # [rotary_dim / 2]

@@ -4,7 +4,7 @@ A model that was trained on short contexts is taught longer ones by slower rotat
 are slowed down, and by how much; some also sharpen attention by a factor on cosine and sine:
 
     linear     all pairs slower by `factor` (Chen et al. 2023, https://arxiv.org/abs/2306.15595)
-    dynamic    as default up to max_position_embeddings; this engine computes no longer sequences
+    dynamic    as default, unless `max_model_len` exceeds max_position_embeddings: then a larger theta for that length
     llama3     slow pairs by `factor`, fast ones not, the others in between (Llama 3.1)
     yarn       the same with another ramp, and a factor on attention (Peng et al. 2023, https://arxiv.org/abs/2309.00071)
     longrope   each pair by a factor of its own (Ding et al. 2024, https://arxiv.org/abs/2402.13753)
@@ -43,7 +43,7 @@ class ScaledRope(Rope):
     def frequencies(self, rotary_dim: int, max_len: int) -> tuple[torch.Tensor, float]:
         wavelengths, p = self.wavelengths(rotary_dim), self.parameters  # [rotary_dim / 2], in units of 2 pi positions
         if self.rope_type == "dynamic":
-            return 1.0 / wavelengths, 1.0
+            return dynamic_frequencies(wavelengths, p, max_len), 1.0
         if self.rope_type == "linear":
             return 1.0 / wavelengths / p["factor"], 1.0
         if self.rope_type == "llama3":
@@ -52,6 +52,24 @@ class ScaledRope(Rope):
             return yarn_frequencies(wavelengths, self, rotary_dim), yarn_attention_factor(p)
         assert self.rope_type == "longrope", self.rope_type
         return longrope_frequencies(wavelengths, p, max_len)
+
+    def longest(self, max_len: int, max_model_len: int | None) -> int:
+        """Return the longest sequence that the model takes: `factor` times the original length, as in vLLM.
+
+        Longer `dynamic` contexts change the rotation of short sequences too, so only `max_model_len` enables them. For
+        llama3 and longrope, config.json has the extended length as max_position_embeddings.
+        """
+        if self.rope_type not in ("linear", "dynamic", "yarn") or (self.rope_type == "dynamic" and not max_model_len):
+            return max_len
+        source = "original_max_position_embeddings" if self.rope_type == "yarn" else "max_position_embeddings"
+        original, factor = self.parameters.get(source, max_len), self.parameters["factor"]
+        longest = int(original * factor)
+        if not 1 <= (max_model_len or 1) <= longest:
+            raise ValueError(
+                f"max_model_len must be at most {longest}, the {source} {original} times the factor {factor} of "
+                f"rope_scaling, got {max_model_len}"
+            )
+        return longest
 
 
 # ---- reading config.json
@@ -109,6 +127,8 @@ def make_scaled_rope(
         check_number(f"config.json: {name}", known[name], 0, open_low=True)
     if rope_type == "llama3" and known["high_freq_factor"] <= known["low_freq_factor"]:
         raise ValueError(f"high_freq_factor must be > low_freq_factor, config.json has {parameters}")
+    if rope_type == "dynamic":
+        known["max_position_embeddings"] = max_len
     if rope_type == "yarn":
         given = {name: value for name, value in known.items() if value is not None}
         known = {**YARN, "truncate": True, **given}
@@ -128,6 +148,17 @@ def check_factors(parameters: dict[str, Any], rotary_dim: int) -> None:
 
 
 # ---- frequencies
+
+
+def dynamic_frequencies(wavelengths: torch.Tensor, p: Mapping[str, Any], max_len: int) -> torch.Tensor:
+    """Return the frequencies that a sequence of `max_len` tokens has. All sequences get them.
+
+    Beyond the model's own length theta grows, so that slow pairs are slowed down most ("NTK-aware"). K in the cache is
+    rotated already, so theta cannot grow with each sequence.
+    """
+    ratio = max(max_len / p["max_position_embeddings"], 1.0)
+    shares = torch.linspace(0, 1, len(wavelengths), device="cpu")  # 0 for the fastest pair, 1 for the slowest
+    return 1.0 / (wavelengths * (p["factor"] * ratio - (p["factor"] - 1)) ** shares)
 
 
 def llama3_frequencies(frequencies: torch.Tensor, p: Mapping[str, Any]) -> torch.Tensor:

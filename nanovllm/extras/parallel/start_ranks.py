@@ -52,7 +52,7 @@ class Plan(NamedTuple):
 def start_ranks(config: Config, folder: Path) -> ModelRunner:
     """Start all ranks, and return the runner of rank 0. Raises ValueError, before a process starts, if it cannot."""
     check_nodes(config)
-    _, shape = read_model_config(folder, config.hf_overrides)
+    _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
     if shape.quantization_config is not None or config.load_format == "gguf":
         raise ValueError("tensor_parallel_size > 1 does not go with a checkpoint that is quantised already, or GGUF")
     share_of(shape, config.tensor_parallel_size)
@@ -111,7 +111,7 @@ def start_all(config: Config, shape: NetworkConfig, private: str) -> tuple["Rank
 def start_worker(plan: Plan, host: str | None) -> tuple[ModelRunner, Communicator]:
     """Start a rank above 0. `host` is this machine's address for the others; None is machine 0's."""
     config, meeting = Config(**plan.config), Meeting(*plan.meeting)
-    _, shape = read_model_config(Path(config.model), config.hf_overrides)
+    _, shape = read_model_config(Path(config.model), config.hf_overrides, config.max_model_len)
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
     communicator = connect(meeting, plan.rank, config.tensor_parallel_size, device, dtype, None, host)
     return RankRunner(config, communicator, plan.hears_tokens), communicator

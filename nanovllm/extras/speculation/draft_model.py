@@ -105,7 +105,7 @@ def load_draft_model(parts: "Parts", options: Speculation) -> DraftModel:
         speculative_config=None,
     )
     folder = resolve_model(config.model, config.load_format != "dummy", config.revision)
-    _, shape = read_model_config(folder, config.hf_overrides)
+    _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
     large = parts.model_config
     if shape.vocab_size != large.vocab_size:
         raise ValueError(
