@@ -104,7 +104,12 @@ class ModelRunner(model_runner.ModelRunner):
     # ---- the start
 
     def find_network(self) -> tuple[Any, Any]:
-        return read_model_config(self.folder, self.config.hf_overrides, self.config.max_model_len)
+        found = read_model_config(self.folder, self.config.hf_overrides, self.config.max_model_len)
+        if found[1].tie_word_embeddings:
+            return found
+        from nanovllm.extras.headless import without_head
+
+        return found[0], without_head(found[1], self.folder)
 
     def make_backend(self) -> TorchAttention:
         """Choose the attention backend. `torch` and eager is the core's."""

@@ -80,15 +80,13 @@ class InputProcessor:
             return params.checked(self.parts)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams or None, got {params!r}")
-        params, vocab_size = params.clone(), self.vocab_size
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            for token_id in getattr(params, name) or ():
-                if token_id >= vocab_size:
-                    raise ValueError(f"{name} must hold token ids from 0 to {vocab_size - 1}, got {token_id}")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(params, name)
-            if value is not None and value > vocab_size:
-                raise ValueError(f"{name} must be at most the vocabulary's size {vocab_size}, got {value}")
+        if not self.parts.model_config.has_head:
+            raise ValueError("the checkpoint has no lm_head, so it cannot generate text; LLM.embed computes embeddings")
+        params = params.clone()
+        if not params.is_plain or params.stop_token_ids or params.prompt_logprobs is not None:
+            from nanovllm.extras.token_limits import check_token_limits
+
+            check_token_limits(params, self.vocab_size)
         if self.tokenizer is None and (params.stop_strings or params.bad_words or params.structured_outputs):
             raise ValueError("stop, bad_words and structured_outputs need a tokenizer, but this model has none")
         return params

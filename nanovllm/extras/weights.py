@@ -22,6 +22,7 @@ from nanovllm.loader import WEIGHT_DTYPES, allocate, checkpoint_files, fill, pla
 
 logger = logging.getLogger(__name__)
 OF_QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|input_scale)$")  # GPTQ, AWQ, FP8
+BARE = re.compile(r"^(?=(layers|embed_tokens|norm)\.)")  # where `model.` is left out, as in Qwen3-Embedding
 Read = Callable[[Any, str], torch.Tensor | None]  # a tensor of an open file, a part of it, or None: not needed
 
 
@@ -113,7 +114,7 @@ def iterate_file(file: Path, wanted: set[str] | None, read: Read) -> Iterator[tu
             with safe_open(file, framework="pt") as tensors:
                 for name in names:
                     if (tensor := read(tensors, name)) is not None:
-                        yield name, tensor
+                        yield BARE.sub("model.", name), tensor
     except SafetensorError as error:
         raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
 

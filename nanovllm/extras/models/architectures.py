@@ -5,6 +5,7 @@ docs/adding_a_model.md shows how an architecture is added.
 """
 
 import importlib
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,8 @@ def find_architecture(raw: dict[str, Any], max_model_len: int | None = None) -> 
     for longer contexts add. `max_model_len` is the engine's option of this name.
     """
     check_stored_weights(raw)
-    for name in raw.get("architectures") or ():
+    for given in raw.get("architectures") or ():
+        name = re.sub("Model$", "ForCausalLM", str(given))  # the network without its output layer is called Qwen3Model
         if name in ARCHITECTURES:
             module, _, class_name = ARCHITECTURES[name].rpartition(".")
             model_class = getattr(importlib.import_module(f"nanovllm.extras.models.{module}"), class_name)

@@ -32,6 +32,8 @@ class NetworkConfig(ModelConfig):
     """Channels of a token's latent that are values, if the cache holds latents; None if it holds K and V."""
     num_experts: int = 0
     """In each layer's mixture of experts; 0 is one feed-forward network."""
+    has_head: bool = True
+    """Whether the checkpoint has an output layer, without which a network only computes embeddings."""
     initializer_range: float = 0.02
     quantization_config: Any = None
     """How the checkpoint's weights are quantised; None if they are not."""

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.extras.weights import BARE
 from nanovllm.layers.linear import Embedding, FusedLinear
 
 DIVIDED = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
@@ -143,7 +144,7 @@ class Cutter(NamedTuple):
 
 def read_part(cuts: Mapping[str, Cut], file: Any, name: str) -> torch.Tensor:
     """Read only the rank's part of the tensor `name` from an open safetensors file."""
-    cut, tensor = cuts.get(name), file.get_slice(name)
+    cut, tensor = cuts.get(BARE.sub("model.", name)), file.get_slice(name)
     if cut is None:  # the loader says that it is unexpected
         return file.get_tensor(name)
     if tuple(tensor.get_shape()) != cut.whole:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.extras.weights import BARE
+
 SCALES = (".weight_scale_inv", ".weight_scale", ".input_scale")
 
 
@@ -33,7 +35,7 @@ class Fp8:
             tensor = file.get_tensor(name)
             if tensor.dtype != torch.float8_e4m3fn:
                 return tensor
-            scale_name = f"{name.removesuffix('weight')}{self.scale_name}"
+            scale_name = BARE.sub("model.", f"{name.removesuffix('weight')}{self.scale_name}")
             if scale_name not in checkpoint.files:
                 raise ValueError(f"tensor {name} in {checkpoint.folder} is float8_e4m3fn, but has no {scale_name}")
             return self.widened(name, tensor, checkpoint.read(scale_name)).to(dtype)

@@ -18,7 +18,7 @@ from nanovllm.extras.quantization.formats import READERS, Format
 from nanovllm.extras.quantization.fp8_weights import Fp8, read_compressed_fp8, read_fp8
 from nanovllm.extras.quantization.quantise import VECTOR
 from nanovllm.extras.quantization.quantised_linear import QuantisedFusedLinear, QuantisedLinear, QuantisedWeight
-from nanovllm.extras.weights import load_model, load_weights
+from nanovllm.extras.weights import BARE, load_model, load_weights
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.loader import allocate, checkpoint_files
 
@@ -54,18 +54,20 @@ def load_stored(form: Any, model_class: Any, shape: Any, backend: Any, dtype: to
 
 
 class Checkpoint:
-    """The tensors of a folder, by name."""
+    """The tensors of a folder, by the names that the model has for them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files: dict[str, Path] = {}
+        self.files: dict[str, tuple[Path, str]] = {}  # file, and name in the file
         for file, wanted in checkpoint_files(folder).items():
             with safe_open(file, framework="pt") as tensors:
-                self.files |= dict.fromkeys(set(tensors.keys()) & (wanted or set(tensors.keys())), file)
+                names = set(tensors.keys()) & (wanted or set(tensors.keys()))
+            self.files |= {BARE.sub("model.", name): (file, name) for name in names}
 
     def read(self, name: str) -> Tensor:
-        with safe_open(self.files[name], framework="pt") as tensors:
-            return tensors.get_tensor(name)
+        file, stored_name = self.files[name]
+        with safe_open(file, framework="pt") as tensors:
+            return tensors.get_tensor(stored_name)
 
 
 def load_projections(
@@ -96,7 +98,7 @@ def load_projections(
         consumed |= {f"{part}.{name}" for part in parts for name in (*form.tensors, "bias")}
 
     def read_others(file: Any, name: str) -> Tensor | None:
-        return None if name in consumed else file.get_tensor(name)
+        return None if BARE.sub("model.", name) in consumed else file.get_tensor(name)
 
     load_weights(model, checkpoint.folder, read_others)
     return model

@@ -92,13 +92,17 @@ def with_fields(engine: LLMEngine, body: GenerationRequest, fields: dict[str, An
 def field_at_fault(
     make: Callable[[Mapping[str, Any]], SamplingParams], values: dict[str, Any], fields: Mapping[str, Any]
 ) -> str | None:
-    """The first of `fields` that `make` refuses, when they are put into `values` one after the other."""
-    for name, value in fields.items():
-        values[name] = value
+    """The first of `fields` that `make` refuses, when they are put into `values` one after the other.
+
+    None if `make` refuses `values` by themselves.
+    """
+    for name, value in {"": None, **fields}.items():
+        if name:
+            values[name] = value
         try:
             make(values)
         except (ValueError, TypeError):
-            return name
+            return name or None
     return None
 
 
