@@ -105,7 +105,7 @@ class ModelRunner(model_runner.ModelRunner):
 
     def find_network(self) -> tuple[Any, Any]:
         found = read_model_config(self.folder, self.config.hf_overrides, self.config.max_model_len)
-        if found[1].tie_word_embeddings:
+        if found[1].tie_word_embeddings or self.config.load_format == "gguf":
             return found
         from nanovllm.extras.headless import without_head
 

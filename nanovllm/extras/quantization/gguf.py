@@ -7,9 +7,12 @@ Both kinds have blocks of 32 inputs, with a scale in float16:
     Q4_0    scale, 16 bytes: q[j] + 16 · q[16 + j]    weight = scale · (q − 8)
 
 Projections of other quantised kinds (Q4_K, ...) are refused by name. All other tensors (embeddings, norms, biases) are
-widened to the model's dtype, whatever their kind.
+widened to the model's dtype, whatever their kind. As in llama.cpp, `output.weight` is the output layer if the file has
+it, even if config.json says that the embeddings are tied.
 """
 
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ try:
 except ImportError as error:
     raise ImportError("load_format='gguf' needs the package gguf: pip install 'nanovllm[gguf]'") from error
 
+logger = logging.getLogger(__name__)
 BLOCK = 32
 KEPT = {"Q8_0": 8, "Q4_0": 4}  # bits
 FLOATS = ("F32", "F16", "BF16")
@@ -44,6 +48,9 @@ def load_gguf(
 ) -> Any:
     """Load the network to `device`. Raises ValueError with the tensor's name if file and model do not match exactly."""
     file = GgufFile(folder, config)
+    if config.tie_word_embeddings and file.has_own_head():
+        logger.info("%s has an output layer of its own, though config.json ties it to the embeddings", file.path)
+        config = replace(config, tie_word_embeddings=False)
     with torch.device("meta"):
         model = model_class(config, backend)
     found = {path: layer for path, layer in model.named_modules() if file.keeps(path, layer)}
@@ -61,7 +68,7 @@ def load_gguf(
 
 
 def fill(model: nn.Module, file: "GgufFile") -> None:
-    """Fill the model's parameters that are not quantised. Of tied embeddings, a file contains one tensor."""
+    """Fill the model's parameters that are not quantised. Tied embeddings are one tensor, or two equal ones."""
     places, filled = places_of(model), set()
     for name, place in places.items():
         if not file.has(name):
@@ -107,6 +114,14 @@ class GgufFile:
 
     def has(self, name: str) -> bool:
         return self.stored_name(name) in self.tensors
+
+    def has_own_head(self) -> bool:
+        """Return whether the output layer differs from the embeddings, for example because its kind is another."""
+        names = "model.embed_tokens.weight", "lm_head.weight"
+        if not all(self.has(name) for name in names):
+            return False
+        embedding, head = map(self.floats, names)
+        return not torch.equal(embedding, head)
 
     def find(self, name: str) -> Any:
         stored = self.stored_name(name)

@@ -5,11 +5,12 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from tests.extras.quantization.test_stored_weights import answer, eager, weights_of
+from tests.test_loader import edit_config
 
 pytestmark = pytest.mark.slow  # the package is an extra
 gguf = pytest.importorskip("gguf")
@@ -158,6 +159,41 @@ def test_embeddings_of_any_kind_are_widened(tmp_path):
     expected = gguf.dequantize(gguf.quantize(expected.numpy(), KINDS.Q5_0), KINDS.Q5_0)
     found = read(tmp_path / "model").engine.runner.model.model.embed_tokens.weight
     assert torch.equal(found, torch.from_numpy(expected))
+
+
+def logits_of(llm):
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1)
+    logprobs = llm.generate([[5, 7, 11, 200]], params, use_tqdm=False)[0].outputs[0].logprobs[0]
+    return torch.tensor([logprobs[i].logprob for i in range(len(logprobs))])
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_an_output_layer_of_the_file_is_loaded_though_the_config_ties_it(qwen2, tmp_path, changed):
+    """The oracle is the same checkpoint, whose config says that they are not tied."""
+    tensors = load_file(qwen2 / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].flip(0) if changed else tensors["model.embed_tokens.weight"].clone()
+    write(tmp_path / "model", qwen2, "qwen2", "F32", change=lambda tensors: tensors.update({"lm_head.weight": head}))
+    shutil.copytree(qwen2, tmp_path / "untied")
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "untied" / "model.safetensors")
+    edit_config(tmp_path / "untied", tie_word_embeddings=False)
+    found, expected = read(tmp_path / "model", max_logprobs=300), eager(tmp_path / "untied", max_logprobs=300)
+    torch.testing.assert_close(logits_of(found), logits_of(expected), rtol=1e-5, atol=1e-5)
+    model = found.engine.runner.model
+    assert torch.equal(model.model.embed_tokens.weight, tensors["model.embed_tokens.weight"])
+    assert (model.lm_head is model.model.embed_tokens) == (not changed), "equal tensors take their memory once"
+
+
+def test_an_output_layer_of_another_kind_than_the_embeddings(tmp_path):
+    """What tools write that keep it in more bits: rounded differently, but of the same weights."""
+    kinds = {"model.embed_tokens.weight": "Q4_0", "lm_head.weight": "Q8_0"}
+    tensors = load_file(f"{TINY_QWEN3}/model.safetensors")
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    write(tmp_path / "model", TINY_QWEN3, kinds=kinds.get, change=lambda tensors: tensors.update(head))
+    model = read(tmp_path / "model").engine.runner.model
+    for name, layer in (("model.embed_tokens.weight", model.model.embed_tokens), ("lm_head.weight", model.lm_head)):
+        kind = KINDS[kinds[name]]
+        meaning = gguf.dequantize(gguf.quantize(head["lm_head.weight"].float().numpy(), kind), kind)
+        assert torch.equal(layer.weight, torch.from_numpy(meaning))
 
 
 def test_the_kernels_give_the_tokens_of_the_definition(tmp_path):
