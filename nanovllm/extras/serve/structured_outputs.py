@@ -9,7 +9,7 @@ A form that cannot be compiled is answered with status 400, the name of the fiel
 
 import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.serve.errors import APIError, refuse
@@ -51,9 +51,34 @@ def compile_form(engine: LLMEngine, body: GenerationRequest, parsers: Parsers) -
         try:
             engine.input_processor.grammars.compile(params)
         except ValueError as error:
-            message = str(error).removeprefix("structured_outputs.").removeprefix("structured_outputs ")
-            raise APIError(400, f"{field}: {message}", field) from error
+            if field == "tools":
+                find_fault(engine, body, parsers)
+            raise_refusal(field, error)
     return params
+
+
+def find_fault(engine: LLMEngine, body: GenerationRequest, parsers: Parsers) -> None:
+    """Raise APIError 400 for the first tool, or the response format, that cannot be compiled by itself."""
+    assert isinstance(body, ChatCompletionRequest)
+    spelling = parsers.for_request(body).spelling or Hermes.spelling
+    for function in callable_functions(body)[0]:
+        grammar = StructuredOutputsParams(grammar=call_grammar([function], spelling, True, None))
+        try:
+            engine.input_processor.grammars.compile(grammar)
+        except ValueError as error:
+            raise_refusal("tools", error, f"function {function.name!r}: ")
+    schema = None if body.response_format is None else schema_of(body.response_format)
+    if schema is not None:
+        try:
+            engine.input_processor.grammars.compile(StructuredOutputsParams(json=schema))
+        except ValueError as error:
+            raise_refusal("response_format", error)
+
+
+def raise_refusal(field: str, error: ValueError, where: str = "") -> NoReturn:
+    """Raise APIError 400 for a form of `field` that the compiler refuses with `error`."""
+    message = str(error).removeprefix("structured_outputs.").removeprefix("structured_outputs ")
+    raise APIError(400, f"{field}: {where}{message}", field) from error
 
 
 def check_form(field: str, params: StructuredOutputsParams) -> None:
@@ -127,14 +152,16 @@ def call_grammar(functions: Iterable[Function], spelling: Spelling, is_one: bool
     lines += [f"calls: {begin} call {end}" if is_one else f"calls: {begin} call ({between} call)* {end}"]
     lines += ["call: " + " | ".join(f"call{i}" for i in range(len(calls)))]
     lines += [f"call{i}: {call}" for i, call in enumerate(calls)]
-    lines += [f"answer: {spell(schema, JSON_OPTIONS)}"] if schema is not None else []
+    lines += (
+        [f"answer: {spell(schema, JSON_OPTIONS, 'response_format', 'response_format')}"] if schema is not None else []
+    )
     return "\n".join(lines)
 
 
 def spell_call(function: Function, spelling: Spelling) -> str:
     """Return the rule of the grammar for a call of the function."""
     head = json.dumps(spelling.head.replace("NAME", function.name), ensure_ascii=False)
-    arguments = spell(arguments_schema(function), SPACED)
+    arguments = spell(arguments_schema(function), SPACED, f"tools: function {function.name!r}", "tools")
     return f"{head} {arguments} {json.dumps(spelling.tail, ensure_ascii=False)}"
 
 
@@ -149,10 +176,13 @@ def arguments_schema(function: Function) -> dict[str, Any]:
     return NO_ARGUMENTS if is_empty else schema
 
 
-def spell(schema: dict[str, Any], options: Mapping[str, Any]) -> str:
-    """Return the rule of the grammar for a JSON schema, with its objects closed (`closed_objects.py`)."""
+def spell(schema: dict[str, Any], options: Mapping[str, Any], what: str, field: str) -> str:
+    """Return the rule of the grammar for a JSON schema, with its objects closed (`closed_objects.py`).
+
+    `what` names the schema in an error, and `field` is the request's field that has it.
+    """
     try:
         checked = json.loads(closed_text(schema))
     except ValueError as error:
-        raise APIError(400, f"tools: {str(error).removeprefix('structured_outputs.json ')}", "tools") from error
+        raise APIError(400, f"{what}: {str(error).removeprefix('structured_outputs.json ')}", field) from error
     return "%json " + json.dumps(checked | {"x-guidance": options}, ensure_ascii=False)

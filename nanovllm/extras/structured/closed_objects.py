@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
+from nanovllm.extras.structured.neutral_keywords import remove_neutral
 from nanovllm.extras.structured.structured_params import schema_text
 
 MAX_COST = 300_000  # names and characters that are examined: nested combinations of schemas grow fast
@@ -40,9 +41,10 @@ NONE = Names()
 
 
 def closed_text(schema: str | Mapping[str, Any]) -> str:
-    """Return a schema with closed objects, as JSON. Raises ValueError if `schema` is not a schema."""
+    """Return a schema as JSON, closed and without neutral keywords. Raises ValueError if it is not a schema."""
     parsed = json.loads(schema_text(schema))
     try:
+        remove_neutral(parsed, look_up)
         Closer(parsed).close(parsed)
         return json.dumps(parsed)
     except RecursionError:

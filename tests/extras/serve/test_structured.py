@@ -163,6 +163,28 @@ def test_what_cannot_be_demanded_is_a_400_that_names_it(client, body, param, wor
     assert (error["param"], [word for word in words if word not in error["message"]]) == (param, [])
 
 
+def named_tool(i, schema):
+    return {"type": "function", "function": {"name": f"tool_{i}", "parameters": schema}}
+
+
+@pytest.mark.parametrize("refused", [{"not": {}}, {"$ref": "#/properties/b"}])
+def test_the_tool_whose_schema_is_refused_is_named(client, refused):
+    tools = [named_tool(i, {"type": "object", "properties": {"a": {"type": "string"}}}) for i in range(30)]
+    tools[17] = named_tool(17, {"properties": {"a": refused, "b": {"uniqueItems": True}}})
+    response = client.post(CHAT, {"messages": MESSAGES, "max_tokens": 5, "tools": tools, "tool_choice": "required"})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "tools"
+    assert error["message"].startswith("tools: function 'tool_17': ")
+    assert "Unimplemented" in error["message"]
+
+
+def test_a_format_that_is_refused_beside_tools_is_named(client):
+    body = {"tools": [WEATHER], "response_format": with_schema({"not": {}})}
+    error = client.post(CHAT, {"messages": MESSAGES, "max_tokens": 5, **body}).json()["error"]
+    assert (error["param"], error["message"].partition(":")[0]) == ("response_format", "response_format")
+
+
 # ---- calls of tools
 
 
