@@ -89,7 +89,7 @@ def read_deepseek_v3_config(raw: dict[str, Any]) -> DeepseekConfig:
     experts["n_shared_experts"] = read_int(raw, "n_shared_experts", 1)
     experts |= read_groups(raw, experts, 8, 4, best_per_group=2)
     for name in ("norm_topk_prob", "rope_interleave"):
-        experts[name] = True if raw.get(name) is None else raw[name]
+        experts[name] = raw.get(name, True) or False  # null is False, as in transformers
         check_bool(f"config.json: {name}", experts[name])
     config = {"max_position_embeddings": 4096, "first_k_dense_replace": 3, "moe_intermediate_size": 2048}
     return read_config(raw, {**config, "routed_scaling_factor": 2.5}, experts)

@@ -169,3 +169,13 @@ def test_rotary_positions_are_found_in_both_places(name):
         if scaling:  # the type's older name
             older = {"type" if key == "rope_type" else key: value for key, value in scaling.items()}
             assert read({**other, "rope_scaling": older}) == read(raw), variant
+
+
+@pytest.mark.parametrize("field", ["norm_topk_prob", "rope_interleave"])
+@pytest.mark.parametrize("value", [None, "absent", False, True])
+def test_null_is_not_the_default_of_deepseek_v3(field, value):
+    """transformers takes null for false."""
+    raw = written("deepseek_v3", "plain")
+    raw = {name: one for name, one in raw.items() if name != field} | ({} if value == "absent" else {field: value})
+    theirs = ARCHITECTURES["deepseek_v3"].config_class.from_dict(dict(raw))
+    assert getattr(find_architecture(raw)[1], field) == bool(getattr(theirs, field))
