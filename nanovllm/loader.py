@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from nanovllm.checks import check_token_ids
 from nanovllm.layers.linear import FusedLinear
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -41,7 +42,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
+    return (folder / "vocab.json").is_file() or any(folder.glob("tokenizer[._]*"))
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -54,13 +55,14 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def read_eos_token_ids(folder: Path, tokenizer: Any, vocab_size: int) -> frozenset[int]:
-    """Return the model's end-of-sequence tokens: those of generation_config.json (else config.json), and the
-    tokenizer's."""
+    """Return the end-of-sequence tokens of generation_config.json (else config.json), and the tokenizer's."""
     found: set[int] = set() if getattr(tokenizer, "eos_token_id", None) is None else {tokenizer.eos_token_id}
     for file in (folder / "generation_config.json", folder / "config.json"):
         eos = read_json(file).get("eos_token_id") if file.is_file() else None
         if eos is not None:
-            found |= set(eos if isinstance(eos, list) else [eos])
+            eos = eos if isinstance(eos, list) else [eos]
+            check_token_ids(f"{file}: eos_token_id", [one for one in eos if one != -1])
+            found |= set(eos)
             break
     return frozenset(token_id for token_id in found if 0 <= token_id < vocab_size)
 
@@ -83,9 +85,7 @@ def fill(places: dict[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Ten
     filled: dict[int, str] = {}
     for name, tensor in tensors:
         if name not in places:
-            raise ValueError(
-                f"unexpected tensor {name} {list(tensor.shape)} in {source}: the model has no place for it"
-            )
+            raise ValueError(f"unexpected tensor {name} {list(tensor.shape)} in {source}: the model has no place")
         place = places[name]
         if tensor.dtype not in WEIGHT_DTYPES or tensor.shape != place.shape:
             raise ValueError(f"tensor {name} in {source} is {tensor.dtype} {list(tensor.shape)}, the model needs "

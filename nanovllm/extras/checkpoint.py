@@ -16,9 +16,7 @@ from nanovllm.models.config import read_qwen3_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 
-def read_model_config(
-    folder: Path, overrides: Mapping[str, Any] | None = None, max_model_len: int | None = None
-) -> tuple[Any, NetworkConfig]:
+def read_model_config(folder: Path, overrides: Any = None, max_model_len: int | None = None) -> tuple[Any, Any]:
     """Return the class of the network that config.json describes, and its shape. ValueError if it is not supported."""
     raw = read_json(folder / "config.json")
     if overrides:
@@ -37,11 +35,11 @@ def read_model_config(
 
 def read_plain_qwen3(raw: Mapping[str, Any]) -> NetworkConfig | None:
     """Return the shape of a network that the core computes, or None for any other network."""
-    if list(raw.get("architectures") or ()) != ["Qwen3ForCausalLM"] or raw.get("compression_config") is not None:
+    if raw.get("architectures") != ["Qwen3ForCausalLM"] or raw.get("compression_config") is not None:
         return None
     try:
         shape = read_qwen3_config(dict(raw))
-    except (TypeError, ValueError):  # what is wrong is found, and said, by `models/architectures.py`
+    except (TypeError, ValueError, AttributeError):  # what is wrong is found, and said, by `models/architectures.py`
         return None
     biases: dict[str, Any] = {"qkv_bias": shape.attention_bias, "o_bias": shape.attention_bias}
     return NetworkConfig(**vars(shape), **biases, initializer_range=raw.get("initializer_range") or 0.02)
@@ -56,11 +54,15 @@ def read_default_sampling_params(config: Config, folder: Path) -> SamplingParams
         from nanovllm.extras.checkpoint_options import read_generation_config
 
         raw = read_generation_config(config, folder)
-    if raw.get("do_sample") is False:
-        raw["temperature"] = 0.0  # what transformers makes of it
+    raw |= {"temperature": 0.0} if raw.get("do_sample") is False else {}  # what transformers makes of it
     names = {"max_new_tokens": "max_tokens"}
     names |= {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-    return SamplingParams(**{ours: raw[theirs] for theirs, ours in names.items() if raw.get(theirs) is not None})
+    try:
+        return SamplingParams(**{ours: raw[theirs] for theirs, ours in names.items() if raw.get(theirs) is not None})
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the default sampling parameters, from generation_config.json of {folder}: {error}"
+        ) from error
 
 
 def load_tokenizer(config: Config, folder: Path) -> Any:
@@ -69,4 +71,7 @@ def load_tokenizer(config: Config, folder: Path) -> Any:
         from nanovllm.extras.checkpoint_options import find_tokenizer
 
         folder = find_tokenizer(config, config.tokenizer)
-    return loader.load_tokenizer(folder)
+    try:
+        return loader.load_tokenizer(folder)
+    except Exception as error:  # the libraries that read its files raise any kind
+        raise ValueError(f"the tokenizer in {folder} (tokenizer.json, …) cannot be loaded: {error}") from error

@@ -165,9 +165,8 @@ class ModelRunner(model_runner.ModelRunner):
     def make_graphs(self) -> CudaGraphs:
         """Return the core's graphs of the forward pass of decodes; `choose_graphs` has decided that there are some."""
         max_num_seqs = min(self.config.max_num_seqs, self.max_num_batched_tokens)
-        return CudaGraphs(
-            self.model, self.kv_cache.tensor, max_num_seqs, -(-self.max_model_len // self.backend.block_size)
-        )
+        max_num_blocks = -(-self.max_model_len // self.backend.block_size)
+        return CudaGraphs(self.model, self.kv_cache.tensor, max_num_seqs, max_num_blocks)
 
     def num_blocks_that_fit_on(self, kind: Device) -> int:
         """Return the number of blocks as configured, or as many as memory allows and running sequences can fill."""

@@ -134,7 +134,7 @@ class InputProcessor:
             return ()
         from nanovllm.extras.logits import processors_of
 
-        return processors_of(params, self.tokenizer)
+        return processors_of(params, self.tokenizer, self.vocab_size)
 
     def _readers(self, params: SamplingParams, gives_deltas: bool) -> tuple[Any, ...]:
         """Return the readers of the prompt's hidden states."""

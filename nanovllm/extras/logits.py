@@ -19,15 +19,15 @@ from nanovllm.extras.logits_processors import ForbiddenTokens, MinTokens, Proces
 from nanovllm.extras.request_params import LogitsProcessor, SamplingParams
 
 
-def processors_of(params: SamplingParams, tokenizer: Any) -> tuple[Processor, ...]:
-    """Return the logits processors that `params` ask for. Bad words need the tokenizer."""
+def processors_of(params: SamplingParams, tokenizer: Any, vocab_size: int) -> tuple[Processor, ...]:
+    """Return the logits processors that `params` ask for. Bad words need the tokenizer, and the model's vocabulary."""
     processors: list[Any] = [MinTokens()] if params.min_tokens else []
     if params.allowed_token_ids:
         processors.append(AllowedTokens(params.allowed_token_ids))
     if params.logit_bias:
         processors.append(LogitBias(params.logit_bias))
     if params.bad_words:
-        processors.append(BadWords(encode_bad_words(params.bad_words, tokenizer)))
+        processors.append(BadWords(encode_bad_words(params.bad_words, tokenizer, vocab_size)))
     if params.logits_processors:
         processors.append(UserFunctions())
     if (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0, 0, 1):
@@ -133,13 +133,16 @@ class BadWords:
                 yield last
 
 
-def encode_bad_words(bad_words: Collection[str], tokenizer: Any) -> list[list[int]]:
-    """Encode each word, both as the beginning of a text and after a space. Equal encodings are kept once."""
+def encode_bad_words(bad_words: Collection[str], tokenizer: Any, vocab_size: int) -> list[list[int]]:
+    """Encode each word, both as the beginning of a text and after a space. Equal encodings are kept once.
+
+    A tokenizer may have more tokens than the model. The model never writes these, so such words need no processor.
+    """
     encoded: list[list[int]] = []
     for word in bad_words:
         for text in (word.lstrip(" "), " " + word.lstrip(" ")):
             token_ids = tokenizer.encode(text, add_special_tokens=False)
-            if token_ids and token_ids not in encoded:
+            if token_ids and max(token_ids) < vocab_size and token_ids not in encoded:
                 encoded.append(token_ids)
     return encoded
 

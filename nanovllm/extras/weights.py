@@ -1,8 +1,4 @@
-"""Weights as the core loads them, with a progress bar, in little memory, and from checkpoints that hold more.
-
-Pages of a file that were read count as this process's memory until the file is closed, so a file is opened again after
-as many bytes as its largest tensor has. `full_runner.py` calls `load_model`.
-"""
+"""Load weights as the core does, with a progress bar, in little memory, and from checkpoints that hold more."""
 
 import json
 import logging

@@ -24,7 +24,7 @@ class Tokenizer:
 
 def processors_of(params):
     """As a request gets them; extras are imported if `params` ask for one."""
-    return InputProcessor._processors(SimpleNamespace(tokenizer=Tokenizer()), params)
+    return InputProcessor._processors(SimpleNamespace(tokenizer=Tokenizer(), vocab_size=1 << 20), params)
 
 
 def sample(raw, batch):

@@ -3,14 +3,17 @@
 Faults are made by hand, each once. Nothing here touches the network.
 """
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from nanovllm.extras.all_options import Config
-from nanovllm.extras.checkpoint import load_tokenizer, read_model_config
+from nanovllm.extras.checkpoint import load_tokenizer, read_default_sampling_params, read_model_config
 from nanovllm.extras.model_folder import resolve_model
+from nanovllm.loader import read_eos_token_ids
 from tests.extras.test_weights import load_with_extras as load
 from tests.hub_cache import put_into_cache
 from tests.test_loader import check_equals, edit_config
@@ -121,3 +124,68 @@ def test_tokenizer_is_read(tokenizer_folder):
 def test_tokenizer_of_another_folder_is_read(tiny_checkpoint, tokenizer_folder):
     tokenizer = load_tokenizer(Config(tiny_checkpoint[0], tokenizer=tokenizer_folder), tiny_checkpoint[0])
     assert tokenizer.encode("b a b", add_special_tokens=False) == [2, 1, 2]
+
+
+# ---- files of a wrong kind
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("value", ["2", [2, "3"], 2.0, True, {"id": 2}, -2])
+def test_an_end_token_of_a_wrong_kind_is_named_with_its_file(broken, file, value):
+    folder, _ = broken
+    path = folder / file
+    raw = json.loads(path.read_text()) if path.exists() and file == "config.json" else {}
+    path.write_text(json.dumps({**raw, "eos_token_id": value}))
+    if file == "config.json":
+        (folder / "generation_config.json").unlink(missing_ok=True)
+    with pytest.raises((TypeError, ValueError), match=rf"{file}: eos_token_id\[\d\] must be an integer >= 0, got"):
+        read_eos_token_ids(folder, None, 300)
+
+
+def test_an_end_token_of_minus_one_is_none(broken):
+    (broken[0] / "generation_config.json").write_text('{"eos_token_id": [-1, 7]}')
+    assert read_eos_token_ids(broken[0], None, 300) == {7}
+
+
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("value", ["linear", ["linear"], 2.0, True])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "LlamaForCausalLM", "Gemma3ForCausalLM"])
+def test_a_field_that_must_be_an_object_is_named(broken, architecture, field, value):
+    edit_config(broken[0], architectures=[architecture], **{field: value})
+    with pytest.raises(ValueError, match=f"cannot be served: config.json: {field} must be an object such as .*, got"):
+        read_model_config(broken[0])
+
+
+@pytest.mark.parametrize("field", ["architectures", "layer_types", "mlp_only_layers"])
+@pytest.mark.parametrize("value", ["Qwen3ForCausalLM", 5, {}])
+def test_a_field_that_must_be_a_list_is_named(broken, field, value):
+    edit_config(broken[0], **{"architectures": ["Qwen3MoeForCausalLM"], field: value})
+    with pytest.raises(ValueError, match=f"config.json: {field} must be a list"):
+        read_model_config(broken[0])
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "", '{"model": {"type": "BPE"}}'])
+def test_a_broken_tokenizer_is_named_with_its_folder(tokenizer_folder, tmp_path, text):
+    folder = tmp_path / "broken"
+    shutil.copytree(tokenizer_folder, folder)
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=f"the tokenizer in {folder} .*tokenizer.json.* cannot be loaded: "):
+        load_tokenizer(Config(folder), folder)
+
+
+def test_a_sentencepiece_model_is_a_tokenizer_and_its_error_is_told(tiny_checkpoint, tmp_path):
+    shutil.copy(tiny_checkpoint[0] / "config.json", tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"not one")
+    with pytest.raises(ValueError, match=f"the tokenizer in {tmp_path} .* cannot be loaded: "):
+        load_tokenizer(Config(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("values", [{"top_p": 0.0}, {"temperature": -1}, {"max_new_tokens": "5"}, {"top_k": 1.5}])
+@pytest.mark.parametrize("is_overridden", [False, True])
+def test_default_parameters_that_are_not_allowed_are_named_with_their_file(broken, values, is_overridden):
+    folder, _ = broken
+    (folder / "generation_config.json").write_text(json.dumps({} if is_overridden else values))
+    config = Config(folder, override_generation_config=values if is_overridden else None)
+    name = {"max_new_tokens": "max_tokens"}.get(next(iter(values)), next(iter(values)))
+    with pytest.raises(ValueError, match=f"from generation_config.json of {folder}.*: {name} must be"):
+        read_default_sampling_params(config, folder)

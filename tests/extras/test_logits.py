@@ -10,11 +10,14 @@ all; histories filled up with 0; rows counted among the special ones instead of 
 
 import dataclasses
 import math
+import shutil
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+from nanovllm import LLM, SamplingParams
 from nanovllm.extras.cuda.input_buffer import map_tensors
 from nanovllm.extras.logits import BadWords, BiasRows
 from nanovllm.extras.logits_processors import ForbiddenTokens, MinTokens, apply_processors
@@ -33,6 +36,7 @@ from tests.extras.sampling_rows import (
     sampling_of,
     sequence,
 )
+from tests.test_loader import edit_config
 
 # ---- penalties by themselves
 
@@ -292,3 +296,24 @@ def test_all_tensors_move_to_the_device():
     moved = list(tensors(map_tensors(batch, lambda tensor: tensor.to("meta"))))
     assert [tensor.device.type for tensor in moved] == ["meta"] * len(list(tensors(batch)))
     assert len(moved) == 19
+
+
+def test_bad_words_beyond_the_vocabulary_of_the_model_change_nothing(with_tokenizer, tmp_path):
+    """The tokenizer has 257 tokens; its letter of the highest id cannot be an output of a model of 256."""
+    folder = tmp_path / "model"
+    shutil.copytree(with_tokenizer, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name: tensors[name][:100].contiguous() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    save_file(tensors, folder / "model.safetensors")
+    edit_config(folder, vocab_size=100)
+    llm = LLM(folder, attention_backend="torch", num_kv_blocks=8)
+    words = [chr(i) for i in (0xE9, 0x2603)]
+    outputs = [
+        llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, bad_words=words[:n]), use_tqdm=False)
+        for n in (0, 2)
+    ]
+    assert outputs[0][0].outputs[0].token_ids == outputs[1][0].outputs[0].token_ids
+    forbidden = llm.get_tokenizer().encode("A", add_special_tokens=False)
+    assert max(forbidden) < 100
+    mixed = SamplingParams(temperature=0, max_tokens=4, bad_words=["A", *words], logit_bias={forbidden[0]: 100.0})
+    assert forbidden[0] not in llm.generate([[1, 2, 3]], mixed, use_tqdm=False)[0].outputs[0].token_ids

@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.checks import check_list
 from nanovllm.extras.models.network_config import NetworkConfig
 
 ARCHITECTURES = {  # by the name that config.json has in `architectures`: module and class in this folder
@@ -31,6 +32,7 @@ def find_architecture(raw: dict[str, Any], max_model_len: int | None = None) -> 
     `max_position_embeddings` of the shape is the longest sequence that the network takes, with what rotary positions
     for longer contexts add. `max_model_len` is the engine's option of this name.
     """
+    check_kinds(raw)
     check_stored_weights(raw)
     for given in raw.get("architectures") or ():
         name = re.sub("Model$", "ForCausalLM", str(given))  # the network without its output layer is called Qwen3Model
@@ -47,6 +49,16 @@ def find_architecture(raw: dict[str, Any], max_model_len: int | None = None) -> 
     raise ValueError(
         f"architecture {raw.get('architectures')} is not supported{code}; supported: {', '.join(ARCHITECTURES)}"
     )
+
+
+def check_kinds(raw: dict[str, Any]) -> None:
+    """Raise TypeError unless the fields that hold other values are objects, or lists, or null."""
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(raw.get(name), dict | None):
+            raise TypeError(f"config.json: {name} must be an object such as {{'rope_type': 'linear', 'factor': 2.0}}, "
+                            f"got {raw[name]!r}")  # fmt: skip
+    for name in ("architectures", "layer_types", "mlp_only_layers"):
+        check_list(f"config.json: {name}", raw.get(name), "values")
 
 
 def check_stored_weights(raw: dict[str, Any]) -> None:
