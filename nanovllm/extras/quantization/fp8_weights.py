@@ -4,6 +4,7 @@ A weight is [out, in] float8_e4m3fn. It is multiplied by its scale: one number f
 [out / 128, in / 128] for blocks of 128 × 128.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 from nanovllm.extras.weights import BARE
 
 SCALES = (".weight_scale_inv", ".weight_scale", ".input_scale")
+KV_SCALES = re.compile(r"\.((q|k|v|kv|prob)_scale|output_scale)$")
+"""Scales for a cache of K and V in fp8, which this engine does not use: its own caches need none, or compute them."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Fp8:
         """Return a `Read` function that widens fp8 tensors. For the scales themselves it returns None."""
 
         def read(file: Any, name: str) -> Tensor | None:
-            if name.endswith(SCALES):
+            if name.endswith(SCALES) or KV_SCALES.search(name):
                 return None
             tensor = file.get_tensor(name)
             if tensor.dtype != torch.float8_e4m3fn:

@@ -1,12 +1,13 @@
 """Checkpoints that are quantised already: `architectures.py` asks `read_format`, `choose_loader.py` asks `loader`.
 
-Each projection that has the tensors of the format becomes a layer of `quantised_linear.py`; all others are loaded as
-always.
+Each projection that has the tensors of the format becomes a layer of `quantised_linear.py`. Other quantised
+weights, such as routers and output layers, are widened to the model's dtype. All others are loaded as always.
 Weights in fp8 (DeepSeek's, Qwen's) are widened to the model's dtype: no kernel here multiplies by them.
 """
 
 import logging
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,19 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from nanovllm.extras.quantization.formats import READERS, Format
-from nanovllm.extras.quantization.fp8_weights import Fp8, read_compressed_fp8, read_fp8
+from nanovllm.extras.quantization.fp8_weights import KV_SCALES, Fp8, read_compressed_fp8, read_fp8
 from nanovllm.extras.quantization.quantise import VECTOR
 from nanovllm.extras.quantization.quantised_linear import QuantisedFusedLinear, QuantisedLinear, QuantisedWeight
-from nanovllm.extras.weights import BARE, load_model, load_weights
+from nanovllm.extras.weights import (
+    BARE,
+    OF_QUANTISED,
+    iterate_checkpoint,
+    load_model,
+    places_of_stored,
+    plain_tensors,
+)
 from nanovllm.layers.linear import FusedLinear, Linear
-from nanovllm.loader import allocate, checkpoint_files
+from nanovllm.loader import allocate, checkpoint_files, fill
 
 logger = logging.getLogger(__name__)
 
@@ -96,11 +104,21 @@ def load_projections(
         if layer.bias is not None:
             quantised.bias.copy_(torch.cat(biases))
         consumed |= {f"{part}.{name}" for part in parts for name in (*form.tensors, "bias")}
+    others = find_others(form, checkpoint, model)
+    consumed |= {f"{path}.{name}" for path in others for name in (*form.tensors, "bias")}
+    is_unused = getattr(model, "is_unused", lambda name: False)
 
-    def read_others(file: Any, name: str) -> Tensor | None:
-        return None if BARE.sub("model.", name) in consumed else file.get_tensor(name)
+    def read_plain(file: Any, stored_name: str) -> Tensor | None:
+        name = BARE.sub("model.", stored_name)
+        if name in consumed or is_unused(name) or KV_SCALES.search(name):
+            return None
+        if OF_QUANTISED.search(name):
+            raise ValueError(f"unexpected tensor {name} in {checkpoint.folder}: the model has no such quantised layer")
+        return file.get_tensor(stored_name)
 
-    load_weights(model, checkpoint.folder, read_others)
+    plain = plain_tensors(iterate_checkpoint(checkpoint.folder, read_plain), is_unused, checkpoint.folder)
+    widened = ((f"{path}.weight", widen(form, checkpoint, path, shape)) for path, shape in others.items())
+    fill(places_of_stored(model), chain(plain, widened), checkpoint.folder)
     return model
 
 
@@ -137,6 +155,24 @@ def find_projections(form: Format, checkpoint: Checkpoint, model: nn.Module) -> 
     if not found:
         raise ValueError(f"config.json says {form.name}, but no projection in {checkpoint.folder} is quantised so")
     return found
+
+
+def find_others(form: Format, checkpoint: Checkpoint, model: nn.Module) -> dict[str, torch.Size]:
+    """Return the other quantised weights, by path, with their shapes: routers, embeddings, DeepSeek's up-projections.
+
+    No kernel multiplies by them as they are stored, so they are widened.
+    """
+    return {
+        path: layer.weight.shape
+        for path, layer in model.named_modules()
+        if isinstance(getattr(layer, "weight", None), Tensor) and f"{path}.{form.mark}" in checkpoint.files
+    }
+
+
+def widen(form: Format, checkpoint: Checkpoint, path: str, shape: torch.Size) -> Tensor:
+    """Return a quantised weight as floats: [out, in] float32."""
+    read_bias(checkpoint, path, is_wanted=False)
+    return decode(form, checkpoint, path, shape[1], shape[0]).dequantised()
 
 
 def decode(form: Format, checkpoint: Checkpoint, part: str, num_inputs: int, num_outputs: int) -> QuantisedWeight:

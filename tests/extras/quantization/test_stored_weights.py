@@ -1,10 +1,12 @@
 """Checkpoints that are quantised already: what they mean in float64, what they answer, and what is refused by name."""
 
+import shutil
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -13,8 +15,18 @@ from nanovllm.extras.kernels.cpu.cpu_quantised import replace_quantised
 from nanovllm.extras.quantization.formats import Format
 from tests.conftest import every_second
 from tests.extras.kernels.processors import need_a_compiler
+from tests.extras.models.architectures import Checkpoints
 from tests.extras.quantization import packers
-from tests.extras.quantization.packers import awq, fp8, gptq, int_quantized, of_compressed, pack_quantized, write
+from tests.extras.quantization.packers import (
+    awq,
+    fp8,
+    gptq,
+    int_quantized,
+    of_compressed,
+    pack_quantized,
+    set_config,
+    write,
+)
 
 CHAT = [{"role": "user", "content": "What is a block table?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -284,3 +296,106 @@ def test_dummy_weights_and_ranks_do_not_go_with_it(tmp_path):
 
 def test_words_hold_their_first_number_in_their_lowest_bits():
     assert packers.in_words(np.array([[1, 2, 3, 4, 5, 6, 7, 8]]), 4).tolist() == [[-2023406815]]
+
+
+# ---- layers for which there is no kernel
+
+
+SMALL = {
+    "gptq": ({**GPTQ, "group_size": 32}, partial(gptq, group_size=32)),
+    "gptq, 8 bits, desc_act": (
+        {**GPTQ, "bits": 8, "group_size": 32},
+        lambda weight: gptq(weight, 8, 32, order=np.random.default_rng(weight.shape[1]).permutation(weight.shape[1])),
+    ),
+    "awq": ({**AWQ, "group_size": 32}, partial(awq, group_size=32)),
+    "pack-quantized": (
+        of_compressed("pack-quantized", num_bits=4, strategy="group", group_size=32),
+        partial(pack_quantized, group_size=32),
+    ),
+    "int-quantized": (of_compressed("int-quantized", num_bits=8, strategy="channel"), int_quantized),
+    "fp8 in blocks": ({**FP8, "weight_block_size": [32, 32]}, partial(fp8, block=(32, 32))),
+}
+WITHOUT_A_KERNEL = ("lm_head", "mlp.gate", "kv_b_proj", "embed_tokens")
+
+
+def with_others_packed(root, name, config, pack):
+    """Return two folders of the same weights: in one, layers without a kernel are packed, in the other they are floats.
+
+    Projections are packed in both.
+    """
+    of, _ = Checkpoints(root / "plain").make(name, "plain", intermediate_size=128)
+    packed, plain = {}, {}
+    for file in of.glob("*.safetensors"):
+        for key, tensor in load_file(file).items():
+            path = key.removesuffix(".weight")
+            if tensor.dim() != 2 or not path.endswith((*WITHOUT_A_KERNEL, "_proj", "with_mqa")):
+                packed[key] = plain[key] = tensor
+                continue
+            parts, meaning = pack(tensor)
+            packed |= {f"{path}.{one}": part for one, part in parts.items()}
+            is_other = path.endswith(WITHOUT_A_KERNEL)
+            plain |= {key: meaning.float()} if is_other else {f"{path}.{one}": part for one, part in parts.items()}
+    folders = []
+    for kind, tensors in (("packed", packed), ("floats", plain)):
+        folder = root / kind
+        folder.mkdir()
+        shutil.copy(of / "config.json", folder)
+        save_file({key: one.contiguous() for key, one in tensors.items()}, folder / "model.safetensors")
+        set_config(folder, config)
+        folders.append(folder)
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("llama", "int-quantized"),
+        pytest.param("qwen3_moe", "gptq", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "gptq, 8 bits, desc_act", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "pack-quantized", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "awq", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "fp8 in blocks", marks=pytest.mark.slow),
+    ],
+)
+def test_quantised_routers_output_layers_and_up_projections_are_widened(tmp_path, name, form):
+    (tmp_path / "plain").mkdir()
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=5, ignore_eos=True)
+    found = []
+    for folder in with_others_packed(tmp_path, name, *SMALL[form]):
+        outputs = eager(folder).generate([[5, 7, 11], [3] * 9], params, use_tqdm=False)
+        found.append([(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs])
+    assert found[0] == found[1]
+
+
+def test_a_quantised_tensor_without_a_layer_is_named_with_the_true_reason(tmp_path):
+    """An output layer beside tied embeddings has no place."""
+    extra = {"lm_head.qweight": torch.zeros(8, 8, dtype=torch.int32)}
+    write(tmp_path / "model", GPTQ, gptq, change=lambda tensors: tensors.update(extra))
+    with pytest.raises(ValueError, match=r"unexpected tensor lm_head\.qweight in .*: the model has no such quantised"):
+        eager(tmp_path / "model")
+
+
+@pytest.mark.slow
+def test_quantised_layers_that_are_not_run_are_passed_over(tmp_path):
+    """The layers of DeepSeek-V3 that predict further tokens."""
+    (tmp_path / "plain").mkdir()
+    folder, _ = with_others_packed(tmp_path, "deepseek_v3", *SMALL["gptq"])
+    tensors = load_file(folder / "model.safetensors")
+    more = {key.replace("layers.1.", "layers.2."): one.clone() for key, one in tensors.items() if "layers.1." in key}
+    save_file({**tensors, **more}, folder / "model.safetensors")
+    eager(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["fp8, one scale", "gptq"])
+def test_scales_of_a_cache_in_fp8_are_passed_over(tmp_path, form):
+    names = ("k_scale", "v_scale", "k_proj.k_scale", "v_proj.output_scale", "kv_scale", "q_scale", "prob_scale")
+    scales = {f"model.layers.{i}.self_attn.{name}": torch.ones(1) for i in range(2) for name in names}
+    config, pack = {**FLOATS, **FORMATS}[form]
+    write(tmp_path / "with", config, pack, change=lambda tensors: tensors.update(scales))
+    write(tmp_path / "without", config, pack)
+    params = SamplingParams(temperature=0, max_tokens=5)
+    found = [
+        eager(tmp_path / one).chat(CHAT, params, use_tqdm=False)[0].outputs[0].token_ids for one in ("with", "without")
+    ]
+    assert found[0] == found[1]
