@@ -35,7 +35,7 @@ def bare(folder, of, keep_head=False):
     return folder
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3Model"])
+@pytest.mark.parametrize("architecture", [pytest.param("Qwen3ForCausalLM", marks=pytest.mark.slow), "Qwen3Model"])
 def test_embeddings_are_those_of_transformers_and_generation_is_refused(tiny_checkpoint, tmp_path, architecture):
     folder = bare(tmp_path / "model", tiny_checkpoint[0])
     edit_config(folder, architectures=[architecture])
@@ -54,7 +54,7 @@ def test_shards_that_automodel_writes(tiny_checkpoint, tmp_path):
     assert_embeddings(llm.embed(PROMPTS, use_tqdm=False), tiny_checkpoint[1], PROMPTS, ["last"] * 3)
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("is_tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_names_without_a_prefix_and_an_output_layer_generate(checkpoints, tmp_path, is_tied):
     """A tied one, such as Qwen3-Embedding-0.6B, has it without a tensor of its own."""
     of, model = checkpoints.make(tie_word_embeddings=is_tied)

@@ -367,6 +367,7 @@ def test_quantised_routers_output_layers_and_up_projections_are_widened(tmp_path
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_quantised_tensor_without_a_layer_is_named_with_the_true_reason(tmp_path):
     """An output layer beside tied embeddings has no place."""
     extra = {"lm_head.qweight": torch.zeros(8, 8, dtype=torch.int32)}
