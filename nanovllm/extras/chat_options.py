@@ -14,6 +14,8 @@ from nanovllm.chat import check_messages, render_conversation
 from nanovllm.checks import check_bool, check_str
 from nanovllm.extras.option_checks import check_dict, takes_vllm_options
 
+MAX_SHOWN = 200  # characters of a template in an error
+
 
 @takes_vllm_options("request")
 @dataclass(frozen=True)
@@ -62,10 +64,27 @@ class ChatOptions:
 
 
 def set_chat_template(tokenizer: Any, chat_template: str | Path) -> None:
-    """Replace the tokenizer's chat template. Raises ValueError if there is no tokenizer."""
+    """Replace the tokenizer's chat template. Raises ValueError if it is invalid, or if there is no tokenizer."""
     if tokenizer is None:
         raise ValueError(f"chat_template needs a tokenizer, but this model has none; got {str(chat_template)!r}")
-    tokenizer.chat_template = read_chat_template(chat_template, tokenizer)
+    tokenizer.chat_template = check_chat_template(chat_template, tokenizer)
+
+
+def check_chat_template(chat_template: str | Path, tokenizer: Any = None) -> str:
+    """Return the template, as `read_chat_template` does. Raises ValueError if it is empty or not valid Jinja."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template  # it knows more tags than Jinja
+
+    text, name = read_chat_template(chat_template, tokenizer), shorten(str(chat_template))
+    if not text.strip():
+        raise ValueError(f"chat_template must not be empty, got {name!r}")
+    try:
+        render_jinja_template([], chat_template=text)  # compiles the template, and renders no conversation
+    except TemplateSyntaxError as error:
+        raise ValueError(f"chat_template must be valid Jinja, got {name!r}: line {error.lineno}: {error}") from error
+    except (RecursionError, SyntaxError, ValueError, OverflowError) as error:  # raised by Python's compiler
+        raise ValueError(f"chat_template must be valid Jinja, got {name!r}: {error}") from error
+    return text
 
 
 def read_chat_template(chat_template: str | Path, tokenizer: Any = None) -> str:
@@ -75,10 +94,18 @@ def read_chat_template(chat_template: str | Path, tokenizer: Any = None) -> str:
         return named[str(chat_template)]
     if isinstance(chat_template, str) and "{" in chat_template:  # Jinja, not a file name
         return chat_template
-    file = Path(chat_template).expanduser()
-    if not file.is_file():
-        raise ValueError(f"chat_template must be a file, or a template in Jinja, got {str(chat_template)!r}")
-    return file.read_text(encoding="utf-8")
+    try:
+        return Path(chat_template).expanduser().read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"chat_template must be encoded in UTF-8, got {str(chat_template)!r}: {error}") from error
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no such home folder
+        name = shorten(str(chat_template))
+        raise ValueError(f"chat_template must be a file, or a template in Jinja, got {name!r}: {error}") from error
+
+
+def shorten(text: str) -> str:
+    """Return `text`, or its beginning if it is long."""
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "…"
 
 
 # ---- messages

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from nanovllm.extras.argument_types import filled, http_url, port
 from nanovllm.extras.bench.report import METRICS
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
@@ -26,13 +27,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_server_options(group: Any) -> None:
-    group.add_argument("--base-url", help="such as http://127.0.0.1:8000, instead of --host and --port")
-    group.add_argument("--host", default="127.0.0.1", help="address of the server")
-    group.add_argument("--port", type=int, default=8000, help="port of the server")
+    group.add_argument("--base-url", type=http_url, help="such as http://127.0.0.1:8000, instead of --host and --port")
+    group.add_argument("--host", type=filled, default="127.0.0.1", help="address of the server")
+    group.add_argument("--port", type=port, default=8000, help="port of the server")
     group.add_argument("--backend", choices=ENDPOINTS, default="openai",
                        help="completions of token ids (openai, vllm) or chats of words (openai-chat)")  # fmt: skip
-    group.add_argument("--endpoint", help="path of the API (default: the backend's)")
-    group.add_argument("--model", help="name of the model (default: the first that the server lists)")
+    group.add_argument("--endpoint", type=filled, help="path of the API (default: the backend's)")
+    group.add_argument("--model", type=filled, help="name of the model (default: the first that the server lists)")
     group.add_argument("--header", type=parse_pair, action="append", default=[], metavar="NAME=VALUE",
                        help="header of every request; OPENAI_API_KEY is sent as the key if it is set")  # fmt: skip
     group.add_argument("--ready-check-timeout-sec", type=positive_or_zero, default=600.0, metavar="SECONDS",
@@ -58,7 +59,9 @@ def add_work_options(group: Any) -> None:
     group.add_argument(
         "--random-prefix-len", type=count, default=0, help="tokens of a prefix that all prompts share, added in front"
     )
-    group.add_argument("--tokenizer", help="folder or hub id: prompts of chats have exact lengths in its tokens")
+    group.add_argument(
+        "--tokenizer", type=filled, help="folder or hub id: prompts of chats have exact lengths in its tokens"
+    )
     group.add_argument("--random-vocab-size", type=positive_int, default=1000, help="token ids are below this number")
     group.add_argument("--prefix-repetition-prefix-len", type=positive_int, default=256, help="tokens of a prefix")
     group.add_argument("--prefix-repetition-suffix-len", type=positive_int, default=256, help="tokens of a suffix")

@@ -58,9 +58,10 @@ class AccessControl:
         """Return the name of the caller's key, None if the server has no keys. Keys are compared in constant time."""
         if not self._keys:
             return None
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(key, given.strip().encode()) for key in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
+        sent = next((value for name, value in headers.raw if name == b"authorization"), b"")
+        scheme, _, given = sent.partition(b" ")  # as bytes: Starlette would decode a key as Latin-1, but it is UTF-8
+        matches = [hmac.compare_digest(key, given.strip()) for key in self._keys]
+        if scheme.lower() != b"bearer" or not any(matches):
             raise APIError(
                 401, "the API key is missing or wrong", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
             )

@@ -9,8 +9,11 @@ import ssl
 from typing import Any, NamedTuple
 
 from nanovllm import TINY_QWEN3
+from nanovllm.extras.argument_types import filled, first_given, port
+from nanovllm.extras.chat_options import check_chat_template
 from nanovllm.extras.serve.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, parsers_named
 from nanovllm.extras.serve.ray.ray_options import RayOptions, add_ray_options, ray_options
+from nanovllm.extras.serve.serve_checks import check_tls
 from nanovllm.extras.serve.state import ServerOptions
 from nanovllm.extras.vllm.engine_args import EngineArgs
 
@@ -38,7 +41,8 @@ def make_parser(kind: type[argparse.ArgumentParser] = argparse.ArgumentParser) -
         epilog="Without MODEL, the command serves the bundled model, which answers questions about LLM inference.",
         conflict_handler="resolve",  # the server's option replaces one of the engine with the same name
     )
-    parser.add_argument("server_model", metavar="MODEL", nargs="?", help="a folder or a hub id such as Qwen/Qwen3-0.6B")
+    text = "a folder or a hub id such as Qwen/Qwen3-0.6B"
+    parser.add_argument("server_model", metavar="MODEL", nargs="?", type=filled, help=text)
     server = parser.add_argument_group("server")
     tls = parser.add_argument_group("https")
     limits = parser.add_argument_group("limits")
@@ -53,13 +57,13 @@ def make_parser(kind: type[argparse.ArgumentParser] = argparse.ArgumentParser) -
 
 def add_server_options(group: Any) -> None:
     """Add the options of the server itself."""
-    add(group, "host", str, "address to listen on; 0.0.0.0 for all addresses", "127.0.0.1")
-    add(group, "port", int, "port to listen on; 0 for any free port", 8000)
+    add(group, "host", filled, "address to listen on; 0.0.0.0 for all addresses", "127.0.0.1")
+    add(group, "port", port, "port to listen on; 0 for any free port", 8000)
     add_model_options(group)
     add(group, "root-path", str, "path under which a proxy serves this server", "")
     flag(group, "disable-log-requests", "do not log a line for each request")
     add_log_level(group, "info")
-    add(group, "trace", str, "record each step in this file; nanovllm view replays it")
+    add(group, "trace", filled, "record each step in this file; nanovllm view replays it")
     flag(group, "ui", "serve a page that shows each step, at /ui")
     flag(group, "enable-auto-tool-choice", "no effect (vLLM's option): calls are always parsed if a request has tools")
     add(group, "drain-timeout", seconds, "time for requests to finish after SIGTERM", ServerOptions.drain_timeout_s)
@@ -67,7 +71,7 @@ def add_server_options(group: Any) -> None:
 
 def add_model_options(group: Any) -> None:
     """Add the options for the model's names and for the format of its answers."""
-    add(group, "served-model-name", str, "names of the model in requests; answers have the first one", nargs="+")
+    add(group, "served-model-name", filled, "names of the model in requests; answers have the first one", nargs="+")
     tool_parsers, reasoning_parsers = sorted(TOOL_PARSERS), sorted(REASONING_PARSERS)
     add(group, "tool-call-parser", str, "format of the model's tool calls", "hermes", choices=tool_parsers)
     add(group, "reasoning-parser", str, "format of the model's reasoning", "qwen3", choices=reasoning_parsers)
@@ -88,9 +92,9 @@ def add_request_bounds(group: Any) -> None:
 
 def add_tls(group: Any) -> None:
     """Add the options of HTTPS."""
-    add(group, "ssl-keyfile", str, "the server's private key")
-    add(group, "ssl-certfile", str, "the server's certificate; enables HTTPS")
-    add(group, "ssl-ca-certs", str, "certificates of the authorities that sign clients' certificates")
+    add(group, "ssl-keyfile", filled, "the server's private key")
+    add(group, "ssl-certfile", filled, "the server's certificate; enables HTTPS")
+    add(group, "ssl-ca-certs", filled, "certificates of the authorities that sign clients' certificates")
     add(
         group, "ssl-cert-reqs", int, "of clients: 0 none, 1 optional, 2 required", int(ssl.CERT_NONE), choices=[0, 1, 2]
     )
@@ -109,8 +113,8 @@ def add_limits(group: Any) -> None:
     add(group, "max-queued-requests", positive, "refuse requests if this many are waiting (default: no limit)")
     add_request_bounds(group)
     proxies = "addresses or networks of proxies whose X-Forwarded-For is trusted; * for all (default: none)"
-    add(group, "forwarded-allow-ips", str, proxies, [], nargs="+")
-    add(group, "allowed-origins", str, "origins of web pages that may call the server; * for all", [], nargs="+")
+    add(group, "forwarded-allow-ips", filled, proxies, [], nargs="+")
+    add(group, "allowed-origins", filled, "origins of web pages that may call the server; * for all", [], nargs="+")
 
 
 def add(group: Any, name: str, kind: Any, text: str, default: Any = None, **others: Any) -> None:
@@ -118,7 +122,8 @@ def add(group: Any, name: str, kind: Any, text: str, default: Any = None, **othe
     if default:
         text += f" (default: {default})"
     if "choices" not in others:
-        others["metavar"] = {str: name.split("-")[-1].upper(), seconds: "SECONDS"}.get(kind, "N")
+        text_name = name.split("-")[-1].upper()
+        others["metavar"] = {str: text_name, filled: text_name, seconds: "SECONDS"}.get(kind, "N")
     group.add_argument(
         f"--{name}", dest=f"server_{name.replace('-', '_')}", type=kind, default=default, help=text, **others
     )
@@ -145,11 +150,19 @@ def seconds(text: str) -> float:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Check the arguments that `make_parser` has parsed, and return the settings. Raises ValueError, TypeError."""
-    args.model = args.server_model or args.model or TINY_QWEN3
+    args.model = first_given(args.server_model, args.model, TINY_QWEN3)
     engine_args = EngineArgs.from_cli_args(args)
     engine_args.create_engine_config()
+    if not (args.server_ray and (args.server_ray_address or os.environ.get("RAY_ADDRESS"))):
+        check_files(engine_args)  # otherwise, other machines read the files
     options = server_options(args)
     return Settings(engine_args, options, args.server_max_queued_requests, args.server_log_level, ray_options(args))
+
+
+def check_files(engine_args: EngineArgs) -> None:
+    """Raise ValueError if a file that the engine reads after its start is invalid: the chat template."""
+    if engine_args.chat_template is not None:
+        check_chat_template(engine_args.chat_template)
 
 
 def server_options(args: argparse.Namespace) -> ServerOptions:
@@ -157,14 +170,14 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     name = TINY_QWEN3.name if args.model == TINY_QWEN3 else str(args.model)
     return ServerOptions(
         model_names=tuple(args.server_served_model_name or [name]),
-        api_keys=(*args.server_api_key, *os.environ.get(API_KEY_VARIABLE, "").split()),
+        api_keys=(*args.server_api_key, *keys_of_environment()),
         max_request_bytes=args.server_max_request_bytes,
         max_request_values=args.server_max_request_values,
         max_requests_per_minute=args.server_max_requests_per_minute,
         max_choices=args.server_max_choices,
         allowed_origins=tuple(args.server_allowed_origins),
         parsers=parsers_named(args.server_tool_call_parser, args.server_reasoning_parser),
-        root_path=root_path(args.server_root_path),
+        root_path=args.server_root_path,
         log_requests=not args.server_disable_log_requests,
         forwarded_allow_ips=tuple(args.server_forwarded_allow_ips),
         drain_timeout_s=args.server_drain_timeout,
@@ -172,11 +185,16 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
     )
 
 
-def root_path(text: str) -> str:
-    """Return a valid `--root-path`. Raises ValueError if it is invalid."""
-    if text and (not text.startswith("/") or text.endswith("/")):
-        raise ValueError(f"--root-path must begin with / and not end with it, got {text!r}")
-    return text
+def keys_of_environment() -> list[str]:
+    """Return the keys in the variable of the environment. Raises ValueError if it is set but has no key.
+
+    Such a variable would start a server that needs no key, although its operator wanted one.
+    """
+    text = os.environ.get(API_KEY_VARIABLE)
+    keys = [] if text is None else text.split()
+    if text is not None and not keys:
+        raise ValueError(f"{API_KEY_VARIABLE} must have at least one key, got {text!r}; unset it to allow all requests")
+    return keys
 
 
 def tls_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -190,7 +208,9 @@ def tls_options(args: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--{name.replace('_', '-')} must be a file, got {path!r}")
     if args.server_ssl_cert_reqs and "ssl_ca_certs" not in given:
         raise ValueError("--ssl-cert-reqs needs --ssl-ca-certs")
-    return given | {"ssl_cert_reqs": args.server_ssl_cert_reqs} if given else {}
+    tls = given | {"ssl_cert_reqs": args.server_ssl_cert_reqs} if given else {}
+    check_tls(tls)
+    return tls
 
 
 def log_to_stderr(level: str) -> None:

@@ -180,7 +180,10 @@ class DrainingServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that accepts connections. Port 0 selects a free port. Raises OSError."""
+    """Return a socket that accepts connections. Port 0 selects a free port.
+
+    Raises OSError with host and port if the address is not available.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -190,6 +193,11 @@ def listen(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_S)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * PATIENCE_S)
-    listening.bind((host, port))
-    listening.listen(2048)
+    try:
+        listening.bind((host, port))
+        listening.listen(2048)
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host is not a name that can be looked up
+        listening.close()
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise OSError(f"cannot listen on --host {host} --port {port}: {reason}") from error
     return listening

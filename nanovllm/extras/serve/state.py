@@ -16,6 +16,13 @@ from nanovllm.extras.serve.bounds import Bounds
 from nanovllm.extras.serve.errors import APIError
 from nanovllm.extras.serve.metrics_route import Metrics
 from nanovllm.extras.serve.parsers.parser_registry import Parsers
+from nanovllm.extras.serve.serve_checks import (
+    check_api_keys,
+    check_names,
+    check_origins,
+    check_proxies,
+    check_root_path,
+)
 from nanovllm.extras.serve.token_bytes import TokenBytes
 from nanovllm.extras.serve.workers import Workers
 
@@ -24,7 +31,7 @@ RETRY_LATER = {"Retry-After": "5"}
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The options of `nanovllm serve` that are not the engine's."""
+    """The options of `nanovllm serve` that are not the engine's. Raises ValueError if one of them is invalid."""
 
     model_names: tuple[str, ...]
     """The names that requests may use. Answers have the first one."""
@@ -51,6 +58,13 @@ class ServerOptions:
     """The maximum number of JSON values (numbers, texts, lists, objects) of a body, and of tokens of its prompts."""
     forwarded_allow_ips: tuple[str, ...] = ()
     """Addresses or networks of proxies whose headers about the client's address are trusted."""
+
+    def __post_init__(self) -> None:
+        check_names(self.model_names)
+        check_api_keys(self.api_keys)
+        check_origins(self.allowed_origins)
+        check_root_path(self.root_path)
+        check_proxies(self.forwarded_allow_ips)
 
 
 @dataclass

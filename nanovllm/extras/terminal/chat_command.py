@@ -5,6 +5,7 @@ import os
 import sys
 
 from nanovllm import TINY_QWEN3
+from nanovllm.extras.argument_types import filled, first_given, http_url
 from nanovllm.extras.terminal.answerers import Answerer, AnswerError, LocalAnswerer, ServerAnswerer
 from nanovllm.extras.terminal.chat_history import Conversation
 from nanovllm.extras.terminal.screen import Screen
@@ -45,12 +46,13 @@ def make_parser() -> argparse.ArgumentParser:
         "echo 'What is a block table?' | nanovllm chat",
         conflict_handler="resolve",  # the chat's option replaces one of the engine with the same name
     )
-    parser.add_argument("chat_model", nargs="?", metavar="MODEL",
+    parser.add_argument("chat_model", nargs="?", metavar="MODEL", type=filled,
                         help="folder or hub id (default: the bundled model); with --url, its name")  # fmt: skip
     group = parser.add_argument_group("chat")
     EngineArgs.add_cli_args(parser)
-    group.add_argument("--url", help="use a running server, such as http://127.0.0.1:8000, instead of loading a model")
-    group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), metavar="KEY",
+    url = "use a running server, such as http://127.0.0.1:8000, instead of loading a model"
+    group.add_argument("--url", type=http_url, help=url)
+    group.add_argument("--api-key", type=filled, default=os.environ.get("OPENAI_API_KEY") or None, metavar="KEY",
                        help="key of the server (default: the environment variable OPENAI_API_KEY)")  # fmt: skip
     group.add_argument("--system", default="", metavar="TEXT", help="system prompt")
     group.add_argument("--temperature", type=float, metavar="NUMBER",
@@ -67,8 +69,8 @@ def make_answerer(args: argparse.Namespace, is_pipe: bool) -> Answerer:
     Raises ValueError or TypeError for an option that is not allowed, AnswerError if the server does not answer.
     """
     sampling = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
-    model = args.chat_model or args.model
-    args.model = model or str(TINY_QWEN3)
+    model = first_given(args.chat_model, args.model)
+    args.model = first_given(model, str(TINY_QWEN3))
     engine_args = EngineArgs.from_cli_args(args)
     if args.url:
         if engine_args != EngineArgs(args.model):

@@ -38,6 +38,14 @@ def test_without_a_key_nobody_is_let_in(new_client, authorization):
     assert [client.get(path).status_code for path in ("/health", "/version", "/metrics")] == [200] * 3
 
 
+@pytest.mark.parametrize("key", ["ключ", "kéy", "鍵 鍵"])
+def test_keys_may_have_any_letters(new_client, key):
+    client = new_client({"Authorization": f"Bearer {key}".encode()}, api_keys=("one", key))
+    assert client.ask(PATH, **BODY)
+    if key == "kéy":  # what another encoding sends is another key
+        assert new_client({"Authorization": b"Bearer k\xe9y"}, api_keys=(key,)).get("/v1/models").status_code == 401
+
+
 def test_every_key_is_compared_in_constant_time(new_client, monkeypatch):
     compared = []
     compare = access.hmac.compare_digest

@@ -13,6 +13,8 @@ from nanovllm import TINY_QWEN3, SamplingParams
 from nanovllm.extras.bench.workloads import make_random
 from nanovllm.extras.serve import serve_command as launch
 from nanovllm.extras.serve import serve_settings
+from nanovllm.extras.serve.server import listen
+from nanovllm.extras.serve.state import ServerOptions
 from tests.extras.serve.real_server import in_process
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -118,6 +120,174 @@ def test_bad_options_are_named(capsys, arguments, words):
         launch.main(arguments)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.fixture
+def no_start(monkeypatch):
+    """A command line that is not refused ends with status 0 instead of a server."""
+    monkeypatch.setattr(launch, "serve", lambda *_: 0)
+
+
+STRING_OPTIONS = ("host", "trace", "served-model-name", "ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "model")
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize("name", [*STRING_OPTIONS, "api-key", "forwarded-allow-ips", "allowed-origins", "ray-address"])
+@pytest.mark.parametrize("value", ["", " "])
+def test_empty_values_are_refused(capsys, name, value):
+    """A shell makes them of variables that are not set; an empty key would let everyone in, an empty host listens
+    everywhere."""
+    with pytest.raises(SystemExit, match="2"):
+        launch.main([f"--{name}", value])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert name.replace("-", "_") in error.replace("-", "_")
+    assert "load" not in error
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize("value", ["", " "])
+def test_empty_names_of_the_model_and_of_the_environment_are_refused(capsys, monkeypatch, value):
+    with pytest.raises(SystemExit, match="2"):
+        launch.main([value])
+    assert "argument MODEL: must not be empty" in capsys.readouterr().err
+    monkeypatch.setenv(serve_settings.API_KEY_VARIABLE, value)
+    with pytest.raises(SystemExit, match="2"):
+        launch.main([])
+    assert f"{serve_settings.API_KEY_VARIABLE} must have at least one key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"api_keys": ("a", "")}, "key 2 of 2"),
+        ({"api_keys": ("secret\n",)}, "--api-key"),
+        ({"api_keys": ("sec\rret",)}, "--api-key"),
+        ({"api_keys": ("secret\udcff",)}, "UTF-8"),
+        ({"model_names": ()}, "--served-model-name"),
+        ({"model_names": ("a", "\t")}, "--served-model-name"),
+        ({"allowed_origins": ("example.com",)}, "--allowed-origins"),
+        ({"allowed_origins": ("https://example.com/",)}, "--allowed-origins"),
+        ({"forwarded_allow_ips": ("10.0.0.1", "proxy")}, "--forwarded-allow-ips"),
+        ({"forwarded_allow_ips": ("10.0.0.1/8",)}, "10.0.0.1/8"),
+        ({"root_path": "/a b"}, "--root-path"),
+    ],
+)
+def test_values_that_could_never_match_are_refused(options, words):
+    with pytest.raises(ValueError, match="--") as refused:
+        ServerOptions(**{"model_names": ("m",), **options})
+    assert words in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+def test_values_that_match():
+    ServerOptions(("m",), ("kéy",), allowed_origins=("*", "null", "http://localhost:3000", "app://x"),
+                  forwarded_allow_ips=("*", "::1", "10.0.0.0/8"), root_path="/llm/v2")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pems(tmp_path_factory):
+    """Two certificates with their keys, the first key with a password, and files that are none of these."""
+    folder = tmp_path_factory.mktemp("pems")
+    for name in ("a", "b"):
+        subprocess.run(
+            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+             "-keyout", folder / f"{name}.key", "-out", folder / f"{name}.crt", "-days", "2", "-subj", f"/CN={name}"],
+            check=True, capture_output=True,
+        )  # fmt: skip
+    secret = [
+        "openssl",
+        "pkey",
+        "-in",
+        folder / "a.key",
+        "-aes128",
+        "-passout",
+        "pass:x",
+        "-out",
+        folder / "secret.key",
+    ]
+    subprocess.run(secret, check=True, capture_output=True)
+    key, certificate = (folder / "a.key").read_bytes(), (folder / "a.crt").read_bytes()
+    (folder / "both.pem").write_bytes(key + certificate)
+    (folder / "cut.crt").write_bytes(certificate[:300])
+    (folder / "empty").touch()
+    return folder
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ({"certfile": "a.crt", "keyfile": "b.key"}, ("--ssl-keyfile must be the key of --ssl-certfile", "b.key")),
+        ({"certfile": "a.crt", "keyfile": "secret.key"}, ("--ssl-keyfile", "without a password", "secret.key")),
+        ({"certfile": "a.crt", "keyfile": "empty"}, ("--ssl-keyfile must be a private key", "empty")),
+        ({"certfile": "a.crt", "keyfile": "a.crt"}, ("--ssl-keyfile must be a private key", "a.crt")),
+        ({"certfile": "a.crt"}, ("--ssl-keyfile is missing", "a.crt")),
+        ({"certfile": "a.key", "keyfile": "a.key"}, ("--ssl-certfile must be", "a.key")),
+        ({"certfile": "cut.crt", "keyfile": "a.key"}, ("--ssl-certfile must be", "cut.crt")),
+        ({"certfile": "both.pem", "ca_certs": "a.key"}, ("--ssl-ca-certs must be", "a.key")),
+    ],
+)
+def test_files_of_https_are_checked_before_the_model_is_loaded(pems, names, words, capsys):
+    flags = [word for name, file in names.items() for word in (f"--ssl-{name.replace('_', '-')}", str(pems / file))]
+    with pytest.raises(SystemExit, match="2"):
+        launch.main(flags)
+    error = capsys.readouterr().err
+    assert all(word in error for word in words), error
+    good = {"certfile": "both.pem", "ca_certs": "b.crt"}
+    args = [word for name, file in good.items() for word in (f"--ssl-{name.replace('_', '-')}", str(pems / file))]
+    assert serve_settings.tls_options(serve_settings.make_parser().parse_args(args))["ssl_cert_reqs"] == 0
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ messages", "end of template"),
+        ("{% for m in messages %}\n{{ m | no_filter }}{% endfor %}", "line 2"),
+        ("{% jump %}", "jump"),
+        ("/no/such/template", "/no/such/template"),
+        ("x" * 300, "must be a file"),
+        (b"", "must not be empty"),
+        (b"\xff{{ messages }}", "UTF-8"),
+        (b"{% if %}", "line 1"),
+    ],
+)
+def test_the_chat_template_is_checked_before_the_model_is_loaded(template, words, capsys, tmp_path):
+    if isinstance(template, bytes):
+        (tmp_path / "file").write_bytes(template)
+        template = str(tmp_path / "file")
+    with pytest.raises(SystemExit, match="2"):
+        launch.main(["--chat-template", template])
+    error = capsys.readouterr().err
+    assert "error: chat_template must" in error
+    assert words in error
+
+
+def test_templates_that_need_more_than_messages_are_allowed(tmp_path):
+    for text in (
+        "{{ raise_exception('no') }}",
+        "{% generation %}{{ 1 // 0 }}{% endgeneration %}",
+        "{{ no.such.name }}",
+    ):
+        (tmp_path / "file").write_text(text)
+        args = serve_settings.make_parser().parse_args(["--chat-template", str(tmp_path / "file")])
+        assert serve_settings.settings_of(args)
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize("port", ["70000", "-1", "65536", "http", "1.5"])
+def test_ports_are_checked(port, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        launch.main(["--port", port])
+    assert f"argument --port: must be an integer from 0 to 65535, got '{port}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["no.such.invalid", "x" * 100, "a..b", "127.0.0.1"])
+def test_an_address_that_cannot_be_used_is_named(host):
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on --host {host} --port {port}: "):
+            listen(host, port)
 
 
 def test_options_reach_the_server():

@@ -281,7 +281,7 @@ def test_flags_reach_the_server_and_its_engine(monkeypatch):
     [
         (["--max-num-seqs", "0"], 2, "max_num_seqs must be an integer >= 1, got 0"),
         (["--pipeline-parallel-size", "2"], 2, "pipeline_parallel_size"),
-        (["--port", "http"], 2, "argument --port: invalid int value: 'http'"),
+        (["--port", "http"], 2, "argument --port: must be an integer from 0 to 65535, got 'http'"),
         (["--max-queued-requests", "0"], 2, "must be at least 1, got 0"),
         (["--drain-timeout", "nan"], 2, "must be a number of at least 0"),
         (["no/such/folder/x"], 1, "no/such/folder/x"),
@@ -302,8 +302,9 @@ def test_a_bad_command_line_is_one_line(arguments, status, message, capsys, monk
 
 def test_a_port_that_is_taken(capsys):
     with listen("127.0.0.1", 0) as taken:
-        assert launch.main(["--port", str(taken.getsockname()[1])]) == 1
-    assert "Address already in use" in capsys.readouterr().err
+        port = str(taken.getsockname()[1])
+        assert launch.main(["--port", port]) == 1
+    assert f"cannot listen on --host 127.0.0.1 --port {port}: Address already in use" in capsys.readouterr().err
 
 
 # ---- clients that misbehave

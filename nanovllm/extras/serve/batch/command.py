@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import torch
 
 from nanovllm import TINY_QWEN3
+from nanovllm.extras.argument_types import filled, first_given
 from nanovllm.extras.serve.async_llm import AsyncLLM
 from nanovllm.extras.serve.batch.batch_inputs import Digests, Input, are_in, find_sources, scan
 from nanovllm.extras.serve.batch.one_machine import answer_here
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
     parser = make_parser()
     args = parser.parse_args(arguments)
     log_to_stderr(args.server_log_level)
-    args.model = args.batch_model or args.model or TINY_QWEN3
+    args.model = first_given(args.batch_model, args.model, TINY_QWEN3)
     try:
         engine_args = EngineArgs.from_cli_args(args)
         engine_args.create_engine_config()
@@ -138,7 +139,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="Answer all rows of the input files. If the command is run again, it continues where it stopped.",
         conflict_handler="resolve",
     )
-    parser.add_argument("batch_model", metavar="MODEL", nargs="?", help="folder or hub id (default: the bundled model)")
+    text = "folder or hub id (default: the bundled model)"
+    parser.add_argument("batch_model", metavar="MODEL", nargs="?", type=filled, help=text)
     files = parser.add_argument_group("files")
     rows = parser.add_argument_group("rows with a prompt column")
     replicas = parser.add_argument_group("replicas")
@@ -177,7 +179,9 @@ def add_rows(group: Any) -> None:
 def add_replicas(group: Any) -> None:
     text = "number of engines, as Ray actors with their own devices (extra `ray`); default: one engine without Ray"
     group.add_argument("--replicas", type=positive, metavar="N", help=text)
-    group.add_argument("--ray-address", metavar="ADDRESS", help="a running Ray cluster (default: start one here)")
+    group.add_argument(
+        "--ray-address", type=filled, metavar="ADDRESS", help="a running Ray cluster (default: start one here)"
+    )
     text = "rows that an engine computes at the same time (default: twice --max-num-seqs)"
     group.add_argument("--max-in-flight", type=positive, metavar="N", help=text)
 

@@ -13,6 +13,7 @@ import torch
 
 from nanovllm.checks import check_int
 from nanovllm.extras.all_options import Config
+from nanovllm.extras.argument_types import filled
 
 ROUTINGS = ("prefix", "load")
 
@@ -97,7 +98,7 @@ def add_ray_options(group: Any) -> None:
     for field in fields(RayOptions):
         text = DESCRIPTIONS[field.name] + (f" (default: {field.default})" if field.default else "")
         how: dict[str, Any] = {"choices": ROUTINGS} if field.name == "routing" else {"metavar": "N"}
-        kind = str if field.name in ("address", "routing") else int
+        kind = {"address": filled, "routing": str}.get(field.name, int)
         if field.name == "address":
             how = {"metavar": "ADDRESS"}
         flag = f"--ray-{field.name.replace('_', '-')}"
