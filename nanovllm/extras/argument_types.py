@@ -7,6 +7,8 @@ import argparse
 from typing import Any
 from urllib.parse import urlsplit
 
+from nanovllm.extras.surrogates import text_with_surrogate
+
 MAX_PORT = 65535
 
 
@@ -44,11 +46,7 @@ def http_url(text: str) -> str:
 
 def is_utf8(text: str) -> bool:
     """Return whether UTF-8 can encode `text`: whether it has no lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text_with_surrogate(text) is None
 
 
 def first_given(*values: Any) -> Any:

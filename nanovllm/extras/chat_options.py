@@ -13,6 +13,7 @@ from typing import Any
 from nanovllm.chat import check_messages, render_conversation
 from nanovllm.checks import check_bool, check_str
 from nanovllm.extras.option_checks import check_dict, takes_vllm_options
+from nanovllm.extras.surrogates import check_texts
 
 MAX_SHOWN = 200  # characters of a template in an error
 
@@ -40,6 +41,8 @@ class ChatOptions:
         check_dict("chat_template_kwargs", self.chat_template_kwargs)
         if self.tools is not None:
             check_tools(self.tools)
+        for name in ("chat_template", "chat_template_kwargs", "tools"):
+            check_texts(name, getattr(self, name))
         if self.add_generation_prompt and self.continue_final_message:
             raise ValueError("continue_final_message=True needs add_generation_prompt=False, got True for both")
 
@@ -116,6 +119,7 @@ def render_chat(tokenizer: Any, messages: Any, options: ChatOptions | None = Non
     check_messages(messages)
     if not all(isinstance(message.get("content"), str) and not message.get("tool_calls") for message in messages):
         messages = plain_messages(messages)
+    check_texts("messages", messages)
     arguments = {} if options is None else options.template_arguments(tokenizer)
     return render_conversation(tokenizer, messages, **arguments)
 

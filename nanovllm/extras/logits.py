@@ -17,6 +17,7 @@ from nanovllm.checks import check_int, check_list, check_number, check_strings, 
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.logits_processors import ForbiddenTokens, MinTokens, Processor, ProcessorRow, forbid
 from nanovllm.extras.request_params import LogitsProcessor, SamplingParams
+from nanovllm.extras.surrogates import check_texts
 
 
 def processors_of(params: SamplingParams, tokenizer: Any, vocab_size: int) -> tuple[Processor, ...]:
@@ -262,8 +263,14 @@ def check_logit_bias(name: str, value: Any) -> None:
         check_number(f"{name}[{token_id}]", bias, -100, 100)
 
 
+def check_words(name: str, value: Any, **limits: Any) -> None:
+    check_strings(name, value, **limits)
+    check_texts(name, value)
+
+
 FIELD_CHECKS: Mapping[str, Callable[[str, Any], None]] = {
-    "bad_words": partial(check_strings, blank=" "),
+    "bad_words": partial(check_words, blank=" "),
+    "stop": partial(check_words, or_one=True),
     "logit_bias": check_logit_bias,
     "allowed_token_ids": check_allowed_token_ids,
     "logits_processors": check_logits_processors,

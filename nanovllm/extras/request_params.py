@@ -52,6 +52,7 @@ class SamplingParams(sampling_params.SamplingParams):
     """Subtracted from the logit of a token as many times as the output holds it; in [-2, 2]."""
     repetition_penalty: float = checked(1.0, check_number, low=0, open_low=True)
     """Divides positive logits of tokens in prompt or output, multiplies others (CTRL, https://arxiv.org/abs/1909.05858)."""
+    stop: str | Collection[str] | None = checked(None, check_in, module="logits")
     bad_words: Collection[str] | None = checked(None, check_in, module="logits")
     """Words that must not appear: the last token of a word is not chosen after its first tokens."""
     include_stop_str_in_output: bool = checked(False, check_bool)

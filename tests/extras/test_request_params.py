@@ -15,6 +15,7 @@ import pickle
 import pytest
 
 from nanovllm import RequestOutputKind, SamplingParams
+from nanovllm.extras.chat_options import ChatOptions, render_chat
 from tests import test_sampling_params as core
 from tests.test_sampling_params import NOT_BOOLS, NOT_INTEGERS, NOT_NUMBERS, cases
 
@@ -254,3 +255,30 @@ def test_other_forms_of_vllm_become_the_usual_ones():
     assert type(params.logprobs) is type(params.prompt_logprobs) is int
     params.seed = -1
     assert params == params.clone() == SamplingParams(logprobs=1, prompt_logprobs=1)
+
+
+@pytest.mark.parametrize("value", ["\ud800", "a\udfff", ["ok", "\ud83d"]])
+def test_lone_surrogates_are_refused(value):
+    """UTF-8 cannot encode them, so no tokenizer can."""
+    for name in ("stop", "bad_words"):
+        words = [value] if isinstance(value, str) else value
+        with pytest.raises(ValueError, match=f"{name} must not hold half of a surrogate pair"):
+            SamplingParams(**{name: words})
+    tool = {"type": "function", "function": {"name": "f", "description": value}}
+    for options in (
+        {"tools": [tool]},
+        {"chat_template_kwargs": {"x": value}},
+        {"chat_template": f"{{{{ 1 }}}}{value}"},
+    ):
+        (name,) = options
+        if name != "chat_template" or isinstance(value, str):
+            with pytest.raises(ValueError, match=f"{name} must not hold half of a surrogate pair"):
+                ChatOptions(**options)
+    call = {"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}
+    for message in (
+        {"role": "user", "content": value},
+        {"role": "user", "content": "a", "name": value},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ):
+        with pytest.raises(ValueError, match="messages must not hold half of a surrogate pair"):
+            render_chat(None, [message])

@@ -7,7 +7,9 @@ takes 2 bytes in JSON and 64 in Python), so the number of values is limited in a
 """
 
 import asyncio
+import codecs
 import json
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -17,12 +19,16 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
-from nanovllm.extras.serve.bounds import count_values
+from nanovllm.extras.serve.bounds import COSTS, count_values
 from nanovllm.extras.serve.engine_thread import EngineDeadError
 from nanovllm.extras.serve.errors import APIError, answer, as_api_error
 from nanovllm.extras.serve.state import RETRY_LATER, Server
 from nanovllm.extras.serve.workers import Busy, ClientGone
+from nanovllm.extras.surrogates import text_with_surrogate
 
+ENCODINGS = ("ascii", "utf-8", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")
+CHARSET = re.compile(r"charset\s*=\s*[\"']?([^\"';\s]*)", re.IGNORECASE)
+MAX_COST = max(COSTS.values())  # values that a byte may count as
 MAX_BODIES = 8  # large bodies being read may have together this many times `max_request_bytes`
 SHORT_BODY = 1 << 17  # bytes; bodies up to this size are parsed in the event loop
 LARGE_BODY = 1 << 20  # bytes; the limits below apply to larger bodies, and their memory is returned to the system
@@ -63,6 +69,7 @@ class JSONRequest(Request):
         """Read the body for `json`. Return only its first byte, because FastAPI keeps the result until the answer."""
         with told():
             self._server.check_ready()
+        self._check_headers()
         chunks: list[bytes] = []
         stream, now, give_up = self.stream(), asyncio.get_running_loop().time, None
         while chunk := await in_time(anext(stream, b""), None if give_up is None else give_up - now()):
@@ -76,14 +83,14 @@ class JSONRequest(Request):
         return self._bytes[:1]
 
     async def json(self) -> Any:
-        """Return the JSON value of the body. A long body is parsed in a thread."""
+        """Return the JSON value of the body. A long body is parsed in a thread, in the same way as a short one."""
         body, self._bytes = self._bytes, b""
         most = self._server.bounds.max_values
         try:
-            if len(body) <= min(most, SHORT_BODY):  # at most `most` values: each takes at least one byte
-                return json.loads(body)
+            if len(body) <= SHORT_BODY:
+                return parse(body, most)
             with told():
-                return await self._server.workers.run(self, lambda check: parse_long(body, most))
+                return await self._server.workers.run(self, lambda check: parse(body, most))
         finally:
             self._stop_counting()
 
@@ -92,6 +99,18 @@ class JSONRequest(Request):
         self._stop_counting()
         if self.state.num_bytes >= LARGE_BODY:
             self._server.workers.trim_soon()
+
+    def _check_headers(self) -> None:
+        """Raise APIError 415 if the body is compressed, 400 if its declared encoding is not one of JSON."""
+        coding = ", ".join(self.headers.getlist("content-encoding")).strip()
+        if coding.lower() not in ("", "identity"):
+            message = f"the body must not be compressed, got Content-Encoding: {coding}"
+            # the body is not read, so the connection cannot be used again
+            raise APIError(415, message, headers={"Accept-Encoding": "identity", "Connection": "close"})
+        declared = CHARSET.search(self.headers.get("content-type", ""))
+        if declared is not None and not is_encoding_of_json(declared[1]):
+            message = f"the body must be JSON in UTF-8, UTF-16 or UTF-32, got charset={declared[1]} in Content-Type"
+            raise APIError(400, message, headers={"Connection": "close"})
 
     def _count(self) -> None:
         """Count the bytes read so far. Raises APIError 503 if the large bodies together have too many bytes."""
@@ -128,16 +147,58 @@ def told() -> Iterator[None]:
         raise as_api_error(error) from error
 
 
-def parse_long(body: bytes, max_values: int) -> Any:
+def is_encoding_of_json(name: str) -> bool:
+    """Return whether `name` is a name of UTF-8, UTF-16, UTF-32, or of ASCII, which is a part of UTF-8."""
+    try:
+        return codecs.lookup(name).name.replace("_", "-") in ENCODINGS
+    except (LookupError, ValueError):
+        return False
+
+
+def parse(body: bytes, max_values: int) -> Any:
     """Return the JSON value of `body`. Raises APIError 400 if it is not JSON, or has more than `max_values` values.
 
     This uses pydantic's parser: the module `json` takes four times the memory for a text with one emoji. pydantic's
-    parser refuses the whole body if a text has a lone surrogate; for short bodies `protocol.py` names the field.
+    parser refuses lone surrogates.
     """
-    if count_values(body, max_values) > max_values:
+    body = to_utf8(body)
+    if len(body) * MAX_COST > max_values and count_values(body, max_values) > max_values:
         message = f"the body has more than {max_values} numbers, texts, lists and objects (--max-request-values)"
         raise APIError(400, message)
     try:
         return from_json(body)
     except ValueError as error:
+        if "surrogate" in str(error) or "hex escape" in str(error):
+            refuse_surrogates(body)
         raise APIError(400, f"the body is not valid JSON: {error}") from error
+
+
+def to_utf8(body: bytes) -> bytes:
+    """Return JSON in UTF-8 without a byte order mark. The first bytes show the encoding (RFC 4627, section 3).
+
+    Raises APIError 400 if the bytes are not text in UTF-8, UTF-16 or UTF-32.
+    """
+    encoding = json.detect_encoding(body)
+    try:
+        text = body.decode(encoding)  # this also finds surrogates that are encoded as if they were characters
+    except UnicodeDecodeError as error:
+        name = encoding.upper().removesuffix("-SIG")
+        message = f"the body is not {name}: {error.reason} (byte 0x{body[error.start]:02x} at {error.start})"
+        if name == "UTF-8":
+            message += "; it may be Latin-1 or another encoding, but JSON must be in UTF-8, UTF-16 or UTF-32"
+        raise APIError(400, message) from error
+    return body if encoding == "utf-8" else text.encode()
+
+
+def refuse_surrogates(body: bytes) -> None:
+    """Raise APIError 400 with the field whose text has a lone surrogate. Does nothing if no field has one."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):  # something else is wrong, too
+        return
+    fields = value.items() if isinstance(value, dict) else ()
+    for name, one in fields:
+        if text_with_surrogate([name, one]) is not None:
+            field = name if text_with_surrogate(name) is None else None
+            told = field or "the body"
+            raise APIError(400, f"{told}: a text has half of a surrogate pair, which UTF-8 cannot encode", field)

@@ -26,6 +26,7 @@ from nanovllm.extras.serve.workers import Busy, ClientGone
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE = 1000  # characters: a message quotes the bad value, which can be as long as the request
+BRANCH = re.compile(r"\[|^(str|int|float|bool|dict|constrained-str)$|^function-|^[A-Z]\w*$")
 TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable"}
 
 
@@ -82,8 +83,8 @@ def from_validation(error: RequestValidationError) -> APIError:
     If a value matches none of several types, take the error with the longest path: that type was the nearest match.
     """
     first = max(error.errors(), key=lambda one: len(one["loc"]))
-    # the path to the field, without the names of a union's branches
-    path = [str(part) for part in first["loc"][1:] if not re.search(r"\[|^str$|^constrained-str$|^function", str(part))]
+    # the path to the field, without the names of a union's branches: types, validators and models
+    path = [str(part) for part in first["loc"][1:] if not BRANCH.search(str(part))]
     if first["type"] == "json_invalid":
         return APIError(400, f"the body is not valid JSON: {first['ctx']['error']} at character {path[0]}")
     if not path and first["type"] in ("missing", "model_attributes_type", "dict_type"):

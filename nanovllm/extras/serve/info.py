@@ -17,7 +17,9 @@ router = APIRouter(route_class=JSONRoute)
 
 
 @router.get("/health")
+@router.head("/health", include_in_schema=False)
 @router.get("/ping")
+@router.head("/ping", include_in_schema=False)
 @router.post("/ping", include_in_schema=False)
 async def health(server: ReadyServer) -> Response:
     """Return 200 if the server is ready, 503 while it loads or shuts down, or if the engine has died."""
@@ -25,6 +27,7 @@ async def health(server: ReadyServer) -> Response:
 
 
 @router.get("/version")
+@router.head("/version", include_in_schema=False)
 async def show_version() -> dict[str, str]:
     """Return the version of nanovllm."""
     try:
@@ -34,18 +37,21 @@ async def show_version() -> dict[str, str]:
 
 
 @router.get("/metrics")
+@router.head("/metrics", include_in_schema=False)
 async def metrics(server: AnyServer) -> Response:
     """Return the metrics for Prometheus."""
     return Response(server.metrics.as_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 @router.get("/v1/models")
+@router.head("/v1/models", include_in_schema=False)
 async def list_models(server: ReadyServer) -> dict[str, Any]:
     """Return all names of the model."""
     return {"object": "list", "data": [describe(server, name) for name in server.options.model_names]}
 
 
 @router.get("/v1/models/{name:path}")
+@router.head("/v1/models/{name:path}", include_in_schema=False)
 async def show_model(name: str, server: ReadyServer) -> dict[str, Any]:
     """Return one name of the model."""
     server.check_model(name)

@@ -113,6 +113,7 @@ def make_router(live: LiveLines) -> APIRouter:
     page = make_page([], is_live=True)
 
     @router.get("/ui")
+    @router.head("/ui")
     async def show_page() -> Response:
         return HTMLResponse(page)
 
