@@ -8,6 +8,8 @@ import importlib
 import sys
 from typing import NamedTuple
 
+from nanovllm.extras.printing import escape_unprintable, flush_output, say
+
 
 class Command(NamedTuple):
     """The module of a command, the packages that it needs, and a line of help."""
@@ -35,8 +37,27 @@ COMMANDS: dict[str, Command] = {
 def run_command(arguments: list[str]) -> int:
     """Run the command that `arguments` begin with, and return its exit status.
 
-    If the first argument has a space, all arguments are questions: `nanovllm "What is a block table?"`.
+    If the first argument has a space, all arguments are questions: `nanovllm "What is a block table?"`. The status is 1
+    if the output cannot be written. A closed pipe ends the command without a message.
     """
+    escape_unprintable()
+    lost: OSError | None = None
+    status = 1
+    try:
+        status = run_words(arguments)
+    except OSError as error:
+        lost = flush_output()
+        if lost is None and not isinstance(error, BrokenPipeError):  # it is not about the output
+            raise
+    finally:
+        lost = lost or flush_output()
+        if lost is not None and not isinstance(lost, BrokenPipeError):
+            say(f"nanovllm: the output cannot be written: {lost.strerror}", sys.stderr)
+    return status if lost is None else 1
+
+
+def run_words(arguments: list[str]) -> int:
+    """Run the command that `arguments` begin with, and return its exit status."""
     for name, command in COMMANDS.items():
         words = name.split()
         if arguments[: len(words)] == words:

@@ -1,13 +1,21 @@
 """`nanovllm COMMAND …`: each command is its module's, and names the extra that it lacks."""
 
 import builtins
+import contextlib
 import importlib
+import os
+import signal
+import socket
+import subprocess
 import sys
+import time
 import types
+import urllib.request
 
 import pytest
 
 from nanovllm.extras import commands as entrance
+from nanovllm.extras.printing import say
 
 
 @pytest.fixture
@@ -82,3 +90,105 @@ def test_every_command_has_its_module(name):
 def test_arguments_with_spaces_are_questions(capsys):
     assert entrance.run_command(["Who are you?"]) == 0
     assert "I am the tiny Qwen3 model" in capsys.readouterr().out
+
+
+# ---- output that cannot be printed
+
+
+def text_file(number, encoding="utf-8", errors="strict"):
+    return open(number, "w", encoding=encoding, errors=errors)  # noqa: SIM115
+
+
+@pytest.fixture
+def closed_pipe():
+    """A stream to a pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with text_file(writing) as stream:
+        yield stream
+
+
+def test_what_cannot_be_printed_is_dropped(closed_pipe):
+    for _ in range(3):
+        say("a line", closed_pipe)
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        say("x" * 100_000, full)
+        say("a line", full)
+    say("a line", full)  # closed
+    say("a line")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["x --help"], ["bench", "serve"]])
+def test_a_command_whose_output_is_not_read_ends_quietly(commands, closed_pipe, capsys, monkeypatch, arguments):
+    def main(_):
+        print("x" * 100_000)
+        return 0
+
+    monkeypatch.setattr(sys.modules["nanovllm_bench_serve"], "main", main)
+    monkeypatch.setattr("nanovllm.__main__.ask", main)
+    monkeypatch.setattr(sys, "stdout", closed_pipe)
+    assert entrance.run_command(arguments) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_is_told(commands, capsys, monkeypatch):
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert entrance.run_command(["--help"]) == 1
+        assert capsys.readouterr().err == "nanovllm: the output cannot be written: No space left on device\n"
+
+        def help(_):
+            print("usage")
+            raise SystemExit(0)
+
+        monkeypatch.setattr(sys.modules["nanovllm_bench_serve"], "main", help)
+        with pytest.raises(SystemExit):
+            entrance.run_command(["bench", "serve", "--help"])
+
+
+def test_errors_that_are_not_about_the_output_are_raised(commands, monkeypatch):
+    def main(_):
+        raise FileNotFoundError("a file")
+
+    monkeypatch.setattr(sys.modules["nanovllm_bench_serve"], "main", main)
+    with pytest.raises(FileNotFoundError, match="a file"):
+        entrance.run_command(["bench", "serve"])
+
+
+@pytest.mark.parametrize("words", [[], *(name.split() for name in entrance.COMMANDS)])
+def test_help_is_printed_in_any_encoding(words, monkeypatch, tmp_path):
+    with open(tmp_path / "out", "w", encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with contextlib.suppress(SystemExit):
+            entrance.run_command([*words, "--help"])
+    assert "usage: nanovllm" in (tmp_path / "out").read_text(encoding="ascii")
+
+
+@pytest.mark.slow
+def test_a_server_outlives_its_output(tmp_path):
+    """A closed pipe, then a full disk; both with an encoding that lacks characters of the output."""
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.getcwd()}
+    for is_pipe in (True, False):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "nanovllm", "serve", "--port", str(port), "--num-kv-blocks", "64"]
+        reading, writing = os.pipe() if is_pipe else (None, os.open("/dev/full", os.O_WRONLY))
+        with subprocess.Popen(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment) as process:
+            os.close(writing)
+            if reading is not None:
+                os.read(reading, 1)
+                os.close(reading)
+            give_up = time.monotonic() + 60
+            while True:
+                with contextlib.suppress(OSError):
+                    if urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status == 200:
+                        break
+                assert time.monotonic() < give_up
+                assert process.poll() is None, process.stderr.read()
+                time.sleep(0.05)
+            process.send_signal(signal.SIGTERM)
+            errors = process.stderr.read()
+            assert process.wait(30) == 0, errors
+        assert "Traceback" not in errors
+        assert "Error" not in errors

@@ -36,8 +36,8 @@ def add_server_options(group: Any) -> None:
     group.add_argument("--model", type=filled, help="name of the model (default: the first that the server lists)")
     group.add_argument("--header", type=parse_pair, action="append", default=[], metavar="NAME=VALUE",
                        help="header of every request; OPENAI_API_KEY is sent as the key if it is set")  # fmt: skip
-    group.add_argument("--ready-check-timeout-sec", type=positive_or_zero, default=600.0, metavar="SECONDS",
-                       help="how long to wait for the server")  # fmt: skip
+    group.add_argument("--ready-check-timeout-sec", type=positive_or_zero, metavar="SECONDS",
+                       help="how long to wait for the server (default: 600, or 5 if it cannot be reached)")  # fmt: skip
 
 
 def add_load_options(group: Any) -> None:

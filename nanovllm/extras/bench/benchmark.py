@@ -18,6 +18,7 @@ from nanovllm.extras.bench.plot import plot
 from nanovllm.extras.bench.report import Options, print_report, summarize
 from nanovllm.extras.bench.results import Result, read_result
 from nanovllm.extras.bench.workloads import Work, make_prefix_repetition, make_random
+from nanovllm.extras.printing import say
 
 try:  # a streamed chunk costs a quarter less than in asyncio's event loop
     from uvloop import run
@@ -47,7 +48,7 @@ async def run_loads(args: argparse.Namespace) -> list[dict[str, Any]]:
     warm_up = make_works(args, args.num_warmups, args.seed + 1)  # other prompts, so that the load's are not cached
     runs = []
     async with Client(base_url(args), make_headers(args)) as client:
-        args.model = args.model or await client.find_model(args.ready_check_timeout_sec)
+        args.model = await client.find_model(args.model, args.ready_check_timeout_sec)
         bodies = [make_body(work, args, tokenizer) for work in works]
         endpoint = args.endpoint or ENDPOINTS[args.backend]
 
@@ -74,10 +75,10 @@ async def run_load(
     results = [read_result(one, len(work.prompt_token_ids)) for one, work in zip(exchanges, works, strict=True)]
     options = Options(args.percentile_metrics, args.metric_percentiles, dict(args.goodput))
     report = summarize(results, options)
-    print(f"\n{args.label or args.model}: {len(bodies)} requests, {rate:g} per second")
+    say(f"\n{args.label or args.model}: {len(bodies)} requests, {rate:g} per second")
     print_report(report, options)
     for error in sorted({result.error for result in results if result.error})[:5]:
-        print(f"failed: {error}", file=sys.stderr)
+        say(f"failed: {error}", sys.stderr)
     return {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
         "backend": args.backend,

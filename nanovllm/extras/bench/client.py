@@ -8,14 +8,18 @@ chunk, and 18 µs with `uvloop`. `httpx` used 88 µs and was too slow: half of i
 
 import asyncio
 import json
+import sys
 import time
 from typing import Any
 
 import aiohttp
 
 from nanovllm.extras.bench.load_generator import Exchange
+from nanovllm.extras.printing import say
 
 TIMEOUT_S = 6 * 60 * 60
+READY_S = 600.0  # default limit for a server that answers, but is not ready
+REACHABLE_S = 5.0  # default limit for a server that does not answer
 FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 
@@ -46,20 +50,29 @@ class Client:
         except FAILURES as error:
             exchange.error = f"{type(error).__name__}: {error}"
 
-    async def find_model(self, timeout_s: float) -> str:
-        """Return the name of the first model that the server lists.
+    async def find_model(self, name: str | None, timeout_s: float | None) -> str:
+        """Wait until the server answers, and return `name`, or without a name that of the first model that it lists.
 
-        Repeats the request until a model is listed. Raises ConnectionError after `timeout_s`, or immediately if the
-        status is 4xx, because another try would not change it.
+        A model that is being loaded (status 5xx) is waited for. Raises ConnectionError after `timeout_s`, or
+        immediately if the status is 4xx, because another try would not change it. Without `timeout_s`, it is `READY_S`,
+        or `REACHABLE_S` while there is no answer at all: then the address is probably wrong.
         """
-        deadline = time.perf_counter() + timeout_s
+        start, has_told = time.perf_counter(), False
         while True:
             try:
-                return await self._first_model()
+                found = await self._first_model()
+                return found if name is None else name
             except (*FAILURES, ValueError) as error:
+                has_status, is_other = isinstance(error, aiohttp.ClientResponseError), not isinstance(error, FAILURES)
                 is_refused = isinstance(error, aiohttp.ClientResponseError) and error.status < 500
-                if is_refused or time.perf_counter() > deadline:
+                if name is not None and (is_refused or is_other):
+                    return name  # a server may list no models
+                limit = (READY_S if has_status or is_other else REACHABLE_S) if timeout_s is None else timeout_s
+                if is_refused or time.perf_counter() - start > limit:
                     raise ConnectionError(f"{self._base_url}/v1/models does not list a model: {error}") from error
+                if not has_told:
+                    say(f"waiting for {self._base_url}: {error}", sys.stderr)
+                    has_told = True
                 await asyncio.sleep(0.2)
 
     async def _first_model(self) -> str:

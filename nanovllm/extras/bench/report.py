@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanovllm.extras.bench.results import Result
+from nanovllm.extras.printing import say
 
 METRICS = {
     "ttft": "Time to first token",
@@ -111,9 +112,9 @@ def print_report(report: Mapping[str, object], options: Options) -> None:
     for key, label in labels.items():
         if key in report:
             value = report[key]
-            print(f"{label:<40} {value:>12,.2f}" if isinstance(value, float) else f"{label:<40} {value:>12,}")
+            say(f"{label:<40} {value:>12,.2f}" if isinstance(value, float) else f"{label:<40} {value:>12,}")
     heads = ["mean", *(f"p{p:g}" for p in options.percentiles)]
-    print(f"\n{'milliseconds':<40}" + "".join(f"{head:>12}" for head in heads))
+    say(f"\n{'milliseconds':<40}" + "".join(f"{head:>12}" for head in heads))
     for metric in options.metrics:
         values = "".join(f"{report[f'{head}_{metric}_ms']:>12,.2f}" for head in heads)
-        print(f"{METRICS[metric]:<40}{values}")
+        say(f"{METRICS[metric]:<40}{values}")

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from nanovllm.extras.full_engine import LLMEngine
+from nanovllm.extras.printing import say
 from nanovllm.extras.serve.app import make_app
 from nanovllm.extras.serve.async_llm import AsyncLLM
 from nanovllm.extras.serve.serve_settings import (
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> int:
     try:
         return serve(settings, args)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
-        print(f"nanovllm serve: {error}", file=sys.stderr)
+        say(f"nanovllm serve: {error}", sys.stderr)
         return 1
 
 
@@ -60,7 +61,7 @@ def serve(settings: Settings, args: argparse.Namespace) -> int:
     trace = Sinks([sink for sink in (live, args.server_trace and TraceFile(args.server_trace)) if sink])
     listening = listen(args.server_host, args.server_port)
     url = url_of(listening, "https" if options.tls else "http")
-    print(f"loading {options.model_names[0]} for {url} …", flush=True)
+    say(f"loading {options.model_names[0]} for {url} …")
 
     def load() -> AsyncLLM:
         queued = settings.max_queued_requests
@@ -69,9 +70,9 @@ def serve(settings: Settings, args: argparse.Namespace) -> int:
         return llm
 
     def announce(llm: AsyncLLM) -> None:
-        print(announcement(llm, options, url), flush=True)
+        say(announcement(llm, options, url))
         if live is not None:
-            print(f"watch it         {url}/ui", flush=True)
+            say(f"watch it         {url}/ui")
 
     run(start(make_app(options, live=live), listening, load, announce, leave_at_once))
     return 0
@@ -91,7 +92,7 @@ def serve_by_ray(settings: Settings, args: argparse.Namespace) -> int:
 def compute_for_others(engine_args: EngineArgs) -> int:
     """Run the ranks of a machine other than machine 0, without HTTP, until machine 0 ends. Return the exit status."""
     try:
-        print(f"computing for {engine_args.master_addr}:{engine_args.master_port} …", flush=True)
+        say(f"computing for {engine_args.master_addr}:{engine_args.master_port} …")
         LLMEngine(engine_args.create_engine_config())
     except SystemExit as end:
         return int(end.code or 0)
@@ -106,7 +107,7 @@ def leave_at_once() -> None:
     The loading thread cannot be stopped, and may wait for other machines. The processes that it has started end on
     their own.
     """
-    print("nanovllm serve: ended while loading", file=sys.stderr, flush=True)
+    say("nanovllm serve: ended while loading", sys.stderr)
     os._exit(0)
 
 

@@ -16,11 +16,12 @@ import math
 import re
 import statistics
 import time
+import types
 from collections import Counter
 
 import pytest
 
-from nanovllm.extras.bench import benchmark
+from nanovllm.extras.bench import benchmark, client
 from nanovllm.extras.bench.load_generator import Exchange, draw_departures, offer
 from nanovllm.extras.bench.report import Options, summarize
 from nanovllm.extras.bench.results import Result, read_result
@@ -308,8 +309,38 @@ def test_refused_requests_are_told(server, tmp_path, capsys):
 
 def test_no_server_is_one_line(capsys):
     assert benchmark.main(["--base-url", "http://127.0.0.1:9", "--ready-check-timeout-sec", "0"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "http://127.0.0.1:9/v1/models" in line
+    lines = capsys.readouterr().err.splitlines()
+    assert "http://127.0.0.1:9/v1/models" in lines[-1]
+
+
+@pytest.mark.parametrize("options", [[], ["--model", "m"]])
+def test_a_dead_port_fails_soon_with_its_address(capsys, monkeypatch, options):
+    monkeypatch.setattr(client, "REACHABLE_S", 0.3)
+    start = time.perf_counter()
+    assert benchmark.main(["--base-url", "http://127.0.0.1:9", *options]) == 1
+    assert time.perf_counter() - start < 5
+    waiting, failed = capsys.readouterr().err.splitlines()
+    assert waiting.startswith("waiting for http://127.0.0.1:9: ")
+    assert "http://127.0.0.1:9/v1/models" in failed
+
+
+REQUEST_INFO = types.SimpleNamespace(real_url="http://x/v1/models")
+
+
+def test_a_server_that_loads_is_waited_for_longer(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "REACHABLE_S", 0.0)
+    found = client.Client._first_model
+    tries = []
+
+    async def load(self):
+        tries.append(self)
+        if len(tries) < 3:
+            raise client.aiohttp.ClientResponseError(REQUEST_INFO, (), status=503)
+        return await found(self)
+
+    monkeypatch.setattr(client.Client, "_first_model", load)
+    assert bench(server, tmp_path, "--num-prompts", 1)["completed"] == 1
+    assert len(tries) == 3
 
 
 @pytest.mark.parametrize(

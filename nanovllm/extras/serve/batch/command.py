@@ -14,6 +14,7 @@ import torch
 
 from nanovllm import TINY_QWEN3
 from nanovllm.extras.argument_types import filled, first_given
+from nanovllm.extras.printing import say
 from nanovllm.extras.serve.async_llm import AsyncLLM
 from nanovllm.extras.serve.batch.batch_inputs import Digests, Input, are_in, find_sources, scan
 from nanovllm.extras.serve.batch.one_machine import answer_here
@@ -80,13 +81,13 @@ def run_batch(args: argparse.Namespace, form: Form, options: ServerOptions, load
         parts.check_same({"model": args.model, **vars(form)})
         done, paths_before = parts.done(), set(parts.paths())
         num_left = int((~are_in(batch.digests, done)).sum())
-        print(f"{len(batch.digests):,} rows, of which {len(batch.digests) - num_left:,} are done", flush=True)
+        say(f"{len(batch.digests):,} rows, of which {len(batch.digests) - num_left:,} are done")
         if num_left:
             max_in_flight = args.max_in_flight or 2 * args.max_num_seqs
             spec = ReplicaSpec(load, options, parts.attempts, parts.run, max_in_flight, args.replicas or 1)
             answer(batch, parts, done, spec)
         new = [path for path in parts.paths() if path not in paths_before]
-        print(summary(new, num_left, time.monotonic() - start), flush=True)
+        say(summary(new, num_left, time.monotonic() - start))
         return check_each_once(batch, parts)
 
 
