@@ -16,6 +16,7 @@ from nanovllm.extras.serve.ray.calls import Call, run
 from nanovllm.extras.serve.ray.prefix import PIECE, prefix_of
 from nanovllm.extras.serve.ray.ray_metrics import merge_texts
 from nanovllm.extras.serve.ray.ray_options import RayOptions
+from nanovllm.extras.serve.state import ServerOptions
 
 BAD = [
     (["--ray-num-replicas", "2"], "--ray-num-replicas needs --ray"),
@@ -122,6 +123,30 @@ def test_half_of_a_surrogate_pair_has_no_key():
 
 def test_a_long_body_is_not_parsed_to_its_end():
     assert chat("a" * 100_000) == chat("a" * 200_000)
+
+
+# ---- the ingress
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("root", ["", "/llm"])
+def test_a_websocket_is_refused_as_without_ray(root):
+    """The application sends `websocket.close` before it accepts, which servers answer with 403."""
+    ingress_module = pytest.importorskip("nanovllm.extras.serve.ray.ingress")
+    ingress = object.__new__(ingress_module.Ingress)
+    ingress._options = ServerOptions(("m",))
+    ingress._server = ingress_module.IngressServer(ingress._options, Metrics("m"))
+    sent = []
+
+    async def receive():
+        return {"type": "websocket.connect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "websocket", "path": f"{root}/v1/realtime", "root_path": root, "headers": []}
+    asyncio.run(ingress.__serve_build_asgi_app__()(scope, receive, send))
+    assert sent == [{"type": "websocket.close"}]
 
 
 # ---- an application behind a call

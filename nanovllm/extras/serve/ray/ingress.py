@@ -92,6 +92,9 @@ class Ingress:
         return under_prefix(app)
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":  # there are none; closing one before it is accepted is answered with 403
+            await receive()
+            await send({"type": "websocket.close"})
         if scope["type"] != "http":  # the application's start and end need no action
             return
         answer = Answer(scope["path"], send)
@@ -216,7 +219,7 @@ def under_prefix(app: ASGIApp) -> ASGIApp:
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         root = scope.get("root_path", "")
-        if scope["type"] == "http" and root:
+        if scope["type"] in ("http", "websocket") and root:
             scope = {**scope, "path": scope["path"].removeprefix(root), "root_path": ""}
         await app(scope, receive, send)
 
