@@ -112,6 +112,8 @@ def add_limits(group: Any) -> None:
     )
     add(group, "max-queued-requests", positive, "refuse requests if this many are waiting (default: no limit)")
     add_request_bounds(group)
+    text = "time without a request after which a connection is closed; must be longer than that of a proxy"
+    add(group, "timeout-keep-alive", seconds, text, ServerOptions.timeout_keep_alive_s)
     proxies = "addresses or networks of proxies whose X-Forwarded-For is trusted; * for all (default: none)"
     add(group, "forwarded-allow-ips", filled, proxies, [], nargs="+")
     add(group, "allowed-origins", filled, "origins of web pages that may call the server; * for all", [], nargs="+")
@@ -181,6 +183,7 @@ def server_options(args: argparse.Namespace) -> ServerOptions:
         log_requests=not args.server_disable_log_requests,
         forwarded_allow_ips=tuple(args.server_forwarded_allow_ips),
         drain_timeout_s=args.server_drain_timeout,
+        timeout_keep_alive_s=args.server_timeout_keep_alive,
         tls=tls_options(args),
     )
 

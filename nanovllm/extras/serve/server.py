@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 5  # time after draining for open connections to send their last bytes
 SILENCE_S = 30  # idle time after which the kernel sends a keepalive probe to the client
 PATIENCE_S = 60  # a client that acknowledges nothing for this long is considered gone
-HEAD_S = 10  # limit from the request's first byte, or the start of the connection, to the end of the headers
+HEAD_S = 10  # limit from the request's first byte to the end of the headers
 BODY_S = 60  # limit from the end of the headers to the end of the body
 REFUSAL = "this is not a valid HTTP/1.1 request, or its headers are too large"
 TOO_SLOW = "the request has not arrived within {} s"
@@ -51,7 +51,10 @@ class HTTPProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._set_timer()
+        # a connection that sends nothing is closed without an answer, as one between two requests: a client could take
+        # an answer that it has not asked for as that of its next request
+        patience = max(self.timeout_keep_alive, HEAD_S)
+        self.timeout_keep_alive_task = self.loop.call_later(patience, self.timeout_keep_alive_handler)
 
     def data_received(self, data: bytes) -> None:
         if not self.is_refused:
@@ -122,6 +125,7 @@ class DrainingServer(uvicorn.Server):
                 proxy_headers=bool(proxies),
                 forwarded_allow_ips=proxies,
                 timeout_graceful_shutdown=CLOSE_S,
+                timeout_keep_alive=app.state.server.options.timeout_keep_alive_s,
                 **app.state.server.options.tls,
             )
         )

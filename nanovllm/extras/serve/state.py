@@ -59,6 +59,9 @@ class ServerOptions:
     forwarded_allow_ips: tuple[str, ...] = ()
     """Addresses or networks of proxies whose headers about the client's address are trusted."""
 
+    timeout_keep_alive_s: float = 75.0
+    """The time in seconds after which a connection without a request is closed. Longer than that of proxies (60 s)."""
+
     def __post_init__(self) -> None:
         check_names(self.model_names)
         check_api_keys(self.api_keys)

@@ -292,11 +292,12 @@ def test_an_address_that_cannot_be_used_is_named(host):
 
 def test_options_reach_the_server():
     arguments = ["--root-path", "/llm", "--disable-log-requests", "--tool-call-parser", "llama3_json"]
-    arguments += ["--reasoning-parser", "deepseek_r1", "--enable-auto-tool-choice"]
+    arguments += ["--reasoning-parser", "deepseek_r1", "--enable-auto-tool-choice", "--timeout-keep-alive", "90.5"]
     args = serve_settings.make_parser().parse_args(arguments)
     args.model = TINY_QWEN3
     options = serve_settings.server_options(args)
-    assert (options.root_path, options.log_requests) == ("/llm", False)
+    assert (options.root_path, options.log_requests, options.timeout_keep_alive_s) == ("/llm", False, 90.5)
+    assert ServerOptions(("m",)).timeout_keep_alive_s > 60, "proxies keep connections for 60 s"
     assert [parser.__name__ for parser in options.parsers] == ["LlamaJson", "DeepSeekR1"]
 
 

@@ -182,6 +182,33 @@ def test_the_second_request_of_a_connection_has_a_time_limit_too(tiny, monkeypat
         assert read_all(connection).startswith(b"HTTP/1.1 408 ")
 
 
+def test_a_connection_that_has_sent_nothing_is_closed_without_an_answer(tiny, monkeypatch):
+    """A pool of connections may hold one for its next request, and would take an answer as that of this request."""
+    monkeypatch.setattr(server, "HEAD_S", 0.2)
+    with in_thread(tiny, timeout_keep_alive_s=0.3) as one:
+        with one.connect() as connection:
+            start = time.perf_counter()
+            assert read_all(connection) == b""
+            assert 0.25 < time.perf_counter() - start < 3
+        with one.connect() as connection:
+            time.sleep(0.1)
+            connection.sendall(post(PATH, json.dumps(BODY).encode()))
+            assert read_answer(connection)[0] == 200
+            start = time.perf_counter()
+            assert read_all(connection) == b"", "closed between two requests"
+            assert 0.25 < time.perf_counter() - start < 3
+
+
+@pytest.mark.parametrize("seconds", [0.4, 75.0])
+def test_a_connection_without_a_request_is_kept_as_long_as_the_option_says(tiny, monkeypatch, seconds):
+    monkeypatch.setattr(server, "HEAD_S", 0.1)
+    with in_thread(tiny, timeout_keep_alive_s=seconds) as one, one.connect() as connection:
+        for _ in range(2):
+            time.sleep(0.2)  # longer than HEAD_S, the limit of a request that has begun
+            connection.sendall(post(PATH, json.dumps(BODY).encode()))
+            assert read_answer(connection)[0] == 200
+
+
 def test_a_body_that_goes_on_after_its_answer_gets_no_second_one(tiny, monkeypatch):
     monkeypatch.setattr(server, "BODY_S", 0.5)
     with in_thread(tiny) as one, one.connect() as connection:

@@ -5,17 +5,20 @@ started Serve; it changes nothing else in the cluster.
 """
 
 import logging
+import math
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 import ray
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
+from nanovllm.extras.printing import say
 from nanovllm.extras.serve.ray.build import make_application
 from nanovllm.extras.serve.serve_settings import Settings, attempt
 from nanovllm.extras.serve.server import listen
@@ -28,7 +31,7 @@ def run(settings: Settings, host: str, port: int) -> int:
     assert settings.ray is not None
     address = settings.ray.address or os.environ.get("RAY_ADDRESS")
     with cluster(address), interrupted_by_signals():  # in this order, because Ray sets its own handler
-        print(f"loading {settings.options.model_names[0]} at most {settings.ray.most_replicas} times …", flush=True)
+        say(f"loading {settings.options.model_names[0]} at most {settings.ray.most_replicas} times …")
         serve_was_there = url_of_serve() is not None
         if serve_was_there and APPLICATION in serve.status().applications:
             raise ValueError(f"--ray-address: this cluster already serves an application {APPLICATION!r}")
@@ -36,11 +39,11 @@ def run(settings: Settings, host: str, port: int) -> int:
             if not serve_was_there:
                 start_serve(settings, host, port)
             serve.run(make_application(settings), name=APPLICATION, route_prefix="/")
-            print(announcement(settings), flush=True)
+            say(announcement(settings))
             while True:
                 signal.pause()
         except KeyboardInterrupt:
-            print("draining …", flush=True)
+            say("draining …")
         finally:
             remove(serve_was_there)
     return 0
@@ -78,7 +81,8 @@ def start_serve(settings: Settings, host: str, port: int) -> None:
     with listen(host, port) as listening:  # raises OSError if the address is not available
         port = listening.getsockname()[1]
     tls = {name: value for name, value in settings.options.tls.items() if name != "ssl_cert_reqs"}
-    serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port, **tls})
+    http: dict[str, Any] = {"keep_alive_timeout_s": math.ceil(settings.options.timeout_keep_alive_s)}
+    serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port, **http, **tls})
 
 
 def url_of_serve() -> str | None:
