@@ -27,18 +27,20 @@ class Observations:
 
     def observe_request(self, request: Request) -> None:
         """Count a request. Its output tokens are those of all samples; the request for an embedding has none."""
-        num_output_tokens = sum([seq.num_output_tokens for seq in request.seqs]) if request.gives_tokens else 0
+        lengths = [seq.num_output_tokens for seq in request.seqs] if request.gives_tokens else []
         reason = request.seqs[0].finish_reason
         assert reason is not None
-        self.observe(request.make_metrics(), len(request.prompt_token_ids), num_output_tokens, reason)
+        self.observe(request.make_metrics(), len(request.prompt_token_ids), lengths, reason)
 
-    def observe(self, times: RequestMetrics, num_prompt_tokens: int, num_output_tokens: int, reason: str) -> None:
+    def observe(self, times: RequestMetrics, num_prompt_tokens: int, lengths: list[int], reason: str) -> None:
+        """Count a request. lengths: the numbers of tokens of its samples."""
         self.num_ended[reason] += 1
+        self._add("max_output_tokens", max(lengths, default=0))
         self._add("num_prompt_tokens", num_prompt_tokens)
-        self._add("num_output_tokens", num_output_tokens)
+        self._add("num_output_tokens", sum(lengths))
         for name in ("queue_time", "prefill_time", "e2e_latency"):
             self._add(name, getattr(times, name))
-        if num_output_tokens:
+        if any(lengths):
             for name in ("ttft", "decode_time", "tpot"):
                 self._add(name, getattr(times, name))
             for seconds in times.inter_token_latencies:

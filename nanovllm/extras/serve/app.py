@@ -1,6 +1,6 @@
 """Create the application: its routes and the middleware before them.
 
-socket ─uvicorn→ RequestIds → CORS → AccessControl → JSONRequest → route ─Generation→ AsyncLLM
+socket ─uvicorn→ HTTPMetrics → RequestIds → CORS → AccessControl → JSONRequest → route ─Generation→ AsyncLLM
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ from nanovllm.extras.serve.access import AccessControl
 from nanovllm.extras.serve.async_llm import AsyncLLM
 from nanovllm.extras.serve.bounds import Bounds
 from nanovllm.extras.serve.errors import install_error_handlers
+from nanovllm.extras.serve.http_metrics import HTTPMetrics
 from nanovllm.extras.serve.metrics_route import Metrics
 from nanovllm.extras.serve.protocol import ErrorBody
 from nanovllm.extras.serve.request_ids import RequestIds
@@ -48,6 +49,9 @@ def make_app(options: ServerOptions, llm: AsyncLLM | None = None, live: LiveLine
             CORSMiddleware, allow_origins=list(options.allowed_origins), allow_methods=["*"], allow_headers=["*"]
         )
     app.add_middleware(RequestIds)
+    paths = [*app.openapi_schema["paths"], "/openapi.json", *(("/ui", "/ui/events") if live is not None else ())]
+    counts = app.state.server.metrics.http
+    app.add_middleware(HTTPMetrics, counts=counts, paths=paths, root_path=options.root_path)
     if llm is not None:
         set_engine(app, llm)
     return app

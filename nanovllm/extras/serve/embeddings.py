@@ -155,7 +155,7 @@ def check_dimensions(dimensions: int, size: int, raw: dict[str, Any]) -> None:
 def note_end(server: Server, output: Any, arrival_time: float) -> None:
     """Count and log the end of a request."""
     num_tokens, reason = len(output.prompt_token_ids), "stop" if output.outputs.embedding else "abort"
-    server.metrics.note_end(output.metrics, arrival_time, num_tokens, 0, reason)
+    server.metrics.note_end(output.metrics, arrival_time, num_tokens, [], reason)
     after = 1000 * (output.metrics.finished_time - arrival_time)
     if not server.options.log_requests:
         return

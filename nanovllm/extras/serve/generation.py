@@ -132,10 +132,8 @@ class Generation:
 
     def _note_end(self, output: RequestOutput, reason: str) -> None:
         times = output.metrics
-        num_output_tokens = sum(len(completion.token_ids) for completion in output.outputs)
-        self._server.metrics.note_end(
-            times, self._arrival_time, len(output.prompt_token_ids), num_output_tokens, reason
-        )
+        lengths = [len(completion.token_ids) for completion in output.outputs]
+        self._server.metrics.note_end(times, self._arrival_time, len(output.prompt_token_ids), lengths, reason)
         if not self._server.options.log_requests:
             return
         ttft = None if times.first_token_time is None else times.first_token_time - self._arrival_time
@@ -145,7 +143,7 @@ class Generation:
             reason,
             len(output.prompt_token_ids),
             output.num_cached_tokens,
-            num_output_tokens,
+            sum(lengths),
             "" if ttft is None else f", first after {1000 * ttft:.1f} ms",
             "" if times.tpot is None else f", then {1000 * times.tpot:.2f} ms each",
         )

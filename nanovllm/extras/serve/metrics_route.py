@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from nanovllm.extras.full_observer import EngineStats
 from nanovllm.extras.lazy_outputs import RequestMetrics
 from nanovllm.extras.observations import Observations
+from nanovllm.extras.serve.http_metrics import HTTPCounts
 from nanovllm.extras.vllm.vllm_metrics import (
     COUNTERS,
     GAUGES,
@@ -36,23 +37,31 @@ class Metrics(Collector):
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self.observed = Observations()
+        self.http = HTTPCounts()
         self._get_stats: Callable[[], EngineStats] | None = None
         self._info: dict[str, str] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)  # memory, processor time and open files, as `process_…`
 
     def watch(self, get_stats: Callable[[], EngineStats], info: Mapping[str, str]) -> None:
         """Include the counters and gauges of an engine. info: labels that describe the engine."""
         self._get_stats, self._info = get_stats, dict(info)
 
     def note_end(
-        self, times: RequestMetrics, arrival_time: float, num_prompt_tokens: int, num_output_tokens: int, reason: str
+        self,
+        times: RequestMetrics,
+        arrival_time: float,
+        num_prompt_tokens: int,
+        lengths: list[int],
+        reason: str,
     ) -> None:
         """Observe a request that has ended, or whose client has disconnected.
 
         arrival_time: when the server received the request, in `time.monotonic()`.
+        lengths: the numbers of tokens of its samples.
         """
-        self.observed.observe(replace(times, arrival_time=arrival_time), num_prompt_tokens, num_output_tokens, reason)
+        self.observed.observe(replace(times, arrival_time=arrival_time), num_prompt_tokens, lengths, reason)
 
     def note_abort(self) -> None:
         """Count a request whose client has disconnected before the first output."""
@@ -71,6 +80,7 @@ class Metrics(Collector):
         if self._info:
             labels = {"model_name": self._model_name, **self._info}
             yield InfoMetricFamily("nanovllm:engine", "What computes.", value=labels)
+        yield from self.http.families()
 
     def _family(self, name: str, metrics: list[Metric]) -> Family:
         """Return the family of metrics that have the same name and differ only in their labels."""

@@ -24,6 +24,7 @@ from nanovllm.extras.serve.access import LINGER_S
 from nanovllm.extras.serve.app import set_engine
 from nanovllm.extras.serve.async_llm import AsyncLLM
 from nanovllm.extras.serve.errors import APIError
+from nanovllm.extras.serve.http_metrics import OTHER
 from nanovllm.extras.serve.state import Server
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,8 @@ class HTTPProtocol(H11Protocol):
         self.is_refused = True
         if self.transport.is_closing():
             return
+        app: Any = self.config.app
+        app.state.server.metrics.http.note(OTHER, OTHER, error.status_code, 0.0)  # the middleware did not see it
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()  # an answer has begun, so an error can no longer be sent
             return

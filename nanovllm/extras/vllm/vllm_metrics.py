@@ -33,6 +33,7 @@ BOUNDS: Mapping[str, tuple[float, ...]] = {
     "decode_time": LATENCY,
     "num_prompt_tokens": TOKENS,
     "num_output_tokens": TOKENS,
+    "max_output_tokens": TOKENS,
 }
 HISTOGRAMS: Mapping[str, tuple[str, str]] = {
     "time_to_first_token_seconds": ("ttft", "From a request's arrival to its first token."),
@@ -47,6 +48,7 @@ HISTOGRAMS: Mapping[str, tuple[str, str]] = {
     "request_decode_time_seconds": ("decode_time", "From a request's first token to its last."),
     "request_prompt_tokens": ("num_prompt_tokens", "Tokens of each prompt."),
     "request_generation_tokens": ("num_output_tokens", "Tokens of each request's output."),
+    "request_max_num_generation_tokens": ("max_output_tokens", "Tokens of the longest sample of each request."),
 }
 """vLLM's name -> the name of the observation, and its description."""
 GAUGES: Mapping[str, str] = {

@@ -2,7 +2,9 @@
 
 import logging
 import re
+import sys
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanovllm.extras.vllm.vllm_metrics import Histogram, make_metrics
@@ -104,7 +106,84 @@ def test_the_server_and_the_engine_observe_the_same_histograms(client, llm):
             assert list(metric.buckets) == [bound for bound in served.pop(metric.name) if bound]
         else:
             served.pop(metric.name, None)
-    assert set(served) == {"nanovllm:engine_info"}
+    others = {name for name in served if not name.startswith(("http_", "process_"))}
+    assert others == {"nanovllm:engine_info"}
+
+
+DASHBOARD = """
+    e2e_request_latency_seconds_bucket e2e_request_latency_seconds_count e2e_request_latency_seconds_sum
+    generation_tokens_total inter_token_latency_seconds_bucket inter_token_latency_seconds_count
+    inter_token_latency_seconds_sum kv_cache_usage_perc num_requests_running num_requests_waiting prompt_tokens_total
+    request_decode_time_seconds_sum request_generation_tokens_bucket request_max_num_generation_tokens_sum
+    request_prefill_time_seconds_sum request_prompt_tokens_bucket request_queue_time_seconds_sum request_success_total
+    time_to_first_token_seconds_bucket time_to_first_token_seconds_count time_to_first_token_seconds_sum
+"""
+"""The metrics that vLLM's Grafana dashboard reads, without `vllm:`. The dashboard is
+examples/observability/prometheus_grafana/grafana.json of vLLM's commit 4b5c627c23e6690b8987100d1cbf78e34ac14bf9."""
+
+
+def read_metrics(client):
+    """All samples: (name, labels) -> value."""
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    return {(one.name, *sorted(one.labels.items())): one.value for family in families for one in family.samples}
+
+
+def test_vllms_dashboard_finds_every_metric_that_it_reads(client):
+    client.ask(COMPLETIONS, prompt="a", max_tokens=3)
+    found = {
+        name.removeprefix("nanovllm:") for name, *labels in read_metrics(client) if ("model_name", "tiny") in labels
+    }
+    assert set(DASHBOARD.split()) - found == set()
+
+
+def test_the_longest_sample_is_observed(client, llm):
+    name = "nanovllm:request_max_num_generation_tokens"
+    before = llm.engine.observed.sums["max_output_tokens"]
+    client.ask(COMPLETIONS, prompt="a", max_tokens=5, n=3, temperature=1, ignore_eos=True)
+    served = read_metrics(client)
+    assert served[(f"{name}_sum", ("model_name", "tiny"))] == 5
+    assert served[(f"{name}_count", ("model_name", "tiny"))] == 1
+    assert llm.engine.observed.sums["max_output_tokens"] - before == 5
+
+
+def test_every_request_is_counted_also_refused_ones(new_client):
+    client = new_client({"Authorization": "Bearer k"}, api_keys=("k",), max_requests_per_minute=2, root_path="/llm")
+    client.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
+    client.post(f"/llm{COMPLETIONS}", {"prompt": 5.5})
+    client.post(COMPLETIONS, {"prompt": "a"})
+    client.post(COMPLETIONS, {"prompt": "a"}, headers={"Authorization": "Bearer no"})
+    for name in ("tiny", "no/such"):
+        client.get(f"/v1/models/{name}")
+    for i in range(5):
+        client.request("NO-SUCH", f"/no/such/{i}")
+    client.request("HEAD", "/health")
+    served = read_metrics(client)
+    counts = {
+        tuple(value for _, value in labels): number
+        for (name, *labels), number in served.items()
+        if name == "http_requests_total"
+    }
+    assert counts == {
+        (COMPLETIONS, "POST", "200"): 1,
+        (COMPLETIONS, "POST", "400"): 1,
+        (COMPLETIONS, "POST", "429"): 1,
+        (COMPLETIONS, "POST", "401"): 1,
+        ("/v1/models/{name}", "GET", "200"): 1,
+        ("/v1/models/{name}", "GET", "404"): 1,
+        ("none", "none", "404"): 5,
+        ("/health", "HEAD", "200"): 1,
+    }
+    labels = (("handler", COMPLETIONS), ("method", "POST"))
+    assert served[("http_request_duration_seconds_count", *labels)] == 4
+    assert served[("http_request_duration_seconds_bucket", *labels[:1], ("le", "+Inf"), *labels[1:])] == 4
+    assert 0 < served[("http_request_duration_seconds_sum", *labels)] < 60
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the library reads /proc")
+def test_the_process_is_measured(client):
+    served = read_metrics(client)
+    assert served[("process_resident_memory_bytes",)] > 2**20
+    assert {("process_cpu_seconds_total",), ("process_open_fds",), ("process_start_time_seconds",)} < set(served)
 
 
 def test_metrics_say_what_computes(client, llm):

@@ -242,7 +242,7 @@ def test_metrics_of_replicas_have_their_names():
     texts = {}
     for replica, num_tokens in (("r1", 3), ("r2", 5)):
         metrics = Metrics("model")
-        metrics.note_end(RequestMetrics(1.0, 2.0, 3.0, 7), 1.0, num_tokens, 7, "stop")
+        metrics.note_end(RequestMetrics(1.0, 2.0, 3.0, 7), 1.0, num_tokens, [7], "stop")
         texts[replica] = metrics.as_text()
     merged = merge_texts(texts.items())
     expected = {}
