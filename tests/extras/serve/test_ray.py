@@ -311,6 +311,15 @@ def test_a_stream_comes_while_it_is_generated_and_several_tokens_share_a_message
     assert 5 < len(arrivals) < num_tokens / 1.5  # beside other work: tokens come slowly then
 
 
+def test_a_websocket_is_refused(server):
+    with server.connect() as connection:
+        connection.sendall(
+            b"GET /v1/realtime HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+        )
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 403 ")
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_sequence(server, stream):
     aborted = ended_by(server, "abort")

@@ -146,7 +146,7 @@ def test_a_websocket_is_refused_as_without_ray(root):
 
     scope = {"type": "websocket", "path": f"{root}/v1/realtime", "root_path": root, "headers": []}
     asyncio.run(ingress.__serve_build_asgi_app__()(scope, receive, send))
-    assert sent == [{"type": "websocket.close"}]
+    assert sent == [{"type": "websocket.close", "code": 1000, "reason": ""}]
 
 
 # ---- an application behind a call

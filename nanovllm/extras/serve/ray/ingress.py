@@ -94,7 +94,7 @@ class Ingress:
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":  # there are none; closing one before it is accepted is answered with 403
             await receive()
-            await send({"type": "websocket.close"})
+            await send({"type": "websocket.close", "code": 1000, "reason": ""})  # Serve's proxy needs the code
         if scope["type"] != "http":  # the application's start and end need no action
             return
         answer = Answer(scope["path"], send)
