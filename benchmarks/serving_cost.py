@@ -58,9 +58,9 @@ def main() -> None:
         args.json.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
 
-def load_options(args: argparse.Namespace, seed: int, url: str = "") -> argparse.Namespace:
+def load_options(args: argparse.Namespace, seed: int, url: str | None = None) -> argparse.Namespace:
     lengths = ["--random-input-len", args.input_len, "--random-output-len", args.output_len]
-    options = ["--num-prompts", args.streams, *lengths, "--seed", seed, "--base-url", url]
+    options = ["--num-prompts", args.streams, *lengths, "--seed", seed, *(["--base-url", url] if url else [])]
     options += ["--ignore-eos", "--save-detailed", "--disable-tqdm"]
     return make_parser().parse_args(list(map(str, options)))
 
