@@ -92,7 +92,10 @@ def measure_calls(logits: torch.Tensor, rows: dict[str, list[SamplingParams]], r
 
 def make_batch(logits: torch.Tensor, params: list[SamplingParams]) -> SamplingBatch:
     prompt = list(range(100))
-    seqs = [Sequence(str(i), prompt, one, seed=i, processors=processors_of(one, None)) for i, one in enumerate(params)]
+    seqs = [
+        Sequence(str(i), prompt, one, seed=i, processors=processors_of(one, None, logits.shape[1]))
+        for i, one in enumerate(params)
+    ]
     return map_tensors(
         build_sampling(seqs, [seq.num_known_tokens for seq in seqs]),
         lambda tensor: tensor.to(logits.device),

@@ -147,7 +147,8 @@ def checkpoint_files(folder: Path) -> dict[Path, set[str] | None]:
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or {type(name) for name in weight_map.values()} != {str}:
         raise ValueError(f"{folder / INDEX_FILE} has no weight_map from tensor to file")
-    files = {folder / name: {one for one in weight_map if weight_map[one] == name} for name in set(weight_map.values())}
+    names = sorted(set(weight_map.values()))
+    files = {folder / name: {one for one in weight_map if weight_map[one] == name} for name in names}
     for file in files:
         if not file.is_file():
             raise ValueError(f"{file} is missing, but {INDEX_FILE} names it")
