@@ -3,6 +3,7 @@
 Called by `Workers.run`: for a long body in a thread, so the event loop goes on meanwhile.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.extras.chat_options import ChatOptions, render_chat
@@ -32,17 +33,31 @@ def chat_prompt(
     is_continued, add_prompt = bool(body.continue_final_message), body.add_generation_prompt
     with refuse("tools"):
         bounds.check_text(count_chars(tools))
+    with refuse("documents"):
+        bounds.check_text(count_chars(body.documents))
     with refuse("messages"):
         options = ChatOptions(
             add_generation_prompt=not is_continued if add_prompt is None else add_prompt,
             continue_final_message=is_continued,
-            chat_template_kwargs=body.chat_template_kwargs,
+            chat_template_kwargs=template_variables(body.reasoning_effort, body.documents, body.chat_template_kwargs),
             tools=tools,
         )
         try:
             return render_chat(tokenizer, messages, options)
         except RecursionError as error:
             raise ValueError("messages are nested too deeply for the chat template") from error
+
+
+def template_variables(
+    reasoning_effort: str | None, documents: Any, given: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """Return the variables for the chat template; None if there are none. Those of `given` come first."""
+    variables: dict[str, Any] = {} if documents is None else {"documents": documents}
+    if reasoning_effort is not None:
+        variables["reasoning_effort"] = reasoning_effort
+    if reasoning_effort == "none":
+        variables["enable_thinking"] = False
+    return variables | dict(given or {}) or None
 
 
 def are_many(given: Any) -> bool:

@@ -19,6 +19,7 @@ MAX_CHOICES_OF_FORM = 4096
 MAX_FORM = 2**16  # characters of a schema, expression or grammar, which needs far more memory when it is parsed
 MAX_TOP_LOGPROBS = 20  # for each token
 MAX_TOOLS = 128
+MAX_DOCUMENTS = 1024
 CONFLICT = "conflict"  # the type, in pydantic's errors, of a conflict between several fields
 BOTH_ENDS = "continue_final_message and add_generation_prompt exclude each other"
 FUNCTION_NAME = r"^[a-zA-Z0-9_.\-]{1,64}$"
@@ -50,6 +51,12 @@ def conflict(field: str, message: str) -> PydanticCustomError:
     return PydanticCustomError(CONFLICT, "{message}", {"field": field, "message": message})
 
 
+def whole(value: Any) -> Any:
+    """Return 5 for 5.0: clients whose language has only one kind of number write integers like this."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(whole)]
 Text = Annotated[str, AfterValidator(check_text)]
 Name = Annotated[Text, Field(max_length=MAX_NAME_CHARS)]
 Form = Annotated[str, Field(max_length=MAX_FORM)]
@@ -165,35 +172,35 @@ class GenerationRequest(StrictModel):
     """The common fields of requests for completions and for chat completions. None means the default."""
 
     model: Name | None = None
-    n: int | None = Field(None, ge=1)
+    n: Whole | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    seed: Whole | None = Field(None, ge=-(2**63), lt=2**64)
     stop: StopString | StopStrings | None = None
     logit_bias: Annotated[dict[Name, float] | None, at_most(MAX_TOKEN_IDS)] = None
     response_format: ResponseFormat | None = None
     # vLLM's additions
-    top_k: int | None = Field(None, ge=-1)
+    top_k: Whole | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
-    min_tokens: int | None = Field(None, ge=0)
+    min_tokens: Whole | None = Field(None, ge=0)
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     allowed_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncate_prompt_tokens: Whole | None = Field(None, ge=-1)
     """The number of tokens of the prompt's end to keep; -1 keeps as many as leave space for the output."""
     structured_outputs: Annotated[StructuredOutputs | None, at_most(len(StructuredOutputs.model_fields))] = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    priority: Whole | None = Field(None, ge=-(2**31), lt=2**31)
     # accepted only with the value that has no effect
     use_beam_search: Literal[False] | None = None
-    best_of: int | None = None
+    best_of: Whole | None = None
 
     @model_validator(mode="after")
     def _check_together(self) -> "GenerationRequest":
@@ -207,9 +214,9 @@ class GenerationRequest(StrictModel):
 class CompletionRequest(GenerationRequest):
     prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     """One text or several texts, or the token ids of one prompt or of several prompts."""
-    max_tokens: int | None = Field(None, ge=0)
+    max_tokens: Whole | None = Field(None, ge=0)
     """The maximum number of tokens to generate. 0 is allowed with `echo`, to score a prompt."""
-    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: bool | None = None
     """Whether the text of the answer begins with the prompt."""
     add_special_tokens: bool | None = None
@@ -321,12 +328,12 @@ class ToolFields(StrictModel):
 
 class ChatCompletionRequest(GenerationRequest, ToolFields):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Whole | None = Field(None, ge=1)
     """The older name of `max_completion_tokens`."""
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Whole | None = Field(None, ge=1)
     """The maximum number of tokens to generate. None: until the model ends its answer, or the context is full."""
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     parallel_tool_calls: bool | None = None
     """False allows at most one call."""
     # vLLM's additions
@@ -336,6 +343,10 @@ class ChatCompletionRequest(GenerationRequest, ToolFields):
     """Whether the answer continues the last message."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, such as `enable_thinking`."""
+    reasoning_effort: Name | None = None
+    """The variable of the chat template of this name; `none` also sets `enable_thinking` to false."""
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
+    """Texts to answer from, for chat templates that have a place for them."""
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatCompletionRequest":
@@ -361,6 +372,8 @@ class TokenizeRequest(ToolFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Name | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")

@@ -195,3 +195,35 @@ def test_a_conversation_is_tokenized_as_its_chat(client, llm, monkeypatch):
         for path in ("/tokenize", PATH):
             refused = client.post(path, {"messages": MESSAGES, **wrong})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+
+
+def test_whole_numbers_may_be_written_as_floats(client):
+    """JavaScript's JSON has 5 for 5.0, but other languages keep the point."""
+    body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "top_logprobs": 2, "logprobs": True}
+    one, other = (
+        client.ask("/v1/chat/completions", **body, max_tokens=number, seed=number, top_k=number) for number in (5, 5.0)
+    )
+    assert one["choices"][0]["message"] == other["choices"][0]["message"]
+    assert one["usage"]["completion_tokens"] == other["usage"]["completion_tokens"] == 5
+    for number in (5.5, 1e30, "5", True):
+        assert client.post("/v1/chat/completions", {**body, "max_tokens": number}).status_code == 400
+
+
+def test_the_template_gets_effort_and_documents(client, llm, monkeypatch):
+    template = "{{ reasoning_effort }}|{{ enable_thinking }}|{% for one in documents or [] %}{{ one.text }}{% endfor %}"
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", template)
+
+    def prompt(**fields):
+        body = {"messages": [{"role": "user", "content": "Hi"}], **fields}
+        tokens = client.post("/tokenize", body).json()["tokens"]
+        usage = client.post("/v1/chat/completions", {**body, "max_tokens": 1}).json()["usage"]
+        assert usage["prompt_tokens"] == len(tokens)
+        return llm.engine.tokenizer.decode(tokens)
+
+    assert prompt() == "||"
+    assert prompt(reasoning_effort="high", documents=[{"text": "a"}, {"text": "b"}]) == "high||ab"
+    assert prompt(reasoning_effort="none") == "none|False|"
+    assert prompt(reasoning_effort="none", chat_template_kwargs={"enable_thinking": "yes"}) == "none|yes|"
+    for bad in ({"documents": "a"}, {"documents": ["a"]}, {"reasoning_effort": 3}):
+        response = client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **bad})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(bad)))

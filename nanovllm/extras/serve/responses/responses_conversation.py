@@ -48,7 +48,8 @@ def to_chat(body: ResponsesRequest, bounds: Bounds) -> ChatCompletionRequest:
         "parallel_tool_calls": body.parallel_tool_calls,
         "logprobs": body.wants_logprobs or None,
         "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
-        "chat_template_kwargs": template_variables(body),
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         "tools": [to_tool(tool.model_dump(exclude_unset=True)) for tool in body.functions] or None,
         "tool_choice": to_tool_choice(body.tool_choice),
         "response_format": to_response_format(body),
@@ -57,15 +58,6 @@ def to_chat(body: ResponsesRequest, bounds: Bounds) -> ChatCompletionRequest:
         return ChatCompletionRequest.model_validate(fields)
     except ValidationError as error:
         raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
-
-
-def template_variables(body: ResponsesRequest) -> dict[str, Any] | None:
-    """Return the variables for the chat template, including those of `reasoning`; None if there are none."""
-    effort = None if body.reasoning is None else body.reasoning.effort
-    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    if effort == "none":
-        variables["enable_thinking"] = False
-    return variables | (body.chat_template_kwargs or {}) or None
 
 
 def to_tool(tool: dict[str, Any]) -> dict[str, Any]:
