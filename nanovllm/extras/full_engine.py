@@ -187,7 +187,7 @@ class LLMEngine(engine.LLMEngine):
         During a step (a logits processor may call this) the request ends when the step does. A list of ids, as in vLLM,
         gives a list of outputs.
         """
-        if not isinstance(request_id, str):
+        if isinstance(request_id, list | tuple | set):
             return [self.abort_request(one) for one in request_id]
         request = self.requests.pop(request_id, None)
         if request is None:

@@ -569,7 +569,6 @@ BEYOND = [
     ({"logit_bias": {5: 1.0, VOCAB_SIZE: 1.0}}, ["logit_bias", "299", "got 300"]),
     ({"logprobs": VOCAB_SIZE + 1}, ["logprobs", "300", "got 301"]),
     ({"prompt_logprobs": 10**6}, ["prompt_logprobs", "300", "got 1000000"]),
-    ({"n": 257}, ["n ", "max_num_seqs 256", "got 257"]),
 ]
 
 
