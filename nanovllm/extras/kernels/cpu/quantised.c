@@ -86,19 +86,6 @@ static inline ints widen_bytes(const uint8_t *from) {
 static inline ints dot_bytes(ints sum, words a, uint32_t b) {
 #ifdef __AVX512VNNI__
     return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, _mm512_set1_epi32((int)b));
-#elif defined __AVX2__
-    // products of 16 bits, two to a lane: bytes 0 and 2, then 1 and 3
-    const __m256i bytes = _mm256_set1_epi32((int)b), odd_b = _mm256_srai_epi16(bytes, 8);
-    const __m256i even_b = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), low = _mm256_set1_epi16(0xff);
-    __m256i halves[2], sums[2];
-    memcpy(halves, &a, sizeof a);
-    memcpy(sums, &sum, sizeof sum);
-    for (int i = 0; i < 2; i++) {
-        sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(_mm256_and_si256(halves[i], low), even_b));
-        sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(_mm256_srli_epi16(halves[i], 8), odd_b));
-    }
-    memcpy(&sum, sums, sizeof sum);
-    return sum;
 #else
     for (int byte = 0; byte < 4; byte++) sum += (ints)(a >> 8 * byte & 0xff) * (int32_t)(int8_t)(b >> 8 * byte);
     return sum;
@@ -165,6 +152,9 @@ struct sums {
     long row_step, panel_step;
 };
 
+#ifdef IN_HALVES
+#include "avx2_bytes.h"
+#else
 // Multiply the rows of a tile by panels of one strip. While a word is multiplied, the word AHEAD of it is prefetched,
 // in the next strip if this strip ends before. Only every second line is prefetched, because the processor prefetches
 // its neighbour itself. The next strip's scales are prefetched too.
@@ -215,6 +205,7 @@ static inline __attribute__((always_inline)) void multiply_rounded(
     for (int r = 0; r < num_rows; r++)
         for (int i = 0; i < num_panels; i++) *(floats *)(out.at + r * out.row_step + i * out.panel_step) = totals[r][i];
 }
+#endif
 
 // Define a function for each combination of counts. With counts that the compiler knows, a group's sums stay in
 // registers.

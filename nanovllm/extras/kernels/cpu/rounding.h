@@ -10,6 +10,10 @@
 static inline ints nearest(floats x) {
 #ifdef __AVX512F__
     return (ints)_mm512_cvtps_epi32((__m512)x);
+#elif defined IN_HALVES
+    halved n = {x};
+    for (int i = 0; i < 2; i++) n.bits[i] = _mm256_cvtps_epi32(n.half[i]);
+    return (ints)n.whole;
 #else
     ints n;
     for (int lane = 0; lane < LANES; lane++) n[lane] = (int32_t)rintf(x[lane]);
@@ -67,6 +71,11 @@ static inline floats add_scaled(floats sum, ints n, floats scale) {
     const floats x = __builtin_convertvector(n, floats);
 #ifdef __AVX512F__
     return (floats)_mm512_fmadd_ps((__m512)x, (__m512)scale, (__m512)sum);
+#elif defined IN_HALVES
+    halved total = {sum};
+    const halved factor = {x}, by = {scale};
+    for (int i = 0; i < 2; i++) total.half[i] = _mm256_fmadd_ps(factor.half[i], by.half[i], total.half[i]);
+    return total.whole;
 #elif defined __FMA__ || defined __aarch64__
     for (int lane = 0; lane < LANES; lane++) sum[lane] = __builtin_fmaf(x[lane], scale[lane], sum[lane]);
     return sum;
