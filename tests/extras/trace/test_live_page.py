@@ -31,7 +31,7 @@ def serve():
 
     def start(*options):
         command = [sys.executable, "-m", "nanovllm", "serve", "--ui", "--port", "0", "--num-kv-blocks", "256", *options]
-        env = {**os.environ, "NANOVLLM_API_KEY": ""}
+        env = {name: value for name, value in os.environ.items() if name != "NANOVLLM_API_KEY"}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
         processes.append(process)
         said = ""
