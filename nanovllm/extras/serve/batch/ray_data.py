@@ -83,7 +83,7 @@ def warn_of_too_few(resource: str, num_needed: int) -> None:
     """Warn if the cluster has too few CPUs or GPUs. Ray itself waits silently, since machines may still join."""
     num_there = ray.cluster_resources().get(resource, 0)
     if num_there < num_needed:
-        logger.warning("the cluster has %g %ss, the run needs %d and waits for them", num_there, resource, num_needed)
+        logger.warning("the cluster has %g %ss, the run needs %d, and waits for them", num_there, resource, num_needed)
 
 
 def context_for(parts: Parts) -> DataContext:
