@@ -5,7 +5,7 @@ missing, unexpected or of another shape is an error that names it. No code of a 
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,30 +125,30 @@ def iterate_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
 
 
-def checkpoint_files(folder: Path) -> dict[Path, set[str] | None]:
+def checkpoint_files(folder: Path) -> Mapping[Path, set[str] | None]:
     """Return the safetensors files of a folder, each with the names of its tensors that count; None is all of them.
 
-    `model.safetensors` comes before an index, as in transformers. An index says which file holds each tensor. What else
-    is in these files, such as an older copy of a tensor, does not count. ValueError if there are no files, or one is
-    missing.
+    `model.safetensors` comes before an index, as in transformers. An index says which file holds each tensor, and what
+    else is in these files, such as older copies, does not count. ValueError if there are no files, or one is missing.
     """
     if (folder / SINGLE_FILE).is_file():
         return {folder / SINGLE_FILE: None}
     if not (folder / INDEX_FILE).is_file():
-        files: dict[Path, set[str] | None] = dict.fromkeys(sorted(folder.glob("*.safetensors")))
-        if not files:
+        plain = sorted(folder.glob("*.safetensors"))
+        if not plain:
             raise ValueError(
                 f"{folder} holds no *.safetensors weights. Pickled ones (*.bin, *.pt) are never read, since that may "
                 f'run code. If you trust them: python -c "from transformers import AutoModelForCausalLM; '
                 f"AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto').save_pretrained("
                 f"'{folder}-safetensors')\"; add the tokenizer"
             )
-        return files
+        return dict.fromkeys(plain)
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or {type(name) for name in weight_map.values()} != {str}:
         raise ValueError(f"{folder / INDEX_FILE} has no weight_map from tensor to file")
-    names = sorted(set(weight_map.values()))
-    files = {folder / name: {one for one in weight_map if weight_map[one] == name} for name in names}
+    files = {folder / name: set[str]() for name in sorted(set(weight_map.values()))}
+    for tensor, name in weight_map.items():
+        files[folder / name].add(tensor)
     for file in files:
         if not file.is_file():
             raise ValueError(f"{file} is missing, but {INDEX_FILE} names it")

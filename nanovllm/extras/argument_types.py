@@ -7,7 +7,7 @@ import argparse
 from typing import Any
 from urllib.parse import urlsplit
 
-from nanovllm.extras.surrogates import text_with_surrogate
+from nanovllm.extras.surrogates import is_utf8
 
 MAX_PORT = 65535
 
@@ -42,11 +42,6 @@ def http_url(text: str) -> str:
     if not is_valid:
         raise argparse.ArgumentTypeError(f"must be a URL such as http://127.0.0.1:8000, got {text!r}")
     return text
-
-
-def is_utf8(text: str) -> bool:
-    """Return whether UTF-8 can encode `text`: whether it has no lone surrogates."""
-    return text_with_surrogate(text) is None
 
 
 def first_given(*values: Any) -> Any:

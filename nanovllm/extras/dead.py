@@ -1,4 +1,4 @@
-"""`EngineDeadError`: what a call on an engine raises that cannot serve any more. Such an engine has to be made anew."""
+"""`EngineDeadError` is raised by calls on an engine that can no longer serve. Make a new engine instead."""
 
 
 class EngineDeadError(RuntimeError):

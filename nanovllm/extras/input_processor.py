@@ -105,18 +105,19 @@ class InputProcessor:
         stream = stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         gives_deltas = stream and params.output_kind is RequestOutputKind.DELTA
         readers = self._readers(params, gives_deltas)
-        # one sequence for each sample; the first computes the prompt, the others are its children. If there are more
-        # samples than sequences may run, the next `max_num_seqs` are a family of their own, and so on
-        seqs: list[Sequence] = []
+        seqs: list[Sequence] = []  # one for each sample
         for i in range(params.n):
             own_processors = processors if grammar is None else (*processors, grammar.copy())
             own_readers = readers if i == 0 else ()
             seq = Sequence(
                 request_id, token_ids, params, self.eos_token_ids, seed, i, priority, own_processors, own_readers
             )
-            if i % self.parts.config.max_num_seqs:
-                seqs[i - i % self.parts.config.max_num_seqs].children.append(seq)
             seqs.append(seq)
+        # the first computes the prompt, the others are its children. If there are more samples than sequences may run,
+        # the next `max_num_seqs` are a family of their own, and so on
+        most = self.parts.config.max_num_seqs
+        for first in range(0, params.n, most):
+            seqs[first].children = seqs[first + 1 : first + most]
         kind = Request if grammar is None else self.grammars.request_class
         now, completion_class = time.monotonic(), self._completion_class(gives_deltas)
         return kind(text, token_ids, seqs, stream, self.decoder, now, completion_class)

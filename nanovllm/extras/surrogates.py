@@ -18,12 +18,21 @@ def text_with_surrogate(value: Any) -> str | None:
     while left:
         one = left.pop()
         if isinstance(one, str):
-            try:
-                one.isascii() or one.encode()
-            except UnicodeEncodeError:
+            if not is_utf8(one):
                 return one
         elif isinstance(one, Mapping):
             left += [*one, *one.values()]
         elif isinstance(one, list | tuple):
             left += one
     return None
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether UTF-8 can encode `text`: whether it has no lone surrogates."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

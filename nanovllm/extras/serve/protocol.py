@@ -326,17 +326,9 @@ class ToolFields(StrictModel):
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
 
-class ChatCompletionRequest(GenerationRequest, ToolFields):
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_tokens: Whole | None = Field(None, ge=1)
-    """The older name of `max_completion_tokens`."""
-    max_completion_tokens: Whole | None = Field(None, ge=1)
-    """The maximum number of tokens to generate. None: until the model ends its answer, or the context is full."""
-    logprobs: bool | None = None
-    top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    parallel_tool_calls: bool | None = None
-    """False allows at most one call."""
-    # vLLM's additions
+class ConversationFields(ToolFields):
+    """The fields that change the prompt of a conversation."""
+
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the start of the assistant's answer; true by default."""
     continue_final_message: bool | None = None
@@ -349,11 +341,27 @@ class ChatCompletionRequest(GenerationRequest, ToolFields):
     """Texts to answer from, for chat templates that have a place for them."""
 
     @model_validator(mode="after")
+    def _check_ends(self) -> "ConversationFields":
+        if self.continue_final_message and self.add_generation_prompt:
+            raise conflict("continue_final_message", BOTH_ENDS)
+        return self
+
+
+class ChatCompletionRequest(GenerationRequest, ConversationFields):
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_tokens: Whole | None = Field(None, ge=1)
+    """The older name of `max_completion_tokens`."""
+    max_completion_tokens: Whole | None = Field(None, ge=1)
+    """The maximum number of tokens to generate. None: until the model ends its answer, or the context is full."""
+    logprobs: bool | None = None
+    top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    parallel_tool_calls: bool | None = None
+    """False allows at most one call."""
+
+    @model_validator(mode="after")
     def _check_chat(self) -> "ChatCompletionRequest":
         if self.top_logprobs and not self.logprobs:
             raise conflict("top_logprobs", "top_logprobs needs logprobs to be true")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise conflict("continue_final_message", BOTH_ENDS)
         return self
 
     @property
@@ -362,26 +370,19 @@ class ChatCompletionRequest(GenerationRequest, ToolFields):
         return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
 
 
-class TokenizeRequest(ToolFields):
-    """A request to tokenize either a prompt or messages, with the fields of a chat that change its prompt."""
+class TokenizeRequest(ConversationFields):
+    """A request to tokenize either a prompt or messages."""
 
     model: Name | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Name | None = None
-    documents: Annotated[list[dict[str, Any]], Field(max_length=MAX_DOCUMENTS, fail_fast=True)] | None = None
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _check_source(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise conflict("prompt", "give either prompt or messages")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise conflict("continue_final_message", BOTH_ENDS)
         return self
 
 

@@ -70,12 +70,3 @@ static inline __attribute__((always_inline)) void multiply_panels(
 #undef EACH_SUM
 #undef AT
 }
-
-static inline __attribute__((always_inline)) void multiply_vectors(
-    const struct product *p, const int num_rows, const int num_panels) {
-    if (num_rows <= FEW_ROWS) {
-        multiply_panels(p, num_rows, 0, num_panels);
-    } else {
-        for (int i = 0; i < num_panels; i++) multiply_panels(p, num_rows, i, 1);
-    }
-}

@@ -133,7 +133,7 @@ def reason_of(output: str, most: int = 1000) -> str:
 def unwound_by_signals() -> Iterator[None]:
     """Let SIGTERM and SIGHUP raise an exception, so that the `with` blocks inside clean up before the process ends.
 
-    Signals that the program handles or ignores itself, and threads other than the main thread, are left alone.
+    Signals that the program handles or ignores itself are not changed. In threads other than the main thread, none is.
     """
     received: list[int] = []
 

@@ -53,7 +53,7 @@ static inline four_words take_words(uint32x4_t x) { return x; }
     }
 
 // Compute panels first … first + num_panels - 1 of the product.
-static inline __attribute__((always_inline)) void multiply_quarters(
+static inline __attribute__((always_inline)) void multiply_panels(
     const struct product *p, const int num_rows, const int first, const int num_panels) {
     float32x4_t sums[ROWS][PANELS][4];
     four_words x4[ROWS];
@@ -97,13 +97,4 @@ static inline __attribute__((always_inline)) void multiply_quarters(
 #undef EACH_PART
 #undef AT
 #undef ADVANCE
-}
-
-static inline __attribute__((always_inline)) void multiply_vectors(
-    const struct product *p, const int num_rows, const int num_panels) {
-    if (num_rows <= FEW_ROWS) {
-        multiply_quarters(p, num_rows, 0, num_panels);
-    } else {
-        for (int i = 0; i < num_panels; i++) multiply_quarters(p, num_rows, i, 1);
-    }
 }

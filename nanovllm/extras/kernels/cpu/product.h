@@ -3,7 +3,8 @@
 //
 // There are four versions: on vectors of 16 floats, for AVX-512 and for any other processor; on the vectors of ARM
 // (neon.h) and AVX2 (avx2.h), because GCC keeps wider ones on the stack; and on AMX's tiles, which multiply ten times as
-// many numbers per cycle. One of them is compiled. `ROWS`, `FEW_ROWS` and `WIDTH` define how many rows and panels it multiplies at a time.
+// many numbers per cycle. One of them is compiled. `ROWS`, `FEW_ROWS` and `WIDTH` define how many rows and panels it
+// multiplies at a time.
 
 #pragma once
 #include "vectors.h"
@@ -202,10 +203,23 @@ static inline long rows_at_a_time(long num_rows) {
     return (num_rows + num_parts - 1) / (num_parts + !num_rows);
 }
 
+#if defined __aarch64__ || defined IN_HALVES
 #ifdef __aarch64__
 #include "neon.h"
-#elif defined IN_HALVES
+#else
 #include "avx2.h"
+#endif
+
+// Many rows need the registers for their sums, so they are multiplied by one panel at a time.
+static inline __attribute__((always_inline)) void multiply_vectors(
+    const struct product *p, const int num_rows, const int num_panels) {
+    if (num_rows <= FEW_ROWS) {
+        multiply_panels(p, num_rows, 0, num_panels);
+    } else {
+        for (int i = 0; i < num_panels; i++) multiply_panels(p, num_rows, i, 1);
+    }
+}
+
 #else
 
 static inline __attribute__((always_inline)) void multiply_vectors(

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from nanovllm.extras.surrogates import is_utf8
+
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 
 
@@ -94,15 +96,6 @@ class Form:
         is_conversation = isinstance(prompt, list) and isinstance(prompt[0], Mapping)
         url, name = (URLS[0], "messages") if is_conversation else (URLS[1], "prompt")
         return url, {**self.body, **own, name: prompt}
-
-
-def is_utf8(text: str) -> bool:
-    """Return whether `text` can be encoded as UTF-8. A lone surrogate cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def writable(text: str) -> str:
