@@ -151,6 +151,7 @@ def test_page_shows_how_many_drafts_were_kept(show, known):
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     page = show(stats._sink.segments[0])
     page.keyboard.press("End")
+    page.locator("#step", has_text="The end").wait_for()
     share = 100 * stats.num_accepted_tokens / stats.num_draft_tokens
     rate, *words = page.locator(".counts div", has_text="drafts kept").inner_text().split("\n")
     assert abs(int(rate.removesuffix(" %")) - share) <= 0.5
@@ -310,8 +311,8 @@ def test_block_and_sequence_show_their_insides(show, known):
     size, columns = int(canvas.get_attribute("data-size")), int(canvas.get_attribute("data-columns"))
     at = table[0] - 1
     canvas.click(position={"x": (at % columns + 0.5) * size, "y": (at // columns + 0.5) * size})
+    page.locator(".block h2", has_text=f"Block {table[0]}").wait_for()  # the page draws after the click has returned
     text = page.locator(".block").inner_text()
-    assert f"Block {table[0]}" in text
     assert states[3]["cached"][table[0]][0] in text, "its hash"
     assert "4 of 4 slots" in text
     page.wait_for_url(f"**block={table[0]}")
@@ -324,10 +325,10 @@ def test_event_leads_to_its_source(show, known):
     page = show(known[0], at="#step=1")
     page.locator(".events .source", has_text="take").first.click()
     dialog = page.get_by_role("dialog")
-    assert "def _take(self, seq" in dialog.inner_text()
+    dialog.get_by_text("def _take(self, seq").first.wait_for()
     assert "block_manager.py:" in dialog.inner_text()
     page.keyboard.press("Escape")
-    assert dialog.count() == 0
+    dialog.wait_for(state="detached")
 
 
 # ---- the story
