@@ -29,6 +29,9 @@ COMMANDS: dict[str, Command] = {
     "bench serve": Command(
         "nanovllm.extras.bench.benchmark", "bench", "measure an OpenAI-compatible server under load"
     ),
+    "check": Command(
+        "nanovllm.extras.self_check.check_command", "", "check what computes on this machine, and what is missing"
+    ),
     "view": Command("nanovllm.extras.trace.view", "", "replay a recording of LLM(…, trace=…) in a browser"),
 }
 """Name of a command, one or two words -> the command."""

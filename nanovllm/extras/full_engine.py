@@ -8,6 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,10 @@ class LLMEngine(engine.LLMEngine):
         kind: Callable[[Config, Path], ModelRunner] = ModelRunner
         if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
             from nanovllm.extras.parallel.start_ranks import start_ranks as kind
+        if config.attention_backend != "torch" or not config.enforce_eager:  # not only PyTorch's layers
+            from nanovllm.extras.self_check.fallbacks import start
+
+            kind = partial(start, kind)
         runner = kind(config, folder)
         seconds = runner.clock.seconds
         logger.info("started in " + ", ".join(f"{part} {spent:.2f} s" for part, spent in seconds.items()))

@@ -21,7 +21,16 @@ from nanovllm.config import resolve_device
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.checkpoint import read_model_config
-from nanovllm.extras.runner_hooks import ArrivingTokens, Device, Draw, LapClock, SampledTokens, sample, sample_with
+from nanovllm.extras.runner_hooks import (
+    ArrivingTokens,
+    Device,
+    Draw,
+    LapClock,
+    SampledTokens,
+    Unchecked,
+    sample,
+    sample_with,
+)
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import Attention, TorchAttention
 from nanovllm.sampler import sample_tokens
@@ -54,12 +63,13 @@ class ModelRunner(model_runner.ModelRunner):
         clock, config = self.clock, self.config
         self.shape = replace(self.shape, max_position_embeddings=self.max_model_len)  # longer ones are never computed
         self.backend: Any = self.make_backend()
-        kind = self.make_device()
+        check, kind = self.begin_self_check(), self.make_device()
         clock.lap("backend")
         self.model = self.make_model()
         clock.lap("weights")
-        if not config.enforce_eager and hasattr(self.backend, "replace_layers"):
-            self.backend.replace_layers(self.model, self.max_model_len)
+        with check.layers():
+            if not config.enforce_eager and hasattr(self.backend, "replace_layers"):
+                self.backend.replace_layers(self.model, self.max_model_len)
         self.description = self.describe(kind)
         logger.info(self.description)
         self.kv_cache = self.make_kv_cache()
@@ -73,7 +83,7 @@ class ModelRunner(model_runner.ModelRunner):
         with kind.advice():
             kind.allocate(self.kv_cache, self.num_blocks_that_fit_on(kind))
         clock.lap("memory")
-        with kind.advice():
+        with kind.advice(), check.steps():
             kind.wrap(self, self.read_newest_tokens() if self.has_overlap else None)
         clock.lap("graphs")
 
@@ -131,6 +141,14 @@ class ModelRunner(model_runner.ModelRunner):
         from nanovllm.extras.cuda.startup import CudaDevice
 
         return CudaDevice(self.config, self.device, self.backend, self.shape, self.max_num_batched_tokens)
+
+    def begin_self_check(self) -> Unchecked:
+        """Return the comparison of what computes with PyTorch's layers, which need none."""
+        if type(self.backend) is TorchAttention:
+            return Unchecked()
+        from nanovllm.extras.self_check.mode import begin
+
+        return begin(self)
 
     def make_model(self) -> nn.Module:
         """Load the network, and keep its weights in fewer bits if the option `quantization` asks for that."""

@@ -96,6 +96,18 @@ class Device:
         """Wrap the runner's `compute`, if needed. The runner calls this last, after allocating the KV cache."""
 
 
+class Unchecked:
+    """A self-check that checks nothing: what computes is PyTorch's, or has been checked before (`self_check/`)."""
+
+    def layers(self) -> AbstractContextManager[None]:
+        """Return a context for the replacement of layers by fast versions."""
+        return nullcontext()
+
+    def steps(self) -> AbstractContextManager[None]:
+        """Return a context for what follows the layers: CUDA graphs, and the function that draws tokens."""
+        return nullcontext()
+
+
 class LapClock:
     """Seconds of each part: `lap(name)` ends a part. Parts of the same name add up.
 

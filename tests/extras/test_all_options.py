@@ -24,6 +24,7 @@ DEFAULTS = {
     "swap_space_bytes": 0,
     "enable_cuda_graphs": None,
     "enable_overlap": None,
+    "self_check": None,
     "speculative_config": None,
     "tensor_parallel_size": 1,
     "nnodes": 1,
@@ -57,6 +58,7 @@ GOOD = [
     ("revision", [None, "main"]),
     ("hf_overrides", [None, {}, {"rope_theta": 1e6}]),
     ("quantization", [None, "int8"]),  # tests/extras/quantization/test_quantization_options.py has the others
+    ("self_check", [None, "on", "off", "strict"]),
     ("speculative_config", [None]),  # tests/extras/speculation/test_speculation_options.py has the others
     ("tokenizer", [None, "folder", Path("/some/where")]),
     ("tokenizer_revision", [None, "main"]),
@@ -93,6 +95,7 @@ BAD_VALUES = [
     ("node_rank", [-1]),
     ("master_port", [0, 65536]),
     ("load_format", ["pt", "", None, True]),
+    ("self_check", ["", "ON", True, False]),
 ]
 
 

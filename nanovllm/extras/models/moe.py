@@ -80,7 +80,7 @@ class Experts(nn.ModuleList):
         top_k = expert_ids.shape[1]
         pairs = expert_ids.flatten().argsort(stable=True)  # [num_tokens * top_k]
         counts = expert_ids.flatten().bincount(minlength=len(self)).tolist()  # [num_experts]
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        out = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         for expert, chosen in zip(self, pairs.split(counts), strict=True):
             if len(chosen):
                 tokens = chosen // top_k  # [n], no token twice

@@ -23,7 +23,7 @@ from nanovllm.extras.vllm.vllm_options import names_of_vllm
 GROUPS: Mapping[str, str] = {
     "model and tokenizer": "model revision hf_overrides load_format dtype quantization tokenizer tokenizer_revision "
     "skip_tokenizer_init chat_template generation_config override_generation_config seed",
-    "device and kernels": "device attention_backend enforce_eager enable_cuda_graphs enable_overlap",
+    "device and kernels": "device attention_backend enforce_eager enable_cuda_graphs enable_overlap self_check",
     "KV cache": "block_size num_kv_blocks kv_cache_memory_bytes gpu_memory_utilization enable_prefix_caching "
     "kv_cache_dtype",
     "scheduling": "max_model_len max_num_seqs max_num_batched_tokens long_prefill_token_threshold scheduling_policy "

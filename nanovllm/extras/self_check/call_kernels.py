@@ -1,0 +1,112 @@
+"""Call the C kernels once on random numbers, without torch: a crash or a hang ends only this process.
+
+    python -I -S call_kernels.py '[["…/libgomp.so", "…/cpu-….so"], {"hidden_size": 1024, …}]'
+
+The files are loaded in order; the last one is the library. The status is 0 if all functions return. `crash_test.py`
+starts this file. It imports only the standard library, so that it ends within a tenth of a second.
+"""
+
+import ctypes
+import json
+import platform
+import random
+import sys
+from array import array
+from collections.abc import Iterable
+from ctypes import c_float, c_int, c_long, c_void_p
+from typing import Any
+
+NUM_TOKENS = 21  # of a prompt whose last block is not full
+MAX_OUTPUTS = 400  # columns of a product; the loops over columns are the same for more
+LONG_MAX = (1 << 63) - 1
+
+
+def main(text: str) -> None:
+    """Load the library and call its functions. `text` is JSON, as in the example above."""
+    paths, sizes = json.loads(text)
+    allow_tiles()
+    for path in paths:
+        library = ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    call_products(library, sizes)
+    if sizes["has_kv"]:
+        call_attention(library, sizes)
+
+
+def allow_tiles() -> None:
+    """Ask Linux to let this process use AMX, as `library.py` does. Nothing happens on other processors."""
+    if platform.system() == "Linux" and platform.machine() == "x86_64":
+        arch_prctl, arch_req_xcomp_perm, xtile_data = 158, 0x1023, 18
+        ctypes.CDLL(None).syscall(c_long(arch_prctl), c_long(arch_req_xcomp_perm), c_long(xtile_data))
+
+
+class Memory:
+    """Buffers of random numbers between -1 and 1, in elements of 2 (bfloat16) or 4 bytes (float32)."""
+
+    def __init__(self, element_bytes: int) -> None:
+        self.element_bytes = element_bytes
+        numbers = array("f", [random.Random(0).uniform(-1, 1) for _ in range(4096)]).tobytes()
+        if element_bytes == 2:  # the upper halves
+            numbers = b"".join(numbers[i + 2 : i + 4] for i in range(0, len(numbers), 4))
+        self.numbers = numbers
+        self._buffers: list[Any] = []  # kept alive, because functions get only their addresses
+
+    def drawn(self, count: int) -> c_void_p:
+        """Return the address of `count` random elements."""
+        num_bytes = count * self.element_bytes
+        repeated = self.numbers * (num_bytes // len(self.numbers) + 1)
+        return self.of_bytes(repeated[:num_bytes])
+
+    def of_ints(self, values: Iterable[int]) -> c_void_p:
+        """Return the address of 32-bit integers."""
+        return self.of_bytes(array("i", values).tobytes())
+
+    def of_bytes(self, values: bytes) -> c_void_p:
+        """Return the address of a copy that begins at a cache line, as tensors do."""
+        buffer = ctypes.create_string_buffer(len(values) + 128)
+        self._buffers.append(buffer)
+        address = ctypes.addressof(buffer) + -ctypes.addressof(buffer) % 64
+        ctypes.memmove(address, values, len(values))
+        return c_void_p(address)
+
+
+def call_products(library: Any, sizes: dict[str, int]) -> None:
+    """Call the products, the norm and argmax, for one token and for several."""
+    memory, hidden_size = Memory(sizes["element_bytes"]), sizes["hidden_size"]
+    num_outputs = min(sizes["intermediate_size"] // 16 * 16 or 16, MAX_OUTPUTS)
+    x, normed = memory.drawn(NUM_TOKENS * hidden_size), memory.drawn(NUM_TOKENS * hidden_size)
+    y, logits = memory.drawn(NUM_TOKENS * num_outputs), memory.of_bytes(bytes(4 * NUM_TOKENS * num_outputs))
+    weight, ids = memory.drawn(2 * num_outputs * hidden_size), memory.of_bytes(bytes(8 * NUM_TOKENS))
+    for num_tokens in (1, NUM_TOKENS):
+        shape = [c_long(one) for one in (num_tokens, num_outputs, hidden_size)]
+        check(library.linear(x, weight, None, y, *shape, c_int(0)))
+        check(library.linear(x, weight, None, logits, *shape, c_int(1)))
+        check(library.gated_linear(x, weight, None, y, *shape, c_int(1)))
+        whole = [c_long(one) for one in (num_tokens, 1, hidden_size // 16 * 16, 0, hidden_size)]
+        library.rms_norm(x, weight, None, None, normed, *whole, c_int(0), c_float(1e-6))
+        library.argmax(logits, ids, c_long(num_tokens), c_long(num_outputs))
+
+
+def call_attention(library: Any, sizes: dict[str, int]) -> None:
+    """Store the keys and values of a prompt, and attend from all of its tokens, then from the last one."""
+    memory, block_size = Memory(sizes["element_bytes"]), sizes["block_size"]
+    num_heads, num_kv_heads, head_dim = sizes["num_heads"], sizes["num_kv_heads"], sizes["head_dim"]
+    q_size, kv_size, num_blocks = num_heads * head_dim, num_kv_heads * head_dim, -(-NUM_TOKENS // block_size)
+    q, out, k = (memory.drawn(NUM_TOKENS * size) for size in (q_size, q_size, kv_size))
+    k_cache, v_cache = (memory.drawn((num_blocks + 1) * block_size * kv_size) for _ in range(2))
+    slots = memory.of_ints(range(block_size, block_size + NUM_TOKENS))
+    stored = [c_long(one) for one in (NUM_TOKENS, kv_size, kv_size, num_kv_heads, head_dim, block_size)]
+    library.store_kv(k, k, k_cache, v_cache, slots, *stored)
+    tables, lens = memory.of_ints(range(1, num_blocks + 1)), memory.of_ints([NUM_TOKENS])
+    shape = (1, num_blocks, q_size, num_heads, num_kv_heads, head_dim, block_size, LONG_MAX)
+    for num_new_tokens in (NUM_TOKENS, 1):
+        tensors = (q, out, k_cache, v_cache, tables, lens, memory.of_ints([0, num_new_tokens]))
+        check(library.attend(*tensors, *map(c_long, shape), c_float(head_dim**-0.5), c_float(0)))
+
+
+def check(status: int) -> None:
+    if status:
+        raise RuntimeError(f"a kernel returned status {status}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,48 @@
+"""How far may the fast result be from the exact one? As far as rounding explains, which PyTorch's own result shows.
+
+    exact     PyTorch's layers in a wider dtype: float32 for bfloat16 and float16, float64 for float32
+    plain     PyTorch's layers in the model's dtype
+    fast      what the engine is to compute with
+
+An error is the length of the difference to the exact row, as a share of that row's length. The fast rows may have a few
+times the largest error of the plain rows. A wrong kernel misses that by far: a token left out of a block, a wrong
+constant or an uninitialised value change some rows by tenths.
+"""
+
+import torch
+from torch import Tensor
+
+WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+TIMES_PLAIN = 8  # other orders of summation, and other points of rounding
+NUM_ROUNDINGS = 2  # of the dtype, which are allowed in any case
+MOST_FLIPPED = 0.34  # share of the rows in which an expert may differ, where two experts have almost equal scores
+
+
+class SelfCheckError(RuntimeError):
+    """Raised with the reason if what computes has failed the self-check."""
+
+
+def check_rows(
+    what: str, fast: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dtype, may_flip: bool = False
+) -> None:
+    """Raise SelfCheckError if `fast` is farther from `exact` than rounding explains. All three: [num_rows, …]
+
+    With `may_flip`, for layers that choose experts, a third of the rows may be farther.
+    """
+    if fast.shape != exact.shape:
+        raise SelfCheckError(f"{what}: the shape is {list(fast.shape)}, PyTorch's is {list(exact.shape)}")
+    errors = errors_of(fast, exact)
+    allowed = max(TIMES_PLAIN * float(errors_of(plain, exact).max()), NUM_ROUNDINGS * torch.finfo(dtype).eps)
+    is_wrong = ~(errors <= allowed)  # NaN is wrong
+    if is_wrong.double().mean() > (MOST_FLIPPED if may_flip else 0):
+        worst = float(errors.nan_to_num(torch.inf).max())
+        raise SelfCheckError(
+            f"wrong result: {what}: {int(is_wrong.sum())} of {len(errors)} rows differ from PyTorch's by up to "
+            f"{worst:.1%}; rounding explains {allowed:.1%}"
+        )
+
+
+def errors_of(rows: Tensor, exact: Tensor) -> Tensor:
+    """Return the relative error of each row: [num_rows, …] -> [num_rows] float64"""
+    rows, exact = rows.double().flatten(1), exact.double().flatten(1)
+    return (rows - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-30)

@@ -1,0 +1,29 @@
+"""The core's path on CUDA as a fallback: flash-attn over block tables, PyTorch's layers, graphs of the forward pass."""
+
+from typing import Any
+
+from nanovllm import model_runner
+from nanovllm.extras.cuda.startup import CudaDevice
+from nanovllm.extras.full_runner import ModelRunner
+from nanovllm.extras.runner_hooks import Device
+from nanovllm.extras.self_check.comparison import SelfCheckError
+from nanovllm.layers.flash_attention import FlashAttention
+
+
+class CoreRunner(ModelRunner):
+    """Computes as `nanovllm.llm.LLM` does."""
+
+    def make_backend(self) -> Any:
+        """Return the core's flash-attn. SelfCheckError if this model or this machine cannot use it."""
+        self.reasons = "attention_backend=the core's"
+        backend = model_runner.ModelRunner.make_backend(self)
+        if not isinstance(backend, FlashAttention) or self.shape.attention_options:
+            raise SelfCheckError("flash-attn cannot be used here, or not for this model")
+        return backend
+
+    def make_device(self) -> Device:
+        device = CudaDevice(self.config, self.device, self.backend, self.shape, self.max_num_batched_tokens)
+        device.draw = None
+        has_graphs = not self.config.enforce_eager and self.config.enable_cuda_graphs is not False
+        device.replayed = "forward" if has_graphs and not self.shape.num_experts else None
+        return device

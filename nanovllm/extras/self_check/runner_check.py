@@ -1,0 +1,221 @@
+"""`SelfCheck`: what computes is compared with PyTorch's layers, on the engine's own weights, before the first request.
+
+`ModelRunner.start` calls it: `layers()` around the replacement of the layers, `steps()` when CUDA graphs are recorded.
+
+    attention    random queries, keys and values through the attention backend: its store and its attend
+    layers       some layers of the network, and the logits of some tokens
+    draws        the sampler's fast version, over random logits
+    graphs       (on CUDA) decodes by a graph, twice with different inputs, against the same decodes without one
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.batch import SamplingBatch
+from nanovllm.extras.kernels.backend import KernelBackend
+from nanovllm.extras.kernels.choices import choose
+from nanovllm.extras.runner_hooks import Unchecked, draw_arguments
+from nanovllm.extras.self_check.comparison import WIDER, SelfCheckError, check_rows
+from nanovllm.extras.self_check.crash_test import CrashTest, start_crash_test
+from nanovllm.extras.self_check.networks import (
+    attending_with,
+    choose_layers,
+    in_wider_dtype,
+    new_cache,
+    only_layers,
+    run_network,
+    send,
+)
+from nanovllm.extras.self_check.steps import MIN_MODEL_LEN, draw_vectors, make_steps
+from nanovllm.extras.self_check.stored_results import Result, StoredResult
+from nanovllm.layers.flash_attention import FlashAttention
+from nanovllm.sampler import sample_tokens
+
+if TYPE_CHECKING:
+    from nanovllm.extras.full_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+NUM_USED = 64  # tokens of the vocabulary that the steps have in their prompts
+NUM_DRAWS = 32
+NEARLY_BEST = 0.2  # in standard deviations of the logits; another batch size may decide between almost equal ones
+
+
+def begin(runner: "ModelRunner") -> Unchecked:
+    """Return the check of a runner that has chosen its backend, or one that does nothing, if there is nothing to check.
+
+    Raises SelfCheckError if this backend has failed on this machine before.
+    """
+    if not isinstance(runner.backend, KernelBackend | FlashAttention) or runner.max_model_len < MIN_MODEL_LEN:
+        return Unchecked()
+    stored = StoredResult(runner)
+    known = stored.read()
+    if known is None:
+        return SelfCheck(runner, stored, start_crash_test(runner))
+    if not known.is_right:
+        raise SelfCheckError(f"{known.reason} (found on {known.date}; delete {stored.path} to check again)")
+    return Unchecked()
+
+
+class SelfCheck(Unchecked):
+    def __init__(self, runner: "ModelRunner", stored: StoredResult, crash_test: CrashTest) -> None:
+        self.runner, self.stored, self.crash_test = runner, stored, crash_test
+        self.backend: Any = runner.backend
+        config = replace(runner.config, attention_backend="torch")
+        plain, _ = choose(config, runner.device, runner.dtype, runner.shape)
+        exact, _ = choose(replace(config, kv_cache_dtype="auto"), runner.device, WIDER[runner.dtype], runner.shape)
+        for one in (plain, exact):
+            one.block_size = self.backend.block_size
+        self.plain, self.exact = plain, exact
+
+    @contextmanager
+    def reported(self) -> Iterator[None]:
+        """Make of any error within the context a SelfCheckError, and store it: the next start need not fail again."""
+        try:
+            yield
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            reason = str(error) if isinstance(error, SelfCheckError) else f"{type(error).__name__}: {error}"
+            self.stored.write(Result(False, reason))
+            raise SelfCheckError(reason) from error
+
+    @contextmanager
+    def layers(self) -> Iterator[None]:
+        """Compare the layers after the context, in which fast versions replace them, with those before it."""
+        with self.reported():
+            self.crash_test.wait()
+            self.compare_attention()
+            compare = self.expect_layers()
+            yield
+            compare()
+
+    @contextmanager
+    def steps(self) -> Iterator[None]:
+        """Compare what the context has set up: CUDA graphs, and the function that draws tokens."""
+        yield
+        with self.reported():
+            if not hasattr(self.runner, "communicator"):  # else the ranks would have to compute these steps together
+                self.compare_draws()
+                if self.runner.device.type == "cuda" or self.runner.graphs is not None:
+                    self.compare_graphs()
+            self.stored.write(Result(True))
+
+    # ---- attention
+
+    @torch.inference_mode()
+    def compare_attention(self) -> None:
+        """Compare only the attention backend, for each way in which layers attend."""
+        shape = self.runner.shape
+        if shape.latent_rank is not None:  # `compare` of the layers includes it
+            return
+        dtype, wider = self.runner.dtype, WIDER[self.runner.dtype]
+        for options in dict.fromkeys(shape.attention_options) or (None,):
+            given = () if options is None else (options,)
+            fast, plain = self.attend(self.backend, dtype, given), self.attend(self.plain, dtype, given)
+            exact = self.attend(self.exact, wider, given)
+            what = "attention" if options is None else f"attention with {options}"
+            check_rows(what, fast, plain, exact, dtype)
+
+    def attend(self, backend: Any, dtype: torch.dtype, options: tuple[Any, ...]) -> Tensor:
+        """Return the outputs of all steps for random queries, keys and values: [num_tokens, num_heads, head_dim]"""
+        runner, shape = self.runner, self.runner.shape
+        batches, num_blocks = make_steps(self.backend.block_size, runner.max_model_len, [0])
+        cache = new_cache(backend, num_blocks, dtype, runner.device)[:, 0]
+        outputs = []
+        for i, batch in enumerate(batches):
+            metadata = send(batch.metadata, runner.device)
+            num_heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
+            qkv = draw_vectors(i, len(batch.input_ids), num_heads, shape.head_dim).to(runner.dtype)
+            q, k, v = qkv.to(runner.device, dtype).split(
+                (shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads), dim=1
+            )
+            backend.store_kv(k.contiguous(), v.contiguous(), cache, metadata.slot_mapping)
+            outputs.append(backend.attend(q.contiguous(), cache, metadata, *options))
+        return torch.cat(outputs)
+
+    # ---- the network
+
+    def expect_layers(self) -> Callable[[], None]:
+        """Run some layers in PyTorch. Returns a function that compares the layers of that time with these results."""
+        runner, block_size = self.runner, self.backend.block_size
+        model: Any = runner.model
+        generator = torch.Generator().manual_seed(0)
+        used = sorted({*torch.randint(runner.shape.vocab_size, (NUM_USED - 1,), generator=generator).tolist(),
+                       runner.shape.vocab_size - 1})  # fmt: skip
+        batches, num_blocks = make_steps(block_size, runner.max_model_len, used)
+        chosen = choose_layers(model.model.layers)
+
+        def run(network: Any, backend: Any, dtype: torch.dtype, batches: Any = batches) -> tuple[Tensor, Tensor]:
+            return run_network(network, batches, backend, chosen, num_blocks, dtype, runner.device)
+
+        with only_layers(model, chosen):
+            with attending_with(model, self.plain):
+                hidden, logits = run(model, self.plain, runner.dtype)
+            plain = hidden, logits[:, used]
+            wide = in_wider_dtype(model, self.exact, used, WIDER[runner.dtype])
+        own_tokens = make_steps(block_size, runner.max_model_len, list(range(len(used))))[0]
+        exact = run(wide, self.exact, WIDER[runner.dtype], own_tokens)
+
+        def compare() -> None:
+            with only_layers(model, chosen):
+                hidden, logits = run(model, self.backend, runner.dtype)
+            may_flip = runner.shape.num_experts > 0
+            check_rows("layers", hidden, plain[0], exact[0], runner.dtype, may_flip)
+            check_rows("logits", logits[:, used], plain[1], exact[1], runner.dtype, may_flip)
+
+        return compare
+
+    # ---- what follows the forward pass
+
+    @torch.inference_mode()
+    def compare_draws(self) -> None:
+        """Compare the function that draws tokens with the core's, row by row."""
+        device, vocab_size = self.runner.device, self.runner.shape.vocab_size
+        logits = (5 * draw_vectors(1, NUM_DRAWS, vocab_size)).to(device)
+        uniforms = torch.arange(1, NUM_DRAWS + 1, dtype=torch.float64, device=device) / (NUM_DRAWS + 2)
+        rows = torch.arange(NUM_DRAWS, device=device)
+        limited = {"top_k": rows % 7 * 5, "top_p": 1 - rows % 5 * 0.1, "min_p": rows % 3 * 0.01}
+        temperatures = torch.where(rows % 4 == 0, 0.0, 0.8)
+        for what, sampling in {
+            "greedy draws": SamplingBatch(torch.zeros(NUM_DRAWS, device=device)),
+            "draws": SamplingBatch(temperatures, uniforms),
+            "draws by top-k, top-p and min-p": SamplingBatch(temperatures, uniforms, **limited),
+        }.items():
+            arguments: Any = draw_arguments(sampling)
+            fast = self.runner.draw(logits.clone(), *arguments)
+            expected = sample_tokens(logits.clone(), *arguments)
+            num_wrong = int((fast != expected).sum())
+            if num_wrong > (NUM_DRAWS // 16 if sampling.uniforms is not None else 0):  # a border may round either way
+                raise SelfCheckError(f"wrong result: {what}: {num_wrong} of {NUM_DRAWS} tokens differ from PyTorch's")
+
+    @torch.inference_mode()
+    def compare_graphs(self) -> None:
+        """Compare decodes by a CUDA graph with the same decodes without one, twice, over blocks of the real cache."""
+        runner = self.runner
+        cache = runner.kv_cache.tensor
+        batches, num_blocks = make_steps(self.backend.block_size, runner.max_model_len, list(range(NUM_USED)))
+        if num_blocks > runner.kv_cache.num_blocks:
+            return
+        cache[:, :, 1:num_blocks] = draw_vectors(2, num_blocks - 1, *cache.shape[3:]).to(cache)
+        model: Any = runner.model
+        for added in (0, 7):  # a graph that reads its inputs from another place gives the first tokens again
+            batch = replace(batches[-1], input_ids=(batches[-1].input_ids + added) % NUM_USED)
+            token_ids = torch.tensor(runner.run(batch).wait().token_ids)
+            sent = send(batch, runner.device)
+            hidden = model(sent.input_ids, sent.positions, sent.metadata, cache)
+            logits = model.compute_logits(hidden[sent.logits_indices]).float().cpu()
+            best, spread = logits.amax(1), logits.std(1)
+            is_wrong = best - logits.gather(1, token_ids[:, None])[:, 0] > NEARLY_BEST * spread
+            if is_wrong.any():
+                raise SelfCheckError(
+                    f"wrong result: decodes by a CUDA graph: {int(is_wrong.sum())} of {len(token_ids)} tokens differ "
+                    f"from those without one"
+                )
+        cache[:, :, 1:num_blocks] = 0

@@ -1,0 +1,99 @@
+"""`nanovllm check`: what it prints, with and without Rich, and its exit status."""
+
+import builtins
+import json
+
+import pytest
+import torch
+
+from nanovllm.extras.commands import run_command
+from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
+from nanovllm.extras.self_check import machine_report, way_report
+from tests.extras.self_check.test_self_check import fresh_cache  # noqa: F401 (a fixture)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, fresh_cache):  # noqa: F811
+    monkeypatch.setattr(way_report, "SECONDS", 0.05)
+    monkeypatch.setattr(machine_report, "NUM_BYTES", 1 << 22)
+
+
+def json_of(capsys, *arguments):
+    status = run_command(["check", "--json", "--device", "cpu", *arguments])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_all_ways_are_right(capsys):
+    status, report = json_of(capsys)
+    assert status == 0
+    assert [(way["name"], way["result"]) for way in report["ways"]] == [
+        ("C kernels", "right"),
+        ("C kernels for attention only", "right"),
+        ("PyTorch", "right"),
+    ]
+    assert all(way["tokens_per_s"] > 0 and way["weights_gb_per_s"] > 0 for way in report["ways"])
+    assert all(way["kv_cache_tokens"] > 1000 for way in report["ways"])
+    assert "PyTorch on cpu" in report["ways"][2]["reason"]
+    versions = {name: version for name, version, _ in report["packages"]}
+    assert versions["torch"] == torch.__version__
+    assert report["machine"]["GPU"] == "none that PyTorch can use" or torch.cuda.is_available()
+    assert report["memory_gb_per_s"] > 0
+
+
+def test_a_wrong_way_gives_status_1(monkeypatch, capsys):
+    argmax = CpuAttention.argmax
+    monkeypatch.setattr(CpuAttention, "argmax", lambda self, logits: argmax(self, logits).roll(1))
+    status, report = json_of(capsys)
+    assert status == 1
+    assert [way["result"] for way in report["ways"]] == ["wrong", "wrong", "right"]
+    assert "greedy draws" in report["ways"][0]["reason"]
+
+
+def test_everything_is_checked_again(monkeypatch, capsys):
+    """Results of earlier starts do not count."""
+    assert json_of(capsys)[0] == 0
+    monkeypatch.setattr(CpuAttention, "argmax", lambda self, logits: logits.argmin(-1))
+    assert json_of(capsys)[0] == 1
+
+
+def test_without_a_compiler_ways_are_not_available(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    status, report = json_of(capsys)
+    assert status == 0
+    assert [way["result"] for way in report["ways"]] == ["not available", "not available", "right"]
+    assert all("there is no C compiler" in way["reason"] for way in report["ways"][:2])
+    assert report["machine"]["C compiler"] == "none: install gcc, for the C kernels"
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_tables(monkeypatch, capsys, has_rich):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(machine_report, "version_of", lambda name: None if name in ("flash-attn", "ray") else "1.2")
+    import_module = builtins.__import__
+
+    def without_rich(name, *arguments, **keywords):
+        if name.startswith("rich"):
+            raise ModuleNotFoundError("No module named 'rich'", name="rich")
+        return import_module(name, *arguments, **keywords)
+
+    if not has_rich:
+        monkeypatch.setattr(builtins, "__import__", without_rich)
+    assert run_command(["check", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert ("┃" in printed) == has_rich
+    for text in ("pip install 'nanovllm[cuda]'", "pip install 'nanovllm[ray]'", "C kernels for attention only", "GB/s"):
+        assert text in printed
+    assert printed.count("right") >= 3
+
+
+def test_bad_arguments_are_named(capsys, tmp_path):
+    for arguments, message in (
+        (["--model", str(tmp_path)], "holds no config.json"),
+        (["--model", ""], "--model: must not be empty"),
+        (["--device", "tpu"], "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            run_command(["check", *arguments])
+        assert ended.value.code == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,418 @@
+"""The self-check: planted faults are found, and right text comes from the next way to compute. No false alarms.
+
+The faults are in the C kernels, which are compiled with them, or in a function of Python's. The engine without the
+self-check would give wrong text, crash or hang.
+"""
+
+import json
+import logging
+import re
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm import LLM, TINY_QWEN3, Config, SamplingParams
+from nanovllm.extras.dead import EngineDeadError
+from nanovllm.extras.kernels.cpu import library
+from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
+from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.extras.self_check import crash_test, fallbacks, steps
+from nanovllm.extras.self_check import runner_check as checks
+from nanovllm.extras.self_check.comparison import SelfCheckError, check_rows
+from nanovllm.extras.self_check.core_on_cuda import CoreRunner
+from nanovllm.extras.self_check.crash_test import CrashTest
+from nanovllm.extras.self_check.stored_results import Result, StoredResult
+from nanovllm.layers import flash_attention
+from nanovllm.layers.attention import TorchAttention
+from tests.extras.cuda.test_core_graphs import make_engine, recorded  # noqa: F401 (a fixture)
+from tests.extras.models.architectures import ARCHITECTURES, Checkpoints
+
+PROMPT = "What is a block table?"
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+COMPILED = library.cache_folder()
+"""The libraries of other tests, which need not be compiled again."""
+
+
+@pytest.fixture
+def fresh_cache(monkeypatch, tmp_path):
+    """The self-check is on, no result is stored, and the usual libraries are compiled already."""
+    monkeypatch.setenv("NANOVLLM_SELF_CHECK", "on")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "nanovllm").mkdir(mode=0o700)
+    for compiled in COMPILED.glob("*.so"):
+        shutil.copy(compiled, tmp_path / "nanovllm")
+    library.load_library.cache_clear()
+    yield tmp_path / "nanovllm"
+    library.load_library.cache_clear()
+
+
+def make_llm(model=TINY_QWEN3, **options):
+    return LLM(model, **{"device": "cpu", "num_kv_blocks": 40, **options})
+
+
+def text_of(llm):
+    return llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].text
+
+
+@pytest.fixture(scope="module")
+def right_text():
+    return text_of(make_llm(attention_backend="torch", enforce_eager=True, dtype="float32"))
+
+
+def way_of(llm):
+    """Which of the ways to compute is in use."""
+    runner = llm.engine.runner
+    if type(runner.backend) is TorchAttention:
+        return "PyTorch"
+    return "attention only" if runner.config.enforce_eager else "C kernels"
+
+
+# ---- no fault
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_right_passes_once_and_is_remembered(fresh_cache, monkeypatch, dtype):
+    assert way_of(make_llm(dtype=dtype, self_check="strict")) == "C kernels"
+    (stored,) = fresh_cache.glob("checked-*.json")
+    assert json.loads(stored.read_text())["is_right"]
+
+    def check_again(*_):
+        raise SelfCheckError("checked again")
+
+    monkeypatch.setattr(checks, "SelfCheck", check_again)
+    assert way_of(make_llm(dtype=dtype)) == "C kernels"
+    with pytest.raises(SelfCheckError, match="checked again"):
+        make_llm(dtype=dtype, max_num_seqs=7, self_check="strict")  # something that the result depends on
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_no_false_alarm(fresh_cache, monkeypatch, tmp_path, name):
+    """Over all architectures, dtypes, quantised weights and caches."""
+    checkpoints, architecture = Checkpoints(tmp_path), ARCHITECTURES[name]
+    monkeypatch.setattr(checks, "start_crash_test", lambda runner: CrashTest([sys.executable, "-c", ""], 60))
+    for variant in list(architecture.variants)[: architecture.num_default]:
+        folder, _ = checkpoints.make(name, variant)
+        for options in (
+            {"dtype": "float32"},
+            {"dtype": "bfloat16", "quantization": "int8"},
+            {"dtype": "bfloat16", "quantization": "int4", "block_size": 64},
+            {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+        ):
+            if "deepseek" in name and "kv_cache_dtype" in options:
+                continue
+            options = {**checkpoints.engine_options(name, variant), **options, "self_check": "strict"}
+            make_llm(folder, **options)
+
+
+def test_a_hit_costs_little(fresh_cache):
+    runner = make_llm().engine.runner
+    best = 1.0
+    for _ in range(5):
+        start = time.perf_counter()
+        assert StoredResult(runner).read().is_right
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.02  # 5 ms on an idle machine
+
+
+def test_it_can_be_switched_off(fresh_cache, monkeypatch):
+    monkeypatch.setattr(checks, "begin", lambda runner: pytest.fail("checked"))
+    make_llm(self_check="off")
+    monkeypatch.setenv("NANOVLLM_SELF_CHECK", "off")
+    make_llm()
+    monkeypatch.setenv("NANOVLLM_SELF_CHECK", "sometimes")
+    with pytest.raises(ValueError, match="NANOVLLM_SELF_CHECK must be one of on, strict, off, got 'sometimes'"):
+        make_llm()
+    with pytest.raises(ValueError, match="self_check must be one of on, off, strict, got 'no'"):
+        make_llm(self_check="no")
+    make_llm(attention_backend="torch", enforce_eager=True)  # nothing to check
+
+
+# ---- faults in C
+
+
+def with_fault(fault, function):
+    return lambda text: re.sub(rf"(\b(?:int|void) {function}\([^;{{]*\) {{)", rf"\1 {fault}", text)
+
+
+FAULTS = {  # file, change, and the way to compute that is right
+    "the last token of a block is missed": (
+        "kv_cache.h",
+        lambda text: text.replace(
+            "slot = slot_mapping[token];",
+            "slot = slot_mapping[token]; if (slot % block_size == block_size - 1) continue;",
+        ),
+        "PyTorch",
+    ),
+    "a wrong constant for one head size": (
+        "attention.h",
+        with_fault("if (head_dim == 64) scale *= 1.25f;", "attend"),
+        "PyTorch",
+    ),
+    "a slot behind the sequence is seen": (
+        "attention.h",
+        with_fault(
+            "int32_t more[num_seqs]; for (long i = 0; i < num_seqs; i++) more[i] = seq_lens[i] + 1; seq_lens = more;",
+            "attend",
+        ),
+        "PyTorch",
+    ),
+    "the fused layer has another epsilon": (
+        "cpu.c",
+        with_fault("((struct layer *)l)->eps = 0.5f;", "decoder_layer"),
+        "attention only",
+    ),
+    "an illegal instruction": ("attention.h", with_fault("__builtin_trap();", "attend"), "PyTorch"),
+    "a hang": ("attention.h", with_fault("for (volatile int i = 0;; i++);", "attend"), "PyTorch"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (i > 0)) for i, name in enumerate(FAULTS)]
+)
+def test_faults_in_the_kernels_are_found(fresh_cache, monkeypatch, tmp_path, caplog, right_text, name):
+    file, change, expected = FAULTS[name]
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    for path in (library.SOURCE, library.QUANTISED, library.INT8_KV, *library.HEADERS):
+        text = path.read_text()
+        if path.name == file:
+            assert change(text) != text
+            text = change(text)
+        (folder / path.name).write_text(text)
+    source = folder / library.SOURCE.name
+    monkeypatch.setattr(library, "HEADERS", sorted(folder.glob("*.h")))
+    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-O0"))
+    monkeypatch.setitem(library.FUNCTIONS, source, library.FUNCTIONS[library.SOURCE])
+    compile_and_load = library.compile_and_load
+    monkeypatch.setattr(library, "compile_and_load", lambda command, _, *rest: compile_and_load(command, source, *rest))
+    monkeypatch.setattr(crash_test, "TIMEOUTS", {"cpu": 2.0})
+    with caplog.at_level(logging.WARNING):
+        llm = make_llm(dtype="float32")
+    assert way_of(llm) == expected
+    assert text_of(llm) == right_text
+    said = [record.message for record in caplog.records if "the self-check of C kernels has failed" in record.message]
+    kind = {"an illegal instruction": "crash: .* by SIG(ILL|TRAP)", "a hang": "hang: "}.get(name, "wrong result: ")
+    assert re.search(kind, said[0])
+    assert "please report it with the output of `nanovllm check`" in said[0]
+    with pytest.raises(SelfCheckError, match="the self-check of C kernels has failed"):
+        make_llm(dtype="float32", self_check="strict")
+    with pytest.raises(SelfCheckError, match="the self-check of C kernels has failed"):
+        make_llm(dtype="float32", attention_backend="cpu")
+
+
+def test_a_compiler_that_crashes_is_no_disaster(fresh_cache, monkeypatch, tmp_path, caplog, right_text):
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with caplog.at_level(logging.WARNING):
+        llm = make_llm(dtype="float32")
+    assert "the CPU kernels cannot be used" in caplog.text
+    assert text_of(llm) == right_text
+
+
+# ---- faults elsewhere
+
+
+def test_a_sampler_off_by_one_row_is_found(fresh_cache, monkeypatch, caplog, right_text):
+    argmax = CpuAttention.argmax
+    monkeypatch.setattr(CpuAttention, "argmax", lambda self, logits: argmax(self, logits).roll(1))
+    with caplog.at_level(logging.WARNING):
+        llm = make_llm(dtype="float32")
+    assert "wrong result: greedy draws: " in caplog.text
+    assert way_of(llm) == "PyTorch"
+    assert text_of(llm) == right_text
+
+
+def test_an_exception_in_a_replacement_is_found_and_stored(fresh_cache, monkeypatch, caplog):
+    def fail(self, model, max_model_len):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(CpuAttention, "replace_layers", fail)
+    with caplog.at_level(logging.WARNING):
+        assert way_of(make_llm()) == "attention only"
+    assert "the self-check of C kernels has failed: RuntimeError: no such kernel; please report" in caplog.text
+    monkeypatch.undo()
+    monkeypatch.setenv("NANOVLLM_SELF_CHECK", "on")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh_cache.parent))
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert way_of(make_llm()) == "attention only"  # the kernel is not called again
+    assert re.search(r"found on \d{4}-\d\d-\d\d; delete .*/checked-\w+\.json to check again", caplog.text)
+
+
+def test_memory_that_is_missing_is_not_a_fault(fresh_cache, monkeypatch):
+    def fail(self, model, max_model_len):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(CpuAttention, "replace_layers", fail)
+    with pytest.raises(MemoryError, match="no memory"):
+        make_llm()
+    assert not list(fresh_cache.glob("checked-*"))
+
+
+def test_a_damaged_result_is_checked_again(fresh_cache):
+    make_llm()
+    (stored,) = fresh_cache.glob("checked-*.json")
+    for content in ("", "{}", '{"is_right": true}', "[1]", "\x00" * 50):
+        stored.write_text(content)
+        make_llm()
+        assert json.loads(stored.read_text())["is_right"]
+
+
+def test_without_a_cache_folder_every_start_checks(fresh_cache, monkeypatch):
+    monkeypatch.setattr("nanovllm.extras.self_check.stored_results.cache_folder", lambda: Path("/proc/no such folder"))
+    seen = []
+    monkeypatch.setattr(StoredResult, "write", lambda self, result: seen.append(result))
+    for _ in range(2):
+        make_llm()
+    assert seen == [Result(True), Result(True)]
+
+
+def test_a_process_that_fails_is_quoted():
+    def reason(code, timeout=20.0):
+        test = CrashTest([sys.executable, "-c", code], timeout)
+        with pytest.raises(SelfCheckError) as error:
+            test.wait()
+        return str(error.value)
+
+    assert reason("raise RuntimeError('status 2')").endswith(": RuntimeError: status 2")
+    assert "by SIGKILL" in reason("import os; os.kill(os.getpid(), 9)")
+    assert "did not return within 0.2 s" in reason("import time; time.sleep(60)", 0.2)
+    CrashTest(["/no/such/program"], 1.0).wait()  # the comparison will do
+
+
+@pytest.mark.slow
+def test_the_attention_of_a_gpu_is_called_in_a_process_of_its_own(monkeypatch):
+    """Its command, run here with the CPU's backend."""
+    arguments = ["nanovllm.extras.kernels.cpu.cpu_attention.CpuAttention", [4, 2, 32, 16], "float32", "auto", "cpu"]
+    crash_test.attend_once(*arguments)
+    command = [sys.executable, "-m", "nanovllm.extras.self_check.crash_test", json.dumps(arguments)]
+    CrashTest(command, 120).wait()
+    arguments[2] = "float99"
+    with pytest.raises(SelfCheckError, match="float99"):
+        CrashTest([*command[:3], json.dumps(arguments)], 120).wait()
+
+
+# ---- the chain, the steps, the comparison
+
+
+def test_the_ways_to_compute_on_cuda(monkeypatch):
+    monkeypatch.setattr(fallbacks, "resolve_device", lambda device: torch.device("cuda", 0))
+    assert [way.name for way in fallbacks.ways_to_compute(Config("model"))] == [
+        "fused kernels",
+        "fused kernels without CUDA graphs",
+        "the core's flash-attn",
+        "the core's flash-attn without CUDA graphs",
+        "PyTorch",
+    ]
+    ways = fallbacks.ways_to_compute(Config("model", enforce_eager=True, tensor_parallel_size=2))
+    assert [way.name for way in ways] == ["fused kernels", "PyTorch"]
+
+
+def test_each_way_is_tried_in_turn(monkeypatch, caplog):
+    seen = []
+
+    def make(config, folder):
+        seen.append((config.attention_backend, config.enforce_eager))
+        raise SelfCheckError("broken")
+
+    with caplog.at_level(logging.WARNING), pytest.raises(SelfCheckError, match="no way to compute has passed"):
+        fallbacks.start(make, Config("model", device="cpu"), Path("model"))
+    assert seen == [("auto", False), ("cpu", True), ("torch", True)]
+    assert caplog.text.count("broken; please report it") == 3
+
+
+def test_a_wrong_rank_lets_all_ranks_take_the_next_way(fresh_cache, monkeypatch):
+    """The error of another rank comes as text."""
+    kinds = [EngineDeadError("rank 1: SelfCheckError: wrong result"), EngineDeadError("rank 1: killed")]
+
+    def make(config, folder):
+        raise kinds.pop(0)
+
+    with pytest.raises(EngineDeadError, match="killed"):
+        fallbacks.start(make, Config("model", device="cpu"), Path("model"))
+    assert not kinds
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 256])
+@pytest.mark.parametrize("max_model_len", [16, 40, 5000])
+def test_the_steps_have_what_may_go_wrong(block_size, max_model_len):
+    batches, num_blocks = steps.make_steps(block_size, max_model_len, [5, 6, 7])
+    written = set()
+    for batch in batches:
+        metadata, starts = batch.metadata, batch.metadata.cu_seqlens_q.tolist()
+        assert set(batch.input_ids.tolist()) <= {5, 6, 7}
+        assert int(metadata.seq_lens.max()) <= max_model_len
+        assert int(metadata.block_tables.max()) < num_blocks
+        slots = metadata.slot_mapping.tolist()
+        assert not written & set(slots)
+        assert min(slots) >= block_size, "none in the null block"
+        written |= set(slots)
+        for i, length in enumerate(metadata.seq_lens.tolist()):  # all that is read has been written
+            table = metadata.block_tables[i].tolist()
+            assert {table[p // block_size] * block_size + p % block_size for p in range(length)} <= written
+            assert starts[i] < starts[i + 1]
+    assert [batch.metadata.num_decodes for batch in batches] == [0, 1, 4]
+    assert len({*batches[2].metadata.seq_lens.tolist()}) >= 3
+    firsts = batches[2].metadata.block_tables[:, 0].tolist()
+    assert (len(set(firsts)) < 4) == (block_size + 5 <= max_model_len - 2), "a shared block"
+
+
+def test_comparison():
+    exact = torch.randn(10, 64, dtype=torch.float64)
+    plain = exact * (1 + 1e-6 * torch.randn(10, 64))
+    check_rows("what", exact * (1 + 3e-6), plain, exact, torch.float32)
+    for wrong in (exact.roll(1, 0), exact * torch.nan, exact * 1.001, exact[:5]):
+        with pytest.raises(SelfCheckError, match="what"):
+            check_rows("what", wrong, plain, exact, torch.float32)
+    flipped = exact.clone()
+    flipped[:3] += 1
+    check_rows("what", flipped, plain, exact, torch.float32, may_flip=True)
+    flipped[:4] += 1
+    with pytest.raises(SelfCheckError, match="wrong result: what: 4 of 10 rows"):
+        check_rows("what", flipped, plain, exact, torch.float32, may_flip=True)
+
+
+# ---- CUDA's part, with replacements
+
+
+def test_a_graph_that_keeps_an_old_pointer_is_found(monkeypatch, tiny_checkpoint, recorded):  # noqa: F811
+    """The core's graphs over recorded operations: one that reads its input ids where they were first."""
+    engine = make_engine(monkeypatch, tiny_checkpoint[0], has_graphs=True)
+    check = checks.SelfCheck(engine.runner, StoredResult(engine.runner), None)
+    check.compare_graphs()
+    graphs = engine.runner.graphs
+    replay = type(graphs).replay
+
+    def replay_old(self, batch):
+        old = torch.full_like(batch.input_ids, 3)
+        return replay(self, replace(batch, input_ids=old))
+
+    monkeypatch.setattr(type(graphs), "replay", replay_old)
+    with pytest.raises(SelfCheckError, match=r"wrong result: decodes by a CUDA graph: \d of 4 tokens differ"):
+        check.compare_graphs()
+
+
+def test_the_cores_path_on_cuda_has_graphs_of_the_forward_pass(monkeypatch, tiny_checkpoint):
+    """As far as a machine without a GPU can go: the runner's choices."""
+    runner = CoreRunner.__new__(CoreRunner)
+    runner.config, runner.device, runner.dtype = Config("model"), torch.device("cuda", 0), torch.bfloat16
+    runner.shape = NetworkConfig(300, 64, 96, 2, 4, 2, 32, 512)
+    runner.max_num_batched_tokens = 64
+    monkeypatch.setattr(flash_attention, "find_spec", lambda name: object())
+    runner.backend = runner.make_backend()
+    assert type(runner.backend) is flash_attention.FlashAttention
+    device = runner.make_device()
+    assert (device.replayed, device.draw) == ("forward", None)
+    runner.config = Config("model", enable_cuda_graphs=False)
+    assert runner.make_device().replayed is None
+    monkeypatch.setattr(flash_attention, "find_spec", lambda name: None)
+    with pytest.raises(SelfCheckError, match="flash-attn cannot be used here"):
+        runner.make_backend()
