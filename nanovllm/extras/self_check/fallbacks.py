@@ -56,8 +56,9 @@ def ways_to_compute(config: Config) -> list[Way]:
 
 def start(kind: Callable[[Config, Path], ModelRunner], config: Config, folder: Path) -> ModelRunner:
     """Return a runner whose way to compute has passed the self-check. SelfCheckError if it has not, and must stay."""
+    ways = ways_to_compute(config)
     may_replace = mode_of(config) != "strict" and config.attention_backend == "auto"
-    for way in ways_to_compute(config):
+    for way in ways:
         try:
             return (way.kind or kind)(replace(config, **way.options), folder)
         except SelfCheckError as error:
@@ -65,9 +66,9 @@ def start(kind: Callable[[Config, Path], ModelRunner], config: Config, folder: P
         except EngineDeadError as error:  # of another rank
             if SelfCheckError.__name__ not in str(error):
                 raise
-            reason = str(error)
+            reason = str(error).partition(": ")[2]
         message = f"the self-check of {way.name} has failed: {reason}; {REPORT}"
-        if not may_replace:
-            raise SelfCheckError(message)
+        if not may_replace or way is ways[-1]:
+            break
         logger.warning("%s. The next best way to compute is taken, which may be much slower", message)
-    raise SelfCheckError("no way to compute has passed the self-check")
+    raise SelfCheckError(message)

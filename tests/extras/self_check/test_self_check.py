@@ -31,6 +31,7 @@ from nanovllm.layers import flash_attention
 from nanovllm.layers.attention import TorchAttention
 from tests.extras.cuda.test_core_graphs import make_engine, recorded  # noqa: F401 (a fixture)
 from tests.extras.models.architectures import ARCHITECTURES, Checkpoints
+from tests.extras.parallel.scenarios import PLANTED
 
 PROMPT = "What is a block table?"
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -323,10 +324,10 @@ def test_each_way_is_tried_in_turn(monkeypatch, caplog):
         seen.append((config.attention_backend, config.enforce_eager))
         raise SelfCheckError("broken")
 
-    with caplog.at_level(logging.WARNING), pytest.raises(SelfCheckError, match="no way to compute has passed"):
+    with caplog.at_level(logging.WARNING), pytest.raises(SelfCheckError, match="the self-check of PyTorch has failed"):
         fallbacks.start(make, Config("model", device="cpu"), Path("model"))
     assert seen == [("auto", False), ("cpu", True), ("torch", True)]
-    assert caplog.text.count("broken; please report it") == 3
+    assert caplog.text.count("broken; please report it") == 2
 
 
 def test_a_wrong_rank_lets_all_ranks_take_the_next_way(fresh_cache, monkeypatch):
@@ -416,3 +417,27 @@ def test_the_cores_path_on_cuda_has_graphs_of_the_forward_pass(monkeypatch, tiny
     monkeypatch.setattr(flash_attention, "find_spec", lambda name: None)
     with pytest.raises(SelfCheckError, match="flash-attn cannot be used here"):
         runner.make_backend()
+
+
+# ---- several ranks
+
+
+@pytest.mark.slow
+def test_each_rank_checks_its_share(fresh_cache, caplog):
+    with caplog.at_level(logging.WARNING):
+        llm = make_llm(tensor_parallel_size=2, dtype="float32", self_check="strict")
+    assert way_of(llm) == "C kernels"
+    assert len(text_of(llm)) > 10
+    llm.shutdown()
+    assert list(fresh_cache.glob("checked-*.json"))
+
+
+@pytest.mark.slow
+def test_if_one_rank_fails_all_ranks_start_again(fresh_cache, monkeypatch, tmp_path, caplog):
+    fault = {"processor": "load", "kind": "self-check", "mark": str(tmp_path / "mark")}
+    monkeypatch.setenv("NANOVLLM_TEST_FAULT", json.dumps(fault))
+    monkeypatch.setenv("PYTHONPATH", str(PLANTED))
+    with caplog.at_level(logging.WARNING), pytest.raises(SelfCheckError, match="PyTorch has failed: rank 1: .*planted"):
+        make_llm(tensor_parallel_size=2)
+    for way in ("C kernels", "C kernels for attention only"):
+        assert f"the self-check of {way} has failed: rank 1: SelfCheckError: planted; please" in caplog.text

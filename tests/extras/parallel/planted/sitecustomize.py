@@ -93,7 +93,14 @@ def fail_for_memory():
     raise MemoryError("planted")
 
 
+def fail_self_check():
+    from nanovllm.extras.self_check.comparison import SelfCheckError
+
+    raise SelfCheckError("planted")
+
+
 KINDS = {
+    "self-check": fail_self_check,
     "raise": fail,
     "MemoryError": fail_for_memory,
     "no memory": run_out_of_memory,
