@@ -39,8 +39,6 @@ class LLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         self.engine = self.make_engine(model, options)
         self._request_ids = count()
-        # by request: the outputs that its call has not taken yet; all requests of a call share one inbox
-        self._inboxes: dict[str, dict[str, RequestOutput]] = {}
 
     def make_engine(self, model: str | Path, options: dict[str, Any]) -> LLMEngine:
         return LLMEngine(Config(model, **options))
@@ -100,38 +98,24 @@ class LLM:
     def _stream(self, requests: Requests, stream: bool = True) -> Generator[RequestOutput, None, None]:
         """Queue the requests when the first output is asked for, step until all are finished, and yield the outputs.
 
-        However it ends, none of its requests stays in the engine. Requests of other calls, such as a paused stream,
-        advance too: each call finds the latest outputs of its requests in its inbox.
+        However it ends, none of its requests stays in the engine. RuntimeError while the engine has requests of another
+        call, such as a paused stream, whose outputs this call would take.
         """
-        inbox: dict[str, RequestOutput] = {}
+        if self.engine.has_unfinished_requests():
+            raise RuntimeError("the engine has unfinished requests of another call; finish or close that one first")
         unfinished = set(requests)
         try:
-            self._inboxes |= dict.fromkeys(requests, inbox)
             for request_id, arguments in requests.items():
                 self.engine.add_request(request_id, *arguments, stream=stream)
             while unfinished:
-                while not inbox:
-                    self._step(unfinished)
-                while inbox:
-                    output = inbox.pop(next(iter(inbox)))
+                if not self.engine.has_unfinished_requests():
+                    raise RuntimeError(f"requests {sorted(unfinished)} are not in the engine any more")
+                for output in self.engine.step():
                     unfinished -= {output.request_id} if output.finished else set()
                     yield output
         finally:
-            for request_id in requests:
-                self._inboxes.pop(request_id, None)
-                if request_id in unfinished:
-                    self.engine.abort_request(request_id)
-
-    def _step(self, unfinished: set[str]) -> None:
-        """Run one step for all calls. `unfinished` are the requests of the call that waits."""
-        if not self.engine.has_unfinished_requests():
-            raise RuntimeError(
-                f"requests {sorted(unfinished)} are not in the engine any more: they were aborted, a step of another "
-                f"call failed, or another caller took their outputs"
-            )
-        for output in self.engine.step():
-            if output.request_id in self._inboxes:
-                self._inboxes[output.request_id][output.request_id] = output
+            for request_id in unfinished:
+                self.engine.abort_request(request_id)
 
 
 def spread(name: str, value: Any, kind: type, default: Any, num_prompts: int) -> list[Any]:

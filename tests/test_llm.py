@@ -10,7 +10,6 @@ import json
 import math
 import random
 import shutil
-import time
 import weakref
 
 import pytest
@@ -87,7 +86,6 @@ def assert_at_rest(llm):
     assert not engine.has_unfinished_requests()
     assert (engine.scheduler.running, engine.scheduler.waiting) == ([], [])
     assert engine.scheduler.block_manager.num_used_blocks == 0
-    assert llm._inboxes == {}
 
 
 # ---- greedy output is that of transformers
@@ -380,7 +378,6 @@ def test_a_request_that_fills_the_whole_cache(checkpoint, block_size, num_kv_blo
 
 
 def test_fields_of_an_output(llm):
-    before = time.monotonic()
     (output,) = generate(llm, [TEXTS[0]], greedy(6))
     assert isinstance(output, RequestOutput)
     assert isinstance(output.request_id, str)
@@ -390,9 +387,6 @@ def test_fields_of_an_output(llm):
     assert completion.index == 0
     assert all(type(token_id) is int for token_id in completion.token_ids)
     assert completion.text == TOKENIZER.decode([i for i in completion.token_ids if i < len(TOKENIZER)])
-    metrics = output.metrics
-    assert before <= metrics.arrival_time < metrics.first_token_time < metrics.finished_time <= time.monotonic()
-    assert metrics.tpot == pytest.approx((metrics.finished_time - metrics.first_token_time) / 5)
 
 
 def test_texts_are_the_tokenizers(llm):
@@ -474,28 +468,31 @@ def test_closing_a_stream_early_frees_everything(checkpoint, how, num_outputs):
 
 
 @pytest.mark.parametrize("between", ["another stream", "generate"])
-def test_a_stream_ends_though_others_step_the_engine(llm, between):
-    """While a stream pauses, other calls advance its request along with theirs: it misses steps, but not its end."""
-    expected = generate(llm, ids(5), drawn(8, seed=1))
+def test_a_call_is_refused_while_a_stream_pauses(llm, between):
+    """It would take the stream's outputs. The stream goes on, and then calls are served again."""
+    expected = [generate(llm, ids(5), drawn(8, seed=1)), generate(llm, ids(9), drawn(5, seed=2))]
     stream = llm.stream(ids(5), drawn(8, seed=1))
+    other = llm.stream(ids(9), drawn(5, seed=2))  # queues its request when its first output is asked for
     outputs = [next(stream)]
-    if between == "another stream":
-        assert list(llm.stream(ids(9), drawn(5, seed=2)))[-1].finished
-    else:
-        assert generate(llm, ids(9), drawn(5, seed=2))[0].finished
+    num_requests = llm.engine.stats.num_requests
+    with pytest.raises(RuntimeError, match="unfinished requests of another call"):
+        next(other) if between == "another stream" else generate(llm, ids(9), drawn(5, seed=2))
+    assert llm.engine.stats.num_requests == num_requests
     outputs += list(stream)
     assert_grows(outputs)
-    assert summary(outputs[-1]) == summary(expected[0])
+    assert summary(outputs[-1]) == summary(expected[0][0])
     assert_at_rest(llm)
+    assert summary(generate(llm, ids(9), drawn(5, seed=2))[0]) == summary(expected[1][0])
 
 
-def test_closing_one_stream_leaves_the_other_alone(llm):
-    expected = generate(llm, ids(9, 4), drawn(10, seed=4))
-    first, second = llm.stream(ids(5), drawn(30)), llm.stream(ids(9, 4), drawn(10, seed=4))
-    next(first)
-    next(second)
-    first.close()
-    assert summary(list(second)[-1]) == summary(expected[0])
+def test_a_stream_whose_request_is_gone_says_so(llm):
+    """Instead of stepping an empty engine for ever."""
+    stream = llm.stream([ids(5), ids(9)], drawn(8))
+    request_ids = {next(stream).request_id, next(stream).request_id}
+    for request_id in request_ids:
+        llm.engine.abort_request(request_id)
+    with pytest.raises(RuntimeError, match="are not in the engine any more"):
+        list(stream)
     assert_at_rest(llm)
 
 
@@ -668,7 +665,7 @@ def test_the_cache_is_never_more_than_can_be_used(checkpoint):
 
 @pytest.mark.parametrize("exception", [KeyboardInterrupt, RuntimeError])
 def test_a_step_that_fails_leaves_an_empty_engine(checkpoint, exception):
-    """Each forward pass in turn fails; another stream, which was paused, says that its request is gone."""
+    """Each forward pass in turn fails."""
     llm = make_llm(checkpoint[0], block_size=4, num_kv_blocks=40, max_num_batched_tokens=16, max_num_seqs=4)
     prompts = [ids(30), ids(30), ids(17) + ids(9, seed=1), ids(11, seed=2), ids(3, seed=3)]
     expected = [hf_greedy(checkpoint[1], prompt, 7) for prompt in prompts]
@@ -682,27 +679,17 @@ def test_a_step_that_fails_leaves_an_empty_engine(checkpoint, exception):
         return run(batch)
 
     llm.engine.runner.run = failing
-    for nth in range(2, 100):
-        paused = llm.stream(ids(4), greedy(100))
-        next(paused)
+    for nth in range(1, 100):
         countdown = nth
         try:
             assert tokens_of(generate(llm, prompts, greedy(7))) == expected
             break
         except exception:
-            assert_at_rest_but_for(llm, paused)
+            assert_at_rest(llm)
         if nth % 3 == 0:
             assert tokens_of(generate(llm, prompts, greedy(7))) == expected
             assert_at_rest(llm)
     assert nth > 10
-
-
-def assert_at_rest_but_for(llm, paused):
-    """The engine is empty, and the stream that was paused meanwhile cannot go on."""
-    assert not llm.engine.has_unfinished_requests()
-    with pytest.raises(RuntimeError, match="are not in the engine any more"):
-        list(paused)
-    assert_at_rest(llm)
 
 
 def test_two_llms_are_independent(checkpoint, checkpoints):

@@ -1,6 +1,6 @@
 """`LLM` with everything: vLLM's options, priorities, chat options, embeddings, beam search, statistics.
 
-Requests and their outputs go through the core's loop (`nanovllm/llm.py`).
+Calls may interleave: a stream that pauses and another call advance each other's requests.
 """
 
 from collections.abc import Callable, Collection, Generator, Iterator
@@ -51,6 +51,8 @@ class LLM(llm.LLM):
         self._trace = trace
         self._on_shutdown = ExitStack()
         self._engine: LLMEngine | None = None
+        # by request: the outputs that its call has not taken yet; all requests of a call share one inbox
+        self._inboxes: dict[str, dict[str, Any]] = {}
         super().__init__(model, **options)
         self._on_shutdown.callback(self.engine.runner.stop)  # even if a traceback still holds the engine
 
@@ -202,9 +204,9 @@ class LLM(llm.LLM):
         return requests
 
     def _stream(self, requests: Requests, stream: bool = True) -> Generator[Any, None, None]:
-        """As the core's, and however it ends, no step stays in flight."""
+        """As the core's, but other calls may be unfinished; and however it ends, no step stays in flight."""
         try:
-            yield from super()._stream(requests, stream)
+            yield from self._take_outputs(requests, stream)
             self.engine.settle()
         except GeneratorExit:  # the caller has closed the iterator
             self.engine.settle()
@@ -212,3 +214,39 @@ class LLM(llm.LLM):
         except BaseException:
             self.engine.recover()
             raise
+
+    def _take_outputs(self, requests: Requests, stream: bool) -> Generator[Any, None, None]:
+        """Queue the requests, step until all are finished, and yield the outputs. None of them stays in the engine.
+
+        Requests of other calls, such as a paused stream, advance too: each call finds the latest outputs of its
+        requests in its inbox.
+        """
+        inbox: dict[str, Any] = {}
+        unfinished = set(requests)
+        try:
+            self._inboxes |= dict.fromkeys(requests, inbox)
+            for request_id, arguments in requests.items():
+                self.engine.add_request(request_id, *arguments, stream=stream)
+            while unfinished:
+                while not inbox:
+                    self._step(unfinished)
+                while inbox:
+                    output = inbox.pop(next(iter(inbox)))
+                    unfinished -= {output.request_id} if output.finished else set()
+                    yield output
+        finally:
+            for request_id in requests:
+                self._inboxes.pop(request_id, None)
+                if request_id in unfinished:
+                    self.engine.abort_request(request_id)
+
+    def _step(self, unfinished: set[str]) -> None:
+        """Run one step for all calls. `unfinished` are the requests of the call that waits."""
+        if not self.engine.has_unfinished_requests():
+            raise RuntimeError(
+                f"requests {sorted(unfinished)} are not in the engine any more: they were aborted, a step of another "
+                f"call failed, or another caller took their outputs"
+            )
+        for output in self.engine.step():
+            if output.request_id in self._inboxes:
+                self._inboxes[output.request_id][output.request_id] = output

@@ -292,6 +292,44 @@ def test_a_stream_ends_though_others_step_the_engine(impatient, between):
     assert summary(outputs[-1]) == summary(expected[0])
 
 
+@pytest.mark.parametrize("exception", [KeyboardInterrupt, RuntimeError])
+def test_a_paused_stream_says_that_the_step_of_another_call_has_failed(folder, exception):
+    """The forward passes of the other call fail in turn, and with them the requests of both."""
+    llm = make_llm(folder)
+    run, countdown = llm.engine.runner.run, 0
+
+    def failing(batch):
+        nonlocal countdown
+        countdown -= 1
+        if countdown == 0:
+            raise exception("now")
+        return run(batch)
+
+    llm.engine.runner.run = failing
+    for nth in range(1, 100):
+        paused = llm.stream(ids(4), letters(100))
+        next(paused)
+        countdown = nth
+        try:
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+            break
+        except exception:
+            assert list(paused)[-1].finished
+        assert_at_rest(llm.engine)
+        assert llm._inboxes == {}
+    assert nth > 10
+
+
+def test_a_stream_whose_request_is_gone_says_so(impatient):
+    stream = impatient.stream([ids(5), ids(9)], params(8))
+    request_ids = {next(stream).request_id, next(stream).request_id}
+    for request_id in request_ids:
+        impatient.engine.abort_request(request_id)
+    with pytest.raises(RuntimeError, match="are not in the engine any more"):
+        list(stream)
+    assert impatient._inboxes == {}
+
+
 # --- step ------------------------------------------------------------------------------------------------------------
 
 
