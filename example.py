@@ -129,21 +129,23 @@ def print_answer(question: str, completion: Any) -> None:
 
 
 def print_costs(llm: Any, outputs: list[Any]) -> None:
-    """Print a table. The core counts less than the whole package, whose engine also has times and a description."""
+    """Print a table. The core counts less than the whole package, which also has times and a description."""
     engine = llm.engine
     stats = llm.get_stats() if hasattr(llm, "get_stats") else engine.stats
-    ttfts = [output.metrics.ttft for output in outputs if output.metrics.ttft is not None]
-    tpots = [output.metrics.tpot for output in outputs if output.metrics.tpot is not None]
+    metrics = [output.metrics for output in outputs if hasattr(output, "metrics")]
+    ttfts = [one.ttft for one in metrics if one.ttft is not None]
+    tpots = [one.tpot for one in metrics if one.tpot is not None]
     computed_by = getattr(engine, "description", f"PyTorch on {engine.runner.device}, {engine.runner.dtype}")
     rows = [
         ("computed by", computed_by.split("; ")[-1]),
         ("requests", f"{len(outputs)}"),
         ("tokens", f"{stats.prompt_tokens} in, {stats.generation_tokens} out, {stats.steps} steps"),
-        ("time to first token", f"{1000 * median(ttfts):.1f} ms (median)"),
-        ("time per output token", f"{1000 * median(tpots):.1f} ms (median)" if tpots else "-"),
         ("prefix-cache hit rate", f"{stats.prefix_cache_hit_rate:.0%} of the prompt tokens"),
         ("KV blocks", f"{engine.runner.kv_cache.num_blocks}, up to {stats.peak_used_blocks} of them used at a time"),
     ]
+    if ttfts:
+        rows.insert(3, ("time to first token", f"{1000 * median(ttfts):.1f} ms (median)"))
+        rows.insert(4, ("time per output token", f"{1000 * median(tpots):.1f} ms (median)" if tpots else "-"))
     if hasattr(stats, "waste"):
         rows += [
             ("prefill throughput", rate(stats.prefill_step_tokens, stats.prefill_step_time_s)),

@@ -26,7 +26,7 @@ else:
     from nanovllm.config import Config
     from nanovllm.engine import LLMEngine
     from nanovllm.llm import LLM
-    from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from nanovllm.outputs import CompletionOutput, RequestOutput
     from nanovllm.sampling_params import SamplingParams
 
 TINY_QWEN3 = Path(__file__).parent / "assets" / "tiny-qwen3"

@@ -8,7 +8,6 @@ One call for each arrow, forward only. This file connects the parts; it decides 
 uses it, or your own loop over `add_request` and `step`.
 """
 
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -78,9 +77,8 @@ class LLMEngine:
         for _, seq in advanced:
             request = requests[seq.request_id] = self.requests[seq.request_id]
             request.read_tokens(seq, self.scheduler)
-        now, outputs = time.monotonic(), []
+        outputs = []
         for request in requests.values():
-            request.end_step(now)
             if is_finished := request.is_finished:
                 del self.requests[request.request_id]
             if request.stream or is_finished:

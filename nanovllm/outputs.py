@@ -19,29 +19,6 @@ class CompletionOutput:
 
 
 @dataclass
-class RequestMetrics:
-    """Times of one request, in seconds of `time.monotonic()`."""
-
-    arrival_time: float
-    first_token_time: float | None
-    finished_time: float | None
-    num_output_tokens: int
-    """Of the longest sample."""
-
-    @property
-    def ttft(self) -> float | None:
-        """Time to first token."""
-        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
-
-    @property
-    def tpot(self) -> float | None:
-        """Time per output token after the first. None for a single token."""
-        if self.first_token_time is None or self.finished_time is None or self.num_output_tokens < 2:
-            return None
-        return (self.finished_time - self.first_token_time) / (self.num_output_tokens - 1)
-
-
-@dataclass
 class RequestOutput:
     """A request with all of its samples, up to now; `finished` is True on its last output."""
 
@@ -52,4 +29,3 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     """Prompt tokens whose K and V were found in the prefix cache."""
-    metrics: RequestMetrics

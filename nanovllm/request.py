@@ -1,6 +1,5 @@
 """A request and its samples: how tokens become text, and what the user receives. `LLMEngine` makes and drives them."""
 
-import time
 from array import array
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -9,7 +8,7 @@ import xxhash
 
 from nanovllm.checks import check_int
 from nanovllm.detokenizer import Detokenizer
-from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.scheduler import Scheduler
 from nanovllm.sequence import Sequence
 
@@ -58,9 +57,6 @@ class Request:
         stops = seqs[0].sampling_params.stop_strings
         ids = self.prompt_token_ids
         self.completions = [Completion(seq, tokenizer and Detokenizer(tokenizer, ids, stops)) for seq in seqs]
-        self.arrival_time = time.monotonic()
-        self.first_token_time: float | None = None
-        self.finished_time: float | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -76,22 +72,15 @@ class Request:
                 scheduler.finish(seq, "stop", stop_string)
             seq.finish_reason, seq.stop_reason = "stop", stop_string  # also if `max_tokens` has ended it just now
 
-    def end_step(self, now: float) -> None:
-        """Note the time of a step whose tokens have all been read."""
-        self.first_token_time = now if self.first_token_time is None else self.first_token_time
-        self.finished_time = now if self.is_finished else None
-
     def abort(self, scheduler: Scheduler) -> None:
         """End the samples that are not finished, keeping their text."""
         for completion in self.completions:
             if completion.seq.finish_reason is None:
                 scheduler.finish(completion.seq, "abort")
                 completion.read_tokens()
-        self.finished_time = time.monotonic()
 
     def make_output(self) -> RequestOutput:
         """Return a snapshot of the request."""
-        num_output_tokens = max([seq.num_output_tokens for seq in self.seqs])
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -99,7 +88,6 @@ class Request:
             outputs=[completion.make_output() for completion in self.completions],
             finished=self.is_finished,
             num_cached_tokens=self.seqs[0].num_cached_tokens or 0,
-            metrics=RequestMetrics(self.arrival_time, self.first_token_time, self.finished_time, num_output_tokens),
         )
 
 

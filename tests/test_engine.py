@@ -108,18 +108,6 @@ def test_step_by_step(checkpoint, answer):
     assert_at_rest(engine)
 
 
-def test_metrics_while_a_request_advances(checkpoint):
-    engine = make_engine(checkpoint[0])
-    engine.add_request("a", ids(10), greedy(4))
-    metrics = [engine.step()[0].metrics for _ in range(4)]
-    assert len({m.arrival_time for m in metrics}) == 1
-    assert len({m.first_token_time for m in metrics}) == 1
-    assert metrics[0].arrival_time < metrics[0].first_token_time < metrics[3].finished_time
-    assert [(m.finished_time, m.tpot) for m in metrics[:3]] == [(None, None)] * 3
-    assert [m.num_output_tokens for m in metrics] == [1, 2, 3, 4]
-    assert metrics[3].tpot == pytest.approx((metrics[3].finished_time - metrics[3].first_token_time) / 3)
-
-
 @pytest.mark.parametrize("budget", [1, 3, 16, 8192])
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 8])
 @pytest.mark.sparse

@@ -18,7 +18,6 @@ EXPORTED = {
     "CompletionOutput": "outputs",
     "Config": "config",
     "LLMEngine": "engine",
-    "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
 }

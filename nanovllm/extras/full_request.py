@@ -4,6 +4,7 @@ An output is a snapshot: it shares nothing that changes. `InputProcessor` makes 
 Other kinds of request (`beam_search/`, `embedding/`) and of output (`deltas.py`) are subclasses.
 """
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +139,10 @@ class Request(request.Request):
             if seq.finish_reason is None:
                 scheduler.finish(seq, "stop", stop_string)
             seq.finish_reason, seq.stop_reason = "stop", stop_string
+
+    def abort(self, scheduler: Scheduler) -> None:
+        super().abort(scheduler)
+        self.finished_time = time.monotonic()
 
     def make_output(self) -> Any:
         """Return a snapshot of the request."""

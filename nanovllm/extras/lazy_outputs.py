@@ -1,4 +1,4 @@
-"""Outputs with log-probabilities and more times, whose large fields are made when they are first read.
+"""Outputs with log-probabilities and times, whose large fields are made when they are first read.
 
 Every step makes an output for every stream, and few users read all token ids and times each time. The records are the
 core's with more fields; names are vLLM's.
@@ -52,15 +52,31 @@ class CompletionOutput(LazyRecord, outputs.CompletionOutput):
 
 
 @dataclass
-class RequestMetrics(outputs.RequestMetrics):
+class RequestMetrics:
     """Times of one request, in seconds of `time.monotonic()`."""
 
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float | None
+    num_output_tokens: int
+    """Of the longest sample."""
     scheduled_time: float | None = None
     """When a step first computed tokens of the request."""
     token_times: list[float] = field(default_factory=list)
     """When each step that sampled tokens of the request was done."""
     num_preemptions: int = 0
     """Of all samples together."""
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token."""
+        return between(self.arrival_time, self.first_token_time)
+
+    @property
+    def tpot(self) -> float | None:
+        """Time per output token after the first. None for a single token."""
+        seconds = self.decode_time
+        return None if seconds is None or self.num_output_tokens < 2 else seconds / (self.num_output_tokens - 1)
 
     @property
     def queue_time(self) -> float | None:

@@ -182,6 +182,7 @@ def test_metrics_while_a_request_advances(checkpoint):
     assert metrics[0].arrival_time < metrics[0].first_token_time < metrics[3].finished_time
     assert [m.finished_time for m in metrics[:3]] == [None] * 3
     assert [m.tpot for m in metrics[:3]] == [None] * 3
+    assert [m.num_output_tokens for m in metrics] == [1, 2, 3, 4]
     assert metrics[3].tpot == pytest.approx((metrics[3].finished_time - metrics[3].first_token_time) / 3)
 
 
