@@ -144,7 +144,7 @@ def build_sampling_batch(samples: list[Sequence], positions: np.ndarray) -> Samp
     uniforms = torch.from_numpy(draw_uniforms(samples, positions))  # [num_samples]
     if not any([p.is_truncated for p in params]):
         return SamplingBatch(torch.from_numpy(temperatures), uniforms)
-    drawn = [p for p in params if not p.is_greedy]  # truncation never removes the most likely token
+    drawn = [p for p in params if p.temperature > 0]  # truncation never removes the most likely token
     return SamplingBatch(
         torch.from_numpy(temperatures),
         uniforms,

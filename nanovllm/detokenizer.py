@@ -25,15 +25,10 @@ class Detokenizer:
     tokenizer: a `tokenizers.Tokenizer`, in `transformers` the `backend_tokenizer` of a tokenizer
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        prompt_token_ids: list[int],
-        stop_strings: Collection[str] = (),
-        skip_special_tokens: bool = True,
-    ) -> None:
+    _skip_special_tokens = True
+
+    def __init__(self, tokenizer: Any, prompt_token_ids: list[int], stop_strings: Collection[str] = ()) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
         self._stop_strings = stop_strings
         self._beginnings = {stop[:i] for stop in stop_strings for i in range(1, len(stop))}
         self._text = ""

@@ -33,7 +33,12 @@ def sample_tokens(
     is_greedy = temperatures[:, None] == 0  # [num_samples, 1]
     # the maximum is subtracted first: a tiny temperature then gives -inf for the others, and never +inf
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperatures[:, None].masked_fill(is_greedy, 1)
-    logits = truncate(logits, top_k, top_p, min_p)
+    if min_p is not None:
+        logits = apply_min_p(logits, min_p)
+    if top_k is not None:
+        logits = apply_top_k(logits, top_k)
+    if top_p is not None:
+        logits = apply_top_p(logits, top_p)
     return torch.where(is_greedy[:, 0], greedy, invert_distribution(logits, uniforms))
 
 
@@ -50,17 +55,6 @@ def invert_distribution(logits: Tensor, uniforms: Tensor) -> Tensor:
 
 
 # ---- truncation: tokens that must not be sampled get the logit -inf. [num_samples, vocab_size] -> the same shape
-
-
-def truncate(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None) -> Tensor:
-    """Apply min-p, top-k and top-p, in this order."""
-    if min_p is not None:
-        logits = apply_min_p(logits, min_p)
-    if top_k is not None:
-        logits = apply_top_k(logits, top_k)
-    if top_p is not None:
-        logits = apply_top_p(logits, top_p)
-    return logits
 
 
 def apply_min_p(logits: Tensor, min_p: Tensor) -> Tensor:

@@ -46,10 +46,6 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
     def is_truncated(self) -> bool:
         """Whether sampling leaves out some tokens (top-k, top-p or min-p)."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0

@@ -45,10 +45,6 @@ class Step:
     admitted: list[Sequence] = field(default_factory=list)  # sequences that run from this step on
     preempted: list[Sequence] = field(default_factory=list)
 
-    @property
-    def num_prefill_tokens(self) -> int:
-        return self.num_scheduled_tokens - self.num_decodes
-
 
 class Scheduler:
     """First come, first served. When blocks run out, the sequence that came last is preempted.
@@ -68,9 +64,6 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._arrivals = count()
-
-    def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. Its children wait with it. The engine has checked that it can be served."""
@@ -195,7 +188,8 @@ class Scheduler:
             return budget
         # blocks that partly computed prompts will still need
         num_reserved = sum([max(0, blocks.num_missing_blocks(seq)) for seq in self.running])
-        num_places = self.max_num_seqs - count_places(self.running)
+        # children that have not started yet have their places already
+        num_places = self.max_num_seqs - sum([1 + len(seq.children) for seq in self.running])
         while self.waiting and budget:
             seq = self.waiting[0]
             has_place = 1 + len(seq.children) <= num_places
@@ -228,11 +222,6 @@ class Scheduler:
 def insert(queue: list[Sequence], seq: Sequence) -> None:
     """Insert `seq` at its place in the order of the queue."""
     insort(queue, seq, key=attrgetter("order"))
-
-
-def count_places(running: list[Sequence]) -> int:
-    """Count the places of `max_num_seqs` in use, including those of children that have not started yet."""
-    return sum([1 + len(seq.children) for seq in running])
 
 
 def make_step(

@@ -65,10 +65,6 @@ class Sequence:
         self.stop_token_ids.update(dict.fromkeys(() if params.ignore_eos else eos_token_ids))
 
     @property
-    def num_output_tokens(self) -> int:
-        return self.token_ids.length - self.num_prompt_tokens
-
-    @property
     def max_cached_tokens(self) -> int:
         """Tokens whose K and V may come from the prefix cache.
 

@@ -128,7 +128,7 @@ class Run:
 
     @property
     def has_unfinished(self):
-        return self.scheduler.has_unfinished()
+        return bool(self.scheduler.running or self.scheduler.waiting)
 
     @property
     def may_pause(self):
@@ -398,7 +398,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.end_by_its_text(data.draw(st.sampled_from(seqs)))
 
     def end_by_its_text(self, seq):
-        if seq.num_output_tokens:
+        if output_of(seq):
             self.run.scheduler.finish(seq, "stop", "a stop string")
             assert (seq.finish_reason, self.run.is_running(seq), self.run.is_waiting(seq)) == ("stop", False, False)
             self.run.check_state()

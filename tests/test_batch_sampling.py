@@ -146,6 +146,10 @@ def test_greedy_rows_need_no_truncation():
     """Top-k, top-p and min-p never take away the likeliest token."""
     batch = sampling_of([sequence(temperature=0, top_k=3, top_p=0.5, min_p=0.2)] * 2)
     assert batch.uniforms is None
+    batch = sampling_of([sequence(temperature=0, top_k=3), sequence(temperature=1e-9)])
+    assert (batch.uniforms is None, batch.top_k) == (False, None), "1e-9 is not greedy"
+    assert sampling_of([sequence(temperature=1e-9, top_k=3)]).top_k.tolist() == [3]
+    batch = sampling_of([sequence(temperature=0, top_k=3, top_p=0.5, min_p=0.2)] * 2)
     assert (batch.top_k, batch.top_p, batch.min_p) == (None, None, None)
 
 

@@ -41,7 +41,11 @@ TRUNCATIONS = {
 
 
 def truncate(raw, batch):
-    return sampler.truncate(raw, batch.top_k, batch.top_p, batch.min_p)
+    """The truncations that the batch needs, in the order of `sample_tokens` (tested below by what is drawn)."""
+    for name in ("min_p", "top_k", "top_p"):
+        if (limits := getattr(batch, name)) is not None:
+            raw = getattr(sampler, f"apply_{name}")(raw, limits)
+    return raw
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])

@@ -174,8 +174,3 @@ def test_stop_strings(stop, strings):
 )
 def test_is_truncated(fields, is_truncated):
     assert SamplingParams(**fields).is_truncated == is_truncated
-
-
-def test_is_greedy():
-    assert SamplingParams(temperature=0).is_greedy
-    assert not SamplingParams(temperature=1e-9).is_greedy

@@ -33,7 +33,7 @@ def test_every_prompt_of_a_batch_can_be_chunked():
     lens = [chunk_lens(run.step()) for _ in range(4)]
     assert lens[:3] == [{"seq-0": 10}, {"seq-0": 10}, {"seq-0": 5, "seq-1": 5}]
     assert lens[3] == {"seq-0": 1, "seq-1": 7}
-    assert (first.num_output_tokens, second.num_output_tokens) == (2, 1)
+    assert (len(output_of(first)), len(output_of(second))) == (2, 1)
 
 
 def test_max_num_seqs_bounds_the_batch():
@@ -63,7 +63,7 @@ def test_decode_advances_in_every_step_while_prompts_keep_arriving():
         run.add([num_output_tokens] * 20, max_tokens=1)
         out = run.step()
         assert out.num_scheduled_tokens == 8
-        assert decoding.num_output_tokens == num_output_tokens
+        assert len(output_of(decoding)) == num_output_tokens
 
 
 def test_long_prompt_among_a_stream_of_short_ones_finishes():
@@ -171,7 +171,7 @@ def test_samples_share_the_prompt_and_run_together(enable_prefix_caching):
     seqs = run.add([1] * 10, n=4, max_tokens=9)
     out = run.step()
     assert chunk_lens(out) == {"seq-0": 10}, "the prompt is computed once"
-    assert [seq.num_output_tokens for seq in seqs] == [1] * 4
+    assert [len(output_of(seq)) for seq in seqs] == [1] * 4
     assert run.scheduler.running == seqs
     assert [table_of(seq) for seq in seqs] == [table_of(seqs[0])] * 4
     assert run.manager.num_used_blocks == 3
@@ -182,7 +182,7 @@ def test_samples_share_the_prompt_and_run_together(enable_prefix_caching):
     assert (out.num_decodes, *run.kv_use(out)) == (4, 8 + 4 * 3, (2 + 4) * 4)
     for _ in range(7):
         assert [seq for seq, _, _ in run.step().chunks] == seqs, "they go on together"
-    assert not run.scheduler.has_unfinished()
+    assert not run.has_unfinished
     run.check_end()
     assert len({tuple(output_of(seq)) for seq in seqs}) == 4
 
@@ -244,10 +244,10 @@ def test_samples_of_a_preempted_prompt_wait_with_it():
     while not (out := run.step()).preempted:
         assert run.num_steps < 20
     assert (out.preempted, run.waiting, late[0].children) == ([late[0]], [late[0]], late[1:])
-    assert late[0].num_output_tokens == 0
+    assert len(output_of(late[0])) == 0
     run.finish()
-    assert [seq.num_output_tokens for seq in late] == [3] * 3
-    assert early.num_output_tokens == 12
+    assert [len(output_of(seq)) for seq in late] == [3] * 3
+    assert len(output_of(early)) == 12
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5])
@@ -261,7 +261,7 @@ def test_request_of_several_samples_is_aborted_at_any_moment(num_steps):
     assert [seq.finish_reason for seq in seqs] == ["abort"] * 3
     assert all(table_of(seq) == [] for seq in seqs)
     run.finish()
-    assert other.num_output_tokens == 2
+    assert len(output_of(other)) == 2
 
 
 def test_samples_count_as_one_query_of_the_prefix_cache():
@@ -290,7 +290,7 @@ def test_max_tokens_is_kept_to_the_token(max_tokens):
     run = Run()
     seq = run.add([1, 2, 3], max_tokens=max_tokens)
     run.finish()
-    assert (seq.num_output_tokens, seq.finish_reason, seq.stop_reason) == (max_tokens, "length", None)
+    assert (len(output_of(seq)), seq.finish_reason, seq.stop_reason) == (max_tokens, "length", None)
 
 
 def test_end_token_of_the_model_ends_it_without_a_stop_reason():
@@ -347,7 +347,7 @@ def test_aborted_sequence_leaves_at_once_from_wherever_it_is():
         assert (seq.finish_reason, run.is_running(seq), run.is_waiting(seq)) == ("abort", False, False)
     assert run.manager.num_free_blocks == run.manager.num_blocks
     run.finish()
-    assert other.num_output_tokens == 2
+    assert len(output_of(other)) == 2
 
 
 # ---- prefix caching, and what is counted

@@ -116,8 +116,8 @@ def serve(chat: Chat, num_blocks: int, block_size: int, max_num_seqs: int) -> Ev
     sends = [(rng.randint(0, 2 * chat.think_steps), user) for user in range(chat.num_users)]
     heapq.heapify(sends)
     step = 0
-    while sends or scheduler.has_unfinished():
-        if not scheduler.has_unfinished():
+    while sends or scheduler.running or scheduler.waiting:
+        if not (scheduler.running or scheduler.waiting):
             step = max(step, sends[0][0])  # all users think
         while sends and sends[0][0] <= step:
             _, user = heapq.heappop(sends)

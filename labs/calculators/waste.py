@@ -125,7 +125,7 @@ def count_slots(workload: Workload, block_size: int, max_model_len: int) -> Slot
     scheduler = Scheduler(blocks, 256, 8192, max_model_len)
     for i, (prompt, num_output) in enumerate(zip(workload.prompts, workload.output_lens, strict=True)):
         scheduler.add(Sequence(str(i), prompt, SamplingParams(max_tokens=num_output, ignore_eos=True)))
-    while scheduler.has_unfinished():
+    while scheduler.running or scheduler.waiting:
         scheduled = scheduler.schedule()
         scheduler.update(scheduled, [0] * len(scheduled.samples))
     return slots

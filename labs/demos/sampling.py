@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
-from nanovllm.sampler import sample_tokens, truncate
+from nanovllm.sampler import apply_min_p, apply_top_k, apply_top_p, sample_tokens
 
 TOKENS = ["full", "empty", "paged", "slow", "blue"]
 LOGITS = torch.tensor([math.log(weight) for weight in (16, 8, 4, 2, 1)])  # [5]
@@ -46,8 +46,11 @@ def main() -> None:
 
 def shares(temperature: float = 1.0, **filters: float) -> list[float]:
     """Return each token's probability after the filters, which is its share of [0, 1)."""
-    limits = {name: torch.tensor([filters[name]]) if name in filters else None for name in ("top_k", "top_p", "min_p")}
-    return truncate(LOGITS[None] / temperature, **limits).softmax(dim=-1)[0].tolist()
+    logits = LOGITS[None] / temperature
+    for name, apply in (("min_p", apply_min_p), ("top_k", apply_top_k), ("top_p", apply_top_p)):
+        if name in filters:
+            logits = apply(logits, torch.tensor([filters[name]]))
+    return logits.softmax(dim=-1)[0].tolist()
 
 
 def draw(temperature: float = 1.0, **filters: float) -> list[str]:

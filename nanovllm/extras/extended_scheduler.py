@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.policies import Policy, fcfs
 from nanovllm.extras.preemption import Recompute
-from nanovllm.scheduler import Scheduler, count_places, insert
+from nanovllm.scheduler import Scheduler, insert
 
 
 class ExtendedScheduler(Scheduler):
@@ -65,6 +65,11 @@ class ExtendedScheduler(Scheduler):
         for seq in [*self.running, *self.waiting]:
             if seq.block_table.length:  # it may be half-way back from where `preemption` has kept its K and V
                 self.preemption.drop(seq)
+
+
+def count_places(running: list[Any]) -> int:
+    """Count the places of `max_num_seqs` in use, including those of children that have not started yet."""
+    return sum([1 + len(seq.children) for seq in running])
 
 
 def fork_anytime(scheduler: Scheduler, parent: Any, child: Any) -> None:

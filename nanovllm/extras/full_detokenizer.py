@@ -28,7 +28,8 @@ class FullDetokenizer(Detokenizer):
     """The text of one growing output, as its parameters ask for it."""
 
     def __init__(self, tokenizer: Any, params: SamplingParams, prompt_token_ids: list[int]) -> None:
-        super().__init__(tokenizer, prompt_token_ids, params.stop_strings, params.skip_special_tokens)
+        self._skip_special_tokens = params.skip_special_tokens
+        super().__init__(tokenizer, prompt_token_ids, params.stop_strings)
         self._keeps_stop_string = params.include_stop_str_in_output
 
     def finish(self) -> None:

@@ -127,7 +127,7 @@ class LLMEngine(engine.LLMEngine):
         return StepOutput(
             outputs,
             num_scheduled_tokens=step.num_scheduled_tokens,
-            num_prefill_tokens=step.num_prefill_tokens,
+            num_prefill_tokens=step.num_scheduled_tokens - step.num_decodes,
             num_decode_tokens=step.num_decodes,
             num_seqs=len({seq for seq, _, _ in step.chunks}),
             num_preempted=len(step.preempted),
@@ -156,12 +156,17 @@ class LLMEngine(engine.LLMEngine):
 
     def has_unfinished_requests(self) -> bool:
         """Return whether there is something to `step()` for."""
-        return bool(self.requests) or self.scheduler.has_unfinished()
+        return bool(self.requests) or self._has_unfinished_steps()
 
     def settle(self) -> None:
         """Finish the steps in flight if no request is left."""
-        if not self.requests and self.scheduler.has_unfinished():
+        if not self.requests and self._has_unfinished_steps():
             self.step()
+
+    def _has_unfinished_steps(self) -> bool:
+        """Return whether sequences run or wait, or a step is in flight though all sequences have ended."""
+        scheduler = self.scheduler
+        return bool(scheduler.running or scheduler.waiting or self._clocks)
 
     # ---- requests come and go
 

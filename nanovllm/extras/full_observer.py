@@ -151,7 +151,7 @@ class SchedulingStats(Counts, Observer):
         self.steps += 1
         self.scheduled_tokens += step.num_scheduled_tokens
         self.generation_tokens += num_advanced
-        if step.num_prefill_tokens:
+        if step.num_scheduled_tokens > step.num_decodes:
             self.prefill_step_tokens += step.num_scheduled_tokens
             self.prefill_step_time_s += time_s
         else:

@@ -39,6 +39,10 @@ class Sequence(sequence.Sequence):
         return self.token_ids.length
 
     @property
+    def num_output_tokens(self) -> int:
+        return self.token_ids.length - self.num_prompt_tokens
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids.view(self.num_prompt_tokens).tolist()
 

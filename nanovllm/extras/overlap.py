@@ -37,9 +37,6 @@ class OverlappedScheduler(ExtendedScheduler):
         super().__init__(*args, **options)
         self.in_flight: list[Step] = []
 
-    def has_unfinished(self) -> bool:
-        return super().has_unfinished() or bool(self.in_flight)
-
     def schedule(self) -> Step:
         step = super().schedule()
         if step.chunks:

@@ -22,10 +22,6 @@ from torch import Tensor, nn
 GATHERED_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}  # of K and V, copied at a time: fits a CPU's L2 cache
 
 
-Weigh = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A function such as `softmax_attention`, with the same arguments."""
-
-
 def softmax_attention(q: Tensor, k: Tensor, v: Tensor, is_seen: Tensor) -> Tensor:
     """Compute softmax(q k^T / sqrt(head_dim)) v over the positions that each query sees.
 
@@ -96,7 +92,7 @@ class TorchAttention:
         v_slots[slot_mapping] = v
 
     def attend(
-        self, q: Tensor, layer_cache: Tensor, metadata: AttentionMetadata, weigh: Weigh = softmax_attention
+        self, q: Tensor, layer_cache: Tensor, metadata: AttentionMetadata, weigh: Callable = softmax_attention
     ) -> Tensor:
         """Attend from each new token to its own and earlier positions: q [num_tokens, num_heads, head_dim] -> as q
 
@@ -118,12 +114,12 @@ class TorchAttention:
 
 
 def attend_padded(
-    q: Tensor, layer_cache: Tensor, tables: Tensor, seq_lens: Tensor, lens: list[int], weigh: Weigh
+    q: Tensor, layer_cache: Tensor, tables: Tensor, seq_lens: Tensor, lens: list[int], weigh: Callable
 ) -> Tensor:
     """Attend from the last n tokens of each of several sequences: q [num_seqs, n, num_heads, head_dim] -> as q
 
     tables: [num_seqs, max_num_blocks]; seq_lens: [num_seqs], of which the last n are the new tokens; lens: the same as
-    integers
+    integers; weigh: `softmax_attention`, or a function with the same arguments
     """
     n, max_len, block_size = q.shape[1], max(lens), layer_cache.shape[2]
     # 1. follow the block tables, as far as the longest sequence needs

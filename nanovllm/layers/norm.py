@@ -13,10 +13,6 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * normalise(x, self.eps).to(x.dtype)  # rounded before the product, as transformers does
-
-
-def normalise(x: Tensor, eps: float) -> Tensor:
-    """x: [..., size] -> x / sqrt(mean(x²) + eps) in float32"""
-    x32 = x.float()
-    return x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+        x32 = x.float()
+        normalised = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normalised.to(x.dtype)  # rounded before the product, as transformers does

@@ -198,11 +198,11 @@ class Run(scheduling_traffic.Run):
 
     @property
     def has_unfinished(self):
-        return bool(self.scheduler.has_unfinished() or self.flights)
+        return bool(super().has_unfinished or self.flights)
 
     @property
     def may_pause(self):
-        return bool(self.flights or not self.scheduler.has_unfinished())
+        return bool(self.flights or not super().has_unfinished)
 
     def is_beam(self, seq):
         return any(seq in search.all_seqs for search in self.searches)
@@ -430,7 +430,7 @@ def order_of_service(policy, requests, **options):
     for length, urgency in requests:
         run.add([len(run.requests)] * length, max_tokens=1, priority=urgency)
     order = []
-    while run.scheduler.has_unfinished():
+    while run.scheduler.running or run.scheduler.waiting:
         for seq, _, _ in run.step().chunks:
             if seq.request_id not in order:
                 order.append(seq.request_id)

@@ -115,7 +115,7 @@ def test_victim_is_the_last_in_order(policy, priorities, victims):
     run = Run(policy=policy, num_blocks=6, block_size=4, budget=32)
     seqs = [run.add([i] * 7, max_tokens=9, priority=urgency) for i, urgency in enumerate(priorities)]
     preempted = []
-    while run.scheduler.has_unfinished():
+    while run.scheduler.running or run.scheduler.waiting:
         for seq in run.step().preempted:
             if seq not in preempted:
                 preempted.append(seq)
@@ -186,7 +186,7 @@ def test_schedule_that_fails_half_way_loses_nobody(hook, monkeypatch):
         run.scheduler.update(scheduled := run.scheduler.schedule(), [1] * len(scheduled.samples))
 
     def run_to_the_end():
-        while run.scheduler.has_unfinished():
+        while run.scheduler.running or run.scheduler.waiting:
             step()
 
     with monkeypatch.context() as patch:

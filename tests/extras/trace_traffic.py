@@ -140,7 +140,7 @@ def random_run(seed, limit=10**9, window=None, has_drafts=False):
         else:
             run.add(prompt, n=rng.choice([1, 1, 2, 3]), max_tokens=rng.randint(1, 12))
         for _ in range(rng.randint(0, 5)):
-            if run.scheduler.has_unfinished() or run.flights:
+            if run.has_unfinished:
                 run.step(is_done=rng.random() > 0.03)
         living = [seqs for seqs in run.requests if any(seq.finish_reason is None for seq in seqs)]
         if living and rng.random() < 0.1:

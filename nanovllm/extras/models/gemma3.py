@@ -24,7 +24,7 @@ from nanovllm.extras.models.rope import Rope, ScaledRotary
 from nanovllm.extras.models.rope_types import make_rope
 from nanovllm.extras.models.window_layers import FULL, SLIDING, layer_types_of, read_windows
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
-from nanovllm.layers.norm import RMSNorm, normalise
+from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.config import refuse
 
 
@@ -85,7 +85,9 @@ class UnitOffsetRMSNorm(RMSNorm):
     neutral_weight = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return (normalise(x, self.eps) * (1.0 + self.weight.float())).to(x.dtype)
+        x32 = x.float()
+        normalised = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normalised * (1.0 + self.weight.float())).to(x.dtype)
 
 
 class Gemma3Attention(LlamaAttention):

@@ -33,13 +33,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from nanovllm.block_tables import IntArray
-from nanovllm.extras.extended_scheduler import ExtendedScheduler
+from nanovllm.extras.extended_scheduler import ExtendedScheduler, count_places
 from nanovllm.extras.full_request import Request
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.logits import BadWords, Penalties
 from nanovllm.extras.speculation.blocks import shrink
 from nanovllm.extras.speculation.patience import Patience
-from nanovllm.scheduler import Chunk, Step, count_places
+from nanovllm.scheduler import Chunk, Step
 
 Drafts = dict[Sequence, list[int]]
 """Of each sequence that has some, in the order of the running sequences."""
