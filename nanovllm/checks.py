@@ -3,6 +3,7 @@
 Invariants of the engine itself are not checked here: they are `assert` statements in the code that relies on them.
 """
 
+import math
 import numbers
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,29 +30,28 @@ def checks_of(record: Any) -> Mapping[str, Callable[[str, Any], None]]:
 
 def check_int(name: str, value: Any, minimum: int, optional: bool = False, maximum: int | None = None) -> None:
     """Raise unless `value` is an integer in [minimum, maximum], or None if `optional`. A bool is not an integer."""
-    is_integer = type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
-    if is_integer and minimum <= value and (maximum is None or value <= maximum) or (value is None and optional):
-        return
     most = "" if maximum is None else f" and <= {maximum}"
     allowed = f"an integer >= {minimum}{most}" + (" or None" if optional else "")
-    if not is_integer:
-        raise TypeError(f"{name} must be {allowed}, got {value!r}")
-    raise ValueError(f"{name} must be {allowed}, got {value}")
+    if not (optional and value is None):
+        check_range(name, value, numbers.Integral, minimum, math.inf if maximum is None else maximum, allowed)
 
 
 def check_number(name: str, value: Any, low: float, high: float = MAX, open_low: bool = False) -> None:
     """Raise unless `value` is a finite number in [low, high], or in (low, high] if `open_low`."""
     allowed = f"a finite number {'>' if open_low else '>='} {low:g}" + ("" if high == MAX else f" and <= {high:g}")
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number:
+    check_range(name, value, numbers.Real, math.nextafter(low, math.inf) if open_low else low, high, allowed)
+
+
+def check_range(name: str, value: Any, kind: type, least: float, most: float, allowed: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{name} must be {allowed}, got {value!r}")
-    if not low <= value <= high or (open_low and value == low):  # this refuses NaN and infinities too
+    if not least <= value <= most:  # this refuses NaN and infinities too
         raise ValueError(f"{name} must be {allowed}, got {value}")
 
 
-def check_bool(name: str, value: Any, optional: bool = False) -> None:
-    if not isinstance(value, bool) and not (value is None and optional):
-        raise TypeError(f"{name} must be {'True, False or None' if optional else 'True or False'}, got {value!r}")
+def check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_choice(name: str, value: Any, allowed: Collection[Any]) -> None:
@@ -59,13 +59,10 @@ def check_choice(name: str, value: Any, allowed: Collection[Any]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
 
 
-def check_str(name: str, value: Any, optional: bool = False, or_path: bool = False) -> None:
-    """Raise unless `value` is a str that is not empty, or None if `optional`, or a Path if `or_path`."""
-    if value is None and optional:
-        return
+def check_str(name: str, value: Any, or_path: bool = False) -> None:
+    """Raise unless `value` is a str that is not empty, or a Path if `or_path`."""
     if not isinstance(value, str | Path if or_path else str) or not str(value):
-        allowed = "a str" + (" or a Path" if or_path else "") + (" or None" if optional else "")
-        raise TypeError(f"{name} must be {allowed}, and not empty, got {value!r}")
+        raise TypeError(f"{name} must be a str{' or a Path' if or_path else ''}, and not empty, got {value!r}")
 
 
 def check_list(name: str, value: Any, of_what: str) -> Collection[Any]:

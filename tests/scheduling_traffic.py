@@ -231,7 +231,7 @@ class Run:
         assert len({id(seq) for seq, _, _ in out.chunks}) == len(lens)
         assert all(num_new == 1 for num_new in lens[: out.num_decodes])
         assert all(num_new > 1 for num_new in lens[out.num_decodes :])
-        assert out.num_prefill_tokens == sum(lens[out.num_decodes :])
+        assert out.num_scheduled_tokens - out.num_decodes == sum(lens[out.num_decodes :])
         computed = {seq: seq.num_computed_tokens for seq in scheduler.running}
         for seq, start, num_new in out.chunks:
             assert computed[seq] == start + num_new

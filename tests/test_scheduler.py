@@ -52,7 +52,7 @@ def test_decodes_come_first_also_when_their_sequence_is_younger():
     run.add([2])  # its only chunk is one token, beside the older one's rest of 4
     out = run.step()
     assert [(seq.request_id, num_new) for seq, _, num_new in out.chunks] == [("seq-1", 1), ("seq-0", 4)]
-    assert (out.num_decodes, out.num_prefill_tokens, out.num_scheduled_tokens) == (1, 4, 5)
+    assert (out.num_decodes, out.num_scheduled_tokens) == (1, 5)
 
 
 def test_decode_advances_in_every_step_while_prompts_keep_arriving():

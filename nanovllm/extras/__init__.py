@@ -71,7 +71,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import an exported name when it is used."""
+    """Return an exported name, for the package too. The names of `LAZY` are imported when they are used."""
+    if name in globals() and name in __all__:
+        return globals()[name]
     for module, names in LAZY.items():
         if name in names:
             return getattr(import_module(f"nanovllm.extras.{module}"), name)

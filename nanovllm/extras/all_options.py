@@ -9,7 +9,13 @@ from typing import Any
 
 from nanovllm import config
 from nanovllm.checks import check_bool, check_choice, check_int, check_str, checked
-from nanovllm.extras.option_checks import check_dict, check_in, translate_options
+from nanovllm.extras.option_checks import (
+    check_dict,
+    check_in,
+    check_optional_bool,
+    check_optional_str,
+    translate_options,
+)
 
 
 def check_policy(name: str, value: Any) -> None:
@@ -46,9 +52,9 @@ class Config(config.Config):
     """What happens to a preempted sequence's K and V: `recompute`, or `swap` to host memory while there is room."""
     swap_space_bytes: int = checked(0, check_int, minimum=0)
     """Host memory for `preemption_mode="swap"`."""
-    enable_cuda_graphs: bool | None = checked(None, check_bool, optional=True)
+    enable_cuda_graphs: bool | None = checked(None, check_optional_bool)
     """Whether decode steps are replayed from CUDA graphs; None replays them wherever possible."""
-    enable_overlap: bool | None = checked(None, check_bool, optional=True)
+    enable_overlap: bool | None = checked(None, check_optional_bool)
     """Whether the next step is launched while one is in flight; None means only on CUDA. Outputs are the same."""
     self_check: str | None = checked(None, check_self_check)
     """Whether the first start compares what computes with PyTorch's layers: `on` takes another way to compute if that
@@ -67,17 +73,17 @@ class Config(config.Config):
     """Port of machine 0."""
     load_format: str = checked("auto", check_choice, allowed=("auto", "safetensors", "gguf", "dummy"))
     """`safetensors` (the same as `auto`), `gguf`, or `dummy` for seeded random weights, which need only config.json."""
-    revision: str | None = checked(None, check_str, optional=True)
+    revision: str | None = checked(None, check_optional_str)
     """Branch, tag or commit of `model` on the hub; a folder is taken as it is."""
     hf_overrides: Mapping[str, Any] | None = checked(None, check_dict)
     """Fields of config.json that are to have other values."""
-    tokenizer: str | Path | None = checked(None, check_str, optional=True, or_path=True)
+    tokenizer: str | Path | None = checked(None, check_optional_str, or_path=True)
     """Folder or hub id of another tokenizer than the model's own."""
-    tokenizer_revision: str | None = checked(None, check_str, optional=True)
+    tokenizer_revision: str | None = checked(None, check_optional_str)
     """Branch, tag or commit of `tokenizer` on the hub; None is `revision`."""
     skip_tokenizer_init: bool = checked(False, check_bool)
     """Whether to go without a tokenizer: prompts and outputs are token ids, without text."""
-    chat_template: str | Path | None = checked(None, check_str, optional=True, or_path=True)
+    chat_template: str | Path | None = checked(None, check_optional_str, or_path=True)
     """Another chat template than the tokenizer's own: a file, or the template itself."""
     generation_config: str | Path = checked("auto", check_str, or_path=True)
     """Where the default sampling parameters come from: `auto` is the model's generation_config.json, `vllm` are those

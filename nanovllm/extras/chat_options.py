@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.chat import check_messages, render_conversation
-from nanovllm.checks import check_bool, check_str
-from nanovllm.extras.option_checks import check_dict, takes_vllm_options
+from nanovllm.checks import check_bool
+from nanovllm.extras.option_checks import check_dict, check_optional_str, takes_vllm_options
 from nanovllm.extras.surrogates import check_texts
 
 MAX_SHOWN = 200  # characters of a template in an error
@@ -37,7 +37,7 @@ class ChatOptions:
     def __post_init__(self) -> None:
         check_bool("add_generation_prompt", self.add_generation_prompt)
         check_bool("continue_final_message", self.continue_final_message)
-        check_str("chat_template", self.chat_template, optional=True, or_path=True)
+        check_optional_str("chat_template", self.chat_template, or_path=True)
         check_dict("chat_template_kwargs", self.chat_template_kwargs)
         if self.tools is not None:
             check_tools(self.tools)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeVar
 
 Record = TypeVar("Record")
@@ -31,6 +32,18 @@ def check_in(name: str, value: Any, module: str) -> None:
     """Check a field by the table `FIELD_CHECKS` of the module that reads it. None is always allowed."""
     if value is not None:
         import_module(f"nanovllm.extras.{module}").FIELD_CHECKS[name](name, value)
+
+
+def check_optional_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool | None):
+        raise TypeError(f"{name} must be True, False or None, got {value!r}")
+
+
+def check_optional_str(name: str, value: Any, or_path: bool = False) -> None:
+    """Raise unless `value` is a str that is not empty, or None, or a Path if `or_path`."""
+    if value is not None and (not isinstance(value, str | Path if or_path else str) or not str(value)):
+        allowed = "a str or a Path or None" if or_path else "a str or None"
+        raise TypeError(f"{name} must be {allowed}, and not empty, got {value!r}")
 
 
 def check_dict(name: str, value: Any) -> None:

@@ -52,7 +52,7 @@ class SpeculativeRun(Run):
         planned = out if underway is None else underway.planned
         if underway is not None:
             assert planned.preempted == planned.admitted == [], "drafts cost no other sequence anything"
-            assert out.num_prefill_tokens == 0
+            assert out.num_scheduled_tokens == out.num_decodes
             assert out.num_scheduled_tokens <= self.scheduler.max_rows
             for seq, token_ids in underway.drafts.items():
                 before.num_tokens[seq] += len(token_ids)

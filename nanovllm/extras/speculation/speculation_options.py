@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.checks import check_int, check_str
+from nanovllm.checks import check_int
+from nanovllm.extras.option_checks import check_optional_str
 
 if TYPE_CHECKING:
     from nanovllm.extras.all_options import Config
@@ -40,7 +41,7 @@ class Speculation:
         check_int(name_of("num_speculative_tokens"), self.num_speculative_tokens, 1, maximum=64)
         for name in ("prompt_lookup_max", "prompt_lookup_min", "disable_by_batch_size"):
             check_int(name_of(name), getattr(self, name), 1, optional=True)
-        check_str(name_of("model"), self.model, optional=True, or_path=True)
+        check_optional_str(name_of("model"), self.model, or_path=True)
         if (self.method == "draft_model") != (self.model is not None):
             raise ValueError(
                 f"speculative_config['model'] and the method 'draft_model' go together, "
