@@ -41,13 +41,9 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def has_tokenizer(folder: Path) -> bool:
-    return (folder / "vocab.json").is_file() or any(folder.glob("tokenizer[._]*"))
-
-
 def load_tokenizer(folder: Path) -> Any:
     """Return the `transformers` tokenizer of `folder`, or None if it has none."""
-    if not has_tokenizer(folder):
+    if not (folder / "vocab.json").is_file() and not any(folder.glob("tokenizer[._]*")):
         return None
     from transformers import AutoTokenizer  # imported late: it takes longer than the rest of the engine together
 
@@ -136,12 +132,8 @@ def checkpoint_files(folder: Path) -> Mapping[Path, set[str] | None]:
     if not (folder / INDEX_FILE).is_file():
         plain = sorted(folder.glob("*.safetensors"))
         if not plain:
-            raise ValueError(
-                f"{folder} holds no *.safetensors weights. Pickled ones (*.bin, *.pt) are never read, since that may "
-                f'run code. If you trust them: python -c "from transformers import AutoModelForCausalLM; '
-                f"AutoModelForCausalLM.from_pretrained('{folder}', dtype='auto').save_pretrained("
-                f"'{folder}-safetensors')\"; add the tokenizer"
-            )
+            raise ValueError(f"{folder} holds no *.safetensors weights. Pickled ones (*.bin, *.pt) are never read, "
+                             f"since that may run code; if you trust them, convert them: docs/models.md")  # fmt: skip
         return dict.fromkeys(plain)
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or {type(name) for name in weight_map.values()} != {str}:

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.model_folder import resolve_folder
-from nanovllm.loader import has_tokenizer, read_json
+from nanovllm.loader import read_json
 
 
 def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
 def find_tokenizer(config: Config, name: str | Path) -> Path:
     """Return the folder of the tokenizer `name`, which replaces the model's. Raises ValueError if it has none."""
     folder = resolve_folder("tokenizer", name, config.tokenizer_revision or config.revision)
-    if not has_tokenizer(folder):
+    if not (folder / "vocab.json").is_file() and not any(folder.glob("tokenizer[._]*")):
         raise ValueError(f"tokenizer folder {str(name)!r} holds no tokenizer")
     return folder
 

@@ -22,6 +22,7 @@ from nanovllm.extras.checkpoint import read_model_config
 from nanovllm.extras.weights import load_model
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.loader import places_of
+from tests.core_alone import ROOT
 from tests.test_loader import (  # noqa: F401 (with the fixture `load` below)
     check_equals,
     save,
@@ -41,7 +42,6 @@ from tests.test_loader import (  # noqa: F401 (with the fixture `load` below)
     test_shards_with_an_index_equal_the_single_file,
     test_single_file_equals_transformers,
     test_tensor_of_another_shape_is_named_with_both_shapes,
-    test_the_refusal_of_pickled_weights_names_a_command_that_converts_them,
     test_tied_embeddings_are_one_tensor_whatever_names_the_file_has,
     test_tied_head_that_differs_is_not_dropped_silently,
     test_transposed_tensor_is_refused,
@@ -62,6 +62,19 @@ def load_with_extras(folder, dtype=torch.float32, dummy_seed=None):
 @pytest.fixture
 def load():
     return load_with_extras
+
+
+def test_the_refusal_of_pickled_weights_points_to_a_command_that_converts_them(broken, tiny_checkpoint, load):
+    """The very words of the page are run."""
+    folder, tensors = broken
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="if you trust them.*docs/models.md"):
+        load(folder)
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    command = re.search(r'python -c "(.*?)"', page).group(1)
+    exec(command.replace("MODEL", str(folder)), {})
+    check_equals(load(folder.with_name(folder.name + "-safetensors")), tiny_checkpoint[1])
 
 
 def test_a_model_does_not_train(tiny_checkpoint, load):
