@@ -109,7 +109,7 @@ def largest_batch(num_tokens: int, max_num_seqs: int, max_model_len: int, block_
             tables.append(seq.block_table, 0)
         chunks.append((seq, 0, seq.num_tokens))
         rest -= seq.num_tokens
-    return build_batch(make_step(chunks, num_tokens - rest, [], [], []), tables)
+    return build_batch(make_step(chunks, num_tokens - rest), tables)
 
 
 def offsets(lens: np.ndarray) -> np.ndarray:
@@ -142,15 +142,13 @@ def build_sampling_batch(samples: list[Sequence], positions: np.ndarray) -> Samp
     if not temperatures.any():
         return SamplingBatch(torch.from_numpy(temperatures))
     uniforms = torch.from_numpy(draw_uniforms(samples, positions))  # [num_samples]
-    if not any([p.is_truncated for p in params]):
-        return SamplingBatch(torch.from_numpy(temperatures), uniforms)
     drawn = [p for p in params if p.temperature > 0]  # truncation never removes the most likely token
     return SamplingBatch(
         torch.from_numpy(temperatures),
         uniforms,
-        top_k=torch.tensor([min(p.top_k, MAX_TOP_K) for p in params]) if any(p.top_k > 0 for p in drawn) else None,
-        top_p=torch.tensor([p.top_p for p in params]) if any(p.top_p < 1 for p in drawn) else None,
-        min_p=torch.tensor([p.min_p for p in params]) if any(p.min_p > 0 for p in drawn) else None,
+        top_k=torch.tensor([min(p.top_k, MAX_TOP_K) for p in params]) if any([p.top_k > 0 for p in drawn]) else None,
+        top_p=torch.tensor([p.top_p for p in params]) if any([p.top_p < 1 for p in drawn]) else None,
+        min_p=torch.tensor([p.min_p for p in params]) if any([p.min_p > 0 for p in drawn]) else None,
     )
 
 

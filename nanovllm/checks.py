@@ -42,7 +42,7 @@ def check_number(name: str, value: Any, low: float, high: float = MAX, open_low:
     check_range(name, value, numbers.Real, math.nextafter(low, math.inf) if open_low else low, high, allowed)
 
 
-def check_range(name: str, value: Any, kind: type, least: float, most: float, allowed: str) -> None:
+def check_range(name: str, value: Any, kind: Any, least: float, most: float, allowed: str) -> None:
     if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{name} must be {allowed}, got {value!r}")
     if not least <= value <= most:  # this refuses NaN and infinities too

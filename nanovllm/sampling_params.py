@@ -44,8 +44,3 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
-    def is_truncated(self) -> bool:
-        """Whether sampling leaves out some tokens (top-k, top-p or min-p)."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0

@@ -153,6 +153,22 @@ def test_greedy_rows_need_no_truncation():
     assert (batch.top_k, batch.top_p, batch.min_p) == (None, None, None)
 
 
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, []),
+        ({"top_k": -1}, []),
+        ({"top_k": 1}, ["top_k"]),
+        ({"top_p": 0.9}, ["top_p"]),
+        ({"min_p": 0.1}, ["min_p"]),
+    ],
+    ids=str,
+)
+def test_a_truncation_is_there_if_a_row_needs_it(fields, wanted):
+    batch = sampling_of([sequence(), sequence(**fields)])
+    assert [name for name in ("top_k", "top_p", "min_p") if getattr(batch, name) is not None] == wanted
+
+
 # --- columns ---------------------------------------------------------------------------------------------------------
 
 

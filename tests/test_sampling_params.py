@@ -165,12 +165,3 @@ def test_it_can_be_pickled_and_copied():
 )
 def test_stop_strings(stop, strings):
     assert SamplingParams(stop=stop).stop_strings == strings
-
-
-@pytest.mark.parametrize(
-    ("fields", "is_truncated"),
-    [({}, False), ({"top_k": -1}, False), ({"top_k": 1}, True), ({"top_p": 0.9}, True), ({"min_p": 0.1}, True)],
-    ids=str,
-)
-def test_is_truncated(fields, is_truncated):
-    assert SamplingParams(**fields).is_truncated == is_truncated
