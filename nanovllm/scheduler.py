@@ -11,10 +11,8 @@ whether there is room. The engine calls `schedule()` before the forward pass and
 record that the scheduler passes on.
 """
 
-from bisect import insort
 from dataclasses import dataclass, field
-from itertools import count
-from operator import attrgetter
+from typing import Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Sequence
@@ -49,8 +47,8 @@ class Step:
 class Scheduler:
     """First come, first served. When blocks run out, the sequence that came last is preempted.
 
-    `max_model_len` limits prompt and output together. Both queues are sorted by `Sequence.order`: the first of
-    `waiting` is admitted next, and the last of `running` is preempted first.
+    `max_model_len` limits prompt and output together. Both queues keep the order of arrival: the first of `waiting` is
+    admitted next, and the last of `running` is preempted first.
     """
 
     def __init__(
@@ -63,25 +61,19 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self._arrivals = count()
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence. Its children wait with it. The engine has checked that it can be served."""
-        capacity, arrival = self.block_manager.capacity, next(self._arrivals)
+        capacity = self.block_manager.capacity
         assert seq.num_tokens <= min(self.max_model_len - 1, capacity)
         for one in (seq, *seq.children):
-            one.order = self.place_of(one, arrival)
             wanted, max_tokens = self.max_model_len, one.sampling_params.max_tokens
             if max_tokens is not None:
                 wanted = min(wanted, one.num_prompt_tokens + max_tokens)
             one.max_num_tokens = min(wanted, capacity + 1)  # K and V of the last token need not be in the cache
             one.limit_reason = "kv_cache" if one.max_num_tokens < wanted else None
-        insert(self.waiting, seq)
+        self.waiting.append(seq)
         self.observer.on_add(seq)
-
-    def place_of(self, seq: Sequence, arrival: int) -> tuple[float, ...]:
-        """Return the key that the queues are sorted by."""
-        return (arrival, seq.sample_index)
 
     def schedule(self) -> Step:
         """Give the running sequences their next tokens, then admit waiting ones while budget and blocks last.
@@ -98,13 +90,15 @@ class Scheduler:
         for seq in self.running:  # `make_room` removes sequences from its end, never one before `seq`
             num_new_tokens = self.share_of(seq, budget)
             if num_new_tokens and self.make_room(seq, num_new_tokens, preempted):
-                chunks.append(self.advance(seq, num_new_tokens))
+                chunks.append((seq, seq.num_computed_tokens, num_new_tokens))
+                seq.num_computed_tokens += num_new_tokens
                 budget -= num_new_tokens
         admitted: list[Sequence] = []
         if not preempted or not chunks:  # a preempted sequence would only be admitted to be preempted again
             budget = self.admit_waiting(budget, chunks, admitted)
         num_tokens = self.max_num_batched_tokens - budget
-        step = make_step(chunks, num_tokens, self.take_copies(), admitted, preempted)
+        copies = self.block_manager.take_copies()
+        step = make_step(chunks, num_tokens, copies=copies, admitted=admitted, preempted=preempted)
         for seq in step.samples:
             while seq.children:  # the last chunk of the prompt is scheduled: the children share its blocks from now on
                 self.fork(seq, seq.children.pop(0))
@@ -136,7 +130,7 @@ class Scheduler:
         child.num_cached_tokens = parent.num_cached_tokens
         self.observer.on_fork(parent, child)
         self.block_manager.fork(parent, child)
-        insert(self.running, child)
+        self.running.insert(self.running.index(parent) + child.sample_index, child)  # after the earlier siblings
 
     def finish(self, seq: Sequence, finish_reason: str, stop_reason: int | str | None = None) -> None:
         """End `seq`, which may be running or waiting."""
@@ -153,12 +147,6 @@ class Scheduler:
         """Return the number of tokens of `seq` that the step computes, if there is room for their K and V."""
         return min(seq.num_tokens - seq.num_computed_tokens, budget)
 
-    def advance(self, seq: Sequence, num_new_tokens: int) -> Chunk:
-        """Return the chunk of the next tokens of `seq`, which has blocks for them, and count them as computed."""
-        start = seq.num_computed_tokens
-        seq.num_computed_tokens = start + num_new_tokens
-        return seq, start, num_new_tokens
-
     def make_room(self, seq: Sequence, num_new_tokens: int, preempted: list[Sequence]) -> bool:
         """Allocate blocks for the next tokens of a running sequence, preempting others if necessary.
 
@@ -167,7 +155,7 @@ class Scheduler:
         while not self.block_manager.try_allocate(seq, seq.num_computed_tokens + num_new_tokens):
             last = self.running[-1]
             self.preempt(last, needy=seq)
-            insert(self.waiting, self.running.pop())
+            self.waiting.insert(0, self.running.pop())
             preempted.append(last)
             if last is seq:
                 return False
@@ -193,10 +181,10 @@ class Scheduler:
         while self.waiting and budget:
             seq = self.waiting[0]
             has_place = 1 + len(seq.children) <= num_places
-            if not has_place or not self.try_admit(seq, num_reserved):
+            if not has_place or not blocks.try_admit(seq, num_reserved):
                 self.observer.on_wait(seq, has_place, blocks.num_missing_blocks(seq), num_reserved)
                 break
-            insert(self.running, self.waiting.pop(0))
+            self.running.append(self.waiting.pop(0))
             admitted.append(seq)
             self.observer.on_admit(seq)
             if seq.num_cached_tokens is None:  # admitted for the first time: its computed tokens are cached ones
@@ -204,34 +192,19 @@ class Scheduler:
             num_new_tokens = self.share_of(seq, budget)
             has_room = blocks.try_allocate(seq, seq.num_computed_tokens + num_new_tokens)
             assert has_room, "there is room for an admitted sequence"
-            chunks.append(self.advance(seq, num_new_tokens))
+            chunks.append((seq, seq.num_computed_tokens, num_new_tokens))
+            seq.num_computed_tokens += num_new_tokens
             budget -= num_new_tokens
             num_reserved += blocks.num_missing_blocks(seq)
             num_places -= 1 + len(seq.children)
         return budget
 
-    def try_admit(self, seq: Sequence, num_reserved: int) -> bool:
-        """Give a waiting sequence the blocks of its computed tokens, if there is room for all of its tokens."""
-        return self.block_manager.try_admit(seq, num_reserved)
 
-    def take_copies(self) -> list[tuple[int, int]]:
-        """Return the blocks to be copied before the step's forward pass."""
-        return self.block_manager.take_copies()
+def make_step(chunks: list[Chunk], num_tokens: int, **decisions: Any) -> Step:
+    """Put decodes first, then prefill chunks, both in the given order, and find the sequences that get a token.
 
-
-def insert(queue: list[Sequence], seq: Sequence) -> None:
-    """Insert `seq` at its place in the order of the queue."""
-    insort(queue, seq, key=attrgetter("order"))
-
-
-def make_step(
-    chunks: list[Chunk],
-    num_tokens: int,
-    copies: list[tuple[int, int]],
-    admitted: list[Sequence],
-    preempted: list[Sequence],
-) -> Step:
-    """Put decodes first, then prefill chunks, both in the given order, and find the sequences that get a token."""
+    decisions: the fields `copies`, `admitted` and `preempted` of the step
+    """
     num_decodes = len(chunks)
     if num_tokens > num_decodes:  # some are prefill chunks
         decodes = [chunk for chunk in chunks if chunk[2] == 1]
@@ -242,4 +215,4 @@ def make_step(
         if start + num_new_tokens == seq.num_tokens:
             samples += (seq, *seq.children)
             sampled_chunks += [i] * (1 + len(seq.children))
-    return Step(chunks, num_decodes, num_tokens, samples, sampled_chunks, copies, admitted, preempted)
+    return Step(chunks, num_decodes, num_tokens, samples, sampled_chunks, **decisions)

@@ -34,7 +34,6 @@ class Sequence:
     seed: int = 0
     sample_index: int = 0
 
-    order: tuple[float, ...] = field(default=(), init=False)  # its place in the queues: see `Scheduler.place_of`
     children: list["Sequence"] = field(default_factory=list, init=False)  # the other samples, until they start
 
     token_ids: IntArray = field(init=False)

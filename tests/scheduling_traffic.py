@@ -135,6 +135,10 @@ class Run:
         """Whether a step may compute nothing."""
         return not self.has_unfinished
 
+    def place_of(self, seq):
+        """What the queues are sorted by: the order of arrival, and that of a request's samples."""
+        return next(i for i, seqs in enumerate(self.requests) if seq in seqs), seq.sample_index
+
     def is_running(self, seq):
         return seq in self.scheduler.running
 
@@ -242,7 +246,7 @@ class Run:
         self.check_blocks()
         assert all(len(table_of(seq)) == 0 for seq in waiting)
         for queue in (running, waiting):
-            assert [seq.order for seq in queue] == sorted(seq.order for seq in queue)
+            assert [self.place_of(seq) for seq in queue] == sorted(self.place_of(seq) for seq in queue)
         assert sum(1 + len(seq.children) for seq in running) <= self.scheduler.max_num_seqs
         assert all(seq.num_tokens <= self.scheduler.max_model_len for seq in self.seqs)
         self.check_tokens()
@@ -295,14 +299,18 @@ class Before:
         kept = [seq for seq in self.running if seq not in out.preempted]
         born = [child for seq, _, _ in out.chunks for child in self.children[seq] if not seq.children]
         admitted = [seq for seq in self.run.scheduler.running if seq not in kept + born]
-        assert all(victim.order > seq.order for victim in out.preempted for seq in kept), "the last in order goes"
+        place_of = self.run.place_of
+        assert all(place_of(victim) > place_of(seq) for victim in out.preempted for seq in kept), (
+            "the last in order goes"
+        )
         self.check_budget(out, kept + admitted)
         self.check_queues(out, admitted)
 
     def check_queues(self, out, admitted):
         assert out.admitted == admitted
-        assert all(seq.order < other.order for seq in admitted for other in self.run.waiting), "first in order"
-        assert all(first.order > second.order for first, second in pairwise(out.preempted)), "from the end of the order"
+        place_of = self.run.place_of
+        assert all(place_of(seq) < place_of(other) for seq in admitted for other in self.run.waiting), "first in order"
+        assert all(place_of(one) > place_of(next_one) for one, next_one in pairwise(out.preempted)), "from the end"
         assert not (admitted and out.preempted), "it would only come back to be preempted again"
         self.check_preempted(out, admitted)
 

@@ -45,7 +45,7 @@ class Config(config.Config):
     quantization: str | Mapping[str, Any] | None = checked(None, check_in, module="quantization.quantization_options")
     """`int8` or `int4` keeps weights in 8 or 4 bits; also a dict, as `{"method": "int4", "group_size": 64}`."""
     scheduling_policy: str | Callable[[Any], float] = checked("fcfs", check_policy)
-    """`fcfs`, `priority` or `sjf` (`extras/policies.py`), or a function of your own: see `Scheduler.place_of`."""
+    """`fcfs`, `priority` or `sjf` (`extras/policies.py`), or a function of your own, which ranks a sequence."""
     long_prefill_token_threshold: int = checked(0, check_int, minimum=0)
     """Most tokens of one sequence in a step, so that short prompts get past a long one; 0 sets no limit."""
     preemption_mode: str = checked("recompute", check_choice, allowed=("recompute", "swap"))

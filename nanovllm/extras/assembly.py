@@ -11,6 +11,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.full_observer import Observer, SchedulingStats
 from nanovllm.extras.full_runner import ModelRunner
+from nanovllm.extras.ordered_queues import order_queues
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 
@@ -68,7 +69,9 @@ def make_scheduler(
     is_plain = config.scheduling_policy == "fcfs" and not config.long_prefill_token_threshold
     is_plain = is_plain and config.preemption_mode == "recompute"
     if is_plain and config.speculative_config is None and not parts.enable_overlap:
-        return Scheduler(*sizes), launch
+        scheduler = Scheduler(*sizes)
+        order_queues(scheduler)
+        return scheduler, launch
     from nanovllm.extras.extended_scheduler import ExtendedScheduler
     from nanovllm.extras.policies import POLICIES
 
@@ -83,16 +86,14 @@ def make_scheduler(
         return ExtendedScheduler(*arguments), launch
     from nanovllm.extras.overlap import Ahead, OverlappedScheduler
 
-    scheduler = OverlappedScheduler(*arguments)
-    return scheduler, Ahead(launch, scheduler)
+    overlapped = OverlappedScheduler(*arguments)
+    return overlapped, Ahead(launch, overlapped)
 
 
 def make_preemption(parts: Parts, blocks: BlockManager) -> Any:
-    """Return what happens to the K and V of preempted sequences."""
+    """Return what happens to the K and V of preempted sequences; None computes them again."""
     if parts.config.preemption_mode == "recompute":
-        from nanovllm.extras.preemption import Recompute
-
-        return Recompute(blocks)
+        return None
     from nanovllm.extras.swap.host_blocks import make_swap
 
     return make_swap(parts.runner.kv_cache, blocks)

@@ -7,9 +7,9 @@ The engine uses the core's scheduler unless an option needs this one, or a subcl
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.extras.policies import Policy, fcfs
+from nanovllm.extras.ordered_queues import Policy, fcfs, order_queues
 from nanovllm.extras.preemption import Recompute
-from nanovllm.scheduler import Scheduler, insert
+from nanovllm.scheduler import Scheduler
 
 
 class ExtendedScheduler(Scheduler):
@@ -32,14 +32,10 @@ class ExtendedScheduler(Scheduler):
         super().__init__(block_manager, max_num_seqs, max_num_batched_tokens, max_model_len)
         self.max_chunk_len = long_prefill_token_threshold or max_num_batched_tokens
         self.preemption = preemption or Recompute(block_manager)
-        self.policy = policy
-
-    def place_of(self, seq: Any, arrival: int) -> tuple[float, ...]:
-        seq.arrival = arrival
-        rank = self.policy(seq)
-        if not isinstance(rank, int | float) or rank != rank:
-            raise TypeError(f"scheduling_policy must return a number for each sequence, got {rank!r}")
-        return (rank, *super().place_of(seq, arrival))
+        if preemption is not None:  # it decides how its sequences come back, and what is copied
+            block_manager.try_admit = preemption.try_admit  # type: ignore[method-assign]
+            block_manager.take_copies = preemption.take_moves  # type: ignore[method-assign]
+        order_queues(self, policy)
 
     def share_of(self, seq: Any, budget: int) -> int:
         return min(super().share_of(seq, budget), self.max_chunk_len)
@@ -47,12 +43,6 @@ class ExtendedScheduler(Scheduler):
     def preempt(self, seq: Any, needy: Any) -> None:
         self.preemption.preempt(seq)
         self.observer.on_preempt(seq, needy)
-
-    def try_admit(self, seq: Any, num_reserved: int) -> bool:
-        return self.preemption.try_admit(seq, num_reserved)
-
-    def take_copies(self) -> list[tuple[int, int]]:
-        return self.preemption.take_moves()
 
     def finish(self, seq: Any, finish_reason: str, stop_reason: int | str | None = None) -> None:
         self.preemption.drop(seq)
@@ -83,4 +73,4 @@ def fork_anytime(scheduler: Scheduler, parent: Any, child: Any) -> None:
     child.num_cached_tokens = parent.num_cached_tokens
     observer: Any = scheduler.observer
     observer.on_fork_apart(parent, child)
-    insert(scheduler.waiting, child)
+    scheduler.waiting.insert(0, child)

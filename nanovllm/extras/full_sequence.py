@@ -3,7 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from nanovllm import sequence
+from nanovllm.block_tables import IntArray
 
 
 @dataclass(eq=False, slots=True)
@@ -19,6 +22,7 @@ class Sequence(sequence.Sequence):
     readers: tuple[Any, ...] = ()  # what reads the hidden states of its prompt (`logits_processors.py`)
 
     arrival: int = field(default=0, init=False)  # number of sequences that arrived before
+    order: tuple[float, ...] = field(default=(), init=False)  # its place in the queues (`ordered_queues.py`)
     num_preemptions: int = field(default=0, init=False)
     is_plain: bool = field(init=False)  # sampled only by the core, and without readers
     reads_prompt: bool = field(init=False)  # a reader needs the hidden states of the whole prompt
@@ -59,3 +63,8 @@ class Sequence(sequence.Sequence):
             params: Any = self.sampling_params
             if ids.length - self.num_prompt_tokens > params.min_tokens:
                 self.stop_token_ids = self.all_stop_token_ids
+
+
+def grow(ids: IntArray) -> None:
+    """Double the capacity, keeping the elements."""
+    ids.data = np.concatenate([ids.data, np.zeros_like(ids.data)])

@@ -27,6 +27,7 @@ import torch
 
 from nanovllm.batch import Batch
 from nanovllm.extras.extended_scheduler import ExtendedScheduler
+from nanovllm.extras.full_sequence import grow
 from nanovllm.scheduler import Step
 
 
@@ -79,7 +80,7 @@ def expect_token(seq: Any, row: int) -> None:
     """Append a placeholder for the token that a step in flight samples in `row`."""
     num_tokens, ids = seq.num_tokens, seq.token_ids
     if num_tokens == len(ids.data):
-        ids.grow()
+        grow(ids)
     ids.data[num_tokens] = -1 - row
     seq.num_tokens = num_tokens + 1
 

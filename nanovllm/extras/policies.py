@@ -6,17 +6,12 @@ changes while sequences wait. To add a policy, write a function of one line and 
 `LLM(model, scheduling_policy=lambda seq: -seq.num_prompt_tokens)`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-Policy = Callable[[Any], float]
+from nanovllm.extras.ordered_queues import Policy, fcfs
 
 SJF_TOKENS_PER_ARRIVAL = 256
-
-
-def fcfs(seq: Any) -> float:
-    """First come, first served."""
-    return 0
 
 
 def priority(seq: Any) -> float:

@@ -1,7 +1,8 @@
 """What happens to the K and V of a sequence that must give up its blocks, and how does it come back?
 
 Its tokens are kept in any case. `Recompute` computes their K and V again, except for those that the prefix cache still
-finds. `swap/` has another strategy. `ExtendedScheduler` calls it.
+finds. `swap/` has another strategy. `ExtendedScheduler` calls it, and gives the block manager `try_admit` and
+`take_moves` as its own `try_admit` and `take_copies`, which these methods replace and call.
 """
 
 from typing import Any
@@ -24,14 +25,14 @@ class Recompute:
 
         Returns False, and changes nothing, if there is not. `num_reserved` free blocks are kept for running sequences.
         """
-        return self.block_manager.try_admit(seq, num_reserved)
+        return type(self.block_manager).try_admit(self.block_manager, seq, num_reserved)
 
     def drop(self, seq: Any) -> None:
         """Give up K and V of `seq` that are not on the device."""
 
     def take_moves(self) -> list[tuple[int, int]]:
         """Return the block copies to be done before this step's forward pass."""
-        return self.block_manager.take_copies()
+        return type(self.block_manager).take_copies(self.block_manager)
 
     def roll_back(self) -> None:
         """Forget the copies of a step that has failed."""

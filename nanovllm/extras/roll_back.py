@@ -7,7 +7,7 @@ random numbers.
 
 from typing import Any
 
-from nanovllm.scheduler import Scheduler, insert
+from nanovllm.scheduler import Scheduler
 
 
 def roll_back(scheduler: Scheduler) -> None:
@@ -25,7 +25,7 @@ def roll_back(scheduler: Scheduler) -> None:
             seq.num_computed_tokens = 0  # so that `free` registers no block that may not have been filled
             blocks.free(seq)
     while scheduler.running:
-        insert(scheduler.waiting, scheduler.running.pop())
+        scheduler.waiting.insert(0, scheduler.running.pop())
     for seq in scheduler.waiting:
         seq.num_tokens = seq.token_ids.length  # without placeholders and drafts
     observer.on_roll_back()

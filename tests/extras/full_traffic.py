@@ -16,6 +16,7 @@ from nanovllm.extras.extended_scheduler import ExtendedScheduler, fork_anytime
 from nanovllm.extras.full_observer import SchedulingStats
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.known_tokens import KnownTokensBlockManager
+from nanovllm.extras.ordered_queues import order_queues
 from nanovllm.extras.overlap import OverlappedScheduler
 from nanovllm.extras.policies import POLICIES, fcfs
 from nanovllm.extras.preemption import Recompute
@@ -165,7 +166,9 @@ class Run(scheduling_traffic.Run):
     def make_scheduler(self, *arguments):
         is_plain = self.policy is fcfs and not self.threshold and self.num_swap_blocks is None
         if is_plain and not self.has_unknown_tokens:
-            return Scheduler(*arguments)
+            scheduler = Scheduler(*arguments)
+            order_queues(scheduler)
+            return scheduler
         preemption = Recompute(self.manager)
         if self.num_swap_blocks is not None:
             self.swap_space = SwapSpace(self.num_swap_blocks, self.manager.block_size)
@@ -195,6 +198,9 @@ class Run(scheduling_traffic.Run):
         self.requests.append(search.all_seqs)
         self.scheduler.add(search.beams[0])
         return search
+
+    def place_of(self, seq):
+        return seq.order
 
     @property
     def has_unfinished(self):

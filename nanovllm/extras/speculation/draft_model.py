@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from nanovllm.batch import Batch
 from nanovllm.extras.checkpoint import read_model_config
 from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.full_sequence import Sequence, grow
 from nanovllm.extras.model_folder import resolve_model
 from nanovllm.extras.processed_batch import build_batch
 from nanovllm.extras.runner_hooks import SampledTokens
@@ -84,7 +84,7 @@ def with_tokens(seq: Sequence, token_ids: list[int]) -> Sequence:
     """Return a copy of `seq` that includes these tokens. They are written after those of `seq`, as drafts are."""
     ids = seq.token_ids
     while ids.length + len(token_ids) > len(ids.data):
-        ids.grow()
+        grow(ids)
     ids.data[ids.length : ids.length + len(token_ids)] = token_ids
     return as_if(seq, ids.length + len(token_ids))
 

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, Protocol
 from nanovllm.block_tables import IntArray
 from nanovllm.extras.extended_scheduler import ExtendedScheduler, count_places
 from nanovllm.extras.full_request import Request
-from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.full_sequence import Sequence, grow
 from nanovllm.extras.logits import BadWords, Penalties
 from nanovllm.extras.speculation.blocks import shrink
 from nanovllm.extras.speculation.patience import Patience
@@ -218,7 +218,7 @@ def place_drafts(seq: Sequence, token_ids: list[int]) -> None:
     """Put drafts after the known tokens, so that `num_tokens` counts them."""
     ids = seq.token_ids
     while ids.length + len(token_ids) > len(ids.data):
-        ids.grow()
+        grow(ids)
     ids.data[ids.length : ids.length + len(token_ids)] = token_ids
     seq.num_tokens = ids.length + len(token_ids)
 

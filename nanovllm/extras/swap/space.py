@@ -111,7 +111,7 @@ class Swap(Recompute):
 
     def take_moves(self) -> SwapMoves:
         self._left, self._leaving = self._leaving, []
-        return SwapMoves(self.block_manager.take_copies(), *self.space.take_moves())
+        return SwapMoves(super().take_moves(), *self.space.take_moves())
 
     def roll_back(self) -> None:
         """Let sequences that the newest step has swapped out be computed again."""
