@@ -15,7 +15,7 @@ def batch_of(chunks, block_size):
 def step_of(chunks):
     """The scheduler's `Step` of `chunks`."""
     num_tokens = sum(num_new for _, _, num_new in chunks)
-    return make_step(chunks, num_tokens, [], [], [])
+    return make_step(chunks, num_tokens)
 
 
 def build_step(step, block_size):

@@ -45,9 +45,18 @@ def decode_after(tokenizer, prompt, token_ids, skip_special_tokens=True):
     return whole[len(commonprefix([before, whole])) :]
 
 
+class WithSpecialTokens(Detokenizer):
+    _skip_special_tokens = False
+
+
+def make_detokenizer(tokenizer, prompt, stop, skip_special_tokens):
+    kind = Detokenizer if skip_special_tokens else WithSpecialTokens
+    return kind(tokenizer.backend_tokenizer, list(prompt), stop)
+
+
 def stream(tokenizer, token_ids, prompt=(), stop=(), skip_special_tokens=True):
     """What is shown after each token, and at the end. And the detokenizer."""
-    detokenizer = Detokenizer(tokenizer.backend_tokenizer, list(prompt), stop, skip_special_tokens)
+    detokenizer = make_detokenizer(tokenizer, prompt, stop, skip_special_tokens)
     shown = []
     for token_id in token_ids:
         detokenizer.append(token_id)
@@ -460,7 +469,7 @@ def naive_stop(tokenizer, ids, stops):
 
 def stream_until_stop(tokenizer, ids, stop, skip_special_tokens=True):
     """(what is shown after each token up to the one that stops, the stop string)"""
-    detokenizer = Detokenizer(tokenizer.backend_tokenizer, [], stop, skip_special_tokens)
+    detokenizer = make_detokenizer(tokenizer, [], stop, skip_special_tokens)
     shown = []
     for i, token_id in enumerate(ids):
         detokenizer.append(token_id)

@@ -33,7 +33,7 @@ class ExtendedScheduler(Scheduler):
         self.max_chunk_len = long_prefill_token_threshold or max_num_batched_tokens
         self.preemption = preemption or Recompute(block_manager)
         if preemption is not None:  # it decides how its sequences come back, and what is copied
-            block_manager.try_admit = preemption.try_admit  # type: ignore[method-assign]
+            block_manager.try_admit = preemption.try_admit  # type: ignore[assignment, method-assign]
             block_manager.take_copies = preemption.take_moves  # type: ignore[method-assign]
         order_queues(self, policy)
 

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from nanovllm.extras.dead import EngineDeadError
+from nanovllm.extras.extended_scheduler import count_places
 from nanovllm.extras.input_processor import Params
 from nanovllm.extras.isolation import IsolatingEngine
 from nanovllm.extras.lazy_outputs import RequestOutput
 from nanovllm.extras.waiting_threads import check_process
 from nanovllm.request import Prompt
-from nanovllm.scheduler import count_places
 
 logger = logging.getLogger(__name__)
 
