@@ -29,13 +29,15 @@ QUOTE, BACKSLASH = b'"', b"\\"
 class TooLong(ValueError):
     """Raised for a prompt that is longer than the model's context.
 
-    Clients recognise the first sentence of the message, which is OpenAI's, and then shorten their conversation.
+    Clients recognise its message, and then shorten their conversation: most of them the first sentence, which is
+    OpenAI's, LangChain the words "prompt is too long", which are Anthropic's.
     """
 
     code = "context_length_exceeded"
 
     def __init__(self, max_tokens: int, reason: str) -> None:
-        super().__init__(f"This model's maximum context length is {max_tokens} tokens. However, {reason}.")
+        limit = f"This model's maximum context length is {max_tokens} tokens."
+        super().__init__(f"{limit} However, the prompt is too long: {reason}.")
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Bounds:
         if num_chars > self.max_chars:
             raise TooLong(
                 self.max_model_len,
-                f"the text has {num_chars} characters; at most {self.max_chars} are allowed "
+                f"its text has {num_chars} characters; at most {self.max_chars} are allowed "
                 f"({self.max_prompt_len} tokens times {self.longest_token}, the characters of the longest token)",
             )
 
@@ -108,12 +110,12 @@ class Bounds:
         if num_tokens >= self.max_prompt_len:
             raise TooLong(
                 self.max_model_len,
-                f"the prompt has {num_tokens} tokens; at most {self.max_prompt_len - 1} are allowed "
+                f"it has {num_tokens} tokens; at most {self.max_prompt_len - 1} are allowed "
                 f"(max_model_len {self.max_model_len}, less one for the output)",
             )
         is_whole = self.max_prompt_len <= self.max_model_len  # otherwise the prompt will be truncated
         if is_whole and num_tokens > self.capacity:
-            raise TooLong(self.capacity, f"the prompt has {num_tokens} tokens; the KV cache holds {self.capacity}")
+            raise TooLong(self.capacity, f"it has {num_tokens} tokens; the KV cache holds {self.capacity}")
 
     def check_turns(self, turns: Sized, field: str) -> None:
         """Raise TooLong if a conversation has more messages or items than the context has tokens."""

@@ -202,8 +202,8 @@ def test_a_prompt_that_is_too_long(client, llm):
     check_error(client.post(CHAT, {"messages": messages}), 400, "messages", "context_length_exceeded")
 
 
-OVERFLOW = re.compile(r"^This model's maximum context length is (\d+) tokens\. However, ")
-"""What LangChain, LiteLLM and coding agents look for. They compact the conversation then."""
+OVERFLOW = re.compile(r"^This model's maximum context length is (\d+) tokens\. However, the prompt is too long: ")
+"""LiteLLM and coding agents look for the first sentence, LangChain for `prompt is too long`. Then they compact."""
 
 
 def check_overflow(response, param, num_tokens):

@@ -302,6 +302,7 @@ def test_responses_parse_and_call(client, model):
 @pytest.mark.slow  # its import takes as long as all other tests of this file
 def test_langchain_invokes_and_streams(server, model, offline):
     import langchain_openai
+    from langchain_core.exceptions import ContextOverflowError
 
     chat = langchain_openai.ChatOpenAI(
         base_url=server.url + "/v1", api_key=KEY, model=model, temperature=0, max_tokens=60
@@ -317,6 +318,8 @@ def test_langchain_invokes_and_streams(server, model, offline):
         base_url=server.url + "/v1", api_key=KEY, model=model, temperature=1, seed=1, max_tokens=500
     )
     assert isinstance(chat.with_structured_output(Person, method="json_schema").invoke("Who?"), Person)
+    with pytest.raises(ContextOverflowError):  # its agents summarise the conversation then
+        chat.invoke("block table " * 2000)
 
 
 # ---- curl
