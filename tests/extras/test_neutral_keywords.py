@@ -27,6 +27,7 @@ NEUTRAL = [  # a schema, and keywords that change nothing
     ({"type": "string"}, {"if": {"minLength": 1}, "then": {}, "else": {"title": "any"}}),
     ({"type": "string"}, {"$dynamicAnchor": "here"}),
     ({"type": "string", "maxLength": 3}, {"format": "an-own-one"}),
+    *((RECORD, {"$id": name}) for name in ("Output Format", "Größe", "List<City>", "a%zz")),
 ]
 KEPT = [
     {"propertyNames": {"type": "string", "pattern": "^a"}},
@@ -46,6 +47,7 @@ KEPT = [
     {"$defs": {"format": {"type": "string"}}},
     *({"format": name} for name in FORMATS),
     {"format": 3},
+    *({"$id": name} for name in ("City", "https://example.com/a%20b.json?x=1#", "urn:uuid:1-2", "")),
 ]
 VALUES = [{}, {"a": 1}, {"a": 1, "b": 2}, {"a": "x"}, [], ["x"], ["x", "x"], ["x", 1], "", "x", "xxxx", 1, None, True]
 # what zod 4 and pydantic write that the compiler does not know

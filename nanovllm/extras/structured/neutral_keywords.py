@@ -2,15 +2,18 @@
 
 Generators of schemas write them everywhere: zod has `propertyNames: {"type": "string"}` in every record, and other
 libraries have `uniqueItems: false`. `format` is an annotation in JSON Schema: a format that the compiler does not know
-is ignored, as in xgrammar and therefore in vLLM. A keyword with an effect stays, so that it is compiled or refused.
+is ignored, as in xgrammar and therefore in vLLM. An `$id` that is no URI, such as griptape's `Output Format`, names
+nothing that a reference could mean. A keyword with an effect stays, so that it is compiled or refused.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 """The formats that the compiler enforces."""
 ANNOTATIONS = ("title", "description", "$comment", "default", "examples", "deprecated", "readOnly", "writeOnly", "$id")
+URI = re.compile(r"(?:[\w\-.~:/?#\[\]@!$&'()*+,;=]|%[0-9A-Fa-f]{2})*", re.ASCII)
 OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 OF_ONE = ("additionalProperties", "unevaluatedProperties", "propertyNames", "items", "additionalItems",
           "unevaluatedItems", "contains", "not", "if", "then", "else")  # fmt: skip
@@ -51,6 +54,8 @@ def is_neutral_keyword(keyword: str, schema: Mapping[str, Any]) -> bool:
     value = schema[keyword]
     if keyword == "format":
         return isinstance(value, str) and value not in FORMATS
+    if keyword == "$id":
+        return isinstance(value, str) and not URI.fullmatch(value)
     if keyword in ("uniqueItems", "not"):
         return value is False
     if keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
