@@ -10,6 +10,9 @@ from nanovllm.extras.serve.parsers.parser_registry import Parsers
 from nanovllm.extras.serve.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from nanovllm.extras.structured.structured_params import StructuredOutputsParams
 
+LEAST_TOP_P = 1e-6
+"""Replaces 0, which OpenAI allows and the engine does not: both keep only the likeliest token."""
+
 Form = StructuredOutputsParams | None
 """What the output must fit (`structured_outputs.py`)."""
 
@@ -75,6 +78,8 @@ def with_fields(engine: LLMEngine, body: GenerationRequest, fields: dict[str, An
         raise APIError(400, message, "allowed_token_ids")
     given = {name: getattr(body, name) for name in SAME if getattr(body, name) is not None}
     fields |= {**given, "seed": to_seed(body.seed)}
+    if body.top_p == 0:
+        fields["top_p"] = LEAST_TOP_P
     if body.logit_bias is not None:
         fields["logit_bias"] = {to_token_id(key): bias for key, bias in body.logit_bias.items()}
     default = engine.parts.default_sampling_params

@@ -39,6 +39,14 @@ def test_greedy_tokens_are_those_of_transformers(client, tokenizer, tiny_checkpo
     }
 
 
+def test_top_p_0_keeps_only_the_likeliest_token(client):
+    """As OpenAI allows: `shell-gpt --top-p 0` sends it."""
+    greedy = client.ask(PATH, prompt=PROMPT, temperature=0, max_tokens=12, ignore_eos=True)
+    body = {"prompt": PROMPT, "temperature": 1, "max_tokens": 12, "ignore_eos": True, "n": 3}
+    texts = [choice["text"] for choice in client.ask(PATH, top_p=0, **body)["choices"]]
+    assert texts == [greedy["choices"][0]["text"]] * 3
+
+
 def test_usage_counts_cached_tokens(client, llm):
     prompt = [7] * 41
     cached = [

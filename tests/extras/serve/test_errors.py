@@ -49,7 +49,7 @@ BAD_FIELDS = [
     ("temperature", -0.1),
     ("temperature", True),
     ("temperature", [0.5]),
-    ("top_p", 0),
+    ("top_p", -0.1),
     ("top_p", 1.1),
     ("top_k", -2),
     ("top_k", 1.5),
