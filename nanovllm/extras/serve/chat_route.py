@@ -137,6 +137,8 @@ class Choice:
         choices = [{"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
         if choices:
             choices[-1] |= {"logprobs": logprobs, **self._end(completion)}
+        if logprobs and self._is_finished and self._token_bytes.is_special(completion.token_ids[-1]):
+            choices += split_end(choices.pop())
         self._num_chars, self._num_tokens = len(completion.text), len(completion.token_ids)
         return choices
 
@@ -152,3 +154,15 @@ class Choice:
             return None
         new = slice(self._num_tokens, None)
         return chat_logprobs(completion.logprobs[new], completion.token_ids[new], self._num_top, self._token_bytes)
+
+
+def split_end(choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the last choice of a stream as two if it has text: the second one has only the end, and the end token.
+
+    An end token has no text. Clients such as guidance take all tokens of a choice for its text.
+    """
+    if not choice["delta"]:
+        return [choice]
+    *shown, end_token = choice["logprobs"]["content"]
+    text = {"delta": choice["delta"], "logprobs": {"content": shown} if shown else None, "finish_reason": None}
+    return [{"index": choice["index"], **text}, choice | {"delta": {}, "logprobs": {"content": [end_token]}}]

@@ -143,6 +143,19 @@ def test_bytes_of_logprobs_add_up_to_the_text(client, stream):
     assert all(one["bytes"] for entry in entries for one in entry["top_logprobs"])
 
 
+def test_the_end_token_is_not_among_the_tokens_of_a_text(client, llm):
+    """guidance shows the tokens of each chunk that has text. `<` may begin a tag, so it is sent with the end."""
+    end = llm.engine.tokenizer.eos_token
+    body = {"messages": MESSAGES, "logprobs": True, "max_tokens": 9, "structured_outputs": {"choice": ["<"]}}
+    choices = [choice for event in client.events(PATH, **body) for choice in event["choices"]]
+    told = [(one["delta"].get("content"), [entry["token"] for entry in one["logprobs"]["content"]])
+            for one in choices if one["logprobs"]]  # fmt: skip
+    assert not [tokens for text, tokens in told if text and end in tokens]
+    assert "".join(one["delta"].get("content", "") for one in choices) == "<"
+    assert told[-1] == (None, [end])
+    assert [one["finish_reason"] for one in choices] == [None] * (len(choices) - 1) + ["stop"]
+
+
 def test_logprobs_without_top_show_the_token_alone(client):
     (choice,) = ask(client, logprobs=True, max_tokens=2)["choices"]
     assert [entry["top_logprobs"] for entry in choice["logprobs"]["content"]] == [[], []]
