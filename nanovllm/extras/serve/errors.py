@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE = 1000  # characters: a message quotes the bad value, which can be as long as the request
 BRANCH = re.compile(r"\[|^(str|int|float|bool|dict|constrained-str)$|^function-|^[A-Z]\w*$")
+NO_PATH = "Not Found"  # what Starlette says of a path that no route has
 TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable"}
 
 
@@ -110,6 +111,8 @@ def refuse(field: str) -> Iterator[None]:
 async def answer(request: Request, error: Exception) -> Response:
     """Log an exception, and return the response with the error."""
     told = as_api_error(error)
+    if told.status_code == 404 and told.detail == NO_PATH:
+        told = APIError(404, f"there is no {request.scope['path']}; the base URL of OpenAI's clients ends with /v1")
     if told.status_code == 500:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     else:

@@ -294,6 +294,13 @@ def test_other_paths_and_methods(client, method, path, status):
     check_error(client.request(method, path), status)
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/models", "/"])
+def test_a_wrong_base_url_is_told(client, path):
+    """Clients add `/chat/completions` to their `base_url`, and the user sees only the message."""
+    assert check_error(client.post(path, {}), 404).startswith(f"there is no {path}; ")
+    assert "ends with /v1" in check_error(client.get(path), 404)
+
+
 MALFORMED = {
     "nothing": b"",
     "not JSON": b"prompt=ab",

@@ -190,7 +190,7 @@ def test_the_conversation_is_the_chats(client, llm, monkeypatch):
         ({"input": []}, "input", ""),
         ({"input": 5}, "input", ""),
         ({"input": [{"type": "message", "role": "user"}] * MANY}, "input", str(MANY)),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "item_reference"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "with store=false"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input", "input.0"),
         ({"input": [{"role": "user", "content": "a"}, {"type": "function_call"}]}, "input", "input.1"),
         ({"input": [{"role": "user", "content": [{"type": "refusal", "refusal": "x"}]}]}, "input", "assistant"),

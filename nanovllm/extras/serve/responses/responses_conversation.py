@@ -24,6 +24,7 @@ from nanovllm.extras.serve.responses.responses_protocol import (
 )
 
 SHARED = GenerationRequest.model_fields.keys() - {"stream_options", "response_format", "n"}
+NO_REFERENCES = "items are not stored, so they cannot be referenced; clients send the items themselves with store=false"
 FIELDS = {"messages": "input", "response_format": "text", "max_completion_tokens": "max_output_tokens"}
 """Name of a chat's field -> name of the response's field."""
 
@@ -104,7 +105,7 @@ def read_item(index: int, given: dict[str, Any]) -> Any:
     """Return the item number `index` of the input, checked. Raises APIError 400 or RequestValidationError."""
     kind = given.get("type", "message")
     if not isinstance(kind, str) or kind not in ITEMS:
-        stored = " (items are not stored, so they cannot be referenced)" if kind == "item_reference" else ""
+        stored = f" ({NO_REFERENCES})" if kind == "item_reference" else ""
         raise APIError(400, f"input.{index}.type must be one of {', '.join(ITEMS)}{stored}, got {kind!r}", "input")
     try:
         return ITEMS[kind].model_validate(given)
