@@ -2,7 +2,7 @@
 
 Generators of schemas write them everywhere: zod has `propertyNames: {"type": "string"}` in every record, and other
 libraries have `uniqueItems: false`. `format` is an annotation in JSON Schema: a format that the compiler does not know
-is ignored, as in xgrammar and therefore in vLLM. An `$id` that is no URI, such as griptape's `Output Format`, names
+is ignored, as in xgrammar and therefore in vLLM. An `$id` that is not a URI, such as griptape's `Output Format`, names
 nothing that a reference could mean. A keyword with an effect stays, so that it is compiled or refused.
 """
 
