@@ -42,9 +42,10 @@ class JSONRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
+        model = None if self.body_field is None else self.body_field.field_info.annotation
 
         async def read_and_handle(request: Request) -> Response:
-            read = JSONRequest(request.scope, request.receive, request.app.state.server)
+            read = JSONRequest(request.scope, request.receive, request.app.state.server, model)
             try:
                 return await handle(read)
             except Exception as error:  # otherwise Starlette answers outside the middleware, and raises it again
@@ -56,11 +57,15 @@ class JSONRoute(APIRoute):
 
 
 class JSONRequest(Request):
-    """A request whose body FastAPI reads. Raises APIError if the body is not JSON or exceeds a limit."""
+    """A request whose body FastAPI reads. Raises APIError if the body is not JSON or exceeds a limit.
 
-    def __init__(self, scope: Any, receive: Any, server: Server) -> None:
+    model: the pydantic model of the body; None if only `body` is called.
+    """
+
+    def __init__(self, scope: Any, receive: Any, server: Server, model: Any = None) -> None:
         super().__init__(scope, receive)
         self._server = server
+        self._model = model
         self._bytes = b""
         self._num_counted = 0
         self.state.num_bytes = 0  # read by `Workers.run`
@@ -83,16 +88,22 @@ class JSONRequest(Request):
         return self._bytes[:1]
 
     async def json(self) -> Any:
-        """Return the JSON value of the body. A long body is parsed in a thread, in the same way as a short one."""
+        """Return the JSON value of the body. A long body is parsed in a thread, in the same way as a short one.
+
+        The names of fields that have no effect are logged.
+        """
         body, self._bytes = self._bytes, b""
         most = self._server.bounds.max_values
         try:
             if len(body) <= SHORT_BODY:
-                return parse(body, most)
-            with told():
-                return await self._server.workers.run(self, lambda check: parse(body, most))
+                value = parse(body, most)
+            else:
+                with told():
+                    value = await self._server.workers.run(self, lambda check: parse(body, most))
         finally:
             self._stop_counting()
+        self._server.ignored_fields.note(self.url.path, self._model, value)
+        return value
 
     def forget(self) -> None:
         """Release the memory of the body. Called when the request has been answered, or its answer has begun."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from nanovllm.extras.lazy_outputs import CompletionOutput
+from nanovllm.extras.lazy_outputs import CompletionOutput, RequestOutput
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.serve.answer import Answer, merge
 from nanovllm.extras.serve.body import JSONRoute
@@ -67,12 +67,13 @@ class Chat:
         self._generation = generation
         self._model_name = model_name
         self._choices = [Choice(body, i, answer, token_bytes) for i, answer in enumerate(answers)]
+        self._shows_prompt = bool(body.return_token_ids)  # in the next chunk
 
     def whole(self) -> dict[str, Any]:
         """Return the JSON of the whole answer."""
         (output,) = self._generation.latest.values()
         choices = [self._choices[completion.index].whole(completion) for completion in output.outputs]
-        return self._head("chat.completion", choices) | {"usage": usage_of([output])}
+        return self._head("chat.completion", choices) | {"usage": usage_of([output])} | self._prompt_ids(output)
 
     async def chunks(self) -> AsyncIterator[Iterable[dict[str, Any]]]:
         """Yield the JSON of the stream's chunks, several at a time."""
@@ -82,7 +83,7 @@ class Chat:
             if options and options.continuous_usage_stats:
                 extra = {"usage": usage_of(outputs)}
             yield (
-                self._head("chat.completion.chunk", [choice]) | extra
+                self._head("chat.completion.chunk", [choice]) | extra | self._prompt_ids(output)
                 for output in outputs
                 for completion in output.outputs
                 for choice in self._choices[completion.index].grow(completion)
@@ -90,6 +91,11 @@ class Chat:
         if options and options.include_usage:
             usage = usage_of(list(self._generation.latest.values()))
             yield [self._head("chat.completion.chunk", []) | {"usage": usage}]
+
+    def _prompt_ids(self, output: RequestOutput) -> dict[str, list[int]]:
+        """Return the field with the prompt's token ids, if the answer must contain it and does not have it yet."""
+        shows, self._shows_prompt = self._shows_prompt, False
+        return {"prompt_token_ids": output.prompt_token_ids} if shows else {}
 
     def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -109,6 +115,7 @@ class Choice:
         self._answer = answer
         self._token_bytes = token_bytes
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
+        self._shows_ids = body.return_token_ids
         self._num_chars = 0
         self._num_tokens = 0
         self._is_finished = False
@@ -116,12 +123,12 @@ class Choice:
     def whole(self, completion: CompletionOutput) -> dict[str, Any]:
         """Return the JSON of the whole choice."""
         deltas = self._answer.feed(completion.text, is_last=True)
-        return {
+        choice: dict[str, Any] = {
             "index": self._index,
             "message": merge(deltas),
             "logprobs": self._logprobs(completion),
-            **self._end(completion),
         }
+        return choice | self._token_ids(completion) | self._end(completion)
 
     def grow(self, completion: CompletionOutput) -> list[dict[str, Any]]:
         """Return the choices of the next chunks. The first contains the role, the last the finish reason."""
@@ -129,14 +136,14 @@ class Choice:
             return []
         is_first, self._is_finished = self._num_tokens == 0, completion.finish_reason is not None
         deltas = self._answer.feed(completion.text[self._num_chars :], self._is_finished)
-        logprobs = self._logprobs(completion)
+        logprobs, token_ids = self._logprobs(completion), self._token_ids(completion)
         if is_first:
             deltas.insert(0, {"role": "assistant", "content": ""})
-        if not deltas and (self._is_finished or logprobs):
+        if not deltas and (self._is_finished or logprobs or token_ids.get("token_ids")):
             deltas = [{}]
         choices = [{"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
         if choices:
-            choices[-1] |= {"logprobs": logprobs, **self._end(completion)}
+            choices[-1] |= {"logprobs": logprobs, **token_ids, **self._end(completion)}
         if logprobs and self._is_finished and self._token_bytes.is_special(completion.token_ids[-1]):
             choices += split_end(choices.pop())
         self._num_chars, self._num_tokens = len(completion.text), len(completion.token_ids)
@@ -147,6 +154,10 @@ class Choice:
         if reason is None:
             return {"finish_reason": None}
         return {"finish_reason": self._answer.finish_reason(reason), "stop_reason": completion.stop_reason}
+
+    def _token_ids(self, completion: CompletionOutput) -> dict[str, Any]:
+        """Return the field with the token ids that have not been sent, if the answer must contain it."""
+        return {"token_ids": list(completion.token_ids[self._num_tokens :])} if self._shows_ids else {}
 
     def _logprobs(self, completion: CompletionOutput) -> dict[str, Any] | None:
         """Return the log-probabilities of the tokens that have not been sent; None if not requested."""

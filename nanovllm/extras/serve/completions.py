@@ -123,6 +123,7 @@ class Choice:
         if self._is_finished:
             return None
         text, token_ids, logprobs, offsets = "", [], [], []
+        shown_ids = self._shown_ids(output, completion)
         has_logprobs = self._body.logprobs is not None
         if self._body.echo and not self._is_begun:
             text += self._prompt_text(output)
@@ -140,16 +141,24 @@ class Choice:
         self._num_chars, self._num_tokens = len(completion.text), len(completion.token_ids)
         self._is_begun, self._is_finished = True, completion.finish_reason is not None
         shows_logprobs = has_logprobs and bool(token_ids)
-        if not (text or shows_logprobs or self._is_finished):
+        if not (text or shows_logprobs or shown_ids.get("token_ids") or self._is_finished):
             return None
         told = completion_logprobs(logprobs, token_ids, offsets, self._token_bytes) if shows_logprobs else None
         return {
             "index": self._index,
             "text": text,
             "logprobs": told,
+            **shown_ids,
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
         }
+
+    def _shown_ids(self, output: RequestOutput, completion: CompletionOutput) -> dict[str, list[int]]:
+        """Return the fields with the token ids that have not been sent, if the answer must contain them."""
+        if not self._body.return_token_ids:
+            return {}
+        new_ids = list(completion.token_ids[self._num_tokens :]) if self._body.max_tokens != 0 else []
+        return {"token_ids": new_ids} | ({} if self._is_begun else {"prompt_token_ids": output.prompt_token_ids})
 
     def _prompt_text(self, output: RequestOutput) -> str:
         is_whole = self._body.truncate_prompt_tokens is None

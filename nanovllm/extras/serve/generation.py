@@ -45,6 +45,7 @@ class Generation:
         self._server = server
         self._num_new = 0
         self._num_told: dict[str, int] = {}
+        self._shows_ids = False
         self._prompts = prompts
         self.params = params
         self._arrival_time = time.monotonic()
@@ -56,6 +57,7 @@ class Generation:
         most, num_choices = self._server.options.max_choices, len(self._prompts) * self.params.n
         if num_choices > most:
             raise APIError(400, f"a request may have {most} completions (prompts times n), got {num_choices}", "n")
+        self._shows_ids = bool(getattr(body, "return_token_ids", None))
         self._llm = self._server.check_ready()
         check_max_tokens(body, self._llm.engine.parts.max_model_len)
         check_lengths(self._prompts, prompt_field, self._server.bounds.of_prompts(body))
@@ -99,6 +101,8 @@ class Generation:
         num_told = num_tokens * (1 + (self.params.logprobs or 0))
         if output.prompt_logprobs:
             num_told += len(output.prompt_logprobs) * (1 + (self.params.prompt_logprobs or 0))
+        if self._shows_ids:
+            num_told += num_tokens + len(output.prompt_token_ids) * len(output.outputs)
         return num_told
 
     @property

@@ -1,4 +1,4 @@
-"""Define the fields of a request's JSON: OpenAI's and vLLM's. Types are strict; unknown fields are ignored.
+"""Define the fields of a request's JSON: OpenAI's and vLLM's. Types are strict; unknown fields are logged and ignored.
 
 These models refuse values that no engine accepts. `sampling.py` converts the fields to `SamplingParams`, which check
 the rest. https://platform.openai.com/docs/api-reference
@@ -103,6 +103,8 @@ class JsonSchema(StrictModel):
 
     name: Name | None = None
     schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+    """No effect: the answer always fits the schema."""
 
 
 class ResponseFormat(StrictModel):
@@ -223,6 +225,8 @@ class CompletionRequest(GenerationRequest):
     """Whether the tokenizer adds its special tokens to a text; true by default."""
     suffix: Text | None = None
     """Accepted only if it is empty."""
+    return_token_ids: bool | None = None
+    """Whether each choice contains the token ids of its text and of its prompt, as in vLLM."""
 
     @model_validator(mode="after")
     def _check_max_tokens(self) -> "CompletionRequest":
@@ -357,6 +361,8 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
     top_logprobs: Whole | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     parallel_tool_calls: bool | None = None
     """False allows at most one call."""
+    return_token_ids: bool | None = None
+    """Whether the answer contains the token ids of the prompt, and each choice those of its text, as in vLLM."""
 
     @model_validator(mode="after")
     def _check_chat(self) -> "ChatCompletionRequest":

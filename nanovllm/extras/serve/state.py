@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 from nanovllm.extras.serve.async_llm import AsyncLLM
 from nanovllm.extras.serve.bounds import Bounds
 from nanovllm.extras.serve.errors import APIError
+from nanovllm.extras.serve.ignored_fields import IgnoredFields
 from nanovllm.extras.serve.metrics_route import Metrics
 from nanovllm.extras.serve.parsers.parser_registry import Parsers
 from nanovllm.extras.serve.serve_checks import (
@@ -88,6 +89,7 @@ class Server:
     """Requests that the engine has not finished."""
     body_bytes: Counter[str] = field(default_factory=Counter)
     """Caller -> number of bytes of its large bodies that have not been parsed."""
+    ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property

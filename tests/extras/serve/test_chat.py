@@ -240,3 +240,31 @@ def test_the_template_gets_effort_and_documents(client, llm, monkeypatch):
     for bad in ({"documents": "a"}, {"documents": ["a"]}, {"reasoning_effort": 3}):
         response = client.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], **bad})
         assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(bad)))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_token_ids_are_returned_if_requested(client, llm, n):
+    """Oracle: the tokenizer, which has a token for each byte. In a stream, the prompt's are in the first chunk."""
+    tokenizer, fields = llm.engine.tokenizer, {"n": n, "temperature": 1.0, "seed": 4, "return_token_ids": True}
+    whole = ask(client, **fields)
+    assert whole["prompt_token_ids"] == tokenizer.encode(PROMPT)
+    for choice in whole["choices"]:
+        assert len(choice["token_ids"]) == 12
+        assert tokenizer.decode(choice["token_ids"], skip_special_tokens=True) == choice["message"]["content"]
+    chunks = client.events(PATH, messages=MESSAGES, max_tokens=12, ignore_eos=True, **fields)
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert not [chunk for chunk in chunks[1:] if "prompt_token_ids" in chunk]
+    for expected in whole["choices"]:
+        mine = [c for chunk in chunks for c in chunk["choices"] if c["index"] == expected["index"]]
+        assert sum([c.get("token_ids", []) for c in mine], []) == expected["token_ids"]
+    plain = ask(client, **{**fields, "return_token_ids": False})
+    assert "prompt_token_ids" not in plain
+    assert not [choice for choice in plain["choices"] if "token_ids" in choice]
+
+
+def test_token_ids_of_tool_calls_are_complete(client):
+    """A stream has chunks for tokens that show no text, such as those of a tag."""
+    fields = {"tools": [ADD], "tool_choice": "required", "max_tokens": 60, "return_token_ids": True}
+    whole = client.ask(PATH, messages=MESSAGES, seed=1, **fields)["choices"][0]["token_ids"]
+    chunks = client.events(PATH, messages=MESSAGES, seed=1, **fields)
+    assert sum([c.get("token_ids", []) for chunk in chunks for c in chunk["choices"]], []) == whole

@@ -103,6 +103,30 @@ def test_a_stream_adds_up_to_the_whole(client, echo, logprobs, n):
                 assert streamed == values if name in ("tokens", "text_offset") else close(streamed, values)
 
 
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 6])
+def test_token_ids_are_returned_if_requested(client, tokenizer, echo, max_tokens):
+    """Each choice has those of its prompt and of its text, in its first chunk and in all chunks. `echo` adds none."""
+    if max_tokens == 0 and not echo:
+        return
+    texts, fields = ["abc", "wxyz"], {"max_tokens": max_tokens, "n": 2, "seed": 3, "ignore_eos": True, "echo": echo}
+    fields |= {"prompt": texts, "return_token_ids": True}
+    choices = client.ask(PATH, **fields)["choices"]
+    for choice in choices:
+        prompt = texts[choice["index"] // 2]
+        assert choice["prompt_token_ids"] == tokenizer.encode(prompt)
+        assert len(choice["token_ids"]) == max_tokens
+        assert prompt * echo + text_of(tokenizer, choice["token_ids"]) == choice["text"]
+    streamed = [choice for chunk in client.events(PATH, **fields) for choice in chunk["choices"]]
+    for expected in choices:
+        first, *others = [choice for choice in streamed if choice["index"] == expected["index"]]
+        assert first["prompt_token_ids"] == expected["prompt_token_ids"]
+        assert not [choice for choice in others if "prompt_token_ids" in choice]
+        assert sum([choice["token_ids"] for choice in [first, *others]], []) == expected["token_ids"]
+    plain = client.ask(PATH, **{**fields, "return_token_ids": None})["choices"]
+    assert not [choice for choice in plain if {"token_ids", "prompt_token_ids"} & choice.keys()]
+
+
 def close(left, right):
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(close(left[key], right[key]) for key in left)
