@@ -106,15 +106,19 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 # ---- config.json
 
+AWQ_NAMES = {"bits": "w_bit", "group_size": "q_group_size"}
+"""Name of a field -> its name in checkpoints of AutoAWQ and llm-awq."""
+
 
 def read_awq(raw: Mapping[str, Any]) -> Format:
-    check("version", str(raw.get("version", "gemm")).lower(), ("gemm",))
-    check("zero_point", raw.get("zero_point", True), (True,))
-    return Format("awq", check("bits", raw.get("bits", raw.get("w_bit")), (4,)), group_size(raw.get("group_size")))
+    check("version", str(value_of(raw, "version", "gemm")).lower(), ("gemm",))
+    check("zero_point", value_of(raw, "zero_point", True), (True,))
+    bits, size = (value_of(raw, name, raw.get(older)) for name, older in AWQ_NAMES.items())
+    return Format("awq", check("bits", bits, (4,)), group_size(size))
 
 
 def read_gptq(raw: Mapping[str, Any]) -> Format:
-    form = check("checkpoint_format", raw.get("checkpoint_format", "gptq"), ("gptq", "gptq_v2"))
+    form = check("checkpoint_format", value_of(raw, "checkpoint_format", "gptq"), ("gptq", "gptq_v2"))
     check("dynamic", raw.get("dynamic") or None, (None,))
     bits = check("bits", raw.get("bits"), BITS)
     return Format("gptq", bits, group_size(raw.get("group_size")), zero_offset=form == "gptq")
@@ -127,14 +131,19 @@ def read_compressed(raw: Mapping[str, Any]) -> Format:
     for field in ("kv_cache_scheme", "sparsity_config"):
         check(field, raw.get(field) or None, (None,))
     weights, inputs = groups[0].get("weights") or {}, groups[0].get("input_activations")
-    check("weights: type", weights.get("type", "int"), ("int",))
+    check("weights: type", value_of(weights, "type", "int"), ("int",))
     check("weights: actorder", weights.get("actorder"), (None, False, "weight", "static"))  # without a g_idx
     check("input_activations: dynamic", (inputs or {"dynamic": True}).get("dynamic"), (True,))
     check("input_activations: num_bits", (inputs or {"num_bits": 8}).get("num_bits"), (8,))
     strategy = check("weights: strategy", weights.get("strategy"), ("group", "channel"))
     bits = check("weights: num_bits", weights.get("num_bits"), BITS if name == "pack-quantized" else (8,))
     size = group_size(weights.get("group_size")) if strategy == "group" else None
-    return Format(name, bits, size, has_zeros=not weights.get("symmetric", True))
+    return Format(name, bits, size, has_zeros=not value_of(weights, "symmetric", True))
+
+
+def value_of(raw: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return the value of a field, or the default if the field is absent or null."""
+    return default if raw.get(name) is None else raw[name]
 
 
 def group_size(value: Any) -> int | None:

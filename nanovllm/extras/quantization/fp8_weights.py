@@ -59,7 +59,7 @@ class Fp8:
 
 def read_fp8(raw: Mapping[str, Any]) -> Fp8:
     """Read the `quantization_config` of `quant_method: fp8`."""
-    check_format("fmt", raw.get("fmt", "e4m3"))
+    check_format("fmt", raw.get("fmt") or "e4m3")
     block = raw.get("weight_block_size")
     return Fp8(None, "weight_scale") if block is None else Fp8(as_block(block), "weight_scale_inv")
 

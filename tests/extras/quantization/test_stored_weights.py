@@ -1,5 +1,6 @@
 """Checkpoints that are quantised already: what they mean in float64, what they answer, and what is refused by name."""
 
+import copy
 import shutil
 from functools import partial
 
@@ -13,6 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from nanovllm import LLM, TINY_QWEN3, SamplingParams
 from nanovllm.extras.kernels.cpu.cpu_quantised import replace_quantised
 from nanovllm.extras.quantization.formats import Format
+from nanovllm.extras.quantization.stored import read_format
 from tests.conftest import every_second
 from tests.extras.kernels.processors import need_a_compiler
 from tests.extras.models.architectures import Checkpoints
@@ -124,6 +126,38 @@ def test_a_checkpoint_means_what_its_format_says(name, tmp_path, expected):
     assert answer(llm) == expected
 
 
+def formats_of(config):
+    """The parsed format, or what is wrong."""
+    try:
+        return read_format("quantization_config", config)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *FLOATS])
+def test_null_is_an_absent_field(name):
+    config = {**FORMATS, **FLOATS}[name][0]
+    more = ("checkpoint_format", "dynamic", "version", "w_bit", "q_group_size", "zero_point", "fmt", "kv_cache_scheme",
+            "sparsity_config", "weight_block_size")  # fmt: skip
+    for field in {*config, *more} - {"quant_method"}:
+        rest = {key: value for key, value in config.items() if key != field}
+        assert formats_of({**config, field: None}) == formats_of(rest), field
+    for group in config.get("config_groups", {}):
+        weights = config["config_groups"][group]["weights"]
+        for field in (*weights, "type", "symmetric", "actorder", "block_structure"):
+            given, absent = copy.deepcopy(config), copy.deepcopy(config)
+            given["config_groups"][group]["weights"][field] = None
+            absent["config_groups"][group]["weights"].pop(field, None)
+            assert formats_of(given) == formats_of(absent), field
+
+
+def test_awqs_older_names():
+    """Those of AutoAWQ and llm-awq, which vLLM takes too."""
+    older = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"}
+    assert formats_of(older) == formats_of({**AWQ, "group_size": 64})
+    assert formats_of({**older, "w_bit": 8}) == formats_of({**AWQ, "bits": 8})
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_gptqs_zeros_wrap(bits):
     """A group without negative weights has a zero of 0, which is stored as the largest number."""
@@ -223,6 +257,8 @@ def test_biases_are_loaded(tmp_path):
 NOT_KNOWN = [
     ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "quantised with bitsandbytes, .*known are awq, gptq"),
     ({**AWQ, "bits": 3}, "field bits .* must be 4, config.json has 3"),
+    ({**AWQ, "group_size": None, "q_group_size": 256}, "field group_size .* config.json has 256"),
+    ({**AWQ, "group_size": None}, "field group_size .* config.json has None"),
     ({**AWQ, "version": "gemv"}, "field version .* must be 'gemm', config.json has 'gemv'"),
     ({**AWQ, "group_size": 256}, "field group_size .* must be 32 or 64 or 128 or -1, config.json has 256"),
     ({**GPTQ, "bits": 3}, "field bits .* must be 4 or 8, config.json has 3"),
