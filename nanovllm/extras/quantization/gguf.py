@@ -7,8 +7,8 @@ Both kinds have blocks of 32 inputs, with a scale in float16:
     Q4_0    scale, 16 bytes: q[j] + 16 · q[16 + j]    weight = scale · (q − 8)
 
 Projections of other quantised kinds (Q4_K, ...) are refused by name. All other tensors (embeddings, norms, biases) are
-widened to the model's dtype, whatever their kind. As in llama.cpp, `output.weight` is the output layer if the file has
-it, even if config.json says that the embeddings are tied.
+widened to the model's dtype, whatever their kind. As in llama.cpp, the file decides whether the embeddings are tied, and
+not config.json: `output.weight` is the output layer if the file has it, otherwise the token embeddings are.
 """
 
 import logging
@@ -51,6 +51,9 @@ def load_gguf(
     if config.tie_word_embeddings and file.has_own_head():
         logger.info("%s has an output layer of its own, though config.json ties it to the embeddings", file.path)
         config = replace(config, tie_word_embeddings=False)
+    elif not config.tie_word_embeddings and not file.has("lm_head.weight"):
+        logger.info("%s has no output.weight, so the token embeddings are the output layer", file.path)
+        config = replace(config, tie_word_embeddings=True)
     with torch.device("meta"):
         model = model_class(config, backend)
     found = {path: layer for path, layer in model.named_modules() if file.keeps(path, layer)}

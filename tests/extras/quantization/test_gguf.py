@@ -110,6 +110,10 @@ def tokens_of(llm):
     return llm.generate([[5, 7, 11, 200], [3] * 20], GREEDY, use_tqdm=False)
 
 
+def answers_of(llm):
+    return [output.outputs[0].token_ids for output in tokens_of(llm)]
+
+
 def read(folder, **options):
     return eager(folder, load_format="gguf", **options)
 
@@ -181,6 +185,20 @@ def test_an_output_layer_of_the_file_is_loaded_though_the_config_ties_it(qwen2, 
     model = found.engine.runner.model
     assert torch.equal(model.model.embed_tokens.weight, tensors["model.embed_tokens.weight"])
     assert (model.lm_head is model.model.embed_tokens) == (not changed), "equal tensors take their memory once"
+
+
+def test_without_an_output_layer_the_embeddings_are_tied(llama, tmp_path):
+    """As in llama.cpp, though config.json says that they are not. Oracle: the same checkpoint with tied embeddings."""
+    shutil.copytree(llama, tmp_path / "tied")
+    tensors = load_file(llama / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "tied" / "model.safetensors")
+    edit_config(tmp_path / "tied", tie_word_embeddings=True)
+    write(tmp_path / "model", llama, "llama", "F32", change=lambda tensors: tensors.pop("lm_head.weight"))
+    found, expected = read(tmp_path / "model"), eager(tmp_path / "tied")
+    assert answers_of(found) == answers_of(expected)
+    model = found.engine.runner.model
+    assert model.lm_head is model.model.embed_tokens
 
 
 def test_an_output_layer_of_another_kind_than_the_embeddings(tmp_path):
