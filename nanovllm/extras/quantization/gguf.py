@@ -7,7 +7,7 @@ Both kinds have blocks of 32 inputs, with a scale in float16:
     Q4_0    scale, 16 bytes: q[j] + 16 · q[16 + j]    weight = scale · (q − 8)
 
 Projections of other quantised kinds (Q4_K, ...) are refused by name. All other tensors (embeddings, norms, biases) are
-widened to the model's dtype, whatever their kind. As in llama.cpp, the file decides whether the embeddings are tied, and
+widened to the model's dtype, whatever their kind. As in llama.cpp, the file decides whether the embeddings are tied,
 not config.json: `output.weight` is the output layer if the file has it, otherwise the token embeddings are.
 """
 
