@@ -98,7 +98,7 @@ def test_all_schemas_compile(with_tokenizer):
         compiler.compile({"json": {**schema, **keywords}})
     for name in (*FORMATS, *OF_GENERATORS):
         compiler.compile({"json": {"type": "object", "properties": {"a": {"type": "string", "format": name}}}})
-    for schema in KEPT[:11]:
+    for schema in KEPT[2:11]:
         with pytest.raises(ValueError, match="Unimplemented"):
             compiler.compile({"json": schema})
 

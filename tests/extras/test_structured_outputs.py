@@ -82,6 +82,15 @@ def containers(inner):
         st.dictionaries(st.text('abcé "', min_size=1, max_size=3), inner, max_size=3),
         st.randoms(use_true_random=False),
     )
+    records = st.builds(
+        lambda names, values: {
+            "type": "object",
+            "propertyNames": {"type": "string", "enum": names},
+            "additionalProperties": values,
+            "required": names[:1],
+        },
+        st.lists(st.text('abcé "', min_size=1, max_size=3), min_size=1, max_size=2), inner,
+    )  # fmt: skip
     arrays = st.builds(
         lambda items, least, more: {"type": "array", "items": items, "minItems": least, "maxItems": least + more},
         inner, st.integers(0, 2), st.integers(0, 2),
@@ -90,7 +99,7 @@ def containers(inner):
         lambda a, b: {"type": "array", "prefixItems": [a, b], "items": False, "minItems": 2}, inner, inner
     )
     either = st.builds(lambda a, b: {"anyOf": [a, b]}, inner, inner)
-    return st.one_of(objects, arrays, pairs, either)
+    return st.one_of(objects, records, arrays, pairs, either)
 
 
 SCHEMAS = st.recursive(SCALARS, containers, max_leaves=6)

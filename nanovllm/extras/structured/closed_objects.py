@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from nanovllm.extras.structured.neutral_keywords import remove_neutral
+from nanovllm.extras.structured.property_names import replace_property_names
 from nanovllm.extras.structured.structured_params import schema_text
 
 MAX_COST = 300_000  # names and characters that are examined: nested combinations of schemas grow fast
@@ -45,6 +46,7 @@ def closed_text(schema: str | Mapping[str, Any]) -> str:
     parsed = json.loads(schema_text(schema))
     try:
         remove_neutral(parsed, look_up)
+        replace_property_names(parsed, look_up)
         Closer(parsed).close(parsed)
         return json.dumps(parsed)
     except RecursionError:

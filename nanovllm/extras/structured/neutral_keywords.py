@@ -25,14 +25,20 @@ def remove_neutral(root: Any, look_up: Callable[[Any, str], Any]) -> None:
 
     `look_up` returns the target of a reference, or None.
     """
+    for schema in schemas_within(root, look_up):
+        for keyword in [keyword for keyword in schema if is_neutral_keyword(keyword, schema)]:
+            del schema[keyword]
+
+
+def schemas_within(root: Any, look_up: Callable[[Any, str], Any]) -> Iterator[dict[str, Any]]:
+    """Yield a schema, its inner schemas, and what its references lead to. Each may be changed when it is yielded."""
     seen: set[int] = set()
     todo = [root]
     while todo:
         schema = todo.pop()
         if isinstance(schema, dict) and id(schema) not in seen:
             seen.add(id(schema))
-            for keyword in [keyword for keyword in schema if is_neutral_keyword(keyword, schema)]:
-                del schema[keyword]
+            yield schema
             todo += inner_schemas(schema)
             if isinstance(schema.get("$ref"), str):
                 todo.append(look_up(root, schema["$ref"]))
