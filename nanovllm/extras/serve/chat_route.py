@@ -176,4 +176,7 @@ def split_end(choice: dict[str, Any]) -> list[dict[str, Any]]:
         return [choice]
     *shown, end_token = choice["logprobs"]["content"]
     text = {"delta": choice["delta"], "logprobs": {"content": shown} if shown else None, "finish_reason": None}
-    return [{"index": choice["index"], **text}, choice | {"delta": {}, "logprobs": {"content": [end_token]}}]
+    end = {"delta": {}, "logprobs": {"content": [end_token]}}
+    if "token_ids" in choice:  # `return_token_ids`
+        text["token_ids"], end["token_ids"] = choice["token_ids"][:-1], choice["token_ids"][-1:]
+    return [{"index": choice["index"], **text}, choice | end]
