@@ -18,11 +18,12 @@ MAX_NAME_CHARS = 1024
 MAX_CHOICES_OF_FORM = 4096
 MAX_FORM = 2**16  # characters of a schema, expression or grammar, which needs far more memory when it is parsed
 MAX_TOP_LOGPROBS = 20  # for each token
-MAX_TOOLS = 128
+MAX_TOOLS = 512
 MAX_DOCUMENTS = 1024
 CONFLICT = "conflict"  # the type, in pydantic's errors, of a conflict between several fields
 BOTH_ENDS = "continue_final_message and add_generation_prompt exclude each other"
 FUNCTION_NAME = r"^[a-zA-Z0-9_.\-]{1,64}$"
+QUALIFIED_NAME = r"^[a-zA-Z0-9_.\-]{1,129}$"  # a function's name after that of its namespace and a dot
 
 
 def check_text(text: str) -> str:
@@ -135,7 +136,7 @@ class StructuredOutputs(StrictModel):
 class Function(StrictModel):
     """A function that the model may call."""
 
-    name: str = Field(pattern=FUNCTION_NAME)
+    name: str = Field(pattern=QUALIFIED_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     """A JSON schema of the arguments. None: the function has no arguments."""

@@ -10,7 +10,8 @@ from typing import get_args
 import pytest
 from test_structured import ADD, CALL, FORMAT, MESSAGES, NUMBER, SCHEMA, TEMPLATE, WEATHER
 
-from nanovllm.extras.serve.responses.responses_protocol import Include, ResponseTool
+from nanovllm.extras.serve.responses.responses_conversation import to_chat
+from nanovllm.extras.serve.responses.responses_protocol import Include, ResponsesRequest, ResponseTool
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
 FLAT_ADD = {"type": "function", **ADD["function"]}
@@ -280,7 +281,8 @@ CODEX_COMPACTION = {"tools": [], "parallel_tool_calls": False}
 def test_codex_is_answered(client, llm, monkeypatch):
     """Its turns and the compaction of its history. Oracle: the prompt as the template writes it, functions only."""
     monkeypatch.setattr(llm.engine.tokenizer, "chat_template", TEMPLATE)
-    functions, turn = "[exec_command][get_goal]", "system:You are.|user:What?|"
+    functions = "[exec_command][multi_agent_v1.close_agent][get_goal]"
+    turn = "system:You are.|user:What?|"
     for items, others, prompt in (
         (CODEX_TURN, {}, functions + turn),
         (CODEX_TURN + CODEX_HISTORY, {}, functions + turn + 'assistant:exec_command{"a": 1}|tool:Output:\nhi|'),
@@ -288,7 +290,90 @@ def test_codex_is_answered(client, llm, monkeypatch):
     ):
         response = stream(client, **{**CODEX, "input": items, "max_output_tokens": 2, **others})[-1]["response"]
         assert response["usage"]["input_tokens"] == len(prompt)
-        assert [tool["name"] for tool in response["tools"]] == ([] if others else ["exec_command", "get_goal"])
+        names = [] if others else ["exec_command", "multi_agent_v1", "get_goal"]
+        assert [tool["name"] for tool in response["tools"]] == names
+
+
+NAMESPACES = [
+    {"type": "namespace", "name": "one", "description": "First.", "tools": [{"type": "custom", "name": "x"}, FLAT_ADD]},
+    {"type": "namespace", "name": "two", "description": "Second.", "tools": [FLAT_ADD]},
+    FLAT_ADD,
+]
+
+
+@pytest.mark.parametrize("stream_it", [False, True])
+def test_functions_in_namespaces_are_called_by_both_names(client, stream_it):
+    """Codex 0.169 runs such a call only if the item has `namespace` and the function's own name."""
+    text = "\n".join(CALL.replace("add", name) for name in ("two.add", "add", "one.add"))
+    response = scripted(client, text, stream_it, tools=NAMESPACES)
+    names = [(call.get("namespace"), call["name"], call["arguments"]) for call in response["output"]]
+    assert names == [("two", "add", '{"a": 1}'), (None, "add", '{"a": 1}'), ("one", "add", '{"a": 1}')]
+    assert "namespace" not in response["output"][1]
+    shown = [(tool["type"], [one["name"] for one in tool.get("tools", [])]) for tool in response["tools"]]
+    assert shown == [("namespace", ["add"]), ("namespace", ["add"]), ("function", [])]
+
+
+def test_calls_of_functions_in_namespaces_come_back(client, llm, monkeypatch):
+    """Oracle: the prompt as the template writes it."""
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", TEMPLATE)
+    history = [
+        {"role": "user", "content": "What?"},
+        {"type": "function_call", "id": "fc_1", "call_id": "c", "namespace": "two", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "3", "namespace": "two"},
+    ]
+    prompt = "[one.add][two.add][add]user:What?|assistant:two.add{}|tool:3|"
+    answer = ask(client, input=history, tools=NAMESPACES, max_output_tokens=1)
+    assert answer["usage"]["input_tokens"] == len(prompt)
+
+
+@pytest.mark.parametrize(
+    ("choice", "called"),
+    [
+        ({"type": "function", "name": "two.add"}, {("two", "add")}),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "namespace", "name": "one"}]},
+         {("one", "add")}),
+        ("required", {("one", "add"), ("two", "add"), (None, "add")}),
+    ],
+)  # fmt: skip
+def test_a_namespace_can_be_chosen(client, choice, called):
+    calls = [
+        call
+        for seed in range(4)
+        for call in ask(client, tools=NAMESPACES, tool_choice=choice, parallel_tool_calls=False, seed=seed)["output"]
+    ]
+    assert {(call.get("namespace"), call["name"]) for call in calls} <= called
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize(
+    ("tools", "word"),
+    [
+        ([*NAMESPACES, FLAT_ADD | {"name": "one.add"}], "one.add"),
+        ([{"type": "namespace", "name": "a b", "tools": []}], "name"),
+        ([{"type": "namespace", "name": "a"}], "tools"),
+        ([{"type": "namespace", "name": "a", "tools": [{"type": "namespace", "name": "b", "tools": []}]}], "type"),
+    ],
+    ids=["equal names", "its name", "without tools", "namespaces within"],
+)
+def test_namespaces_that_cannot_be_used_are_refused(client, tools, word):
+    response = client.post(PATH, {"input": "What?", "tools": tools})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools"
+    assert word in response.json()["error"]["message"]
+
+
+def test_many_tools_in_namespaces(client):
+    """MCP servers have many. Their names may have 64 characters, and so may those of the namespaces."""
+    tools = [
+        {
+            "type": "namespace",
+            "name": f"{i:064}",
+            "tools": [{"type": "function", "name": f"{j:064}"} for j in range(50)],
+        }
+        for i in range(4)
+    ]
+    chat = to_chat(ResponsesRequest.model_validate({"input": "What?", "tools": tools}), client.server.bounds)
+    assert len({tool.function.name for tool in chat.tools}) == 200
 
 
 def test_tools_that_cannot_run_here_are_skipped(client, llm, monkeypatch):
@@ -296,7 +381,7 @@ def test_tools_that_cannot_run_here_are_skipped(client, llm, monkeypatch):
     names = {
         one for kind in get_args(ResponseTool)[0].__args__ for one in get_args(kind.model_fields["type"].annotation)
     }
-    others = [{"type": name, "name": 5, "parameters": "x"} for name in sorted(names - {"function"})]
+    others = [{"type": name, "name": 5, "parameters": "x"} for name in sorted(names - {"function", "namespace"})]
     assert len(others) > 10
     body = {"max_output_tokens": 1, "temperature": 0}
     plain, with_add = ask(client, **body), ask(client, **body, tools=[FLAT_ADD])

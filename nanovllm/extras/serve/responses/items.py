@@ -8,6 +8,7 @@
 """
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -19,9 +20,13 @@ ADDED, DONE = "response.output_item.added", "response.output_item.done"
 
 
 class OutputItems:
-    """The output of one response. `items` are the items of the events so far."""
+    """The output of one response. `items` are the items of the events so far.
 
-    def __init__(self) -> None:
+    names: the name of each function in the chat -> its fields `name` and, if it has one, `namespace`.
+    """
+
+    def __init__(self, names: Mapping[str, dict[str, str]]) -> None:
+        self._names = names
         self.items: list[dict[str, Any]] = []
         self.reasoning = ""
         self._is_open = False
@@ -69,8 +74,9 @@ class OutputItems:
         if call["index"] != self._call_index:
             self._call_index = call["index"]
             events += self._close("completed") if self._is_open else []
-            item = {"type": "function_call", "id": new_id("fc"), "call_id": call["id"], "name": function["name"]}
-            events += self._begin(item | {"arguments": ""})
+            item = {"type": "function_call", "id": new_id("fc"), "call_id": call["id"]}
+            names = self._names.get(function["name"], {"name": function["name"]})
+            events += self._begin(item | names | {"arguments": ""})
         if text := function["arguments"]:
             self.items[-1]["arguments"] += text
             events.append(self._event("response.function_call_arguments.delta", delta=text))

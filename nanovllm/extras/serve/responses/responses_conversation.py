@@ -21,6 +21,7 @@ from nanovllm.extras.serve.responses.responses_protocol import (
     MessagePart,
     ReasoningItem,
     ResponsesRequest,
+    qualified,
 )
 
 SHARED = GenerationRequest.model_fields.keys() - {"stream_options", "response_format", "n"}
@@ -51,8 +52,8 @@ def to_chat(body: ResponsesRequest, bounds: Bounds) -> ChatCompletionRequest:
         "top_logprobs": body.top_logprobs if body.wants_logprobs else None,
         "chat_template_kwargs": body.chat_template_kwargs,
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
-        "tools": [to_tool(tool.model_dump(exclude_unset=True)) for tool in body.functions] or None,
-        "tool_choice": to_tool_choice(body.tool_choice),
+        "tools": [to_tool(one.tool.model_dump(exclude_unset=True), one.chat_name) for one in body.functions] or None,
+        "tool_choice": to_tool_choice(body),
         "response_format": to_response_format(body),
     }
     try:
@@ -61,19 +62,20 @@ def to_chat(body: ResponsesRequest, bounds: Bounds) -> ChatCompletionRequest:
         raise RequestValidationError([one | {"loc": ("body", *one["loc"])} for one in error.errors()]) from error
 
 
-def to_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool in the format of a chat. Changes `tool`."""
-    return {"type": tool.pop("type"), "function": tool}
+def to_tool(tool: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a tool in the format of a chat, with the name that it has there. Changes `tool`."""
+    return {"type": tool.pop("type"), "function": tool | {"name": name}}
 
 
-def to_tool_choice(choice: Any) -> Any:
-    """Return a tool choice in the format of a chat."""
+def to_tool_choice(body: ResponsesRequest) -> Any:
+    """Return the tool choice in the format of a chat."""
+    choice = body.tool_choice
     if isinstance(choice, AllowedTools):
-        tools = [to_tool(one.model_dump()) for one in choice.functions]
+        tools = [to_tool({"type": "function"}, name) for name in choice.chat_names(body.functions)]
         if not tools:  # none of them can be used
             return "none"
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
-    return to_tool(choice.model_dump()) if isinstance(choice, ChosenFunction) else choice
+    return to_tool(choice.model_dump(), choice.name) if isinstance(choice, ChosenFunction) else choice
 
 
 def to_response_format(body: ResponsesRequest) -> dict[str, Any] | None:
@@ -143,8 +145,8 @@ def may_follow(turn: dict[str, Any], item: Any) -> bool:
 def add_to_turn(turn: dict[str, Any], item: Any) -> None:
     """Add an item to the assistant's message."""
     if isinstance(item, CallItem):
-        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
-        turn.setdefault("tool_calls", []).append(call)
+        function = {"name": qualified(item.namespace, item.name), "arguments": item.arguments}
+        turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     elif isinstance(item, ReasoningItem):
         turn["reasoning"] = turn["reasoning_content"] = "".join(part.text for part in item.content or [])
     else:

@@ -4,7 +4,7 @@ Items of the input are counted before they are parsed (`responses_conversation.p
 https://platform.openai.com/docs/api-reference/responses
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -47,7 +47,6 @@ OtherType = Literal[
     "image_generation",
     "local_shell",
     "mcp",
-    "namespace",
     "programmatic_tool_calling",
     "shell",
     "tool_search",
@@ -64,7 +63,50 @@ class OtherTool(StrictModel):
     type: OtherType
 
 
-ResponseTool = Annotated[FunctionTool | OtherTool, Field(discriminator="type")]
+InnerTool = Annotated[FunctionTool | OtherTool, Field(discriminator="type")]
+
+
+class NamespaceTool(StrictModel):
+    """A group of functions. Their names may be repeated in other namespaces."""
+
+    type: Literal["namespace"]
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    tools: Annotated[list[InnerTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The tools that can be used."""
+        return [tool for tool in self.tools if isinstance(tool, FunctionTool)]
+
+    def usable(self) -> dict[str, Any]:
+        """Return the JSON of the namespace with the tools that can be used."""
+        return self.model_dump() | {"tools": [tool.model_dump() for tool in self.functions]}
+
+
+ResponseTool = Annotated[FunctionTool | NamespaceTool | OtherTool, Field(discriminator="type")]
+
+
+def qualified(namespace: str | None, name: str) -> str:
+    """Return the name of a function in the chat, where the model sees it."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+class OfferedFunction(NamedTuple):
+    """A function that the model may call."""
+
+    namespace: str | None
+    tool: FunctionTool
+
+    @property
+    def chat_name(self) -> str:
+        return qualified(self.namespace, self.tool.name)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The fields of an item that calls the function."""
+        names = {"name": self.tool.name}
+        return names if self.namespace is None else names | {"namespace": self.namespace}
 
 
 class ChosenFunction(StrictModel):
@@ -72,7 +114,12 @@ class ChosenFunction(StrictModel):
     name: Name
 
 
-AllowedTool = Annotated[ChosenFunction | OtherTool, Field(discriminator="type")]
+class ChosenNamespace(StrictModel):
+    type: Literal["namespace"]
+    name: Name
+
+
+AllowedTool = Annotated[ChosenFunction | ChosenNamespace | OtherTool, Field(discriminator="type")]
 
 
 class AllowedTools(StrictModel):
@@ -80,10 +127,11 @@ class AllowedTools(StrictModel):
     mode: Literal["auto", "required"]
     tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
-    @property
-    def functions(self) -> list[ChosenFunction]:
-        """The tools that can be used."""
-        return [tool for tool in self.tools if isinstance(tool, ChosenFunction)]
+    def chat_names(self, offered: list[OfferedFunction]) -> list[str]:
+        """Return the names in the chat of the allowed functions. offered: all functions of the request."""
+        names = [tool.name for tool in self.tools if isinstance(tool, ChosenFunction)]
+        namespaces = [tool.name for tool in self.tools if isinstance(tool, ChosenNamespace)]
+        return names + [one.chat_name for one in offered if one.namespace in namespaces]
 
 
 Include = Literal[
@@ -134,7 +182,7 @@ class ResponsesRequest(GenerationRequest):
     """A system message before the input."""
     max_output_tokens: int | None = Field(None, ge=1)
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    """Functions; tools of other types are skipped."""
+    """Functions, and namespaces of functions; tools of other types are skipped."""
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -165,15 +213,31 @@ class ResponsesRequest(GenerationRequest):
             raise conflict("n", "n must be 1: a response has one answer")
         if self.response_format is not None:
             raise conflict("response_format", "response_format must be given as text.format")
-        choice = self.tool_choice
-        if isinstance(choice, AllowedTools) and choice.mode == "required" and not choice.functions:
+        choice, known = self.tool_choice, dict[str, tuple[str | None, str]]()
+        for one in self.functions:
+            names = one.namespace, one.tool.name
+            if known.setdefault(one.chat_name, names) != names:
+                raise conflict("tools", f"tools must not have two functions with the name {one.chat_name}")
+        if isinstance(choice, AllowedTools) and choice.mode == "required" and not choice.chat_names(self.functions):
             raise conflict("tool_choice", "tool_choice must allow at least one tool of the type function")
         return self
 
     @property
-    def functions(self) -> list[FunctionTool]:
-        """The tools that can be used."""
-        return [tool for tool in self.tools or [] if isinstance(tool, FunctionTool)]
+    def functions(self) -> list[OfferedFunction]:
+        """The functions that can be called."""
+        found: list[OfferedFunction] = []
+        for tool in self.tools or []:
+            if isinstance(tool, FunctionTool):
+                found.append(OfferedFunction(None, tool))
+            elif isinstance(tool, NamespaceTool):
+                found += [OfferedFunction(tool.name, one) for one in tool.functions]
+        return found
+
+    @property
+    def usable_tools(self) -> list[dict[str, Any]]:
+        """The tools of the answer, as JSON: those that are not skipped."""
+        tools = [tool for tool in self.tools or [] if not isinstance(tool, OtherTool)]
+        return [tool.usable() if isinstance(tool, NamespaceTool) else tool.model_dump() for tool in tools]
 
     @property
     def wants_logprobs(self) -> bool:
@@ -208,6 +272,7 @@ class CallItem(StrictModel):
     type: Literal["function_call"]
     call_id: Name
     name: Name
+    namespace: Name | None = None
     arguments: Text
 
 

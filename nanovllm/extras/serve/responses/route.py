@@ -69,7 +69,7 @@ class GrowingResponse:
         self._answer = answer
         self._num_top = (body.top_logprobs or 0) if body.wants_logprobs else None
         self._token_bytes = token_bytes
-        self._items = OutputItems()
+        self._items = OutputItems({one.chat_name: one.names for one in body.functions})
         self._num_chars = self._num_tokens = 0
 
     def whole(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class GrowingResponse:
             "output": list(self._items.items),
             "usage": None,
             "parallel_tool_calls": self._body.parallel_tool_calls is not False,
-            "tools": [tool.model_dump() for tool in self._body.functions],
+            "tools": self._body.usable_tools,
             "temperature": self._params.temperature,
             "top_p": self._params.top_p,
             "previous_response_id": None,
