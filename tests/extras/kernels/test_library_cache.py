@@ -145,11 +145,18 @@ def test_the_compilers_reason_is_not_cut(tmp_path, text, reason):
 # ---- processes that are stopped
 
 STOPPED = """
-import runpy, sys
+import os, runpy, sys, threading
 from pathlib import Path
 cache = runpy.run_path(sys.argv[1])
-with cache["unwound_by_signals"]():
-    cache["find_or_compile"](Path(sys.argv[2]), "cpu-0123", ["sh", "-c", f"sleep 60 & echo $! > {sys.argv[3]}; wait"])
+folder, pid_file, thread = sys.argv[2:]
+command = ["sh", "-c", f"sleep 60 & echo $! > {pid_file}; wait"]
+run = lambda: cache["find_or_compile"](Path(folder), "cpu-0123", command)
+if thread == "main":
+    run()
+else:
+    threading.Thread(target=run, daemon=True).start()
+    sys.stdin.read(1)
+    os._exit(0)
 """
 
 
@@ -160,21 +167,60 @@ def is_running(pid):
         return False
 
 
+def wait_for(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert condition()
+
+
+def pid_in(file, seconds=30):
+    """Wait until the compiler has written its process id."""
+    wait_for(lambda: file.exists() and file.read_text().strip(), seconds)
+    return int(file.read_text())
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=str)
-def test_a_stopped_process_leaves_neither_a_compiler_nor_a_folder(tmp_path, number):
-    """The compiler starts other processes, which do not end with it."""
-    cache, pid_file = tmp_path / "cache", tmp_path / "pid"
+@pytest.mark.parametrize("thread", ["main", "another"])
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL, "exit"], ids=str)
+def test_a_stopped_process_leaves_neither_a_compiler_nor_a_folder(tmp_path, end, thread):
+    """The compiler starts other processes, which do not end with it. The folder may be one that replaces the cache."""
+    if (end, thread) == ("exit", "main"):
+        return
+    temporary = tmp_path / f"{library_cache.TEMPORARY}0123"
+    cache, pid_file = temporary if end == signal.SIGHUP else tmp_path / "cache", tmp_path / "pid"
     cache.mkdir()
-    arguments = [library_cache.__file__, str(cache), str(pid_file)]  # the file by itself, which needs no torch
-    process = subprocess.Popen([sys.executable, "-c", STOPPED, *arguments], stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 30
-    while not (pid_file.exists() and pid_file.read_text().strip()) and time.monotonic() < end:
-        time.sleep(0.01)
+    arguments = [library_cache.__file__, str(cache), str(pid_file), thread]  # the file by itself, which needs no torch
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen([sys.executable, "-c", STOPPED, *arguments], **pipes)
+    compiler = pid_in(pid_file)
     assert list(cache.iterdir())
+    if end == "exit":
+        process.communicate(b"x", timeout=30)
+    else:
+        process.send_signal(end)
+        assert process.wait(timeout=30) == -end
+    wait_for(lambda: not is_running(compiler))
+    wait_for(lambda: not cache.exists() or not list(cache.iterdir()))
+    if cache == temporary and thread == "another":
+        wait_for(lambda: not temporary.exists())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("number", "has_cache"), [(signal.SIGTERM, True), (signal.SIGKILL, False)])
+def test_a_server_that_is_stopped_while_it_compiles(tmp_path, number, has_cache):
+    """Without a cache folder, it compiles in a temporary one."""
+    compiler, pid_file, cache, temporary = (tmp_path / name for name in ("cc", "pid", "cache", "temporary"))
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\nsleep 300 & echo $! > {pid_file}; wait\n')
+    compiler.chmod(0o755)
+    temporary.mkdir()
+    cache.mkdir() if has_cache else cache.write_text("a file")
+    environment = {**os.environ, "CC": str(compiler), "XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}
+    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    pid = pid_in(pid_file, seconds=120)
     process.send_signal(number)
-    assert process.wait(timeout=30) == -number
-    while is_running(int(pid_file.read_text())) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not is_running(int(pid_file.read_text()))
-    assert not list(cache.iterdir())
+    assert process.wait(timeout=30) == (0 if number == signal.SIGTERM else -number)
+    wait_for(lambda: not is_running(pid))
+    wait_for(lambda: not list(temporary.iterdir()) and not list(cache.glob("nanovllm/*") if has_cache else ()))

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from nanovllm.extras.kernels.cpu.library_cache import (
+    TEMPORARY,
     CacheError,
     NoLibraryError,
     cache_folder,
     find_or_compile,
-    unwound_by_signals,
 )
 from nanovllm.extras.kernels.cpu.toolchain import (
     SYSTEMS,
@@ -151,8 +151,7 @@ def compile_and_load(command: list[str], source: Path, why_no_tiles: str | None 
         if on_mac:
             offer_openmp()
         name = f"{source.stem}-{fingerprint(command, source)}"
-        with unwound_by_signals():
-            library = load_from_cache_or_temporary_folder(name, command, source, why_no_tiles)
+        library = load_from_cache_or_temporary_folder(name, command, source, why_no_tiles)
     except OSError as error:  # the compiler does not exist, no folder can be created, ...
         raise NoLibraryError(f"{source.name} could not be compiled and loaded: {error}") from error
     warn_of_a_second_pool()
@@ -165,7 +164,7 @@ def load_from_cache_or_temporary_folder(
     try:
         return Library(find_or_compile(cache_folder(), name, command), source, why_no_tiles)
     except (OSError, CacheError, NoLibraryError) as error:  # owned by another user, read-only, full, noexec, ...
-        with tempfile.TemporaryDirectory(prefix="nanovllm-") as folder:
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY) as folder:
             library = Library(find_or_compile(Path(folder), name, command), source, why_no_tiles)
         logger.warning("the CPU kernels are compiled for this process only: %s", error)
         return library

@@ -5,6 +5,7 @@ with a hash of its contents, and `find_or_compile` reads and checks the file bef
 """
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -13,15 +14,36 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 logger = logging.getLogger(__name__)
 
 UNFINISHED = "compiling-"  # prefix of the folders that compilers write to
+TEMPORARY = "nanovllm-"  # prefix of folders that replace the cache folder
+GUARD = f"""
+exec 3<&0 </dev/null
+{{
+    read -r nothing <&3
+    trap '' TERM
+    kill -TERM 0
+    sleep 1
+    rm -rf -- "$0"
+    case $0 in */{TEMPORARY}*/*) rmdir -- "${{0%/*}}";; esac
+    kill -KILL 0
+}} >/dev/null 2>&1 &
+"$@" 3<&-
+status=$?
+kill $!
+wait $! 2>/dev/null
+exit $status
+"""
+"""A shell script that runs the compiler, with the folder for its output as `$0`.
+
+Its input is a pipe to this process. When this process ends in any way, `read` returns, and the script ends the compiler
+and deletes the folder. The process itself cannot do this if a signal kills it: Python handles signals only in the main
+thread, and the server loads the model in another one.
+"""
 HOUR = 3600.0  # seconds; no compiler takes as long
 
 
@@ -102,20 +124,28 @@ def delete_unfinished(folder: Path) -> None:
 def run_compiler(command: list[str], name: str, temporary_folder: str) -> None:
     """Run the compiler with its temporary files in `temporary_folder`. Raises NoLibraryError if it fails.
 
-    If an exception interrupts the compiler, all of its processes are killed: they have their own process group.
+    The compiler ends if an exception interrupts it, and if this process ends: all of its processes are killed, which
+    have their own process group, and the folder is deleted.
     """
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
     environment = {**os.environ, "TMPDIR": temporary_folder, "LC_ALL": "C"}
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        env=environment, start_new_session=True,
-    )  # fmt: skip
+    ends_with_us, keep_open = os.pipe()
     try:
-        _, output = process.communicate()
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", GUARD, temporary_folder, *command], stdin=ends_with_us, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, env=environment, start_new_session=True,
+        )  # fmt: skip
+        try:
+            _, output = process.communicate()
+        except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+    finally:
+        os.close(ends_with_us)
+        os.close(keep_open)
     if process.returncode:
         reason = reason_of(output.decode(errors="replace")) or f"it ended with status {process.returncode}"
         raise NoLibraryError(f"{command[0]} could not compile {name.partition('-')[0]}.c: {reason}")
@@ -127,28 +157,3 @@ def reason_of(output: str, most: int = 1000) -> str:
     is_error = [re.search(r"error|ld: (?!warning)|cannot|No space", line) is not None for line in lines]
     text = "\n".join(lines[is_error.index(True) :]) if True in is_error else "\n".join(lines)[-most:]
     return text[:most].strip()
-
-
-@contextlib.contextmanager
-def unwound_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise an exception, so that the `with` blocks inside clean up before the process ends.
-
-    Signals that the program handles or ignores itself are not changed. In threads other than the main thread, none is.
-    """
-    received: list[int] = []
-
-    def unwind(number: int, frame: Any) -> None:
-        received.append(number)
-        raise SystemExit(128 + number)
-
-    numbers = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
-    taken = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
-    for number in taken:
-        signal.signal(number, unwind)
-    try:
-        yield
-    finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
-        if received:
-            os.kill(os.getpid(), received[0])
