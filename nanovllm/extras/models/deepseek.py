@@ -72,7 +72,7 @@ def read_deepseek_v2_config(raw: dict[str, Any]) -> DeepseekConfig:
     refuse("norm_topk_prob", raw.get("norm_topk_prob") or False, [False])  # implementations do not agree on it
     method = raw.get("topk_method") or "greedy"
     refuse("topk_method", method, ["greedy", "group_limited_greedy"])
-    experts = read_experts(raw, raw.get("n_routed_experts") or 64, read_int(raw, "num_experts_per_tok"))
+    experts = read_experts(raw, ("n_routed_experts",), 64, read_int(raw, "num_experts_per_tok"))
     experts["n_shared_experts"] = read_int(raw, "n_shared_experts", 2)
     if method == "group_limited_greedy":
         experts |= read_groups(raw, experts, None, None, best_per_group=1)
@@ -85,7 +85,7 @@ def read_deepseek_v2_config(raw: dict[str, Any]) -> DeepseekConfig:
 def read_deepseek_v3_config(raw: dict[str, Any]) -> DeepseekConfig:
     refuse("scoring_func", raw.get("scoring_func") or "sigmoid", ["sigmoid"])
     refuse("topk_method", raw.get("topk_method") or "noaux_tc", ["noaux_tc"])
-    experts = {**read_experts(raw, raw.get("n_routed_experts") or 256, 8), "scoring_func": "sigmoid"}
+    experts = {**read_experts(raw, ("n_routed_experts",), 256, 8), "scoring_func": "sigmoid"}
     experts["n_shared_experts"] = read_int(raw, "n_shared_experts", 1)
     experts |= read_groups(raw, experts, 8, 4, best_per_group=2)
     for name in ("norm_topk_prob", "rope_interleave"):

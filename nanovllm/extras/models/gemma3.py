@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from nanovllm.checks import check_int, check_number
 from nanovllm.extras.models.decoder import CausalLM, DecoderModel
-from nanovllm.extras.models.gated_mlp import GatedMLP
+from nanovllm.extras.models.gated_mlp import GATES, GatedMLP
 from nanovllm.extras.models.llama import LlamaAttention
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.models.read_config import read_common, refuse_partial_rotary
-from nanovllm.extras.models.rope import Rope, ScaledRotary
+from nanovllm.extras.models.rope import Rope, ScaledRotary, first_given
 from nanovllm.extras.models.rope_types import make_rope
 from nanovllm.extras.models.window_layers import FULL, SLIDING, layer_types_of, read_windows
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
@@ -42,6 +42,7 @@ def read_gemma3_config(raw: dict[str, Any]) -> Gemma3Config:
     `attn_logit_softcapping` is a field of Gemma 2. For Gemma 3 it has no effect, neither here nor in transformers.
     """
     raw = {**raw, "hidden_act": raw.get("hidden_activation") or "gelu_pytorch_tanh"}
+    refuse("hidden_activation", raw["hidden_act"], tuple(GATES))
     common = read_common(raw, 131072, num_key_value_heads=4, head_dim=256, tie_word_embeddings=True)
     refuse("use_bidirectional_attention", raw.get("use_bidirectional_attention") or False, (False,))
     refuse_partial_rotary(raw)
@@ -72,10 +73,13 @@ def read_ropes(raw: dict[str, Any], head_dim: int, max_len: int) -> tuple[Rope, 
     parameters = raw.get("rope_parameters") or {}
     if unknown := set(parameters) - {FULL, SLIDING}:
         raise ValueError(f"rope_parameters must have {FULL} and {SLIDING}, config.json has {sorted(unknown)} in it")
+    for name, value in parameters.items():
+        if not isinstance(value, dict | None):
+            raise TypeError(f"config.json: rope_parameters: {name} must be an object, got {value!r}")
     full = {**(parameters.get(FULL) or {}), **(raw.get("rope_scaling") or {})}
     local = parameters.get(SLIDING) or {}
-    full_theta = full.get("rope_theta") or raw.get("rope_theta") or 1_000_000.0
-    local_theta = local.get("rope_theta") or raw.get("rope_local_base_freq") or 10_000.0
+    full_theta = first_given(full.get("rope_theta"), raw.get("rope_theta"), 1_000_000.0)
+    local_theta = first_given(local.get("rope_theta"), raw.get("rope_local_base_freq"), 10_000.0)
     return make_rope(full, full_theta, head_dim, max_len), make_rope(local, local_theta, head_dim, max_len)
 
 

@@ -23,7 +23,7 @@ from nanovllm.layers.norm import RMSNorm
 def read_mixtral_config(raw: dict[str, Any]) -> MoeConfig:
     common = read_common(raw, max_position_embeddings=131072, rms_norm_eps=1e-5, num_key_value_heads=8)
     common["qkv_bias"] = common["o_bias"] = False  # Mixtral has none, whatever the file says
-    experts = read_experts(raw, raw.get("num_local_experts") or raw.get("num_experts") or 8, 2)
+    experts = read_experts(raw, ("num_local_experts", "num_experts"), 8, 2)
     experts |= {"moe_intermediate_size": common["intermediate_size"], "norm_topk_prob": True}
     return make_config(raw, common, experts, raw.get("sliding_window"), theta=1e6)
 

@@ -91,9 +91,13 @@ class Experts(nn.ModuleList):
 # ---- reading config.json
 
 
-def read_experts(raw: dict[str, Any], num_experts: Any, top_k: int) -> dict[str, Any]:
-    """Read the number of experts, and how many a token goes through. `top_k` is the default of the latter."""
-    check_int("config.json: num_experts", num_experts, 1)
+def read_experts(raw: dict[str, Any], fields: tuple[str, ...], default: int, top_k: int) -> dict[str, Any]:
+    """Read the number of experts, from the first of `fields` that is given, and how many a token goes through.
+
+    `top_k` is the default of the latter.
+    """
+    name = next((name for name in fields if raw.get(name) is not None), fields[0])
+    num_experts = read_int(raw, name, default)
     found = read_int(raw, "num_experts_per_tok", top_k)
     if found > num_experts:
         raise ValueError(f"num_experts_per_tok must be at most the {num_experts} experts, config.json has {found}")

@@ -13,7 +13,7 @@ from nanovllm.extras.models.decoder import CausalLM
 from nanovllm.extras.models.llama import LlamaAttention, LlamaDecoderLayer
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.models.read_config import read_common, read_rope
-from nanovllm.extras.models.rope import rope_type_of
+from nanovllm.extras.models.rope import first_given, rope_type_of
 from nanovllm.extras.models.window_layers import SLIDING, read_windows
 from nanovllm.layers.attention import TorchAttention
 
@@ -24,7 +24,7 @@ def read_phi3_config(raw: dict[str, Any]) -> NetworkConfig:
     window = raw.get("sliding_window")
     windows = {} if window is None else read_windows([SLIDING] * common["num_hidden_layers"], window)
     parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    share = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    share = first_given(parameters.get("partial_rotary_factor"), raw.get("partial_rotary_factor"), 1.0)
     check_number("config.json: partial_rotary_factor", share, 0, 1, open_low=True)
     rotary_dim = int(common["head_dim"] * share)
     if rope_type_of(parameters) in ("su", "yarn"):  # what early files call LongRoPE

@@ -24,7 +24,7 @@ def read_qwen3_moe_config(raw: dict[str, Any]) -> MoeConfig:
     common = read_common(raw, max_position_embeddings=32768, num_key_value_heads=4)
     num_layers = common["num_hidden_layers"]
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-    experts = read_experts(raw, raw.get("num_experts") or raw.get("num_local_experts") or 128, 8)
+    experts = read_experts(raw, ("num_experts", "num_local_experts"), 128, 8)
     experts["moe_intermediate_size"] = read_int(raw, "moe_intermediate_size", 768)
     experts["norm_topk_prob"] = raw.get("norm_topk_prob") or False
     check_bool("config.json: norm_topk_prob", experts["norm_topk_prob"])

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.extras.models.gated_mlp import GATES
-from nanovllm.extras.models.rope import Rope, plain_rope, rope_type_of
+from nanovllm.extras.models.rope import Rope, first_given, plain_rope, rope_type_of
 from nanovllm.models.config import refuse
 
 
@@ -50,7 +50,7 @@ def read_common(
     check_bool("config.json: tie_word_embeddings", known["tie_word_embeddings"])
     check_bool("config.json: attention_bias", known["o_bias"])
     known["hidden_act"] = raw.get("hidden_act") or "silu"
-    refuse("hidden_act", known["hidden_act"], GATES)
+    refuse("hidden_act", known["hidden_act"], tuple(GATES))
     known["initializer_range"] = raw.get("initializer_range") or 0.02
     known["quantization_config"] = raw.get("quantization_config")
     known["dtype"] = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
@@ -61,7 +61,7 @@ def read_rope(raw: dict[str, Any], rotary_dim: int, max_len: int, theta: float =
     """Read the RoPE of all layers. `theta` is the architecture's default, `max_len` the model's limit."""
     parameters = raw.get("rope_parameters") or {}
     if not raw.get("rope_scaling") and rope_type_of(parameters) == "default":
-        return plain_rope(parameters.get("rope_theta") or raw.get("rope_theta") or theta, rotary_dim)
+        return plain_rope(first_given(parameters.get("rope_theta"), raw.get("rope_theta"), theta), rotary_dim)
     from nanovllm.extras.models.rope_types import read_scaled_rope
 
     return read_scaled_rope(raw, rotary_dim, max_len, theta)

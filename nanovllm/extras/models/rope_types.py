@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from nanovllm.checks import check_number
-from nanovllm.extras.models.rope import Rope, plain_rope, rope_type_of
+from nanovllm.extras.models.rope import Rope, first_given, plain_rope, rope_type_of
 
 REQUIRED = {  # numbers that each type needs
     "dynamic": ("factor",),
@@ -78,7 +78,8 @@ class ScaledRope(Rope):
 def read_scaled_rope(raw: dict[str, Any], rotary_dim: int, max_len: int, theta: float) -> Rope:
     """Read a scaled RoPE, with the arguments of `read_rope` in `read_config.py`."""
     parameters = find_parameters(raw, theta)
-    return make_rope(parameters, parameters.get("rope_theta") or raw.get("rope_theta") or theta, rotary_dim, max_len)
+    theta = first_given(parameters.get("rope_theta"), raw.get("rope_theta"), theta)
+    return make_rope(parameters, theta, rotary_dim, max_len)
 
 
 def make_rope(parameters: dict[str, Any], theta: float, rotary_dim: int, max_len: int) -> Rope:
@@ -97,13 +98,13 @@ def find_parameters(raw: dict[str, Any], theta: float) -> dict[str, Any]:
     parameters, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     is_merged = all(parameters.get(name) == value for name, value in scaling.items())  # one says what both say
     found = parameters if is_merged else scaling
-    theta = found.get("rope_theta") or raw.get("rope_theta") or theta
+    theta = first_given(found.get("rope_theta"), raw.get("rope_theta"), theta)
     if (lost := parameters.get("rope_theta", theta)) != theta:  # a file of transformers 5, edited as one of 4
         raise ValueError(
             f"rope_scaling takes the place of rope_parameters, and would lose its rope_theta {lost}: "
             f"write one of them; config.json has {scaling} and {parameters}"
         )
-    if original := raw.get("original_max_position_embeddings"):  # Phi-3 keeps it here, and means this one
+    if (original := raw.get("original_max_position_embeddings")) is not None:  # Phi-3 keeps it here, and means this one
         found = {**found, "original_max_position_embeddings": original}
     return found
 
@@ -112,19 +113,23 @@ def make_scaled_rope(
     rope_type: str, parameters: dict[str, Any], theta: float, rotary_dim: int, max_len: int
 ) -> ScaledRope:
     """Make a scaled RoPE. Raises ValueError if the type is unknown, or lacks a parameter."""
-    if rope_type not in REQUIRED:
+    if rope_type not in tuple(REQUIRED):  # a tuple takes values that cannot be hashed
         types = ", ".join(["default", *REQUIRED])
         raise ValueError(f"rope_type {rope_type!r} is not supported, only {types}; config.json has {parameters}")
     known = dict(parameters)
     if "original_max_position_embeddings" in REQUIRED[rope_type]:
-        known["original_max_position_embeddings"] = original = known.get("original_max_position_embeddings") or max_len
+        original = first_given(known.get("original_max_position_embeddings"), max_len)
+        known["original_max_position_embeddings"] = original
         check_number("config.json: original_max_position_embeddings", original, 0, open_low=True)
         if rope_type != "llama3":
-            known["factor"] = known.get("factor") or max_len / original
+            known["factor"] = first_given(known.get("factor"), max_len / original)
     for name in REQUIRED[rope_type]:
         if known.get(name) is None:
             raise ValueError(f"rope_type {rope_type!r} needs {name}; config.json has {parameters}")
         check_number(f"config.json: {name}", known[name], 0, open_low=True)
+    for name in (*YARN, "attention_factor"):
+        if known.get(name) is not None:
+            check_number(f"config.json: {name}", known[name], 0)
     if rope_type == "llama3" and known["high_freq_factor"] <= known["low_freq_factor"]:
         raise ValueError(f"high_freq_factor must be > low_freq_factor, config.json has {parameters}")
     if rope_type == "dynamic":

@@ -38,6 +38,9 @@ def read_qwen_windows(raw: dict[str, Any]) -> dict[str, Any]:
     """Read the windows of a Qwen model. Without `layer_types`, layers from `max_window_layers` on have one."""
     num_layers = raw["num_hidden_layers"]
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-    first_sliding = num_layers if window is None else raw.get("max_window_layers", 28)
+    first_sliding = num_layers
+    if window is not None:
+        first_sliding = raw.get("max_window_layers", 28)
+        check_int("config.json: max_window_layers", first_sliding, 0)
     default_types = [SLIDING if i >= first_sliding else FULL for i in range(num_layers)]
     return read_windows(layer_types_of(raw, default_types), window)

@@ -76,7 +76,7 @@ REFUSED = [
     ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most the 8 experts, config.json has 9"),
     ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob"),
     ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size must be"),
-    ("mixtral", {"num_local_experts": -1}, "num_experts must be"),
+    ("mixtral", {"num_local_experts": -1}, "num_local_experts must be"),
     ("mixtral", {"hidden_act": "relu"}, "hidden_act must be"),
     ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func must be 'softmax', config.json has 'sigmoid'"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob must be False"),
