@@ -39,6 +39,9 @@ class NcclCommunicator(Communicator):
             raise ValueError(f"device {device} needs a PyTorch with NCCL for several ranks; this PyTorch has no NCCL")
         # NCCL's watchdog would end this process, which may be a server, when a peer is lost.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        # Its heartbeat monitor polls the store for requests to dump traces. The store's folder is removed after the
+        # start, and a FileStore without its file waits for 300 s, for which the end of the group would wait too.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         self.rank, self.size, self._device = rank, size, device
         self._is_aborted = threading.Event()
         group_class: Any = distributed.ProcessGroupNCCL

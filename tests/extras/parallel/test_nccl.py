@@ -27,6 +27,7 @@ class StandIn:
     def __init__(self, store, rank, size, options):
         assert isinstance(options, StandIn.Options)
         assert options._timeout.total_seconds() > 1800
+        self.environ = dict(os.environ)  # the library reads it here
         self.gloo = distributed.ProcessGroupGloo(store, rank, size)
         self.calls = []
 
@@ -61,6 +62,7 @@ def nccl(monkeypatch):
     monkeypatch.setattr(distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(distributed, "ProcessGroupNCCL", StandIn, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 @pytest.fixture
@@ -140,13 +142,22 @@ def test_an_error_of_the_library_is_a_communication_error(pair):
         together[0].all_reduce(torch.zeros(3))
 
 
-def test_the_watchdog_does_not_end_the_process(nccl, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "of_user"),
+    [
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"),  # the watchdog would end the process
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),  # the heartbeat monitor would poll a store whose folder is gone
+    ],
+)
+def test_threads_of_the_library_neither_end_the_process_nor_delay_its_end(nccl, monkeypatch, name, of_user):
     """Unless the user has asked for it."""
-    NcclCommunicator(distributed.HashStore(), 0, 1, CPU)
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
-    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
-    NcclCommunicator(distributed.HashStore(), 0, 1, CPU)
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+    def value_when_made():
+        return NcclCommunicator(distributed.HashStore(), 0, 1, CPU)._group.environ[name]
+
+    assert value_when_made() == of_user
+    monkeypatch.delenv(name)
+    assert value_when_made() == "0"
 
 
 def test_what_is_refused(pair, monkeypatch):
