@@ -76,6 +76,7 @@ class ModelRunner(model_runner.ModelRunner):
         self.graphs = None
         self.transfer: Callable[[Any], Any] = lambda record: record  # a record of tensors on the host -> on the device
         self.compute: Callable[[ModelRunner, Batch], SampledTokens] = compute_eagerly
+        self.is_replayed: Callable[[Batch], bool] = lambda batch: False  # from a CUDA graph
         argmax = getattr(self.backend, "argmax", None)
         self.draw: Draw = sample_tokens if argmax is None else partial(sample_with, argmax)
         kind.prepare(self)
@@ -106,6 +107,11 @@ class ModelRunner(model_runner.ModelRunner):
 
     def send(self, batch: Any) -> Any:
         return self.transfer(batch)
+
+    def forward(self, batch: Batch) -> Tensor:
+        if self.graphs is not None and self.is_replayed(batch):
+            return self.graphs.replay(batch)
+        return self.model(batch.input_ids, batch.positions, batch.metadata, self.kv_cache.tensor)
 
     def choose_tokens(self, hidden: Tensor, sampling: SamplingBatch) -> "tuple[Tensor, Logprobs | None]":
         """Sample tokens. hidden: [num_samples, hidden_size] -> token ids [num_samples] int64, and log-probabilities."""

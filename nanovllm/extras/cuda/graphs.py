@@ -200,10 +200,14 @@ class ReplayedDecodes:
         self.graphs = graphs
         self._newest = newest
         self._compute, runner.compute = runner.compute, self
+        runner.is_replayed = self.can_replay
+
+    def can_replay(self, batch: Batch) -> bool:
+        return self.graphs.can_replay(batch, self._newest.ids)
 
     def __call__(self, runner: "ModelRunner", batch: Batch) -> SampledTokens:
         """Compute a batch. If a row asks for more than a token, all rows are sampled again outside the graph."""
-        if not self.graphs.can_replay(batch, self._newest.ids):
+        if not runner.is_replayed(batch):
             return self._compute(runner, batch)
         token_ids, hidden = self.graphs.replay(batch, self._newest.ids)
         logprobs = None

@@ -72,6 +72,7 @@ class CudaDevice(Device):
             with torch.cuda.device_of(runner.kv_cache.tensor):
                 runner.graphs = runner.make_graphs()
                 runner.graphs.record_all()
+                runner.is_replayed = runner.graphs.can_replay
         runner.compute = advised(runner.compute)
 
 

@@ -51,7 +51,7 @@ class Driver:
     def compute(self, runner: ModelRunner, batch: Batch) -> SampledTokens:
         """Replaces `ModelRunner.compute`."""
         with interrupts_held_back(self.peers):
-            self._announce(batch, has_draw=True)
+            self._announce(batch, has_draw=True, is_replayed=runner.is_replayed(batch))
             try:
                 sampled = self._compute(runner, batch)
             except BaseException as error:
@@ -69,10 +69,10 @@ class Driver:
             self._announce(record, has_draw=False)
         return self._send(record)
 
-    def _announce(self, batch: Batch, has_draw: bool) -> None:
+    def _announce(self, batch: Batch, has_draw: bool, is_replayed: bool = False) -> None:
         if self._is_underway:
             raise self._die("a forward pass was left half-way")
-        message = pack_step(batch, has_draw)
+        message = pack_step(batch, has_draw, is_replayed)
         self._announced = batch
         self._is_underway, self._has_due_logits = True, has_draw and len(batch.logits_indices) > 0
         self.peers.send(message)

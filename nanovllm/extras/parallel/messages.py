@@ -40,6 +40,7 @@ class Header(NamedTuple):
     table_width: int = 0
     num_samples: int = 0
     is_plain: int = 1  # no row asks for more than a draw
+    is_replayed: int = 0  # from a CUDA graph: rank 0 decides, because it knows what is read of hidden states
     num_decodes: int = 0
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
@@ -53,7 +54,7 @@ class Header(NamedTuple):
 HEADER_BYTES = 4 * len(Header._fields)
 
 
-def pack_step(batch: Batch, has_draw: bool) -> np.ndarray:
+def pack_step(batch: Batch, has_draw: bool, is_replayed: bool = False) -> np.ndarray:
     """Pack `batch`, on the host, into one array of int32. Without `has_draw` no logits are computed."""
     metadata = batch.metadata
     logits_indices = batch.logits_indices.numpy() if has_draw else np.empty(0, np.int32)
@@ -71,6 +72,7 @@ def pack_step(batch: Batch, has_draw: bool) -> np.ndarray:
         "table_width": metadata.block_tables.shape[1],
         "num_samples": len(logits_indices),
         "is_plain": wants_only_tokens(batch.sampling),
+        "is_replayed": is_replayed,
         **{name: getattr(metadata, name) for name in NUMBERS},
         **{f"num_{name}": len(pairs) for name, pairs in moves.items()},
     }

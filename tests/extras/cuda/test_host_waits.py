@@ -274,6 +274,7 @@ def test_the_cores_graphs_wait_for_nothing_either(flash_attn, batches, monkeypat
     monkeypatch.setattr(torch.cuda, "graph", recording)
     runner.graphs = ForwardGraphs(runner.model, runner.kv_cache.tensor, 7, 8)
     runner.graphs.record_all()
+    runner.is_replayed = runner.graphs.can_replay
     assert sorted(runner.graphs.graphs) == [1, 2, 4, 7]
     num_decode_steps = 0
     for batch in batches:

@@ -11,12 +11,15 @@ import itertools
 import pytest
 import torch
 
-from nanovllm import Config, LLMEngine, SamplingParams
+from nanovllm import Config, LLMEngine, PoolingParams, SamplingParams
 from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
+from nanovllm.extras.cuda.warm_up import draws, null_batch
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.extras.parallel import start_ranks as start
 from nanovllm.extras.parallel.communicator import Communicator
+from nanovllm.extras.parallel.messages import Header, pack_step
+from nanovllm.extras.parallel.worker import compute_step
 from nanovllm.extras.runner_hooks import Device
 from tests.extras.cuda.test_graphs import draw_plainly, serve
 from tests.extras.recorded_operations import GatherAttention, OperationRecorder
@@ -100,22 +103,58 @@ REQUESTS = [
 ]
 
 
+def make_engines(folder, enable_overlap):
+    """The same engine of one rank, and of two."""
+    options = {"device": "cpu", "dtype": "float32", "attention_backend": "torch", "enforce_eager": True}
+    config = Config(folder, max_num_seqs=6, num_kv_blocks=60, enable_overlap=enable_overlap, **options)
+    return LLMEngine(config), LLMEngine(dataclasses.replace(config, tensor_parallel_size=2))
+
+
 @pytest.mark.parametrize("enable_overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_replayed_decodes_of_two_ranks_are_those_of_one(recorders, with_tokenizer, enable_overlap):
-    config = Config(
-        with_tokenizer,
-        device="cpu",
-        dtype="float32",
-        attention_backend="torch",
-        enforce_eager=True,
-        max_num_seqs=6,
-        num_kv_blocks=60,
-        enable_overlap=enable_overlap,
-    )
-    alone = LLMEngine(config)
-    engine = LLMEngine(dataclasses.replace(config, tensor_parallel_size=2))
+    alone, engine = make_engines(with_tokenizer, enable_overlap)
     del recorders[0]  # of the engine with one rank
     assert serve(engine, REQUESTS) == serve(alone, REQUESTS)
     assert [recorder.num_recorded for recorder in recorders] == [4, 4]  # 1, 2, 4, 6 on both ranks
     assert recorders[0].num_replays == recorders[1].num_replays > 5
     assert isinstance(engine.runner.driver._compute, ReplayedDecodes)
+
+
+@pytest.mark.parametrize("enable_overlap", [False, True])
+def test_what_is_read_of_prompts_keeps_all_ranks_from_replaying(recorders, with_tokenizer, enable_overlap):
+    """Prompts of one token are decodes. Only rank 0 knows that their hidden states are read."""
+    alone, engine = make_engines(with_tokenizer, enable_overlap)
+    del recorders[0]
+    requests = [([5 + i], PoolingParams(pooling="mean")) for i in range(3)]
+    vectors = []
+    for one in (alone, engine):
+        for i, (prompt, params) in enumerate(requests):
+            one.add_request(str(i), prompt, params)
+        done = {}
+        while one.has_unfinished_requests():
+            done |= {output.request_id: output.outputs.embedding for output in one.step().outputs}
+        vectors.append(torch.tensor([done[str(i)] for i in range(3)]))
+    torch.testing.assert_close(vectors[0], vectors[1])
+    assert [recorder.num_replays for recorder in recorders] == [0, 0]
+
+
+@pytest.mark.parametrize("is_replayed", [False, True])
+def test_a_rank_replays_the_cores_graphs_exactly_if_rank_0_does(with_tokenizer, is_replayed):
+    """Rank 0 also sends batches that it computes without its graphs, to find the request that made a step fail."""
+    runner, replayed = LLMEngine(Config(with_tokenizer, device="cpu", dtype="float32", num_kv_blocks=8)).runner, []
+
+    class Graphs:
+        def can_replay(self, batch):
+            return True
+
+        def replay(self, batch):
+            replayed.append(len(batch.input_ids))
+            return torch.zeros(len(batch.input_ids), runner.shape.hidden_size)
+
+    runner.graphs = Graphs()
+    runner.is_replayed = runner.graphs.can_replay
+    batch = null_batch([1, 1, 1], [1, 1, 1], True, 1, draws("greedy", 3))
+    message = pack_step(batch, False, is_replayed)
+    num_numbers = len(Header._fields)
+    compute_step(runner, Header(*message[:num_numbers].tolist()), message[num_numbers:])
+    assert replayed == ([3] if is_replayed else [])
