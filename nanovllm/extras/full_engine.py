@@ -274,6 +274,8 @@ class LLMEngine(engine.LLMEngine):
         kind: Callable[[Config, Path], ModelRunner] = ModelRunner
         if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
             from nanovllm.extras.parallel.start_ranks import start_ranks as kind
+        elif (config.speculative_config or {}).get("model") is not None:
+            from nanovllm.extras.speculation.drafted_runner import DraftedRunner as kind
         if config.attention_backend != "torch" or not config.enforce_eager:  # not only PyTorch's layers
             from nanovllm.extras.self_check.fallbacks import start
 

@@ -200,15 +200,24 @@ class ModelRunner(model_runner.ModelRunner):
         num_bytes, knob = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
         if num_bytes is None:
             num_bytes, knob = kind.free_bytes(self), kind.memory_knob
-        num_blocks = num_bytes // self.kv_cache.bytes_per_block - 1  # one is the null block
+        num_blocks = num_bytes // self.bytes_per_block - 1  # one is the null block
         if num_blocks < 1:
             raise ValueError(
                 f"{max(num_bytes, 0)} bytes are left for the KV cache, but its least size, two blocks, takes "
-                f"{2 * self.kv_cache.bytes_per_block}: raise {knob}, or lower block_size or max_num_batched_tokens"
+                f"{2 * self.bytes_per_block}: raise {knob}, or lower block_size or max_num_batched_tokens"
             )
         if config.kv_cache_memory_bytes is not None:  # the prefix cache may keep more than what runs
             return num_blocks
         return min(num_blocks, config.max_num_seqs * -(-self.max_model_len // self.backend.block_size))
+
+    @property
+    def bytes_per_block(self) -> int:
+        """The size of one block, in all models that have a KV cache."""
+        return self.kv_cache.bytes_per_block
+
+    def bytes_to_leave(self, num_graph_bytes: int) -> int:
+        """Return the device memory for what is loaded after the KV cache. num_graph_bytes: of this runner's graphs"""
+        return 0
 
     def read_newest_tokens(self) -> Any:
         """Let the runner take tokens that the host does not know yet from the step before."""

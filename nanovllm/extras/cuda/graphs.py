@@ -298,7 +298,7 @@ def choose_graphs(
         reason = NO_DRAW_KERNEL
     if reason is not None and config.enable_cuda_graphs:
         raise ValueError(
-            f"enable_cuda_graphs=True cannot be had ({reason}); leave it None, which takes them where possible"
+            f"enable_cuda_graphs=True is not available ({reason}); leave it None, which takes them where possible"
         )
     if device.type != "cuda":
         return None, ""

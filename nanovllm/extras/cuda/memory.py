@@ -69,7 +69,8 @@ def measure_free_bytes(runner: "ModelRunner", config: Config, sizes: StepSizes, 
         release_unused_memory()
     free, total = torch.cuda.mem_get_info(device)
     used_by_others = total - free - torch.cuda.memory_reserved(device)  # the CUDA context, other processes
-    return int(total * config.gpu_memory_utilization) - peak - num_graph_bytes - used_by_others
+    needed = peak + num_graph_bytes + runner.bytes_to_leave(num_graph_bytes) + used_by_others
+    return int(total * config.gpu_memory_utilization) - needed
 
 
 def release_unused_memory() -> None:

@@ -15,9 +15,10 @@ nearly the same probabilities, they draw the same token, at any temperature.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from nanovllm.batch import Batch
+from nanovllm.extras.all_options import Config
 from nanovllm.extras.checkpoint import read_model_config
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.full_sequence import Sequence, grow
@@ -28,9 +29,6 @@ from nanovllm.extras.speculation.blocks import reserve
 from nanovllm.extras.speculation.speculation_options import Speculation
 from nanovllm.extras.speculation.speculative_scheduler import SpeculativeScheduler, as_if
 from nanovllm.scheduler import Step
-
-if TYPE_CHECKING:
-    from nanovllm.extras.assembly import Parts
 
 
 class DraftModel:
@@ -89,32 +87,39 @@ def with_tokens(seq: Sequence, token_ids: list[int]) -> Sequence:
     return as_if(seq, ids.length + len(token_ids))
 
 
-def load_draft_model(parts: "Parts", options: Speculation) -> DraftModel:
+def load_draft_model(runner: ModelRunner, options: Speculation) -> DraftModel:
     """Load the draft model. Raises ValueError or TypeError if it cannot be loaded, or cannot draft for this model."""
+    proposer = DraftModel(ModelRunner(*find_draft_model(runner, options, runner.kv_cache.num_blocks)))
+    proposer.compute_along(runner)
+    return proposer
+
+
+def find_draft_model(runner: ModelRunner, options: Speculation, num_kv_blocks: int) -> tuple[Config, Path]:
+    """Return the draft model's configuration and folder. runner: the large model's. Raises as `load_draft_model`."""
     assert options.model is not None
     config = replace(
-        parts.config,
+        runner.config,
         model=options.model,
         revision=None,
         hf_overrides=None,
-        block_size=parts.block_size,
-        max_model_len=parts.max_model_len,
-        max_num_batched_tokens=parts.max_num_batched_tokens,
-        num_kv_blocks=parts.num_kv_blocks,
+        block_size=runner.backend.block_size,
+        max_model_len=runner.max_model_len,
+        max_num_batched_tokens=runner.max_num_batched_tokens,
+        num_kv_blocks=num_kv_blocks,
         enable_overlap=False,
         speculative_config=None,
     )
     folder = resolve_model(config.model, config.load_format != "dummy", config.revision)
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
-    large = parts.model_config
+    large = runner.shape
     if shape.vocab_size != large.vocab_size:
         raise ValueError(
             f"speculative_config['model'] must have the vocabulary of the model, {large.vocab_size} tokens; "
             f"{options.model} has {shape.vocab_size}"
         )
-    if shape.max_position_embeddings < parts.max_model_len:
+    if shape.max_position_embeddings < runner.max_model_len:
         raise ValueError(
-            f"speculative_config['model'] must take max_model_len {parts.max_model_len} tokens; "
+            f"speculative_config['model'] must take max_model_len {runner.max_model_len} tokens; "
             f"{options.model} takes {shape.max_position_embeddings}"
         )
     if large.widest_window is not None:
@@ -122,6 +127,4 @@ def load_draft_model(parts: "Parts", options: Speculation) -> DraftModel:
             "speculative_config['model'] cannot draft for a model whose layers all have a window: "
             "blocks behind the window are given back"
         )
-    proposer = DraftModel(ModelRunner(config, folder))
-    proposer.compute_along(parts.runner)
-    return proposer
+    return config, folder

@@ -77,7 +77,7 @@ def make_proposer(parts: "Parts", options: Speculation) -> Proposer:
     if options.method == "draft_model":
         from nanovllm.extras.speculation.draft_model import load_draft_model
 
-        return load_draft_model(parts, options)
+        return load_draft_model(parts.runner, options)
     return options.method
 
 

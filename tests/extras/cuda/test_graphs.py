@@ -287,7 +287,7 @@ def test_what_is_no_plain_decode_is_not_replayed(monkeypatch, tiny_checkpoint):
 
 
 def test_they_are_refused_where_they_cannot_be(tiny_checkpoint):
-    with pytest.raises(ValueError, match="enable_cuda_graphs=True cannot be had .*need a CUDA device, got cpu"):
+    with pytest.raises(ValueError, match="enable_cuda_graphs=True is not available .*need a CUDA device, got cpu"):
         LLMEngine(Config(tiny_checkpoint[0], device="cpu", enable_cuda_graphs=True))
 
 
@@ -328,7 +328,7 @@ def test_who_has_them_on_cuda(options, backend, has_draw_kernel, expected):
 
 
 def test_graphs_that_must_be_are_whole_steps():
-    with pytest.raises(ValueError, match="enable_cuda_graphs=True cannot be had .*without triton, drawing tokens"):
+    with pytest.raises(ValueError, match="enable_cuda_graphs=True is not available .*without triton, drawing tokens"):
         choose_graphs(
             Config("model", enable_cuda_graphs=True), GatherAttention(4, 2, 16, 16), False, torch.device("cuda", 0)
         )
@@ -341,7 +341,7 @@ def test_experts_are_not_replayed():
     assert choose_graphs(Config("model"), *choice) == (None, f"; no CUDA graphs ({reason})")
     without_draws = choice[0], False, *choice[2:]
     assert choose_graphs(Config("model"), *without_draws)[0] is None
-    with pytest.raises(ValueError, match=rf"enable_cuda_graphs=True cannot be had \({reason}\)"):
+    with pytest.raises(ValueError, match=rf"enable_cuda_graphs=True is not available \({reason}\)"):
         choose_graphs(Config("model", enable_cuda_graphs=True), *choice)
 
 

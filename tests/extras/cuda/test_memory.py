@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm import Config
+from nanovllm import Config, LLMEngine
 from nanovllm.extras.cuda.graphs import StepSizes, graph_sizes
 from nanovllm.extras.cuda.memory import advice_on_start_memory, advised, measure_free_bytes, widest_batch
 from tests.extras.cuda.conftest import GIB
@@ -65,3 +65,20 @@ def test_what_to_do_when_a_step_finds_no_memory():
     with pytest.raises(KeyError):
         compute(None, None)
     assert advised(lambda *given: given)(1, 2) == (1, 2)
+
+
+def test_the_draft_models_weights_and_graphs_are_left_free_on_a_gpu(fake_cuda, runner, with_tokenizer):
+    """`fake_cuda` has 40 GiB for an engine, of which weights and a step take 2, and others 1."""
+    drafting = {"model": str(with_tokenizer), "num_speculative_tokens": 2, "disable_by_batch_size": 256}
+    options = {"device": "cpu", "kv_cache_memory_bytes": 1 << 20, "gpu_memory_utilization": 0.5}
+    options |= {"attention_backend": "torch", "enforce_eager": True}
+    drafted = LLMEngine(Config(with_tokenizer, speculative_config=drafting, **options)).runner
+    sizes = StepSizes(max_num_batched_tokens=40, max_num_seqs=2, max_model_len=512)
+    runner.bytes_to_leave = drafted.bytes_to_leave
+    runner.kv_cache.allocate(0)
+    free = [measure_free_bytes(runner, drafted.config, sizes, replayed) for replayed in (None, "step")]
+    weights = sum(weight.nbytes for weight in drafted.model.parameters())
+    assert free[0] == 37 * GIB - weights
+    measured = 76 * GIB - fake_cuda.free  # `fake_cuda` gives nothing back, so this counts as used by others
+    assert measured == 114 << 20, "two graphs"
+    assert free[0] - free[1] == 2 * measured + measured, "those of both models"

@@ -75,3 +75,16 @@ def test_a_model_that_takes_fewer_tokens_is_refused(checkpoints, with_tokenizer)
     short, _ = checkpoints.make(num_hidden_layers=1, vocab_size=300, max_position_embeddings=64)
     with pytest.raises(ValueError, match=r"must take max_model_len \d+ tokens; .* takes 64"):
         LLM(with_tokenizer, device="cpu", speculative_config={"model": str(short), "num_speculative_tokens": 2})
+
+
+def test_the_pool_has_room_for_both_models(checkpoints, with_tokenizer):
+    other, _ = checkpoints.make(num_hidden_layers=1, vocab_size=300)
+    drafting = {"model": str(other), "num_speculative_tokens": 2, "disable_by_batch_size": 256}
+    options = {"device": "cpu", "attention_backend": "torch", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 20}
+    runner = LLMEngine(Config(with_tokenizer, speculative_config=drafting, **options)).runner
+    draft = runner.speculation.proposer.runner
+    assert draft.kv_cache.num_blocks == runner.kv_cache.num_blocks
+    caches = [runner.kv_cache.tensor.nbytes, draft.kv_cache.tensor.nbytes]
+    of_a_block = sum(caches) // (1 + runner.kv_cache.num_blocks)
+    assert (1 << 20) - of_a_block < sum(caches) <= 1 << 20
+    assert runner.draft.weight_bytes == sum(weight.nbytes for weight in draft.model.parameters())
