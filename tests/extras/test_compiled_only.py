@@ -1,0 +1,62 @@
+"""An installation whose sources were deleted after they were compiled, as some container images have it."""
+
+import compileall
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.core_alone import PACKAGE
+
+pytestmark = pytest.mark.slow  # 20 s
+
+GENERATE = """
+import sys
+import nanovllm
+from nanovllm import LLM, TINY_QWEN3, SamplingParams
+assert nanovllm.__file__.endswith(".pyc"), nanovllm.__file__
+if __name__ == "__main__":
+    llm = LLM(TINY_QWEN3, device="cpu", num_kv_blocks=16, tensor_parallel_size=int(sys.argv[1]))
+    params = SamplingParams(temperature=0, max_tokens=12)
+    print(llm.generate("What is a block table?", params, use_tqdm=False)[0].outputs[0].token_ids)
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """A folder with the package, without a source."""
+    root = tmp_path_factory.mktemp("compiled")
+    shutil.copytree(PACKAGE, root / "nanovllm", ignore=shutil.ignore_patterns("__pycache__"))
+    assert compileall.compile_dir(root / "nanovllm", quiet=1, legacy=True)
+    for source in (root / "nanovllm").rglob("*.py"):
+        source.unlink()
+    (root / "generate.py").write_text(GENERATE)
+    return root
+
+
+def run(folder, *arguments):
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_commands_work(compiled):
+    """The help has no docstrings, because they are read from the sources, but all options."""
+    assert run(compiled, "-m", "nanovllm", "--help") == run(PACKAGE.parent, "-m", "nanovllm", "--help")
+    found, expected = (
+        set(re.findall(r"(?<!\S)--[a-z-]+", run(folder, "-m", "nanovllm", "serve", "--help")))
+        for folder in (compiled, PACKAGE.parent)
+    )
+    assert found >= {"--max-num-seqs", "--port"}
+    assert expected - found == set()
+
+
+def test_an_engine_answers(compiled):
+    """Also on two ranks, whose processes run a file."""
+    sources = run(PACKAGE.parent, "-c", GENERATE.replace('endswith(".pyc")', 'endswith(".py")'), "1")
+    for num_ranks in ("1", "2"):
+        assert run(compiled, "generate.py", num_ranks).splitlines()[-1] == sources.splitlines()[-1]
