@@ -65,7 +65,8 @@ class ModelRunner(model_runner.ModelRunner):
         self.backend: Any = self.make_backend()
         check, kind = self.begin_self_check(), self.make_device()
         clock.lap("backend")
-        self.model = self.make_model()
+        with kind.advice():
+            self.model = self.make_model()
         clock.lap("weights")
         with check.layers():
             if not config.enforce_eager and hasattr(self.backend, "replace_layers"):
@@ -162,8 +163,13 @@ class ModelRunner(model_runner.ModelRunner):
         if self.config.quantization is not None:
             from nanovllm.extras.quantization.quantise import quantise
 
-            quantise(model, self.config.quantization, self.shape)
+            quantise(model, self.config.quantization, self.shape, self.pack_quantised)
         return model
+
+    def pack_quantised(self, layer: nn.Module) -> nn.Module:
+        """Return the backend's version of a quantised layer. Called for each one before the next is loaded."""
+        pack = getattr(self.backend, "pack_quantised", None)
+        return layer if pack is None or self.config.enforce_eager else pack(layer)
 
     def load_network(self) -> nn.Module:
         """Return the network on the device, with its weights."""
@@ -173,7 +179,7 @@ class ModelRunner(model_runner.ModelRunner):
         if self.shape.quantization_config is not None or config.load_format == "gguf":
             from nanovllm.extras.quantization.choose_loader import choose_loader
 
-            load = choose_loader(self.shape, config)
+            load = choose_loader(self.shape, config, self.pack_quantised)
         seed = config.seed if config.load_format == "dummy" else None
         return load(self.model_class, self.shape, self.backend, self.dtype, self.device, self.folder, seed)
 

@@ -28,7 +28,8 @@ def advice_on_start_memory() -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise ValueError(
             "the GPU's memory does not suffice to start: lower gpu_memory_utilization (if others use this GPU too), "
-            "kv_cache_memory_bytes or num_kv_blocks, max_num_batched_tokens or max_num_seqs; "
+            "kv_cache_memory_bytes or num_kv_blocks, max_num_batched_tokens or max_num_seqs; for weights "
+            "that are too large, set quantization or tensor_parallel_size; "
             f"{error.__cause__ or error}"
         ) from error
 

@@ -42,6 +42,10 @@ class AttentionBackend(TorchAttention):
         No sequence is longer than `max_model_len`.
         """
 
+    def pack_quantised(self, layer: nn.Module) -> nn.Module:
+        """Return a fast version of a quantised layer, if this backend has one that is made layer by layer."""
+        return layer
+
     def argmax(self, logits: Tensor) -> Tensor:
         """Return each row's most likely token, ties to the first: [num_samples, vocab_size] -> [num_samples] int64."""
         return logits.argmax(dim=-1)

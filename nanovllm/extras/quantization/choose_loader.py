@@ -6,14 +6,15 @@ from typing import Any
 
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.models.network_config import NetworkConfig
+from nanovllm.extras.quantization.quantise import Finish
 
 
-def choose_loader(shape: NetworkConfig, config: Config) -> Callable[..., Any]:
+def choose_loader(shape: NetworkConfig, config: Config, finish: Finish) -> Callable[..., Any]:
     """Return the loader for the format that config.json names, or for a GGUF file."""
     if config.load_format == "gguf":
         from nanovllm.extras.quantization.gguf import load_gguf  # whose library may be missing
 
-        return load_gguf
+        return partial(load_gguf, finish)
     from nanovllm.extras.quantization.stored import load_stored, read_format
 
-    return partial(load_stored, read_format("quantization_config", shape.quantization_config))
+    return partial(load_stored, read_format("quantization_config", shape.quantization_config), finish)

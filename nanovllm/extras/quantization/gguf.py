@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanovllm.extras.quantization.quantise import Finish
 from nanovllm.extras.quantization.quantised_linear import QuantisedWeight
-from nanovllm.extras.quantization.stored import joined, parts_of, quantised_version_of
+from nanovllm.extras.quantization.stored import joined, parts_of, quantised_version_of, set_layer
 from nanovllm.layers.linear import FusedLinear, Linear
 from nanovllm.loader import allocate, places_of
 
@@ -38,6 +39,7 @@ UNUSED = {"rope_freqs.weight"}
 
 
 def load_gguf(
+    finish: Finish,
     model_class: Any,
     config: Any,
     backend: Any,
@@ -46,7 +48,10 @@ def load_gguf(
     folder: Path,
     dummy_seed: int | None = None,
 ) -> Any:
-    """Load the network to `device`. Raises ValueError with the tensor's name if file and model do not match exactly."""
+    """Load the network to `device`. Raises ValueError with the tensor's name if file and model do not match exactly.
+
+    Each quantised layer becomes what `finish` makes of it before the next one is loaded.
+    """
     file = GgufFile(folder, config)
     if config.tie_word_embeddings and file.has_own_head():
         logger.info("%s has an output layer of its own, though config.json ties it to the embeddings", file.path)
@@ -58,14 +63,14 @@ def load_gguf(
         model = model_class(config, backend)
     found = {path: layer for path, layer in model.named_modules() if file.keeps(path, layer)}
     for path, layer in found.items():  # the layers have no weights yet, so no memory is allocated for plain weights
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, quantised_version_of(layer))
+        set_layer(model, path, quantised_version_of(layer))
     model = allocate(model, dtype, device)
     for path, layer in found.items():
         quantised, parts = model.get_submodule(path), parts_of(path, layer)
         quantised.quantised = joined(path, [file.quantised(part) for part in parts], device)
         if layer.bias is not None:
             quantised.bias.copy_(torch.cat([file.floats(f"{part}.bias") for part in parts]))
+        set_layer(model, path, finish(quantised))
     fill(model, file)
     return model
 

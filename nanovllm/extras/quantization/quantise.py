@@ -4,6 +4,7 @@ Products of projections are quantised, and embeddings if the options say so. Nor
 up-projections of latents, which no token multiplies as they are, stay in the model's dtype.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -19,9 +20,13 @@ from nanovllm.extras.quantization.quantization_options import STORED, Quantizati
 from nanovllm.layers.linear import Embedding, FusedLinear, Linear
 
 VECTOR = 16  # the number of inputs must be a multiple of this
+Finish = Callable[[nn.Module], nn.Module]
+"""Given a quantised layer, returns the layer that replaces it, such as one with the layout of a kernel."""
 
 
-def quantise(model: nn.Module, given: Any, shape: NetworkConfig | None = None) -> None:
+def quantise(
+    model: nn.Module, given: Any, shape: NetworkConfig | None = None, finish: Finish = lambda layer: layer
+) -> None:
     """Quantise the model in place, layer by layer, so that memory holds at most one weight twice.
 
     `given` is a value of `Config.quantization`. `shape` knows the checkpoint's format. Raises ValueError, before
@@ -46,8 +51,9 @@ def quantise(model: nn.Module, given: Any, shape: NetworkConfig | None = None) -
             if child is None or not is_quantised(child, options):
                 continue
             if child not in made:
-                made[child] = quantised_layer(child, options)
+                quantised = quantised_layer(child, options)
                 child._parameters.clear()  # the layer lives on in `made`, without its weight
+                made[child] = finish(quantised)
             setattr(module, name, made[child])
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+NUM_AT_ONCE = 1 << 22  # weights that are quantised at a time
 SMALLEST = 1e-30  # a group of x with only smaller magnitudes rounds to zero, because 127 / x could be infinite
 
 
@@ -61,17 +62,28 @@ def quantise_weight(weight: Tensor, bits: int, group_size: int) -> QuantisedWeig
     """Quantise weight: [out_features, in_features], with a scale for each output (8 bits) or each group (4 bits).
 
     The largest magnitude becomes an end of q's range. With 4 bits it is the lower end, which is one step farther from
-    zero.
+    zero. A few rows at a time, because float32 and its intermediate results take many times the weight's memory.
     """
     num_outputs, size = weight.shape
     width = size if bits == 8 else group_size
-    padded = nn.functional.pad(weight.float(), (0, -size % width)).view(num_outputs, -1, width)
-    largest = padded.gather(-1, padded.abs().argmax(-1, keepdim=True))[..., 0]  # [out_features, num_groups], signed
+    q = torch.empty(num_outputs, size, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(num_outputs, -(-size // width), device=weight.device)
+    num_rows = max(1, NUM_AT_ONCE // size)
+    for start in range(0, num_outputs, num_rows):
+        rows = slice(start, start + num_rows)
+        q[rows], scales[rows] = quantise_rows(weight[rows], bits, width)
+    return QuantisedWeight(q, scales, None, bits, group_size)
+
+
+def quantise_rows(weight: Tensor, bits: int, width: int) -> tuple[Tensor, Tensor]:
+    """Quantise weight: [num_rows, in_features], with a scale for each `width` inputs -> q and scales"""
+    size = weight.shape[1]
+    padded = nn.functional.pad(weight.float(), (0, -size % width)).unflatten(1, (-1, width))
+    largest = padded.gather(-1, padded.abs().argmax(-1, keepdim=True))[..., 0]  # [num_rows, num_groups], signed
     scales = largest.abs() / 127 if bits == 8 else largest / -8
     half, most = 2 ** (bits - 1), 2**bits - 1
     steps = padded / torch.where(scales == 0, 1, scales)[..., None]
-    q = (steps.round() + half).clamp(0, most).to(torch.uint8).flatten(1)[:, :size].contiguous()
-    return QuantisedWeight(q, scales, None, bits, group_size)
+    return (steps.round() + half).clamp(0, most).to(torch.uint8).flatten(1)[:, :size], scales
 
 
 def round_rows(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from nanovllm.extras.quantization.formats import READERS, Format
 from nanovllm.extras.quantization.fp8_weights import KV_SCALES, Fp8, read_compressed_fp8, read_fp8
-from nanovllm.extras.quantization.quantise import VECTOR
+from nanovllm.extras.quantization.quantise import VECTOR, Finish
 from nanovllm.extras.quantization.quantised_linear import QuantisedFusedLinear, QuantisedLinear, QuantisedWeight
 from nanovllm.extras.weights import (
     BARE,
@@ -49,16 +49,19 @@ def read_format(field: str, raw: Any) -> Format | Fp8:
     return read(given)
 
 
-def load_stored(form: Any, model_class: Any, shape: Any, backend: Any, dtype: torch.dtype, device: torch.device,
-                folder: Path, dummy_seed: int | None = None) -> Any:  # fmt: skip
-    """Load a checkpoint of format `form`, with the arguments of `load_model`."""
+def load_stored(form: Any, finish: Finish, model_class: Any, shape: Any, backend: Any, dtype: torch.dtype,
+                device: torch.device, folder: Path, dummy_seed: int | None = None) -> Any:  # fmt: skip
+    """Load a checkpoint of format `form`, with the arguments of `load_model`.
+
+    Each quantised layer becomes what `finish` makes of it before the next one is loaded.
+    """
     if dummy_seed is not None:
         raise ValueError("load_format='dummy' makes plain weights: quantization='int8' or 'int4' quantises them")
     checkpoint = Checkpoint(folder)
     if isinstance(form, Fp8):
         logger.info("the checkpoint's weights in fp8 are widened to %s", dtype)
         return load_model(model_class, shape, backend, dtype, device, folder, read=form.reader(checkpoint, dtype))
-    return load_projections(form, checkpoint, model_class, shape, backend, dtype, device)
+    return load_projections(form, finish, checkpoint, model_class, shape, backend, dtype, device)
 
 
 class Checkpoint:
@@ -80,6 +83,7 @@ class Checkpoint:
 
 def load_projections(
     form: Format,
+    finish: Finish,
     checkpoint: Checkpoint,
     model_class: Any,
     config: Any,
@@ -91,8 +95,7 @@ def load_projections(
         model = model_class(config, backend)
     found = find_projections(form, checkpoint, model)
     for path, layer in found.items():  # without weights: their memory is never taken
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, quantised_version_of(layer))
+        set_layer(model, path, quantised_version_of(layer))
     model = allocate(model, dtype, device)
     consumed: set[str] = set()
     for path, layer in found.items():
@@ -103,6 +106,7 @@ def load_projections(
         biases = [read_bias(checkpoint, part, layer.bias is not None) for part in parts]
         if layer.bias is not None:
             quantised.bias.copy_(torch.cat(biases))
+        set_layer(model, path, finish(quantised))
         consumed |= {f"{part}.{name}" for part in parts for name in (*form.tensors, "bias")}
     others = find_others(form, checkpoint, model)
     consumed |= {f"{path}.{name}" for path in others for name in (*form.tensors, "bias")}
@@ -135,6 +139,11 @@ def parts_of(path: str, layer: Any) -> dict[str, int]:
         return {path: len(layer.weight)}
     parent = path.rpartition(".")[0]
     return {f"{parent}.{part}": rows for part, rows in layer.parts.items()}
+
+
+def set_layer(model: nn.Module, path: str, layer: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, layer)
 
 
 def find_projections(form: Format, checkpoint: Checkpoint, model: nn.Module) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import torch
 from nanovllm import Config, LLMEngine
 from nanovllm.extras.cuda.graphs import StepSizes, graph_sizes
 from nanovllm.extras.cuda.memory import advice_on_start_memory, advised, measure_free_bytes, widest_batch
+from nanovllm.extras.full_runner import ModelRunner
+from nanovllm.extras.runner_hooks import Device
 from tests.extras.cuda.conftest import GIB
 
 
@@ -50,6 +52,20 @@ def test_what_to_do_when_memory_is_short():
         raise torch.OutOfMemoryError("CUDA out of memory: tried to allocate")
     with pytest.raises(KeyError), advice_on_start_memory():
         raise KeyError("x")
+
+
+def test_what_to_do_when_the_weights_are_too_large(monkeypatch, tiny_checkpoint):
+    def fail(runner):
+        raise torch.OutOfMemoryError("CUDA out of memory: tried to allocate")
+
+    class AdvisedDevice(Device):
+        def advice(self):
+            return advice_on_start_memory()
+
+    monkeypatch.setattr(ModelRunner, "make_device", lambda runner: AdvisedDevice())
+    monkeypatch.setattr(ModelRunner, "load_network", fail)
+    with pytest.raises(ValueError, match=r"does not suffice to start: .* set quantization or tensor_parallel_size"):
+        LLMEngine(Config(tiny_checkpoint[0], device="cpu"))
 
 
 def test_what_to_do_when_a_step_finds_no_memory():

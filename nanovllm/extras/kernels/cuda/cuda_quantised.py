@@ -21,6 +21,7 @@ from nanovllm.extras.kernels.cuda.kernel_launch import Launch
 
 SMALLEST = 1e-30  # a group of x with only smaller magnitudes rounds to zero, because 127 / x could be infinite
 FEW_ROWS = 16  # the smallest number of rows that the tensor cores multiply
+NUM_AT_ONCE = 1 << 22  # weights that are packed at a time
 GROUPS_AT_ONCE = 8  # groups that one program rounds
 ROUNDING = tl.constexpr(12_582_912.0)  # 1.5 * 2**23: near it, the floats are exactly the whole numbers
 
@@ -50,19 +51,20 @@ def pack(q: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits
 
     q: [num_outputs, num_inputs] uint8; scales, zeros: [num_outputs, num_groups or 1]
     """
-    num_inputs = q.shape[1]
-    if bits == 8:  # the tensor cores multiply signed numbers
-        stored, shift = (q.short() - 128).to(torch.int8), 128
-    else:
-        stored, shift = q, 0
-    stored = torch.nn.functional.pad(stored, (0, -num_inputs % group_size))
-    if bits == 4:
-        stored = stored[:, 0::2] | stored[:, 1::2] << 4
+    num_outputs, num_inputs = q.shape
+    num_padded = num_inputs + -num_inputs % group_size
+    is_int4, shift = bits == 4, 0 if bits == 4 else 128  # the tensor cores multiply signed numbers
+    size, dtype = (num_padded // 2, torch.uint8) if is_int4 else (num_padded, torch.int8)
+    stored = torch.empty(num_outputs, size, dtype=dtype, device=q.device)
+    num_rows = max(1, NUM_AT_ONCE // num_padded)
+    for start in range(0, num_outputs, num_rows):
+        rows = slice(start, start + num_rows)
+        part = q[rows] if is_int4 else (q[rows] ^ 128).view(torch.int8)  # minus 128
+        part = torch.nn.functional.pad(part, (0, num_padded - num_inputs))
+        stored[rows] = part[:, 0::2] | part[:, 1::2] << 4 if is_int4 else part
     offsets = None if zeros is None else (shift - zeros.int()).t().contiguous()
     half = 1 << (bits - 1)
-    return PackedWeight(
-        stored.contiguous(), scales.t().contiguous(), offsets, shift - half, num_inputs, group_size, bits
-    )
+    return PackedWeight(stored, scales.t().contiguous(), offsets, shift - half, num_inputs, group_size, bits)
 
 
 # ---- x in 8 bits

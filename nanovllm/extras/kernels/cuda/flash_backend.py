@@ -165,6 +165,13 @@ class FlashAttention(KernelBackend):
 
             replace_layers(model, self, max_model_len)
 
+    def pack_quantised(self, layer: nn.Module) -> nn.Module:
+        if why_no_triton() is not None:
+            return layer
+        from nanovllm.extras.kernels.cuda.quantised_layers import fast_version_of
+
+        return fast_version_of(layer) or layer
+
     def attend(
         self,
         q: torch.Tensor,

@@ -1,7 +1,7 @@
 """Layers with weights of 8 or 4 bits on CUDA: fast versions of those in `extras/quantization/quantised_linear.py`.
 
-The attention backends for CUDA call `replace_quantised` after loading, through `replace_layers` in
-`cuda_decoder_layer.py`.
+The attention backends for CUDA call `fast_version_of` for each layer that is loaded, so that at most one weight of 4
+bits takes a byte on the device, and `replace_quantised` through `replace_layers` in `cuda_decoder_layer.py`.
 """
 
 from typing import Any
@@ -71,16 +71,23 @@ FAST_LAYERS: dict[str, Any] = {
 
 
 def replace_quantised(model: nn.Module) -> None:
-    """Replace every quantised layer of the model by its fast version."""
-    fast_layers: dict[nn.Module, nn.Module] = {}  # the model may contain a layer twice: tied embeddings
+    """Replace every quantised layer of the model that is not a fast version yet."""
+    fast_layers: dict[nn.Module, nn.Module | None] = {}  # the model may contain a layer twice: tied embeddings
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):  # named_children() leaves out a second name
-            fast_class = next(
-                (FAST_LAYERS[path] for path in FAST_LAYERS if child is not None and is_one(child, path)), None
-            )
-            if child is None or fast_class is None:
+            if child is None:
                 continue
             if child not in fast_layers:
-                fast_layers[child] = fast_class(child)
-                del child.quantised  # free the memory of the unpacked weight
-            setattr(module, name, fast_layers[child])
+                fast_layers[child] = fast_version_of(child)
+            if (fast := fast_layers[child]) is not None:
+                setattr(module, name, fast)
+
+
+def fast_version_of(layer: nn.Module) -> nn.Module | None:
+    """Return the fast version of a layer, which gives up its weight, or None if there is none."""
+    fast_class = next((FAST_LAYERS[path] for path in FAST_LAYERS if is_one(layer, path)), None)
+    if fast_class is None:
+        return None
+    fast: nn.Module = fast_class(layer)
+    del layer.quantised  # free the memory of the unpacked weight
+    return fast
