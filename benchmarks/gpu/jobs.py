@@ -17,6 +17,7 @@ from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TINY_MODEL = str(ROOT / "nanovllm" / "assets" / "tiny-qwen3")
+ENGINE_TESTS = str(ROOT / "tests" / "extras" / "test_gpu.py")
 RECORD = ["-m", "benchmarks.gpu.tests", "--output", "{out}", "--"]
 HF_REQUESTS = 64  # of the 256: `transformers` would take minutes for all of them
 # Each configuration adds one optimisation to the one before. All are in bfloat16, except for the fp8 cache.
@@ -75,12 +76,13 @@ def gpu_jobs() -> list[Job]:
 def test_jobs() -> list[Job]:
     """Return the jobs that test the engine on the GPU, then its kernels.
 
-    A `-m` replaces the one in pyproject.toml, so it repeats "not slow".
+    They name their files, because importing all tests needs packages that a GPU does not. A `-m` replaces the one in
+    pyproject.toml, so it repeats "not slow".
     """
     return [
-        Job("tests/engine", [*RECORD, "-m", "gpu and not alone and not slow", *workers()], 240),
-        Job("tests/memory", [*RECORD, "-m", "gpu and alone and not slow"], 60),
-        Job("tests/kernels", [*RECORD, *kernel_test_files(), "-m", "not gpu and not slow", *workers()], 180),
+        Job("tests/engine", [*RECORD, ENGINE_TESTS, "-m", "gpu and not alone and not slow", *workers()], 240),
+        Job("tests/memory", [*RECORD, ENGINE_TESTS, "-m", "gpu and alone and not slow"], 60),
+        Job("tests/kernels", [*RECORD, *kernel_test_files(), "-m", "not slow", *workers()], 180),
     ]
 
 
@@ -88,7 +90,7 @@ def sweep_job() -> Job:
     """Return the job with the long form of the same tests, for which Triton compiles a hundred variants."""
     return Job(
         "sweep",
-        [*RECORD, str(ROOT / "tests" / "extras" / "test_gpu.py"), *kernel_test_files(), "-m", "slow", *workers()],
+        [*RECORD, ENGINE_TESTS, *kernel_test_files(), "-m", "slow", *workers()],
         240,
     )
 
@@ -100,7 +102,7 @@ def workers() -> list[str]:
 
 
 def kernel_test_files() -> list[str]:
-    """Return the files of tests that run in Triton's interpreter without a GPU, and so lack the mark `gpu`."""
+    """Return the files of tests that run on a GPU, and without one in Triton's interpreter."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(file) for file in files if "IS_INTERPRETED" in file.read_text()]
 

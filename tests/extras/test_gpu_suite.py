@@ -206,7 +206,21 @@ def test_only_the_sweep_runs_slow_tests():
     }
     assert marks.pop("sweep") == "slow"  # these words make the examples more as well: tests/conftest.py
     assert marks
-    assert all(" and not slow" in mark for mark in marks.values())
+    assert all("not slow" in mark for mark in marks.values())
+
+
+def test_the_jobs_that_test_name_their_files():
+    """Others need packages that a machine with a GPU may lack. No file with the mark `gpu` is left out."""
+    files = {
+        job.name: {Path(word).name for word in job.command if word.endswith(".py")}
+        for job in gpu_jobs()
+        if "benchmarks.gpu.tests" in job.command
+    }
+    assert files["tests/engine"] == files["tests/memory"] == {"test_gpu.py"}
+    tests = Path(__file__).resolve().parents[1]
+    marked = {path.name for path in tests.rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")}
+    assert marked - {Path(__file__).name} == files["tests/engine"] | files["tests/kernels"]
+    assert files["sweep"] == files["tests/engine"] | files["tests/kernels"]
 
 
 def test_the_jobs_of_a_card():
