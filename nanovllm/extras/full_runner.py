@@ -39,20 +39,28 @@ if TYPE_CHECKING:
     from nanovllm.extras.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
+MAX_DRAFTED_ROWS = 64  # of a step with drafts, each of which is a row
 
 
 class ModelRunner(model_runner.ModelRunner):
     """Runs steps. Raises ValueError if the model, the options and this machine do not go together.
 
-    With `has_overlap`, placeholders among the input ids become the tokens of the step before.
+    With `has_overlap`, placeholders among the input ids become the tokens of the step before. `max_rows` is the most
+    decodes for which CUDA graphs are recorded: by default one for each sequence, and with speculation some drafts.
     """
 
     config: Config
     shape: Any  # a `NetworkConfig`
 
     def __init__(
-        self, config: Config, folder: Path, has_overlap: bool | None = None, clock: LapClock | None = None
+        self,
+        config: Config,
+        folder: Path,
+        has_overlap: bool | None = None,
+        clock: LapClock | None = None,
+        max_rows: int | None = None,
     ) -> None:
+        self.max_rows = max_rows or most_rows(config)
         self.has_overlap = has_overlap_by_default(config) if has_overlap is None else has_overlap
         self.clock = clock or LapClock()
         self.stop: Callable[[], object] = lambda: None  # stops the other ranks
@@ -147,7 +155,9 @@ class ModelRunner(model_runner.ModelRunner):
             return Device()
         from nanovllm.extras.cuda.startup import CudaDevice
 
-        return CudaDevice(self.config, self.device, self.backend, self.shape, self.max_num_batched_tokens)
+        return CudaDevice(
+            self.config, self.device, self.backend, self.shape, self.max_num_batched_tokens, self.max_rows
+        )
 
     def begin_self_check(self) -> Unchecked:
         """Return the comparison of what computes with PyTorch's layers, which need none."""
@@ -194,9 +204,9 @@ class ModelRunner(model_runner.ModelRunner):
 
     def make_graphs(self) -> CudaGraphs:
         """Return the core's graphs of the forward pass of decodes; `choose_graphs` has decided that there are some."""
-        max_num_seqs = min(self.config.max_num_seqs, self.max_num_batched_tokens)
         max_num_blocks = -(-self.max_model_len // self.backend.block_size)
-        return CudaGraphs(self.model, self.kv_cache.tensor, max_num_seqs, max_num_blocks)
+        max_rows = min(self.max_rows, self.max_num_batched_tokens)
+        return CudaGraphs(self.model, self.kv_cache.tensor, max_rows, max_num_blocks)
 
     def num_blocks_that_fit_on(self, kind: Device) -> int:
         """Return the number of blocks as configured, or as many as memory allows and running sequences can fill."""
@@ -237,6 +247,11 @@ def has_overlap_by_default(config: Config) -> bool:
     if config.enable_overlap is not None:
         return config.enable_overlap
     return config.speculative_config is None and resolve_device(config.device).type == "cuda"
+
+
+def most_rows(config: Config) -> int:
+    """Return the most decodes of a step, for which CUDA graphs are recorded. Drafts are decodes."""
+    return max(config.max_num_seqs, 0 if config.speculative_config is None else MAX_DRAFTED_ROWS)
 
 
 # ---- a step

@@ -68,7 +68,7 @@ class StepSizes:
     """How large a step can get."""
 
     max_num_batched_tokens: int
-    max_num_seqs: int
+    max_num_seqs: int  # with speculation, drafts included
     max_model_len: int
 
     @property

@@ -38,9 +38,10 @@ class CudaDevice(Device):
         backend: Any,
         shape: NetworkConfig,
         max_num_batched_tokens: int,
+        max_rows: int | None = None,
     ) -> None:
         self.config, self.device = config, device
-        self.sizes = StepSizes(max_num_batched_tokens, config.max_num_seqs, shape.max_position_embeddings)
+        self.sizes = StepSizes(max_num_batched_tokens, max_rows or config.max_num_seqs, shape.max_position_embeddings)
         self.draw = choose_draw(config, device)
         has_kernel = self.draw is not None
         self.replayed, self.note = choose_graphs(config, backend, has_kernel, device, shape.num_experts)

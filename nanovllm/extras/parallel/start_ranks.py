@@ -20,7 +20,7 @@ import torch
 from nanovllm.config import resolve_device, resolve_dtype
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.checkpoint import read_model_config
-from nanovllm.extras.full_runner import ModelRunner, has_overlap_by_default
+from nanovllm.extras.full_runner import ModelRunner, has_overlap_by_default, most_rows
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.parallel.communicator import CommunicationError, Communicator
 from nanovllm.extras.parallel.cut import Cutter, read_part, share_of
@@ -47,6 +47,8 @@ class Plan(NamedTuple):
     meeting: tuple[Any, ...]
     hears_tokens: bool
     """Whether rank 0's token ids are sent with each batch: with overlap, only its device knows the newest."""
+    max_rows: int
+    """The most decodes that all ranks record CUDA graphs for. Workers know nothing of drafts."""
 
 
 def start_ranks(config: Config, folder: Path) -> ModelRunner:
@@ -89,7 +91,7 @@ def start_all(config: Config, shape: NetworkConfig, private: str) -> tuple["Rank
     try:
         for rank in range(1, size):
             theirs = replace(config, device=device_of(config, rank))
-            peers.send_json(rank, Plan(rank, as_json(theirs), meeting, has_overlap))
+            peers.send_json(rank, Plan(rank, as_json(theirs), meeting, has_overlap, most_rows(config)))
         if device.type == "cpu":
             torch.set_num_threads(num_threads)
         communicator = peers.wait_for(partial(connect, meeting, 0, size, device, dtype, store))
@@ -114,7 +116,7 @@ def start_worker(plan: Plan, host: str | None) -> tuple[ModelRunner, Communicato
     _, shape = read_model_config(Path(config.model), config.hf_overrides, config.max_model_len)
     device, dtype = resolve_device(config.device), resolve_dtype(config.dtype, shape.dtype)
     communicator = connect(meeting, plan.rank, config.tensor_parallel_size, device, dtype, None, host)
-    return RankRunner(config, communicator, plan.hears_tokens), communicator
+    return RankRunner(config, communicator, plan.hears_tokens, max_rows=plan.max_rows), communicator
 
 
 class RankRunner(ModelRunner):
@@ -131,10 +133,11 @@ class RankRunner(ModelRunner):
         hears_tokens: bool,
         check: Callable[[], None] = lambda: None,
         clock: LapClock | None = None,
+        max_rows: int | None = None,
     ) -> None:
         self.communicator, self.hears_tokens, self.check = communicator, hears_tokens, check
         # the others need no token of the step before
-        super().__init__(config, Path(config.model), hears_tokens and communicator.rank == 0, clock)
+        super().__init__(config, Path(config.model), hears_tokens and communicator.rank == 0, clock, max_rows)
 
     def start(self) -> None:
         self.whole_shape = replace(self.shape, max_position_embeddings=self.max_model_len)

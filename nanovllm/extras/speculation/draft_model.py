@@ -17,7 +17,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from nanovllm.batch import Batch
+import torch
+
+from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.checkpoint import read_model_config
 from nanovllm.extras.full_runner import ModelRunner
@@ -71,8 +73,10 @@ class DraftModel:
         def compute(runner: ModelRunner, batch: Batch) -> SampledTokens:
             own = self.runner
             own.kv_cache.copy_blocks(batch.copies)
-            sent = own.send(batch)
-            own.model(sent.input_ids, sent.positions, sent.metadata, own.kv_cache.tensor)
+            if own.graphs is None and own.is_replayed(batch):  # a whole step; its tokens are not used
+                own.compute(own, replace(batch, sampling=SamplingBatch(torch.zeros(len(batch.logits_indices)))))
+            else:
+                own.forward(own.send(batch))
             return inner(runner, batch)
 
         runner.compute = compute
@@ -89,7 +93,8 @@ def with_tokens(seq: Sequence, token_ids: list[int]) -> Sequence:
 
 def load_draft_model(runner: ModelRunner, options: Speculation) -> DraftModel:
     """Load the draft model. Raises ValueError or TypeError if it cannot be loaded, or cannot draft for this model."""
-    proposer = DraftModel(ModelRunner(*find_draft_model(runner, options, runner.kv_cache.num_blocks)))
+    found = find_draft_model(runner, options, runner.kv_cache.num_blocks)
+    proposer = DraftModel(ModelRunner(*found, max_rows=runner.max_rows))
     proposer.compute_along(runner)
     return proposer
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.batch import build_batch
 from nanovllm.block_tables import BlockTables
-from nanovllm.extras.full_runner import ModelRunner
+from nanovllm.extras.full_runner import MAX_DRAFTED_ROWS, ModelRunner
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.speculation.ngram import NGrams
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NEARLY_FREE = 4 / 3  # the greatest ratio of times that twice the tokens may have
-MAX_MEASURED_ROWS = 64
+MAX_MEASURED_ROWS = MAX_DRAFTED_ROWS
 MIN_RUNS, MIN_SECONDS = 3, 0.1  # of each number of rows
 
 

@@ -74,7 +74,9 @@ def make_engine(monkeypatch, folder, has_graphs, max_num_seqs=6, **options):
         return GatherAttention(shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, block_size)
 
     def make_device(runner):
-        return CudaDevice(runner.config, CPU, runner.backend, runner.shape, runner.max_num_batched_tokens)
+        return CudaDevice(
+            *(runner.config, CPU, runner.backend, runner.shape, runner.max_num_batched_tokens, runner.max_rows)
+        )
 
     def choose(config, backend, has_draw_kernel, device, num_experts):
         return choose_graphs(config, backend, has_draw_kernel, CUDA, num_experts)

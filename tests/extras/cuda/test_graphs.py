@@ -187,7 +187,7 @@ def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
 
     class RecordingDevice(Device):
         def wrap(self, runner, newest):
-            sizes = StepSizes(runner.max_num_batched_tokens, runner.config.max_num_seqs, runner.max_model_len)
+            sizes = StepSizes(runner.max_num_batched_tokens, runner.max_rows, runner.max_model_len)
             replay_decodes(runner, newest or NewestTokens(runner), sizes)
 
     monkeypatch.setattr("nanovllm.extras.cuda.graphs.record_graphs", record)
@@ -199,7 +199,7 @@ def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
                         enforce_eager=True, **options)  # fmt: skip
         engine = LLMEngine(config)
         assert isinstance(engine.runner.backend, GatherAttention)
-        assert isinstance(engine.runner.compute, ReplayedDecodes) == has_graphs
+        assert isinstance(getattr(engine.runner.is_replayed, "__self__", None), ReplayedDecodes) == has_graphs
         engine.recorder = recorder if has_graphs else None
         engine.runner.kv_cache.tensor[:, :, 1:] = 50.0  # garbage that would show
         if late and engine.parts.enable_overlap:
@@ -262,6 +262,39 @@ def test_every_batch_size_and_beams(monkeypatch, tiny_checkpoint):
         outputs.append((done, beams, tokens_of(found)))
     assert outputs[0] == outputs[1]
     assert graphs.recorder.num_replays > 20
+
+
+REPEATING = [([5, 6, 7, 8] * 4, greedy(40)), ([9, 4] * 8, SamplingParams(temperature=0.5, seed=3, max_tokens=30))]
+
+
+def drafting(**options):
+    return {"speculative_config": {"num_speculative_tokens": 5, "disable_by_batch_size": 4, **options}}
+
+
+def test_drafts_of_few_users_are_replayed(monkeypatch, with_tokenizer):
+    """Each draft is a decode: one user has up to 6 here, and 64 at most are recorded."""
+    eager, graphs = make_engines(monkeypatch, with_tokenizer, max_num_seqs=1, **drafting(method="ngram"))
+    rows, replay = [], CudaGraphs.replay
+    monkeypatch.setattr(CudaGraphs, "replay", lambda *args: rows.append(len(args[1].input_ids)) or replay(*args))
+    assert serve(graphs, REPEATING) == serve(eager, REPEATING)
+    assert graphs.recorder.num_recorded == len(graph_sizes(64))
+    assert graphs.get_stats().num_accepted_tokens > 5
+    assert max(rows) > 2
+
+
+def test_steps_of_a_draft_model_are_replayed(monkeypatch, with_tokenizer):
+    """Those that propose, and those of the large model, which it computes along."""
+    options = drafting(model=str(with_tokenizer))
+    eager, graphs = make_engines(monkeypatch, with_tokenizer, max_num_seqs=2, **options)
+    draft, computed = graphs.runner.speculation.proposer.runner, []
+    draft.model.register_forward_hook(lambda model, args, output: computed.append(args[2].max_seqlen_q))
+    requests = [
+        (prompt, dataclasses.replace(params, logprobs=i or None)) for i, (prompt, params) in enumerate(REPEATING)
+    ]
+    assert serve(graphs, requests) == serve(eager, requests)
+    assert graphs.get_stats().num_accepted_tokens > 20
+    assert computed
+    assert all(computed), "only steps with prompts"
 
 
 def test_what_is_no_plain_decode_is_not_replayed(monkeypatch, tiny_checkpoint):

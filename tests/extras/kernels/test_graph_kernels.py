@@ -48,7 +48,7 @@ def make_engine(monkeypatch, folder, **options):
             runner.draw = sample_tokens
 
         def wrap(self, runner, newest):
-            sizes = StepSizes(runner.max_num_batched_tokens, runner.config.max_num_seqs, runner.max_model_len)
+            sizes = StepSizes(runner.max_num_batched_tokens, runner.max_rows, runner.max_model_len)
             replay_decodes(runner, newest or NewestTokens(runner), sizes)
 
     monkeypatch.setattr(ModelRunner, "make_device", lambda runner: RecordingDevice())

@@ -72,7 +72,7 @@ class RecordingDevice(Device):
     """Adds graphs to the start, as CUDA's does."""
 
     def wrap(self, runner, newest):
-        sizes = StepSizes(runner.max_num_batched_tokens, runner.config.max_num_seqs, runner.max_model_len)
+        sizes = StepSizes(runner.max_num_batched_tokens, runner.max_rows, runner.max_model_len)
         replay_decodes(runner, newest or NewestTokens(runner), sizes)
 
 
@@ -103,10 +103,10 @@ REQUESTS = [
 ]
 
 
-def make_engines(folder, enable_overlap):
+def make_engines(folder, enable_overlap, **others):
     """The same engine of one rank, and of two."""
-    options = {"device": "cpu", "dtype": "float32", "attention_backend": "torch", "enforce_eager": True}
-    config = Config(folder, max_num_seqs=6, num_kv_blocks=60, enable_overlap=enable_overlap, **options)
+    options = {"device": "cpu", "dtype": "float32", "attention_backend": "torch", "enforce_eager": True, **others}
+    config = Config(folder, num_kv_blocks=60, enable_overlap=enable_overlap, **{"max_num_seqs": 6, **options})
     return LLMEngine(config), LLMEngine(dataclasses.replace(config, tensor_parallel_size=2))
 
 
@@ -136,6 +136,17 @@ def test_what_is_read_of_prompts_keeps_all_ranks_from_replaying(recorders, with_
         vectors.append(torch.tensor([done[str(i)] for i in range(3)]))
     torch.testing.assert_close(vectors[0], vectors[1])
     assert [recorder.num_replays for recorder in recorders] == [0, 0]
+
+
+def test_all_ranks_record_as_many_rows_for_drafts(recorders, with_tokenizer):
+    """Only rank 0 knows of drafts."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 5, "disable_by_batch_size": 4}
+    alone, engine = make_engines(with_tokenizer, False, max_num_seqs=1, speculative_config=drafts)
+    del recorders[0]
+    requests = [([5, 6, 7, 8] * 4, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))]
+    assert serve(engine, requests) == serve(alone, requests)
+    assert [recorder.num_recorded for recorder in recorders] == [len(graph_sizes(64))] * 2
+    assert recorders[0].num_replays == recorders[1].num_replays > 5
 
 
 @pytest.mark.parametrize("is_replayed", [False, True])
