@@ -10,11 +10,14 @@ import math
 import random
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 
+from nanovllm.extras.cuda import warm_up
 from nanovllm.extras.kernels.choices import select_backend
+from nanovllm.extras.kernels.cuda import flash_backend
 from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm.extras.models.masking import PLAIN
 from nanovllm.layers.attention import TorchAttention
@@ -259,6 +262,17 @@ def flash_attn_3(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     set_capability(monkeypatch, (9, 0))
     return install(monkeypatch, "flash_attn_interface", {DECODES: flash_attn_3_with_kvcache})
+
+
+@pytest.mark.parametrize(("options", "num_programs"), [(PLAIN, 3 * 2), (replace(PLAIN, window=7), 3 * 4)])
+def test_version_2_splits_by_the_width_of_the_tables(flash_attn, monkeypatch, options, num_programs):
+    """What decides is known when a graph is recorded. With a window, heads of a group are programs of their own."""
+    asked = []
+    monkeypatch.setattr(flash_backend, "flash_attn_splits", lambda *shape: asked.append(shape[:3]) or 9)
+    monkeypatch.setattr(flash_attn, DECODES, lambda q, *_, num_splits, **__: asked.append(num_splits) or q)
+    batch = warm_up.null_batch([1] * 3, [5] * 3, True, 6, None).metadata
+    FlashAttention(4, 2, 32, 256).attend(torch.zeros(3, 4, 32), torch.zeros(2, 1, 256, 2, 32), batch, options)
+    assert asked == [(num_programs, 6 * 256, 32), 9]
 
 
 STEPS = {

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nanovllm.extras.kernels.backend import KernelBackend
+from nanovllm.extras.kernels.cuda.kernel_launch import describe_gpu, flash_attn_splits
 from nanovllm.extras.kernels.cuda.requirements import gpu_capability, is_installed, why_no_triton, why_too_old
 from nanovllm.extras.models.masking import PLAIN, AttentionOptions
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
@@ -35,12 +36,17 @@ class FlashAttention2:
         self, q: torch.Tensor, layer_cache: torch.Tensor, metadata: AttentionMetadata, options: AttentionOptions
     ) -> torch.Tensor:
         """Attend with q: [num_decodes, num_heads, head_dim], of the batch's first sequences -> as q"""
-        nd = metadata.num_decodes
+        nd, (num_heads, head_dim) = metadata.num_decodes, q.shape[1:]
+        tables, (block_size, num_kv_heads) = metadata.block_tables[:nd], layer_cache.shape[2:4]
+        # the heads of a group are the rows of one program, but with a window, which counts rows, each is a program's
+        num_programs = nd * (num_kv_heads if options.window is None else num_heads)
+        max_len = tables.shape[1] * block_size
         out = self._decode(
             q[:, None],  # [num_decodes, 1, num_heads, head_dim]
             *layer_cache,  # [num_blocks, block_size, num_kv_heads, head_dim] each
             cache_seqlens=metadata.seq_lens[:nd],
-            block_table=metadata.block_tables[:nd],
+            block_table=tables,
+            num_splits=flash_attn_splits(num_programs, max_len, head_dim, describe_gpu(q.device)),
             **masking(options, self.scale),
         )
         return out[:, 0]

@@ -11,6 +11,7 @@ import torch
 
 MIN_SPLIT_LEN = 128  # tokens; in shorter splits, merging costs more than splitting gains
 MIN_CHUNK_SPLIT_LEN = 512  # the same for prefill, where a part has many rows
+MAX_FLASH_ATTN_SPLITS = 64  # the library takes at most 128
 LONG_SPLIT_LEN = 4096  # longer contexts are split even if there are enough programs without splits
 
 
@@ -94,6 +95,20 @@ def choose_splits(num_programs: int, max_len: int, gpu: GPU) -> tuple[int, int]:
     # an empty split still launches a program, so the number of splits has a limit
     affordable = max(1, 16 * gpu.num_multiprocessors // num_programs)
     return max(1, min(affordable, -(-max_len // LONG_SPLIT_LEN))), LONG_SPLIT_LEN
+
+
+def flash_attn_splits(num_programs: int, max_len: int, head_dim: int, gpu: GPU) -> int:
+    """Return `num_splits` for a decode of flash-attn 2, or 0 if its own choice is as good.
+
+    The library cuts the block tables' width `max_len` into parts of the same length, whatever a sequence's length is.
+    In a CUDA graph the tables are as wide as the longest sequence allowed, so a short context would be one part. Parts
+    are whole tiles. Each empty part launches a program and is read when the parts are joined, so their number is limited.
+    """
+    at_a_time = 2 * gpu.num_multiprocessors  # programs of four warps, as the library counts them
+    if num_programs >= 0.8 * at_a_time:
+        return 0
+    tile = 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
+    return max(1, min(MAX_FLASH_ATTN_SPLITS, -(-max_len // tile), 4 * at_a_time // num_programs))
 
 
 def choose_chunk_splits(num_programs: int, max_len: int, gpu: GPU) -> tuple[int, int]:
