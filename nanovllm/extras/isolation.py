@@ -86,6 +86,10 @@ class IsolatingEngine(LLMEngine):
     @torch.inference_mode()
     def _find_guilty(self, step: Step) -> dict[str, Exception]:
         """Return the requests whose own part of the step raises. Raises what the forward pass raises."""
+        with torch.cuda.device_of(self.runner.kv_cache.tensor):  # for the copies and kernels of a step, as in `run`
+            return self._try_each(step)
+
+    def _try_each(self, step: Step) -> dict[str, Exception]:
         runner = self.runner
         everybody = {seq.request_id for seq, _, _ in step.chunks}
         batch = build_batch(neutralise(step, everybody), self.scheduler.block_manager.block_tables)

@@ -4,6 +4,7 @@ Oracles: `transformers` greedy `generate` for tokens; for K and V that are kept,
 has computed, which counts what is computed twice.
 """
 
+import contextlib
 import dataclasses
 import random
 
@@ -107,6 +108,32 @@ def test_who_fails_ends_alone_and_nothing_is_computed_anew(tiny_checkpoint, answ
     num_of_the_rest = sum(len(prompt) + 9 for prompt in PROMPTS.values()) - cached
     assert stats.scheduled_tokens == num_of_the_rest + 11 + num_tokens
     assert stats.num_preemptions == 0
+
+
+def test_the_search_for_the_fault_runs_on_the_engines_device(tiny_checkpoint, monkeypatch):
+    """On `cuda:1`, copies, events and kernels need it to be the current one, as in a step."""
+    engine, inside, copied = make_engine(tiny_checkpoint[0]), [], []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        assert tensor is engine.runner.kv_cache.tensor
+        inside.append(tensor)
+        try:
+            yield
+        finally:
+            inside.pop()
+
+    def transfer(record):
+        copied.append(len(inside))
+        return record
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    engine.runner.transfer = transfer
+    engine.add_request("bad", ids(11), greedy(10, logits_processors=[failing_at(1)]))
+    _, errors = run(engine)
+    assert list(errors) == ["bad"]
+    assert len(copied) > 3
+    assert set(copied) == {1}
 
 
 def fail(*_):
