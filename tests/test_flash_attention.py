@@ -57,6 +57,20 @@ def test_the_memory_of_all_graphs_is_reserved(card, monkeypatch):
     assert graphs.measure_bytes() == 120
 
 
+def test_the_cache_gets_what_weights_a_step_graphs_and_others_leave(card, monkeypatch):
+    """Of 2,000 bytes 1,800 may be used: 300 are the peak of a step, graphs take 120, and others have 850."""
+    runner = cuda_stand_in.StandInEngine(Config(MODEL, **SMALL, attention_backend="flash_attn")).runner
+    free, events, run = iter([1000, 910, 900, 950]), [], runner.run
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 2000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 200)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("empty"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: events.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: events.append("peak") or 300)
+    monkeypatch.setattr(runner, "run", lambda batch: events.append(len(batch.input_ids)) or run(batch))
+    assert runner.measure_free_bytes() == 1800 - 300 - 120 - 850
+    assert events == ["empty", "reset", runner.max_num_batched_tokens, "peak", "empty", "empty"]
+
+
 @pytest.mark.parametrize(
     ("device", "dtype", "head_dim", "block_size", "reason"),
     [
