@@ -264,6 +264,16 @@ def flash_attn_3(monkeypatch):
     return install(monkeypatch, "flash_attn_interface", {DECODES: flash_attn_3_with_kvcache})
 
 
+def test_version_2_gathers_contiguous_rows(flash_attn, monkeypatch):
+    """K and V of a layer are far apart in the cache of all layers."""
+    gathered, select = [], torch.Tensor.index_select
+    monkeypatch.setattr(torch.Tensor, "index_select", lambda x, *to: gathered.append((x, *to)) or select(x, *to))
+    batch = warm_up.null_batch([3, 2], [3, 2], False, 1, None).metadata
+    cache = torch.zeros(2, 3, 1, 256, 2, 32)  # of three layers
+    FlashAttention(4, 2, 32, 256).attend(torch.zeros(5, 4, 32), cache[:, 1], batch)
+    assert [(rows.is_contiguous(), dim, len(slots)) for rows, dim, slots in gathered] == [(True, 0, 5)] * 2
+
+
 @pytest.mark.parametrize(("options", "num_programs"), [(PLAIN, 3 * 2), (replace(PLAIN, window=7), 3 * 4)])
 def test_version_2_splits_by_the_width_of_the_tables(flash_attn, monkeypatch, options, num_programs):
     """What decides is known when a graph is recorded. With a window, heads of a group are programs of their own."""

@@ -60,9 +60,11 @@ class FlashAttention2:
         cache, a copy of its own K and V costs less: [num_prefill_tokens, num_kv_heads, head_dim] each.
         """
         if metadata.num_prefix_tokens:
-            kv, tables = layer_cache, metadata.block_tables[metadata.num_decodes :]
+            kv, tables = list(layer_cache), metadata.block_tables[metadata.num_decodes :]
         else:
-            kv, tables = layer_cache.flatten(1, 2).index_select(1, metadata.slot_mapping[-len(q) :]), None
+            slots, tables = metadata.slot_mapping[-len(q) :], None
+            # K and V are contiguous each, but not together, and PyTorch copies contiguous rows 16 bytes at a time
+            kv = [part.flatten(0, 1).index_select(0, slots) for part in layer_cache]
         return self._prefill(
             q,
             *kv,
