@@ -57,6 +57,7 @@ REGISTERS, RESERVED_SHARED = 65536, 1024  # of a multiprocessor; of each program
 
 NUM_KV_HEADS, HEADS_OF_A_GROUP = 8, 4  # Qwen3-8B's
 QUANTISED_GROUP = 128
+NUM_OUTPUTS = 4096  # of a quantised product: Qwen3-8B's hidden size
 CHUNKS = 128  # a power of two, of Qwen3's 151,936 tokens
 
 TABLE = Path(__file__).parent / "results" / "kernel-resources.json"
@@ -222,6 +223,10 @@ def build_int8_few(case: Case) -> Build:
     return build_quantised(case, bits=8, num_tokens=1)
 
 
+def build_int8_some(case: Case) -> Build:
+    return build_quantised(case, bits=8, num_tokens=32)
+
+
 def build_int8_many(case: Case) -> Build:
     return build_quantised(case, bits=8, num_tokens=1000)
 
@@ -230,17 +235,22 @@ def build_int4_few(case: Case) -> Build:
     return build_quantised(case, bits=4, num_tokens=1)
 
 
+def build_int4_some(case: Case) -> Build:
+    return build_quantised(case, bits=4, num_tokens=32)
+
+
 def build_int4_many(case: Case) -> Build:
     return build_quantised(case, bits=4, num_tokens=1000)
 
 
 def build_quantised(case: Case, bits: int, num_tokens: int) -> Build:
-    launch = quantised.choose_launch(num_tokens)
+    launch = quantised.choose_launch(num_tokens, NUM_OUTPUTS, GPUS[case.arch])
     pointers = {"q": "*i8", "weight": "*i8" if bits == 8 else "*u8", "out": case.pointer, "bias": case.pointer}
     pointers |= dict.fromkeys(("scales", "x_scales"), "*fp32")
     constants: dict[str, Any] = {"GROUP": QUANTISED_GROUP}
     constants |= {"OFFSET": 0 if bits == 8 else -8, "HAS_OFFSETS": False, "HAS_GROUPS": bits == 4, "HAS_BIAS": False}
     constants |= {"IS_INT4": bits == 4, "ROWS": launch.rows, "OUTPUTS": launch.tile}
+    constants |= {"STAGES": launch.num_stages}
     shape = (launch.num_warps, launch.num_stages)
     return Build(quantised.quantised_linear_kernel, pointers, constants, *shape, has_fusion=False)
 
@@ -278,8 +288,10 @@ FEW_TOKENS: dict[str, Callable[[Case], Build]] = {
 }
 QUANTISED: dict[str, Callable[[Case], Build]] = {
     "int8_few": build_int8_few,
+    "int8_some": build_int8_some,
     "int8_many": build_int8_many,
     "int4_few": build_int4_few,
+    "int4_some": build_int4_some,
     "int4_many": build_int4_many,
 }
 BUILDS: dict[str, Callable[[Case], Build]] = {

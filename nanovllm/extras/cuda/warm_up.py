@@ -18,19 +18,21 @@ if TYPE_CHECKING:
 
 CONTEXT = 1024  # tokens: long enough to be split
 CHUNK = 32  # tokens: more than `few_tokens.py` takes
+MANY = 65  # tokens: more than a tile of `cuda_quantised.py` has
 
 
 def warm_up(runner: "ModelRunner", sizes: StepSizes) -> None:
-    """Run decodes, a chunk of prefill with nothing before it, and a short one late in its sequence."""
+    """Run decodes, chunks of prefill with nothing before them, and a short one late in its sequence."""
     most = min(sizes.max_num_batched_tokens, sizes.max_model_len)
     context = min(CONTEXT, sizes.max_model_len)
-    chunk, short = min(CHUNK, most), min(2, most)
+    chunk, many, short = min(CHUNK, most), min(MANY, most), min(2, most)
     table_width = -(-sizes.max_model_len // runner.backend.block_size)
     model: Any = runner.model
     draw, compute_logits = runner.draw, model.compute_logits
 
     def logits_of_many(hidden: torch.Tensor) -> torch.Tensor:
-        compute_logits(hidden[:1].repeat(CHUNK, 1))  # as of a large batch, or of a prompt's log-probabilities
+        for num_rows in (CHUNK, MANY):  # as of a large batch, or of a prompt's log-probabilities
+            compute_logits(hidden[:1].repeat(num_rows, 1))
         return compute_logits(hidden)
 
     def draw_from_both(logits: torch.Tensor, *asked: torch.Tensor | None) -> torch.Tensor:
@@ -42,6 +44,7 @@ def warm_up(runner: "ModelRunner", sizes: StepSizes) -> None:
         (1, context, True, "greedy"),
         (1, context, True, "plain"),
         (chunk, chunk, False, "limited"),
+        (many, many, False, "plain"),
         (short, context, False, "plain"),
     ]:
         runner.run(null_batch([num_new], [seq_len], is_decode, table_width, draws(kind, 1))).wait()

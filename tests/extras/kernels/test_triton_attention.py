@@ -24,7 +24,7 @@ from tests.extras.kernels.conftest import KERNEL_TESTS
 
 pytest.importorskip("triton")
 
-from benchmarks.kernel_resources import BUILDS, GPUS, TABLE, all_cases, one_of_each, table_cases
+from benchmarks.kernel_resources import BUILDS, GPUS, TABLE, all_cases, compile_case, one_of_each, table_cases
 from nanovllm.extras.kernels.cuda import (
     activation,
     few_tokens,
@@ -47,6 +47,7 @@ from nanovllm.extras.kernels.cuda.kernel_launch import (
     choose_chunk_splits,
     choose_splits,
     decode_launch,
+    flash_attn_splits,
     prefill_launch,
 )
 from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
@@ -56,7 +57,7 @@ MODULES = (activation, few_tokens, inverse_cdf, logit_weights, norm, paged_atten
 TABLE_OF_RESOURCES = json.loads(TABLE.read_text(encoding="utf-8"))
 KERNELS = {name for module in MODULES for name in vars(module) if name.endswith("_kernel")}
 FEW_TOKENS = {"norm_linear", "norm_gate_up", "add_linear"}  # what one kernel, `few_tokens_kernel`, is compiled to
-QUANTISED = {"int8_few", "int8_many", "int4_few", "int4_many"}  # the same, of `quantised_linear_kernel`
+QUANTISED = {f"int{bits}_{n}" for bits in (4, 8) for n in ("few", "some", "many")}  # of `quantised_linear_kernel`
 PREFILLS = {"prefill", "split_prefill"}  # the same, of `prefill_kernel`
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -65,7 +66,7 @@ LAUNCHED = [(90, "bfloat16"), *((arch, "float32") for arch in (80, 90, 100, 120)
 """H100; then A100, H100, B200, and an RTX 5090, which has least shared memory. With a dtype of logits."""
 SWEPT = [("--quick", "90"), ("--table", "80", "86", "89"), ("--table", "90", "100", "120")]
 PARTS = [(KERNEL_TESTS, "not slow"), *((KERNEL_TESTS[part::2], "slow") for part in (0, 1))]
-SPILLS_NOTHING = Version(version("triton")).release[:2] in ((3, 6), (3, 9))  # on the first two; others up to 96 bytes
+SPILLS_LITTLE = Version(version("triton")).release[:2] in ((3, 6), (3, 9))  # on the first two; others up to 96 bytes
 
 
 @functools.cache
@@ -136,8 +137,8 @@ def test_each_kernel_is_described_as_it_is():
 
 
 def may_spill(arch, kernel=""):
-    """Bytes of a thread. A few before a loop are nothing; hundreds would be slow."""
-    return 0 if arch in (80, 90) and SPILLS_NOTHING and kernel != "split_prefill" else 96
+    """Bytes of a thread. A few before a loop are nothing (a register of `norm_gate_up`); hundreds would be slow."""
+    return 8 if arch in (80, 90) and SPILLS_LITTLE and kernel != "split_prefill" else 96
 
 
 def test_the_table_of_resources_has_all_kernels_and_gpus():
@@ -240,6 +241,16 @@ def test_splits_of_well_known_cases():
     assert choose_chunk_splits(8 * 17, 32_768, gpu) == (1, 512)  # 1,024 new tokens
 
 
+def test_splits_of_flash_attn_by_the_width_of_the_tables():
+    """In a graph the tables are as wide as the longest sequence allowed, and contexts are mostly shorter."""
+    gpu = GPU(num_multiprocessors=132)
+    splits = {n: flash_attn_splits(8 * n, 40_960, 128, gpu) for n in (1, 2, 4, 8, 16, 26, 27, 256)}  # sequences
+    assert splits == {1: 64, 2: 64, 4: 33, 8: 16, 16: 8, 26: 5, 27: 0, 256: 0}  # its own choice: 30 15 8 4 2 1 1 1
+    assert flash_attn_splits(8, 1024, 128, gpu) == 8, "a tile of tokens each"
+    assert flash_attn_splits(8, 1024, 64, gpu) == 4
+    assert flash_attn_splits(8, 100, 256, gpu) == 2
+
+
 @pytest.mark.parametrize("shared_memory", [64 * 1024, 99 * 1024, 163 * 1024, 227 * 1024])
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"),
@@ -283,6 +294,33 @@ def test_tiles_of_few_tokens_fit_shared_memory(is_gated, dtype, shared_memory):
 def test_many_tiles_of_few_tokens_are_on_their_way():
     wanted = [few_tokens.choose_launch(1024, torch.bfloat16, is_gated, GPU()) for is_gated in (False, True)]
     assert [(launch.tile, launch.num_stages) for launch in wanted] == [(256, 6), (256, 3)]
+
+
+def test_every_multiprocessor_has_a_program_of_a_quantised_product():
+    """With 17 to 64 tokens the tile is as large as that allows, and with more it does not depend on their number."""
+    launches = {n: quantised.choose_launch(32, n, GPU()) for n in (1024, 4096, 6144, 24_576, 151_936)}
+    assert {n: launch.tile for n, launch in launches.items()} == {1024: 16, 4096: 16, 6144: 32, 24_576: 64, 151_936: 64}
+    assert all(launch.rows == 64 for launch in launches.values())
+    assert launches[1024].num_stages > launches[151_936].num_stages
+    assert {quantised.choose_launch(n, 4096, GPU()).tile for n in (1, 16, 17, 64)} == {16}
+    assert {quantised.choose_launch(n, 1024, GPU()) for n in (65, 128, 5000)} == {launches[151_936]}
+
+
+@pytest.mark.parametrize("name", ["int4_few", "int8_some", "int8_many", "norm_linear"])
+def test_loops_wait_for_no_load(name):
+    """On an H100, compiled: all that they read is requested some turns ahead (`cp.async`)."""
+    case = next(case for case in table_cases(90) if case.kernel == name)
+    ptx = compile_case(case)[0].asm["ptx"]
+    loops = [ptx]  # the few turns of `norm_linear` are unrolled
+    if name in QUANTISED:
+        loops = re.findall(
+            r"^(?=(\$L__BB0_\d+):)((?:.(?!^\$L__BB))*?bra(?:\.uni)?\s+\1;)", ptx, re.DOTALL | re.MULTILINE
+        )
+        loops = [body for _, body in loops]
+    assert loops
+    for body in loops:
+        assert "cp.async" in body
+        assert "ld.global" not in body
 
 
 # ---- where it may be chosen

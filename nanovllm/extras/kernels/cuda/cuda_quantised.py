@@ -17,11 +17,16 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.extras.kernels.cuda.kernel_launch import Launch
+from nanovllm.extras.kernels.cuda.kernel_launch import GPU, Launch, describe_gpu
 
 SMALLEST = 1e-30  # a group of x with only smaller magnitudes rounds to zero, because 127 / x could be infinite
 FEW_ROWS = 16  # the smallest number of rows that the tensor cores multiply
 NUM_AT_ONCE = 1 << 22  # weights that are packed at a time
+MANY_ROWS = 64  # tokens of a tile for more
+LAUNCHES = {  # for more than FEW_ROWS tokens, by the outputs of a tile
+    tile: Launch(MANY_ROWS, tile, num_warps=4, num_stages=num_stages)
+    for tile, num_stages in ((16, 5), (32, 4), (64, 3))
+}
 GROUPS_AT_ONCE = 8  # groups that one program rounds
 ROUNDING = tl.constexpr(12_582_912.0)  # 1.5 * 2**23: near it, the floats are exactly the whole numbers
 
@@ -153,6 +158,7 @@ def quantised_linear_kernel(
     IS_INT4: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Compute a tile of ROWS x OUTPUTS per program, one group of inputs at a time.
 
@@ -166,7 +172,9 @@ def quantised_linear_kernel(
     weight_places = outputs.to(tl.int64)[:, None] * (num_groups * num_bytes) + tl.arange(0, num_bytes)[None, :]
     of_rows = rows.to(tl.int64) * num_groups
     acc = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for group in range(num_groups):
+    # A loop with its own number of stages requests all loads ahead. Without it, Triton leaves out those that do not go
+    # into the product: scales, offsets and sums, for which each group would wait.
+    for group in tl.range(0, num_groups, num_stages=STAGES):
         weight = tl.load(weight_ptr + weight_places + group * num_bytes, mask=is_output[:, None], other=0)
         if IS_INT4:
             weight = tl.interleave((weight & 15).to(tl.int8), (weight >> 4).to(tl.int8))  # [OUTPUTS, GROUP]
@@ -187,15 +195,21 @@ def quantised_linear_kernel(
     tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
-def choose_launch(num_tokens: int) -> Launch:
-    """Choose the tile of a program (`rows` tokens, `tile` outputs) by the number of tokens.
+def choose_launch(num_tokens: int, num_outputs: int, gpu: GPU) -> Launch:
+    """Choose the tile of a program (`rows` tokens, `tile` outputs).
 
-    A product of few tokens waits for the weights. Few outputs per program give enough programs for all multiprocessors,
-    and many stages keep many groups in flight. With many tokens, 64 of them share each weight that is loaded.
+    A product of few tokens waits for the weights. So the tile is the largest that leaves a program for each
+    multiprocessor, and smaller tiles have more stages, which keep more groups in flight. With more tokens than a tile
+    has rows, 64 outputs share each row that is loaded.
     """
     if num_tokens <= FEW_ROWS:
         return Launch(FEW_ROWS, 16, num_warps=2, num_stages=8)
-    return Launch(64, 64, num_warps=4, num_stages=3)
+    if num_tokens <= MANY_ROWS:
+        for tile in (64, 32):
+            if num_outputs >= tile * gpu.num_multiprocessors:
+                return LAUNCHES[tile]
+        return LAUNCHES[16]
+    return LAUNCHES[64]
 
 
 def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -205,7 +219,7 @@ def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -
     if num_tokens == 0:
         return out
     q, x_scales, x_sums = round_rows(x.contiguous(), weight.group_size)
-    launch = choose_launch(num_tokens)
+    launch = choose_launch(num_tokens, num_outputs, describe_gpu(x.device))
     with torch.cuda.device_of(x):
         quantised_linear_kernel[(-(-num_outputs // launch.tile), -(-num_tokens // launch.rows))](
             out,
@@ -227,6 +241,7 @@ def multiply(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -
             IS_INT4=weight.bits == 4,
             ROWS=launch.rows,
             OUTPUTS=launch.tile,
+            STAGES=launch.num_stages,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
             enable_fp_fusion=False,

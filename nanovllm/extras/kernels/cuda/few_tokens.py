@@ -25,6 +25,7 @@ MAX_TOKENS = 16  # rows of a tensor core's product
 OUTPUTS = 16  # outputs of one program: few, so that there are enough programs for all multiprocessors
 TILES = (256, 128, 64)  # inputs at a time: the largest of these that divides their number
 NUM_STAGES = 6  # tiles in flight, 8 KiB each in half precision
+NORM_STAGES = tl.constexpr(4)  # tiles of x in flight, while they are normalised
 
 
 @triton.jit
@@ -32,7 +33,7 @@ def inverse_rms(x_ptr, is_row, eps, NUM_INPUTS: tl.constexpr, ROWS: tl.constexpr
     """Return 1 / sqrt(mean(x^2) + eps) of each row: [ROWS]."""
     rows, columns = tl.arange(0, ROWS), tl.arange(0, TILE)
     squares = tl.zeros([ROWS, TILE], tl.float32)
-    for start in range(0, NUM_INPUTS, TILE):
+    for start in tl.range(0, NUM_INPUTS, TILE, num_stages=NORM_STAGES):  # no weight is requested before this has ended
         places = rows[:, None] * NUM_INPUTS + start + columns[None, :]
         x = tl.load(x_ptr + places, mask=is_row[:, None], other=0.0).to(tl.float32)
         squares += x * x

@@ -102,7 +102,7 @@ def flash_attn_splits(num_programs: int, max_len: int, head_dim: int, gpu: GPU) 
 
     The library cuts the block tables' width `max_len` into parts of the same length, whatever a sequence's length is.
     In a CUDA graph the tables are as wide as the longest sequence allowed, so a short context would be one part. Parts
-    are whole tiles. Each empty part launches a program and is read when the parts are joined, so their number is limited.
+    are whole tiles. Each empty part launches a program and is read when parts are joined, so their number is limited.
     """
     at_a_time = 2 * gpu.num_multiprocessors  # programs of four warps, as the library counts them
     if num_programs >= 0.8 * at_a_time:
