@@ -11,7 +11,7 @@ from nanovllm.block_manager import BlockManager
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.full_observer import Observer, SchedulingStats
 from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.ordered_queues import order_queues
+from nanovllm.extras.full_sequence import order_queues
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 

@@ -226,7 +226,7 @@ class LLM(llm.LLM):
         try:
             self._inboxes |= dict.fromkeys(requests, inbox)
             for request_id, arguments in requests.items():
-                self.engine.add_request(request_id, *arguments, stream=stream)
+                self.engine.add_request(request_id, *arguments, stream=stream)  # type: ignore[misc]
             while unfinished:
                 while not inbox:
                     self._step(unfinished)

@@ -86,6 +86,7 @@ class Request(request.Request):
 
     gives_tokens = True  # whether the user sees the tokens that are sampled
     completions: list[Any]
+    seqs: list[Any]
 
     def __init__(
         self,
