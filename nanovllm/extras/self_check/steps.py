@@ -53,7 +53,7 @@ def make_steps(block_size: int, max_model_len: int, token_ids: list[int]) -> tup
         for seq, start, num_new_tokens in chunks:
             seq.num_tokens = start + num_new_tokens  # each sequence has caught up, so each gets logits
         num_tokens = sum(num_new_tokens for _, _, num_new_tokens in chunks)
-        batches.append(build_batch(make_step(chunks, num_tokens, [], [], []), tables))
+        batches.append(build_batch(make_step(chunks, num_tokens), tables))
     return batches, next(new_block)
 
 
