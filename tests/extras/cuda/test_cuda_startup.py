@@ -47,7 +47,7 @@ def test_each_kind_of_step_is_run_at_the_start(runner, max_num_batched_tokens, m
     runner.compute = lambda runner, batch: seen.append(batch) or compute(runner, batch)
     cache = runner.kv_cache.tensor.clone()
     CudaDevice(Config("model"), CPU, runner.backend, shape, max_num_batched_tokens).wrap(runner, None)
-    assert [batch.metadata.num_decodes for batch in seen] == [1, 1, 0, 0]
+    assert [batch.metadata.num_decodes for batch in seen] == [1, 1, 0, 0, 0]
     assert all(len(batch.input_ids) <= max_num_batched_tokens for batch in seen)
     assert all(batch.metadata.seq_lens <= max_model_len for batch in seen)
     assert runner.draw is draw

@@ -1,7 +1,5 @@
 """The GPU's memory is divided up, and CUDA is asked in the right words; `fake_cuda` counts the bytes."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -18,11 +16,7 @@ def test_free_bytes_are_what_weights_a_step_graphs_and_others_leave(fake_cuda, r
     runner.kv_cache.allocate(0)
     config = Config("model", gpu_memory_utilization=0.5)
     sizes = StepSizes(max_num_batched_tokens=40, max_num_seqs=20, max_model_len=512)
-    runner.config, runner.max_num_batched_tokens, runner.max_model_len = (
-        replace(runner.config, max_num_seqs=20),
-        40,
-        512,
-    )
+    runner.max_rows, runner.max_num_batched_tokens, runner.max_model_len = 20, 40, 512
     free = measure_free_bytes(runner, config, sizes, replayed)
     graphs = {None: 0, "step": 107 + (len(graph_sizes(20)) - 1) * 7, "forward": 6 * 7}[replayed]  # 1, 2, 4, 8, 16, 20
     used_by_others = 80 * GIB - fake_cuda.free - 3 * GIB
