@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -399,6 +400,16 @@ def test_a_graph_that_keeps_an_old_pointer_is_found(monkeypatch, tiny_checkpoint
     monkeypatch.setattr(type(graphs), "replay", replay_old)
     with pytest.raises(SelfCheckError, match=r"wrong result: decodes by a CUDA graph: \d of 4 tokens differ"):
         check.compare_graphs()
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"load_format": "gguf"}])
+def test_layers_that_are_packed_while_they_are_loaded_are_not_compared(options):
+    """On CUDA: then PyTorch's layers are not there any more."""
+    runner = SimpleNamespace(config=Config("model", **options), shape=NetworkConfig(300, 64, 96, 2, 4, 2, 32, 512))
+    runner.backend = SimpleNamespace()
+    assert not checks.is_packed(runner)
+    runner.backend = SimpleNamespace(pack_quantised=None)
+    assert checks.is_packed(runner) == bool(options)
 
 
 def test_the_cores_path_on_cuda_has_graphs_of_the_forward_pass(monkeypatch, tiny_checkpoint):
