@@ -223,7 +223,7 @@ class SelfCheck(Unchecked):
 
 
 def is_packed(runner: "ModelRunner") -> bool:
-    """Return whether layers have been packed while they were loaded, so that PyTorch's layers are not there any more."""
+    """Return whether layers were packed while they were loaded, so that PyTorch's layers are not there any more."""
     config = runner.config
     is_quantised = config.quantization is not None or runner.shape.quantization_config is not None
     return hasattr(runner.backend, "pack_quantised") and (is_quantised or config.load_format == "gguf")
