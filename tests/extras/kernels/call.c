@@ -23,6 +23,8 @@ static const struct { const char *name; void *address; } functions[] = {
 #endif
 };
 
+static int two(void) { return 2; }
+
 static void read_all(void *to, long size) {
     if (fread(to, 1, size, stdin) != (size_t)size) exit(2);
 }
@@ -32,6 +34,7 @@ int main(void) {
     long count, num_longs = 0, num_floats = 0, num_pointers = 0, longs[MOST] = {0}, sizes[MOST];
     float floats[2] = {0};
     void *pointers[MOST];
+    join_team(NULL, two, NULL, 0);
     read_all(name, sizeof name);
     read_all(&count, sizeof count);
     for (long i = 0; i < count; i++) {

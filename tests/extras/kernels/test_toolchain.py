@@ -46,9 +46,7 @@ def test_flags_are_those_of_the_system_and_the_processor(system, machine, native
     flags = toolchain.flags(system, machine)
     assert native in flags
     assert shared in flags
-    assert "-fopenmp" in flags
-    # Apple's clang takes OpenMP by way of -Xclang only
-    assert (flags[flags.index("-fopenmp") - 1] == "-Xclang") == (system == "Darwin")
+    assert "-pthread" in flags
 
 
 def test_gcc_comes_before_clang_on_linux_and_cc_before_all(monkeypatch, tmp_path):
@@ -74,24 +72,16 @@ def test_another_system_is_refused_by_its_name(monkeypatch, fresh_cache):
 def test_the_engine_computes_on_a_mac_that_is_pretended(monkeypatch, fresh_cache, tmp_path):
     """What differs on macOS, as Linux can play it: the system's name, clang's options, no affinity, no huge pages."""
     expected = LLM(TINY_QWEN3, attention_backend="torch", dtype="float32").generate("A block", GREEDY)
-    folder = tmp_path / "torch"
-    (folder / "lib").mkdir(parents=True)
-    openmp = toolchain.openmp_of_torch()
-    (folder / "lib" / "libomp.dylib").symlink_to(openmp[-1] if openmp else "/no/such/file")
-    if not openmp:
-        pytest.skip("this torch has no OpenMP library of its own")
     clang = tmp_path / "clang"  # gcc, behind clang's options
     clang.write_text(
         f"#!{sys.executable}\nimport os, sys\n"
-        "skipped = {'-Xclang', '-mcpu=native', '-Wl,-undefined,dynamic_lookup'}\n"
-        "args = ['-shared' if arg == '-dynamiclib' else arg for arg in sys.argv[1:] if arg not in skipped]\n"
+        "args = ['-shared' if arg == '-dynamiclib' else arg for arg in sys.argv[1:] if arg != '-mcpu=native']\n"
         f"os.execv({shutil.which('gcc') or shutil.which('cc')!r}, ['gcc', *args])\n"
     )
     clang.chmod(0o755)
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
     monkeypatch.setattr(cpu, "FLAGS", (*toolchain.flags("Darwin", "arm64"), "-O0"))
-    monkeypatch.setattr(cpu, "offer_openmp", lambda: toolchain.offer_openmp(folder))
     monkeypatch.setattr(toolchain, "describe_processor", lambda system: "Apple M1")
     monkeypatch.setattr(cpu, "describe_processor", toolchain.describe_processor)
     monkeypatch.setenv("CC", str(clang))
@@ -103,22 +93,23 @@ def test_the_engine_computes_on_a_mac_that_is_pretended(monkeypatch, fresh_cache
     assert output.outputs[0].token_ids == expected[0].outputs[0].token_ids
 
 
-def test_a_mac_without_torchs_openmp_says_so(monkeypatch, fresh_cache, tmp_path):
-    monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(cpu, "offer_openmp", lambda: toolchain.offer_openmp(tmp_path))
-    monkeypatch.setenv("CC", "clang")
-    with pytest.raises(NoLibraryError, match=r"could not be compiled and loaded: .*libomp\.dylib"):
-        load_library(torch.float32)
-
-
 POSIX = """
 #pragma once
 #include <stddef.h>
 #define INFINITY __builtin_inff()
 #define CLOCK_MONOTONIC 6
 struct timespec { long tv_sec, tv_nsec; };
-int clock_gettime(int, struct timespec *), sched_yield(void), omp_get_max_threads(void), omp_get_num_threads(void);
-int omp_get_thread_num(void);
+int clock_gettime(int, struct timespec *), sched_yield(void);
+typedef struct { long signature; char rest[56]; } *pthread_t, pthread_mutex_t, pthread_cond_t, pthread_attr_t;
+#define PTHREAD_MUTEX_INITIALIZER {0x32AAABA7, {0}}
+#define PTHREAD_COND_INITIALIZER {0x3CB0B1BB, {0}}
+enum { PTHREAD_CREATE_DETACHED = 2 };
+int pthread_create(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
+int pthread_atfork(void (*)(void), void (*)(void), void (*)(void));
+int pthread_mutex_lock(pthread_mutex_t *), pthread_mutex_unlock(pthread_mutex_t *);
+int pthread_cond_wait(pthread_cond_t *, pthread_mutex_t *), pthread_cond_broadcast(pthread_cond_t *);
+int pthread_attr_init(pthread_attr_t *), pthread_attr_destroy(pthread_attr_t *);
+int pthread_attr_setstacksize(pthread_attr_t *, size_t), pthread_attr_setdetachstate(pthread_attr_t *, int);
 void *aligned_alloc(size_t, size_t), *malloc(size_t), *calloc(size_t, size_t), free(void *);
 void *memcpy(void *, const void *, size_t), *memset(void *, int, size_t);
 float sqrtf(float), rintf(float);
@@ -133,10 +124,9 @@ def test_clang_compiles_the_source_for_a_mac(tmp_path, options, source):
     if not shutil.which("clang"):
         pytest.skip("there is no clang")
     (tmp_path / "posix.h").write_text(POSIX)
-    for name in ("math", "stdlib", "string", "time", "sched", "omp"):
+    for name in ("math", "stdlib", "string", "time", "sched", "pthread"):
         (tmp_path / f"{name}.h").write_text('#include "posix.h"\n')
     flags = [flag for flag in toolchain.flags("Darwin", "arm64") if flag not in ("-dynamiclib", "-mcpu=native")]
-    flags = [flag for flag in flags if not flag.startswith("-Wl")]
     target = ["--target=arm64-apple-macos14", "-mcpu=apple-m1", "-ffreestanding", "-nostdlibinc", f"-I{tmp_path}"]
     strict = ["-Wall", "-Wextra", "-Werror"]
     command = ["clang", *flags, *target, *strict, *options, "-c", str(source), "-o", str(tmp_path / "cpu.o")]
@@ -151,35 +141,11 @@ def test_clang_compiles_the_source_for_a_mac(tmp_path, options, source):
 def test_torchs_openmp_is_found_where_wheels_keep_it(tmp_path, name):
     """The second is that of torch 2.9 for ARM."""
     (tmp_path / "torch").mkdir()
-    assert toolchain.openmp_of_torch(tmp_path / "torch") == []
+    assert toolchain.openmp_of_torch(tmp_path / "torch") is None
     library = tmp_path / name
     library.parent.mkdir(exist_ok=True)
     library.touch()
-    assert toolchain.openmp_of_torch(tmp_path / "torch")[-1] == str(library)
-
-
-MAPS = """
-7f1 r-xp 0000 08:01 11 /site-packages/torch/lib/libgomp.so.1
-7f2 rw-p 1000 08:01 11 /site-packages/torch/lib/libgomp.so.1
-7f3 r-xp 0000 08:01 12 /usr/lib/libcomp.so.1
-7f4 r-xp 0000 08:01 13 {}
-"""
-
-
-@pytest.mark.parametrize(
-    ("other", "num_pools"),
-    [("/usr/lib/llvm-14/lib/libomp.so.5", 2), ("/lib/libgomp-a49a47f9.so.1.0.0", 2), ("/lib/libiomp5.so", 2), ("", 1)],
-)
-def test_a_second_pool_of_threads_is_a_word_in_the_log(monkeypatch, caplog, tmp_path, other, num_pools):
-    maps = MAPS.format(other)
-    assert len(toolchain.loaded_openmp(maps)) == num_pools
-    monkeypatch.setattr(cpu, "loaded_openmp", lambda _: toolchain.loaded_openmp(maps))
-    cpu.warn_of_a_second_pool.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        cpu.warn_of_a_second_pool()
-        cpu.warn_of_a_second_pool()
-    assert len(caplog.records) == num_pools - 1
-    assert not caplog.records or other in caplog.text
+    assert toolchain.openmp_of_torch(tmp_path / "torch") == library
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the features are Linux's")

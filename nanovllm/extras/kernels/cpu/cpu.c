@@ -24,51 +24,81 @@
 
 // ---- operations between the matrix products
 
+struct norm {
+    const element *x, *weight, *cos, *sin;
+    element *y;
+    long num_heads, size, half, stride;
+    bool is_offset;
+    float eps;
+};
+
+static void norm_tokens(const void *arguments, long first, long last, int thread) {
+    (void)thread;
+    const struct norm n = *(const struct norm *)arguments;
+    for (long token = first; token < last; token++)
+        for (long head = 0; head < n.num_heads; head++) {
+            const element *from = n.x + token * n.stride + head * n.size;
+            element *to = n.y + (token * n.num_heads + head) * n.size;
+            floats squares = {0};
+            for (long i = 0; n.weight && i < n.size; i += LANES) squares += load(from + i) * load(from + i);
+            const float factor = 1 / sqrtf(sum_lanes(squares) / n.size + n.eps);
+            for (long i = 0; n.weight && i < n.size; i += LANES) {
+                const floats normed = load(from + i) * factor;
+                if (n.is_offset) {
+                    store(to + i, normed * (1 + load(n.weight + i)));
+                    continue;
+                }
+                store(to + i, round_lanes(normed) * load(n.weight + i));  // as layers/norm.py does
+            }
+            if (!n.weight) memcpy(to, from, n.size * sizeof(element));
+            for (long i = 0; n.cos && i < n.half; i += LANES) {
+                const floats a = load(to + i), b = load(to + n.half + i);
+                const floats c = load(n.cos + token * n.half + i), s = load(n.sin + token * n.half + i);
+                store(to + i, a * c - b * s);
+                store(to + n.half + i, b * c + a * s);
+            }
+        }
+}
+
 // Normalise and rotate each head. x: [num_tokens, num_heads, size], tokens `stride` elements apart -> y: the same
 // shape, contiguous. If weight is not NULL, normalise; if `is_offset`, multiply by weight + 1 (as Gemma, with one
 // rounding). If cos is not NULL, rotate the first 2 * half elements by cos, sin: [num_tokens, half].
 void rms_norm(const element *x, const element *weight, const element *cos, const element *sin, element *y,
               long num_tokens, long num_heads, long size, long half, long stride, int is_offset, float eps) {
-#pragma omp parallel for schedule(static) if (num_tokens * num_heads * size > 1 << 13)
-    for (long token = 0; token < num_tokens; token++)
-        for (long head = 0; head < num_heads; head++) {
-            const element *from = x + token * stride + head * size;
-            element *to = y + (token * num_heads + head) * size;
-            floats squares = {0};
-            for (long i = 0; weight && i < size; i += LANES) squares += load(from + i) * load(from + i);
-            const float factor = 1 / sqrtf(sum_lanes(squares) / size + eps);
-            for (long i = 0; weight && i < size; i += LANES) {
-                const floats normed = load(from + i) * factor;
-                if (is_offset) {
-                    store(to + i, normed * (1 + load(weight + i)));
-                    continue;
-                }
-                store(to + i, round_lanes(normed) * load(weight + i));  // as layers/norm.py does
-            }
-            if (!weight) memcpy(to, from, size * sizeof(element));
-            for (long i = 0; cos && i < half; i += LANES) {
-                const floats a = load(to + i), b = load(to + half + i);
-                const floats c = load(cos + token * half + i), s = load(sin + token * half + i);
-                store(to + i, a * c - b * s);
-                store(to + half + i, b * c + a * s);
-            }
-        }
+    const struct norm n = {x, weight, cos, sin, y, num_heads, size, half, stride, is_offset, eps};
+    parallel_for(norm_tokens, &n, num_tokens, items_of(num_heads * size));
 }
 
-// Compute x += y, both of `count` elements.
+struct sum {
+    element *x;
+    const element *y;
+};
+
+static void add_elements(const void *arguments, long first, long last, int thread) {
+    (void)thread;
+    const struct sum *s = arguments;
+    for (long i = first * LANES; i < last * LANES; i += LANES) store(s->x + i, load(s->x + i) + load(s->y + i));
+}
+
+// Compute x += y, both of `count` elements, a multiple of 16.
 static void add(element *x, const element *y, long count) {
-#pragma omp parallel for schedule(static) if (count > 1 << 13)
-    for (long i = 0; i < count; i += LANES) store(x + i, load(x + i) + load(y + i));
+    parallel_for(add_elements, &(struct sum){x, y}, count / LANES, items_of(LANES));
 }
 
 // ---- greedy sampling
 
-// Find the first of each row's largest numbers: x: [num_rows, num_columns] float32 -> ids: [num_rows]. NaN is larger
-// than all numbers, as in PyTorch.
-void argmax(const float *x, int64_t *ids, long num_rows, long num_columns) {
-#pragma omp parallel for schedule(static) if (num_rows > 1)
-    for (long row = 0; row < num_rows; row++) {
-        const float *from = x + row * num_columns;
+struct rows {
+    const float *x;
+    int64_t *ids;
+    long num_columns;
+};
+
+static void find_largest(const void *arguments, long first, long last, int thread) {
+    (void)thread;
+    const struct rows *r = arguments;
+    const long num_columns = r->num_columns;
+    for (long row = first; row < last; row++) {
+        const float *from = r->x + row * num_columns;
         floats max = {0};
         max += -INFINITY;
         ints nan = {0};
@@ -90,8 +120,14 @@ void argmax(const float *x, int64_t *ids, long num_rows, long num_columns) {
             has_nan |= from[i] != from[i];
         }
         for (i = 0; has_nan ? from[i] == from[i] : from[i] != largest;) i++;
-        ids[row] = i;
+        r->ids[row] = i;
     }
+}
+
+// Find the first of each row's largest numbers: x: [num_rows, num_columns] float32 -> ids: [num_rows]. NaN is larger
+// than all numbers, as in PyTorch.
+void argmax(const float *x, int64_t *ids, long num_rows, long num_columns) {
+    parallel_for(find_largest, &(struct rows){x, ids, num_columns}, num_rows, 1);
 }
 
 // ---- a whole decoder layer

@@ -22,12 +22,31 @@ static void group_by_expert(const int64_t *expert_ids, long num_pairs, long num_
     starts[0] = 0;
 }
 
+// The tokens of one expert. Row i is that of pairs[i].
+struct expert_rows {
+    const long *pairs;
+    long top_k, size;
+    const element *x;  // [num_tokens, size]
+    element *rows;     // [number of pairs, size]
+    const float *y, *weights;
+    float *sums;
+};
+
+static void copy_rows(const void *arguments, long first, long last, int thread) {
+    (void)thread;
+    const struct expert_rows *e = arguments;
+    for (long row = first; row < last; row++)
+        memcpy(e->rows + row * e->size, e->x + e->pairs[row] / e->top_k * e->size, e->size * sizeof(element));
+}
+
 // Add each row to its token: sums[token] += weight * y[row].
-static void add_weighted(float *sums, const float *y, const float *weights, const long *pairs, long count, long top_k,
-                         long size) {
-#pragma omp parallel for schedule(static) if (count * size > 1 << 13)
-    for (long row = 0; row < count; row++)
-        for (long i = 0; i < size; i++) sums[pairs[row] / top_k * size + i] += weights[pairs[row]] * y[row * size + i];
+static void add_weighted(const void *arguments, long first, long last, int thread) {
+    (void)thread;
+    const struct expert_rows *e = arguments;
+    for (long row = first; row < last; row++) {
+        float *sums = e->sums + e->pairs[row] / e->top_k * e->size;
+        for (long i = 0; i < e->size; i++) sums[i] += e->weights[e->pairs[row]] * e->y[row * e->size + i];
+    }
 }
 
 // Compute the mixture. x, y: [num_tokens, hidden_size]; expert_ids, weights: [num_tokens, top_k]. Return
@@ -51,14 +70,13 @@ int mixture(const struct experts *e, const element *x, const int64_t *expert_ids
     memset(sums, 0, num_tokens * size * sizeof *sums);
     int status = DONE;
     for (long expert = 0; expert < e->num_experts && status == DONE; expert++) {
-        const long count = starts[expert + 1] - starts[expert], *pairs = order + starts[expert];
+        const long count = starts[expert + 1] - starts[expert];
         if (!count) continue;
-#pragma omp parallel for schedule(static) if (count * size > 1 << 13)
-        for (long row = 0; row < count; row++)
-            memcpy(rows + row * size, x + pairs[row] / top_k * size, size * sizeof(element));
+        const struct expert_rows own = {order + starts[expert], top_k, size, x, rows, out, weights, sums};
+        parallel_for(copy_rows, &own, count, items_of(size));
         status = gated_linear(rows, e->gate_up[expert], NULL, activated, count, inner, size, e->gate);
         if (status == DONE) status = linear(activated, e->down[expert], NULL, out, count, size, inner, true);
-        if (status == DONE) add_weighted(sums, out, weights, pairs, count, top_k, size);
+        if (status == DONE) parallel_for(add_weighted, &own, count, items_of(size));
     }
     for (long i = 0; i < num_tokens * size && status == DONE; i += LANES) store(y + i, *(const floats *)(sums + i));
     free(sums);

@@ -1,6 +1,7 @@
 // The gate of the feed-forward network, act(gate) * up, for the activations in layers/mlp.py.
 
 #pragma once
+#include "team.h"
 #include "vectors.h"
 
 enum gate { NO_GATE, SILU, GELU };  // the numbers in cpu_layers.py
@@ -29,10 +30,24 @@ static inline floats gate_lanes(enum gate kind, floats gate, floats up) {
     return round_lanes(kind == SILU ? silu_lanes(gate) : gelu_lanes(gate)) * round_lanes(up);
 }
 
+struct gated {
+    const element *gate, *up;
+    element *y;
+    long size, stride;
+    enum gate kind;
+};
+
+static void gate_tokens(const void *arguments, long first, long last, int thread) {
+    (void)thread;
+    const struct gated *g = arguments;
+    for (long token = first; token < last; token++)
+        for (long i = 0; i < g->size; i += LANES) {
+            const long at = token * g->stride + i;
+            store(g->y + token * g->size + i, gate_lanes(g->kind, load(g->gate + at), load(g->up + at)));
+        }
+}
+
 // Compute y: [num_tokens, size] = act(gate) * up. gate, up: [num_tokens, size], tokens are `stride` elements apart.
 void gate_and_mul(const element *gate, const element *up, element *y, long num_tokens, long size, long stride, int kind) {
-#pragma omp parallel for schedule(static) if (num_tokens * size > 1 << 13)
-    for (long token = 0; token < num_tokens; token++)
-        for (long i = 0; i < size; i += LANES)
-            store(y + token * size + i, gate_lanes(kind, load(gate + token * stride + i), load(up + token * stride + i)));
+    parallel_for(gate_tokens, &(struct gated){gate, up, y, size, stride, kind}, num_tokens, items_of(size));
 }

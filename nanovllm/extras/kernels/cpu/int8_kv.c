@@ -41,23 +41,41 @@ static inline float *scales_of(const struct cache *c, const int8_t *head) {
     return (float *)(head + c->block_size * c->head_dim);
 }
 
-void store_kv(const element *k, const element *v, uint32_t *k_cache, uint32_t *v_cache, const int32_t *slot_mapping,
-              long num_tokens, long k_stride, long v_stride, long num_kv_heads, long head_dim, long block_size) {
-    const struct cache c = {k_cache, v_cache, num_kv_heads, head_dim, block_size};
-#pragma omp parallel for schedule(static)
-    for (long i = 0; i < num_tokens * num_kv_heads; i++) {
-        const long token = i / num_kv_heads, head = i % num_kv_heads;
-        const long block = slot_mapping[token] / block_size, offset = slot_mapping[token] % block_size;
-        int8_t *to_k = at_head(k_cache, &c, block, head), *to_v = at_head(v_cache, &c, block, head);
+// The arguments of `store_kv`.
+struct tokens {
+    const element *k, *v;
+    struct cache cache;
+    const int32_t *slot_mapping;
+    long k_stride, v_stride;
+};
+
+// Store one head of one token for each item.
+static void store_heads(const void *arguments, long first, long last, int thread) {
+    (void)thread;
+    const struct tokens *t = arguments;
+    const struct cache *c = &t->cache;
+    const long head_dim = c->head_dim, block_size = c->block_size;
+    for (long i = first; i < last; i++) {
+        const long token = i / c->num_kv_heads, head = i % c->num_kv_heads;
+        const long block = t->slot_mapping[token] / block_size, offset = t->slot_mapping[token] % block_size;
+        int8_t *to_k = at_head(c->k, c, block, head), *to_v = at_head(c->v, c, block, head);
         int8_t numbers[MOST_HEAD_DIM];
         int32_t sum;
-        round_group(k + token * k_stride + head * head_dim, head_dim, numbers, scales_of(&c, to_k) + offset, &sum);
+        round_group(t->k + token * t->k_stride + head * head_dim, head_dim, numbers, scales_of(c, to_k) + offset, &sum);
         int8_t *to = to_k + offset / LANES * LANES * head_dim + offset % LANES * 2;
         for (long d = 0; d < head_dim; d += 2) memcpy(to + d * LANES, numbers + d, 2);
-        round_group(v + token * v_stride + head * head_dim, head_dim, numbers, scales_of(&c, to_v) + offset, &sum);
+        round_group(t->v + token * t->v_stride + head * head_dim, head_dim, numbers, scales_of(c, to_v) + offset, &sum);
         to = to_v + offset / 2 * PAIR_BYTES + offset % 2;
         for (long d = 0; d < head_dim; d++) to[d / LANES * LANES * block_size + d % LANES * 2] = numbers[d];
     }
+}
+
+// Store k and v, with the arguments of `store_kv` in kv_cache.h.
+void store_kv(const element *k, const element *v, uint32_t *k_cache, uint32_t *v_cache, const int32_t *slot_mapping,
+              long num_tokens, long k_stride, long v_stride, long num_kv_heads, long head_dim, long block_size) {
+    const struct cache c = {k_cache, v_cache, num_kv_heads, head_dim, block_size};
+    const struct tokens t = {k, v, c, slot_mapping, k_stride, v_stride};
+    parallel_for(store_heads, &t, num_tokens * num_kv_heads, 4);
 }
 
 // The position of 16 tokens of a span: the number of the block in the span, and the first slot in the block. Moving to

@@ -38,27 +38,46 @@ static void store_v_pair(const struct cache *c, const element *first, const elem
     }
 }
 
-// Write k, v: [num_tokens, num_kv_heads, head_dim] to their slots. Tokens are `stride` elements apart.
+// The arguments of `store_kv`.
+struct tokens {
+    const element *k, *v;
+    struct cache cache;
+    const int32_t *slot_mapping;
+    long num_tokens, k_stride, v_stride;
+};
+
+// Store one head of one token for each item.
 //
 // Each word of a decoded token's K is in a different line of 64 bytes, and none of these lines is in a cache. So the
 // lines of the next head are prefetched while those of this head are written.
-void store_kv(const element *k, const element *v, uint32_t *k_cache, uint32_t *v_cache, const int32_t *slot_mapping,
-              long num_tokens, long k_stride, long v_stride, long num_kv_heads, long head_dim, long block_size) {
-    const struct cache c = {k_cache, v_cache, num_kv_heads, head_dim, block_size};
-#pragma omp parallel for schedule(static)
-    for (long i = 0; i < num_tokens * num_kv_heads; i++) {
-        const long token = i / num_kv_heads, head = i % num_kv_heads, slot = slot_mapping[token];
-        const long then = i + 1 < num_tokens * num_kv_heads ? i + 1 : i;
-        const uint32_t *next = k_at(&c, slot_mapping[then / num_kv_heads], then % num_kv_heads);
-        const element *from_k = k + token * k_stride + head * head_dim, *from_v = v + token * v_stride + head * head_dim;
-        uint32_t *to = k_at(&c, slot, head);
-        const bool follows = token > 0 && slot_mapping[token - 1] == slot - 1, asks = !follows || slot % LANES == 0;
+static void store_heads(const void *arguments, long first, long last, int thread) {
+    (void)thread;
+    const struct tokens *t = arguments;
+    const struct cache *c = &t->cache;
+    const long num_kv_heads = c->num_kv_heads, head_dim = c->head_dim;
+    const int32_t *slots = t->slot_mapping;
+    for (long i = first; i < last; i++) {
+        const long token = i / num_kv_heads, head = i % num_kv_heads, slot = slots[token];
+        const long then = i + 1 < t->num_tokens * num_kv_heads ? i + 1 : i;
+        const uint32_t *next = k_at(c, slots[then / num_kv_heads], then % num_kv_heads);
+        const element *from_k = t->k + token * t->k_stride + head * head_dim;
+        const element *from_v = t->v + token * t->v_stride + head * head_dim;
+        uint32_t *to = k_at(c, slot, head);
+        const bool follows = token > 0 && slots[token - 1] == slot - 1, asks = !follows || slot % LANES == 0;
         for (long word = 0; word < head_dim / PER_WORD; word++) {
             if (asks) __builtin_prefetch(next + word * LANES, 1, 2);
             memcpy(to + word * LANES, from_k + word * PER_WORD, sizeof *to);
         }
-        const bool precedes = token + 1 < num_tokens && slot_mapping[token + 1] == slot + 1;
-        if (slot % PER_WORD ? !follows : !precedes || PER_WORD == 1) store_v(&c, from_v, slot, head);
-        else if (slot % PER_WORD == 0) store_v_pair(&c, from_v, from_v + v_stride, slot, head);
+        const bool precedes = token + 1 < t->num_tokens && slots[token + 1] == slot + 1;
+        if (slot % PER_WORD ? !follows : !precedes || PER_WORD == 1) store_v(c, from_v, slot, head);
+        else if (slot % PER_WORD == 0) store_v_pair(c, from_v, from_v + t->v_stride, slot, head);
     }
+}
+
+// Write k, v: [num_tokens, num_kv_heads, head_dim] to their slots. Tokens are `stride` elements apart.
+void store_kv(const element *k, const element *v, uint32_t *k_cache, uint32_t *v_cache, const int32_t *slot_mapping,
+              long num_tokens, long k_stride, long v_stride, long num_kv_heads, long head_dim, long block_size) {
+    const struct cache c = {k_cache, v_cache, num_kv_heads, head_dim, block_size};
+    const struct tokens t = {k, v, c, slot_mapping, num_tokens, k_stride, v_stride};
+    parallel_for(store_heads, &t, num_tokens * num_kv_heads, 4);
 }

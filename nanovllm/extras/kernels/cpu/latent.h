@@ -12,16 +12,29 @@
 // Number of rows that share the transposed values. A row is one query token and head of one sequence.
 #define ITEM_ROWS (4 * ROWS)
 
+struct new_latents {
+    const element *latents;
+    uint32_t *cache;
+    const int32_t *slot_mapping;
+    long head_dim;
+};
+
+static void store_some_latents(const void *arguments, long first, long last, int thread) {
+    (void)thread;
+    const struct new_latents *n = arguments;
+    const long num_words = n->head_dim / PER_WORD;
+    for (long token = first; token < last; token++) {
+        const long slot = n->slot_mapping[token];  // panel slot / 16, lane slot % 16
+        uint32_t *to = n->cache + slot / LANES * LANES * num_words + slot % LANES;
+        for (long word = 0; word < num_words; word++)
+            memcpy(to + word * LANES, n->latents + token * n->head_dim + word * PER_WORD, sizeof(uint32_t));
+    }
+}
+
 // Write latents: [num_tokens, head_dim] to their slots.
 void store_latents(const element *latents, uint32_t *cache, const int32_t *slot_mapping, long num_tokens, long head_dim) {
-    const long num_words = head_dim / PER_WORD;
-#pragma omp parallel for schedule(static) if (num_tokens * head_dim > 1 << 13)
-    for (long token = 0; token < num_tokens; token++) {
-        const long slot = slot_mapping[token];  // panel slot / 16, lane slot % 16
-        uint32_t *to = cache + slot / LANES * LANES * num_words + slot % LANES;
-        for (long word = 0; word < num_words; word++)
-            memcpy(to + word * LANES, latents + token * head_dim + word * PER_WORD, sizeof(uint32_t));
-    }
+    const struct new_latents n = {latents, cache, slot_mapping, head_dim};
+    parallel_for(store_some_latents, &n, num_tokens, items_of(head_dim));
 }
 
 // Transpose 16 channels of `count` tokens: [words of channels][16 tokens] -> [words of tokens][16 channels]. Other
@@ -101,6 +114,40 @@ static void attend_item(const struct latents *l, const element *q, element *out,
     }
 }
 
+// The arguments of `attend_latents`, and its pieces of work.
+struct latent_attention {
+    const element *q;
+    element *out;
+    const uint32_t *cache;
+    const struct batch *batch;
+    long num_heads, head_dim, rank, block_size;
+    const struct masking *masking;
+    const struct work *work;
+    char *buffers;  // of each thread: max_slots * slot_bytes
+    size_t max_slots, slot_bytes;
+};
+
+static void attend_some_latents(const void *arguments, long first_item, long last_item, int thread) {
+    const struct latent_attention *a = arguments;
+    const struct batch *b = a->batch;
+    float *scores = (float *)(a->buffers + thread * a->max_slots * a->slot_bytes);
+    element *weights = (element *)(scores + ITEM_ROWS * a->max_slots);
+    uint32_t *values = (uint32_t *)(weights + ITEM_ROWS * a->max_slots);
+    for (long i = first_item; i < last_item; i++) {
+        const struct work w = a->work[i];
+        const long num_new = count_new(b, w.seq), first = b->cu_seqlens_q[w.seq] * a->num_heads + w.first_row;
+        const long left = num_new * a->num_heads - w.first_row;
+        const int num_rows = left < ITEM_ROWS ? left : ITEM_ROWS;
+        long last[ITEM_ROWS];  // a row attends to the tokens before this position
+        for (int row = 0; row < num_rows; row++)
+            last[row] = b->seq_lens[w.seq] - num_new + (w.first_row + row) / a->num_heads + 1;
+        const struct latents l = {a->cache, block_table(b, w.seq), a->head_dim, a->rank, a->block_size};
+        attend_item(&l, a->q + first * a->head_dim, a->out + first * a->rank, num_rows, last, a->masking, scores,
+                    weights, values);
+    }
+    release_tiles();
+}
+
 // Attend: q: [num_tokens, num_heads, head_dim] -> out: [num_tokens, num_heads, rank]. Each new token attends to its
 // sequence's tokens up to its own position, or to the last `window` of them. Return DONE or NO_MEMORY.
 int attend_latents(const element *q, element *out, const uint32_t *cache, const int32_t *block_tables,
@@ -108,15 +155,16 @@ int attend_latents(const element *q, element *out, const uint32_t *cache, const 
                    long num_heads, long head_dim, long rank, long block_size, long window, float scale,
                    float softcap) {
     const struct masking m = {window, scale, softcap};
+    const struct batch b = {block_tables, seq_lens, cu_seqlens_q, num_seqs, max_num_blocks};
     long num_work = 0, max_len = 0;
     for (long seq = 0; seq < num_seqs; seq++) {
-        num_work += ((cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]) * num_heads + ITEM_ROWS - 1) / ITEM_ROWS;
+        num_work += (count_new(&b, seq) * num_heads + ITEM_ROWS - 1) / ITEM_ROWS;
         max_len = seq_lens[seq] > max_len ? seq_lens[seq] : max_len;
     }
     const size_t max_slots = (max_len + LANES - 1) / LANES * LANES;
     const size_t slot_bytes = ITEM_ROWS * (sizeof(float) + sizeof(element)) + PANELS * LANES * sizeof(element);
     struct work *work = allocate(num_work * sizeof *work);
-    char *buffers = allocate(omp_get_max_threads() * max_slots * slot_bytes);
+    char *buffers = allocate(count_threads() * max_slots * slot_bytes);
     if (!work || !buffers) {
         free(work);
         free(buffers);
@@ -124,54 +172,50 @@ int attend_latents(const element *q, element *out, const uint32_t *cache, const 
     }
     num_work = 0;
     for (int32_t seq = 0; seq < num_seqs; seq++)
-        for (int32_t row = 0; row < (cu_seqlens_q[seq + 1] - cu_seqlens_q[seq]) * num_heads; row += ITEM_ROWS)
+        for (int32_t row = 0; row < count_new(&b, seq) * num_heads; row += ITEM_ROWS)
             work[num_work++] = (struct work){.seq = seq, .first_row = row};
-#pragma omp parallel
-    {
-        float *scores = (float *)(buffers + omp_get_thread_num() * max_slots * slot_bytes);
-        element *weights = (element *)(scores + ITEM_ROWS * max_slots);
-        uint32_t *values = (uint32_t *)(weights + ITEM_ROWS * max_slots);
-#pragma omp for schedule(dynamic)
-        for (long i = 0; i < num_work; i++) {
-            const struct work w = work[i];
-            const long num_new = cu_seqlens_q[w.seq + 1] - cu_seqlens_q[w.seq];
-            const long left = num_new * num_heads - w.first_row, first = cu_seqlens_q[w.seq] * num_heads + w.first_row;
-            const int num_rows = left < ITEM_ROWS ? left : ITEM_ROWS;
-            long last[ITEM_ROWS];  // a row attends to the tokens before this position
-            for (int row = 0; row < num_rows; row++)
-                last[row] = seq_lens[w.seq] - num_new + (w.first_row + row) / num_heads + 1;
-            const struct latents l = {cache, block_tables + w.seq * max_num_blocks, head_dim, rank, block_size};
-            attend_item(&l, q + first * head_dim, out + first * rank, num_rows, last, &m, scores, weights, values);
-        }
-        release_tiles();
-    }
+    const struct latent_attention a = {q, out, cache, &b, num_heads, head_dim, rank, block_size, &m, work, buffers,
+                                       max_slots, slot_bytes};
+    parallel_for(attend_some_latents, &a, num_work, 1);
     free(buffers);
     free(work);
     return DONE;
 }
 
+// The product of each head, as one item.
+struct head_products {
+    const element *x;
+    const uint32_t *weight;
+    element *y;
+    long m, n, k, block;
+    float *sums;  // of each thread: `num_sums`
+    size_t num_sums;
+};
+
+static void multiply_heads(const void *arguments, long first_head, long last_head, int thread) {
+    const struct head_products *p = arguments;
+    const long num_panels = (p->n + LANES - 1) / LANES, num_words = p->k / PER_WORD;
+    for (long head = first_head; head < last_head; head++) {
+        const struct matrix out = {.values = p->y + head * p->m * p->n, .num_columns = p->n};
+        const uint32_t *rows = (const uint32_t *)(p->x + head * p->m * p->k);
+        const uint32_t *weight = p->weight + head * num_panels * num_words * LANES;
+        for (long first = 0; first < p->m; first += p->block)
+            for (long panel = 0; panel < num_panels; panel += 2)
+                multiply_rows(rows, weight, &out, first, p->m - first < p->block ? p->m : first + p->block, panel,
+                              num_words, num_panels - panel < 2 ? 1 : 2, 2, p->sums + thread * p->num_sums);
+    }
+    release_tiles();
+}
+
 // Compute a product for each head: x: [num_heads, m, k] -> y: [num_heads, m, n]. weight: one weight as for `linear` for
 // each head, one after another. Return DONE or NO_MEMORY.
 int head_linear(const element *x, const uint32_t *weight, element *y, long num_heads, long m, long n, long k) {
-    const long num_panels = (n + LANES - 1) / LANES, num_words = k / PER_WORD, block = ROW_BLOCK(num_words);
+    const long block = ROW_BLOCK(k / PER_WORD);
     const size_t num_sums = count_sums(m < block ? m : block);
-    float *sums = allocate(omp_get_max_threads() * num_sums * sizeof *sums);
+    float *sums = allocate(count_threads() * num_sums * sizeof *sums);
     if (!sums) return NO_MEMORY;
-#pragma omp parallel
-    {
-        float *own_sums = sums + omp_get_thread_num() * num_sums;
-#pragma omp for schedule(static)
-        for (long head = 0; head < num_heads; head++) {
-            const struct matrix out = {.values = y + head * m * n, .num_columns = n};
-            const uint32_t *rows = (const uint32_t *)(x + head * m * k);
-            const uint32_t *head_weight = weight + head * num_panels * num_words * LANES;
-            for (long first = 0; first < m; first += block)
-                for (long panel = 0; panel < num_panels; panel += 2)
-                    multiply_rows(rows, head_weight, &out, first, m - first < block ? m : first + block, panel,
-                                  num_words, num_panels - panel < 2 ? 1 : 2, 2, own_sums);
-        }
-        release_tiles();
-    }
+    const struct head_products p = {x, weight, y, m, n, k, block, sums, num_sums};
+    parallel_for(multiply_heads, &p, num_heads, 1);
     free(sums);
     return DONE;
 }

@@ -15,8 +15,9 @@ import os
 import platform
 import shlex
 import subprocess
+import sys
 import tempfile
-from ctypes import c_float, c_int, c_long, c_void_p
+from ctypes import c_char_p, c_float, c_int, c_long, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,15 @@ from nanovllm.extras.kernels.cpu.library_cache import (
     cache_folder,
     find_or_compile,
 )
+from nanovllm.extras.kernels.cpu.threads import places
 from nanovllm.extras.kernels.cpu.toolchain import (
     SYSTEMS,
     cpu_flags,
     describe_processor,
     find_compiler,
     flags,
-    loaded_openmp,
-    offer_openmp,
-    openmp_of_torch,
+    thread_counter,
 )
-from nanovllm.extras.machine_limits import read_text
 from nanovllm.extras.models.masking import AttentionOptions
 
 logger = logging.getLogger(__name__)
@@ -98,11 +97,32 @@ class Library(ctypes.CDLL):
             getattr(self, name).restype = None if name in WITHOUT_STATUS else c_int
             if name not in WITHOUT_STATUS:
                 getattr(self, name).errcheck = check_memory
-        self.instructions.restype = ctypes.c_char_p
+        self.instructions.restype = c_char_p
         self.element_bytes.restype = c_long
         self.dtype = next(dtype for dtype in DTYPES if dtype.itemsize == self.element_bytes())
+        self.join_team.argtypes = [c_void_p, c_void_p, c_char_p, c_long]
+        self.join_team.restype = c_void_p
+        team = team_of_process()
+        team.value = self.join_team(team, thread_counter(), *bound_cpus())
         name = self.instructions().decode()
         self.description = f"{name} (no AMX: {why_no_tiles})" if why_no_tiles else name
+
+
+@functools.cache
+def team_of_process() -> c_void_p:
+    """Return the pointer to the team of threads (`team.h`) that all libraries share: NULL until the first is loaded."""
+    return c_void_p()
+
+
+@functools.cache
+def bound_cpus() -> tuple[bytes | None, int]:
+    """Return the processors of a team's threads as a bit mask, and its length in bytes; None if OpenMP binds no thread.
+
+    Otherwise a new thread would inherit the one processor to which OpenMP has bound the main thread.
+    """
+    mask = sum(1 << cpu for cpu in places())
+    num_bytes = (mask.bit_length() + 63) // 64 * 8
+    return (mask.to_bytes(num_bytes, sys.byteorder), num_bytes) if mask else (None, 0)
 
 
 def check_memory(status: int, function: Any, arguments: tuple[Any, ...]) -> int:
@@ -145,17 +165,12 @@ def masking(options: AttentionOptions, default_scale: float) -> tuple[int, float
 
 def compile_and_load(command: list[str], source: Path, why_no_tiles: str | None = None) -> Library:
     """Compile and load a library in the cache folder or, if that fails, in a temporary folder."""
-    on_mac = platform.system() == "Darwin"
-    command = [*command, str(source), *([] if on_mac else openmp_of_torch()), "-lm"]
+    command = [*command, str(source), "-lm"]
     try:
-        if on_mac:
-            offer_openmp()
         name = f"{source.stem}-{fingerprint(command, source)}"
-        library = load_from_cache_or_temporary_folder(name, command, source, why_no_tiles)
+        return load_from_cache_or_temporary_folder(name, command, source, why_no_tiles)
     except OSError as error:  # the compiler does not exist, no folder can be created, ...
         raise NoLibraryError(f"{source.name} could not be compiled and loaded: {error}") from error
-    warn_of_a_second_pool()
-    return library
 
 
 def load_from_cache_or_temporary_folder(
@@ -168,15 +183,6 @@ def load_from_cache_or_temporary_folder(
             library = Library(find_or_compile(Path(folder), name, command), source, why_no_tiles)
         logger.warning("the CPU kernels are compiled for this process only: %s", error)
         return library
-
-
-@functools.cache
-def warn_of_a_second_pool() -> None:
-    """Log a warning once if several OpenMP libraries are loaded, for example clang's and PyTorch's."""
-    found = loaded_openmp(read_text(Path("/proc/self/maps")))
-    if len(found) > 1:
-        text = "%s each have a pool of threads, and the pools wait for each other's cores; set CC=gcc to use one pool"
-        logger.warning(text, " and ".join(found))
 
 
 def has_tiles() -> bool:

@@ -1,10 +1,10 @@
 // Products with weights: projections and logits, and two projections fused with the gate that follows them.
 
 #pragma once
-#include <omp.h>
 #include "allocate.h"
 #include "product.h"
 #include "results.h"
+#include "team.h"
 
 // Number of rows of x that stay in the L2 cache while all panels are multiplied: 1 MiB, or 256 rows if they are wide.
 #define MOST_ROWS (512 / ROWS * ROWS)
@@ -63,6 +63,28 @@ static void multiply_rows(const uint32_t *x, const uint32_t *weight, const struc
             }
 }
 
+// A product of all rows of x and all panels of a weight, in parts of `block` rows and `most` panels.
+struct whole_product {
+    const uint32_t *x, *weight;
+    const struct matrix *y;
+    long m, num_words, block, num_panels, most, parts_of_block;
+    int at_once;
+    float *sums;  // of each thread: `num_sums`
+    size_t num_sums;
+};
+
+static void multiply_parts(const void *arguments, long first, long last, int thread) {
+    const struct whole_product *p = arguments;
+    for (long part = first; part < last; part++) {
+        const long row = part / p->parts_of_block * p->block, panel = part % p->parts_of_block * p->most;
+        multiply_rows(p->x, p->weight, p->y, row, p->m - row < p->block ? p->m : row + p->block, panel, p->num_words,
+                      p->num_panels - panel < p->most ? p->num_panels - panel : p->most, p->at_once,
+                      p->sums + thread * p->num_sums);
+    }
+    finish_streams();
+    release_tiles();
+}
+
 // Compute y: [m, num_columns] = x: [m, k] times all panels. Return DONE or NO_MEMORY, as all functions below.
 static int multiply_all(const element *x, const uint32_t *weight, const struct matrix *y, long m, long k) {
     const long num_panels = (y->num_columns + LANES - 1) / LANES, num_words = k / PER_WORD, block = ROW_BLOCK(num_words);
@@ -70,21 +92,12 @@ static int multiply_all(const element *x, const uint32_t *weight, const struct m
     const int at_once = m <= FEW_ROWS && PANELS >= 4 ? 4 : 2;
     const long most = y->gate ? MOST_PANELS / 2 : at_once;  // two panels of a gate's columns are whole lines
     const size_t num_sums = count_sums(m < block ? m : block);
-    float *sums = allocate(omp_get_max_threads() * num_sums * sizeof *sums);
+    float *sums = allocate(count_threads() * num_sums * sizeof *sums);
     if (!sums) return NO_MEMORY;
-#pragma omp parallel
-    {
-        float *own_sums = sums + omp_get_thread_num() * num_sums;
-        for (long first = 0; first < m; first += block) {
-            const long last = m - first < block ? m : first + block;
-#pragma omp for schedule(static) nowait
-            for (long panel = 0; panel < num_panels; panel += most)
-                multiply_rows((const uint32_t *)x, weight, y, first, last, panel, num_words,
-                              num_panels - panel < most ? num_panels - panel : most, at_once, own_sums);
-        }
-        finish_streams();
-        release_tiles();
-    }
+    const struct whole_product p = {
+        (const uint32_t *)x, weight, y, m, num_words, block, num_panels, most, .at_once = at_once, .sums = sums,
+        .num_sums = num_sums, .parts_of_block = (num_panels + most - 1) / most};
+    parallel_for(multiply_parts, &p, (m + block - 1) / block * p.parts_of_block, 1);
     free(sums);
     return DONE;
 }

@@ -13,11 +13,11 @@
 //   strip   4 interleaved panels, [words][4][16]. Few rows are multiplied by all 4 at once, so that a thread reads its
 //           share of the weight from start to end, and the processor's own prefetcher works
 
-#include <omp.h>
 #include "allocate.h"
 #include "instructions.h"
 #include "results.h"
 #include "rounding.h"
+#include "team.h"
 #if defined AMX || defined AMX_EMULATED
 #define HAS_BYTE_TILES
 #include "tiles.h"
@@ -124,19 +124,25 @@ static void round_row(const element *x, const struct rounded *r, long row, long 
     }
 }
 
+struct rounding {
+    const element *x;
+    const struct rounded *to;
+    long group_size;
+};
+
+static void round_some_rows(const void *arguments, long first, long last, int thread) {
+    (void)thread;
+    const struct rounding *r = arguments;
+    for (long row = first; row < last; row++) round_row(r->x, r->to, row, r->group_size);
+}
+
 // Round x: [m, k]. The caller frees `q`, which is NULL if there is no memory; the other arrays are in the same allocation.
 static struct rounded round_rows(const element *x, long m, long k, long group_size) {
     const long num_groups = count_groups(k, group_size), num_q = (m * k + 63) / 64 * 64;
     int8_t *q = allocate(num_q + m * num_groups * 8);
     float *scales = (float *)(q + num_q);
     const struct rounded r = {q, scales, (int32_t *)(scales + m * num_groups), m, k, num_groups};
-    if (!q) return r;
-    if (m == 1) {  // starting a parallel region, even of one thread, would take as long
-        round_row(x, &r, 0, group_size);
-        return r;
-    }
-#pragma omp parallel for schedule(static) if (m * k > 1 << 14)
-    for (long row = 0; row < m; row++) round_row(x, &r, row, group_size);
+    if (q) parallel_for(round_some_rows, &(struct rounding){x, &r, group_size}, m, items_of(k));
     return r;
 }
 
@@ -347,6 +353,31 @@ static void multiply_rows_quantised(const struct quantised *w, const struct roun
     }
 }
 
+// A product of all rows and all strips of a weight, in parts of ROWS_IN_CACHE rows and one strip.
+struct whole_product {
+    const struct quantised *weight;
+    const struct rounded *rows;
+    const struct matrix *y;
+    long num_panels, num_words;
+    words *bytes;  // of each thread: `num_words`, or NULL
+    __typeof__(multiply_rows_quantised) *multiply_rows;
+};
+
+static void multiply_strips(const void *arguments, long first, long last, int thread) {
+    const struct whole_product *p = arguments;
+    const long num_strips = (p->num_panels + STRIP - 1) / STRIP, m = p->rows->m;
+    words *bytes = p->bytes ? p->bytes + thread * p->num_words : NULL;
+    for (long part = first; part < last; part++) {
+        const long row = part / num_strips * ROWS_IN_CACHE, panel = part % num_strips * STRIP;
+        p->multiply_rows(p->weight, p->rows, p->y, row, m - row < ROWS_IN_CACHE ? m : row + ROWS_IN_CACHE, panel,
+                         p->num_panels - panel < STRIP ? p->num_panels - panel : STRIP, bytes);
+    }
+    finish_streams();
+#ifdef HAS_BYTE_TILES
+    release_tiles();
+#endif
+}
+
 static int multiply_all_quantised(const element *x, const struct quantised *w, const struct matrix *y, long m, long k) {
     const struct rounded rows = round_rows(x, m, k, w->group_size);
     if (!rows.q) return NO_MEMORY;
@@ -358,28 +389,16 @@ static int multiply_all_quantised(const element *x, const struct quantised *w, c
     if (m >= MANY_ROWS) {
         multiply_rows = multiply_rows_on_tiles;
         num_words = count_words(k);
-        bytes = allocate(omp_get_max_threads() * num_words * sizeof *bytes);
+        bytes = allocate(count_threads() * num_words * sizeof *bytes);
         if (!bytes) {
             free(rows.q);
             return NO_MEMORY;
         }
     }
 #endif
-#pragma omp parallel
-    {
-        words *own_bytes = bytes ? bytes + omp_get_thread_num() * num_words : NULL;
-        for (long first = 0; first < m; first += ROWS_IN_CACHE) {
-            const long last = m - first < ROWS_IN_CACHE ? m : first + ROWS_IN_CACHE;
-#pragma omp for schedule(guided) nowait  // large shares first; the last, small ones let all threads end together
-            for (long panel = 0; panel < num_panels; panel += STRIP)
-                multiply_rows(w, &rows, y, first, last, panel, num_panels - panel < STRIP ? num_panels - panel : STRIP,
-                              own_bytes);
-        }
-        finish_streams();
-#ifdef HAS_BYTE_TILES
-        release_tiles();
-#endif
-    }
+    const long num_strips = (num_panels + STRIP - 1) / STRIP;
+    const struct whole_product p = {w, &rows, y, num_panels, num_words, bytes, multiply_rows};
+    parallel_for(multiply_strips, &p, (m + ROWS_IN_CACHE - 1) / ROWS_IN_CACHE * num_strips, 1);
     free(bytes);
     free(rows.q);
     return DONE;
@@ -400,21 +419,34 @@ int quantised_gated_linear(const element *x, const struct quantised *weight, con
     return multiply_all_quantised(x, weight, &out, m, k);
 }
 
-// Dequantise the weight's rows `ids`: [num_rows] -> y: [num_rows, k]. The weight must not have `zeros`.
-void quantised_rows(const int64_t *ids, const struct quantised *w, element *y, long num_rows, long k) {
+struct dequantised {
+    const int64_t *ids;
+    const struct quantised *weight;
+    element *y;
+    long k;
+};
+
+static void dequantise_rows(const void *arguments, long first, long last, int thread) {
+    (void)thread;
+    const struct dequantised *d = arguments;
+    const struct quantised *w = d->weight;
     const int per_word = 32 / w->bits, half = 1 << (w->bits - 1);
-#pragma omp parallel for schedule(static) if (num_rows * k > 1 << 14)
-    for (long row = 0; row < num_rows; row++) {
-        const struct panels p = find_panels(w, k, ids[row] / LANES);
-        const long lane = ids[row] % LANES;
-        for (long i = 0; i < k; i += LANES) {
+    for (long row = first; row < last; row++) {
+        const struct panels p = find_panels(w, d->k, d->ids[row] / LANES);
+        const long lane = d->ids[row] % LANES;
+        for (long i = 0; i < d->k; i += LANES) {
             ints q = {0};
             for (int input = 0; input < LANES; input++) {
                 const uint32_t word = p.words[(i + input) / per_word * STRIP * LANES + lane];
                 q[input] = w->bits == 8 ? word >> input % 4 * 8 & 0xff : word >> (input % 4 * 8 + input / 4 % 2 * 4) & 15;
             }
             const float scale = p.scales[(w->has_groups ? i / w->group_size * STRIP * LANES : 0) + lane];
-            store(y + row * k + i, __builtin_convertvector(q - half, floats) * scale);
+            store(d->y + row * d->k + i, __builtin_convertvector(q - half, floats) * scale);
         }
     }
+}
+
+// Dequantise the weight's rows `ids`: [num_rows] -> y: [num_rows, k]. The weight must not have `zeros`.
+void quantised_rows(const int64_t *ids, const struct quantised *w, element *y, long num_rows, long k) {
+    parallel_for(dequantise_rows, &(struct dequantised){ids, w, y, k}, num_rows, items_of(k));
 }

@@ -17,7 +17,7 @@
 
 #pragma once
 #include <sched.h>
-#include <time.h>
+#include "team.h"
 #include "vectors.h"
 #ifdef __linux__
 #include <errno.h>
@@ -49,20 +49,6 @@ struct ranks {
 // ---- waiting
 
 #define LOOK_AGAIN_NS 100000000  // how often a sleeping rank checks whether its peer is alive
-
-static inline void pause_briefly(void) {
-#if defined __x86_64__
-    __builtin_ia32_pause();
-#elif defined __aarch64__
-    __asm__ volatile("isb");  // `yield` does nothing on most of them
-#endif
-}
-
-static inline long now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000L + now.tv_nsec;
-}
 
 static inline bool has_arrived(const struct post *post, uint32_t round) {
     return (int32_t)(__atomic_load_n(&post->round, __ATOMIC_ACQUIRE) - round) >= 0;
@@ -148,11 +134,19 @@ static inline char *buffer(const struct ranks *r, long rank) {
     return r->buffers + (rank * 2 + r->round % 2) * r->buffer_bytes;
 }
 
+struct copy {
+    char *to;
+    const char *from;
+};
+
+static void copy_bytes(const void *arguments, long first, long last, int thread) {
+    (void)thread;
+    const struct copy *c = arguments;
+    memcpy(c->to + first, c->from + first, last - first);
+}
+
 static void copy(char *to, const char *from, long num_bytes) {
-    const long piece = 1 << 15;
-#pragma omp parallel for schedule(static) if (num_bytes > piece)
-    for (long start = 0; start < num_bytes; start += piece)
-        memcpy(to + start, from + start, num_bytes - start < piece ? num_bytes - start : piece);
+    parallel_for(copy_bytes, &(struct copy){to, from}, num_bytes, 1 << 15);
 }
 
 // Do steps 1 to 3. x: num_bytes, or NULL if the other ranks need no data of this rank. Return whether all have arrived.
@@ -166,14 +160,25 @@ static bool exchange(struct ranks *r, const void *x, long num_bytes) {
     return true;
 }
 
+struct shares {
+    const struct ranks *ranks;
+    element *x;
+    long count;
+};
+
+static void add_vectors(const void *arguments, long first, long last, int thread) {
+    (void)thread;
+    const struct shares *s = arguments;
+    for (long i = first * LANES; i < last * LANES; i += LANES) {
+        floats sum = load((const element *)buffer(s->ranks, 0) + i);
+        for (long rank = 1; rank < s->ranks->size; rank++) sum += load((const element *)buffer(s->ranks, rank) + i);
+        store_some(s->x + i, sum, s->count - i < LANES ? s->count - i : LANES);
+    }
+}
+
 // Set x: [count] to the sum of all buffers: added in float32, in the order of ranks, and rounded once.
 static void add_buffers(const struct ranks *r, element *x, long count) {
-#pragma omp parallel for schedule(static) if (count > 1 << 13)
-    for (long i = 0; i < count; i += LANES) {
-        floats sum = load((const element *)buffer(r, 0) + i);
-        for (long rank = 1; rank < r->size; rank++) sum += load((const element *)buffer(r, rank) + i);
-        store_some(x + i, sum, count - i < LANES ? count - i : LANES);
-    }
+    parallel_for(add_vectors, &(struct shares){r, x, count}, (count + LANES - 1) / LANES, items_of(LANES));
 }
 
 // ---- collectives: all ranks make the same calls in the same order with the same sizes. They return 0, or 1 if aborted

@@ -141,6 +141,52 @@ static void attend_tile(const struct way *way, const struct cache *c, const stru
     for (int i = 0; i < t->num_spans; i++) way->sum(c, t, &t->spans[i], kv_head, then);
 }
 
+// The arguments of `attend_rows`, and its pieces of work.
+struct attention {
+    const struct way *way;
+    const element *q;
+    element *out;
+    const struct cache *cache;
+    const struct batch *batch;
+    const struct masking *masking;
+    long q_stride, num_heads;
+    const struct work *work;
+    long num_work, chunk, most_rows, max_slots;
+    char *buffers;  // of each thread: `own_bytes`
+    size_t own_bytes;
+    int num_threads;
+};
+
+static void attend_pieces(const void *arguments, long first, long last, int thread) {
+    const struct attention *a = arguments;
+    const struct cache *c = a->cache;
+    const long head_dim = c->head_dim, num_heads = a->num_heads, group = num_heads / c->num_kv_heads;
+    struct tile t = {.scores = (float *)(a->buffers + thread * a->own_bytes)};
+    t.out = t.scores + a->most_rows * a->max_slots;
+    t.weights = (element *)(t.out + a->most_rows * head_dim);
+    t.q = t.weights + a->most_rows * a->max_slots;
+    t.weight_scales = (float *)(t.q + a->most_rows * head_dim);
+    for (long i = first; i < last; i++) {
+        const struct work *w = &a->work[i];
+        // what this thread takes next: the chunk after those of the other threads, if all take equally long
+        const long next = i + 1 < last ? i + 1 : i + 1 + a->chunk * (a->num_threads - 1);
+        const bool is_last = next >= a->num_work || a->work[next].seq != w->seq;
+        gather_rows(&t, c, a->batch, w, group, a->masking);
+        for (int row = 0; row < t.num_rows; row++) {
+            const long token = t.at[row] / num_heads, head = t.at[row] % num_heads + w->kv_head * group;
+            a->way->take_query(&t, row, a->q + token * a->q_stride + head * head_dim, head_dim);
+        }
+        attend_tile(a->way, c, &t, w->kv_head, a->work[is_last ? i : next].kv_head, a->masking);
+        for (int row = 0; row < t.num_rows; row++)
+            for (long d = 0; d < head_dim; d += LANES)
+                store(a->out + (t.at[row] + w->kv_head * group) * head_dim + d,
+                      *(const floats *)(t.out + row * head_dim + d));
+    }
+#ifdef HAS_TILES
+    release_tiles();
+#endif
+}
+
 // Attend. q, out: [num_tokens, num_heads, head_dim]. Each new token attends to its sequence's tokens up to its own
 // position, or to the last `window` of them. Return DONE or NO_MEMORY.
 static int attend_rows(const struct way *way, const element *q, element *out, const struct cache *c, const struct batch *b,
@@ -154,47 +200,23 @@ static int attend_rows(const struct way *way, const element *q, element *out, co
     struct work *work = allocate(most_work * sizeof *work);
     if (!work) return NO_MEMORY;
     const long num_work = divide(b, work, num_kv_heads, group, c->block_size, max_len <= m->window);
+    const int num_threads = count_threads();
     // A thread takes several heads of the same rows one after the other, if there is enough work for all threads.
-    const long most = num_work / (2 * omp_get_max_threads());
+    const long most = num_work / (2 * num_threads);
     const long chunk = most < 1 ? 1 : most < num_kv_heads ? most : num_kv_heads;
     const long max_slots = (max_len + LANES - 1) / LANES * LANES;
     const long most_rows = num_work < most_work ? SHARING_ROWS : ROWS;
     const size_t num_floats = most_rows * (max_slots + head_dim + max_slots / LANES);
     const size_t num_bytes = num_floats * sizeof(float) + most_rows * (max_slots + head_dim) * sizeof(element);
     const size_t own_bytes = (num_bytes + 63) / 64 * 64;  // of a thread
-    char *buffers = allocate(omp_get_max_threads() * own_bytes);
+    char *buffers = allocate(num_threads * own_bytes);
     if (!buffers) {
         free(work);
         return NO_MEMORY;
     }
-#pragma omp parallel
-    {
-        struct tile t = {.scores = (float *)(buffers + omp_get_thread_num() * own_bytes)};
-        t.out = t.scores + most_rows * max_slots;
-        t.weights = (element *)(t.out + most_rows * head_dim);
-        t.q = t.weights + most_rows * max_slots;
-        t.weight_scales = (float *)(t.q + most_rows * head_dim);
-#pragma omp for schedule(dynamic, chunk)
-        for (long i = 0; i < num_work; i++) {
-            const struct work *w = &work[i];
-            // what this thread takes next: the chunk after those of the other threads, if all take equally long
-            const long next = (i + 1) % chunk ? i + 1 : i + 1 + chunk * (omp_get_num_threads() - 1);
-            const bool is_last = next >= num_work || work[next].seq != w->seq;
-            gather_rows(&t, c, b, w, group, m);
-            for (int row = 0; row < t.num_rows; row++) {
-                const long token = t.at[row] / num_heads, head = t.at[row] % num_heads + w->kv_head * group;
-                way->take_query(&t, row, q + token * q_stride + head * head_dim, head_dim);
-            }
-            attend_tile(way, c, &t, w->kv_head, work[is_last ? i : next].kv_head, m);
-            for (int row = 0; row < t.num_rows; row++)
-                for (long d = 0; d < head_dim; d += LANES)
-                    store(out + (t.at[row] + w->kv_head * group) * head_dim + d,
-                          *(const floats *)(t.out + row * head_dim + d));
-        }
-#ifdef HAS_TILES
-        release_tiles();
-#endif
-    }
+    const struct attention a = {way, q, out, c, b, m, q_stride, num_heads, work, num_work, chunk, most_rows, max_slots,
+                                buffers, own_bytes, num_threads};
+    parallel_for(attend_pieces, &a, num_work, chunk);
     free(buffers);
     free(work);
     return DONE;

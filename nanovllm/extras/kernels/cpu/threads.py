@@ -43,9 +43,9 @@ def places() -> set[int]:
     When torch loads libgomp, it binds the main thread to one processor: `os.sched_getaffinity` returns only this one.
     """
     path = openmp_of_torch()
-    if platform.system() != "Linux" or not path:
+    if platform.system() != "Linux" or path is None:
         return set()
-    openmp = ctypes.CDLL(path[-1])  # torch has loaded it already
+    openmp = ctypes.CDLL(str(path))  # torch has loaded it already
     found: set[int] = set()
     for place in range(openmp.omp_get_num_places()):
         ids = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()

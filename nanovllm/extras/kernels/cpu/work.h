@@ -2,7 +2,7 @@
 // blocks.
 
 #pragma once
-#include <omp.h>
+#include "team.h"
 #include "vectors.h"
 
 // The sequences of a step, in the form of nanovllm/batch.py.
@@ -56,7 +56,7 @@ static struct work find_sharers(const struct batch *b, long seq, long most, long
 static long divide(const struct batch *b, struct work *work, long num_kv_heads, long group, long block_size,
                    bool may_share) {
     // a limit that leaves enough pieces of work for all threads
-    const long most = may_share ? b->num_seqs * num_kv_heads / (2 * omp_get_max_threads()) : 1;
+    const long most = may_share ? b->num_seqs * num_kv_heads / (2 * count_threads()) : 1;
     long count = 0;
     for (long seq = 0; seq < b->num_seqs;) {
         struct work w = find_sharers(b, seq, most, group, block_size);

@@ -1,0 +1,200 @@
+"""`team.h`: loops that threads share, callers that compute at the same time, and waiting beside other processes."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from nanovllm.extras.kernels.cpu.library import SOURCE, bound_cpus
+
+PROGRAM = r"""
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+static long planted;  // interruptions that the kernel reports
+static int planted_getrusage(int who, struct rusage *usage) {
+    (void)who;
+    return usage->ru_nivcsw = planted, 0;
+}
+#define getrusage planted_getrusage
+static long num_created, most_created = 1000;
+#define pthread_create(...) (num_created++ < most_created ? (pthread_create)(__VA_ARGS__) : 11)
+#include "team.h"
+
+enum { COUNT = 1000, CALLERS = 3 };
+static int num_threads = 4;
+static int count(void) { return num_threads; }
+
+struct visits {
+    long visits[COUNT];
+    long chunk, by_thread[8];
+    bool is_slow;
+};
+
+static void visit(const void *arguments, long first, long last, int thread) {
+    struct visits *v = (struct visits *)arguments;
+    if (first % v->chunk || (last - first != v->chunk && last != COUNT)) _exit(2);
+    for (long i = first; i < last; i++) v->visits[i]++;
+    __atomic_add_fetch(&v->by_thread[thread], 1, __ATOMIC_RELAXED);
+    if (v->is_slow) usleep(100);
+}
+
+// Compute loops, and check after each that every item was visited once.
+static void *compute(void *argument) {
+    for (long loop = 0; loop < LOOPS; loop++) {
+        struct visits v = {.chunk = 1 + loop % 300};
+        parallel_for(visit, &v, COUNT, v.chunk);
+        for (long i = 0; i < COUNT; i++) if (v.visits[i] != 1) { puts("not once"); fflush(stdout); _exit(1); }
+        if (loop % 100 == 0) usleep(1000);  // longer than the threads spin
+    }
+    return argument;
+}
+
+static void threads_share(void) {
+    struct visits v = {.chunk = 10, .is_slow = true};
+    parallel_for(visit, &v, COUNT, v.chunk);
+    int sharing = 0;
+    for (int thread = 0; thread < 8; thread++) sharing += v.by_thread[thread] > 0;
+    printf("%d threads, %d workers\n", sharing, own_team.num_workers);
+}
+
+int main(int argc, char **argv) {
+    const char *what = argv[argc - 1];
+    join_team(NULL, count, NULL, 0);
+    if (!strcmp(what, "callers")) {
+        pthread_t callers[CALLERS];
+        for (int i = 0; i < CALLERS; i++) (pthread_create)(&callers[i], NULL, compute, NULL);
+        for (int i = 0; i < CALLERS; i++) pthread_join(callers[i], NULL);
+    } else if (!strcmp(what, "refused")) {
+        most_created = 1;
+        threads_share();
+        threads_share();
+        printf("%ld attempts\n", num_created);
+    } else if (!strcmp(what, "fewer")) {
+        threads_share();
+        num_threads = 2;
+        threads_share();
+        num_threads = 1;
+        struct visits v = {.chunk = COUNT};
+        parallel_for(visit, &v, COUNT, 10 * COUNT);
+        printf("%ld by the caller\n", v.by_thread[0]);
+    } else if (!strcmp(what, "interruptions")) {
+        const long start = 1000000000, ms = 1000000;
+        look_around(&own_team, start);
+        for (planted = 1; planted <= 4; planted++) {  // the second and third follow within 20 ms
+            const long at[] = {0, 50, 55, 70, 300};
+            look_around(&own_team, start + at[planted] * ms);
+            printf("%ld ", spin_ns(&own_team, start + at[planted] * ms) / 1000);
+        }
+        printf("%ld\n", spin_ns(&own_team, start + 171 * ms) / 1000);
+    }
+    return 0;
+}
+"""
+
+
+def run_program(folder, what, *flags, header=None):
+    """-> what the program has printed"""
+    compiler = shutil.which("cc")
+    if not compiler:
+        pytest.skip("there is no C compiler")
+    (folder / "team.c").write_text(PROGRAM)
+    (folder / "team.h").write_text(header or (SOURCE.parent / "team.h").read_text(encoding="utf-8"))
+    program = folder / "team"
+    command = [compiler, "-std=gnu11", "-O1", "-g", "-pthread", *flags, str(folder / "team.c"), "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    if built.returncode and "-fsanitize=thread" in flags:
+        pytest.skip(f"no ThreadSanitizer here: {built.stderr[-300:]}")
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([str(program), what], capture_output=True, text=True, timeout=100)
+    return done.stdout + done.stderr
+
+
+def test_each_item_is_computed_once_by_callers_at_the_same_time(tmp_path):
+    assert run_program(tmp_path, "callers", "-DLOOPS=2000") == ""
+
+
+@pytest.mark.slow
+def test_no_race(tmp_path):
+    flags = ("-fsanitize=thread", "-DLOOPS=400")
+    header = (SOURCE.parent / "team.h").read_text(encoding="utf-8")
+    assert run_program(tmp_path, "callers", *flags) == ""
+    relaxed = header.replace("__ATOMIC_ACQUIRE", "__ATOMIC_RELAXED").replace("__ATOMIC_SEQ_CST", "__ATOMIC_RELAXED")
+    assert "data race" in run_program(tmp_path, "callers", *flags, header=relaxed), "the test sees a missing order"
+
+
+def test_threads_that_the_system_refuses_are_left_out(tmp_path):
+    """And the team asks for them only once."""
+    lines = run_program(tmp_path, "refused", "-DLOOPS=1").splitlines()
+    assert lines == ["2 threads, 1 workers", "2 threads, 1 workers", "2 attempts"]
+
+
+def test_the_number_of_threads_may_change(tmp_path):
+    lines = run_program(tmp_path, "fewer", "-DLOOPS=1").splitlines()
+    assert lines == ["4 threads, 3 workers", "2 threads, 3 workers", "1 by the caller"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count interruptions of a thread")
+def test_two_interruptions_in_a_short_time_shorten_the_wait(tmp_path):
+    """In microseconds: after each of four interruptions, and when the second has been forgotten."""
+    assert run_program(tmp_path, "interruptions", "-DLOOPS=1").split() == ["300", "20", "20", "300", "300"]
+
+
+@pytest.mark.usefixtures("needs_a_compiler")
+def test_a_process_has_one_team_and_a_forked_process_has_its_own():
+    """All libraries share the team: two workers in all."""
+    code = """
+import os, torch
+torch.set_num_threads(3)
+from nanovllm.extras.kernels.cpu.library import load_library
+x, ids = torch.arange(64.0).view(8, 8), torch.zeros(8, dtype=torch.int64)
+def compute():
+    ids.zero_()
+    for dtype in (torch.float32, torch.bfloat16):
+        load_library(dtype).argmax(x.data_ptr(), ids.data_ptr(), 8, 8)
+    return ids.tolist() == [7] * 8, len(os.listdir("/proc/self/task"))
+assert compute()[0]
+if pid := os.fork():
+    assert os.waitpid(pid, 0)[1] == 0 and compute()[0]
+    print("both")
+else:
+    os._exit(compute() != (True, 3))
+"""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.stdout == "both\n", run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_a_compiler")
+@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two processors of Linux")
+def test_workers_are_not_bound_to_the_processor_of_the_main_thread():
+    """OpenMP binds the thread that loads it, before nanovllm is imported."""
+    code = """
+import os, torch
+torch.set_num_threads(2)
+bound, before = os.sched_getaffinity(0), set(os.listdir("/proc/self/task"))
+from nanovllm.extras.kernels.cpu.library import load_library
+x, ids = torch.zeros(8, 8), torch.zeros(8, dtype=torch.int64)
+load_library(torch.float32).argmax(x.data_ptr(), ids.data_ptr(), 8, 8)
+(worker,) = set(os.listdir("/proc/self/task")) - before
+import time; time.sleep(0.1)
+print(len(bound), len(os.sched_getaffinity(int(worker))))
+"""
+    environment = {key: text for key, text in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "OMP_PROC_BIND": "true", "OMP_PLACES": "threads"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert run.stdout.split() == ["1", str(len(os.sched_getaffinity(0)))]
+
+
+def test_no_worker_is_bound_by_default():
+    if any(name in os.environ for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")):
+        pytest.skip("the user binds threads")
+    assert bound_cpus() == (None, 0)
