@@ -1,8 +1,8 @@
-"""OpenMP's threads: how long one that waits for others spins before it sleeps, and processes that do not have them.
+"""OpenMP's threads, for PyTorch's own operations: how long a waiting thread spins, and processes without threads.
 
 This module is imported before torch, if possible, because libgomp reads the setting once, when torch loads it. A thread
 that waits for others then sleeps after about 0.3 ms instead of the 4 ms that 300,000 turns take: next to another busy
-process, it would spin while the others need its core.
+process, it would spin while the others need its core. The CPU kernels have threads of their own (`team.h`).
 """
 
 import functools

@@ -20,6 +20,7 @@ import torch
 
 import bench
 from benchmarks import (
+    busy,
     cold_start,
     cpu,
     cpu_kernels,
@@ -143,6 +144,31 @@ def test_requests_with_weights_in_8_and_4_bits_take_turns(run_main, monkeypatch,
         assert len(ratios) == 3
         assert float(line.split()[3]) == pytest.approx(sorted(values)[1], abs=0.051)
         assert f"{ratios[1]:.2f}x" in line
+
+
+def test_the_machine_is_quiet_and_busy_in_turns(run_main, monkeypatch, tmp_path):
+    """A busy process runs during every second measured run, and none is left."""
+    started, running, real_serve = [], [], busy.serve
+
+    def popen(*args, **kwargs):
+        started.append(subprocess.Popen(*args, **kwargs))
+        return started[-1]
+
+    def serve(llm, workload):
+        running.append(sum(process.poll() is None for process in started))
+        real_serve(llm, workload)
+        return [0.0, 40.0, 10.0, 50.0, 20.0][len(running) - 1]
+
+    monkeypatch.setattr(busy, "subprocess", SimpleNamespace(Popen=popen, PIPE=subprocess.PIPE))
+    monkeypatch.setattr(busy, "serve", serve)
+    path = tmp_path / "out.json"
+    sizes = ["--workloads", "W2", "--rounds", 2, "--processes", 2]
+    lines = run_main(busy, "--model", TINY_QWEN3, *sizes, "--json", path)
+    assert running == [0, 0, 2, 0, 2]
+    assert len(started) == 4
+    assert all(process.poll() is not None for process in started)
+    assert cells(lines[-1]) == ["W2", "45.0", "15.0", "32%"]  # the median of 0.25 and 0.4, rounded to even
+    assert json.loads(path.read_text(encoding="utf-8"))["W2"] == {"quiet": [40.0, 50.0], "busy": [10.0, 20.0]}
 
 
 def test_preemption_moves_and_computes_the_whole_context(run_main, monkeypatch):

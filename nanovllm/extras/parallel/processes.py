@@ -15,6 +15,7 @@ from typing import NoReturn
 import torch
 
 from nanovllm.extras.all_options import Config
+from nanovllm.extras.kernels.cpu.threads import BINDING, on_all_places
 from nanovllm.extras.parallel.nodes import accept_ranks, address_of, reach_engine
 from nanovllm.extras.parallel.peers import Peers
 from nanovllm.extras.parallel.shared_memory import above_standard_streams
@@ -36,8 +37,8 @@ def start_process(
 
     folder: the folder in which the ranks of this machine meet.
     """
-    environment = {
-        **os.environ,
+    environment = {  # without the variables that would bind each rank's first thread to the same processor
+        **{name: value for name, value in os.environ.items() if name not in BINDING},
         "PYTHONSAFEPATH": "1",  # no file in the working directory can replace a library
         "OMP_NUM_THREADS": str(num_threads),
     }
@@ -46,7 +47,8 @@ def start_process(
     number = above_standard_streams(peer.detach())
     command = [sys.executable, rank, str(number), str(os.getpid()), folder]
     try:
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=(number, *inherited))
+        with on_all_places():
+            return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, pass_fds=(number, *inherited))
     finally:
         os.close(number)
 

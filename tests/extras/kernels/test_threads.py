@@ -106,3 +106,24 @@ def test_a_process_of_its_own_takes_its_cores():
     assert "left behind []" in run.stdout, "programs that this one starts decide for themselves"
     # two OpenMP libraries in one process, torch's and the kernels', wait for each other's cores
     assert len(re.search("pools(.*)", run.stdout)[1].split()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs two processors of Linux")
+def test_ranks_are_not_bound_to_the_processor_of_the_main_thread():
+    code = """
+import os, socket, torch
+from nanovllm.extras.parallel.processes import start_process
+before = os.sched_getaffinity(0)
+ours, theirs = socket.socketpair()
+process = start_process(theirs, (), 1)
+of_rank = os.sched_getaffinity(process.pid)
+names = [line.split("=")[0] for line in open(f"/proc/{process.pid}/environ").read().split("\\0") if "BIND" in line]
+process.kill(), process.wait()
+print(len(before), len(os.sched_getaffinity(0)), len(of_rank), names)
+"""
+    environment = {key: text for key, text in os.environ.items() if not key.startswith(("OMP_", "GOMP_"))}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**environment, "OMP_PROC_BIND": "true"}, capture_output=True, text=True
+    )
+    assert run.stdout == f"1 1 {len(os.sched_getaffinity(0))} []\n", run.stderr

@@ -1,10 +1,13 @@
-"""Limit PyTorch to one thread for each CPU core. `extras/kernels/choices.py` calls `limit_threads`."""
+"""How many threads a process uses, and on which processors: one for each CPU core that it may use.
+
+`extras/kernels/choices.py` calls `limit_threads`.
+"""
 
 import contextlib
 import ctypes
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -52,6 +55,27 @@ def places() -> set[int]:
         openmp.omp_get_place_proc_ids(place, ids)
         found.update(ids)
     return found
+
+
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")  # variables that bind OpenMP's threads
+
+
+@contextlib.contextmanager
+def on_all_places() -> Iterator[None]:
+    """Let the calling thread run on all of OpenMP's places during the `with` block, so that a new process can too.
+
+    A new process inherits the processors of the thread that starts it. OpenMP may have bound this thread to one.
+    """
+    cpus = places()
+    if not cpus:
+        yield
+        return
+    bound = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)
 
 
 def count_cores(cpus: Iterable[int], topology: Path = TOPOLOGY) -> int:
