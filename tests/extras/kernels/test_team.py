@@ -32,13 +32,13 @@ static int count(void) { return num_threads; }
 
 struct visits {
     long visits[COUNT];
-    long chunk, by_thread[8];
+    long least, most, by_thread[8];
     bool is_slow;
 };
 
 static void visit(const void *arguments, long first, long last, int thread) {
     struct visits *v = (struct visits *)arguments;
-    if (first % v->chunk || (last - first != v->chunk && last != COUNT)) _exit(2);
+    if ((last - first < v->least && last != COUNT) || last - first > v->most) _exit(2);
     for (long i = first; i < last; i++) v->visits[i]++;
     __atomic_add_fetch(&v->by_thread[thread], 1, __ATOMIC_RELAXED);
     if (v->is_slow) usleep(100);
@@ -47,8 +47,8 @@ static void visit(const void *arguments, long first, long last, int thread) {
 // Compute loops, and check after each that every item was visited once.
 static void *compute(void *argument) {
     for (long loop = 0; loop < LOOPS; loop++) {
-        struct visits v = {.chunk = 1 + loop % 300};
-        parallel_for(visit, &v, COUNT, v.chunk);
+        struct visits v = {.least = 1 + loop % 300, .most = loop % 2 ? COUNT : 1 + loop % 300};
+        parallel_for(visit, &v, COUNT, v.least, v.most);
         for (long i = 0; i < COUNT; i++) if (v.visits[i] != 1) { puts("not once"); fflush(stdout); _exit(1); }
         if (loop % 100 == 0) usleep(1000);  // longer than the threads spin
     }
@@ -56,8 +56,8 @@ static void *compute(void *argument) {
 }
 
 static void threads_share(void) {
-    struct visits v = {.chunk = 10, .is_slow = true};
-    parallel_for(visit, &v, COUNT, v.chunk);
+    struct visits v = {.least = 10, .most = 10, .is_slow = true};
+    parallel_for(visit, &v, COUNT, v.least, v.most);
     int sharing = 0;
     for (int thread = 0; thread < 8; thread++) sharing += v.by_thread[thread] > 0;
     printf("%d threads, %d workers\n", sharing, own_team.num_workers);
@@ -80,8 +80,8 @@ int main(int argc, char **argv) {
         num_threads = 2;
         threads_share();
         num_threads = 1;
-        struct visits v = {.chunk = COUNT};
-        parallel_for(visit, &v, COUNT, 10 * COUNT);
+        struct visits v = {.most = COUNT};
+        parallel_for(visit, &v, COUNT, 1, 1);
         printf("%ld by the caller\n", v.by_thread[0]);
     } else if (!strcmp(what, "interruptions")) {
         const long start = 1000000000, ms = 1000000;

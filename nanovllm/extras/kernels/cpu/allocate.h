@@ -1,8 +1,8 @@
 // Memory that a function needs during a call. Every allocation is checked: a function that gets no memory returns
 // NO_MEMORY, and library.py raises MemoryError.
 //
-// Buffers of a thread are here and not on its stack, which may have only 128 KiB (OMP_STACKSIZE, ulimit -s). The memory
-// for all threads is allocated before a parallel region, which no thread could leave early.
+// Buffers of a thread are here and not on its stack, which may have only 128 KiB (ulimit -s). The memory for all threads
+// is allocated before a loop (team.h), which no thread could leave early.
 
 #pragma once
 #include <stdlib.h>

@@ -66,7 +66,7 @@ static void norm_tokens(const void *arguments, long first, long last, int thread
 void rms_norm(const element *x, const element *weight, const element *cos, const element *sin, element *y,
               long num_tokens, long num_heads, long size, long half, long stride, int is_offset, float eps) {
     const struct norm n = {x, weight, cos, sin, y, num_heads, size, half, stride, is_offset, eps};
-    parallel_for(norm_tokens, &n, num_tokens, items_of(num_heads * size));
+    parallel_for(norm_tokens, &n, num_tokens, items_of(num_heads * size), LONG_MAX);
 }
 
 struct sum {
@@ -82,7 +82,7 @@ static void add_elements(const void *arguments, long first, long last, int threa
 
 // Compute x += y, both of `count` elements, a multiple of 16.
 static void add(element *x, const element *y, long count) {
-    parallel_for(add_elements, &(struct sum){x, y}, count / LANES, items_of(LANES));
+    parallel_for(add_elements, &(struct sum){x, y}, count / LANES, items_of(LANES), LONG_MAX);
 }
 
 // ---- greedy sampling
@@ -127,7 +127,7 @@ static void find_largest(const void *arguments, long first, long last, int threa
 // Find the first of each row's largest numbers: x: [num_rows, num_columns] float32 -> ids: [num_rows]. NaN is larger
 // than all numbers, as in PyTorch.
 void argmax(const float *x, int64_t *ids, long num_rows, long num_columns) {
-    parallel_for(find_largest, &(struct rows){x, ids, num_columns}, num_rows, 1);
+    parallel_for(find_largest, &(struct rows){x, ids, num_columns}, num_rows, 1, LONG_MAX);
 }
 
 // ---- a whole decoder layer

@@ -73,10 +73,10 @@ int mixture(const struct experts *e, const element *x, const int64_t *expert_ids
         const long count = starts[expert + 1] - starts[expert];
         if (!count) continue;
         const struct expert_rows own = {order + starts[expert], top_k, size, x, rows, out, weights, sums};
-        parallel_for(copy_rows, &own, count, items_of(size));
+        parallel_for(copy_rows, &own, count, items_of(size), LONG_MAX);
         status = gated_linear(rows, e->gate_up[expert], NULL, activated, count, inner, size, e->gate);
         if (status == DONE) status = linear(activated, e->down[expert], NULL, out, count, size, inner, true);
-        if (status == DONE) parallel_for(add_weighted, &own, count, items_of(size));
+        if (status == DONE) parallel_for(add_weighted, &own, count, items_of(size), LONG_MAX);
     }
     for (long i = 0; i < num_tokens * size && status == DONE; i += LANES) store(y + i, *(const floats *)(sums + i));
     free(sums);

@@ -49,5 +49,5 @@ static void gate_tokens(const void *arguments, long first, long last, int thread
 
 // Compute y: [num_tokens, size] = act(gate) * up. gate, up: [num_tokens, size], tokens are `stride` elements apart.
 void gate_and_mul(const element *gate, const element *up, element *y, long num_tokens, long size, long stride, int kind) {
-    parallel_for(gate_tokens, &(struct gated){gate, up, y, size, stride, kind}, num_tokens, items_of(size));
+    parallel_for(gate_tokens, &(struct gated){gate, up, y, size, stride, kind}, num_tokens, items_of(size), LONG_MAX);
 }

@@ -79,5 +79,5 @@ void store_kv(const element *k, const element *v, uint32_t *k_cache, uint32_t *v
               long num_tokens, long k_stride, long v_stride, long num_kv_heads, long head_dim, long block_size) {
     const struct cache c = {k_cache, v_cache, num_kv_heads, head_dim, block_size};
     const struct tokens t = {k, v, c, slot_mapping, num_tokens, k_stride, v_stride};
-    parallel_for(store_heads, &t, num_tokens * num_kv_heads, 4);
+    parallel_for(store_heads, &t, num_tokens * num_kv_heads, 4, LONG_MAX);
 }

@@ -34,7 +34,7 @@ static void store_some_latents(const void *arguments, long first, long last, int
 // Write latents: [num_tokens, head_dim] to their slots.
 void store_latents(const element *latents, uint32_t *cache, const int32_t *slot_mapping, long num_tokens, long head_dim) {
     const struct new_latents n = {latents, cache, slot_mapping, head_dim};
-    parallel_for(store_some_latents, &n, num_tokens, items_of(head_dim));
+    parallel_for(store_some_latents, &n, num_tokens, items_of(head_dim), LONG_MAX);
 }
 
 // Transpose 16 channels of `count` tokens: [words of channels][16 tokens] -> [words of tokens][16 channels]. Other
@@ -176,7 +176,7 @@ int attend_latents(const element *q, element *out, const uint32_t *cache, const 
             work[num_work++] = (struct work){.seq = seq, .first_row = row};
     const struct latent_attention a = {q, out, cache, &b, num_heads, head_dim, rank, block_size, &m, work, buffers,
                                        max_slots, slot_bytes};
-    parallel_for(attend_some_latents, &a, num_work, 1);
+    parallel_for(attend_some_latents, &a, num_work, 1, 1);
     free(buffers);
     free(work);
     return DONE;
@@ -215,7 +215,7 @@ int head_linear(const element *x, const uint32_t *weight, element *y, long num_h
     float *sums = allocate(count_threads() * num_sums * sizeof *sums);
     if (!sums) return NO_MEMORY;
     const struct head_products p = {x, weight, y, m, n, k, block, sums, num_sums};
-    parallel_for(multiply_heads, &p, num_heads, 1);
+    parallel_for(multiply_heads, &p, num_heads, 1, LONG_MAX);
     free(sums);
     return DONE;
 }

@@ -97,7 +97,7 @@ static int multiply_all(const element *x, const uint32_t *weight, const struct m
     const struct whole_product p = {
         (const uint32_t *)x, weight, y, m, num_words, block, num_panels, most, .at_once = at_once, .sums = sums,
         .num_sums = num_sums, .parts_of_block = (num_panels + most - 1) / most};
-    parallel_for(multiply_parts, &p, (m + block - 1) / block * p.parts_of_block, 1);
+    parallel_for(multiply_parts, &p, (m + block - 1) / block * p.parts_of_block, 1, LONG_MAX);
     free(sums);
     return DONE;
 }

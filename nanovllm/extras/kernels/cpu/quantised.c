@@ -142,7 +142,7 @@ static struct rounded round_rows(const element *x, long m, long k, long group_si
     int8_t *q = allocate(num_q + m * num_groups * 8);
     float *scales = (float *)(q + num_q);
     const struct rounded r = {q, scales, (int32_t *)(scales + m * num_groups), m, k, num_groups};
-    if (q) parallel_for(round_some_rows, &(struct rounding){x, &r, group_size}, m, items_of(k));
+    if (q) parallel_for(round_some_rows, &(struct rounding){x, &r, group_size}, m, items_of(k), LONG_MAX);
     return r;
 }
 
@@ -398,7 +398,7 @@ static int multiply_all_quantised(const element *x, const struct quantised *w, c
 #endif
     const long num_strips = (num_panels + STRIP - 1) / STRIP;
     const struct whole_product p = {w, &rows, y, num_panels, num_words, bytes, multiply_rows};
-    parallel_for(multiply_strips, &p, (m + ROWS_IN_CACHE - 1) / ROWS_IN_CACHE * num_strips, 1);
+    parallel_for(multiply_strips, &p, (m + ROWS_IN_CACHE - 1) / ROWS_IN_CACHE * num_strips, 1, LONG_MAX);
     free(bytes);
     free(rows.q);
     return DONE;
@@ -448,5 +448,5 @@ static void dequantise_rows(const void *arguments, long first, long last, int th
 
 // Dequantise the weight's rows `ids`: [num_rows] -> y: [num_rows, k]. The weight must not have `zeros`.
 void quantised_rows(const int64_t *ids, const struct quantised *w, element *y, long num_rows, long k) {
-    parallel_for(dequantise_rows, &(struct dequantised){ids, w, y, k}, num_rows, items_of(k));
+    parallel_for(dequantise_rows, &(struct dequantised){ids, w, y, k}, num_rows, items_of(k), LONG_MAX);
 }

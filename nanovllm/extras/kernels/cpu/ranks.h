@@ -146,7 +146,7 @@ static void copy_bytes(const void *arguments, long first, long last, int thread)
 }
 
 static void copy(char *to, const char *from, long num_bytes) {
-    parallel_for(copy_bytes, &(struct copy){to, from}, num_bytes, 1 << 15);
+    parallel_for(copy_bytes, &(struct copy){to, from}, num_bytes, 1 << 15, LONG_MAX);
 }
 
 // Do steps 1 to 3. x: num_bytes, or NULL if the other ranks need no data of this rank. Return whether all have arrived.
@@ -178,7 +178,7 @@ static void add_vectors(const void *arguments, long first, long last, int thread
 
 // Set x: [count] to the sum of all buffers: added in float32, in the order of ranks, and rounded once.
 static void add_buffers(const struct ranks *r, element *x, long count) {
-    parallel_for(add_vectors, &(struct shares){r, x, count}, (count + LANES - 1) / LANES, items_of(LANES));
+    parallel_for(add_vectors, &(struct shares){r, x, count}, (count + LANES - 1) / LANES, items_of(LANES), LONG_MAX);
 }
 
 // ---- collectives: all ranks make the same calls in the same order with the same sizes. They return 0, or 1 if aborted

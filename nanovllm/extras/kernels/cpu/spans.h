@@ -216,7 +216,7 @@ static int attend_rows(const struct way *way, const element *q, element *out, co
     }
     const struct attention a = {way, q, out, c, b, m, q_stride, num_heads, work, num_work, chunk, most_rows, max_slots,
                                 buffers, own_bytes, num_threads};
-    parallel_for(attend_pieces, &a, num_work, chunk);
+    parallel_for(attend_pieces, &a, num_work, chunk, chunk);
     free(buffers);
     free(work);
     return DONE;

@@ -1,16 +1,17 @@
 // The threads that share the loops of the kernels.
 //
-// `parallel_for` divides a loop among the calling thread and the workers of a team. Each thread takes the next items that
-// no thread has taken, until none is left. The caller then closes the loop, and waits only for workers that are inside.
-// A worker that another process keeps from running finds the loop closed, and the other threads have done its share. The
-// results have the same bits with any division, because each item's result depends only on the item.
+// `parallel_for` divides a loop among the calling thread and the workers of a team. Each thread takes the next items
+// that no thread has taken, until none is left. The caller then closes the loop, and waits only for workers that are
+// inside. A worker that another process keeps from running finds the loop closed, and the other threads have done its
+// share. The results have the same bits with any division, because each item's result depends only on the item.
 //
 // A waiting thread spins first, because waking a sleeping one takes some 50 µs. But a thread that spins occupies a core.
-// If another process runs on one core, the thread that is waited for may be in the queue behind it, and Linux moves it
-// only to a core that is idle. So if Linux has interrupted a thread of the team twice in a short time, all threads of the
-// team sleep sooner.
+// If another process runs on a core, the thread that is waited for may be in the queue behind it, and Linux moves it
+// only to a core that is idle. So if Linux has interrupted a thread of the team twice in a short time, all threads of
+// the team sleep sooner.
 
 #pragma once
+#include <limits.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -32,12 +33,12 @@
 #define BUSY_NS 100000000     // and this is how long the team remembers it
 #define STACK_BYTES (1 << 20)  // of a worker
 
-// The body of a loop: computes the items `first` … `last - 1`. `thread` numbers the buffers of threads: 0 is the caller.
+// The body of a loop: computes the items `first` … `last - 1`. `thread` numbers the threads' buffers: 0 is the caller.
 typedef void loop_body(const void *arguments, long first, long last, int thread);
 
-// `door` is one number, so that a worker can check that the loop is open and enter in one atomic operation: the number of
-// workers inside, IS_OPEN, and above it the number of the loop. The number of the loop may overflow: a worker that has
-// missed some loops enters the next.
+// `door` is one number, so that a worker can check that the loop is open and enter in one atomic operation: the number
+// of workers inside, IS_OPEN, and above it the number of the loop. The number of the loop may overflow: a worker that
+// has missed some loops enters the next.
 #define INSIDE 0xffffu
 #define IS_OPEN 0x10000u
 #define LOOP (~(INSIDE | IS_OPEN))
@@ -55,7 +56,7 @@ struct team {
     // the loop, which changes only while no worker is inside
     loop_body *body;
     const void *arguments;
-    long count, chunk;
+    long count, least, most;  // `least` to `most` of `count` items at a time
     int num_threads;
     _Alignas(128) long next;  // the first item that no thread has taken
     _Alignas(128) uint32_t door;
@@ -135,7 +136,8 @@ static inline bool spin(struct team *t, condition *is_true, uint32_t loop) {
 //
 // All accesses of `door` and `num_asleep` that decide about sleeping and waking are sequentially consistent: either the
 // thread that waits sees the new door, or the thread that has changed the door sees that it waits.
-static inline void wait_until(struct team *t, condition *is_true, uint32_t loop, pthread_cond_t *changed, int *num_asleep) {
+static inline void wait_until(struct team *t, condition *is_true, uint32_t loop, pthread_cond_t *changed,
+                              int *num_asleep) {
     if (spin(t, is_true, loop)) return;
     pthread_mutex_lock(&t->sleep);
     __atomic_add_fetch(num_asleep, 1, __ATOMIC_SEQ_CST);
@@ -153,11 +155,19 @@ static inline void wake_threads(struct team *t, pthread_cond_t *changed, const i
 
 // ---- a loop
 
+// Take large parts first, because a thread reads neighbouring items fastest. The last, small parts let all threads end
+// together.
 static void take_items(struct team *t, int thread) {
-    for (;;) {
-        const long first = __atomic_fetch_add(&t->next, t->chunk, __ATOMIC_RELAXED), left = t->count - first;
-        if (left <= 0) return;
-        t->body(t->arguments, first, left < t->chunk ? t->count : first + t->chunk, thread);
+    long first = __atomic_load_n(&t->next, __ATOMIC_RELAXED), left;
+    while ((left = t->count - first) > 0) {
+        long size = left / (2 * t->num_threads);
+        size = size > t->most ? t->most : size < t->least ? t->least : size;
+        size = size < left ? size : left;
+        // if another thread has taken items meanwhile, the exchange fails and reads `first` again
+        if (__atomic_compare_exchange_n(&t->next, &first, first + size, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+            t->body(t->arguments, first, first + size, thread);
+            first = __atomic_load_n(&t->next, __ATOMIC_RELAXED);
+        }
     }
 }
 
@@ -217,18 +227,19 @@ static inline int count_threads(void) { return team->count_threads ? team->count
 // Return how many items of `size` numbers are worth waking another thread.
 static inline long items_of(long size) { return size < 1 << 13 ? (1 << 13) / size : 1; }
 
-// Call body(arguments, first, last, thread) until all items 0 … count - 1 are computed: `chunk` items at a time, or all
-// at once if one thread computes them. `thread` is less than count_threads().
-static void parallel_for(loop_body *body, const void *arguments, long count, long chunk) {
+// Call body(arguments, first, last, thread) until all items 0 … count - 1 are computed: `least` to `most` items at a
+// time, or all at once if one thread computes them. `thread` is less than count_threads().
+static void parallel_for(loop_body *body, const void *arguments, long count, long least, long most) {
     struct team *t = team;
     const int num_threads = count_threads();
-    if (num_threads < 2 || count <= chunk) {
+    if (num_threads < 2 || count <= least) {
         body(arguments, 0, count, 0);
         return;
     }
     pthread_mutex_lock(&t->turn);
     create_workers(t, num_threads - 1);
-    t->body = body, t->arguments = arguments, t->count = count, t->chunk = chunk, t->num_threads = num_threads;
+    t->body = body, t->arguments = arguments, t->count = count, t->num_threads = num_threads;
+    t->least = least, t->most = most;
     __atomic_store_n(&t->next, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&t->door, ((t->door & LOOP) + NEXT_LOOP) | IS_OPEN, __ATOMIC_SEQ_CST);
     wake_threads(t, &t->opened, &t->num_asleep);
