@@ -11,13 +11,10 @@ import sys
 import threading
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.extras.kernels.cpu.toolchain import loaded_openmp
-from nanovllm.extras.machine_limits import read_text
 from nanovllm.extras.self_check.comparison import SelfCheckError
 from nanovllm.extras.self_check.networks import new_cache, send
 from nanovllm.extras.self_check.steps import MIN_MODEL_LEN, draw_vectors, make_steps
@@ -82,8 +79,7 @@ def of_c_kernels(shape: Any, backend: Any, dtype: torch.dtype) -> list[str]:
         "head_dim": shape.head_dim, "block_size": backend.block_size,
         "element_bytes": dtype.itemsize, "has_kv": shape.latent_rank is None,
     }  # fmt: skip
-    paths = [*loaded_openmp(read_text(Path("/proc/self/maps"))), backend.library._name]
-    return [sys.executable, "-I", "-S", str(kernels.origin), json.dumps([paths, sizes])]
+    return [sys.executable, "-I", "-S", str(kernels.origin), json.dumps([backend.library._name, sizes])]
 
 
 @torch.inference_mode()

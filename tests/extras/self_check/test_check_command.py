@@ -9,7 +9,7 @@ import torch
 from nanovllm.extras.commands import run_command
 from nanovllm.extras.kernels.cpu.cpu_attention import CpuAttention
 from nanovllm.extras.self_check import machine_report, way_report
-from tests.extras.self_check.test_self_check import fresh_cache  # noqa: F401 (a fixture)
+from tests.extras.self_check.test_self_check import compiled_before, fresh_cache  # noqa: F401 (fixtures)
 
 
 @pytest.fixture(autouse=True)
