@@ -241,7 +241,9 @@ static void parallel_for(loop_body *body, const void *arguments, long count, lon
     t->body = body, t->arguments = arguments, t->count = count, t->num_threads = num_threads;
     t->least = least, t->most = most;
     __atomic_store_n(&t->next, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&t->door, ((t->door & LOOP) + NEXT_LOOP) | IS_OPEN, __ATOMIC_SEQ_CST);
+    // no worker changes the closed door, but one may be trying to (`try_to_enter`), so this is an atomic read too
+    const uint32_t door = __atomic_load_n(&t->door, __ATOMIC_RELAXED);
+    __atomic_store_n(&t->door, ((door & LOOP) + NEXT_LOOP) | IS_OPEN, __ATOMIC_SEQ_CST);
     wake_threads(t, &t->opened, &t->num_asleep);
     take_items(t, 0);
     if (__atomic_and_fetch(&t->door, ~IS_OPEN, __ATOMIC_SEQ_CST) & INSIDE)
