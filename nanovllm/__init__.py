@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nanovllm.extras import *  # noqa: F403
+    from nanovllm.extras import LLM, CompletionOutput, Config, LLMEngine, RequestOutput, SamplingParams
 elif find_spec("nanovllm.extras"):  # the folder may be deleted: then the core's own classes are exported
-    from nanovllm.extras import __all__, __dir__, __getattr__  # which finds each name of `__all__`
+    from nanovllm.extras import __all__, __dir__, __getattr__  # `__getattr__` finds the names of `__all__`
 else:
     from nanovllm.config import Config
     from nanovllm.engine import LLMEngine

@@ -39,13 +39,16 @@ def check_int(name: str, value: Any, minimum: int, optional: bool = False, maxim
 def check_number(name: str, value: Any, low: float, high: float = MAX, open_low: bool = False) -> None:
     """Raise unless `value` is a finite number in [low, high], or in (low, high] if `open_low`."""
     allowed = f"a finite number {'>' if open_low else '>='} {low:g}" + ("" if high == MAX else f" and <= {high:g}")
-    check_range(name, value, numbers.Real, math.nextafter(low, math.inf) if open_low else low, high, allowed)
+    check_range(name, value, numbers.Real, low, high, allowed)
+    if open_low and value == low:
+        raise ValueError(f"{name} must be {allowed}, got {value}")
 
 
-def check_range(name: str, value: Any, kind: Any, least: float, most: float, allowed: str) -> None:
+def check_range(name: str, value: Any, kind: Any, low: float, high: float, allowed: str) -> None:
+    """Raise unless `value` is of the class `kind` and in [low, high]. `allowed` says so in the error."""
     if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{name} must be {allowed}, got {value!r}")
-    if not least <= value <= most:  # this refuses NaN and infinities too
+    if not low <= value <= high:  # this refuses NaN and infinities too
         raise ValueError(f"{name} must be {allowed}, got {value}")
 
 

@@ -25,7 +25,7 @@ class Detokenizer:
     tokenizer: a `tokenizers.Tokenizer`, in `transformers` the `backend_tokenizer` of a tokenizer
     """
 
-    _skip_special_tokens = True
+    _skip_special_tokens = True  # a subclass may set it before `__init__`
 
     def __init__(self, tokenizer: Any, prompt_token_ids: list[int], stop_strings: Collection[str] = ()) -> None:
         self._tokenizer = tokenizer

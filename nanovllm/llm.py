@@ -50,7 +50,8 @@ class LLM:
             `{"prompt_token_ids": list}`.
         sampling_params: one for all prompts, a list with one for each, or None for the defaults.
         use_tqdm: whether to show a progress bar.
-        Raises TypeError or ValueError, before anything is queued, if a prompt or a parameter is bad.
+        Raises TypeError or ValueError, before anything is queued, if a prompt or a parameter is bad, and RuntimeError
+        while a stream is unfinished.
         """
         return self._complete(self._check(prompts, sampling_params), partial(tqdm, disable=not use_tqdm))
 
@@ -58,6 +59,7 @@ class LLM:
         """Like `generate`, but yield each request's output whenever it has grown; `finished` is True on the last.
 
         Each `outputs[i].text` is a prefix of the next one. Closing the iterator early aborts the unfinished requests.
+        Until it is finished or closed, other calls raise RuntimeError.
         """
         return self._stream(self._check(prompts, sampling_params))
 
@@ -98,24 +100,25 @@ class LLM:
     def _stream(self, requests: Requests, stream: bool = True) -> Generator[RequestOutput, None, None]:
         """Queue the requests when the first output is asked for, step until all are finished, and yield the outputs.
 
-        However it ends, none of its requests stays in the engine. RuntimeError while the engine has requests of another
-        call, such as a paused stream, whose outputs this call would take.
+        However it ends, none of its requests stays in the engine. Raises RuntimeError if the engine has unfinished
+        requests of another call, such as a paused stream: this call would take their outputs.
         """
         if self.engine.has_unfinished_requests():
-            raise RuntimeError("the engine has unfinished requests of another call; finish or close that one first")
+            raise RuntimeError("the engine has unfinished requests of another call: finish or close that stream, or "
+                               "drop its requests by llm.engine.reset(), and call again")  # fmt: skip
         unfinished = set(requests)
         try:
             for request_id, arguments in requests.items():
                 self.engine.add_request(request_id, *arguments, stream=stream)
             while unfinished:
-                if not self.engine.has_unfinished_requests():
+                if not unfinished & self.engine.requests.keys():
                     raise RuntimeError(f"requests {sorted(unfinished)} are not in the engine any more")
                 for output in self.engine.step():
                     unfinished -= {output.request_id} if output.finished else set()
                     yield output
         finally:
-            for request_id in unfinished:
-                self.engine.abort_request(request_id)
+            for request_id in requests:
+                self.engine.abort_request(request_id)  # those that have finished are unknown to the engine
 
 
 def spread(name: str, value: Any, kind: type, default: Any, num_prompts: int) -> list[Any]:

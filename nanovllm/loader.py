@@ -133,7 +133,8 @@ def checkpoint_files(folder: Path) -> Mapping[Path, set[str] | None]:
         plain = sorted(folder.glob("*.safetensors"))
         if not plain:
             raise ValueError(f"{folder} holds no *.safetensors weights. Pickled ones (*.bin, *.pt) are never read, "
-                             f"since that may run code; if you trust them, convert them: docs/models.md")  # fmt: skip
+                             f"since that may run code. If you trust them, load them with transformers and "
+                             f"call save_pretrained (docs/models.md has the command)")  # fmt: skip
         return dict.fromkeys(plain)
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or {type(name) for name in weight_map.values()} != {str}:

@@ -77,7 +77,7 @@ class ModelRunner:
     def sample(self, hidden: Tensor, batch: Batch) -> Tensor:
         """hidden: [num_samples, hidden_size] -> token ids [num_samples] int64"""
         logits = self.model.compute_logits(hidden)  # type: ignore[operator]  # [num_samples, vocab_size]
-        return sample_tokens(logits, **vars(batch.sampling))
+        return sample_tokens(logits, **vars(batch.sampling))  # the fields are the arguments
 
     # ---- the start
 

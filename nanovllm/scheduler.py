@@ -11,8 +11,7 @@ whether there is room. The engine calls `schedule()` before the forward pass and
 record that the scheduler passes on.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.sequence import Sequence
@@ -96,9 +95,9 @@ class Scheduler:
         admitted: list[Sequence] = []
         if not preempted or not chunks:  # a preempted sequence would only be admitted to be preempted again
             budget = self.admit_waiting(budget, chunks, admitted)
-        num_tokens = self.max_num_batched_tokens - budget
+        step = make_step(chunks, self.max_num_batched_tokens - budget)
         copies = self.block_manager.take_copies()
-        step = make_step(chunks, num_tokens, copies=copies, admitted=admitted, preempted=preempted)
+        step = replace(step, copies=copies, admitted=admitted, preempted=preempted)
         for seq in step.samples:
             while seq.children:  # the last chunk of the prompt is scheduled: the children share its blocks from now on
                 self.fork(seq, seq.children.pop(0))
@@ -130,7 +129,8 @@ class Scheduler:
         child.num_cached_tokens = parent.num_cached_tokens
         self.observer.on_fork(parent, child)
         self.block_manager.fork(parent, child)
-        self.running.insert(self.running.index(parent) + child.sample_index, child)  # after the earlier siblings
+        place = self.running.index(parent) + child.sample_index - parent.sample_index  # after the earlier siblings
+        self.running.insert(place, child)
 
     def finish(self, seq: Sequence, finish_reason: str, stop_reason: int | str | None = None) -> None:
         """End `seq`, which may be running or waiting."""
@@ -176,7 +176,7 @@ class Scheduler:
             return budget
         # blocks that partly computed prompts will still need
         num_reserved = sum([max(0, blocks.num_missing_blocks(seq)) for seq in self.running])
-        # children that have not started yet have their places already
+        # the places of children that have not started yet are reserved
         num_places = self.max_num_seqs - sum([1 + len(seq.children) for seq in self.running])
         while self.waiting and budget:
             seq = self.waiting[0]
@@ -200,11 +200,8 @@ class Scheduler:
         return budget
 
 
-def make_step(chunks: list[Chunk], num_tokens: int, **decisions: Any) -> Step:
-    """Put decodes first, then prefill chunks, both in the given order, and find the sequences that get a token.
-
-    decisions: the fields `copies`, `admitted` and `preempted` of the step
-    """
+def make_step(chunks: list[Chunk], num_tokens: int) -> Step:
+    """Put decodes first, then prefill chunks, both in the given order, and find the sequences that get a token."""
     num_decodes = len(chunks)
     if num_tokens > num_decodes:  # some are prefill chunks
         decodes = [chunk for chunk in chunks if chunk[2] == 1]
@@ -215,4 +212,4 @@ def make_step(chunks: list[Chunk], num_tokens: int, **decisions: Any) -> Step:
         if start + num_new_tokens == seq.num_tokens:
             samples += (seq, *seq.children)
             sampled_chunks += [i] * (1 + len(seq.children))
-    return Step(chunks, num_decodes, num_tokens, samples, sampled_chunks, **decisions)
+    return Step(chunks, num_decodes, num_tokens, samples, sampled_chunks)

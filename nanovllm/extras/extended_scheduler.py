@@ -16,7 +16,8 @@ class ExtendedScheduler(Scheduler):
     """Serves in the order of `policy`.
 
     `long_prefill_token_threshold`, unless it is 0, limits the tokens of one sequence in a step. `preemption` decides
-    what happens to the K and V of sequences that lose their blocks.
+    what happens to the K and V of sequences that lose their blocks: its `try_admit` and `take_moves` replace the block
+    manager's `try_admit` and `take_copies`.
     """
 
     def __init__(

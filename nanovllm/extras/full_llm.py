@@ -216,10 +216,10 @@ class LLM(llm.LLM):
             raise
 
     def _take_outputs(self, requests: Requests, stream: bool) -> Generator[Any, None, None]:
-        """Queue the requests, step until all are finished, and yield the outputs. None of them stays in the engine.
+        """Queue the requests, step until all are finished, and yield the outputs.
 
-        Requests of other calls, such as a paused stream, advance too: each call finds the latest outputs of its
-        requests in its inbox.
+        However it ends, none of the requests stays in the engine. Requests of other calls, such as a paused stream,
+        advance too: each call finds the latest outputs of its requests in its inbox.
         """
         inbox: dict[str, Any] = {}
         unfinished = set(requests)

@@ -1,7 +1,7 @@
 """A sequence with all that extras keep of it, and queues that keep sequences in the order in which they are served.
 
 The engine makes sequences of this class. The core puts a sequence at the front or at the end of a queue, which keeps
-the order of arrival. These queues put it at its own place instead. So they serve other policies (`policies.py`), and
+the order of arrival. These queues sort by `Sequence.order` instead. Other policies (`policies.py`) need this, and
 sequences that are forked while later ones run (`beam_search/`).
 """
 
@@ -93,7 +93,7 @@ def fcfs(seq: Any) -> float:
 
 
 class OrderedQueue(list[Any]):
-    """Sequences sorted by `order`, wherever they are put."""
+    """A list whose `append` and `insert` put a sequence at its place in the order. `insert` ignores the index."""
 
     def append(self, seq: Any) -> None:
         self.insert(0, seq)

@@ -69,12 +69,12 @@ class RequestMetrics:
 
     @property
     def ttft(self) -> float | None:
-        """Time to first token."""
+        """Return the time to the first token."""
         return between(self.arrival_time, self.first_token_time)
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first. None for a single token."""
+        """Return the time per output token after the first, or None for a single token."""
         seconds = self.decode_time
         return None if seconds is None or self.num_output_tokens < 2 else seconds / (self.num_output_tokens - 1)
 

@@ -1,8 +1,8 @@
 """What happens to the K and V of a sequence that must give up its blocks, and how does it come back?
 
 Its tokens are kept in any case. `Recompute` computes their K and V again, except for those that the prefix cache still
-finds. `swap/` has another strategy. `ExtendedScheduler` calls it, and gives the block manager `try_admit` and
-`take_moves` as its own `try_admit` and `take_copies`, which these methods replace and call.
+finds. `swap/` has another strategy. `ExtendedScheduler` replaces `try_admit` and `take_copies` of the block manager by
+`try_admit` and `take_moves` of the strategy, which call the methods of the block manager's class.
 """
 
 from typing import Any

@@ -6,7 +6,7 @@ from nanovllm import model_runner
 from nanovllm.extras.cuda.startup import CudaDevice
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.runner_hooks import Device
-from nanovllm.extras.self_check.comparison import SelfCheckError
+from nanovllm.extras.self_check.comparison import NotAvailableError
 from nanovllm.layers.flash_attention import FlashAttention
 
 
@@ -14,11 +14,11 @@ class CoreRunner(ModelRunner):
     """Computes as `nanovllm.llm.LLM` does."""
 
     def make_backend(self) -> Any:
-        """Return the core's flash-attn. SelfCheckError if this model or this machine cannot use it."""
+        """Return the core's flash-attn. NotAvailableError if this model or this machine cannot use it."""
         self.reasons = "attention_backend=the core's"
         backend = model_runner.ModelRunner.make_backend(self)
-        if not isinstance(backend, FlashAttention) or self.shape.attention_options:
-            raise SelfCheckError("flash-attn cannot be used here, or not for this model")
+        if not isinstance(backend, FlashAttention) or self.shape.attention_options or self.shape.latent_rank:
+            raise NotAvailableError("flash-attn cannot be used here, or not for this model")
         return backend
 
     def make_device(self) -> Device:
@@ -26,4 +26,5 @@ class CoreRunner(ModelRunner):
         device.draw = None
         has_graphs = not self.config.enforce_eager and self.config.enable_cuda_graphs is not False
         device.replayed = "forward" if has_graphs and not self.shape.num_experts else None
+        device.note = "; with CUDA graphs of the forward pass" if device.replayed else "; no CUDA graphs"
         return device

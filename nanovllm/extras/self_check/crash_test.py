@@ -5,62 +5,81 @@ attention backend over random tensors, which compiles Triton's kernels into the 
 """
 
 import json
+import logging
+import os
 import signal
 import subprocess
 import sys
 import threading
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.extras.self_check.comparison import SelfCheckError
+from nanovllm.extras.kernels.backend import AttentionBackend
+from nanovllm.extras.self_check.comparison import HangError, SelfCheckError
 from nanovllm.extras.self_check.networks import new_cache, send
 from nanovllm.extras.self_check.steps import MIN_MODEL_LEN, draw_vectors, make_steps
 
 if TYPE_CHECKING:
     from nanovllm.extras.full_runner import ModelRunner
 
-TIMEOUTS = {"cpu": 5.0, "cuda": 15.0}  # seconds
+logger = logging.getLogger(__name__)
+
+TIMEOUTS = {"cpu": 20.0, "cuda": 120.0}  # seconds; on CUDA, to import torch and to compile kernels takes most of it
+CRASHES = {signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT, signal.SIGTRAP}
+FAILED = 3  # exit status of the process: a kernel has raised an exception
 
 
 class CrashTest:
-    """Runs a command in another process. `wait` raises SelfCheckError if the process has not ended well."""
+    """Runs a command in another process. `wait` raises SelfCheckError if a kernel has crashed, hung or failed.
+
+    If the process ends in another way (it cannot be started, has no memory, is killed), nothing is known. The
+    comparison in this process must suffice then.
+    """
 
     def __init__(self, command: list[str], timeout: float) -> None:
         self.command, self.timeout = command, timeout
-        self.reason: str | None = None
+        self.error: SelfCheckError | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
         self._thread.join()
-        if self.reason is not None:
-            raise SelfCheckError(self.reason)
+        if self.error is not None:
+            raise self.error
 
     def _run(self) -> None:
+        package = str(Path(__file__).parents[3])
+        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         try:
             done = subprocess.run(
-                self.command, capture_output=True, timeout=self.timeout, stdin=subprocess.DEVNULL, check=False
+                self.command, capture_output=True, timeout=self.timeout, stdin=subprocess.DEVNULL, env=environment
             )
         except subprocess.TimeoutExpired:
-            self.reason = f"hang: the kernels did not return within {self.timeout:g} s, in a process of their own"
-        except OSError:  # no process can be started; the comparison will do
+            seconds = f"{self.timeout:g} s"
+            self.error = HangError(f"hang: the kernels did not return within {seconds}, in a process of their own")
             return
-        else:
-            if done.returncode < 0:
-                name = signal.Signals(-done.returncode).name
-                self.reason = f"crash: the kernels ended a process of their own by {name}"
-            elif done.returncode:
-                last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-                self.reason = f"error: the kernels failed in a process of their own: {''.join(last)}"
+        except OSError as error:
+            logger.info("the kernels are not tested in a process of their own: %s", error)
+            return
+        last = "".join(done.stderr.decode(errors="replace").strip().splitlines()[-1:])
+        if -done.returncode in CRASHES:
+            name = signal.Signals(-done.returncode).name
+            self.error = SelfCheckError(f"crash: the kernels ended a process of their own by {name}")
+        elif done.returncode == FAILED:
+            self.error = SelfCheckError(f"error: the kernels failed in a process of their own: {last}")
+        elif done.returncode:
+            logger.info("the kernels are not tested in a process of their own (%d): %s", done.returncode, last)
 
 
 def start_crash_test(runner: "ModelRunner") -> CrashTest:
     """Start the test of a runner's attention backend, whose weights need not be loaded."""
     shape, backend = runner.shape, runner.backend
-    if runner.device.type == "cpu":
+    if hasattr(backend, "library"):
         return CrashTest(of_c_kernels(shape, backend, runner.dtype), TIMEOUTS["cpu"])
     path = f"{type(backend).__module__}.{type(backend).__qualname__}"
     heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim, backend.block_size)
@@ -90,7 +109,9 @@ def attend_once(
     module, _, name = path.rpartition(".")
     num_heads, num_kv_heads, head_dim, block_size = heads
     dtype, device = getattr(torch, dtype_name), torch.device(device_name)
-    backend = getattr(import_module(module), name)(*heads, dtype, kv_cache_dtype)
+    backend_class = getattr(import_module(module), name)
+    more = (dtype, kv_cache_dtype) if issubclass(backend_class, AttentionBackend) else ()  # else it is the core's
+    backend = backend_class(*heads, *more)
     batches, num_blocks = make_steps(block_size, 4 * block_size + MIN_MODEL_LEN, [0])
     cache = new_cache(backend, num_blocks, dtype, device)[:, 0]
     for batch in batches:
@@ -99,8 +120,14 @@ def attend_once(
             draw_vectors(0, len(batch.input_ids), count, head_dim).to(device, dtype)
             for count in (num_heads, num_kv_heads, num_kv_heads)
         )
-        backend.store_kv(k, v, cache, metadata.slot_mapping)
-        backend.attend(q, cache, metadata).cpu()  # waits until the device has computed it
+        try:
+            backend.store_kv(k, v, cache, metadata.slot_mapping)
+            backend.attend(q, cache, metadata).cpu()  # waits until the device has computed it
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            sys.exit(FAILED)
 
 
 if __name__ == "__main__":

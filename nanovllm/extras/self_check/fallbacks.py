@@ -1,22 +1,26 @@
-"""The engine starts with the fastest way to compute that passes the self-check. Each that fails is said in the log.
+"""The engine starts with the fastest way to compute that passes the self-check. Each that fails is logged.
 
     CUDA    fused kernels with CUDA graphs → without → the core's flash-attn with CUDA graphs → without → PyTorch
     CPU     C kernels for all layers → C kernels for attention only → PyTorch
 
-What the user has asked for by name (`attention_backend="cpu"`) is not replaced: it raises.
+What the user has asked for (`attention_backend="cpu"`, `enable_cuda_graphs=True`) is not replaced: it raises. With
+ranks on several machines nothing is replaced, because all of them would have to start again.
 """
 
+import gc
 import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from nanovllm.config import resolve_device
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.dead import EngineDeadError
 from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.self_check.comparison import SelfCheckError
+from nanovllm.extras.self_check.comparison import NotAvailableError, SelfCheckError
 from nanovllm.extras.self_check.mode import mode_of
 
 logger = logging.getLogger(__name__)
@@ -44,23 +48,28 @@ def ways_to_compute(config: Config) -> list[Way]:
         from nanovllm.extras.self_check.core_on_cuda import CoreRunner
 
         ways = [Way("fused kernels", {})]
-        if not config.enforce_eager and config.enable_cuda_graphs is None:
+        may_have_graphs = not config.enforce_eager and config.enable_cuda_graphs is None
+        if may_have_graphs:
             ways.append(Way("fused kernels without CUDA graphs", {"enable_cuda_graphs": False}))
         if config.tensor_parallel_size == 1 and config.kv_cache_dtype == "auto":
-            ways += [
-                Way("the core's flash-attn", {}, CoreRunner),
-                Way("the core's flash-attn without CUDA graphs", {"enable_cuda_graphs": False}, CoreRunner),
-            ]
+            if may_have_graphs:
+                ways.append(Way("the core's flash-attn", {}, CoreRunner))
+            ways.append(Way("the core's flash-attn without CUDA graphs", {"enable_cuda_graphs": False}, CoreRunner))
     return [*ways, Way("PyTorch", {"attention_backend": "torch", "enforce_eager": True})]
 
 
 def start(kind: Callable[[Config, Path], ModelRunner], config: Config, folder: Path) -> ModelRunner:
-    """Return a runner whose way to compute has passed the self-check. SelfCheckError if it has not, and must stay."""
-    ways = ways_to_compute(config)
-    may_replace = mode_of(config) != "strict" and config.attention_backend == "auto"
+    """Return a runner whose way to compute has passed the self-check. SelfCheckError if none has."""
+    # a runner of another class cannot replace one for ranks or drafts
+    ways = [way for way in ways_to_compute(config) if way.kind is None or kind is ModelRunner]
+    is_free = config.attention_backend == "auto" and config.enable_cuda_graphs is not True and config.nnodes == 1
+    may_replace = is_free and mode_of(config) != "strict"
     for way in ways:
         try:
             return (way.kind or kind)(replace(config, **way.options), folder)
+        except NotAvailableError as error:
+            logger.info("not %s: %s", way.name, error)
+            continue
         except SelfCheckError as error:
             reason = str(error)
         except EngineDeadError as error:  # of another rank
@@ -70,5 +79,8 @@ def start(kind: Callable[[Config, Path], ModelRunner], config: Config, folder: P
         message = f"the self-check of {way.name} has failed: {reason}; {REPORT}"
         if not may_replace or way is ways[-1]:
             break
+        gc.collect()  # the weights, before the next runner loads them
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
         logger.warning("%s. The next best way to compute is taken, which may be much slower", message)
     raise SelfCheckError(message)

@@ -18,6 +18,7 @@ from nanovllm.layers.linear import Embedding
 
 MAX_PARAMETERS = 1 << 26  # of the layers that are run; one layer may have more
 UNKNOWN = 1000.0  # in slots that no token has been written to; attention must not see it
+LARGEST_FP8 = 0x7E  # the bits of 448, for the same
 
 
 class Skipped(nn.Module):
@@ -130,9 +131,14 @@ def send(record: Any, device: torch.device) -> Any:
 
 
 def new_cache(backend: Any, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a KV cache of one layer, [2, 1, num_blocks, …], with old contents everywhere, as after other requests."""
+    """Return a KV cache of one layer, [2, 1, num_blocks, …], with old contents everywhere, as after other requests.
+
+    A cache of int8 has zeros, because some of its bytes are parts of scales.
+    """
     cache_dtype = getattr(backend, "kv_cache_dtype", None) or dtype
     cache = torch.zeros(backend.kv_cache_shape(1, num_blocks), dtype=cache_dtype, device=device)
     if cache_dtype == dtype:
         cache.fill_(UNKNOWN)
+    elif cache_dtype == torch.float8_e4m3fn:
+        cache.view(torch.uint8).fill_(LARGEST_FP8)
     return cache

@@ -20,6 +20,7 @@ from nanovllm.extras.request_params import SamplingParams
 from nanovllm.scheduler import Chunk, make_step
 
 MIN_MODEL_LEN = 16  # tokens; B has 11
+LONG_CONTEXT = 1100  # tokens
 
 
 def make_steps(block_size: int, max_model_len: int, token_ids: list[int]) -> tuple[list[Batch], int]:
@@ -55,6 +56,23 @@ def make_steps(block_size: int, max_model_len: int, token_ids: list[int]) -> tup
         num_tokens = sum(num_new_tokens for _, _, num_new_tokens in chunks)
         batches.append(build_batch(make_step(chunks, num_tokens), tables))
     return batches, next(new_block)
+
+
+def make_long_steps(block_size: int, max_model_len: int) -> tuple[list[Batch], int]:
+    """Return a prompt, a decode behind it, and a chunk of three tokens behind that; and the number of blocks.
+
+    The context is long enough for kernels to split it among processors.
+    """
+    tables, num_tokens = BlockTables(block_size), min(LONG_CONTEXT, max_model_len - 4)
+    seq = Sequence("check", [0] * (num_tokens + 4), SamplingParams(temperature=0))
+    num_blocks = -(-seq.num_tokens // block_size)
+    for block_id in range(1, num_blocks + 1):
+        tables.append(seq.block_table, block_id)
+    batches = []
+    for start, num_new_tokens in ((0, num_tokens), (num_tokens, 1), (num_tokens + 1, 3)):
+        seq.num_tokens = start + num_new_tokens
+        batches.append(build_batch(make_step([(seq, start, num_new_tokens)], num_new_tokens), tables))
+    return batches, num_blocks + 1
 
 
 def draw_from(token_ids: list[int]) -> Iterator[int]:

@@ -22,7 +22,9 @@ from nanovllm.extras.machine_limits import read_text
 if TYPE_CHECKING:
     from nanovllm.extras.full_runner import ModelRunner
 
-KERNELS = Path(__file__).parent.parent / "kernels"
+PACKAGE = Path(__file__).parent.parent.parent
+FOLDERS = ("", "layers", "models", "extras", "extras/cuda", "extras/models", "extras/quantization", "extras/self_check",
+           "extras/kernels", "extras/kernels/cpu", "extras/kernels/cuda")  # fmt: skip
 CUDA_PACKAGES = ("triton", "flash-attn", "flash-attn-3")
 
 
@@ -68,11 +70,13 @@ def describe(runner: "ModelRunner") -> list[Any]:
     """Return everything that the result depends on."""
     config, backend = runner.config, runner.backend
     libraries = [library._name for library in vars(backend).values() if hasattr(library, "_name")]
+    rank = getattr(getattr(runner, "communicator", None), "rank", 0)
     parts: list[Any] = [
         type(backend), getattr(backend, "instructions", None), backend.block_size, *map(os.path.basename, libraries),
         *(config.enforce_eager, config.enable_cuda_graphs, config.quantization, config.kv_cache_dtype),
-        *(config.max_num_seqs, config.tensor_parallel_size, runner.shape, runner.dtype, runner.device),
-        *(torch.__version__, torch.get_num_threads(), sources()),
+        *(config.load_format == "gguf", config.num_kv_blocks, config.kv_cache_memory_bytes),
+        *(config.max_num_batched_tokens, config.max_num_seqs, config.tensor_parallel_size, rank),
+        *(runner.shape, runner.dtype, runner.device, torch.__version__, torch.get_num_threads(), sources()),
     ]  # fmt: skip
     if runner.device.type == "cuda":
         parts += [torch.cuda.get_device_properties(runner.device), torch.version.cuda]
@@ -81,9 +85,12 @@ def describe(runner: "ModelRunner") -> list[Any]:
 
 
 def sources() -> list[tuple[str, int, int]]:
-    """Return name, size and time of each file of the kernels."""
-    found = [(path.name, path.stat()) for path in sorted(KERNELS.rglob("*.*")) if path.suffix in (".py", ".c", ".h")]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    """Return name, size and time of each source file that computes, or checks what computes."""
+    found = []
+    for folder in FOLDERS:
+        with os.scandir(PACKAGE / folder) as entries:
+            found += [(one.name, one.stat()) for one in entries if one.name.endswith((".py", ".c", ".h"))]
+    return sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
 def version_of(package: str) -> str | None:

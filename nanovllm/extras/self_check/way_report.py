@@ -11,7 +11,7 @@ from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.kernels.cpu.library_cache import CacheError, cache_folder
 from nanovllm.extras.model_folder import resolve_model
 from nanovllm.extras.request_params import SamplingParams
-from nanovllm.extras.self_check.comparison import SelfCheckError
+from nanovllm.extras.self_check.comparison import NotAvailableError, SelfCheckError
 from nanovllm.extras.self_check.fallbacks import ways_to_compute
 
 NUM_SEQS = 4
@@ -27,7 +27,7 @@ class WayReport(NamedTuple):
     tokens_per_s: float | None = None
     """Output tokens of `NUM_SEQS` sequences that decode together."""
     weights_gb_per_s: float | None = None
-    """How fast these decodes read the weights: each step reads all of them once."""
+    """How fast these decodes read the weights, if a step reads all of them once (a mixture of experts reads fewer)."""
     kv_cache_tokens: int | None = None
     """With the default options."""
 
@@ -50,9 +50,11 @@ def measure_way(name: str, options: dict[str, Any], kind: Any, model: str) -> Wa
     """Start an engine, and let it generate for about a second."""
     try:
         engine = start_engine(Config(model, **options, self_check="strict"), kind)
+    except NotAvailableError as error:
+        return WayReport(name, "not available", str(error))
     except SelfCheckError as error:
         return WayReport(name, "wrong", str(error))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, MemoryError) as error:
         return WayReport(name, "not available", str(error))
     runner = engine.runner
     description = runner.description.partition("; ")[2] or runner.description

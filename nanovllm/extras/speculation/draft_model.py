@@ -15,6 +15,7 @@ nearly the same probabilities, they draw the same token, at any temperature.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from nanovllm.extras.full_sequence import Sequence, grow
 from nanovllm.extras.model_folder import resolve_model
 from nanovllm.extras.processed_batch import build_batch
 from nanovllm.extras.runner_hooks import SampledTokens
+from nanovllm.extras.self_check.fallbacks import start
 from nanovllm.extras.speculation.blocks import reserve
 from nanovllm.extras.speculation.speculation_options import Speculation
 from nanovllm.extras.speculation.speculative_scheduler import SpeculativeScheduler, as_if
@@ -94,7 +96,7 @@ def with_tokens(seq: Sequence, token_ids: list[int]) -> Sequence:
 def load_draft_model(runner: ModelRunner, options: Speculation) -> DraftModel:
     """Load the draft model. Raises ValueError or TypeError if it cannot be loaded, or cannot draft for this model."""
     found = find_draft_model(runner, options, runner.kv_cache.num_blocks)
-    proposer = DraftModel(ModelRunner(*found, max_rows=runner.max_rows))
+    proposer = DraftModel(start(partial(ModelRunner, max_rows=runner.max_rows), *found))
     proposer.compute_along(runner)
     return proposer
 

@@ -80,6 +80,11 @@ def way_of(llm):
     return "attention only" if runner.config.enforce_eager else "C kernels"
 
 
+class FailingAttention(TorchAttention):
+    def attend(self, *_):
+        raise RuntimeError("out of order")
+
+
 # ---- no fault
 
 
@@ -235,9 +240,14 @@ def test_a_sampler_off_by_one_row_is_found(fresh_cache, monkeypatch, caplog, rig
     assert "wrong result: greedy draws: " in caplog.text
     assert way_of(llm) == "PyTorch"
     assert text_of(llm) == right_text
+    caplog.clear()
+    monkeypatch.setattr(CpuAttention, "argmax", argmax)
+    with caplog.at_level(logging.WARNING):
+        assert way_of(make_llm(dtype="float32")) == "PyTorch"  # the kernels are not run again
+    assert re.search(r"found on \d{4}-\d\d-\d\d; delete .*/checked-\w+\.json to check again", caplog.text)
 
 
-def test_an_exception_in_a_replacement_is_found_and_stored(fresh_cache, monkeypatch, caplog):
+def test_an_exception_in_a_replacement_is_found(fresh_cache, monkeypatch, caplog):
     def fail(self, model, max_model_len):
         raise RuntimeError("no such kernel")
 
@@ -248,10 +258,7 @@ def test_an_exception_in_a_replacement_is_found_and_stored(fresh_cache, monkeypa
     monkeypatch.undo()
     monkeypatch.setenv("NANOVLLM_SELF_CHECK", "on")
     monkeypatch.setenv("XDG_CACHE_HOME", str(fresh_cache.parent))
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        assert way_of(make_llm()) == "attention only"  # the kernel is not called again
-    assert re.search(r"found on \d{4}-\d\d-\d\d; delete .*/checked-\w+\.json to check again", caplog.text)
+    assert way_of(make_llm()) == "C kernels"  # an exception does no harm, so it is not remembered
 
 
 def test_memory_that_is_missing_is_not_a_fault(fresh_cache, monkeypatch):
@@ -289,10 +296,40 @@ def test_a_process_that_fails_is_quoted():
             test.wait()
         return str(error.value)
 
-    assert reason("raise RuntimeError('status 2')").endswith(": RuntimeError: status 2")
-    assert "by SIGKILL" in reason("import os; os.kill(os.getpid(), 9)")
+    failed = "import sys; print('RuntimeError: status 2', file=sys.stderr); sys.exit(3)"
+    assert reason(failed).endswith(": RuntimeError: status 2")
+    assert "by SIGILL" in reason("import os, signal; os.kill(os.getpid(), signal.SIGILL)")
     assert "did not return within 0.2 s" in reason("import time; time.sleep(60)", 0.2)
-    CrashTest(["/no/such/program"], 1.0).wait()  # the comparison will do
+
+
+@pytest.mark.parametrize("code", ["raise MemoryError", "import os; os.kill(os.getpid(), 9)", "import no_such_module"])
+def test_a_process_that_ends_for_another_reason_says_nothing_of_the_kernels(code):
+    CrashTest([sys.executable, "-c", code], 20.0).wait()
+    CrashTest(["/no/such/program"], 20.0).wait()
+
+
+def test_a_hang_is_not_remembered(fresh_cache, monkeypatch):
+    monkeypatch.setattr(
+        checks, "start_crash_test", lambda r: CrashTest([sys.executable, "-c", "while True: pass"], 0.2)
+    )
+    assert way_of(make_llm()) == "PyTorch"
+    assert not list(fresh_cache.glob("checked-*"))
+
+
+def test_without_memory_for_a_comparison_it_is_left_out(fresh_cache, monkeypatch, caplog):
+    def fail(*_):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(checks, "in_wider_dtype", fail)
+    with caplog.at_level(logging.WARNING):
+        assert way_of(make_llm()) == "C kernels"
+    assert "a part of the self-check is left out, for which there is no memory: no memory" in caplog.text
+    assert not list(fresh_cache.glob("checked-*"))
+
+
+def test_the_attention_of_the_core_is_called_too():
+    path = "nanovllm.layers.attention.TorchAttention"
+    crash_test.attend_once(path, (4, 2, 32, 16), "float32", "auto", "cpu")
 
 
 @pytest.mark.slow
@@ -302,8 +339,8 @@ def test_the_attention_of_a_gpu_is_called_in_a_process_of_its_own(monkeypatch):
     crash_test.attend_once(*arguments)
     command = [sys.executable, "-m", "nanovllm.extras.self_check.crash_test", json.dumps(arguments)]
     CrashTest(command, 120).wait()
-    arguments[2] = "float99"
-    with pytest.raises(SelfCheckError, match="float99"):
+    arguments[0] = "tests.extras.self_check.test_self_check.FailingAttention"
+    with pytest.raises(SelfCheckError, match="RuntimeError: out of order"):
         CrashTest([*command[:3], json.dumps(arguments)], 120).wait()
 
 
@@ -319,6 +356,8 @@ def test_the_ways_to_compute_on_cuda(monkeypatch):
         "the core's flash-attn without CUDA graphs",
         "PyTorch",
     ]
+    ways = fallbacks.ways_to_compute(Config("model", enforce_eager=True))
+    assert [way.name for way in ways] == ["fused kernels", "the core's flash-attn without CUDA graphs", "PyTorch"]
     ways = fallbacks.ways_to_compute(Config("model", enforce_eager=True, tensor_parallel_size=2))
     assert [way.name for way in ways] == ["fused kernels", "PyTorch"]
 
@@ -379,6 +418,9 @@ def test_comparison():
     for wrong in (exact.roll(1, 0), exact * torch.nan, exact * 1.001, exact[:5]):
         with pytest.raises(SelfCheckError, match="what"):
             check_rows("what", wrong, plain, exact, torch.float32)
+    broken = torch.where(torch.arange(10)[:, None] == 3, torch.nan, plain)  # PyTorch's is NaN there, too
+    check_rows("what", broken, broken, exact, torch.float32)
+    check_rows("what", broken, broken * torch.nan, exact, torch.float32)
     flipped = exact.clone()
     flipped[:3] += 1
     check_rows("what", flipped, plain, exact, torch.float32, may_flip=True)
@@ -410,11 +452,16 @@ def test_a_graph_that_keeps_an_old_pointer_is_found(monkeypatch, tiny_checkpoint
 @pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"load_format": "gguf"}])
 def test_layers_that_are_packed_while_they_are_loaded_are_not_compared(options):
     """On CUDA: then PyTorch's layers are not there any more."""
+    pytest.importorskip("triton")
+    from nanovllm.extras.kernels.cuda.triton_attention import TritonAttention
+
     runner = SimpleNamespace(config=Config("model", **options), shape=NetworkConfig(300, 64, 96, 2, 4, 2, 32, 512))
-    runner.backend = SimpleNamespace()
+    runner.backend = CpuAttention.__new__(CpuAttention)
     assert not checks.is_packed(runner)
-    runner.backend = SimpleNamespace(pack_quantised=None)
+    runner.backend = TritonAttention.__new__(TritonAttention)
     assert checks.is_packed(runner) == bool(options)
+    runner.config = Config("model", enforce_eager=True, **options)
+    assert not checks.is_packed(runner)
 
 
 def test_the_cores_path_on_cuda_has_graphs_of_the_forward_pass(monkeypatch, tiny_checkpoint):
