@@ -69,7 +69,7 @@ def test_the_refusal_of_pickled_weights_points_to_a_command_that_converts_them(b
     folder, tensors = broken
     (folder / "model.safetensors").unlink()
     torch.save(tensors, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="if you trust them.*docs/models.md"):
+    with pytest.raises(ValueError, match="If you trust them.*docs/models.md"):
         load(folder)
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     command = re.search(r'python -c "(.*?)"', page).group(1)
