@@ -146,7 +146,8 @@ def test_page_follows_a_chat(chromium, serve):  # noqa: F811
     assert int(counts(page)["owned"]) > 0, "the blocks of the answer"
     answer = page.locator(".messages .assistant").first.inner_text()
     page.locator(".timeline .labels button").first.click()
-    assert answer[:20] in page.locator(".sequence .tokens").inner_text().replace("\n", "")
+    text = "document.querySelector('.sequence .tokens')?.innerText.replaceAll('\\n', '')"
+    page.wait_for_function(f"(start) => {text}?.includes(start)", arg=answer[:20])  # the page draws after the click
     assert page.locator(".invariants .bad").count() == 0
     ask(page, "Who are you?")
     page.locator(".messages .assistant").nth(1).filter(has_text=re.compile("[a-z]")).wait_for()
