@@ -19,6 +19,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from tests.conftest import every_second, hf_greedy
 from tests.core_traffic import MODEL, SMALL, drive, random_requests
+from tests.failing_runs import Failing
 
 VOCAB_SIZE = 300  # the model's
 
@@ -375,23 +376,6 @@ def test_abort_of_all_after_each_step(checkpoint):
 
 
 # ---- a step that fails
-
-
-class Failing:
-    """Replaces the runner's `run`: raises at the nth call, before or after the step is computed."""
-
-    def __init__(self, engine, nth, exception, when):
-        self.run, self.countdown, self.exception, self.when = engine.runner.run, nth, exception, when
-        engine.runner.run = self
-
-    def __call__(self, batch):
-        self.countdown -= 1
-        if self.countdown == 0 and self.when == "before":
-            raise self.exception
-        tokens = self.run(batch)
-        if self.countdown == 0:
-            raise self.exception
-        return tokens
 
 
 @pytest.mark.parametrize(("exception", "when"), [(RuntimeError, "before"), (KeyboardInterrupt, "after")])

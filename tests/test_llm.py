@@ -20,6 +20,7 @@ from nanovllm.llm import LLM
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from tests.conftest import hf_greedy
+from tests.failing_runs import Failing
 from tests.tiny_tokenizers import TEXTS, byte_level, copy_checkpoint
 
 VOCAB_SIZE = 300  # the model's
@@ -669,18 +670,9 @@ def test_a_step_that_fails_leaves_an_empty_engine(checkpoint, exception):
     llm = make_llm(checkpoint[0], block_size=4, num_kv_blocks=40, max_num_batched_tokens=16, max_num_seqs=4)
     prompts = [ids(30), ids(30), ids(17) + ids(9, seed=1), ids(11, seed=2), ids(3, seed=3)]
     expected = [hf_greedy(checkpoint[1], prompt, 7) for prompt in prompts]
-    run, countdown = llm.engine.runner.run, 0
-
-    def failing(batch):
-        nonlocal countdown
-        countdown -= 1
-        if countdown == 0:
-            raise exception("now")
-        return run(batch)
-
-    llm.engine.runner.run = failing
+    failing = Failing(llm.engine, 0, exception("now"), "before")
     for nth in range(1, 100):
-        countdown = nth
+        failing.countdown = nth
         try:
             assert tokens_of(generate(llm, prompts, greedy(7))) == expected
             break

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, RequestOutput, SamplingParams
+from tests.failing_runs import Failing
 from tests.tiny_tokenizers import byte_level, copy_checkpoint
 
 VOCAB_SIZE = 300
@@ -296,20 +297,11 @@ def test_a_stream_ends_though_others_step_the_engine(impatient, between):
 def test_a_paused_stream_says_that_the_step_of_another_call_has_failed(folder, exception):
     """The forward passes of the other call fail in turn, and with them the requests of both."""
     llm = make_llm(folder)
-    run, countdown = llm.engine.runner.run, 0
-
-    def failing(batch):
-        nonlocal countdown
-        countdown -= 1
-        if countdown == 0:
-            raise exception("now")
-        return run(batch)
-
-    llm.engine.runner.run = failing
+    failing = Failing(llm.engine, 0, exception("now"), "before")
     for nth in range(1, 100):
         paused = llm.stream(ids(4), letters(100))
         next(paused)
-        countdown = nth
+        failing.countdown = nth
         try:
             llm.generate(PROMPTS, PARAMS, use_tqdm=False)
             break
