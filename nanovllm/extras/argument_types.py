@@ -4,7 +4,6 @@ A shell replaces a variable that is not set by an empty text: `--api-key "$KEY"`
 """
 
 import argparse
-from typing import Any
 from urllib.parse import urlsplit
 
 from nanovllm.extras.surrogates import is_utf8
@@ -42,8 +41,3 @@ def http_url(text: str) -> str:
     if not is_valid:
         raise argparse.ArgumentTypeError(f"must be a URL such as http://127.0.0.1:8000, got {text!r}")
     return text
-
-
-def first_given(*values: Any) -> Any:
-    """Return the first value that is not None. An empty text counts as given, so that a later check refuses it."""
-    return next((value for value in values if value is not None), None)

@@ -67,6 +67,11 @@ def translate_options(options: Mapping[str, Any], known: Collection[str], kind: 
     return options
 
 
+def first_given(*values: Any) -> Any:
+    """Return the first value that is not None. An empty text and 0 count as given, unlike with `or`."""
+    return next((value for value in values if value is not None), None)
+
+
 def takes_vllm_options(kind: str) -> Callable[[type[Record]], type[Record]]:
     """Decorate a dataclass: arguments that its constructor refuses are translated from vLLM's and tried again."""
 

@@ -20,9 +20,10 @@ from nanovllm.extras.models.gated_mlp import GATES, GatedMLP
 from nanovllm.extras.models.llama import LlamaAttention
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.models.read_config import read_common, refuse_partial_rotary
-from nanovllm.extras.models.rope import Rope, ScaledRotary, first_given
+from nanovllm.extras.models.rope import Rope, ScaledRotary
 from nanovllm.extras.models.rope_types import make_rope
 from nanovllm.extras.models.window_layers import FULL, SLIDING, layer_types_of, read_windows
+from nanovllm.extras.option_checks import first_given
 from nanovllm.layers.attention import AttentionMetadata, TorchAttention
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.models.config import refuse

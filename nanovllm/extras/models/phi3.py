@@ -13,8 +13,9 @@ from nanovllm.extras.models.decoder import CausalLM
 from nanovllm.extras.models.llama import LlamaAttention, LlamaDecoderLayer
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.models.read_config import read_common, read_rope
-from nanovllm.extras.models.rope import first_given, rope_type_of
+from nanovllm.extras.models.rope import rope_type_of
 from nanovllm.extras.models.window_layers import SLIDING, read_windows
+from nanovllm.extras.option_checks import first_given
 from nanovllm.layers.attention import TorchAttention
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from nanovllm.checks import check_bool, check_int, check_number
 from nanovllm.extras.models.gated_mlp import GATES
-from nanovllm.extras.models.rope import Rope, first_given, plain_rope, rope_type_of
+from nanovllm.extras.models.rope import Rope, plain_rope, rope_type_of
+from nanovllm.extras.option_checks import first_given
 from nanovllm.models.config import refuse
 
 

@@ -55,11 +55,6 @@ def rope_type_of(parameters: dict[str, Any]) -> str:
     return parameters.get("rope_type") or parameters.get("type") or "default"
 
 
-def first_given(*values: Any) -> Any:
-    """Return the first value that is not None. 0 is a value, which `or` would replace."""
-    return next((value for value in values if value is not None), None)
-
-
 def plain_rope(theta: float, rotary_dim: int) -> Rope:
     if rotary_dim % 2:
         raise ValueError(f"pairs of a head's dimensions are rotated, so their number must be even, it is {rotary_dim}")

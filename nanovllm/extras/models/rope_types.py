@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from nanovllm.checks import check_number
-from nanovllm.extras.models.rope import Rope, first_given, plain_rope, rope_type_of
+from nanovllm.extras.models.rope import Rope, plain_rope, rope_type_of
+from nanovllm.extras.option_checks import first_given
 
 REQUIRED = {  # numbers that each type needs
     "dynamic": ("factor",),

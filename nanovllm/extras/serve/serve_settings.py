@@ -9,8 +9,9 @@ import ssl
 from typing import Any, NamedTuple
 
 from nanovllm import TINY_QWEN3
-from nanovllm.extras.argument_types import filled, first_given, port
+from nanovllm.extras.argument_types import filled, port
 from nanovllm.extras.chat_options import check_chat_template
+from nanovllm.extras.option_checks import first_given
 from nanovllm.extras.serve.parsers.parser_registry import REASONING_PARSERS, TOOL_PARSERS, parsers_named
 from nanovllm.extras.serve.ray.ray_options import RayOptions, add_ray_options, ray_options
 from nanovllm.extras.serve.serve_checks import check_tls

@@ -5,7 +5,8 @@ import os
 import sys
 
 from nanovllm import TINY_QWEN3
-from nanovllm.extras.argument_types import filled, first_given, http_url
+from nanovllm.extras.argument_types import filled, http_url
+from nanovllm.extras.option_checks import first_given
 from nanovllm.extras.terminal.answerers import Answerer, AnswerError, LocalAnswerer, ServerAnswerer
 from nanovllm.extras.terminal.chat_history import Conversation
 from nanovllm.extras.terminal.screen import Screen

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import torch
 
 from nanovllm import TINY_QWEN3
-from nanovllm.extras.argument_types import filled, first_given
+from nanovllm.extras.argument_types import filled
+from nanovllm.extras.option_checks import first_given
 from nanovllm.extras.printing import say
 from nanovllm.extras.serve.async_llm import AsyncLLM
 from nanovllm.extras.serve.batch.batch_inputs import Digests, Input, are_in, find_sources, scan
