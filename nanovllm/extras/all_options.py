@@ -23,11 +23,6 @@ def check_policy(name: str, value: Any) -> None:
         check_choice(name, value, ("fcfs", "priority", "sjf"))
 
 
-def check_self_check(name: str, value: Any) -> None:
-    if value is not None:
-        check_choice(name, value, ("on", "off", "strict"))
-
-
 @dataclass(frozen=True)
 class Config(config.Config):
     """What `LLM(...)` and `LLMEngine(Config(...))` take.
@@ -56,9 +51,9 @@ class Config(config.Config):
     """Whether decode steps are replayed from CUDA graphs; None replays them wherever possible."""
     enable_overlap: bool | None = checked(None, check_optional_bool)
     """Whether the next step is launched while one is in flight; None means only on CUDA. Outputs are the same."""
-    self_check: str | None = checked(None, check_self_check)
-    """Whether the first start compares what computes with PyTorch's layers: `on` takes another way to compute if that
-    fails, `strict` raises, `off` does not compare; None is the variable NANOVLLM_SELF_CHECK, or `on`."""
+    self_check: str | None = checked(None, check_in, module="self_check.mode")
+    """Whether the first start compares the kernels with PyTorch's layers: `on` takes another way to compute if they are
+    wrong, `strict` raises, `off` does not compare; None is the variable NANOVLLM_SELF_CHECK, or `on`."""
     speculative_config: Mapping[str, Any] | None = checked(None, check_dict)
     """How draft tokens are proposed, as `{"method": "ngram", "num_speculative_tokens": 5}`; None turns drafts off."""
     tensor_parallel_size: int = checked(1, check_int, minimum=1)

@@ -97,7 +97,7 @@ class Device:
 
 
 class Unchecked:
-    """A self-check that checks nothing: what computes is PyTorch's, or has been checked before (`self_check/`)."""
+    """A self-check that checks nothing: PyTorch computes, or the kernels have been checked before (`self_check/`)."""
 
     def layers(self) -> AbstractContextManager[None]:
         """Return a context for the replacement of layers by fast versions."""

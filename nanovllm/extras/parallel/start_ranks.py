@@ -48,7 +48,7 @@ class Plan(NamedTuple):
     hears_tokens: bool
     """Whether rank 0's token ids are sent with each batch: with overlap, only its device knows the newest."""
     max_rows: int
-    """The most decodes that all ranks record CUDA graphs for. Workers know nothing of drafts."""
+    """The most decodes that all ranks record CUDA graphs for. Workers do not use drafts."""
 
 
 def start_ranks(config: Config, folder: Path) -> ModelRunner:

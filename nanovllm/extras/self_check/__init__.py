@@ -1,4 +1,4 @@
-"""The self-check: at the first start on a machine, what computes is compared with PyTorch's layers.
+"""The self-check: at the first start on a machine, the kernels are compared with PyTorch's layers.
 
 A wrong kernel would give wrong text without an error. So before the first request, the fast layers and the attention
 backend compute a few steps with the model's own weights, and so do the core's PyTorch layers. `runner_check.py`

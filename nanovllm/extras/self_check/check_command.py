@@ -18,8 +18,6 @@ from nanovllm.extras.printing import say
 from nanovllm.extras.self_check.machine_report import describe_machine, describe_packages, memory_bandwidth
 from nanovllm.extras.self_check.way_report import WayReport, forget_results, measure_ways
 
-GIB = 1 << 30
-
 
 def main(arguments: list[str]) -> int:
     """Run the command, and return its exit status."""

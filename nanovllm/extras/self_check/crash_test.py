@@ -20,8 +20,8 @@ import torch
 
 from nanovllm.extras.kernels.backend import AttentionBackend
 from nanovllm.extras.self_check.comparison import HangError, SelfCheckError
-from nanovllm.extras.self_check.networks import new_cache, send
-from nanovllm.extras.self_check.steps import MIN_MODEL_LEN, draw_vectors, make_steps
+from nanovllm.extras.self_check.networks import run_attention
+from nanovllm.extras.self_check.steps import MIN_MODEL_LEN, make_steps
 
 if TYPE_CHECKING:
     from nanovllm.extras.full_runner import ModelRunner
@@ -101,33 +101,23 @@ def of_c_kernels(shape: Any, backend: Any, dtype: torch.dtype) -> list[str]:
     return [sys.executable, "-I", "-S", str(kernels.origin), json.dumps([backend.library._name, sizes])]
 
 
-@torch.inference_mode()
 def attend_once(
     path: str, heads: tuple[int, int, int, int], dtype_name: str, kv_cache_dtype: str, device_name: str
 ) -> None:
     """Store and attend as in the three steps of `steps.py`, with random numbers."""
     module, _, name = path.rpartition(".")
-    num_heads, num_kv_heads, head_dim, block_size = heads
     dtype, device = getattr(torch, dtype_name), torch.device(device_name)
     backend_class = getattr(import_module(module), name)
     more = (dtype, kv_cache_dtype) if issubclass(backend_class, AttentionBackend) else ()  # else it is the core's
     backend = backend_class(*heads, *more)
-    batches, num_blocks = make_steps(block_size, 4 * block_size + MIN_MODEL_LEN, [0])
-    cache = new_cache(backend, num_blocks, dtype, device)[:, 0]
-    for batch in batches:
-        metadata = send(batch.metadata, device)
-        q, k, v = (
-            draw_vectors(0, len(batch.input_ids), count, head_dim).to(device, dtype)
-            for count in (num_heads, num_kv_heads, num_kv_heads)
-        )
-        try:
-            backend.store_kv(k, v, cache, metadata.slot_mapping)
-            backend.attend(q, cache, metadata).cpu()  # waits until the device has computed it
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            sys.exit(FAILED)
+    steps = make_steps(backend.block_size, 4 * backend.block_size + MIN_MODEL_LEN, [0])
+    try:
+        run_attention(backend, *steps, dtype, dtype, device).cpu()  # waits until the device has computed it
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(FAILED)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import os
 import platform
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from nanovllm.extras.kernels.cpu.library import has_tiles
 from nanovllm.extras.kernels.cpu.threads import allowed_threads
 from nanovllm.extras.kernels.cpu.toolchain import cpu_flags, find_compiler
 from nanovllm.extras.machine_limits import free_bytes, read_text
+from nanovllm.extras.self_check.stored_results import version_of
 
 ALWAYS = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "huggingface_hub")
 OPTIONAL = {  # package -> the extra of pyproject.toml that installs it
@@ -71,13 +71,6 @@ def describe_packages() -> list[tuple[str, str | None, str]]:
         installed = version_of(name)
         found.append((name, installed, "" if installed else command))
     return found
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def memory_bandwidth(device_name: str) -> float:

@@ -1,17 +1,25 @@
-"""Whether a runner is checked at all: the option `self_check`, or the variable NANOVLLM_SELF_CHECK."""
+"""Is a runner checked at all? Not if the user has switched the check off, or if a start before has checked the same."""
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nanovllm.checks import check_choice
-from nanovllm.extras.all_options import Config
+from nanovllm.extras.kernels.backend import KernelBackend
 from nanovllm.extras.runner_hooks import Unchecked
+from nanovllm.extras.self_check.comparison import SelfCheckError
+from nanovllm.extras.self_check.steps import MIN_MODEL_LEN
+from nanovllm.extras.self_check.stored_results import StoredResult
+from nanovllm.layers.flash_attention import FlashAttention
 
 if TYPE_CHECKING:
+    from nanovllm.extras.all_options import Config
     from nanovllm.extras.full_runner import ModelRunner
 
+FIELD_CHECKS = {"self_check": partial(check_choice, allowed=("on", "off", "strict"))}
 
-def mode_of(config: Config) -> str:
+
+def mode_of(config: "Config") -> str:
     """Return the mode of the self-check: the option `self_check`, or the variable NANOVLLM_SELF_CHECK, or `on`."""
     mode = config.self_check or os.environ.get("NANOVLLM_SELF_CHECK") or "on"
     check_choice("NANOVLLM_SELF_CHECK", mode, ("on", "strict", "off"))
@@ -19,9 +27,19 @@ def mode_of(config: Config) -> str:
 
 
 def begin(runner: "ModelRunner") -> Unchecked:
-    """Return the self-check of a runner that has chosen its backend."""
-    if mode_of(runner.config) == "off":
-        return Unchecked()
-    from nanovllm.extras.self_check.runner_check import begin
+    """Return the check of a runner that has chosen its backend, or one that does nothing, if there is nothing to check.
 
-    return begin(runner)
+    Raises SelfCheckError if this backend has failed on this machine before.
+    """
+    can_be_checked = isinstance(runner.backend, KernelBackend | FlashAttention)
+    if mode_of(runner.config) == "off" or not can_be_checked or runner.max_model_len < MIN_MODEL_LEN:
+        return Unchecked()
+    stored = StoredResult(runner)
+    known = stored.read()
+    if known is None:
+        from nanovllm.extras.self_check.runner_check import begin  # only now: later starts do without these modules
+
+        return begin(runner, stored)
+    if not known.is_right:
+        raise SelfCheckError(f"{known.reason} (found on {known.date}; delete {stored.path} to check again)")
+    return Unchecked()

@@ -1,4 +1,4 @@
-"""A few layers of a network, run step by step: with PyTorch's layers before they are replaced, and afterwards.
+"""A few layers of a network, or its attention, run step by step: before the layers are replaced, and afterwards.
 
 The layers that are left out are replaced by `Skipped` for the time of a run. They are not copied, so a check takes the
 time and the memory of a few layers.
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.batch import Batch, to_device
+from nanovllm.extras.self_check.steps import draw_vectors
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.linear import Embedding
 
 MAX_PARAMETERS = 1 << 26  # of the layers that are run; one layer may have more
+MAX_QUERIES = 300  # tokens of a step from which attention is computed
 UNKNOWN = 1000.0  # in slots that no token has been written to; attention must not see it
 LARGEST_FP8 = 0x7E  # the bits of 448, for the same
 
@@ -123,6 +125,35 @@ def run_network(
         found = model(sent.input_ids, sent.positions, sent.metadata, LayerCaches(caches))
         hidden.append(found.clone())  # the next step may overwrite it
     return torch.cat(hidden), model.compute_logits(hidden[-1][sent.logits_indices])
+
+
+@torch.inference_mode()
+def run_attention(
+    backend: Any,
+    batches: list[Batch],
+    num_blocks: int,
+    dtype: torch.dtype,
+    drawn_in: torch.dtype,
+    device: torch.device,
+    options: tuple[Any, ...] = (),
+) -> Tensor:
+    """Store and attend to random queries, keys and values, in the steps of `batches`, over a small cache.
+
+    The numbers are rounded to the dtype `drawn_in`, so that backends of other dtypes get the same. A long prompt only
+    fills the cache, because PyTorch takes too long to attend from all of its tokens. Returns the outputs of all other
+    steps: [num_tokens, num_heads, head_dim]
+    """
+    cache = new_cache(backend, num_blocks, dtype, device)[:, 0]
+    heads = (backend.num_heads, backend.num_kv_heads, backend.num_kv_heads)
+    outputs = []
+    for i, batch in enumerate(batches):
+        metadata = send(batch.metadata, device)
+        drawn = draw_vectors(i, len(batch.input_ids), sum(heads), backend.head_dim).to(drawn_in)
+        q, k, v = (part.contiguous() for part in drawn.to(device, dtype).split(heads, dim=1))
+        backend.store_kv(k, v, cache, metadata.slot_mapping)
+        if len(q) <= MAX_QUERIES:
+            outputs.append(backend.attend(q, cache, metadata, *options))
+    return torch.cat(outputs)
 
 
 def send(record: Any, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""`SelfCheck`: what computes is compared with PyTorch's layers, on the engine's own weights, before the first request.
+"""`SelfCheck`: the kernels are compared with PyTorch's layers, on the engine's own weights, before the first request.
 
 `ModelRunner.start` calls it: `layers()` around the replacement of the layers, `steps()` when CUDA graphs are recorded.
 
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nanovllm.batch import Batch, SamplingBatch
-from nanovllm.extras.kernels.backend import AttentionBackend, KernelBackend
+from nanovllm.batch import SamplingBatch
+from nanovllm.extras.kernels.backend import AttentionBackend
 from nanovllm.extras.kernels.choices import choose
 from nanovllm.extras.runner_hooks import NO_TOKEN, Unchecked, draw_arguments
 from nanovllm.extras.self_check.comparison import WIDER, HangError, SelfCheckError, check_rows
@@ -27,14 +27,13 @@ from nanovllm.extras.self_check.networks import (
     attending_with,
     choose_layers,
     in_wider_dtype,
-    new_cache,
     only_layers,
+    run_attention,
     run_network,
     send,
 )
-from nanovllm.extras.self_check.steps import MIN_MODEL_LEN, draw_vectors, make_long_steps, make_steps
+from nanovllm.extras.self_check.steps import draw_vectors, make_long_steps, make_steps
 from nanovllm.extras.self_check.stored_results import Result, StoredResult
-from nanovllm.layers.flash_attention import FlashAttention
 from nanovllm.sampler import sample_tokens
 
 if TYPE_CHECKING:
@@ -45,24 +44,12 @@ logger = logging.getLogger(__name__)
 NUM_USED = 64  # tokens of the vocabulary that the steps have in their prompts
 NUM_DRAWS = 32
 SHORT_WINDOW = 5  # tokens
-MAX_QUERIES = 300  # of a step in the comparison of attention
 NEARLY_BEST = 0.2  # in standard deviations of the logits; another batch size may decide between almost equal ones
 
 
-def begin(runner: "ModelRunner") -> Unchecked:
-    """Return the check of a runner that has chosen its backend, or one that does nothing, if there is nothing to check.
-
-    Raises SelfCheckError if this backend has failed on this machine before.
-    """
-    if not isinstance(runner.backend, KernelBackend | FlashAttention) or runner.max_model_len < MIN_MODEL_LEN:
-        return Unchecked()
-    stored = StoredResult(runner)
-    known = stored.read()
-    if known is None:
-        return SelfCheck(runner, stored, start_crash_test(runner))
-    if not known.is_right:
-        raise SelfCheckError(f"{known.reason} (found on {known.date}; delete {stored.path} to check again)")
-    return Unchecked()
+def begin(runner: "ModelRunner", stored: StoredResult) -> Unchecked:
+    """Return the check of a runner, whose result is to be stored. The crash test has started."""
+    return SelfCheck(runner, stored, start_crash_test(runner))
 
 
 class SelfCheck(Unchecked):
@@ -107,7 +94,7 @@ class SelfCheck(Unchecked):
 
     @contextmanager
     def if_memory_suffices(self) -> Iterator[None]:
-        """Leave out a comparison for which there is no memory: the engine itself may need less."""
+        """Leave out a comparison if it runs out of memory: the engine itself may need less."""
         try:
             yield
         except (MemoryError, torch.OutOfMemoryError) as error:
@@ -136,41 +123,21 @@ class SelfCheck(Unchecked):
         shape = self.runner.shape
         if shape.latent_rank is not None:  # the comparison of the layers includes it
             return
-        dtype, max_model_len = self.runner.dtype, self.runner.max_model_len
-        ways = [*dict.fromkeys(shape.attention_options), *map(with_short_window, shape.attention_options)] or [None]
-        for options in dict.fromkeys(ways):
+        runner, block_size = self.runner, self.backend.block_size
+        dtype, wider = runner.dtype, WIDER[runner.dtype]
+        kinds_of_steps = (
+            make_steps(block_size, runner.max_model_len, [0]),
+            make_long_steps(block_size, runner.max_model_len),
+        )
+        ways = [*shape.attention_options, *map(with_short_window, shape.attention_options)]
+        for options in dict.fromkeys(ways) or (None,):
             given = () if options is None else (options,)
             what = "attention" if options is None else f"attention with {options}"
-            for steps in (
-                make_steps(self.backend.block_size, max_model_len, [0]),
-                make_long_steps(self.backend.block_size, max_model_len),
-            ):
-                fast = self.attend(self.backend, dtype, given, *steps)
-                plain = self.attend(self.plain, dtype, given, *steps)
-                exact = self.attend(self.exact, WIDER[dtype], given, *steps)
+            for steps in kinds_of_steps:
+                fast = run_attention(self.backend, *steps, dtype, dtype, runner.device, given)
+                plain = run_attention(self.plain, *steps, dtype, dtype, runner.device, given)
+                exact = run_attention(self.exact, *steps, wider, dtype, runner.device, given)
                 check_rows(what, fast, plain, exact, dtype)
-
-    def attend(
-        self, backend: Any, dtype: torch.dtype, options: tuple[Any, ...], batches: list[Batch], num_blocks: int
-    ) -> Tensor:
-        """Return the outputs of the steps for random queries, keys and values: [num_tokens, num_heads, head_dim]
-
-        A long prompt only fills the cache: to attend from all of its tokens takes PyTorch too long.
-        """
-        runner, shape = self.runner, self.runner.shape
-        cache = new_cache(backend, num_blocks, dtype, runner.device)[:, 0]
-        outputs = []
-        for i, batch in enumerate(batches):
-            metadata = send(batch.metadata, runner.device)
-            num_heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
-            qkv = draw_vectors(i, len(batch.input_ids), num_heads, shape.head_dim).to(runner.dtype)
-            q, k, v = qkv.to(runner.device, dtype).split(
-                (shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads), dim=1
-            )
-            backend.store_kv(k.contiguous(), v.contiguous(), cache, metadata.slot_mapping)
-            if len(q) <= MAX_QUERIES:
-                outputs.append(backend.attend(q.contiguous(), cache, metadata, *options))
-        return torch.cat(outputs)
 
     # ---- the network
 

@@ -7,7 +7,6 @@ driver, shape of the network, dtypes. So a change of any of them leads to a new 
 import hashlib
 import json
 import os
-import tempfile
 import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -60,10 +59,13 @@ class StoredResult:
         if self.path is None:
             return
         content = json.dumps(result._replace(date=time.strftime("%Y-%m-%d"))._asdict())
+        new = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         with suppress(OSError):
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
-                file.write(content)
-            os.replace(file.name, self.path)
+            try:
+                new.write_text(content, encoding="utf-8")
+                os.replace(new, self.path)
+            finally:
+                new.unlink(missing_ok=True)  # if the disk is full
 
 
 def describe(runner: "ModelRunner") -> list[Any]:

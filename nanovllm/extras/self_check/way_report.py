@@ -13,6 +13,7 @@ from nanovllm.extras.model_folder import resolve_model
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.self_check.comparison import NotAvailableError, SelfCheckError
 from nanovllm.extras.self_check.fallbacks import ways_to_compute
+from nanovllm.layers.attention import TorchAttention
 
 NUM_SEQS = 4
 SECONDS = 1.0
@@ -58,8 +59,7 @@ def measure_way(name: str, options: dict[str, Any], kind: Any, model: str) -> Wa
         return WayReport(name, "not available", str(error))
     runner = engine.runner
     description = runner.description.partition("; ")[2] or runner.description
-    is_asked = runner.backend.__class__.__name__ != "TorchAttention" or name == "PyTorch"
-    if not is_asked:  # `auto` has found a reason against the kernels
+    if type(runner.backend) is TorchAttention and name != "PyTorch":  # `auto` has found a reason against the kernels
         return WayReport(name, "not available", runner.description)
     tokens_per_s = decode(engine)
     model_bytes = sum(tensor.nbytes for tensor in (*runner.model.parameters(), *runner.model.buffers()))

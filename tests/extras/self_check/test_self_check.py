@@ -134,7 +134,7 @@ def test_a_hit_costs_little(fresh_cache):
 
 
 def test_it_can_be_switched_off(fresh_cache, monkeypatch):
-    monkeypatch.setattr(checks, "begin", lambda runner: pytest.fail("checked"))
+    monkeypatch.setattr(checks, "begin", lambda *_: pytest.fail("checked"))
     make_llm(self_check="off")
     monkeypatch.setenv("NANOVLLM_SELF_CHECK", "off")
     make_llm()
