@@ -13,6 +13,15 @@ on the rendered page:
 `code` prints a function or class as it is in the file. `output` prints the output of a command, which must be the same
 on each machine. `sample` prints what a command printed on one machine, and is not checked. Each command runs once for
 all pages.
+
+A page folds an output, so that the reader predicts it first. The lines around the two comments are part of the page:
+
+    <details><summary>Output</summary>
+
+    <!-- [[[cog output("python -m labs.demos.steps") ]]] -->
+    <!-- [[[end]]] -->
+
+    </details>
 """
 
 import argparse

@@ -111,6 +111,18 @@ def test_samples_are_announced(name):
         assert "Yours will differ" in " ".join(section.split())
 
 
+FOLDED = CHAPTERS[:6]
+
+
+@pytest.mark.parametrize("name", [name for name in BOTH if name.removeprefix("zh/") in FOLDED])
+def test_outputs_are_folded(name):
+    """A reader predicts an output before it is seen."""
+    text, summary = read(name), "输出" if name.startswith("zh/") else "Output"
+    call, end = r"<!-- \[\[\[cog (?:output|sample)\(", r"<!-- \[\[\[end\]\]\] -->"
+    folded = rf"^<details><summary>{summary}</summary>\n\n{call}.*?^{end}\n\n</details>$"
+    assert len(re.findall(folded, text, re.MULTILINE | re.DOTALL)) == len(re.findall(call, text)) > 0
+
+
 @pytest.mark.parametrize("name", BOTH)
 def test_three_questions_hide_their_answers(name):
     last_part = read(name).rpartition("\n## ")[2]
