@@ -25,10 +25,11 @@ MAX_TOKENS = 40
 
 
 class CountingModel(Model):
-    num_computed_tokens = 0
+    num_computed_tokens = num_scores = 0
 
     def __call__(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         self.num_computed_tokens += len(input_ids)
+        self.num_scores += int((positions + 1).sum())  # of a head in one layer: a token reads itself and all before it
         return super().__call__(input_ids, positions, attend)
 
 
@@ -97,7 +98,9 @@ def answer(name: str, make_engine: Callable[[], Any], token_ids: list[int]) -> l
     engine = make_engine()
     engine.model = CountingModel(TINY_QWEN3)
     output_ids = engine.generate([token_ids], MAX_TOKENS)[0]
-    print(f"{name:<10} {engine.num_steps} steps, {engine.model.num_computed_tokens:>5} tokens computed")
+    model = engine.model
+    print(f"{name:<10} {engine.num_steps} steps, {model.num_computed_tokens:>5} tokens computed", end=", ")
+    print(f"{model.num_scores:>6} scores of a head in each layer")
     return output_ids
 
 
