@@ -46,6 +46,7 @@ CHINESE_CONTENTS = """
 :glob:
 
 [01]*
+course_notes
 glossary
 ```
 """

@@ -37,7 +37,7 @@ CHAPTERS = [
     "12_beyond_one_engine.md",
 ]
 PARTS = ["The idea", "Predict", "Measure", "The code", "See it", "Beyond", "Three questions"]
-PAGES = ["README.md", *CHAPTERS, "glossary.md"]
+PAGES = ["README.md", *CHAPTERS, "course_notes.md", "glossary.md"]
 BOTH = [*CHAPTERS, *(f"zh/{name}" for name in CHAPTERS)]
 MAX_SECONDS = 60  # of a command that takes 10 on two idle cores
 
@@ -111,10 +111,10 @@ def test_samples_are_announced(name):
         assert "Yours will differ" in " ".join(section.split())
 
 
-FOLDED = CHAPTERS[:6]
+FOLDED = [*CHAPTERS[:6], "course_notes.md"]
 
 
-@pytest.mark.parametrize("name", [name for name in BOTH if name.removeprefix("zh/") in FOLDED])
+@pytest.mark.parametrize("name", [*FOLDED, *(f"zh/{name}" for name in FOLDED)])
 def test_outputs_are_folded(name):
     """A reader predicts an output before it is seen."""
     text, summary = read(name), "输出" if name.startswith("zh/") else "Output"
@@ -168,6 +168,15 @@ def test_both_glossaries_have_the_same_symbols():
     )
     assert chinese == english
     assert english
+
+
+def test_each_mistake_of_course_notes_has_a_correction_and_a_check():
+    for name, words in {"course_notes.md": ("Right", "Check"), "zh/course_notes.md": ("正确", "验证")}.items():
+        paragraphs = re.split(r"\n\n|\n(?=## )", without_blocks(read(name)))
+        mistakes = [re.match(r"\*\*(\d+)\. .*?\*\*", text, re.DOTALL) for text in paragraphs]
+        assert [int(found[1]) for found in mistakes if found] == list(range(1, 32))
+        for found, text in zip(mistakes, paragraphs, strict=True):
+            assert not found or all(re.search(rf"\*{word}:?\*", text) for word in words), text
 
 
 SOURCES = [path for folder in ("nanovllm", "labs") for path in (ROOT / folder).glob("**/*.py")]
