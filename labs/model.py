@@ -42,6 +42,7 @@ class Model:
         self.num_kv_heads: int = config["num_key_value_heads"]
         self.head_dim: int = config["head_dim"]
         self.max_model_len: int = config["max_position_embeddings"]
+        self.vocab_size: int = config["vocab_size"]
         self.eps: float = config["rms_norm_eps"]
         self.frequencies = rope["rope_theta"] ** -(torch.arange(0, self.head_dim, 2) / self.head_dim)  # [head_dim / 2]
         self.end_token_ids = read_end_token_ids(folder, config)
@@ -84,8 +85,12 @@ class Model:
     @torch.inference_mode()
     def next_tokens(self, hidden: Tensor) -> list[int]:
         """Return the most likely next token of each row of hidden states: [num_rows, hidden_size]."""
-        head = self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"])
-        return F.linear(hidden, head).argmax(dim=-1).tolist()
+        return self.logits(hidden).argmax(dim=-1).tolist()
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return a score for each token of the vocabulary: [..., hidden_size] -> [..., vocab_size]"""
+        return F.linear(hidden, self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"]))
 
     def encode(self, question: str) -> list[int]:
         """Return the token ids of a conversation's first question, in Qwen's chat format."""

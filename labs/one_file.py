@@ -1,15 +1,17 @@
-"""A complete engine in one file: paged KV cache, prefix cache, chunked prefill, preemption.
+"""A complete engine in one file: paged KV cache, preemption, chunked prefill, prefix cache, copy-on-write.
 
 The engine computes greedy answers to many prompts at a time. A transformer needs the keys and values (K and V) of all
 earlier tokens. They never change, so a cache keeps them, in blocks of `block_size` tokens. Computing a prompt is called
 prefill; computing only the newest token is called decode. A step is one forward pass over tokens of many sequences.
 
-`paged.py` reserves blocks for the longest answer, computes common prefixes again for each sequence, and computes a long
-prompt in one step, for which all other sequences wait. Here:
-- A sequence allocates a block when it has a token for it. If no block is free, the newest sequence frees its blocks and
-  is computed again later (preemption).
-- Full blocks are found again by their tokens (prefix cache).
-- A step computes at most `max_num_batched_tokens` tokens: a long prompt is cut into chunks, and decodes continue.
+`prefix_cache.py` shares only full blocks, and computes `n` answers to a prompt as `n` requests. Here the prompt is
+computed once. Then the sequence is forked: all answers share the prompt's blocks. The last block may be partly filled.
+If it has several owners, a sequence copies it before it writes its next token (copy-on-write). The last owner writes
+without a copy.
+
+Greedy answers to one prompt would all be the same. So the i-th answer begins with the i-th most likely first token, and
+continues greedily. This needs no random numbers: a test can compare each answer with that of a simple program. With
+`n=1`, the answers are those of the other programs.
 
     python -m labs.one_file "What is the KV cache?" "What is a block table?"
 
@@ -47,6 +49,7 @@ class Sequence:
     num_computed_tokens: int = 0  # tokens whose K and V are in the cache
     block_table: list[int] = field(default_factory=list)  # the blocks that hold them, block_size tokens each
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, computed when first needed
+    children: list["Sequence"] = field(default_factory=list)  # the prompt's other answers, until they start
 
 
 class BlockManager:
@@ -62,6 +65,7 @@ class BlockManager:
         self.num_owners = [0] * num_blocks
         self.block_of_hash: dict[bytes, int] = {}  # the prefix cache
         self.hash_of_block: dict[int, bytes] = {}
+        self.copies: list[tuple[int, int]] = []  # (source, destination), copied before the next forward pass
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)  # rounded up
@@ -98,12 +102,32 @@ class BlockManager:
         return True
 
     def try_grow(self, seq: Sequence) -> bool:
-        """Allocate a block for the newest token if it needs one. Return False if no block is free."""
-        if self.num_blocks_for(len(seq.token_ids)) > len(seq.block_table):
+        """Give the newest token a block that only `seq` writes to. Return False if no block is free.
+
+        A and B have the block table [7, 2], with block_size 4. Each has a sixth token, and block 5 is free:
+
+        A  [7, 2]  ->  [7, 5]    block 2 has two owners: A writes to a copy of it, block 5 (copy-on-write)
+        B  [7, 2]  ->  [7, 2]    B is now the only owner of block 2: it writes without a copy
+        """
+        i = seq.num_computed_tokens // self.block_size  # of the block that is written to next
+        is_shared = i < len(seq.block_table) and self.num_owners[seq.block_table[i]] > 1
+        if is_shared or self.num_blocks_for(len(seq.token_ids)) > len(seq.block_table):
             if not self.free:
                 return False
-            seq.block_table.append(self.take())
+            block_id = self.take()
+            if is_shared:
+                source = seq.block_table.pop()
+                self.num_owners[source] -= 1
+                self.copies.append((source, block_id))
+            seq.block_table.append(block_id)
         return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child`, whose tokens begin with the computed tokens of `parent`, share all blocks of `parent`."""
+        for block_id in parent.block_table:
+            self.num_owners[block_id] += 1
+        child.block_table = parent.block_table.copy()
+        child.num_computed_tokens = parent.num_computed_tokens
 
     def take(self) -> int:
         """Return the block that was freed first, and evict its content from the prefix cache."""
@@ -179,6 +203,15 @@ class Scheduler:
                 return False
         return True
 
+    def fork(self, parent: Sequence) -> list[Sequence]:
+        """Start and return the other answers to the prompt that `parent` has computed."""
+        children, parent.children = parent.children, []
+        for child in children:
+            self.block_manager.fork(parent, child)
+        place = self.running.index(parent) + 1  # they arrived with `parent`
+        self.running[place:place] = children
+        return children
+
     def finish(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self.block_manager.release(seq)
@@ -197,18 +230,25 @@ class Engine:
         self.block_size = block_size
         self.max_model_len = min(self.model.max_model_len, num_blocks * block_size)
         self.scheduler = Scheduler(BlockManager(num_blocks, block_size), max_num_batched_tokens)
-        self.num_steps = self.num_stored = self.num_reserved = self.max_num_running = 0
+        self.num_steps = self.num_stored = self.num_reserved = self.max_num_running = self.num_copies = 0
 
-    def generate(self, prompts: list[list[int]], max_tokens: int | list[int]) -> list[list[int]]:
-        """Return the greedy output tokens of each prompt. `max_tokens` is one limit, or one for each prompt."""
+    def generate(self, prompts: list[list[int]], max_tokens: int | list[int], n: int = 1) -> list[list[int]]:
+        """Return the output tokens of `n` answers to each prompt: first those to the first prompt.
+
+        `max_tokens` is one limit, or one for each prompt. The i-th answer begins with the i-th most likely first token.
+        """
+        if not 1 <= n <= self.model.vocab_size:
+            raise ValueError(f"n must be >= 1 and <= {self.model.vocab_size}, the number of first tokens, got {n}")
         limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         seqs = [Sequence(list(prompt), len(prompt), limit) for prompt, limit in zip(prompts, limits, strict=True)]
         for seq in seqs:
             self.check(seq)
+            seq.children = [Sequence(seq.token_ids.copy(), seq.num_prompt_tokens, seq.max_tokens) for _ in range(n - 1)]
+        answers = [answer for seq in seqs for answer in (seq, *seq.children)]
         self.scheduler.waiting.extend(seqs)
         while self.scheduler.waiting or self.scheduler.running:
             self.step(self.scheduler.schedule())
-        return [seq.token_ids[seq.num_prompt_tokens :] for seq in seqs]
+        return [seq.token_ids[seq.num_prompt_tokens :] for seq in answers]
 
     def check(self, seq: Sequence) -> None:
         most = seq.num_prompt_tokens + seq.max_tokens
@@ -219,26 +259,36 @@ class Engine:
         """Compute all chunks in one forward pass, and append a token to each sequence with no token left to compute."""
         input_ids, positions, slots, ends = [], [], [], []
         for seq, num_new_tokens in chunks:
-            start = seq.num_computed_tokens
-            for position in range(start, start + num_new_tokens):
+            for position in range(seq.num_computed_tokens, seq.num_computed_tokens + num_new_tokens):
                 input_ids.append(seq.token_ids[position])
                 positions.append(position)
                 # a slot is a token's address in the cache
                 block_id = seq.block_table[position // self.block_size]
                 slots.append(block_id * self.block_size + position % self.block_size)
             ends.append(len(input_ids))
+        self.copy_blocks()
         attend = partial(self.attend, chunks, torch.tensor(slots))
         hidden = self.model(torch.tensor(input_ids), torch.tensor(positions), attend)
-        token_ids = self.model.next_tokens(hidden[torch.tensor(ends) - 1])  # of the last token of each chunk
+        logits = self.model.logits(hidden[torch.tensor(ends) - 1])  # [num_chunks, vocab_size], after each chunk
         for seq, num_new_tokens in chunks:
             seq.num_computed_tokens += num_new_tokens
             self.scheduler.block_manager.register(seq, seq.num_computed_tokens - num_new_tokens)
         self.count(self.scheduler.running)
-        for (seq, _), token_id in zip(chunks, token_ids, strict=True):
+        for (seq, _), row in zip(chunks, logits, strict=True):
             if seq.num_computed_tokens == len(seq.token_ids):  # otherwise the next step continues its prompt
-                self.append(seq, token_id)
-                if seq.is_finished:
-                    self.scheduler.finish(seq)
+                seqs = [seq, *self.scheduler.fork(seq)]
+                for answer, token_id in zip(seqs, row.topk(len(seqs)).indices.tolist(), strict=True):
+                    self.append(answer, token_id)
+                    if answer.is_finished:
+                        self.scheduler.finish(answer)
+
+    def copy_blocks(self) -> None:
+        """Copy each block that a sequence needs for itself, before this step writes to any block."""
+        manager = self.scheduler.block_manager
+        for source, destination in manager.copies:
+            self.kv_cache[:, :, destination] = self.kv_cache[:, :, source]
+        self.num_copies += len(manager.copies)
+        manager.copies = []
 
     def append(self, seq: Sequence, token_id: int) -> None:
         seq.token_ids.append(token_id)
@@ -283,18 +333,21 @@ class Engine:
 
     def count(self, running: list[Sequence]) -> None:
         """Add a step to the totals: waste = 1 - num_stored / num_reserved. A shared block counts once."""
-        owners = [num for num in self.scheduler.block_manager.num_owners if num]
-        num_shared = self.block_size * (sum(owners) - len(owners))
+        stored = {}  # the number of tokens in each block
+        for seq in running:
+            for i, block_id in enumerate(seq.block_table):
+                stored[block_id] = max(0, min(seq.num_computed_tokens - i * self.block_size, self.block_size))
         self.num_steps += 1
-        self.num_stored += sum(seq.num_computed_tokens for seq in running) - num_shared
-        self.num_reserved += len(owners) * self.block_size
+        self.num_stored += sum(stored.values())
+        self.num_reserved += len(stored) * self.block_size
         self.max_num_running = max(self.max_num_running, len(running))
 
 
 if __name__ == "__main__":
-    engine = Engine(TINY_QWEN3, num_blocks=36, block_size=4, max_num_batched_tokens=16)  # few: it preempts
-    questions = sys.argv[1:] or ["What is the KV cache?", "What is a block table?", "What is preemption?"]
-    for token_ids in engine.generate([engine.model.encode(question) for question in questions], max_tokens=60):
+    engine = Engine(TINY_QWEN3, num_blocks=24, block_size=4, max_num_batched_tokens=16)  # few: it preempts
+    questions = sys.argv[1:] or ["What is paged attention?", "What is copy-on-write?"]
+    prompts = [engine.model.encode(question) for question in questions]
+    for token_ids in engine.generate(prompts, max_tokens=60, n=2):
         print(engine.model.decode(token_ids))
     found, preemptions = engine.scheduler.num_cached_tokens, engine.scheduler.num_preemptions
-    print(f"steps: {engine.num_steps}, tokens found in the prefix cache: {found}, preemptions: {preemptions}")
+    print(f"tokens found in the prefix cache: {found}, preemptions: {preemptions}, copied blocks: {engine.num_copies}")

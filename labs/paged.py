@@ -2,8 +2,7 @@
 
 `continuous.py` keeps a row of `max_model_len` slots for each sequence. Here memory is cut into small blocks. A sequence
 has a table of its blocks, which may be anywhere in memory, and reserves only what its prompt and `max_tokens` may need.
-Two costs remain. A sequence reserves blocks for its longest possible answer, and sequences with the same prefix each
-compute and store that prefix.
+These are still blocks for its longest possible answer.
 
     python -m labs.paged "What is the KV cache?" "What is a block table?"
 """
@@ -38,7 +37,7 @@ class Engine:
         shape = (2, self.model.num_layers, num_blocks, block_size, self.model.num_kv_heads, self.model.head_dim)
         self.kv_cache = torch.zeros(shape)
         self.free_blocks, self.block_size = list(range(num_blocks)), block_size
-        self.max_model_len = num_blocks * block_size
+        self.max_model_len = min(self.model.max_model_len, num_blocks * block_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_steps = self.num_stored = self.num_reserved = self.max_num_running = 0
@@ -73,14 +72,17 @@ class Engine:
 
     def step(self, batch: list[Sequence]) -> None:
         """Compute the new tokens of the batch, equally many for each sequence, and append a token to each."""
-        new_token_ids = [seq.token_ids[seq.num_computed_tokens :] for seq in batch]
-        starts = torch.tensor([seq.num_computed_tokens for seq in batch])  # [num_seqs]
-        positions = starts[:, None] + torch.arange(len(new_token_ids[0]))  # [num_seqs, num_new_tokens]
-        longest = max(len(seq.block_table) for seq in batch)
-        tables = [seq.block_table + [0] * (longest - len(seq.block_table)) for seq in batch]  # padding is masked
-        attend = partial(self.attend, torch.tensor(tables), positions)
-        hidden = self.model(torch.tensor(new_token_ids).flatten(), positions.flatten(), attend)
-        token_ids = self.model.next_tokens(hidden.unflatten(0, positions.shape)[:, -1])
+        input_ids, positions, slots = [], [], []
+        for seq in batch:
+            for position in range(seq.num_computed_tokens, len(seq.token_ids)):
+                input_ids.append(seq.token_ids[position])
+                positions.append(position)
+                # a slot is a token's address in the cache
+                block_id = seq.block_table[position // self.block_size]
+                slots.append(block_id * self.block_size + position % self.block_size)
+        attend = partial(self.attend, batch, torch.tensor(slots))
+        hidden = self.model(torch.tensor(input_ids), torch.tensor(positions), attend)
+        token_ids = self.model.next_tokens(hidden.unflatten(0, (len(batch), -1))[:, -1])
         for seq in batch:
             seq.num_computed_tokens = len(seq.token_ids)
         self.count(self.running)
@@ -95,24 +97,29 @@ class Engine:
         num_output_tokens = len(seq.token_ids) - seq.num_prompt_tokens
         seq.is_finished = token_id in self.model.end_token_ids or num_output_tokens == seq.max_tokens
 
-    def attend(self, tables: Tensor, positions: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Let each token attend to the tokens in its sequence's blocks, up to its own position.
+    def attend(self, batch: list, slot_mapping: Tensor, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Let each token attend to its sequence up to its own position. q, result: [num_tokens, num_heads, head_dim]
 
-        q and the result: [num_seqs * num_new_tokens, num_heads, head_dim]
+        K and V are stored first, because a prompt also attends to its own tokens.
         """
-        k_cache, v_cache = self.kv_cache[:, layer].flatten(1, 2)  # [num_slots, num_kv_heads, head_dim] each
-        # a slot is a token's address in the cache
-        slots = tables[:, :, None] * self.block_size + torch.arange(self.block_size)  # [num_seqs, longest, block_size]
-        slots = slots.flatten(1)  # [num_seqs, seq_len]: the slot of each position
-        slot_mapping = slots.gather(1, positions)  # [num_seqs, num_new_tokens]
-        k_cache[slot_mapping], v_cache[slot_mapping] = (x.unflatten(0, positions.shape) for x in (k, v))
-        q = q.unflatten(0, positions.shape)  # [num_seqs, num_new_tokens, num_heads, head_dim]
-        seen = torch.arange(int(positions.max()) + 1)  # [seq_len] of the longest
-        slots = slots[:, seen]
-        q, k, v = (x.transpose(1, 2) for x in (q, k_cache[slots], v_cache[slots]))
-        is_seen = seen <= positions[:, None, :, None]  # [num_seqs, 1, num_new_tokens, seq_len]
-        out = F.scaled_dot_product_attention(q, k, v, is_seen, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1)
+        k_cache, v_cache = self.kv_cache[:, layer].flatten(1, 2)  # views: [num_slots, num_kv_heads, head_dim] each
+        k_cache[slot_mapping], v_cache[slot_mapping] = k, v
+        return self.attend_to_blocks(q.unflatten(0, (len(batch), -1)), layer, batch).flatten(0, 1)
+
+    def attend_to_blocks(self, q: Tensor, layer: int, seqs: list[Sequence]) -> Tensor:
+        """q and the result: [num_seqs, num_new_tokens, num_heads, head_dim]"""
+        num_new_tokens = q.shape[1]
+        starts = torch.tensor([seq.num_computed_tokens for seq in seqs])  # [num_seqs], before this step
+        positions = starts[:, None] + torch.arange(num_new_tokens)  # [num_seqs, num_new_tokens]
+        seq_len = int(positions.max()) + 1  # of the longest
+        num_blocks = -(-seq_len // self.block_size)
+        # padding is after the last token, and no token attends to it
+        tables = [(seq.block_table + [0] * num_blocks)[:num_blocks] for seq in seqs]
+        # [num_seqs, num_blocks, block_size, num_kv_heads, head_dim] each, then the blocks of each sequence in a row
+        k, v = (blocks[torch.tensor(tables)].flatten(1, 2)[:, :seq_len] for blocks in self.kv_cache[:, layer])
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        is_seen = torch.arange(seq_len) <= positions[:, None, :, None]  # [num_seqs, 1, num_new_tokens, seq_len]
+        return F.scaled_dot_product_attention(q, k, v, is_seen, enable_gqa=True).transpose(1, 2)
 
     def count(self, running: list[Sequence]) -> None:
         """Add a step to the totals: waste = 1 - num_stored / num_reserved."""
