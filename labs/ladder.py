@@ -22,7 +22,18 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.common import describe_machine
-from labs import cached, continuous, engine_options, one_file, paged, recompute, static_batch
+from labs import (
+    cached,
+    continuous,
+    engine_options,
+    mixed_batches,
+    on_demand,
+    one_file,
+    paged,
+    prefix_cache,
+    recompute,
+    static_batch,
+)
 from labs.model import TINY_QWEN3, Model
 
 MAX_MODEL_LEN = 256
@@ -95,13 +106,19 @@ def programs() -> list[Program]:
     def nanovllm(**options: bool) -> Callable[[Path, int], Any]:
         return lambda folder, n: engine_options.Engine(folder, n // BLOCK_SIZE, BLOCK_SIZE, BUDGET, **options)
 
+    def small(engine: Callable[..., Any]) -> Callable[[Path, int], Any]:
+        return lambda folder, n: engine(folder, n // BLOCK_SIZE, BLOCK_SIZE, BUDGET)
+
     found = [
         Program("recompute everything", lambda folder, _: recompute.Engine(folder), 1 / 8),
         Program(SINGLE, lambda folder, _: cached.Engine(folder, MAX_MODEL_LEN), 1 / 4),
         Program("static batches", lambda folder, n: static_batch.Engine(folder, n, MAX_MODEL_LEN)),
         Program(IN_ROWS, lambda folder, n: continuous.Engine(folder, n, MAX_MODEL_LEN)),
         Program("blocks, reserved", lambda folder, n: paged.Engine(folder, n // BLOCK_SIZE, BLOCK_SIZE)),
-        Program(PAGED, lambda folder, n: one_file.Engine(folder, n // BLOCK_SIZE, BLOCK_SIZE, BUDGET)),
+        Program("blocks on demand", lambda folder, n: on_demand.Engine(folder, n // BLOCK_SIZE, BLOCK_SIZE)),
+        Program("mixed batches", small(mixed_batches.Engine)),
+        Program("prefix cache", small(prefix_cache.Engine)),
+        Program(PAGED, small(one_file.Engine)),
         Program("nanovllm, PyTorch layers", nanovllm()),
         Program("nanovllm, fast layers", nanovllm(fast_layers=True)),
     ]

@@ -193,6 +193,7 @@ def test_no_two_files_have_one_name():
 
 LABS = PACKAGE.parent / "labs"
 LADDER = ["model", "recompute", "cached", "static_batch", "continuous", "paged"]
+LADDER += ["on_demand", "mixed_batches", "prefix_cache", "one_file"]
 
 
 def packages_of(tree):
@@ -209,7 +210,7 @@ def test_the_engine_needs_no_labs():
     assert [name for name, tree in TREES.items() if any(one.startswith("labs") for one in packages_of(tree))] == []
 
 
-@pytest.mark.parametrize("name", [*LADDER, "one_file"])
+@pytest.mark.parametrize("name", LADDER)
 def test_the_small_programs_need_only_torch(name):
     """A small program and the network are the whole engine: no other code hides in an import."""
     tree = ast.parse((LABS / f"{name}.py").read_text(encoding="utf-8"))
