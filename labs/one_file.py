@@ -270,14 +270,14 @@ class Engine:
         attend = partial(self.attend, chunks, torch.tensor(slots))
         hidden = self.model(torch.tensor(input_ids), torch.tensor(positions), attend)
         logits = self.model.logits(hidden[torch.tensor(ends) - 1])  # [num_chunks, vocab_size], after each chunk
+        top_token_ids = logits.topk(max(1 + len(seq.children) for seq, _ in chunks)).indices.tolist()
         for seq, num_new_tokens in chunks:
             seq.num_computed_tokens += num_new_tokens
             self.scheduler.block_manager.register(seq, seq.num_computed_tokens - num_new_tokens)
         self.count(self.scheduler.running)
-        for (seq, _), row in zip(chunks, logits, strict=True):
+        for (seq, _), token_ids in zip(chunks, top_token_ids, strict=True):
             if seq.num_computed_tokens == len(seq.token_ids):  # otherwise the next step continues its prompt
-                seqs = [seq, *self.scheduler.fork(seq)]
-                for answer, token_id in zip(seqs, row.topk(len(seqs)).indices.tolist(), strict=True):
+                for answer, token_id in zip([seq, *self.scheduler.fork(seq)], token_ids, strict=False):
                     self.append(answer, token_id)
                     if answer.is_finished:
                         self.scheduler.finish(answer)

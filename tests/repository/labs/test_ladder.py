@@ -104,7 +104,7 @@ def test_a_random_pool(program, tiny_checkpoint):
 
 
 def check_random_pool(program, seed, tiny_checkpoint):
-    """Compare a program with `recompute.py` in a tight pool. Check after each step who owns which block."""
+    """Compare a program with `recompute.py` in a tight pool. Check the owners of all blocks after each step."""
     folder, model = tiny_checkpoint
     chance = random.Random(seed)
     block_size, budget = chance.choice((1, 3, 4, 16)), chance.choice((1, 5, 16, 100))
@@ -387,20 +387,26 @@ def test_requests_of_the_ladder_without_a_tokenizer(tiny_checkpoint):
 def test_the_ladder(capsys, tmp_path):
     """Run all programs with the bundled model and a part of the work. The ladder raises if any token differs."""
     results = compare_programs(TINY_QWEN3, num_slots=512, num_requests=12)
-    assert [result.name for result in results][:8] == [
+    assert [result.name for result in results][:11] == [
         "recompute everything",
         "KV cache, one by one",
         "static batches",
         "continuous batching",
         "blocks, reserved",
+        "blocks on demand",
+        "mixed batches",
+        "prefix cache",
         "one_file.py",
         "nanovllm, PyTorch layers",
         "nanovllm, fast layers",
     ]
-    in_batches, in_rows, reserved, one_file_py = results[2:6]
-    assert one_file_py.num_steps < reserved.num_steps < in_rows.num_steps < in_batches.num_steps
-    assert one_file_py.waste < reserved.waste < in_rows.waste
-    assert one_file_py.num_sequences > reserved.num_sequences > in_rows.num_sequences
+    num_steps = [result.num_steps for result in results[2:8]]
+    assert num_steps == sorted(set(num_steps), reverse=True), "each idea needs fewer steps"
+    in_rows, reserved, on_demand_, mixed, cached_prefix, complete = results[3:9]
+    assert max(mixed.waste, on_demand_.waste) < reserved.waste < in_rows.waste
+    assert in_rows.num_sequences < reserved.num_sequences < on_demand_.num_sequences < cached_prefix.num_sequences
+    assert complete.num_steps == cached_prefix.num_steps, "with one answer for each prompt"
+    assert "nanovllm, PyTorch layers: Its layers are slower" in capsys.readouterr().out
     assert "Paging gives" in compare_with_claims(results)
     plot(results, tmp_path / "ladder.png")
     assert (tmp_path / "ladder.png").stat().st_size > 10_000
