@@ -6,8 +6,9 @@
     python -m labs.engine_options --fast-layers --cuda-graphs --overlap "What is the KV cache?"
 
 `one_file.py` computes greedy tokens for prompts that all arrive at the start. The engine adds what users need: requests
-that arrive and leave at any time, sampling, parallel samples with copy-on-write, streamed text, stop conditions, errors
-and statistics. Without options, its layers are those of `one_file.py`, with less Python code around them.
+that arrive and leave at any time, sampling, streamed text, stop conditions, errors and statistics. Without options, its
+layers compute the same as those of `one_file.py`, more slowly: its attention clears the slots after the end of each
+sequence, because they may hold NaN, and its norm takes several operations, to round as `transformers` does.
 
 - `--fast-layers`: PyTorch runs dozens of small operations for each layer. Each operation reads and writes memory, and
   takes some microseconds before it computes anything. With fast layers, a layer is one call of C on a CPU, and nine

@@ -68,12 +68,12 @@ Published figures, compared with this run:
 If a step is limited by arithmetic or by PyTorch's calls, as on a few CPU cores, its time grows with the number of
 sequences. On a GPU, reading the weights limits a decode. Its time hardly grows, so that fewer steps mean less time."""
 
-NOTES = (
-    "A shared block counts once, so that the partly filled last blocks are a larger part.",
-    "Each request has one answer, and no sequence is forked: the steps are those of the prefix cache.",
-    "Its layers are slower than those of `model.py`. Attention clears the slots after the end of each sequence,\n"
-    "  because they may hold NaN. The norm takes several operations, to round as `transformers` does.",
-)
+NOTES = {  # why a program may be slower, or have more waste, than the program before it
+    "prefix cache": "A shared block counts once, so that partly filled last blocks are a larger part.",
+    COMPLETE: "Each request has one answer, and no sequence is forked: the steps are those of the prefix cache.",
+    "nanovllm, PyTorch layers": """Its layers are slower than those of `model.py`. Attention clears the slots after the
+  end of each sequence, because they may hold NaN. The norm takes several operations, as in `transformers`.""",
+}
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,6 @@ class Program:
     """(folder, slots of the KV cache) -> engine"""
     share: float = 1.0
     """The part of the requests that the program gets."""
-    note: str = ""
-    """Why the program may be slower than the one before it, or have more waste."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +124,9 @@ def programs() -> list[Program]:
         Program("blocks, reserved", lambda folder, n: paged.Engine(folder, n // BLOCK_SIZE, BLOCK_SIZE)),
         Program("blocks on demand", lambda folder, n: on_demand.Engine(folder, n // BLOCK_SIZE, BLOCK_SIZE)),
         Program("mixed batches", small(mixed_batches.Engine)),
-        Program("prefix cache", small(prefix_cache.Engine), note=NOTES[0]),
-        Program(COMPLETE, small(one_file.Engine), note=NOTES[1]),
-        Program("nanovllm, PyTorch layers", nanovllm(), note=NOTES[2]),
+        Program("prefix cache", small(prefix_cache.Engine)),
+        Program(COMPLETE, small(one_file.Engine)),
+        Program("nanovllm, PyTorch layers", nanovllm()),
         Program("nanovllm, fast layers", nanovllm(fast_layers=True)),
     ]
     if torch.cuda.is_available():
@@ -193,7 +191,7 @@ def compare_programs(folder: Path, num_slots: int, num_requests: int) -> list[Re
             f"{result.num_sequences:>6}{note}",
             flush=True,
         )
-    print("\n" + "\n".join(f"- {program.name}: {program.note}" for program in programs() if program.note))
+    print("\n" + "\n".join(f"- {name}: {note}" for name, note in NOTES.items()))
     return results
 
 

@@ -7,6 +7,11 @@ frees its blocks and waits (preemption). Later, all of its tokens are computed a
 A prompt is still computed in a step of its own, for which all other sequences wait.
 
     python -m labs.on_demand "What is the KV cache?" "What is a block table?"
+
+    token_ids            [ 11  7  42  5 | 90  13 ]     prompt | output
+    num_computed_tokens    5     K and V of the first five are in the cache; the sixth is the next step's input
+    block_table          [ 7, 2 ]     with block_size 4: block 7 holds tokens 0 … 3, block 2 holds token 4 and will
+                                      hold token 5
 """
 
 import sys
