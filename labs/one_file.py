@@ -4,18 +4,18 @@ The engine computes greedy answers to many prompts at a time. A transformer need
 earlier tokens. They never change, so a cache keeps them, in blocks of `block_size` tokens. Computing a prompt is called
 prefill; computing only the newest token is called decode. A step is one forward pass over tokens of many sequences.
 
-`prefix_cache.py` shares only full blocks, and computes `n` answers to a prompt as `n` requests. Here the prompt is
-computed once. Then the sequence is forked: all answers share the prompt's blocks. The last block may be partly filled.
+In `prefix_cache.py`, each of several answers to one prompt would compute and store the end of the prompt. Here the
+prompt is computed once. Then its sequence is forked: all answers share its blocks. The last block may be partly filled.
 If it has several owners, a sequence copies it before it writes its next token (copy-on-write). The last owner writes
 without a copy.
 
 Greedy answers to one prompt would all be the same. So the i-th answer begins with the i-th most likely first token, and
-continues greedily. This needs no random numbers: a test can compare each answer with that of a simple program. With
-`n=1`, the answers are those of the other programs.
+continues greedily, as in CoT-decoding (Wang and Zhou 2024, https://arxiv.org/abs/2402.10200). This needs no random
+numbers, so that each answer can be compared with that of a simpler program. The first answer is the greedy one.
 
     python -m labs.one_file "What is the KV cache?" "What is a block table?"
 
-`Sequence` is one request. `BlockManager` keeps which sequences own each block; it uses only integers. `Scheduler`
+`Sequence` is one answer. `BlockManager` keeps which sequences own each block; it uses only integers. `Scheduler`
 decides how many tokens of each sequence a step computes. `Engine` builds the tensors, runs the model, and appends the
 tokens. Start at `Engine.step`, then read `Scheduler.schedule`. The network is in `model.py`, and calls `Engine.attend`
 in each layer. nanovllm adds sampling, requests that arrive while others run, streamed text and fast kernels.
