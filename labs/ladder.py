@@ -221,7 +221,7 @@ def plot(results: list[Result], file: Path) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 0.6 + 0.35 * len(results)), layout="constrained")
     names = [result.name for result in results]
     bars = axes.barh(names, [result.tokens_per_second for result in results], color="#4878a8")
     axes.bar_label(bars, [f"{result.tokens_per_second:,.0f}" for result in results], padding=3)
