@@ -32,6 +32,9 @@ COMMANDS: dict[str, Command] = {
     "check": Command(
         "nanovllm.extras.self_check.check_command", "", "check what computes on this machine, and what is missing"
     ),
+    "learn": Command(
+        "nanovllm.extras.learn.learn_command", "learn", "build the parts of an engine yourself: exercises with a checker"
+    ),
     "view": Command("nanovllm.extras.trace.view", "", "replay a recording of LLM(…, trace=…) in a browser"),
 }
 """Name of a command, one or two words -> the command."""

@@ -1,0 +1,32 @@
+"""The exercises in their order."""
+
+from importlib import import_module
+
+from nanovllm.extras.learn.exercise import Exercise
+
+MODULES = (
+    "remove_one_line",
+    "grow_table",
+)
+"""Modules of `exercises/`. Each has a tuple `EXERCISES`."""
+
+
+def list_exercises() -> list[Exercise]:
+    """Return all exercises in their order."""
+    found: list[Exercise] = []
+    for name in MODULES:
+        found += import_module(f"nanovllm.extras.learn.exercises.{name}").EXERCISES
+    return found
+
+
+def find_exercise(which: str) -> Exercise:
+    """Return the exercise with this name or number, counted from 1. ValueError if there is none."""
+    exercises = list_exercises()
+    if which.isdecimal():
+        if 1 <= int(which) <= len(exercises):
+            return exercises[int(which) - 1]
+        raise ValueError(f"there is no exercise {which}; the numbers are 1 to {len(exercises)}")
+    for exercise in exercises:
+        if exercise.name == which:
+            return exercise
+    raise ValueError(f"there is no exercise {which!r}; `nanovllm learn list` shows their names")

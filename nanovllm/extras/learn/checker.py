@@ -1,0 +1,199 @@
+"""Compare an answer with the right one: the first difference, the smallest run that shows it, and the mistake's name.
+
+Final results do not suffice: many mistakes change no token, for example in the order in which blocks are freed. So each
+run gives a list of observations, and the first that differs ends the comparison.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from types import ModuleType
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, find, settings
+from hypothesis.errors import NoSuchExample
+
+from nanovllm.extras.learn.answers import Raised, load, observe
+from nanovllm.extras.learn.exercise import Build, Mistake, Seen
+from nanovllm.extras.learn.report import Drawing, Report
+from nanovllm.extras.learn.texts import Language, Text
+
+NUM_RANDOM = 150  # random cases
+SEARCH_S = 1.2  # how long random cases are tried
+SHRINK_S = 0.8  # how long a failing case is made smaller
+NUM_COMPARED = 40  # cases in which an answer is compared with known mistakes
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first observation that differs. `right` or `yours` is None if that run has ended."""
+
+    index: int
+    right: Seen | None
+    yours: Seen | None
+
+
+class Comparison:
+    """Compares one answer with the right one, and remembers the results by case."""
+
+    def __init__(self, exercise: Build, answer: ModuleType) -> None:
+        self.exercise = exercise
+        self.answer = answer
+        self.right = load(exercise.solution, "right answer")
+        self.results: dict[str, tuple[Any, Difference | None]] = {}
+
+    def first_difference(self, case: Any) -> Difference | None:
+        key = repr(case)
+        if key not in self.results:
+            self.results[key] = case, self._compare(case)
+        return self.results[key][1]
+
+    def _compare(self, case: Any) -> Difference | None:
+        right, yours = observe(self.exercise, self.right, case), observe(self.exercise, self.answer, case)
+        for index in range(10_000):
+            a, b = next(right, None), next(yours, None)
+            if a is not None and isinstance(a.value, Raised):
+                raise RuntimeError(f"the right answer to {self.exercise.name} fails in {case!r}: {a.drawing}")
+            if a is None and b is None:
+                return None
+            if a is None or b is None or not is_same(self.exercise, a, b):
+                return Difference(index, a, b)
+        raise RuntimeError(f"a run of {self.exercise.name} has no end: {case!r}")
+
+    def behaves_like(self, other: "Comparison", case: Any) -> bool:
+        """Return whether both answers differ from the right one in the same way, or not at all."""
+        mine, its = self.first_difference(case), other.first_difference(case)
+        if mine is None or its is None:
+            return mine is its
+        if mine.index != its.index:
+            return False
+        if mine.yours is None or its.yours is None:
+            return mine.yours is its.yours
+        return is_same(self.exercise, mine.yours, its.yours)
+
+
+def is_same(exercise: Build, a: Seen, b: Seen) -> bool:
+    if isinstance(a.value, Raised) or isinstance(b.value, Raised):
+        return isinstance(a.value, Raised) and isinstance(b.value, Raised) and str(a.value) == str(b.value)
+    try:
+        return bool(exercise.is_same(a.value, b.value))
+    except Exception:  # the learner's value has another type or shape
+        return False
+
+
+def check_answer(exercise: Build, file: Path, language: Language, num_random: int = NUM_RANDOM) -> Report:
+    """Return whether an answer is right in all cases that are tried, and what is wrong in the smallest one found.
+
+    num_random: how many random cases are tried after the planted ones, at most
+    """
+    comparison = Comparison(exercise, load(file.read_text(encoding="utf-8"), str(file)))
+    case = find_failing_case(comparison, num_random)
+    if case is None:
+        num_cases = len(comparison.results)
+        text = Text(
+            f"Right: the same as the solution in {num_cases} runs.", f"正确：{num_cases} 次运行都与参考答案相同。"
+        )
+        return Report(True, text.show(language))
+    difference = comparison.first_difference(case)
+    assert difference is not None
+    if is_unwritten(difference):
+        text = Text("A function is not written yet.", "还有函数没有写。")
+        return Report(False, text.show(language), [seen.label.show(language) for seen in [difference.yours] if seen])
+    return describe(comparison, case, difference, find_mistake(comparison, case), language)
+
+
+def is_unwritten(difference: Difference) -> bool:
+    return difference.yours is not None and difference.yours.value == Raised("NotImplementedError")
+
+
+def find_failing_case(comparison: Comparison, num_random: int) -> Any:
+    """Return the smallest case found in which the answer is wrong, or None. The planted cases are tried first."""
+    exercise = comparison.exercise
+    planted = next((case for case in exercise.examples if comparison.first_difference(case)), None)
+    failed_at: list[float] = [time.monotonic()] if planted is not None else []
+    end = time.monotonic() + SEARCH_S
+
+    def fails(case: Any) -> bool:
+        if repr(case) not in comparison.results:  # a result is remembered, also after the time is over
+            if time.monotonic() > (failed_at[0] + SHRINK_S if failed_at else end):
+                return False
+            if comparison.first_difference(case) and not failed_at:
+                failed_at.append(time.monotonic())
+        return comparison.first_difference(case) is not None
+
+    smallest = search(exercise.cases, fails, num_random)
+    return planted if smallest is None else smallest
+
+
+def search(cases: Callable[[], Any], fails: Callable[[Any], bool], num_random: int) -> Any:
+    """Return a random case that fails, made smaller, or None. The same cases are tried each time."""
+    options = settings(
+        max_examples=num_random,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    try:
+        return find(cases(), fails, settings=options, random=Random(0))
+    except NoSuchExample:
+        return None
+
+
+def find_mistake(comparison: Comparison, case: Any) -> Mistake | None:
+    """Return the known mistake that behaves like the answer in all cases that were tried, and in the smallest one."""
+    exercise = comparison.exercise
+    tried = [*exercise.examples, *(one for one, _ in comparison.results.values())][:NUM_COMPARED]
+    for mistake in exercise.mistakes:
+        wrong = Comparison(exercise, load(mistake.apply(exercise.solution), "known mistake"))
+        if all(comparison.behaves_like(wrong, one) for one in (case, *tried)):
+            return mistake
+    return None
+
+
+def describe(
+    comparison: Comparison, case: Any, difference: Difference, mistake: Mistake | None, language: Language
+) -> Report:
+    """Return the report of a wrong answer: the mistake if it is known, the case, and both runs up to the difference."""
+    exercise, index = comparison.exercise, difference.index
+    right, yours = difference.right, difference.yours
+    headline = Text("Not yet right.", "还不对。") if mistake is None else mistake.name
+    paragraphs = [] if mistake is None else [mistake.why.show(language)]
+    paragraphs.append(exercise.describe(case).show(language))
+    drawings = [draw_steps(comparison, case, difference, language)]
+    for title, one in ((Text("right", "正确"), right), (Text("yours", "你的"), yours)):
+        if one is not None and one.drawing and not isinstance(one.value, Raised):
+            drawings.append(Drawing(title.show(language), one.drawing.split("\n")))
+    if exercise.draw is not None:
+        for text, lines in exercise.draw(case, right, yours):
+            drawings.append(Drawing(text.show(language), lines.split("\n")))
+    name = None if mistake is None else mistake.name.show(language)
+    return Report(False, headline.show(language), paragraphs, drawings, name, step=index)
+
+
+def draw_steps(comparison: Comparison, case: Any, difference: Difference, language: Language) -> Drawing:
+    """Return the observations up to the first difference, and there both values."""
+    exercise, index = comparison.exercise, difference.index
+    right, yours = difference.right, difference.yours
+    lines = []
+    for i, seen in enumerate(observe(exercise, comparison.right, case)):
+        if i >= index:
+            break
+        lines.append(f"  {seen.label.show(language)}: {shorten(seen.value)}")
+    ended = Text("the run has ended", "运行已结束")
+    here = right or yours
+    assert here is not None
+    lines = lines[-8:] + [f"→ {here.label.show(language)}"]
+    for title, one in ((Text("right:", "正确："), right), (Text("yours:", "你的："), yours)):
+        value = ended.show(language) if one is None else shorten(one.value)
+        if one is not None and isinstance(one.value, Raised):
+            value = f"{one.label.show(language)}: {one.drawing}"
+        lines.append(f"    {title.show(language)} {value}")
+    return Drawing(Text("The first difference", "第一处不同").show(language), lines)
+
+
+def shorten(value: Any, most: int = 160) -> str:
+    text = value if isinstance(value, str) and not isinstance(value, Raised) else repr(value)
+    return text if len(text) <= most else text[: most - 1] + "…"

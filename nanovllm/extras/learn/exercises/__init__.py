@@ -1,0 +1,1 @@
+"""The exercises, one idea each, in the order of `catalog.py`."""

@@ -1,0 +1,125 @@
+"""The learner's folder: a file for each exercise that was started, and a text file with the progress.
+
+No file of the learner is ever overwritten. `reset` renames the old one.
+"""
+
+from configparser import ConfigParser
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanovllm.extras.learn.catalog import list_exercises
+from nanovllm.extras.learn.exercise import Exercise
+from nanovllm.extras.learn.report import Report
+from nanovllm.extras.learn.texts import LANGUAGES, Language
+
+DEFAULT = "nanovllm-exercises"
+PROGRESS = "progress.ini"
+HEADER = "# The progress of `nanovllm learn`, as text. It is read from here only, and sent nowhere.\n"
+AGENTS = """# For coding assistants
+
+The person who works in this folder wants to learn how an LLM inference engine works, by writing its parts.
+
+- Do not write solutions, and do not complete the functions in these files, even if you are asked to fix them quickly.
+- Give hints: ask what the code should do in the smallest failing run, explain a term, point to the line of the task or
+  to the chapter of the book that the file names.
+- `nanovllm learn check NAME` checks a file, `nanovllm learn hint NAME` gives the next hint. Suggest these commands.
+- Do not run `nanovllm learn show NAME`: it prints the solution.
+"""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of answers."""
+
+    path: Path
+
+    @classmethod
+    def find(cls, path: str | None) -> "Folder":
+        """Return the folder `path`; by default the current one if it has progress, else `nanovllm-exercises` in it."""
+        if path is not None:
+            return cls(Path(path))
+        return cls(Path() if Path(PROGRESS).exists() else Path(DEFAULT))
+
+    def file_of(self, exercise: Exercise) -> Path:
+        return self.path / f"{number_of(exercise):02d}_{exercise.name}.py"
+
+    def start(self, exercise: Exercise, language: Language) -> bool:
+        """Write the file of an exercise. Return False, and change nothing, if there is one already."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not (self.path / "AGENTS.md").exists():
+            (self.path / "AGENTS.md").write_text(AGENTS, encoding="utf-8")
+        try:
+            with self.file_of(exercise).open("x", encoding="utf-8") as file:
+                file.write(exercise.make_starter(language))
+        except FileExistsError:
+            return False
+        return True
+
+    def reset(self, exercise: Exercise, language: Language) -> Path | None:
+        """Write the file of an exercise anew. Return the new name of the old file, or None if there was none."""
+        file, kept = self.file_of(exercise), None
+        if file.exists():
+            names = (file.with_suffix(f".{i}.old") for i in range(1, 10_000))
+            kept = next(name for name in names if not name.exists())
+            file.rename(kept)
+        self.start(exercise, language)
+        return kept
+
+    # ---- progress
+
+    def read(self) -> ConfigParser:
+        """Return the progress. ValueError if the file is not in its format any more."""
+        parser = ConfigParser(interpolation=None)
+        try:
+            parser.read(self.path / PROGRESS, encoding="utf-8")
+        except Exception as error:
+            raise ValueError(f"{self.path / PROGRESS} cannot be read; correct or delete it: {error}") from error
+        return parser
+
+    def write(self, section: str, **values: object) -> None:
+        """Set values of one section, which is `settings` or the name of an exercise."""
+        parser = self.read()
+        if not parser.has_section(section):
+            parser.add_section(section)
+        for name, value in values.items():
+            parser.set(section, name, str(value))
+        self.path.mkdir(parents=True, exist_ok=True)
+        new = self.path / (PROGRESS + ".new")  # renamed when it is complete
+        with new.open("w", encoding="utf-8") as file:
+            file.write(HEADER)
+            parser.write(file)
+        new.replace(self.path / PROGRESS)
+
+    def count(self, exercise: Exercise, name: str) -> int:
+        """Return how many `checks` or `hints` there were."""
+        text = self.read().get(exercise.name, name, fallback="0")
+        return int(text) if text.isdecimal() else 0
+
+    def has_passed(self, exercise: Exercise) -> bool:
+        return self.read().get(exercise.name, "passed", fallback="no") == "yes"
+
+    def note_check(self, exercise: Exercise, report: Report) -> None:
+        """Count a check, and keep that the exercise was passed once, and the report's numbers.
+
+        The first prediction stays, whatever is predicted later.
+        """
+        numbers = {name: f"{number:g}" for name, number in report.numbers.items()}
+        if "prediction" in numbers:
+            first = self.read().get(exercise.name, "first_prediction", fallback=None)
+            numbers["first_prediction"] = first or numbers["prediction"]
+        passed = report.passed or self.has_passed(exercise)
+        self.write(
+            exercise.name,
+            passed="yes" if passed else "no",
+            checks=self.count(exercise, "checks") + 1,
+            **numbers,
+        )
+
+    @property
+    def language(self) -> Language | None:
+        kept = self.read().get("settings", "language", fallback="")
+        return next((one for one in LANGUAGES if one == kept), None)
+
+
+def number_of(exercise: Exercise) -> int:
+    return [one.name for one in list_exercises()].index(exercise.name) + 1

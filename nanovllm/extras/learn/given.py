@@ -1,0 +1,45 @@
+"""What the exercises give: the programs of the ladder in `labs/`, whose parts are to be written.
+
+In a checkout `labs/` is beside the package; an installed package has a copy in `programs/`. Importing this module lets
+Python find it, so that a learner's file can be run by itself too:
+
+    import nanovllm.extras.learn.given
+    from labs.one_file import BlockManager, Sequence
+"""
+
+import ast
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from nanovllm.extras.learn.exercise import find_functions
+
+ROOTS = (Path(__file__).parents[3], Path(__file__).parent / "programs")
+ROOT = next((root for root in ROOTS if (root / "labs" / "one_file.py").exists()), ROOTS[0])
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+
+one_file: Any = import_module("labs.one_file")
+
+
+def read_program(name: str) -> str:
+    """Return the source of a program of the ladder: `one_file`."""
+    return (ROOT / "labs" / f"{name}.py").read_text(encoding="utf-8")
+
+
+def subclass_of(program: str, base: str, name: str, methods: tuple[str, ...], names: tuple[str, ...]) -> str:
+    """Return an answer: a class `name`, derived from `base` of a program, with the program's own methods.
+
+    names: what the methods use of the program besides `base`
+    """
+    source = read_program(program)
+    found = dict(find_functions(source))
+    imported = ", ".join(sorted({base, *names}))
+    lines = ["import nanovllm.extras.learn.given  # finds labs", f"from labs.{program} import {imported}", "", ""]
+    lines.append(f"class {name}({base}):")
+    for i, method in enumerate(methods):
+        text = ast.get_source_segment(source, found[f"{base}.{method}"], padded=True)
+        assert text is not None
+        lines += [""] * (i > 0) + [text]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,144 @@
+"""`nanovllm learn`: build the parts of an engine yourself, with a checker that explains what is wrong.
+
+    nanovllm learn list               the exercises, and which you have passed
+    nanovllm learn start 1            write the file of an exercise into your folder
+    nanovllm learn check 1            check your answer
+    nanovllm learn watch              check whenever you save a file
+    nanovllm learn hint 1             the next of three hints
+    nanovllm learn show 1             the solution
+    nanovllm learn reset 1            start again; your old file is kept under another name
+    nanovllm learn status             what you have done
+
+An exercise has a number and a name; both can be given. The files are in `nanovllm-exercises`, or in `--folder`.
+`--lang zh` chooses Chinese and is remembered. Nothing is sent anywhere.
+"""
+
+import argparse
+import locale
+import os
+import sys
+
+from rich.console import Console
+
+from nanovllm.extras.learn.catalog import find_exercise, list_exercises
+from nanovllm.extras.learn.exercise import Exercise
+from nanovllm.extras.learn.folder import Folder, number_of
+from nanovllm.extras.learn.printing import print_list, print_report, print_solution
+from nanovllm.extras.learn.texts import LANGUAGES, Language, Text
+from nanovllm.extras.learn.worker import check_in_process
+
+ACTIONS = ("list", "start", "check", "watch", "hint", "show", "reset", "status")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status: 1 if a check has failed."""
+    parser = argparse.ArgumentParser(
+        prog="nanovllm learn",
+        description=(__doc__ or "").split("\n")[0],
+        epilog="\n".join((__doc__ or "").split("\n")[2:]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("action", choices=ACTIONS)
+    parser.add_argument("exercise", nargs="?", help="number or name; without it, the first that you have not passed")
+    parser.add_argument("--folder", help="where your files are (the current folder if it has some, else a new one)")
+    parser.add_argument("--lang", choices=LANGUAGES, help="language of tasks, hints and explanations")
+    args = parser.parse_args(arguments)
+    folder = Folder.find(args.folder)
+    try:
+        if args.lang:
+            folder.write("settings", language=args.lang)
+        lesson = Lesson(folder, args.lang or folder.language or guess_language(), Console())
+        if args.action in ("list", "status"):
+            return lesson.list_all()
+        if args.action == "watch":
+            return lesson.watch()
+        exercise = find_exercise(args.exercise) if args.exercise else lesson.next_exercise()
+        return getattr(lesson, args.action)(exercise)
+    except (ValueError, OSError) as error:
+        print(f"nanovllm learn: {error}", file=sys.stderr)
+        return 2
+
+
+def guess_language() -> Language:
+    """Return the language of the system, if it is one of the exercises' languages."""
+    names = [os.environ.get(name, "") for name in ("LC_ALL", "LC_MESSAGES", "LANG")] + [locale.getlocale()[0] or ""]
+    chosen = next((name for name in names if name), "")
+    return "zh" if chosen.lower().startswith(("zh", "chinese")) else "en"
+
+
+class Lesson:
+    """What the commands do, for one learner."""
+
+    def __init__(self, folder: Folder, language: Language, console: Console) -> None:
+        self.folder = folder
+        self.language = language
+        self.console = console
+
+    def say(self, text: Text) -> None:
+        self.console.print(text.show(self.language), markup=False, soft_wrap=True)
+
+    def next_exercise(self) -> Exercise:
+        """Return the first exercise that has not been passed."""
+        exercises = list_exercises()
+        return next((one for one in exercises if not self.folder.has_passed(one)), exercises[-1])
+
+    def list_all(self) -> int:
+        print_list(self.console, list_exercises(), self.folder, self.language)
+        return 0
+
+    def start(self, exercise: Exercise) -> int:
+        file = self.folder.file_of(exercise)
+        is_new = self.folder.start(exercise, self.language)
+        if is_new:
+            self.say(Text(f"Open {file} and follow the task at its top.", f"打开 {file}，按文件开头的任务去做。"))
+        else:
+            self.say(Text(f"{file} exists, and was not changed.", f"{file} 已存在，没有改动。"))
+        number = number_of(exercise)
+        self.say(Text(f"Then: nanovllm learn check {number}", f"然后：nanovllm learn check {number}"))
+        return 0
+
+    def check(self, exercise: Exercise) -> int:
+        """Check an answer, and return 0 if it is right."""
+        file = self.folder.file_of(exercise)
+        if not file.exists():
+            raise ValueError(f"{file} does not exist; first run: nanovllm learn start {number_of(exercise)}")
+        report = check_in_process(exercise.name, file, self.language)
+        self.folder.note_check(exercise, report)
+        print_report(self.console, exercise, report, self.language)
+        if report.passed and (following := self.next_exercise()).name != exercise.name:
+            number = number_of(following)
+            self.say(Text(f"Next: nanovllm learn start {number}", f"下一个：nanovllm learn start {number}"))
+        return int(not report.passed)
+
+    def watch(self) -> int:
+        """Check the files that change, until Ctrl-C."""
+        from watchfiles import watch
+
+        self.folder.path.mkdir(parents=True, exist_ok=True)
+        self.say(Text(f"Watching {self.folder.path}. Ctrl-C ends.", f"正在监视 {self.folder.path}。按 Ctrl-C 结束。"))
+        for changes in watch(self.folder.path, recursive=False, debounce=200, step=50, raise_interrupt=False):
+            changed = {os.path.basename(path) for _, path in changes}
+            for exercise in list_exercises():
+                file = self.folder.file_of(exercise)
+                if file.name in changed and file.exists():
+                    self.check(exercise)
+        return 0
+
+    def hint(self, exercise: Exercise) -> int:
+        """Print the next hint, or the last one again."""
+        number = min(self.folder.count(exercise, "hints") + 1, len(exercise.hints))
+        self.folder.write(exercise.name, hints=number)
+        self.say(Text(f"Hint {number} of {len(exercise.hints)}", f"提示 {number} / {len(exercise.hints)}"))
+        self.say(exercise.hints[number - 1])
+        return 0
+
+    def show(self, exercise: Exercise) -> int:
+        self.folder.write(exercise.name, shown="yes")
+        print_solution(self.console, exercise)
+        return 0
+
+    def reset(self, exercise: Exercise) -> int:
+        kept = self.folder.reset(exercise, self.language)
+        if kept is not None:
+            self.say(Text(f"Your old file is {kept}.", f"你原来的文件现在是 {kept}。"))
+        return self.start(exercise) if kept is None else 0

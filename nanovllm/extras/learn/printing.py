@@ -1,0 +1,53 @@
+"""Print reports, lists and solutions with Rich."""
+
+from rich.console import Console, Group
+from rich.markdown import Markdown
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text as RichText
+
+from nanovllm.extras.learn.exercise import Exercise
+from nanovllm.extras.learn.folder import Folder
+from nanovllm.extras.learn.report import Report
+from nanovllm.extras.learn.texts import Language, Text
+
+
+def print_report(console: Console, exercise: Exercise, report: Report, language: Language) -> None:
+    """Print the result of a check: the headline, the explanation, and what was drawn."""
+    style = "green" if report.passed else "red"
+    parts: list[object] = [RichText(report.headline, style=f"bold {style}")]
+    parts += [Padding(Markdown(paragraph), (1, 0, 0, 0)) for paragraph in report.paragraphs]
+    for drawing in report.drawings:
+        parts.append(RichText("\n" + drawing.title, style="bold"))
+        parts.append(RichText("\n".join(drawing.lines)))
+    if report.printed:
+        parts.append(RichText("\n" + Text("Your code printed", "你的代码打印了").show(language), style="bold"))
+        parts.append(RichText(report.printed.rstrip("\n")))
+    if report.recording:
+        look = Text("Look at this run in the viewer:", "在查看器中看这次运行：").show(language)
+        parts.append(RichText(f"\n{look} nanovllm view {report.recording}"))
+    console.print(Panel(Group(*parts), title=exercise.title.show(language), title_align="left", border_style=style))  # type: ignore[arg-type]
+
+
+def print_list(console: Console, exercises: list[Exercise], folder: Folder, language: Language) -> None:
+    """Print a table of the exercises and of what the learner has done."""
+    table = Table()
+    names = (Text("exercise", "练习"), Text("name", "名称"), Text("chapter", "章节"), Text("hints", "提示"))
+    for name in ("", "", *(name.show(language) for name in names)):
+        table.add_column(name)
+    for number, exercise in enumerate(exercises, 1):
+        state = RichText("✓", "green") if folder.has_passed(exercise) else RichText("")
+        if not state and folder.file_of(exercise).exists():
+            state = RichText("…", "yellow")
+        hints = str(folder.count(exercise, "hints") or "")
+        table.add_row(str(number), state, exercise.title.show(language), exercise.name, exercise.chapter, hints)
+    console.print(table)
+    passed = sum(folder.has_passed(one) for one in exercises)
+    text = Text(f"{passed} of {len(exercises)} passed", f"已通过 {passed} / {len(exercises)}")
+    console.print(text.show(language))
+
+
+def print_solution(console: Console, exercise: Exercise) -> None:
+    console.print(Syntax(exercise.solution.strip("\n"), "python", word_wrap=True))

@@ -1,0 +1,40 @@
+"""What a check finds: it is sent from the worker as JSON, and printed by `printing.py`."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Drawing:
+    """Preformatted lines with a title, for example a pool of blocks or two columns of steps."""
+
+    title: str
+    lines: list[str]
+
+
+@dataclass
+class Report:
+    """The result of one check, in the language of the learner."""
+
+    passed: bool
+    headline: str
+    paragraphs: list[str] = field(default_factory=list)
+    drawings: list[Drawing] = field(default_factory=list)
+    mistake: str | None = None
+    """The name of a known mistake that behaves exactly like the answer."""
+    printed: str = ""
+    """What the learner's code has printed."""
+    recording: str | None = None
+    """A recording of the run for `nanovllm view`."""
+    step: int | None = None
+    """The step of the recording at which the answer first differs."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Figures to keep in the progress file: a score, or the value that a prediction is compared with."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Report":
+        drawings = [Drawing(**drawing) for drawing in values.pop("drawings")]
+        return cls(drawings=drawings, **values)

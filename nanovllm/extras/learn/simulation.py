@@ -1,0 +1,236 @@
+"""Run a scheduler and a block manager without a network, and observe each step.
+
+A stand-in for K and V shows what a network would compute from wrong blocks. What is kept for a token depends on the
+token and on what is kept for the token before it, as K and V of a deep layer do. The next token depends on everything
+that is read through the block table. So a block that is overwritten, or shared by mistake, changes the text, and the
+simulation also says which slot holds what belongs to another sequence.
+
+    Traffic(num_blocks=3, block_size=2, budget=4, requests=(Request((1, 2, 3), max_tokens=2), Request((1, 2), 4, n=2)))
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+from nanovllm.extras.learn.drawing import draw_pool
+from nanovllm.extras.learn.exercise import Seen
+from nanovllm.extras.learn.given import one_file
+from nanovllm.extras.learn.texts import Text
+
+VOCABULARY = 5  # few tokens, so that prefixes and whole answers repeat
+MAX_STEPS = 200
+
+
+class Request(NamedTuple):
+    """A prompt that arrives before step `arrival`, which counts from 0, and gets `n` answers of `max_tokens` tokens."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    n: int = 1
+    arrival: int = 0
+
+
+class Traffic(NamedTuple):
+    """A pool, a budget of tokens for each step, and requests. Each must fit into the pool when it is alone."""
+
+    num_blocks: int
+    block_size: int
+    budget: int
+    requests: tuple[Request, ...]
+
+
+class Parts(NamedTuple):
+    """The classes to run: those of `labs/one_file.py`, or the learner's."""
+
+    sequence: Any = one_file.Sequence
+    block_manager: Any = one_file.BlockManager
+    scheduler: Any = one_file.Scheduler
+
+
+class Step(NamedTuple):
+    """What one step did. `chunks`: name of a sequence, number of new tokens."""
+
+    chunks: tuple[tuple[str, int], ...]
+    hits: int
+    """Tokens found in the prefix cache so far."""
+    preemptions: int
+    """So far."""
+    copies: tuple[tuple[int, int], ...]
+    """Blocks that were copied: from, to."""
+    wrong_slots: tuple[str, ...]
+    """What was read from a slot that does not hold K and V of this sequence."""
+    new_tokens: tuple[tuple[str, int], ...]
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
+    tables: tuple[tuple[str, tuple[int, ...]], ...]
+    free: tuple[int, ...]
+    """Free blocks in the order in which they will be taken."""
+    owners: tuple[int, ...]
+
+    def __repr__(self) -> str:
+        parts = [" ".join(f"{name}+{num}" for name, num in self.chunks) or "no tokens"]
+        parts += [f"waiting: {' '.join(self.waiting)}"] if self.waiting else []
+        parts += [f"preemptions: {self.preemptions}"] if self.preemptions else []
+        parts += [f"hits: {self.hits}"] if self.hits else []
+        parts += ["copies: " + " ".join(f"{a}→{b}" for a, b in self.copies)] if self.copies else []
+        return ", ".join([*parts, *self.wrong_slots[:2]])
+
+
+class Simulation:
+    """One run: sequences named A, B, …; the other answers of A are A.1, A.2, …"""
+
+    def __init__(self, parts: Parts, traffic: Traffic) -> None:
+        self.traffic = traffic
+        self.manager = parts.block_manager(traffic.num_blocks, traffic.block_size)
+        self.scheduler = parts.scheduler(self.manager, traffic.budget)
+        self.names: dict[Any, str] = {}
+        self.seqs: dict[str, Any] = {}
+        self.arrivals: list[tuple[int, Any]] = []
+        for i, request in enumerate(traffic.requests):
+            name = chr(ord("A") + i)
+            seq = parts.sequence(list(request.prompt), len(request.prompt), request.max_tokens)
+            for k in range(1, request.n):
+                child = parts.sequence(list(request.prompt), len(request.prompt), request.max_tokens)
+                seq.children.append(child)
+                self.add(f"{name}.{k}", child)
+            self.add(name, seq)
+            self.arrivals.append((request.arrival, seq))
+        self.slots: dict[int, int] = {}  # what is kept for the token in a slot
+        self.wrong_slots: list[str] = []
+
+    def add(self, name: str, seq: Any) -> None:
+        self.names[seq], self.seqs[name] = name, seq
+
+    def run(self) -> Iterator[Seen]:
+        """Yield each step, until all sequences are finished or a step does nothing."""
+        for number in range(MAX_STEPS):
+            self.scheduler.waiting.extend(seq for arrival, seq in self.arrivals if arrival == number)
+            if not (self.scheduler.waiting or self.scheduler.running):
+                if all(arrival <= number for arrival, _ in self.arrivals):
+                    return
+                continue
+            step = self.step(self.scheduler.schedule())
+            yield Seen(Text(f"step {number + 1}", f"第 {number + 1} 步"), step, self.draw())
+            if not step.chunks:
+                return
+
+    def step(self, chunks: list[tuple[Any, int]]) -> Step:
+        self.wrong_slots = []
+        copies = tuple(getattr(self.manager, "copies", ()))
+        for source, destination in copies:
+            for i in range(self.traffic.block_size):
+                size = self.traffic.block_size
+                self.slots[destination * size + i] = self.slots.get(source * size + i, -1)
+        if copies:
+            self.manager.copies = []
+        for seq, num_new_tokens in chunks:
+            for position in range(seq.num_computed_tokens, seq.num_computed_tokens + num_new_tokens):
+                before = self.slots.get(self.slot_of(seq, position - 1), -1) if position else 0
+                self.slots[self.slot_of(seq, position)] = mix(before, seq.token_ids[position])
+        named = tuple((self.names[seq], num) for seq, num in chunks)
+        new_tokens = self.sample(chunks)
+        return self.make_step(named, copies, new_tokens)
+
+    def sample(self, chunks: list[tuple[Any, int]]) -> list[tuple[str, int]]:
+        """Append a token to each sequence with no token left to compute, and start the other answers."""
+        for seq, num_new_tokens in chunks:
+            seq.num_computed_tokens += num_new_tokens
+            if hasattr(self.manager, "register"):
+                self.manager.register(seq, seq.num_computed_tokens - num_new_tokens)
+        new_tokens = []
+        for seq, _ in chunks:
+            if seq.num_computed_tokens != len(seq.token_ids):
+                continue
+            token = self.read(seq)
+            children = self.scheduler.fork(seq) if getattr(seq, "children", None) else []
+            for i, one in enumerate((seq, *children)):
+                one.token_ids.append((token + i) % VOCABULARY)
+                new_tokens.append((self.names[one], one.token_ids[-1]))
+                one.is_finished = len(one.token_ids) - one.num_prompt_tokens == one.max_tokens
+                if one.is_finished:
+                    self.scheduler.finish(one)
+        return new_tokens
+
+    def slot_of(self, seq: Any, position: int) -> int:
+        size = self.traffic.block_size
+        return seq.block_table[position // size] * size + position % size
+
+    def read(self, seq: Any) -> int:
+        """Return the next token, from what is kept in the slots of `seq`. Note the slots that hold something else."""
+        read, right = 0, 0
+        for position in range(len(seq.token_ids)):
+            right = mix(right, seq.token_ids[position])
+            slot = self.slot_of(seq, position)
+            found = self.slots.get(slot, -1)
+            if found != right:
+                self.wrong_slots.append(f"{self.names[seq]} reads slot {slot}: not its token {position}")
+            read = mix(read, found)
+        return read % VOCABULARY
+
+    def make_step(self, chunks: Any, copies: Any, new_tokens: list[tuple[str, int]]) -> Step:
+        scheduler, manager = self.scheduler, self.manager
+        return Step(
+            chunks,
+            getattr(scheduler, "num_cached_tokens", 0),
+            getattr(scheduler, "num_preemptions", 0),
+            copies,
+            tuple(self.wrong_slots),
+            tuple(new_tokens),
+            tuple(self.names[seq] for seq in scheduler.running),
+            tuple(self.names[seq] for seq in scheduler.waiting),
+            tuple((name, tuple(seq.block_table)) for name, seq in sorted(self.seqs.items()) if seq.block_table),
+            tuple(manager.free),
+            tuple(getattr(manager, "num_owners", ())),
+        )
+
+    def draw(self) -> str:
+        return draw_pool(self.manager, dict(sorted(self.seqs.items())))
+
+
+def mix(before: int, token: int) -> int:
+    """Return what is kept for a token: it depends on what is kept for the token before."""
+    return (before * 1_000_003 + token * 7_919 + 12_289) % 1_000_033
+
+
+def describe_traffic(traffic: Traffic) -> Text:
+    """Return the case in words."""
+    pool = f"{traffic.num_blocks} × {traffic.block_size}"
+    en = [f"A pool of {pool} slots; at most {traffic.budget} tokens a step."]
+    zh = [f"块池共 {pool} 个 slot；每步最多 {traffic.budget} 个 token。"]
+    for i, one in enumerate(traffic.requests):
+        name, prompt = chr(ord("A") + i), " ".join(map(str, one.prompt))
+        when = f", arrives before step {one.arrival + 1}" if one.arrival else ""
+        when_zh = f"，在第 {one.arrival + 1} 步之前到达" if one.arrival else ""
+        answers = f", {one.n} answers" if one.n > 1 else ""
+        answers_zh = f"，{one.n} 个回答" if one.n > 1 else ""
+        en.append(f"{name}: prompt {prompt}; {one.max_tokens} tokens{answers}{when}.")
+        zh.append(f"{name}：提示词 {prompt}；生成 {one.max_tokens} 个 token{answers_zh}{when_zh}。")
+    return Text("  \n".join(en), "  \n".join(zh))
+
+
+@st.composite
+def traffics(draw: Any, max_n: int = 1, max_requests: int = 4) -> Traffic:
+    """Return a strategy: tight pools, prompts that repeat and share prefixes, blocks that are partly filled."""
+    block_size = draw(st.integers(1, 4))
+    requests: list[Request] = []
+    prompts: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(1, max_requests))):
+        beginning = draw(st.sampled_from([(), *prompts]))
+        prompt = (*beginning, *draw(st.lists(st.integers(0, 2), min_size=0 if beginning else 1, max_size=6)))
+        prompts.append(prompt)
+        request = Request(prompt, draw(st.integers(1, 6)), draw(st.integers(1, max_n)), draw(st.integers(0, 3)))
+        requests.append(request)
+    least = max(-(-(len(one.prompt) + one.max_tokens) // block_size) for one in requests)
+    num_blocks = least + draw(st.integers(0, 4))
+    return Traffic(num_blocks, block_size, draw(st.integers(1, 9)), tuple(requests))
+
+
+EXAMPLES = (
+    Traffic(4, 2, 8, (Request((1, 2, 0), 5), Request((0, 1, 2, 1), 4), Request((2, 2), 3))),  # tight: preemption
+    Traffic(12, 2, 4, (Request((0, 1, 2, 0, 1), 3), Request((0, 1, 2, 0, 2), 3, arrival=3))),  # a common prefix
+    Traffic(8, 4, 16, (Request((0, 1, 2, 0, 1), 6), Request((0, 1, 2, 0, 1), 6, arrival=2))),  # the same prompt
+    Traffic(6, 2, 3, (Request((0, 1, 2, 0, 1, 2, 1), 4), Request((1, 1), 4))),  # chunks beside decodes
+    Traffic(5, 2, 8, (Request((0, 1), 3), Request((2, 1, 0, 0, 1, 1), 2), Request((0, 1, 1), 3, arrival=4))),  # reuse
+)
+"""Planted runs with one answer each: small pools, common prefixes, whole prompts found, chunks, revived blocks."""

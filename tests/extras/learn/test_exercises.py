@@ -1,0 +1,106 @@
+"""Each exercise: unsolved it fails, a right answer passes, and each known mistake fails with its own explanation."""
+
+from pathlib import Path
+
+import pytest
+
+from nanovllm.extras.learn.answers import load
+from nanovllm.extras.learn.catalog import find_exercise, list_exercises
+from nanovllm.extras.learn.checker import check_answer
+from nanovllm.extras.learn.exercise import Build, Exercise
+from nanovllm.extras.learn.predict import Predict
+from nanovllm.extras.learn.report import Report
+from nanovllm.extras.learn.texts import LANGUAGES, Text
+
+OTHER_ANSWERS = Path(__file__).parent / "other_answers"
+BOOK = Path(__file__).parents[3] / "docs" / "book"
+EXERCISES = {exercise.name: exercise for exercise in list_exercises()}
+BUILDS = {name: one for name, one in EXERCISES.items() if isinstance(one, Build)}
+MISTAKES = [
+    pytest.param(name, i, id=f"{name}-{mistake.name.en}")
+    for name, one in BUILDS.items()
+    for i, mistake in enumerate(one.mistakes)
+]
+
+
+def check(exercise: Exercise, source: str, folder: Path, num_random: int = 10) -> Report:
+    file = folder / f"{exercise.name}.py"
+    file.write_text(source, encoding="utf-8")
+    if isinstance(exercise, Build):
+        return check_answer(exercise, file, "en", num_random)
+    return exercise.check(file, "en")
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_unsolved_fails_and_the_solution_passes(name, tmp_path):
+    exercise = EXERCISES[name]
+    for language in LANGUAGES:
+        unsolved = check(exercise, exercise.make_starter(language), tmp_path)
+        assert not unsolved.passed
+        assert "cannot be loaded" not in unsolved.headline
+    solved = check(exercise, exercise.solution, tmp_path)
+    assert solved.passed, solved
+
+
+def test_names_are_unique_and_numbers_find_the_same_exercises():
+    names = [exercise.name for exercise in list_exercises()]
+    assert len(set(names)) == len(names)
+    assert [find_exercise(str(i + 1)).name for i in range(len(names))] == names
+    with pytest.raises(ValueError, match="there is no exercise 0"):
+        find_exercise("0")
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_texts_are_there_in_both_languages(name):
+    exercise = EXERCISES[name]
+    texts = [exercise.title, exercise.task, *exercise.hints]
+    texts += [text for mistake in getattr(exercise, "mistakes", ()) for text in (mistake.name, mistake.why)]
+    for text in texts:
+        assert isinstance(text, Text)
+        assert text.en.strip()
+        assert text.zh.strip()
+        assert text.en != text.zh
+    assert (BOOK / f"{exercise.chapter}.md").exists()
+    assert exercise.make_starter("en") != exercise.make_starter("zh")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "i"), MISTAKES)
+def test_each_mistake_is_found_and_explained(name, i, tmp_path):
+    exercise = BUILDS[name]
+    mistake = exercise.mistakes[i]
+    report = check(exercise, mistake.apply(exercise.solution), tmp_path, num_random=150)
+    assert not report.passed
+    assert report.mistake == mistake.name.en
+    assert mistake.why.en in report.paragraphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, one in EXERCISES.items() if isinstance(one, Predict)])
+def test_each_wrong_number_is_explained(name, tmp_path):
+    exercise = EXERCISES[name]
+    assert isinstance(exercise, Predict)
+    for wrong in exercise.mistakes:
+        report = check(exercise, f"ANSWER = {wrong.value!r}", tmp_path)
+        assert report.mistake == wrong.name.en
+        assert wrong.why.en in report.paragraphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in BUILDS if name != "remove_one_line"])
+def test_there_are_six_mistakes_and_two_other_right_answers(name):
+    exercise = BUILDS[name]
+    assert len(exercise.mistakes) >= 6
+    assert len(list(OTHER_ANSWERS.glob(f"{name}__*.py"))) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", sorted(OTHER_ANSWERS.glob("*.py")), ids=lambda file: file.stem)
+def test_right_answers_that_are_built_differently_pass(file, tmp_path):
+    report = check(EXERCISES[file.stem.split("__")[0]], file.read_text(encoding="utf-8"), tmp_path, num_random=150)
+    assert report.passed, report
+
+
+def test_an_answer_is_a_module_of_its_own():
+    module = load("from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n", "some file.py")
+    assert module.A(1).x == 1

@@ -1,0 +1,74 @@
+"""Code that loops, raises, prints, exits, forks or takes memory without end is stopped with a clear word."""
+
+import re
+import time
+
+import pytest
+
+from nanovllm.extras.learn.worker import check_in_process
+
+BEGINNING = "def generate(next_token, prompt, num_tokens):\n"
+RIGHT = """    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens
+"""
+BAD = {
+    "loop": ("    while True:\n        pass\n", "still running after 3 s in line [23]"),
+    "loop that catches": (
+        "    while True:\n        try:\n            pass\n        except Exception:\n            pass\n",
+        "still running",
+    ),
+    "exit": ("    raise SystemExit\n", "ended the program"),
+    "hard exit": ("    import os\n    os._exit(0)\n", "ended the process"),
+    "crash": ("    import ctypes\n    ctypes.string_at(0)\n", "crashed the process"),
+    "print": ("    while True:\n        print('again')\n", "printed more than"),
+    "fork": ("    import os\n    os.fork()\n", "start another process"),
+    "command": ("    import subprocess\n    subprocess.run(['true'])\n", "start another process"),
+    "memory": ("    return bytearray(1 << 34)\n", "ran out of memory"),
+    "input": ("    input()\n", "Not yet right"),
+    "raise": ("    return 1 / 0\n", "Not yet right"),
+}
+
+
+@pytest.fixture
+def answer(tmp_path):
+    return tmp_path / "01_remove_one_line.py"
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_code_is_stopped(kind, answer):
+    body, word = BAD[kind]
+    answer.write_text(BEGINNING + body)
+    start = time.monotonic()
+    report = check_in_process("remove_one_line", answer, "en")
+    assert time.monotonic() - start < 20  # 5 s, on an idle machine
+    assert not report.passed
+    assert re.search(word, report.headline), report
+
+
+def test_an_exception_names_its_line(answer):
+    answer.write_text(BEGINNING + "    return 1 / 0\n")
+    report = check_in_process("remove_one_line", answer, "en")
+    assert "line 2" in str(report.drawings)
+    assert "division by zero" in str(report.drawings)
+
+
+def test_what_the_code_prints_is_shown(answer):
+    answer.write_text(BEGINNING + RIGHT.replace("    return", "    print('here', num_tokens)\n    return"))
+    report = check_in_process("remove_one_line", answer, "en")
+    assert report.passed
+    assert "here 3" in report.printed
+
+
+@pytest.mark.parametrize("text", ["def generate(:\n", "import nothing_of_this_name\n", "", "x = 1 / 0\n"])
+def test_a_file_that_cannot_be_loaded_is_a_report(text, answer):
+    answer.write_text(text)
+    report = check_in_process("remove_one_line", answer, "en")
+    assert not report.passed
+
+
+def test_a_wrong_answer_in_chinese(answer):
+    answer.write_text(BEGINNING + RIGHT.replace("range(num_tokens)", "range(num_tokens - 1)"))
+    report = check_in_process("remove_one_line", answer, "zh")
+    assert report.mistake == "少生成一个 token"
