@@ -7,6 +7,7 @@ from nanovllm.extras.learn.exercise import Exercise
 MODULES = (
     "remove_one_line",
     "grow_table",
+    "find_the_bug",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 

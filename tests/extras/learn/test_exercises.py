@@ -35,7 +35,7 @@ def check(exercise: Exercise, source: str, folder: Path, num_random: int = 10) -
 def test_unsolved_fails_and_the_solution_passes(name, tmp_path):
     exercise = EXERCISES[name]
     for language in LANGUAGES:
-        unsolved = check(exercise, exercise.make_starter(language), tmp_path)
+        unsolved = check(exercise, exercise.make_starter(language), tmp_path, num_random=0)
         assert not unsolved.passed
         assert "cannot be loaded" not in unsolved.headline
     solved = check(exercise, exercise.solution, tmp_path)
@@ -87,7 +87,7 @@ def test_each_wrong_number_is_explained(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in BUILDS if name != "remove_one_line"])
+@pytest.mark.parametrize("name", [name for name, one in BUILDS.items() if type(one) is Build])
 def test_there_are_six_mistakes_and_two_other_right_answers(name):
     exercise = BUILDS[name]
     assert len(exercise.mistakes) >= 6

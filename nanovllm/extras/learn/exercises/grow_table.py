@@ -43,9 +43,11 @@ EXERCISES = (
         title=Text("A block table that grows", "会增长的块表"),
         task=Text(
             "A sequence has just got a token. If its blocks have no slot for it, take one more block from the free\n"
-            "blocks (`self.free.pop()`), and put it at the end of the block table. If no block is free, change nothing\n"
+            "blocks (`self.free.pop()`), and put it at the end of the block table. If no block is free, change "
+            "nothing\n"
             "and return False. `self.num_blocks_for(n)` is the number of blocks that n tokens need.",
-            "一个序列刚得到一个 token。如果它的块里没有空位，就从空闲块里再取一个（`self.free.pop()`），放到块表末尾。\n"
+            "一个序列刚得到一个 token。如果它的块里没有空位，就从空闲块里再取一个（`self.free.pop()`），"
+            "放到块表末尾。\n"
             "如果没有空闲块，什么都不要改，返回 False。`self.num_blocks_for(n)` 是 n 个 token 需要的块数。",
         ),
         hints=(

@@ -1,0 +1,73 @@
+"""Find the bug: the learner's file is `labs/one_file.py` with a bug that a real engine had."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from nanovllm.extras.learn.exercise import Build, Mistake, Seen, make_header
+from nanovllm.extras.learn.given import read_program
+from nanovllm.extras.learn.simulation import EXAMPLES, Parts, Request, Simulation, Traffic, describe_traffic, traffics
+from nanovllm.extras.learn.texts import Language, Text
+
+WITH_ANSWERS = (  # several answers to a prompt: forks, copies, and the last owner, who needs none
+    Traffic(8, 4, 8, (Request((0, 1, 2, 1, 1, 1), 5, n=3),)),
+    Traffic(7, 2, 8, (Request((0, 1, 2), 4, n=2), Request((0, 1, 2, 0), 3, arrival=2))),
+    Traffic(9, 4, 16, (Request((1, 2, 0, 1, 1), 3, n=2), Request((2, 2, 1), 4, n=2))),
+)
+WHOLE_PROMPT = Traffic(9, 2, 16, (Request((0, 1, 2, 0), 3), Request((0, 1, 2, 0), 3, arrival=2)))
+FREED_FIRST = Traffic(
+    5, 2, 16, (Request((0, 1, 2, 0, 1), 2), Request((2, 2, 1), 2, arrival=3), Request((0, 1, 2, 0, 1), 2, arrival=6))
+)
+CHUNKED = Traffic(12, 2, 3, (Request((0, 1, 2, 0, 1, 2), 3), Request((0, 1, 2, 0, 1, 2), 3, arrival=4)))
+LARGE_IDS = Traffic(9, 2, 16, (Request((1, 2, 3), 2), Request((257, 2, 3), 2, arrival=3)))
+
+
+@dataclass(frozen=True)
+class FindBug(Build):
+    """The whole engine in one file, with a bug. The answer is right if each step is that of the original."""
+
+    bug: tuple[tuple[str, str], ...] = ()
+    """(old, new): what makes the bug."""
+
+    def make_starter(self, language: Language) -> str:
+        mistake = Mistake(self.title, self.task, self.bug)
+        return make_header(self, language) + mistake.apply(self.answer)
+
+
+def read_engine() -> str:
+    """Return `labs/one_file.py` without its docstring, and able to find `labs/model.py` from anywhere."""
+    source = read_program("one_file")
+    docstring = ast.parse(source).body[0]
+    code = "\n".join(source.split("\n")[docstring.end_lineno :]).lstrip("\n")
+    return code.replace("from labs.model", "import nanovllm.extras.learn.given  # finds labs\nfrom labs.model")
+
+
+def run(answer: ModuleType, case: Any) -> Iterator[Seen]:
+    return Simulation(Parts(answer.Sequence, answer.BlockManager, answer.Scheduler), case).run()
+
+
+def make_bug(name: str, chapter: str, title: Text, task: Text, hints: Any, bug: Any) -> FindBug:
+    """Return the exercise for one bug. The check finds the smallest run in which a step is not as it should be."""
+    examples = (*EXAMPLES, *WITH_ANSWERS, WHOLE_PROMPT, FREED_FIRST, CHUNKED, LARGE_IDS)
+    still = Text("The bug is still there", "bug 还在")
+    why = Text(
+        "This is the smallest run found in which a step differs from the right engine's.",
+        "这是找到的最小的运行，其中有一步与正确的引擎不同。",
+    )
+    return FindBug(
+        name=name,
+        chapter=chapter,
+        title=title,
+        task=task,
+        hints=hints,
+        answer=read_engine(),
+        holes=(),
+        run=run,
+        examples=examples,
+        cases=lambda: traffics(max_n=2),
+        describe=describe_traffic,
+        mistakes=(Mistake(still, why, bug),),
+        bug=bug,
+    )
