@@ -8,6 +8,7 @@ MODULES = (
     "remove_one_line",
     "grow_table",
     "find_the_bug",
+    "whole_engine",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 

@@ -74,6 +74,10 @@ class Exercise(ABC):
     def make_starter(self, language: Language) -> str:
         """Return the learner's file as it is at the start."""
 
+    def make_file(self, folder: Path, language: Language) -> str:
+        """Return the learner's file as it is at the start in `folder`, which may have answers to other exercises."""
+        return self.make_starter(language)
+
     @abstractmethod
     def check(self, file: Path, language: Language) -> Report:
         """Check an answer. It runs in a process of its own."""
@@ -98,6 +102,8 @@ class Build(Exercise):
     """The case in words: "3 blocks of 4 tokens; A has 5 tokens and grows by 4"."""
     is_same: Callable[[Any, Any], bool] = operator.eq
     """Whether two observed values are equal, for example up to rounding."""
+    engine_parts: tuple[tuple[str, str], ...] = ()
+    """(function of the answer, method of `labs/one_file.py` that it can take the place of), for `whole_engine`."""
     draw: Callable[[Any, Seen | None, Seen | None], list[tuple[Text, str]]] | None = None
     """(case, right, yours) at the first difference -> more drawings: (title, lines). None where a run has ended."""
 

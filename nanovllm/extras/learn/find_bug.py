@@ -21,7 +21,10 @@ FREED_FIRST = Traffic(
     5, 2, 16, (Request((0, 1, 2, 0, 1), 2), Request((2, 2, 1), 2, arrival=3), Request((0, 1, 2, 0, 1), 2, arrival=6))
 )
 CHUNKED = Traffic(12, 2, 3, (Request((0, 1, 2, 0, 1, 2), 3), Request((0, 1, 2, 0, 1, 2), 3, arrival=4)))
+PARTLY_FILLED = Traffic(6, 3, 8, (Request((0, 0), 6), Request((0, 0, 0, 0), 5), Request((0, 0, 1), 3)))
 LARGE_IDS = Traffic(9, 2, 16, (Request((1, 2, 3), 2), Request((257, 2, 3), 2, arrival=3)))
+EXAMPLES_OF_ENGINE = (*EXAMPLES, *WITH_ANSWERS, WHOLE_PROMPT, FREED_FIRST, CHUNKED, PARTLY_FILLED, LARGE_IDS)
+"""Planted runs of the whole engine, which together show all bugs."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,6 @@ def run(answer: ModuleType, case: Any) -> Iterator[Seen]:
 
 def make_bug(name: str, chapter: str, title: Text, task: Text, hints: Any, bug: Any) -> FindBug:
     """Return the exercise for one bug. The check finds the smallest run in which a step is not as it should be."""
-    examples = (*EXAMPLES, *WITH_ANSWERS, WHOLE_PROMPT, FREED_FIRST, CHUNKED, LARGE_IDS)
     still = Text("The bug is still there", "bug 还在")
     why = Text(
         "This is the smallest run found in which a step differs from the right engine's.",
@@ -65,7 +67,7 @@ def make_bug(name: str, chapter: str, title: Text, task: Text, hints: Any, bug: 
         answer=read_engine(),
         holes=(),
         run=run,
-        examples=examples,
+        examples=EXAMPLES_OF_ENGINE,
         cases=lambda: traffics(max_n=2),
         describe=describe_traffic,
         mistakes=(Mistake(still, why, bug),),

@@ -48,9 +48,10 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         if not (self.path / "AGENTS.md").exists():
             (self.path / "AGENTS.md").write_text(AGENTS, encoding="utf-8")
+        text = exercise.make_file(self.path, language)
         try:
             with self.file_of(exercise).open("x", encoding="utf-8") as file:
-                file.write(exercise.make_starter(language))
+                file.write(text)
         except FileExistsError:
             return False
         return True
