@@ -19,6 +19,7 @@ from nanovllm.extras.learn.answers import Raised, load, observe
 from nanovllm.extras.learn.exercise import Build, Mistake, Seen
 from nanovllm.extras.learn.report import Drawing, Report
 from nanovllm.extras.learn.texts import Language, Text
+from nanovllm.extras.learn.traffic import Traffic
 
 NUM_RANDOM = 150  # random cases
 SEARCH_S = 1.2  # how long random cases are tried
@@ -170,7 +171,8 @@ def describe(
         for text, lines in exercise.draw(case, right, yours):
             drawings.append(Drawing(text.show(language), lines.split("\n")))
     name = None if mistake is None else mistake.name.show(language)
-    return Report(False, headline.show(language), paragraphs, drawings, name, step=index)
+    traffic = list(case) if isinstance(case, Traffic) else None
+    return Report(False, headline.show(language), paragraphs, drawings, name, traffic=traffic, step=index)
 
 
 def draw_steps(comparison: Comparison, case: Any, difference: Difference, language: Language) -> Drawing:

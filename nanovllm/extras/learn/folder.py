@@ -3,9 +3,11 @@
 No file of the learner is ever overwritten. `reset` renames the old one.
 """
 
+import json
 from configparser import ConfigParser
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nanovllm.extras.learn.catalog import list_exercises
 from nanovllm.extras.learn.exercise import Exercise
@@ -113,8 +115,16 @@ class Folder:
             exercise.name,
             passed="yes" if passed else "no",
             checks=self.count(exercise, "checks") + 1,
+            traffic=json.dumps(report.traffic),
+            step=report.step or 0,
             **numbers,
         )
+
+    def failing_run(self, exercise: Exercise) -> tuple[Any, int] | None:
+        """Return the requests of the smallest run that failed in the last check, and the step, or None."""
+        section = self.read()[exercise.name] if self.read().has_section(exercise.name) else {}
+        traffic = json.loads(section.get("traffic", "null"))
+        return None if traffic is None else (traffic, int(section.get("step", "0")))
 
     @property
     def language(self) -> Language | None:

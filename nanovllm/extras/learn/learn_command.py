@@ -5,6 +5,7 @@
     nanovllm learn check 1            check your answer
     nanovllm learn watch              check whenever you save a file
     nanovllm learn hint 1             the next of three hints
+    nanovllm learn view 1             the run that failed, step by step in the browser
     nanovllm learn show 1             the solution
     nanovllm learn reset 1            start again; your old file is kept under another name
     nanovllm learn status             what you have done
@@ -17,6 +18,7 @@ import argparse
 import locale
 import os
 import sys
+import webbrowser
 
 from rich.console import Console
 
@@ -27,7 +29,7 @@ from nanovllm.extras.learn.printing import print_list, print_report, print_solut
 from nanovllm.extras.learn.texts import LANGUAGES, Language, Text
 from nanovllm.extras.learn.worker import check_in_process
 
-ACTIONS = ("list", "start", "check", "watch", "hint", "show", "reset", "status")
+ACTIONS = ("list", "start", "check", "watch", "hint", "view", "show", "reset", "status")
 
 
 def main(arguments: list[str]) -> int:
@@ -130,6 +132,23 @@ class Lesson:
         self.folder.write(exercise.name, hints=number)
         self.say(Text(f"Hint {number} of {len(exercise.hints)}", f"提示 {number} / {len(exercise.hints)}"))
         self.say(exercise.hints[number - 1])
+        return 0
+
+    def view(self, exercise: Exercise) -> int:
+        """Record nanovllm's own run of the requests that failed in the last check, and open the viewer there."""
+        failing = self.folder.failing_run(exercise)
+        if failing is None:
+            raise ValueError(f"the last check of {exercise.name} has no run of requests to show")
+        from nanovllm.extras.learn.recording import record
+        from nanovllm.extras.trace.page import make_page
+
+        recording = self.folder.path / f"{exercise.name}.jsonl"
+        page = recording.with_suffix(".html").resolve()
+        record(failing[0], recording)
+        page.write_text(make_page([recording]), encoding="utf-8")
+        address = f"{page.as_uri()}#step={failing[1] + 1}&lang={self.language}"
+        self.console.print(address, markup=False, soft_wrap=True)
+        webbrowser.open(address)
         return 0
 
     def show(self, exercise: Exercise) -> int:

@@ -25,9 +25,9 @@ def print_report(console: Console, exercise: Exercise, report: Report, language:
     if report.printed:
         parts.append(RichText("\n" + Text("Your code printed", "你的代码打印了").show(language), style="bold"))
         parts.append(RichText(report.printed.rstrip("\n")))
-    if report.recording:
-        look = Text("Look at this run in the viewer:", "在查看器中看这次运行：").show(language)
-        parts.append(RichText(f"\n{look} nanovllm view {report.recording}"))
+    if report.traffic is not None:
+        look = Text("Step by step in the browser, as nanovllm runs it:", "在浏览器里逐步查看 nanovllm 的同一次运行：")
+        parts.append(RichText(f"\n{look.show(language)}\n  nanovllm learn view {exercise.name}"))
     console.print(Panel(Group(*parts), title=exercise.title.show(language), title_align="left", border_style=style))  # type: ignore[arg-type]
 
 

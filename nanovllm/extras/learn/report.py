@@ -24,10 +24,10 @@ class Report:
     """The name of a known mistake that behaves exactly like the answer."""
     printed: str = ""
     """What the learner's code has printed."""
-    recording: str | None = None
-    """A recording of the run for `nanovllm view`."""
+    traffic: list[Any] | None = None
+    """The requests of the smallest failing run (`traffic.py`), which `nanovllm learn view` shows."""
     step: int | None = None
-    """The step of the recording at which the answer first differs."""
+    """The observation that differs first, counted from 0. In such a run it is the step."""
     numbers: dict[str, float] = field(default_factory=dict)
     """Figures to keep in the progress file: a score, or the value that a prediction is compared with."""
 
