@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-TINY_QWEN3 = Path(__file__).parents[1] / "nanovllm" / "assets" / "tiny-qwen3"  # the bundled model
+from nanovllm import TINY_QWEN3  # the bundled model
+
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q: [num_tokens, num_heads, head_dim], k and v: [num_tokens, num_kv_heads, head_dim]) -> shaped like q"""
