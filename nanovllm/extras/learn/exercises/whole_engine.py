@@ -81,7 +81,7 @@ def run_all(answer: ModuleType, case: Any) -> Iterator[Seen]:
 def ask(answer: ModuleType) -> Iterator[Seen]:
     """Let the engine answer questions with a small pool, so that it preempts, and with two answers to each."""
     engine = answer.Engine(answer.TINY_QWEN3, num_blocks=24, block_size=4, max_num_batched_tokens=16)
-    questions = ["What is the KV cache?", "What is a block table?"]
+    questions = ["What is paged attention?", "What is a block table?"]  # 15 and 16 tokens: only one needs copies
     tokens = engine.generate([engine.model.encode(one) for one in questions], max_tokens=12, n=2)
     for i, one in enumerate(tokens):
         label = Text(f"answer {i % 2 + 1} to {questions[i // 2]}", f"对 {questions[i // 2]} 的第 {i % 2 + 1} 个回答")
