@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from nanovllm import TINY_QWEN3  # the bundled model
+TINY_QWEN3 = Path(__file__).parents[1] / "nanovllm" / "assets" / "tiny-qwen3"  # the bundled model
 
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]

@@ -58,7 +58,7 @@ def test_a_missing_package_is_named_with_its_extra(name, monkeypatch, capsys):
     import_module = builtins.__import__
 
     def without_extras(module, *arguments):
-        if module.split(".")[0] in ("fastapi", "uvicorn", "prometheus_client", "httpx", "aiohttp"):
+        if module.split(".")[0] in ("fastapi", "uvicorn", "prometheus_client", "httpx", "aiohttp", "hypothesis"):
             raise ModuleNotFoundError(f"No module named {module!r}", name=module.split(".")[0])
         return import_module(module, *arguments)
 
@@ -68,6 +68,7 @@ def test_a_missing_package_is_named_with_its_extra(name, monkeypatch, capsys):
         "nanovllm.extras.terminal",
         "nanovllm.extras.bench",
         "nanovllm.extras.event_stream",
+        "nanovllm.extras.learn",
     )
     for loaded in [module for module in sys.modules if module.startswith(rooms)]:
         monkeypatch.delitem(sys.modules, loaded)

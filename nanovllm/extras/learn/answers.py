@@ -5,10 +5,13 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.extras.learn.exercise import Build, Seen
+from nanovllm.extras.learn.seen import Seen
 from nanovllm.extras.learn.texts import Text
+
+if TYPE_CHECKING:
+    from nanovllm.extras.learn.exercise import Build
 
 
 class Raised(str):
@@ -35,7 +38,7 @@ def load(source: str, file: str) -> ModuleType:
     return module
 
 
-def observe(exercise: Build, answer: ModuleType, case: Any) -> Iterator[Seen]:
+def observe(exercise: "Build", answer: ModuleType, case: Any) -> Iterator[Seen]:
     """Yield what can be seen of an answer. An exception gives a last observation, with the line that raised it."""
     run = exercise.run(answer, case)
     while True:

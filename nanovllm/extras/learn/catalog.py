@@ -22,7 +22,7 @@ def list_exercises() -> list[Exercise]:
 
 
 def find_exercise(which: str) -> Exercise:
-    """Return the exercise with this name or number, counted from 1. ValueError if there is none."""
+    """Return the exercise with this name or number, counted from 1. ValueError if no exercise has it."""
     exercises = list_exercises()
     if which.isdecimal():
         if 1 <= int(which) <= len(exercises):

@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis.errors import NoSuchExample
 
 from nanovllm.extras.learn.answers import Raised, load, observe
-from nanovllm.extras.learn.exercise import Build, Mistake, Seen
-from nanovllm.extras.learn.report import Drawing, Report
+from nanovllm.extras.learn.findings import Drawing, Report
+from nanovllm.extras.learn.seen import Mistake, Seen
 from nanovllm.extras.learn.texts import Language, Text
 from nanovllm.extras.learn.traffic import Traffic
+
+if TYPE_CHECKING:
+    from nanovllm.extras.learn.exercise import Build
 
 NUM_RANDOM = 150  # random cases
 SEARCH_S = 1.2  # how long random cases are tried
@@ -39,7 +42,7 @@ class Difference:
 class Comparison:
     """Compares one answer with the right one, and remembers the results by case."""
 
-    def __init__(self, exercise: Build, answer: ModuleType) -> None:
+    def __init__(self, exercise: "Build", answer: ModuleType) -> None:
         self.exercise = exercise
         self.answer = answer
         self.right = load(exercise.solution, "right answer")
@@ -75,7 +78,7 @@ class Comparison:
         return is_same(self.exercise, mine.yours, its.yours)
 
 
-def is_same(exercise: Build, a: Seen, b: Seen) -> bool:
+def is_same(exercise: "Build", a: Seen, b: Seen) -> bool:
     if isinstance(a.value, Raised) or isinstance(b.value, Raised):
         return isinstance(a.value, Raised) and isinstance(b.value, Raised) and str(a.value) == str(b.value)
     try:
@@ -84,7 +87,7 @@ def is_same(exercise: Build, a: Seen, b: Seen) -> bool:
         return False
 
 
-def check_answer(exercise: Build, file: Path, language: Language, num_random: int = NUM_RANDOM) -> Report:
+def check_answer(exercise: "Build", file: Path, language: Language, num_random: int = NUM_RANDOM) -> Report:
     """Return whether an answer is right in all cases that are tried, and what is wrong in the smallest one found.
 
     num_random: how many random cases are tried after the planted ones, at most

@@ -13,43 +13,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from hypothesis.strategies import SearchStrategy
 
-from nanovllm.extras.learn.report import Report
+from nanovllm.extras.learn.checker import check_answer
+from nanovllm.extras.learn.findings import Report
+from nanovllm.extras.learn.seen import Mistake, Seen
 from nanovllm.extras.learn.texts import Language, Text
 
 NOT_WRITTEN = "raise NotImplementedError  # write this function"
-
-
-class Seen(NamedTuple):
-    """One observation of a run. Two runs are compared by their values."""
-
-    label: Text
-    """What happens here: "A grows to 9 tokens"."""
-    value: Any
-    """What an answer decides. Values of right answers are equal."""
-    drawing: str = ""
-    """The state, to show beside the other answer's. By default the value is shown."""
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A mistake that people make. `replace` turns the solution into an answer with this mistake."""
-
-    name: Text
-    why: Text
-    """What is wrong, and what would be right, in one to four sentences."""
-    replace: tuple[tuple[str, str], ...]
-    """(old, new): each `old` occurs exactly once in the solution."""
-
-    def apply(self, solution: str) -> str:
-        for old, new in self.replace:
-            if solution.count(old) != 1:
-                raise ValueError(f"the solution must have this text once, got {solution.count(old)} times: {old!r}")
-            solution = solution.replace(old, new)
-        return solution
 
 
 @dataclass(frozen=True)
@@ -103,7 +76,7 @@ class Build(Exercise):
     is_same: Callable[[Any, Any], bool] = operator.eq
     """Whether two observed values are equal, for example up to rounding."""
     engine_parts: tuple[tuple[str, str], ...] = ()
-    """(function of the answer, method of `labs/one_file.py` that it can take the place of), for `whole_engine`."""
+    """(function of the answer, method of `labs/one_file.py` that it replaces in `whole_engine`)."""
     draw: Callable[[Any, Seen | None, Seen | None], list[tuple[Text, str]]] | None = None
     """(case, right, yours) at the first difference -> more drawings: (title, lines). None where a run has ended."""
 
@@ -115,8 +88,6 @@ class Build(Exercise):
         return make_header(self, language) + dig_holes(self.answer, self.holes)
 
     def check(self, file: Path, language: Language) -> Report:
-        from nanovllm.extras.learn.checker import check_answer
-
         return check_answer(self, file, language)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanovllm.extras.learn.catalog import list_exercises
 from nanovllm.extras.learn.exercise import Exercise
-from nanovllm.extras.learn.report import Report
+from nanovllm.extras.learn.findings import Report
 from nanovllm.extras.learn.texts import LANGUAGES, Language
 
 DEFAULT = "nanovllm-exercises"
@@ -59,7 +59,7 @@ class Folder:
         return True
 
     def reset(self, exercise: Exercise, language: Language) -> Path | None:
-        """Write the file of an exercise anew. Return the new name of the old file, or None if there was none."""
+        """Write the file of an exercise again. Return the new name of the old file, or None if there was none."""
         file, kept = self.file_of(exercise), None
         if file.exists():
             names = (file.with_suffix(f".{i}.old") for i in range(1, 10_000))

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from nanovllm import TINY_QWEN3
 from nanovllm.extras.learn.exercise import find_functions
 
 ROOTS = (Path(__file__).parents[3], Path(__file__).parent / "programs")
@@ -20,6 +21,8 @@ ROOT = next((root for root in ROOTS if (root / "labs" / "one_file.py").exists())
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 
+model: Any = import_module("labs.model")
+model.TINY_QWEN3 = TINY_QWEN3  # a copy of labs/ in an installed package is not beside it
 one_file: Any = import_module("labs.one_file")
 
 

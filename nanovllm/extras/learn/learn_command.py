@@ -23,11 +23,11 @@ import webbrowser
 from rich.console import Console
 
 from nanovllm.extras.learn.catalog import find_exercise, list_exercises
+from nanovllm.extras.learn.check_process import check_in_process
 from nanovllm.extras.learn.exercise import Exercise
 from nanovllm.extras.learn.folder import Folder, number_of
-from nanovllm.extras.learn.printing import print_list, print_report, print_solution
+from nanovllm.extras.learn.report_printing import print_list, print_report, print_solution
 from nanovllm.extras.learn.texts import LANGUAGES, Language, Text
-from nanovllm.extras.learn.worker import check_in_process
 
 ACTIONS = ("list", "start", "check", "watch", "hint", "view", "show", "reset", "status")
 
@@ -139,7 +139,7 @@ class Lesson:
         failing = self.folder.failing_run(exercise)
         if failing is None:
             raise ValueError(f"the last check of {exercise.name} has no run of requests to show")
-        from nanovllm.extras.learn.recording import record
+        from nanovllm.extras.learn.recorded_run import record
         from nanovllm.extras.trace.page import make_page
 
         recording = self.folder.path / f"{exercise.name}.jsonl"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nanovllm.extras.learn.answers import load
 from nanovllm.extras.learn.exercise import Exercise, make_header
-from nanovllm.extras.learn.report import Report
+from nanovllm.extras.learn.findings import Report
 from nanovllm.extras.learn.texts import Language, Text
 
 

@@ -17,7 +17,7 @@ class Request(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """A pool, a budget of tokens for each step, and requests. Each must fit into the pool when it is alone."""
+    """A pool, a budget of tokens for each step, and requests. Each request by itself must fit into the pool."""
 
     num_blocks: int
     block_size: int

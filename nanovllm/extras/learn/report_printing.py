@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text as RichText
 
 from nanovllm.extras.learn.exercise import Exercise
+from nanovllm.extras.learn.findings import Report
 from nanovllm.extras.learn.folder import Folder
-from nanovllm.extras.learn.report import Report
 from nanovllm.extras.learn.texts import Language, Text
 
 

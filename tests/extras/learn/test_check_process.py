@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from nanovllm.extras.learn.worker import check_in_process
+from nanovllm.extras.learn.check_process import check_in_process
 
 BEGINNING = "def generate(next_token, prompt, num_tokens):\n"
 RIGHT = """    tokens = list(prompt)

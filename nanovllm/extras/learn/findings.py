@@ -1,4 +1,4 @@
-"""What a check finds: it is sent from the worker as JSON, and printed by `printing.py`."""
+"""What a check finds: it is sent from the worker as JSON, and printed by `report_printing.py`."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -15,8 +15,8 @@ from typing import Any
 
 from nanovllm.extras.learn.answers import Stopped
 from nanovllm.extras.learn.catalog import find_exercise
+from nanovllm.extras.learn.findings import Report
 from nanovllm.extras.learn.limits import Printed, limit
-from nanovllm.extras.learn.report import Report
 from nanovllm.extras.learn.texts import Language, Text
 
 CODE_S = 3.0  # for the learner's code, with all cases that are tried
