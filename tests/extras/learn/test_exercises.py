@@ -8,8 +8,8 @@ from nanovllm.extras.learn.answers import load
 from nanovllm.extras.learn.catalog import find_exercise, list_exercises
 from nanovllm.extras.learn.checker import check_answer
 from nanovllm.extras.learn.exercise import Build, Exercise
-from nanovllm.extras.learn.predict import Predict
 from nanovllm.extras.learn.findings import Report
+from nanovllm.extras.learn.predict import Predict
 from nanovllm.extras.learn.texts import LANGUAGES, Text
 
 OTHER_ANSWERS = Path(__file__).parent / "other_answers"
