@@ -9,6 +9,7 @@ MODULES = (
     "grow_table",
     "find_the_bug",
     "whole_engine",
+    "top_p",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
