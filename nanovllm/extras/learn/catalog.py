@@ -10,6 +10,7 @@ MODULES = (
     "find_the_bug",
     "whole_engine",
     "top_p",
+    "inverse_cdf",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
