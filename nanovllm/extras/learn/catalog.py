@@ -11,6 +11,7 @@ MODULES = (
     "whole_engine",
     "top_p",
     "inverse_cdf",
+    "streaming_detokenizer",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
