@@ -12,6 +12,7 @@ MODULES = (
     "top_p",
     "inverse_cdf",
     "streaming_detokenizer",
+    "stop_strings",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
