@@ -13,6 +13,7 @@ MODULES = (
     "inverse_cdf",
     "streaming_detokenizer",
     "stop_strings",
+    "placeholders",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
