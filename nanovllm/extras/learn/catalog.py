@@ -14,6 +14,7 @@ MODULES = (
     "streaming_detokenizer",
     "stop_strings",
     "placeholders",
+    "graph_padding",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
