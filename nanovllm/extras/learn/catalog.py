@@ -15,6 +15,7 @@ MODULES = (
     "stop_strings",
     "placeholders",
     "graph_padding",
+    "verify_draft",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
