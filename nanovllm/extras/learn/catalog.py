@@ -16,6 +16,7 @@ MODULES = (
     "placeholders",
     "graph_padding",
     "verify_draft",
+    "rejection_sampling",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
