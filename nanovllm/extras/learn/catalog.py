@@ -17,6 +17,7 @@ MODULES = (
     "graph_padding",
     "verify_draft",
     "rejection_sampling",
+    "prefix_router",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
