@@ -18,6 +18,7 @@ MODULES = (
     "verify_draft",
     "rejection_sampling",
     "prefix_router",
+    "hand_over",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
