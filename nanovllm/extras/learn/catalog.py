@@ -19,6 +19,7 @@ MODULES = (
     "rejection_sampling",
     "prefix_router",
     "hand_over",
+    "predict_speculation",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
