@@ -20,6 +20,7 @@ MODULES = (
     "prefix_router",
     "hand_over",
     "predict_speculation",
+    "predict_hand_over",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
