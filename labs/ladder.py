@@ -69,6 +69,7 @@ If a step is limited by arithmetic or by PyTorch's calls, as on a few CPU cores,
 sequences. On a GPU, reading the weights limits a decode. Its time hardly grows, so that fewer steps mean less time."""
 
 NOTES = {  # why a program may be slower, or have more waste, than the program before it
+    "mixed batches": "The steps are fewer and larger. On a CPU, this saves little: the tokens to compute are the same.",
     "prefix cache": "A shared block counts once, so that partly filled last blocks are a larger part.",
     COMPLETE: "Each request has one answer, and no sequence is forked: the steps are those of the prefix cache.",
     "nanovllm, PyTorch layers": """Its layers are slower than those of `model.py`. Attention clears the slots after the
