@@ -48,6 +48,7 @@ CHINESE_CONTENTS = """
 [01]*
 course_notes
 glossary
+interview
 ```
 """
 

@@ -35,9 +35,10 @@ CHAPTERS = [
     "10_from_logits_to_text.md",
     "11_making_it_fast.md",
     "12_beyond_one_engine.md",
+    "13_speculation.md",
 ]
 PARTS = ["The idea", "Predict", "Measure", "The code", "See it", "Beyond", "Three questions"]
-PAGES = ["README.md", *CHAPTERS, "course_notes.md", "glossary.md"]
+PAGES = ["README.md", *CHAPTERS, "course_notes.md", "glossary.md", "interview.md"]
 BOTH = [*CHAPTERS, *(f"zh/{name}" for name in CHAPTERS)]
 MAX_SECONDS = 60  # of a command that takes 10 on two idle cores
 
@@ -111,7 +112,7 @@ def test_samples_are_announced(name):
         assert "Yours will differ" in " ".join(section.split())
 
 
-FOLDED = [*CHAPTERS[:6], "course_notes.md"]
+FOLDED = [*CHAPTERS, "course_notes.md"]
 
 
 @pytest.mark.parametrize("name", [*FOLDED, *(f"zh/{name}" for name in FOLDED)])
@@ -292,6 +293,16 @@ def unchecked_commands():
         return any(other.startswith(tuple(f"{command} {option} " for option in FILES)) for other in found)
 
     return [command for command in found if not has_twin(command)]
+
+
+
+def test_each_interview_question_has_a_command_of_a_chapter():
+    """The commands of the chapters run, or their output is checked."""
+    questions = re.split(r"^### \d+\. ", read("interview.md"), flags=re.MULTILINE)[1:]
+    assert len(questions) == 20
+    proofs = [commands(question) for question in questions]
+    assert [len(proof) for proof in proofs] == [1] * 20
+    assert {command for [command] in proofs} <= {command for name in CHAPTERS for command in commands(read(name))}
 
 
 @pytest.mark.slow
