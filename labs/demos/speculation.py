@@ -19,10 +19,10 @@ import torch
 from nanovllm import LLM, TINY_QWEN3, Config, LLMEngine, SamplingParams
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.full_observer import SchedulingStats
+from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.speculation import speculative_scheduler
 from nanovllm.extras.speculation.patience import Patience
 from nanovllm.scheduler import Step
-from nanovllm.sequence import Sequence
 
 NUM_DRAFTS, NUM_ROUNDS = 4, 3
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 1024, "block_size": 16, "enable_overlap": False}
@@ -58,14 +58,14 @@ class Passes(SchedulingStats):
 
     def __init__(self) -> None:
         super().__init__()
-        self.number, self.drafts, self.num_accepted = 0, [], 0
+        self.number = self.num_accepted = 0
+        self.drafts: list[int] = []
 
     def on_schedule(self, step: Step, running: list[Sequence], blocks: BlockManager) -> None:
         super().on_schedule(step, running, blocks)
         seq, start, num_new_tokens = step.chunks[0]
-        self.number += 1
-        self.num_known, self.num_accepted = seq.num_known_tokens, 0
-        self.drafts = seq.token_ids.data[self.num_known : start + num_new_tokens].tolist()
+        self.number, self.num_accepted = self.number + 1, 0
+        self.drafts = seq.token_ids.data[seq.token_ids.length : start + num_new_tokens].tolist()
 
     def on_verify(self, seq: Sequence, num_drafts: int, num_accepted: int, block_ids: list[int]) -> None:
         super().on_verify(seq, num_drafts, num_accepted, block_ids)

@@ -295,7 +295,6 @@ def unchecked_commands():
     return [command for command in found if not has_twin(command)]
 
 
-
 def test_each_interview_question_has_a_command_of_a_chapter():
     """The commands of the chapters run, or their output is checked."""
     questions = re.split(r"^### \d+\. ", read("interview.md"), flags=re.MULTILINE)[1:]
