@@ -52,13 +52,16 @@ def run_server() -> None:
     from nanovllm.extras.serve.streaming import EventStream
     from nanovllm.scheduler import Scheduler
 
-    api, core, worker = "API server", "engine core", "worker"
+    api, core, executor, worker = "API server", "engine core", "executor", "worker"
     before(
         chat_route, "prepare_chat", api, lambda server, request, body: f"POST {request.url.path}: check, render, encode"
     )
     before(EngineThread, "add", api, lambda thread, requests: "queue a command for the engine's thread")
     before(LLMEngine, "add_request", core, lambda *arguments: "add the request to the waiting queue")
     after(Scheduler, "schedule", core, describe_step)
+    before(
+        LLMEngine, "compute", executor, lambda engine, step: "build the batch, call the worker (one rank: a function)"
+    )
     before(ModelRunner, "run", worker, lambda runner, batch: f"forward pass; rows: {len(batch.input_ids)}; sample")
     after(Scheduler, "update", core, lambda advanced, *_: f"append {len(advanced)} token, end what is done")
     before(AsyncLLM, "_hand_over", core, lambda llm, outputs: f"put {len(outputs)} output into an inbox")
