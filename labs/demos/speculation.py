@@ -24,7 +24,7 @@ from nanovllm.extras.speculation import speculative_scheduler
 from nanovllm.extras.speculation.patience import Patience
 from nanovllm.scheduler import Step
 
-NUM_DRAFTS, NUM_ROUNDS = 4, 3
+NUM_DRAFTS, NUM_ROUNDS = 4, 2
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 1024, "block_size": 16, "enable_overlap": False}
 PLAIN: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch", "enforce_eager": True, "block_size": 4}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 2, "disable_by_batch_size": 8}
