@@ -10,7 +10,7 @@ MODULES = (
     "find_the_bug",
     "whole_engine",
     "top_p",
-    "inverse_cdf",
+    "draw_token",
     "streaming_detokenizer",
     "stop_strings",
     "placeholders",

@@ -52,14 +52,13 @@ class Replay(NamedTuple):
     size: int
     """Rows of the graph that was replayed."""
     results: tuple[int, ...]
-    damage: tuple[str, ...]
+    damage: tuple[Text, ...]
     """Slots that rows of padding, or rows at a wrong place, have overwritten or read."""
     cache: tuple[int, ...]
     """What is in the slots, without the null block."""
 
     def __repr__(self) -> str:
-        results = " ".join(map(str, self.results))
-        return "; ".join([f"graph of {self.size}, results {results or '–'}", *self.damage[:2]])
+        return f"size={self.size} results={list(self.results)}"
 
 
 class Device:
@@ -70,7 +69,7 @@ class Device:
         self.owners: dict[int, str] = {}  # slot -> the token that belongs there: "B[2]"
         self.batch: list[str] = []  # of the step that runs
         self.replayed: list[int] = []
-        self.damage: list[str] = []
+        self.damage: list[Text] = []
 
     def record(self, size: int, *buffers: torch.Tensor) -> Any:
         return lambda: self.replay(size, *buffers)
@@ -82,13 +81,17 @@ class Device:
             slot = slot_mapping[row] % len(self.cache)
             owner = self.owners.get(slot, "")
             if slot and owner.split("[")[0] != self.name_of(row):
-                self.damage.append(f"row {row} ({self.name_of(row)}) overwrote slot {slot}: {owner or 'free'}")
+                en = f"Row {row} ({self.name_of(row)}) overwrote slot {slot} ({owner or 'free'})"
+                self.damage.append(
+                    Text(en, f"第 {row} 行（{self.name_of(row)}）覆盖了 slot {slot}（{owner or '空闲'}）")
+                )
             self.cache[slot] = input_ids[row] if seq_lens[row] else GARBAGE
         results = []
         for row in range(size):
             num_tokens, blocks = seq_lens[row], block_tables[row]
             if num_tokens and row >= len(self.batch):
-                self.damage.append(f"row {row} (padding) read block table {blocks}, length {num_tokens}")
+                en = f"Row {row} (padding) read {num_tokens} tokens through the block table {blocks}"
+                self.damage.append(Text(en, f"第 {row} 行（padding）通过块表 {blocks} 读了 {num_tokens} 个 token"))
             slots = [blocks[i // BLOCK_SIZE] * BLOCK_SIZE + i % BLOCK_SIZE for i in range(num_tokens)]
             results.append(sum([self.cache[slot] for slot in slots]))
         return torch.tensor(results)
@@ -141,6 +144,13 @@ def draw_cache(cache: list[int], tables: dict[str, list[int]]) -> str:
     return "\n".join(line for line, block in zip(lines, blocks, strict=True) if any(block))
 
 
+def draw_damage(case: Any, right: Seen | None, yours: Seen | None) -> list[tuple[Text, str]]:
+    """Say what rows of padding have overwritten or read."""
+    if yours is None or not isinstance(yours.value, Replay):
+        return []
+    return [(note, "") for note in yours.value.damage[:2]]
+
+
 def describe(case: Any) -> Text:
     sizes, batches = case
     steps = " | ".join(" ".join(batch) for batch in batches)
@@ -167,30 +177,23 @@ EXERCISES = (
         chapter="11_making_it_fast",
         title=Text("Pad a batch to a recorded graph", "把 batch 填充到录制过的大小"),
         task=Text(
-            "CUDA graphs were recorded for some batch sizes, for example 1, 2, 4 and 8 rows. A graph reads its inputs\n"
-            "from buffers whose addresses are part of the recording. Write `replay`: choose the smallest recorded "
-            "size\n"
-            "that is not smaller than the batch, copy the inputs into the first rows of the buffers, and make the "
-            "other\n"
-            "rows of this graph *padding*. Then run `self.graphs[size]()`, which returns a result for each of its "
-            "rows,\n"
-            "and return those of the batch.\n\n"
+            "CUDA graphs were recorded for some batch sizes, for example 1, 2, 4 and 8 rows. A graph reads its\n"
+            "inputs from buffers whose addresses are part of the recording. Write `replay`: choose the smallest\n"
+            "recorded size that is not smaller than the batch, copy the inputs into the first rows of the buffers,\n"
+            "and make the other rows of this graph *padding*. Then run `self.graphs[size]()`, which returns a\n"
+            "result for each of its rows, and return those of the batch.\n\n"
             "Each row writes its K and V to slot `slot_mapping[row]`, then reads `seq_lens[row]` tokens through\n"
-            "`block_tables[row]`. A row of padding must neither overwrite nor read a sequence: its slot is 0, in the "
-            "null\n"
-            "block, which belongs to nobody, and its length is 0. The buffers still have the rows of the step "
-            "before.\n\n"
+            "`block_tables[row]`. A row of padding must neither overwrite nor read a sequence: its slot is 0, in\n"
+            "the null block, which belongs to nobody, and its length is 0. The buffers still have the rows of the\n"
+            "step before.\n\n"
             "    3 decodes, sizes [1, 2, 4, 8]: the graph of 4; slot_mapping [9, 14, 2, 0], seq_lens [4, 7, 1, 0]",
-            "已经为若干种 batch 大小录制了 CUDA graph，例如 1、2、4、8 行。graph 从缓冲区读输入，"
-            "缓冲区的地址是录制内容的\n"
-            "一部分。请写 `replay`：选不小于 batch 的最小的录制大小，把输入复制到缓冲区的前几行，把这个 graph "
-            "的其余行\n"
-            "变成**填充**（padding）。然后运行 `self.graphs[size]()`，它为每一行返回一个结果；返回属于 batch 的那些。"
-            "\n\n"
-            "每一行先把自己的 K 和 V 写到 slot `slot_mapping[row]`，再通过 `block_tables[row]` 读 `seq_lens[row]` 个 "
-            "token。\n"
-            "填充行既不能覆盖、也不能读取任何序列：它的 slot 是 0，在不属于任何序列的占位块里；它的长度是 0。\n"
-            "注意：缓冲区里还留着上一步的行。\n\n"
+            "已经为若干种 batch 大小录制了 CUDA graph，例如 1、2、4、8 行。graph 从缓冲区读输入，缓冲区的地址是录\n"
+            "制内容的一部分。请写 `replay`：选不小于 batch 的最小的录制大小，把输入复制到缓冲区的前几行，把这个\n"
+            "graph 的其余行变成**填充**（padding）。然后运行 `self.graphs[size]()`，它为每一行返回一个结果；返回属\n"
+            "于 batch 的那些。\n\n"
+            "每一行先把自己的 K 和 V 写到 slot `slot_mapping[row]`，再通过 `block_tables[row]` 读 `seq_lens[row]`\n"
+            "个 token。填充行既不能覆盖、也不能读取任何序列：它的 slot 是 0，在不属于任何序列的占位块里；它的长度\n"
+            "是 0。注意：缓冲区里还留着上一步的行。\n\n"
             "    3 个解码，大小 [1, 2, 4, 8]：用 4 行的 graph；slot_mapping [9, 14, 2, 0]，seq_lens [4, 7, 1, 0]",
         ),
         hints=(
@@ -222,6 +225,7 @@ EXERCISES = (
         ),
         cases=cases,
         describe=describe,
+        draw=draw_damage,
         mistakes=(
             Mistake(
                 Text("Padding overwrites a sequence", "填充行覆盖了别的序列"),

@@ -60,7 +60,7 @@ class Case(NamedTuple):
 class Tick(NamedTuple):
     """What has happened in one tick."""
 
-    notes: tuple[str, ...]
+    notes: tuple[Text, ...]
     """Reads of wrong slots, and blocks that were free too early."""
     tokens: tuple[tuple[str, tuple[int, ...], int], ...]
     """Name, output, number of computed tokens."""
@@ -75,8 +75,7 @@ class Tick(NamedTuple):
 
     def __repr__(self) -> str:
         waiting = " ".join(f"{name}:{source}→{destination}" for name, source, destination in self.network)
-        parts = [f"decodes: {' '.join(self.running) or '–'}", f"network: {waiting or '–'}", f"moved: {self.num_moved}"]
-        return "; ".join([*self.notes[:2], *parts])
+        return f"running=[{' '.join(self.running)}] network=[{waiting}] moved={self.num_moved}"
 
 
 class Total(NamedTuple):
@@ -87,7 +86,7 @@ class Total(NamedTuple):
     block_size: int
 
     def __repr__(self) -> str:
-        return f"ticks {self.ticks}, moved {self.num_moved * self.block_size * KIB_PER_TOKEN} KiB"
+        return f"ticks={self.ticks} moved={self.num_moved * self.block_size * KIB_PER_TOKEN} KiB"
 
 
 class Run:
@@ -106,7 +105,7 @@ class Run:
         self.waiting, self.ready = deque(self.seqs.values()), deque[Any]()
         self.network: deque[tuple[Any, int, int]] = deque()
         self.slots: tuple[dict[int, int], dict[int, int]] = ({}, {})  # what is kept for a token, in P and in D
-        self.notes: list[str] = []
+        self.notes: list[Text] = []
         self.num_moved = 0
 
     def ticks(self) -> Iterator[Seen]:
@@ -159,13 +158,15 @@ class Run:
                 self.hand_over.arrive(seq)
         for seq, source, _ in self.network:
             if source in self.prefill.free:
-                self.notes.append(f"block {source} of {self.names[seq]} is free in P and was not sent yet")
+                en = f"Block {source} of {self.names[seq]} is free in P, and was not sent yet"
+                self.notes.append(Text(en, f"{self.names[seq]} 的块 {source} 在 P 里已经空闲，却还没有发送"))
 
     def compute(self, seq: Any) -> bool:
         """Compute the tokens of `seq` that are not computed yet, in D, and sample one. False if a slot is missing."""
         for position in range(seq.num_computed_tokens, len(seq.token_ids)):
             if position // self.case.block_size >= len(seq.block_table):
-                self.notes.append(f"{self.names[seq]} has no slot in D for its token {position}")
+                en = f"{self.names[seq]} has no slot in D for its token {position}"
+                self.notes.append(Text(en, f"{self.names[seq]} 的 token {position} 在 D 里没有 slot"))
                 return False
             before = self.slots[1].get(self.slot_of(seq, position - 1), -1) if position else 0
             self.slots[1][self.slot_of(seq, position)] = mix(before, seq.token_ids[position])
@@ -189,8 +190,14 @@ class Run:
             slot = self.slot_of(seq, position)
             found = self.slots[engine].get(slot, -1)
             if found != right:
-                what = "which is empty" if found == -1 else f"not its token {position}"
-                self.notes.append(f"{self.names[seq]} reads slot {slot} of {'PD'[engine]}, {what}")
+                what = (
+                    ("is empty", "是空的")
+                    if found == -1
+                    else (f"is not its token {position}", f"不是它的 token {position}")
+                )
+                name = f"{self.names[seq]}", "PD"[engine]
+                en = f"{name[0]} reads slot {slot} of {name[1]}, which {what[0]}"
+                self.notes.append(Text(en, f"{name[0]} 读 {name[1]} 的 slot {slot}，它{what[1]}"))
             read = mix(read, found)
         return read % VOCABULARY
 
@@ -232,6 +239,13 @@ def run_to_the_end(answer: ModuleType, case: Case) -> str:
     return repr(last) if isinstance(last, Total) else "does not end"
 
 
+def draw_notes(case: Case, right: Seen | None, yours: Seen | None) -> list[tuple[Text, str]]:
+    """Say what is read from a wrong slot, or is free too early."""
+    if yours is None or not isinstance(yours.value, Tick):
+        return []
+    return [(note, "") for note in yours.value.notes[:2]]
+
+
 def describe(case: Case) -> Text:
     names = [f"{chr(ord('A') + i)} {one.prompt_len}+{one.max_tokens}" for i, one in enumerate(case.requests)]
     return Text(
@@ -262,31 +276,26 @@ EXERCISES = (
         chapter="12_beyond_one_engine",
         title=Text("Hand a prompt over to another engine", "把提示词交接给另一个引擎"),
         task=Text(
-            "An engine P computes prompts and samples each answer's first token; an engine D decodes the rest. "
-            "Between\n"
-            "them the blocks of the prompt move over a network. Write two functions of `HandOver`.\n\n"
+            "An engine P computes prompts and samples each answer's first token; an engine D decodes the rest.\n"
+            "Between them the blocks of the prompt move over a network. Write two functions of `HandOver`.\n\n"
             "`try_send(seq)` is called when P has computed the prompt. Reserve blocks in D for all tokens that the\n"
-            "sequence can get, prompt + `max_tokens`, so that its decodes never wait. If D has too few free blocks, "
-            "change\n"
-            "nothing and return None: it is called again in the next tick. Otherwise keep the new block table in\n"
-            "`self.tables[seq]`, and return the copies: a list of (block in P, block in D), one for each block that "
-            "holds\n"
-            "tokens of the prompt, in their order.\n"
-            "`arrive(seq)` is called when the network has moved all of them. Free the blocks of P, give the sequence "
-            "its\n"
-            "table in D, and append it to `self.running`. `seq.token_ids` already ends with the first output token.\n\n"
+            "sequence can get, prompt + `max_tokens`, so that its decodes never wait. If D has too few free\n"
+            "blocks, change nothing and return None: it is called again in the next tick. Otherwise keep the new\n"
+            "block table in `self.tables[seq]`, and return the copies: a list of (block in P, block in D), one for\n"
+            "each block that holds tokens of the prompt, in their order.\n"
+            "`arrive(seq)` is called when the network has moved all of them. Free the blocks of P, give the\n"
+            "sequence its table in D, and append it to `self.running`. `seq.token_ids` already ends with the first\n"
+            "output token.\n\n"
             "    block_size 4, 6 prompt tokens, max_tokens 5, table [3, 0] in P     D reserves [7, 2, 5]\n"
             "    copies [(3, 7), (0, 2)]: the second block is half full",
-            "引擎 P 计算提示词，并采样出每个回答的第一个 token；引擎 D 解码其余的 token。提示词的块要通过网络从 P "
-            "搬到 D。\n"
-            "请写 `HandOver` 的两个函数。\n\n"
-            "`try_send(seq)` 在 P 算完提示词时调用。在 D 里为这个序列可能有的全部 token（提示词 + `max_tokens`）"
-            "预留块，\n"
-            "使解码时永远不用等。如果 D 的空闲块不够，什么都不要改，返回 None：下一个节拍会再调用。否则把新的块表存入\n"
-            "`self.tables[seq]`，返回要复制的块：(P 的块, D 的块) 的列表，每个存有提示词 token 的块一项，按顺序排列。\n"
-            "`arrive(seq)` 在网络把它们全部搬完时调用。释放 P 的块，把 D 的块表交给序列，再把序列追加到 "
-            "`self.running`。\n"
-            "`seq.token_ids` 的末尾已经有第一个输出 token。\n\n"
+            "引擎 P 计算提示词，并采样出每个回答的第一个 token；引擎 D 解码其余的 token。提示词的块要通过网络从 P\n"
+            "搬到 D。请写 `HandOver` 的两个函数。\n\n"
+            "`try_send(seq)` 在 P 算完提示词时调用。在 D 里为这个序列可能有的全部 token（提示词 + `max_tokens`）预\n"
+            "留块，使解码时永远不用等。如果 D 的空闲块不够，什么都不要改，返回 None：下一个节拍会再调用。否则把新\n"
+            "的块表存入 `self.tables[seq]`，返回要复制的块：(P 的块, D 的块) 的列表，每个存有提示词 token 的块一\n"
+            "项，按顺序排列。\n"
+            "`arrive(seq)` 在网络把它们全部搬完时调用。释放 P 的块，把 D 的块表交给序列，再把序列追加到\n"
+            "`self.running`。`seq.token_ids` 的末尾已经有第一个输出 token。\n\n"
             "    block_size 4，提示词 6 个 token，max_tokens 5，P 里的块表 [3, 0]     D 预留 [7, 2, 5]\n"
             "    复制 [(3, 7), (0, 2)]：第二块只填了一半",
         ),
@@ -322,6 +331,7 @@ EXERCISES = (
         ),
         cases=cases,
         describe=describe,
+        draw=draw_notes,
         mistakes=(
             Mistake(
                 Text("The last block is forgotten", "漏掉了最后一块"),

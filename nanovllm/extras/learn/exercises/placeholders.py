@@ -66,14 +66,25 @@ class Tick(NamedTuple):
     tokens: tuple[tuple[str, tuple[int, ...]], ...]
     registered: tuple[tuple[tuple[int, ...], str], ...]
     """Tokens that the prefix cache finds, and the block with the last of them."""
-    too_early: tuple[str, ...]
+    too_early: tuple[Text, ...]
     """Blocks that are found before they are filled."""
     running: str
 
     def __repr__(self) -> str:
         blocks = " ".join(block for _, block in self.registered)
-        parts = [f"inputs {' '.join(map(str, self.inputs))}", f"prefix cache: {blocks or 'empty'}"]
-        return ", ".join([*self.too_early[:1], *parts, f"running: {self.running or 'none'}"])
+        return f"inputs=[{' '.join(map(str, self.inputs))}] registered=[{blocks}] running=[{self.running}]"
+
+
+class Launched(NamedTuple):
+    """What a launch has decided."""
+
+    too_early: tuple[Text, ...]
+    inputs: str
+    """Position and token of each row: "A[3]=-1"."""
+    tokens: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def __repr__(self) -> str:
+        return self.inputs or "–"
 
 
 class Device:
@@ -107,7 +118,7 @@ class Run:
         self.names = {id(seq): name for name, seq in self.seqs.items()}
         self.device = Device(self.seqs)
         self.registered: dict[tuple[int, ...], str] = {}
-        self.too_early: list[str] = []
+        self.too_early: list[Text] = []
         self.overlap = answer.Overlap(list(self.seqs.values()), self.block_size, self.register)
 
     def register(self, seq: Any, i: int) -> None:
@@ -116,13 +127,13 @@ class Run:
         self.registered[tuple(seq.token_ids[:end])] = f"{name}.{i}"
         for position in range(i * self.block_size, end):
             if (name, position) not in self.device.kept:
-                self.too_early.append(
-                    f"block {name}.{i} is found before it is filled: token {position} is not computed"
-                )
+                en = f"Block {name}.{i} is found before it is filled: token {position} is not computed"
+                self.too_early.append(Text(en, f"块 {name}.{i} 还没填满就能被找到：token {position} 还没有计算"))
 
     def steps(self) -> Iterator[Seen]:
         """Yield each launch and each arrival."""
-        ahead, newest, number = self.launch(), [], 1
+        newest: list[int] = []
+        ahead, number = self.launch(), 1
         yield self.see_launch(number, *ahead)
         while ahead[0]:
             step, rows, input_ids = ahead
@@ -145,10 +156,10 @@ class Run:
     def see_launch(self, number: int, step: Any, rows: list[tuple[str, int]], input_ids: list[int]) -> Seen:
         """Return what a launch has decided. A block that is registered now is not filled yet."""
         shown = [f"{name}[{position}]={token}" for (name, position), token in zip(rows, input_ids, strict=True)]
-        value = " ".join([*self.too_early, *shown]) or "–"
-        tokens = {name: list(seq.token_ids) for name, seq in self.seqs.items()}
+        tokens = tuple((name, tuple(seq.token_ids)) for name, seq in self.seqs.items())
+        value = Launched(tuple(self.too_early), " ".join(shown), tokens)
         self.too_early.clear()
-        return Seen(Text(f"launch of step {number}", f"启动第 {number} 步"), Launched((value, tokens)), self.draw())
+        return Seen(Text(f"launch of step {number}", f"启动第 {number} 步"), value, self.draw())
 
     def see_tick(self, inputs: list[int]) -> Tick:
         tokens = tuple((name, tuple(seq.token_ids)) for name, seq in self.seqs.items())
@@ -165,15 +176,15 @@ class Run:
         return "\n".join(lines)
 
 
-class Launched(tuple):  # type: ignore[type-arg]
-    """(the inputs in words, the token ids of all sequences)."""
-
-    def __repr__(self) -> str:
-        return str(self[0])
-
-
 def run(answer: ModuleType, case: Any) -> Iterator[Seen]:
     return Run(answer, case).steps()
+
+
+def draw_notes(case: Any, right: Seen | None, yours: Seen | None) -> list[tuple[Text, str]]:
+    """Say which block is found too early."""
+    if yours is None or not isinstance(yours.value, Tick | Launched):
+        return []
+    return [(note, "") for note in yours.value.too_early[:1]]
 
 
 def describe(case: Any) -> Text:
@@ -199,28 +210,29 @@ EXERCISES = (
         chapter="11_making_it_fast",
         title=Text("Placeholders of overlap", "重叠的占位符"),
         task=Text(
-            "With overlap, the host launches step n + 1 before it knows the tokens of step n. Write three functions.\n"
+            "With overlap, the host launches step n + 1 before it knows the tokens of step n. Write three\n"
+            "functions.\n"
             "`launch`: for each running sequence that still needs a token, the step computes the token at position\n"
             "`seq.num_computed_tokens`. Count it as computed, and append a placeholder for the token that will be\n"
-            "sampled: -1 - row, where row is the sequence's place in the step. Return the list of (seq, position). No\n"
-            "step computes the last token: a sequence has at most `num_prompt_tokens + max_tokens` tokens.\n"
-            "`fill`: the device replaces each placeholder in its inputs by the token of that row of the step before.\n"
-            "`arrive`: for each row, if the sequence has ended, drop the token. Otherwise it goes to position + 1. If\n"
-            "block i is now full of *computed* tokens, call `self.register(seq, i)`. If the token is END or the last "
-            "one,\n"
-            "set `seq.is_finished`, delete the placeholders behind it, and remove the sequence from `self.running`.\n\n"
+            "sampled: -1 - row, where row is the sequence's place in the step. Return the list of (seq, position).\n"
+            "No step computes the last token: a sequence has at most `num_prompt_tokens + max_tokens` tokens.\n"
+            "`fill`: the device replaces each placeholder in its inputs by the token of that row of the step\n"
+            "before.\n"
+            "`arrive`: for each row, if the sequence has ended, drop the token. Otherwise it goes to position + 1.\n"
+            "If block i is now full of *computed* tokens, call `self.register(seq, i)`. If the token is END or the\n"
+            "last one, set `seq.is_finished`, delete the placeholders behind it, and remove the sequence from\n"
+            "`self.running`.\n\n"
             "    launch 1    A [7]        -> [7, -1]          launch 2    [7, -1]     -> [7, -1, -1]\n"
             "    tokens of 1 are [5]      -> [7, 5, -1]       the inputs [-1] of step 2 become [5]",
             "有重叠时，主机还不知道第 n 步的 token，就启动第 n + 1 步。请写三个函数。\n"
-            "`launch`：对每个还需要 token 的运行中的序列，这一步计算位置 `seq.num_computed_tokens` 上的 token。\n"
-            "把它算作已计算，再为将要采样出的 token 追加一个占位符 -1 - row，row 是这个序列在这一步里的行号。\n"
-            "返回 (seq, position) 的列表。最后一个 token 不用计算：序列最多有 `num_prompt_tokens + max_tokens` 个 "
+            "`launch`：对每个还需要 token 的运行中的序列，这一步计算位置 `seq.num_computed_tokens` 上的 token。把\n"
+            "它算作已计算，再为将要采样出的 token 追加一个占位符 -1 - row，row 是这个序列在这一步里的行号。返回\n"
+            "(seq, position) 的列表。最后一个 token 不用计算：序列最多有 `num_prompt_tokens + max_tokens` 个\n"
             "token。\n"
             "`fill`：设备把输入里的每个占位符换成上一步结果里那一行的 token。\n"
             "`arrive`：逐行处理。如果序列已经结束，丢弃这个 token；否则把它放到 position + 1。如果块 i 现在填满了\n"
-            "**已计算**的 token，调用 `self.register(seq, i)`。如果这个 token 是 END 或最后一个，设置 "
-            "`seq.is_finished`，\n"
-            "删去它后面的占位符，并把序列从 `self.running` 中移除。\n\n"
+            "**已计算**的 token，调用 `self.register(seq, i)`。如果这个 token 是 END 或最后一个，设置\n"
+            "`seq.is_finished`，删去它后面的占位符，并把序列从 `self.running` 中移除。\n\n"
             "    启动第 1 步   A [7]        -> [7, -1]          启动第 2 步   [7, -1]     -> [7, -1, -1]\n"
             "    第 1 步的 token 是 [5]    -> [7, 5, -1]       第 2 步的输入 [-1] 变成 [5]",
         ),
@@ -255,6 +267,7 @@ EXERCISES = (
         ),
         cases=cases,
         describe=describe,
+        draw=draw_notes,
         mistakes=(
             Mistake(
                 Text("The placeholder of row 0 is a token", "第 0 行的占位符成了 token"),

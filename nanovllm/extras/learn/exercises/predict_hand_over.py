@@ -28,20 +28,18 @@ EXERCISES = (
         chapter="12_beyond_one_engine",
         title=Text("Predict: the cost of a hand-over", "预测：交接一个提示词的代价"),
         task=Text(
-            "A prompt of 2,000 tokens is computed by one engine and decoded by another, so its K and V are sent over "
-            "a\n"
-            "network of 25 Gbit/s. How many times as long as the computation of the prompt does sending take?\n\n"
-            "The model has the shape of Qwen3-0.6B: 28 layers, 16 query heads, 8 KV heads, head size 128; K and V are\n"
-            "bfloat16. The computation takes 2 floating-point operations for each of 0.6 billion weights and each "
-            "token\n"
-            "(attention left out), and the device does 100 × 10¹² of them per second.\n\n"
+            "A prompt of 2,000 tokens is computed by one engine and decoded by another, so its K and V are sent\n"
+            "over a network of 25 Gbit/s. How many times as long as the computation of the prompt does sending\n"
+            "take?\n\n"
+            "The model has the shape of Qwen3-0.6B: 28 layers, 16 query heads, 8 KV heads, head size 128; K and V\n"
+            "are bfloat16. The computation takes 2 floating-point operations for each of 0.6 billion weights and\n"
+            "each token (attention left out), and the device does 100 × 10¹² of them per second.\n\n"
             "Set ANSWER to sending time / computing time. If sending took 2 ms and computing 8 ms, it would be\n"
             "0.25. It may be wrong by 5 %.",
-            "一个 2,000 个 token 的提示词，由一个引擎计算，由另一个引擎解码，所以它的 K 和 V 要经过 25 Gbit/s "
-            "的网络发送。\n"
-            "发送所用的时间是计算提示词的多少倍？\n\n"
-            "模型是 Qwen3-0.6B 的形状：28 层，16 个查询头，8 个 KV 头，head size 128；K 和 V 用 bfloat16。\n"
-            "计算时，每个 token、6 亿个权重中的每一个需要 2 次浮点运算（注意力不计），设备每秒做 100 × 10¹² 次。\n\n"
+            "一个 2,000 个 token 的提示词，由一个引擎计算，由另一个引擎解码，所以它的 K 和 V 要经过 25 Gbit/s 的网\n"
+            "络发送。发送所用的时间是计算提示词的多少倍？\n\n"
+            "模型是 Qwen3-0.6B 的形状：28 层，16 个查询头，8 个 KV 头，head size 128；K 和 V 用 bfloat16。计算时，\n"
+            "每个 token、6 亿个权重中的每一个需要 2 次浮点运算（注意力不计），设备每秒做 100 × 10¹² 次。\n\n"
             "把 ANSWER 设为 发送时间 / 计算时间。如果发送用 2 ms，计算用 8 ms，它就是 0.25。允许 5 % 的误差。",
         ),
         hints=(
@@ -60,8 +58,7 @@ EXERCISES = (
         ),
         formula=(
             "num_tokens = 2000\n"
-            "num_bytes = 2 * 28 * 8 * 128 * 2 * num_tokens  # K and V, layers, KV heads, head size, bytes of a "
-            "bfloat16\n"
+            "num_bytes = 2 * 28 * 8 * 128 * 2 * num_tokens  # K and V, layers, KV heads, head size, bytes\n"
             "sending_s = 8 * num_bytes / 25e9\n"
             "computing_s = 2 * 0.6e9 * num_tokens / 100e12\n"
             "ANSWER = sending_s / computing_s\n"

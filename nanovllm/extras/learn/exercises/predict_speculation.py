@@ -33,14 +33,13 @@ EXERCISES = (
         chapter="12_beyond_one_engine",
         title=Text("Predict: tokens of a step with drafts", "预测：带草稿的一步得到几个 token"),
         task=Text(
-            "Each step of speculative decoding verifies 4 drafts. Each draft is right with probability 0.6, whatever "
-            "the\n"
-            "others are. How many tokens does a step add to the sequence on average? Set ANSWER to a number or an\n"
-            "expression; it may be wrong by 1 %.\n\n"
-            "A smaller example: with 1 draft, a step adds 2 tokens if it is right and 1 if not: 0.6 × 2 + 0.4 × 1 = "
-            "1.6.",
-            "投机解码的每一步验证 4 个草稿。每个草稿正确的概率都是 0.6，与其他草稿无关。\n"
-            "平均每一步给序列增加几个 token？把 ANSWER 设为一个数字或表达式，允许 1 % 的误差。\n\n"
+            "Each step of speculative decoding verifies 4 drafts. Each draft is right with probability 0.6,\n"
+            "whatever the others are. How many tokens does a step add to the sequence on average? Set ANSWER to a\n"
+            "number or an expression; it may be wrong by 1 %.\n\n"
+            "A smaller example: with 1 draft, a step adds 2 tokens if it is right and 1 if not: 0.6 × 2 + 0.4 × 1\n"
+            "= 1.6.",
+            "投机解码的每一步验证 4 个草稿。每个草稿正确的概率都是 0.6，与其他草稿无关。平均每一步给序列增加几个\n"
+            "token？把 ANSWER 设为一个数字或表达式，允许 1 % 的误差。\n\n"
             "一个更小的例子：只有 1 个草稿时，它正确则增加 2 个 token，否则 1 个：0.6 × 2 + 0.4 × 1 = 1.6。",
         ),
         hints=(

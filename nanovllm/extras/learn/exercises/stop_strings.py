@@ -91,32 +91,25 @@ EXERCISES = (
         chapter="10_from_logits_to_text",
         title=Text("Stop strings", "停止字符串"),
         task=Text(
-            "An output ends before the first stop string in its text, and the user must never see any part of it. A "
-            "stop\n"
-            "string may be spread over several tokens. Write three methods; `show(end)` is given. `append` adds the "
-            "text\n"
-            "of a token and returns what can be shown now. If a stop string is complete, it sets `self.stop` to it, "
-            "and\n"
-            "returns the text before it that was not shown yet. Otherwise text at the end that may be the beginning "
-            "of a\n"
-            "stop string is held back, and no other text. `safe_end` returns where the held-back text starts. "
-            "`finish`\n"
-            "returns what is still held back. With stops = ['User:']:\n\n"
+            "An output ends before the first stop string in its text, and the user must never see any part of it.\n"
+            "A stop string may be spread over several tokens. Write three methods; `show(end)` is given. `append`\n"
+            "adds the text of a token and returns what can be shown now. If a stop string is complete, it sets\n"
+            "`self.stop` to it, and returns the text before it that was not shown yet. Otherwise text at the end\n"
+            "that may be the beginning of a stop string is held back, and no other text. `safe_end` returns where\n"
+            "the held-back text starts. `finish` returns what is still held back. With stops = ['User:']:\n\n"
             "    token       'a.U'    'se'    'd Us'     'er: b'\n"
             "    append      'a.'     ''      'Used '    ''           self.stop = 'User:'\n\n"
             "If several stop strings are complete, the one that ends first counts; of those that end together, the\n"
             "longest. After `self.stop` is set, nothing more is called.",
-            "输出在文本里的第一个停止字符串之前结束，用户不能看到它的任何一部分。停止字符串可能跨好几个 token。\n"
-            "请写三个方法；`show(end)` 已给出。`append` 加入一个 token 的文本，返回现在可以显示的文本。"
-            "如果有停止字符串\n"
-            "已经完整，就把它存入 `self.stop`，返回它前面还没有显示过的文本。否则，"
-            "扣住末尾可能是停止字符串开头的文本，\n"
-            "其余的都不要扣。`safe_end` 返回扣住的文本从哪里开始。`finish` 返回还扣着的文本。例如 stops = ['User:']："
-            "\n\n"
+            "输出在文本里的第一个停止字符串之前结束，用户不能看到它的任何一部分。停止字符串可能跨好几个 token。请\n"
+            "写三个方法；`show(end)` 已给出。`append` 加入一个 token 的文本，返回现在可以显示的文本。如果有停止字\n"
+            "符串已经完整，就把它存入 `self.stop`，返回它前面还没有显示过的文本。否则，扣住末尾可能是停止字符串开\n"
+            "头的文本，其余的都不要扣。`safe_end` 返回扣住的文本从哪里开始。`finish` 返回还扣着的文本。例如 stops\n"
+            "= ['User:']：\n\n"
             "    token       'a.U'    'se'    'd Us'     'er: b'\n"
             "    append      'a.'     ''      'Used '    ''           self.stop = 'User:'\n\n"
-            "如果有几个停止字符串都完整，取最先结束的那个；同时结束的，取最长的。设置 `self.stop` "
-            "之后不会再调用任何方法。",
+            "如果有几个停止字符串都完整，取最先结束的那个；同时结束的，取最长的。设置 `self.stop` 之后不会再调用任\n"
+            "何方法。",
         ),
         hints=(
             Text(
@@ -235,6 +228,17 @@ EXERCISES = (
                     "先找到的也是它。这样，结果就与文本怎样分成 token 无关。",
                 ),
                 (("self.stop = min(found)", "self.stop = min(found, key=lambda one: one[1])"),),
+            ),
+            Mistake(
+                Text("The shortest of those that end together", "同时结束的取了最短的"),
+                Text(
+                    "With 'b' and 'ab', the text 'ab' ends both at once. The longest one counts, so that the user "
+                    "sees no "
+                    "part of a stop string.",
+                    "停止字符串为 'b' 和 'ab' 时，文本 'ab' 使两者同时结束。要取最长的，"
+                    "这样用户不会看到停止字符串的任何一部分。",
+                ),
+                (("self.stop = min(found)", "self.stop = min(found, key=lambda one: (one[0], -one[1]))"),),
             ),
             Mistake(
                 Text("The stop string is shown", "显示了停止字符串"),

@@ -81,23 +81,18 @@ EXERCISES = (
         chapter="10_from_logits_to_text",
         title=Text("Stream whole characters", "流式输出完整的字符"),
         task=Text(
-            "A token is a few bytes: `self.vocab[token_id]`. In UTF-8 a character has one to four bytes, and a token "
-            "may\n"
-            "end in the middle of one. Write `append`: it adds a token and returns all characters that are complete "
-            "now\n"
-            "and were not returned before. Bytes of an incomplete character at the end are held back for the next "
-            "call.\n"
-            "Write `finish` too: it returns the bytes that are left as text, with � for an incomplete character\n"
-            '(`errors="replace"`). 块 is the three bytes e5 9d 97:\n\n'
+            "A token is a few bytes: `self.vocab[token_id]`. In UTF-8 a character has one to four bytes, and a\n"
+            "token may end in the middle of one. Write `append`: it adds a token and returns all characters that\n"
+            "are complete now and were not returned before. Bytes of an incomplete character at the end are held\n"
+            "back for the next call. Write `finish` too: it returns the bytes that are left as text, with � for an\n"
+            'incomplete character (`errors="replace"`). 块 is the three bytes e5 9d 97:\n\n'
             "    token bytes     'a' e5        9d        97 '.'      e5\n"
             "    append          'a'           ''        '块.'       ''         finish: '�'\n\n"
             "The bytes are valid UTF-8, except that the output may end too early.",
-            "一个 token 是几个字节：`self.vocab[token_id]`。UTF-8 的一个字符有 1 到 4 个字节，token "
-            "可能在字符中间断开。\n"
-            "写 `append`：加入一个 token，返回现在已经完整、之前还没有返回过的全部字符；"
-            "末尾不完整的字符的字节先扣住，\n"
-            '留到下一次调用。再写 `finish`：把剩下的字节作为文本返回，不完整的字符显示为 �（`errors="replace"`）。\n'
-            "例如“块”是三个字节 e5 9d 97：\n\n"
+            "一个 token 是几个字节：`self.vocab[token_id]`。UTF-8 的一个字符有 1 到 4 个字节，token 可能在字符中间\n"
+            "断开。写 `append`：加入一个 token，返回现在已经完整、之前还没有返回过的全部字符；末尾不完整的字符的字\n"
+            "节先扣住，留到下一次调用。再写 `finish`：把剩下的字节作为文本返回，用\n"
+            '`errors="replace"` 把不完整的字符显示为 �。例如“块”是三个字节 e5 9d 97：\n\n'
             "    token 的字节    'a' e5        9d        97 '.'      e5\n"
             "    append          'a'           ''        '块.'       ''         finish：'�'\n\n"
             "除了输出可能过早结束之外，这些字节都是合法的 UTF-8。",

@@ -83,16 +83,16 @@ EXERCISES = (
             "    the likeliest       0.5, then 0.25 (sum 0.75), then 0.125 (sum 0.875: this is at least 0.8)\n"
             "    kept                tokens 1, 0 and 3, with the sum 0.875\n"
             "    result              [0.286, 0.571, 0, 0.143, 0]\n\n"
-            "Return the result in the order of `probs`: entry i is the probability of token i. At least one token is\n"
-            "kept. (In the checker's cases no two probabilities are equal.)",
-            "top-p 从概率最大的 token 开始保留，概率之和一达到 p 就停；其余 token 的概率变成 0。\n"
-            "然后把留下的概率除以它们的和，使总和重新等于 1。\n\n"
+            "Return the result in the order of `probs`: entry i is the probability of token i. At least one token\n"
+            "is kept. (In the checker's cases no two probabilities are equal.)",
+            "top-p 从概率最大的 token 开始保留，概率之和一达到 p 就停；其余 token 的概率变成 0。然后把留下的概率除\n"
+            "以它们的和，使总和重新等于 1。\n\n"
             "    概率                [0.25, 0.5, 0.0625, 0.125, 0.0625]     p = 0.8\n"
             "    从大到小            0.5，再加 0.25（和为 0.75），再加 0.125（和为 0.875：已达到 0.8）\n"
             "    保留                token 1、0、3，和为 0.875\n"
             "    结果                [0.286, 0.571, 0, 0.143, 0]\n\n"
-            "结果的顺序和 `probs` 相同：第 i 项是 token i 的概率。至少保留一个 token。\n"
-            "（检查用的例子里，没有两个概率相等。）",
+            "结果的顺序和 `probs` 相同：第 i 项是 token i 的概率。至少保留一个 token。（检查用的例子里，没有两个概\n"
+            "率相等。）",
         ),
         hints=(
             Text(

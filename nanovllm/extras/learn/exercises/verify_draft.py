@@ -109,26 +109,24 @@ EXERCISES = (
         chapter="12_beyond_one_engine",
         title=Text("Verify drafts", "验证草稿"),
         task=Text(
-            "A step of speculative decoding has computed all tokens of `seq` and k drafts behind them. `sampled` has "
-            "the\n"
-            "model's own k + 1 tokens: sampled[0] after the known tokens, sampled[1] after the first draft, and so "
-            "on.\n"
-            "Keep the longest prefix of drafts that are equal to the model's tokens, and one token more: the model's "
-            "own,\n"
-            "sampled after the last draft that is right. If the kept tokens contain END, nothing behind it is kept.\n\n"
+            "A step of speculative decoding has computed all tokens of `seq` and k drafts behind them. `sampled`\n"
+            "has the model's own k + 1 tokens: sampled[0] after the known tokens, sampled[1] after the first\n"
+            "draft, and so on. Keep the longest prefix of drafts that are equal to the model's tokens, and one\n"
+            "token more: the model's own, sampled after the last draft that is right. If the kept tokens contain\n"
+            "END, nothing behind it is kept.\n\n"
             "    drafts [3, 1, 4]     sampled [3, 1, 2, 2]     kept [3, 1, 2]: 4 is wrong, the model's token is 2\n"
             "    drafts [3, 1, 4]     sampled [3, 1, 4, 2]     kept [3, 1, 4, 2]: all are right, and one token more\n\n"
             "Append the kept tokens to `seq.token_ids`. Then `seq.num_computed_tokens` counts only tokens of the\n"
-            "sequence whose K and V are right: all but the newest one. Last, give back the blocks at the end of the\n"
-            "table that these do not need: `blocks.free[block_id] = None`, the last block first.",
+            "sequence whose K and V are right: all but the newest one. Last, give back the blocks at the end of\n"
+            "the table that these do not need: `blocks.free[block_id] = None`, the last block first.",
             "投机解码的一步计算了 `seq` 的全部 token，以及后面的 k 个草稿。`sampled` 是模型自己的 k + 1 个 token：\n"
-            "sampled[0] 接在已知的 token 之后，sampled[1] 接在第一个草稿之后，依此类推。\n"
-            "保留与模型的 token 相同的最长一段草稿前缀，再加一个 token：模型在最后一个正确的草稿之后采样出的那个。\n"
-            "如果留下的 token 里有 END，它后面的都不要。\n\n"
+            "sampled[0] 接在已知的 token 之后，sampled[1] 接在第一个草稿之后，依此类推。保留与模型的 token 相同的\n"
+            "最长一段草稿前缀，再加一个 token：模型在最后一个正确的草稿之后采样出的那个。如果留下的 token 里有\n"
+            "END，它后面的都不要。\n\n"
             "    草稿 [3, 1, 4]     sampled [3, 1, 2, 2]     保留 [3, 1, 2]：4 是错的，模型的 token 是 2\n"
             "    草稿 [3, 1, 4]     sampled [3, 1, 4, 2]     保留 [3, 1, 4, 2]：全对，再加一个\n\n"
-            "把留下的 token 追加到 `seq.token_ids`。之后 `seq.num_computed_tokens` 只算 K 和 V 正确的 token：除最新的\n"
-            "一个之外的全部。最后，从块表末尾开始，归还这些 token 用不到的块：`blocks.free[block_id] = None`。",
+            "把留下的 token 追加到 `seq.token_ids`。之后 `seq.num_computed_tokens` 只算 K 和 V 正确的 token：除最\n"
+            "新的一个之外的全部。最后，从块表末尾开始，归还这些 token 用不到的块：`blocks.free[block_id] = None`。",
         ),
         hints=(
             Text(

@@ -93,24 +93,23 @@ def describe(case: Any) -> Text:
 
 EXERCISES = (
     Build(
-        name="inverse_cdf",
+        name="draw_token",
         chapter="10_from_logits_to_text",
         title=Text("Draw a token in any batch", "在任何 batch 里采到同一个 token"),
         task=Text(
-            "Write `sample(batch)`. A row of the batch is (probs, seed, position): the probabilities of one sequence,\n"
-            "the seed of its request, and how many tokens its answer has so far. For each row, draw a token by "
-            "inverse\n"
-            "CDF: get the random number u = `uniform(seed, position)`, which is given. The token is the first one for\n"
-            "which the sum of the probabilities up to and including it is greater than u.\n\n"
+            "Write `sample(batch)`. A row of the batch is (probs, seed, position): the probabilities of one\n"
+            "sequence, the seed of its request, and how many tokens its answer has so far. For each row, draw a\n"
+            "token by inverse CDF: get the random number u = `uniform(seed, position)`, which is given. The token\n"
+            "is the first one for which the sum of the probabilities up to and including it is greater than u.\n\n"
             "    probs [0.5, 0.25, 0.25]     sums 0.5, 0.75, 1.0     u = 0.5: 0.5 is not greater, 0.75 is: token 1\n\n"
-            "Return a list with one token for each row. The checker runs each request in a batch and by itself: the\n"
-            "tokens must be the same.",
-            "写 `sample(batch)`。batch 的一行是 (probs, seed, position)：一个序列的各个概率、它的请求的种子、\n"
-            "它的回答目前有几个 token。对每一行用逆变换采样采一个 token：先取随机数 u = `uniform(seed, position)`\n"
-            "（已给出）；从 token 0 开始累加概率，第一个使累计值大于 u 的 token 就是结果。\n\n"
+            "Return a list with one token for each row. The checker runs each request in a batch and by itself:\n"
+            "the tokens must be the same.",
+            "写 `sample(batch)`。batch 的一行是 (probs, seed, position)：一个序列的各个概率、它的请求的种子、它的\n"
+            "回答目前有几个 token。对每一行用逆变换采样采一个 token：先取随机数 u = `uniform(seed, position)`（已\n"
+            "给出）；从 token 0 开始累加概率，第一个使累计值大于 u 的 token 就是结果。\n\n"
             "    probs [0.5, 0.25, 0.25]     累计 0.5、0.75、1.0     u = 0.5：0.5 不大于 u，0.75 大于：token 1\n\n"
-            "返回一个列表，每行一个 token。检查器让每个请求在 batch 里运行一次，再单独运行一次：两次的 token "
-            "必须相同。",
+            "返回一个列表，每行一个 token。检查器让每个请求在 batch 里运行一次，再单独运行一次：两次的 token 必须\n"
+            "相同。",
         ),
         hints=(
             Text(
