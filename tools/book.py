@@ -14,6 +14,8 @@ on the rendered page:
 on each machine. `sample` prints what a command printed on one machine, and is not checked. Each command runs once for
 all pages.
 
+`exercises` prints the exercises of a chapter.
+
 A page folds an output, so that the reader predicts it first. The lines around the two comments are part of the page:
 
     <details><summary>Output</summary>
@@ -68,6 +70,22 @@ def sample(command: str) -> None:
         output(command)
     else:
         print(cog.previous, end="")
+
+
+def exercises() -> None:
+    """Print the exercises of `nanovllm learn` that belong to the page's chapter, in the page's language."""
+    import cog
+
+    from nanovllm.extras.learn.catalog import list_exercises
+
+    page = Path(cog.inFile)
+    language = "zh" if page.parent.name == "zh" else "en"
+    lines = [
+        f"- `nanovllm learn start {exercise.name}`: {exercise.title.show(language)}"
+        for exercise in list_exercises()
+        if exercise.chapter == page.stem
+    ]
+    print("\n" + "\n".join(lines) + "\n")
 
 
 def excerpt(path: Path, symbol: str, docstring: bool = True) -> str:
@@ -143,7 +161,7 @@ def main() -> None:
     how = ["--check", "--diff"] if args.check else ["-r"]
     names = [str(page) for page in args.page or pages()]
     sys.exit(
-        Cog().main(["cog", "-P", "-p", "from tools.book import code, output, sample", "--verbosity=1", *how, *names])
+        Cog().main(["cog", "-P", "-p", "from tools.book import code, exercises, output, sample", "--verbosity=1", *how, *names])
     )
 
 

@@ -37,7 +37,7 @@ CHAPTERS = [
     "12_beyond_one_engine.md",
     "13_speculation.md",
 ]
-PARTS = ["The idea", "Predict", "Measure", "The code", "See it", "Beyond", "Three questions"]
+PARTS = ["The idea", "Predict", "Measure", "The code", "See it", "Beyond", "Build it", "Three questions"]
 PAGES = ["README.md", *CHAPTERS, "course_notes.md", "glossary.md", "interview.md"]
 BOTH = [*CHAPTERS, *(f"zh/{name}" for name in CHAPTERS)]
 MAX_SECONDS = 60  # of a command that takes 10 on two idle cores

@@ -30,7 +30,7 @@ def measure() -> float:
 EXERCISES = (
     Predict(
         name="predict_speculation",
-        chapter="12_beyond_one_engine",
+        chapter="13_speculation",
         title=Text("Predict: tokens of a step with drafts", "预测：带草稿的一步得到几个 token"),
         task=Text(
             "Each step of speculative decoding verifies 4 drafts. Each draft is right with probability 0.6,\n"

@@ -104,7 +104,7 @@ EVEN, LEFT, RIGHT = (1, 1), (3, 1), (1, 3)
 EXERCISES = (
     Build(
         name="rejection_sampling",
-        chapter="12_beyond_one_engine",
+        chapter="13_speculation",
         title=Text("Rejection sampling of drafts", "草稿的拒绝采样"),
         task=Text(
             "A draft model drew each draft x from its probabilities q. The model's own probabilities are p. Write\n"

@@ -106,7 +106,7 @@ def cases() -> st.SearchStrategy[Any]:
 EXERCISES = (
     Build(
         name="verify_draft",
-        chapter="12_beyond_one_engine",
+        chapter="13_speculation",
         title=Text("Verify drafts", "验证草稿"),
         task=Text(
             "A step of speculative decoding has computed all tokens of `seq` and k drafts behind them. `sampled`\n"
