@@ -6,6 +6,7 @@ from nanovllm.extras.learn.exercise import Exercise
 
 MODULES = (
     "remove_one_line",
+    "generation_loop",
     "grow_table",
     "find_the_bug",
     "whole_engine",
