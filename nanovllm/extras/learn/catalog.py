@@ -7,6 +7,7 @@ from nanovllm.extras.learn.exercise import Exercise
 MODULES = (
     "remove_one_line",
     "generation_loop",
+    "attend_with_cache",
     "grow_table",
     "find_the_bug",
     "whole_engine",
