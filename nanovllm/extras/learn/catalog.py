@@ -8,6 +8,7 @@ MODULES = (
     "remove_one_line",
     "generation_loop",
     "attend_with_cache",
+    "step_time",
     "grow_table",
     "find_the_bug",
     "whole_engine",
