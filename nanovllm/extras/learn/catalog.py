@@ -8,6 +8,7 @@ MODULES = (
     "remove_one_line",
     "generation_loop",
     "attend_with_cache",
+    "predict_numbers",
     "step_time",
     "grow_table",
     "find_the_bug",
