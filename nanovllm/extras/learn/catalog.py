@@ -10,6 +10,7 @@ MODULES = (
     "attend_with_cache",
     "predict_numbers",
     "step_time",
+    "schedule",
     "grow_table",
     "find_the_bug",
     "whole_engine",

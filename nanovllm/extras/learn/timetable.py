@@ -1,0 +1,126 @@
+"""Run a learner's scheduler on counters only, without blocks and without a network, and draw its steps as a timetable.
+
+    step         A      B  budget left  waiting
+       1   0 … 7                     0  B
+       2  8 … 11+  0 … 3             0
+
+The cells are the tokens that a step computes. A plus says that the sequence gets a new token.
+"""
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+from nanovllm.extras.learn.exercise import Seen
+from nanovllm.extras.learn.tensors import draw_table
+from nanovllm.extras.learn.texts import Text
+
+MAX_STEPS = 60
+
+
+RUNNING = -1
+
+
+class Request(NamedTuple):
+    """A request that arrives before step `arrival`, which counts from 0. `RUNNING`: it decodes when the run begins."""
+
+    prompt_len: int
+    max_tokens: int
+    arrival: int = 0
+
+
+class Step(NamedTuple):
+    """What a step did. `tokens`: name, tokens and computed tokens of each sequence that has arrived, after the step."""
+
+    chunks: tuple[tuple[str, int], ...]
+    tokens: tuple[tuple[str, int, int], ...]
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        parts = [" ".join(f"{name}+{num}" for name, num in self.chunks) or "no chunks"]
+        parts += ["tokens (computed): " + " ".join(f"{name} {n} ({computed})" for name, n, computed in self.tokens)]
+        parts += [f"running: {' '.join(self.running) or '–'}", f"waiting: {' '.join(self.waiting) or '–'}"]
+        return "; ".join(parts)
+
+
+def run_scheduler(answer: ModuleType, scheduler: Any, budget: int, requests: tuple[Request, ...]) -> Iterator[Seen]:
+    """Yield each step with its timetable so far, until all requests are finished or a step has no chunks.
+
+    answer: has the class `Sequence`; scheduler: has `waiting`, `running`, `schedule` and `update`
+    """
+    seqs = [answer.Sequence(chr(ord("A") + i), one.prompt_len, one.max_tokens) for i, one in enumerate(requests)]
+    for seq, one in zip(seqs, requests, strict=True):
+        if one.arrival == RUNNING:
+            seq.num_computed_tokens = seq.num_tokens - 1
+            scheduler.running.append(seq)
+    rows: list[list[str]] = []
+    for number in range(MAX_STEPS):
+        arrived = [seq for seq, one in zip(seqs, requests, strict=True) if one.arrival == number]
+        scheduler.waiting.extend(arrived)
+        if not (scheduler.waiting or scheduler.running):
+            if all(one.arrival <= number for one in requests):
+                return
+            continue
+        chunks = [(seq, int(num)) for seq, num in scheduler.schedule()]
+        before = {seq.name: (seq.num_tokens, seq.num_computed_tokens) for seq in seqs}
+        scheduler.update(chunks)
+        waiting = " ".join(seq.name for seq in scheduler.waiting)
+        rows.append(
+            [str(number + 1), *draw_chunks(seqs, chunks, before), f"{budget - sum(n for _, n in chunks)}", waiting]
+        )
+        step = Step(
+            tuple((seq.name, num) for seq, num in chunks),
+            tuple(
+                (seq.name, seq.num_tokens, seq.num_computed_tokens) for seq in seqs if was_there(seq, requests, number)
+            ),
+            tuple(seq.name for seq in scheduler.running),
+            tuple(seq.name for seq in scheduler.waiting),
+        )
+        header = ["step", *(seq.name for seq in seqs), "budget left", "waiting"]
+        yield Seen(Text(f"step {number + 1}", f"第 {number + 1} 步"), step, draw_table(header, rows))
+        if not chunks:
+            return
+
+
+def was_there(seq: Any, requests: tuple[Request, ...], number: int) -> bool:
+    return requests[ord(seq.name) - ord("A")].arrival <= number
+
+
+def draw_chunks(seqs: list[Any], chunks: list[tuple[Any, int]], before: dict[str, tuple[int, int]]) -> list[str]:
+    """Return a cell for each sequence: what a step computes of it, and a plus if it gets a token."""
+    cells = []
+    for seq in seqs:
+        num = sum(n for one, n in chunks if one is seq)
+        num_tokens, start = before[seq.name]
+        cell = (
+            ""
+            if not any(one is seq for one, _ in chunks)
+            else f"{start} … {start + num - 1}"
+            if num > 1
+            else f"{start}"
+        )
+        cells.append(("0 tokens" if cell and num < 1 else cell) + "+" * (seq.num_tokens - num_tokens))
+    return cells
+
+
+def describe_requests(requests: tuple[Request, ...]) -> Text:
+    """Return the requests in words, a line for each."""
+    en, zh = [], []
+    for i, one in enumerate(requests):
+        name = chr(ord("A") + i)
+        when = Text(f", arrives before step {one.arrival + 1}", f"，在第 {one.arrival + 1} 步之前到达")
+        if one.arrival <= 0:
+            when = (
+                Text("", "") if one.arrival == 0 else Text(", all but the last are computed", "，除最后一个外都已计算")
+            )
+        en.append(f"{name}: tokens {one.prompt_len}{when.en}; max_tokens {one.max_tokens}.")
+        zh.append(f"{name}：{one.prompt_len} 个 token{when.zh}；max_tokens {one.max_tokens}。")
+    return Text("  \n".join(en), "  \n".join(zh))
+
+
+def request_lists(max_prompt: int = 9) -> st.SearchStrategy[tuple[Request, ...]]:
+    one = st.builds(Request, st.integers(1, max_prompt), st.integers(1, 4), st.sampled_from((0, 1, 2, 3, RUNNING)))
+    return st.lists(one, min_size=1, max_size=4).map(lambda many: tuple(sorted(many, key=lambda one: one.arrival)))
