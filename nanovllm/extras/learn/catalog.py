@@ -11,6 +11,7 @@ MODULES = (
     "predict_numbers",
     "step_time",
     "schedule",
+    "count_padding",
     "grow_table",
     "find_the_bug",
     "whole_engine",
