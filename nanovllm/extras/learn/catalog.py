@@ -12,6 +12,7 @@ MODULES = (
     "step_time",
     "schedule",
     "count_padding",
+    "block_diagonal_mask",
     "grow_table",
     "find_the_bug",
     "whole_engine",
