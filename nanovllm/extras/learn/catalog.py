@@ -28,6 +28,7 @@ MODULES = (
     "hand_over",
     "predict_speculation",
     "predict_hand_over",
+    "paged_attention",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
