@@ -29,6 +29,7 @@ MODULES = (
     "predict_speculation",
     "predict_hand_over",
     "paged_attention",
+    "merge_partials",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
