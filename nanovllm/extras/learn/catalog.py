@@ -30,6 +30,7 @@ MODULES = (
     "predict_hand_over",
     "paged_attention",
     "merge_partials",
+    "chunk_limit",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 

@@ -122,5 +122,5 @@ def describe_requests(requests: tuple[Request, ...]) -> Text:
 
 
 def request_lists(max_prompt: int = 9) -> st.SearchStrategy[tuple[Request, ...]]:
-    one = st.builds(Request, st.integers(1, max_prompt), st.integers(1, 4), st.sampled_from((0, 1, 2, 3, RUNNING)))
+    one = st.builds(Request, st.integers(1, max_prompt), st.integers(1, 4), st.sampled_from((RUNNING, 0, 1, 2, 3)))
     return st.lists(one, min_size=1, max_size=4).map(lambda many: tuple(sorted(many, key=lambda one: one.arrival)))
