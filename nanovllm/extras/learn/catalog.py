@@ -31,6 +31,7 @@ MODULES = (
     "paged_attention",
     "merge_partials",
     "chunk_limit",
+    "budget_from_itl",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
