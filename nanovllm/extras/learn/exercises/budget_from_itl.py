@@ -14,9 +14,8 @@ SOLUTION = '''
 def choose_budget(target_us, fixed_us, token_us, num_decodes):
     """Return the largest budget with which no step takes longer than `target_us`, or None.
 
-    None: the budget would leave no token for a prompt.
-
-    A step of n tokens takes fixed_us + n * token_us microseconds. `num_decodes` sequences decode in each step.
+    None: the budget would leave no token for a prompt. A step of n tokens takes fixed_us + n * token_us
+    microseconds. `num_decodes` sequences decode in each step.
     """
     budget = (target_us - fixed_us) // token_us
     return budget if budget > num_decodes else None
@@ -65,7 +64,8 @@ def draw_steps(case: Case, budget: Any) -> str:
     """Return a table of the steps that compute the prompt with this budget: their tokens and times."""
     if not isinstance(budget, int) or isinstance(budget, bool):
         return "–"
-    rows, rest = [], case.prompt_len
+    rows: list[list[str]] = []
+    rest = case.prompt_len
     while rest > 0 and len(rows) < 8:
         chunk = min(rest, budget - case.num_decodes)
         if chunk < 1:
@@ -171,7 +171,8 @@ MISTAKES = (
     Mistake(
         Text("One step too many", "多算了一步"),
         Text(
-            "If the prompt fills its chunks exactly, there is no further step. `n // room + 1` counts one.",
+            "If the prompt fills its chunks exactly, the last full chunk ends it. `n // room + 1` counts a further "
+            "step.",
             "提示词正好填满各个 chunk 时，没有多余的一步。`n // room + 1` 会多算一步。",
         ),
         (("return -(-prompt_len // room)  # rounded up", "return prompt_len // room + 1"),),

@@ -29,10 +29,12 @@ SOLUTION = WITHOUT_LIMIT.replace(WORK, LIMITED)
 
 
 class AddLimit(Build):
-    """The starter is a scheduler without the limit, which is to be added."""
+    """The starter is a scheduler without the limit, and a line to remove."""
 
     def make_starter(self, language: Language) -> str:
-        return make_header(self, language) + WITHOUT_LIMIT.lstrip("\n")
+        line = "        budget, chunks = self.budget, []\n"
+        raising = "        raise NotImplementedError  # apply self.chunk_limit below, and remove this line\n"
+        return make_header(self, language) + WITHOUT_LIMIT.lstrip("\n").replace(line, raising + line)
 
 
 class Case(NamedTuple):
@@ -239,7 +241,7 @@ EXERCISES = (
             "    with the limit      A 1, L 4, S 3     S has its first token after step 1",
             "这就是练习 `schedule` 的调度器，已经写好。它的弱点是：长提示词每一步都拿走剩余的预算，直到算完，\n"
             "排在后面的短提示词只能等。请修改 `schedule`，使任何序列在一步里得到的 token 都不超过 `chunk_limit` 个，\n"
-            "剩下的预算给排在后面的序列。解码只要 1 个 token，照常进行。\n"
+            "剩下的预算给排在后面的序列。解码只要 1 个 token，照常进行。最后删掉 NotImplementedError 那一行。\n"
             "\n"
             "    预算 8，chunk_limit 4；A 在解码，L 的提示词有 20 个 token，S 有 3 个\n"
             "    没有上限   A 1，L 7          S 在第 4 步之后才有第一个 token\n"
