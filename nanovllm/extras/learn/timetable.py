@@ -56,54 +56,47 @@ def run_scheduler(answer: ModuleType, scheduler: Any, budget: int, requests: tup
         if one.arrival == RUNNING:
             seq.num_computed_tokens = seq.num_tokens - 1
             scheduler.running.append(seq)
-    rows: list[list[str]] = []
+    rows = [["step", *(seq.name for seq in seqs), "budget left", "waiting"]]
     for number in range(MAX_STEPS):
-        arrived = [seq for seq, one in zip(seqs, requests, strict=True) if one.arrival == number]
-        scheduler.waiting.extend(arrived)
+        scheduler.waiting.extend(seq for seq, one in zip(seqs, requests, strict=True) if one.arrival == number)
         if not (scheduler.waiting or scheduler.running):
             if all(one.arrival <= number for one in requests):
                 return
             continue
         chunks = [(seq, int(num)) for seq, num in scheduler.schedule()]
-        before = {seq.name: (seq.num_tokens, seq.num_computed_tokens) for seq in seqs}
+        before = [(seq.num_tokens, seq.num_computed_tokens) for seq in seqs]
         scheduler.update(chunks)
+        cells = [draw_chunk(seq, chunks, *counters) for seq, counters in zip(seqs, before, strict=True)]
         waiting = " ".join(seq.name for seq in scheduler.waiting)
-        rows.append(
-            [str(number + 1), *draw_chunks(seqs, chunks, before), f"{budget - sum(n for _, n in chunks)}", waiting]
-        )
-        step = Step(
-            tuple((seq.name, num) for seq, num in chunks),
-            tuple(
-                (seq.name, seq.num_tokens, seq.num_computed_tokens) for seq in seqs if was_there(seq, requests, number)
-            ),
-            tuple(seq.name for seq in scheduler.running),
-            tuple(seq.name for seq in scheduler.waiting),
-        )
-        header = ["step", *(seq.name for seq in seqs), "budget left", "waiting"]
-        yield Seen(Text(f"step {number + 1}", f"第 {number + 1} 步"), step, draw_table(header, rows))
+        rows.append([str(number + 1), *cells, str(budget - sum(num for _, num in chunks)), waiting])
+        arrived = [seq for seq, one in zip(seqs, requests, strict=True) if one.arrival <= number]
+        step = make_step(scheduler, chunks, arrived)
+        yield Seen(Text(f"step {number + 1}", f"第 {number + 1} 步"), step, draw_table(rows[0], rows[1:]))
         if not chunks:
             return
 
 
-def was_there(seq: Any, requests: tuple[Request, ...], number: int) -> bool:
-    return requests[ord(seq.name) - ord("A")].arrival <= number
+def make_step(scheduler: Any, chunks: list[tuple[Any, int]], arrived: list[Any]) -> Step:
+    return Step(
+        tuple((seq.name, num) for seq, num in chunks),
+        tuple((seq.name, seq.num_tokens, seq.num_computed_tokens) for seq in arrived),
+        tuple(seq.name for seq in scheduler.running),
+        tuple(seq.name for seq in scheduler.waiting),
+    )
 
 
-def draw_chunks(seqs: list[Any], chunks: list[tuple[Any, int]], before: dict[str, tuple[int, int]]) -> list[str]:
-    """Return a cell for each sequence: what a step computes of it, and a plus if it gets a token."""
-    cells = []
-    for seq in seqs:
-        num = sum(n for one, n in chunks if one is seq)
-        num_tokens, start = before[seq.name]
-        cell = (
-            ""
-            if not any(one is seq for one, _ in chunks)
-            else f"{start} … {start + num - 1}"
-            if num > 1
-            else f"{start}"
-        )
-        cells.append(("0 tokens" if cell and num < 1 else cell) + "+" * (seq.num_tokens - num_tokens))
-    return cells
+def draw_chunk(seq: Any, chunks: list[tuple[Any, int]], num_tokens: int, start: int) -> str:
+    """Return a cell: the tokens of `seq` that the step computes, and a plus if it gets a token.
+
+    num_tokens, start: the counters of `seq` before the step
+    """
+    lens = [num for one, num in chunks if one is seq]
+    if not lens:
+        return ""
+    if sum(lens) < 1:
+        return "0 tokens"
+    last = start + sum(lens) - 1
+    return (f"{start} … {last}" if last > start else str(start)) + "+" * (seq.num_tokens - num_tokens)
 
 
 def describe_requests(requests: tuple[Request, ...]) -> Text:

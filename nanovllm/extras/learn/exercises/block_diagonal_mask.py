@@ -113,6 +113,21 @@ MISTAKES = (
         (("first <= column <=", "0 <= column <="),),
     ),
     Mistake(
+        Text("Only positions are compared", "只比较了位置"),
+        Text(
+            "A token must be in the same sequence, and must not come later. This mask compares positions only: B2 "
+            "reads "
+            "A0 … A2, too.",
+            "被读的 token 必须在同一个序列里，而且不能在后面。这个掩码只比较位置：B2 也读了 A0 … A2。",
+        ),
+        (
+            (
+                "[first <= column <= first + position for column in range(num_columns)]",
+                "[other <= position for start, num in chunks for other in range(start + num)]",
+            ),
+        ),
+    ),
+    Mistake(
         Text("No causal mask inside a block", "块内没有因果掩码"),
         Text(
             "Inside its own block, a token reads only the tokens up to its own position. Here it also reads later "

@@ -139,8 +139,8 @@ MISTAKES = (
     Mistake(
         Text("Requests are sorted by length", "按长度排了序"),
         Text(
-            "Sorting the requests by length would often waste less, but the lengths of answers are not known in advance. "
-            "Batches are formed in the order of arrival.",
+            "Sorting the requests by length would often waste less, but the lengths of answers are not known in "
+            "advance. Batches are formed in the order of arrival.",
             "按长度排序往往浪费更少，但回答有多长事先并不知道。batch 按到达顺序组成。",
         ),
         (("    wasted = 0\n", "    wasted = 0\n    num_steps = sorted(num_steps)\n"),),

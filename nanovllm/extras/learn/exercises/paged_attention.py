@@ -260,6 +260,17 @@ MISTAKES = (
         ),
     ),
     Mistake(
+        Text("All states hold the same tensor", "所有状态里是同一个张量"),
+        Text(
+            "`o *= …` and `o += …` change the tensor in place, and the states of earlier blocks hold this tensor. "
+            "Compute "
+            "a new tensor, `o = o * shrink + …`, or append a copy.",
+            "`o *= …` 和 `o += …` 原地修改张量，而之前各块的状态里存的就是这个张量。"
+            "要算出新的张量 `o = o * shrink + …`，或者存一份副本。",
+        ),
+        (("        o = o * shrink + weights @ v\n", "        o *= shrink\n        o += weights @ v\n"),),
+    ),
+    Mistake(
         Text("Not divided by l", "没有除以 l"),
         Text(
             "o is the sum of weight · value. Divide it by l, the sum of the weights, once at the end.",

@@ -225,6 +225,24 @@ MISTAKES = (
         ),
         (("== seq.max_tokens:", "> seq.max_tokens:"),),
     ),
+    Mistake(
+        Text("A list is changed while it is read", "边遍历边修改列表"),
+        Text(
+            "`for seq in self.running` skips the sequence after a removed one: the positions of the others have moved. "
+            "Loop over a copy, or over the chunks.",
+            "`for seq in self.running` 会跳过被移除序列的后一个，因为其余序列的位置前移了。要遍历副本，或者遍历 "
+            "chunk。",
+        ),
+        (
+            (
+                "                if seq.num_tokens - seq.num_prompt_tokens == seq.max_tokens:\n"
+                "                    self.running.remove(seq)\n",
+                "        for seq in self.running:\n"
+                "            if seq.num_tokens - seq.num_prompt_tokens == seq.max_tokens:\n"
+                "                self.running.remove(seq)\n",
+            ),
+        ),
+    ),
 )
 
 EXERCISES = (

@@ -184,6 +184,14 @@ MISTAKES = (
         (("num_weights + sum(seq_lens) *", "num_weights + max(seq_lens) *"),),
     ),
     Mistake(
+        Text("The KV cache of the first sequence", "只算了第一个序列的 KV cache"),
+        Text(
+            "`seq_lens[0]` is one sequence. Each sequence of the step reads its own KV cache: sum over all of them.",
+            "`seq_lens[0]` 只是一个序列。一步里的每个序列都读自己的 KV cache：要对所有序列求和。",
+        ),
+        (("num_weights + sum(seq_lens) *", "num_weights + seq_lens[0] *"),),
+    ),
+    Mistake(
         Text("Only K is counted, or only V", "只算了 K，或只算了 V"),
         Text(
             "A token keeps a key and a value for each KV head: times 2.",
