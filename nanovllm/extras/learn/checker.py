@@ -167,15 +167,23 @@ def describe(
     paragraphs = [] if mistake is None else [mistake.why.show(language)]
     paragraphs.append(exercise.describe(case).show(language))
     drawings = [draw_steps(comparison, case, difference, language)]
-    for title, one in ((Text("right", "正确"), right), (Text("yours", "你的"), yours)):
-        if one is not None and one.drawing and not isinstance(one.value, Raised):
-            drawings.append(Drawing(title.show(language), one.drawing.split("\n")))
+    drawings += draw_states(right, yours, language)
     if exercise.draw is not None:
         for text, lines in exercise.draw(case, right, yours):
             drawings.append(Drawing(text.show(language), lines.split("\n")))
     name = None if mistake is None else mistake.name.show(language)
     traffic = list(case) if isinstance(case, Traffic) else None
     return Report(False, headline.show(language), paragraphs, drawings, name, traffic=traffic, step=index)
+
+
+def draw_states(right: Seen | None, yours: Seen | None, language: Language) -> list[Drawing]:
+    """Return what both observations have drawn: once if it is the same."""
+    drawn = [one.drawing if one is not None and not isinstance(one.value, Raised) else "" for one in (right, yours)]
+    titles = [Text("right", "正确"), Text("yours", "你的")]
+    if drawn[0] == drawn[1]:
+        titles, drawn = [Text("the state in both runs", "两次运行的状态相同")], drawn[:1]
+    pairs = zip(titles, drawn, strict=True)
+    return [Drawing(title.show(language), lines.split("\n")) for title, lines in pairs if lines]
 
 
 def draw_steps(comparison: Comparison, case: Any, difference: Difference, language: Language) -> Drawing:

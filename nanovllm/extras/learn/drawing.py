@@ -17,3 +17,11 @@ def draw_pool(blocks: Any, seqs: Mapping[str, Any]) -> str:
         if seq.block_table:
             lines.append(f"table {name} {seq.block_table}, {len(seq.token_ids)} tokens")
     return "\n".join(lines)
+
+
+def draw_account(blocks: Any, seqs: Mapping[str, Any]) -> str:
+    """Return the pool, and a line that adds up its blocks: each is owned or free, and never both."""
+    owned = len({block_id for seq in seqs.values() for block_id in seq.block_table})
+    total = owned + len(blocks.free)
+    wrong = "" if total == blocks.num_blocks else f", not {blocks.num_blocks}!"
+    return f"{draw_pool(blocks, seqs)}\nowned + free = {owned} + {len(blocks.free)} = {total}{wrong}"
