@@ -32,6 +32,7 @@ MODULES = (
     "merge_partials",
     "chunk_limit",
     "budget_from_itl",
+    "release_blocks",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nanovllm.extras.learn.texts import count
+
 
 def draw_pool(blocks: Any, seqs: Mapping[str, Any]) -> str:
     """Return lines: for each block the sequences that own it, then the free order and the block tables."""
@@ -15,7 +17,7 @@ def draw_pool(blocks: Any, seqs: Mapping[str, Any]) -> str:
     ]
     for name, seq in seqs.items():
         if seq.block_table:
-            lines.append(f"table {name} {seq.block_table}, {len(seq.token_ids)} tokens")
+            lines.append(f"table {name} {seq.block_table}, {count(len(seq.token_ids), 'token')}")
     return "\n".join(lines)
 
 

@@ -23,3 +23,8 @@ class Text(NamedTuple):
 def same_text(text: str) -> Text:
     """Return text that is the same in all languages: numbers, names and drawings."""
     return Text(text, text)
+
+
+def count(number: int, noun: str) -> str:
+    """Return the number with the English noun: "1 block", "2 blocks"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

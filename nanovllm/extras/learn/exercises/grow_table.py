@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from nanovllm.extras.learn.drawing import draw_account
 from nanovllm.extras.learn.exercise import Build, Mistake, Seen
 from nanovllm.extras.learn.given import one_file, subclass_of
-from nanovllm.extras.learn.texts import Text
+from nanovllm.extras.learn.texts import Text, count
 
 NEEDED = "self.num_blocks_for(len(seq.token_ids))"
 
@@ -41,7 +41,7 @@ def run(answer: ModuleType, case: Any) -> Iterator[Seen]:
 def describe(case: Any) -> Text:
     num_blocks, block_size, turns = case
     return Text(
-        f"{num_blocks} blocks of {block_size} tokens. Sequences get a token in this order: {' '.join(turns)}.",
+        f"{count(num_blocks, 'block')} of {count(block_size, 'token')}. Sequences get a token in this order: {' '.join(turns)}.",
         f"{num_blocks} 个块，每块 {block_size} 个 token。依次得到一个 token 的序列：{' '.join(turns)}。",
     )
 
@@ -136,7 +136,12 @@ EXERCISES = (
                     "return True.",
                     "只有需要新块的序列才会受块用完的影响。最后一块还有空位时，应返回 True。",
                 ),
-                ((f"        if {NEEDED}", f"        if not self.free:\n            return False\n        if {NEEDED}"),),
+                (
+                    (
+                        f"        if {NEEDED}",
+                        f"        if not self.free:\n            return False\n        if {NEEDED}",
+                    ),
+                ),
             ),
             Mistake(
                 Text("False without a new block", "没有取块就返回 False"),
