@@ -33,6 +33,7 @@ MODULES = (
     "chunk_limit",
     "budget_from_itl",
     "release_blocks",
+    "admit_whole",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
