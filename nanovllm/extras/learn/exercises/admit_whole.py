@@ -79,17 +79,22 @@ EXERCISES = (
         chapter="05_blocks_and_tables",
         title=Text("All blocks or none", "要么全给，要么不给"),
         task=Text(
-            "A sequence waits. Admit it if enough blocks are free for all of its tokens (prompt and output: it may have\n"
+            "A sequence waits. Admit it if enough blocks are free for all of its tokens (prompt and output: it may "
+            "have\n"
             "run before, and lost its blocks). Then put as many blocks as its tokens need into `seq.block_table`, set\n"
             "`seq.num_computed_tokens` to 0, and return True. If too few blocks are free, change nothing, and return\n"
             "False. `self.free` is a list: take blocks from its end, with `pop()`. `self.num_blocks_for(n)` is the\n"
             "number of blocks that n tokens need.\n\n"
-            "Example: blocks of 4 tokens, free blocks [0, 1, 2]. A sequence of 9 tokens gets the table [2, 1, 0]. For a\n"
+            "Example: blocks of 4 tokens, free blocks [0, 1, 2]. A sequence of 9 tokens gets the table [2, 1, 0]. For "
+            "a\n"
             "sequence of 13 tokens the result is False, and the free blocks are still [0, 1, 2].",
-            "一个序列在等待。如果空闲块放得下它的全部 token（提示词和输出：它可能运行过，后来失去了块），就接纳它：按需要的块数\n"
-            "填好 `seq.block_table`，把 `seq.num_computed_tokens` 设为 0，返回 True。空闲块不够时，什么都不要改，返回 False。\n"
+            "一个序列在等待。如果空闲块放得下它的全部 token（提示词和输出：它可能运行过，后来失去了块），就接纳它："
+            "按需要的块数\n"
+            "填好 `seq.block_table`，把 `seq.num_computed_tokens` 设为 0，返回 True。空闲块不够时，什么都不要改，返回 "
+            "False。\n"
             "`self.free` 是一个列表：用 `pop()` 从末尾取块。`self.num_blocks_for(n)` 是 n 个 token 需要的块数。\n\n"
-            "例：每块 4 个槽位，空闲块为 [0, 1, 2]。9 个 token 的序列得到块表 [2, 1, 0]。13 个 token 的序列得到 False，\n"
+            "例：每块 4 个槽位，空闲块为 [0, 1, 2]。9 个 token 的序列得到块表 [2, 1, 0]。13 个 token 的序列得到 "
+            "False，\n"
             "空闲块仍是 [0, 1, 2]。",
         ),
         hints=(
@@ -98,7 +103,8 @@ EXERCISES = (
                 "先比较：需要几块，有几块空闲？然后才取块。",
             ),
             Text(
-                "`num_new = self.num_blocks_for(len(seq.token_ids))`. If it is larger than `len(self.free)`, return False.",
+                "`num_new = self.num_blocks_for(len(seq.token_ids))`. If it is larger than `len(self.free)`, return "
+                "False.",
                 "`num_new = self.num_blocks_for(len(seq.token_ids))`。如果它大于 `len(self.free)`，返回 False。",
             ),
             Text(
@@ -146,7 +152,8 @@ EXERCISES = (
                 Text(
                     "If exactly as many blocks are free as the sequence needs, it fits: `>`, not `>=`. With `>=`, a "
                     "request that needs the whole pool waits for ever.",
-                    "空闲块数正好等于需要的块数时，放得下：用 `>`，不用 `>=`。用 `>=`，需要整个块池的请求会永远等下去。",
+                    "空闲块数正好等于需要的块数时，放得下：用 `>`，不用 `>=`。用 `>=`，"
+                    "需要整个块池的请求会永远等下去。",
                 ),
                 (("num_new > len(self.free)", "num_new >= len(self.free)"),),
             ),
@@ -171,9 +178,11 @@ EXERCISES = (
             Mistake(
                 Text("Only the prompt is counted", "只算了提示词"),
                 Text(
-                    "A sequence that has run before and lost its blocks has an output, too. K and V of all its tokens are computed again, "
+                    "A sequence that has run before and lost its blocks has an output, too. K and V of all its tokens "
+                    "are computed again, "
                     "so all of them need a slot.",
-                    "运行过、后来失去了块的序列还有输出。它的全部 token 的 K 和 V 都要重新计算，所以每个 token 都要有槽位。",
+                    "运行过、后来失去了块的序列还有输出。它的全部 token 的 K 和 V 都要重新计算，所以每个 token "
+                    "都要有槽位。",
                 ),
                 ((NEEDED, "        num_new = self.num_blocks_for(seq.num_prompt_tokens)\n"),),
             ),

@@ -41,7 +41,8 @@ def run(answer: ModuleType, case: Any) -> Iterator[Seen]:
 def describe(case: Any) -> Text:
     num_blocks, block_size, turns = case
     return Text(
-        f"{count(num_blocks, 'block')} of {count(block_size, 'token')}. Sequences get a token in this order: {' '.join(turns)}.",
+        f"{count(num_blocks, 'block')} of {count(block_size, 'token')}. Sequences get a token in this order: "
+        f"{' '.join(turns)}.",
         f"{num_blocks} 个块，每块 {block_size} 个 token。依次得到一个 token 的序列：{' '.join(turns)}。",
     )
 
@@ -53,13 +54,17 @@ EXERCISES = (
         title=Text("A block table that grows", "会增长的块表"),
         task=Text(
             "A sequence has just got a token. If its blocks have no slot for it, take one more block from the free\n"
-            "blocks (`self.free.pop()`), and put it at the end of the block table. If no block is free, change nothing\n"
+            "blocks (`self.free.pop()`), and put it at the end of the block table. If no block is free, change "
+            "nothing\n"
             "and return False. `self.num_blocks_for(n)` is the number of blocks that n tokens need.\n\n"
-            "Example: blocks of 2 tokens, free blocks [0, 1], block table [2]. A second token fits. A third one needs a\n"
+            "Example: blocks of 2 tokens, free blocks [0, 1], block table [2]. A second token fits. A third one needs "
+            "a\n"
             "block: the table becomes [2, 1], and the free blocks are [0].",
-            "一个序列刚得到一个 token。如果它的块里没有空位，就从空闲块里再取一个（`self.free.pop()`），放到块表末尾。\n"
+            "一个序列刚得到一个 token。如果它的块里没有空位，就从空闲块里再取一个（`self.free.pop()`），"
+            "放到块表末尾。\n"
             "如果没有空闲块，什么都不要改，返回 False。`self.num_blocks_for(n)` 是 n 个 token 需要的块数。\n\n"
-            "例：每块 2 个槽位，空闲块为 [0, 1]，块表为 [2]。第 2 个 token 放得下；第 3 个需要新块，块表变成 [2, 1]，空闲块变成 [0]。",
+            "例：每块 2 个槽位，空闲块为 [0, 1]，块表为 [2]。第 2 个 token 放得下；第 3 个需要新块，块表变成 [2, 1]，"
+            "空闲块变成 [0]。",
         ),
         hints=(
             Text(
@@ -87,7 +92,8 @@ EXERCISES = (
                 Text(
                     "The new token is already in `token_ids`, so its slot must exist now: 4 tokens need one block of "
                     "4, and 5 need two. `len(seq.token_ids) // self.block_size` rounds down and has the same effect.",
-                    "新 token 已经在 `token_ids` 里，现在就要有它的槽位：每块 4 个槽位时，4 个 token 需要一块，5 个需要两块。"
+                    "新 token 已经在 `token_ids` 里，现在就要有它的槽位：每块 4 个槽位时，4 个 token 需要一块，5 "
+                    "个需要两块。"
                     "`len(seq.token_ids) // self.block_size` 向下取整，结果也是晚了一块。",
                 ),
                 ((NEEDED, "self.num_blocks_for(len(seq.token_ids) - 1)"),),

@@ -75,14 +75,17 @@ EXERCISES = (
         chapter="05_blocks_and_tables",
         title=Text("Give the blocks back", "归还块"),
         task=Text(
-            "A sequence has ended and releases its blocks. A block may have several owners: `self.num_owners[i]` counts\n"
+            "A sequence has ended and releases its blocks. A block may have several owners: `self.num_owners[i]` "
+            "counts\n"
             "them. Only a block without owners becomes free. The sequence's last block becomes free first, because\n"
             "other sequences may still use the beginning of a text. At the end, the block table is empty.\n"
             "`self.free` is a dict whose keys are the free blocks, in the order in which they will be taken:\n"
             "`self.free[7] = None` puts block 7 at its end.\n\n"
-            "Example: `A.block_table` is [0, 1, 2], and B also owns block 0. After `release(A)`, 2 and then 1 have been\n"
+            "Example: `A.block_table` is [0, 1, 2], and B also owns block 0. After `release(A)`, 2 and then 1 have "
+            "been\n"
             "put at the end of `self.free`, `self.num_owners` is [1, 0, 0], and `A.block_table` is [].",
-            "一个序列结束了，要归还它的块。一个块可能有几个所有者，`self.num_owners[i]` 是它们的个数。没有所有者的块才变成\n"
+            "一个序列结束了，要归还它的块。一个块可能有几个所有者，`self.num_owners[i]` 是它们的个数。"
+            "没有所有者的块才变成\n"
             "空闲块。序列的最后一块最先变空闲，因为别的序列还可能用到一段文本的开头。最后块表要清空。\n"
             "`self.free` 是一个 dict，它的键是空闲块，按取用的顺序排列：`self.free[7] = None` 把 7 号块放到末尾。\n\n"
             "例：`A.block_table` 是 [0, 1, 2]，B 也拥有 0 号块。`release(A)` 之后，2 和 1 先后放到 `self.free` 末尾，\n"
@@ -124,7 +127,8 @@ EXERCISES = (
             Mistake(
                 Text("The first block becomes free first", "第一块最先变空闲"),
                 Text(
-                    "The block that became free first is also overwritten first. Then the beginning of a prompt is lost "
+                    "The block that became free first is also overwritten first. Then the beginning of a prompt is "
+                    "lost "
                     "first, although other requests most likely need it. No token changes, but the prefix cache finds "
                     "less.",
                     "最先变空闲的块最先被覆盖。这样，提示词的开头最先丢失，而别的请求最可能用到的正是开头。"
@@ -135,7 +139,8 @@ EXERCISES = (
             Mistake(
                 Text("A shared block becomes free", "共享的块变成了空闲块"),
                 Text(
-                    "Another sequence still reads this block. If it is free, the next sequence takes and overwrites it.",
+                    "Another sequence still reads this block. If it is free, the next sequence takes and overwrites "
+                    "it.",
                     "另一个序列还在读这个块。它一旦变空闲，下一个序列就会拿走并覆盖它。",
                 ),
                 (("            if not self.num_owners[block_id]:\n" + FREE, FREE[4:]),),
@@ -170,7 +175,8 @@ EXERCISES = (
             Mistake(
                 Text("The block just freed is taken next", "刚归还的块最先被取走"),
                 Text(
-                    "New free blocks belong at the end of `self.free`. At the front they would be overwritten next, and "
+                    "New free blocks belong at the end of `self.free`. At the front they would be overwritten next, "
+                    "and "
                     "old content that nobody needs would stay.",
                     "新的空闲块应放在 `self.free` 末尾。放在开头，它们马上会被覆盖，而没人需要的旧内容反而留着。",
                 ),
@@ -188,7 +194,8 @@ EXERCISES = (
             Mistake(
                 Text("The table changes during the loop", "循环中修改了块表"),
                 Text(
-                    "A loop over a list skips an element when an earlier one is removed. Every second block is lost: it "
+                    "A loop over a list skips an element when an earlier one is removed. Every second block is lost: "
+                    "it "
                     "is neither owned nor free.",
                     "遍历列表时删掉前面的元素，就会跳过后一个。每隔一个块就丢一个：既没有所有者，也不空闲。",
                 ),
