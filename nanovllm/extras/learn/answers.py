@@ -50,7 +50,9 @@ def observe(exercise: "Build", answer: ModuleType, case: Any) -> Iterator[Seen]:
             raise Stopped(Text("The code ended the program (`exit`).", "代码结束了程序（`exit`）。")) from error
         except MemoryError as error:
             raise Stopped(Text("The code ran out of memory.", "代码耗尽了内存。")) from error
-        except Exception as error:
+        except Exception as raised:
+            # Python turns a StopIteration that leaves a generator into a RuntimeError
+            error = raised.__cause__ if isinstance(raised.__cause__, StopIteration) else raised
             where = find_line(error, answer.__file__ or "")
             yield Seen(where, Raised(type(error).__name__), describe_error(error))
             return
