@@ -84,7 +84,9 @@ EXERCISES = (
         holes=("Blocks.try_grow",),
         run=run,
         examples=((2, 2, "AAAAA"), (3, 2, "ABABAB"), (1, 1, "AB"), (3, 4, "AAAABBBBA")),
-        cases=lambda: st.tuples(st.integers(1, 4), st.integers(1, 4), st.text("ABC", min_size=1, max_size=10)),
+        cases=lambda: st.tuples(
+            st.sampled_from((3, 4, 2, 1)), st.sampled_from((2, 3, 4, 1)), st.text("ABC", min_size=1, max_size=10)
+        ),
         describe=describe,
         mistakes=(
             Mistake(

@@ -177,7 +177,7 @@ EXERCISES = (
                 Text(
                     "New free blocks belong at the end of `self.free`. At the front they would be overwritten next, "
                     "and "
-                    "old content that nobody needs would stay.",
+                    "old content that no request needs would stay.",
                     "新的空闲块应放在 `self.free` 末尾。放在开头，它们马上会被覆盖，而没人需要的旧内容反而留着。",
                 ),
                 ((FREE, "                self.free = {block_id: None, **self.free}\n"),),
