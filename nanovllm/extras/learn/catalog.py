@@ -34,6 +34,7 @@ MODULES = (
     "budget_from_itl",
     "release_blocks",
     "admit_whole",
+    "fork",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
