@@ -35,6 +35,7 @@ MODULES = (
     "release_blocks",
     "admit_whole",
     "fork",
+    "copy_on_write",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
