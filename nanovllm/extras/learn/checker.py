@@ -6,6 +6,7 @@ run gives a list of observations, and the first that differs ends the comparison
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -115,24 +116,38 @@ def is_unwritten(difference: Difference) -> bool:
 def find_failing_case(comparison: Comparison, num_random: int) -> Any:
     """Return the smallest case found in which the answer is wrong, or None. The planted cases are tried first."""
     exercise = comparison.exercise
-    planted = next((case for case in exercise.examples if comparison.first_difference(case)), None)
-    failed_at: list[float] = [time.monotonic()] if planted is not None else []
+    planted = min((one for one in exercise.examples if comparison.first_difference(one)), key=length, default=None)
+    smallest = planted
+    failed_at: list[float] = [] if planted is None else [time.monotonic()]
     end = time.monotonic() + SEARCH_S
 
     def fails(case: Any) -> bool:
-        if repr(case) not in comparison.results:  # a result is remembered, also after the time is over
-            if time.monotonic() > (failed_at[0] + SHRINK_S if failed_at else end):
-                return False
-            if comparison.first_difference(case) and not failed_at:
-                failed_at.append(time.monotonic())
-        return comparison.first_difference(case) is not None
+        nonlocal smallest
+        if time.monotonic() > (failed_at[0] + SHRINK_S if failed_at else end):
+            raise TimeIsOver
+        has_failed = comparison.first_difference(case) is not None
+        if has_failed:
+            smallest = case  # the search continues only with smaller cases
+            failed_at.extend([] if failed_at else [time.monotonic()])
+        return has_failed
 
-    smallest = search(exercise.cases, fails, num_random) if num_random else None
-    return planted if smallest is None else smallest
+    with suppress(TimeIsOver):
+        if num_random:
+            search(exercise.cases, fails, num_random)
+    return smallest if planted is None else min(planted, smallest, key=length)
 
 
-def search(cases: Callable[[], Any], fails: Callable[[Any], bool], num_random: int) -> Any:
-    """Return a random case that fails, made smaller, or None. The same cases are tried each time."""
+def length(case: Any) -> int:
+    """Return how long a case is, as a measure of how hard it is to understand."""
+    return len(repr(case))
+
+
+class TimeIsOver(BaseException):
+    """Ends a search. Hypothesis would take an ordinary exception for a failing case."""
+
+
+def search(cases: Callable[[], Any], fails: Callable[[Any], bool], num_random: int) -> None:
+    """Try random cases, and after the first that fails only smaller ones. The same cases are tried each time."""
     options = settings(
         max_examples=num_random,
         database=None,
@@ -140,10 +155,8 @@ def search(cases: Callable[[], Any], fails: Callable[[Any], bool], num_random: i
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
-    try:
-        return find(cases(), fails, settings=options, random=Random(0))
-    except NoSuchExample:
-        return None
+    with suppress(NoSuchExample):
+        find(cases(), fails, settings=options, random=Random(0))
 
 
 def find_mistake(comparison: Comparison, case: Any) -> Mistake | None:
