@@ -36,6 +36,7 @@ MODULES = (
     "admit_whole",
     "fork",
     "copy_on_write",
+    "hash_chain",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 

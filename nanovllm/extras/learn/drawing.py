@@ -27,3 +27,21 @@ def draw_account(blocks: Any, seqs: Mapping[str, Any]) -> str:
     total = owned + len(blocks.free)
     wrong = "" if total == blocks.num_blocks else f", not {blocks.num_blocks}!"
     return f"{draw_pool(blocks, seqs)}\nowned + free = {owned} + {len(blocks.free)} = {total}{wrong}"
+
+
+def draw_slots(blocks: Any, seqs: Mapping[str, Any], held: Mapping[int, tuple[int, ...]], has_free: bool) -> str:
+    """Return a line for each block that is owned, with the tokens in its slots: `held[slot]` ends with the token.
+
+    has_free: also draw free blocks that hold something, and say which blocks the prefix cache finds
+    """
+    cached = set(blocks.block_of_hash.values()) if has_free else set()
+    lines = []
+    for block_id in range(blocks.num_blocks):
+        names = [name for name, seq in seqs.items() if block_id in seq.block_table]
+        texts = [held.get(block_id * blocks.block_size + i) for i in range(blocks.block_size)]
+        if names or (has_free and any(texts)):
+            tokens = " ".join(f"{text[-1] if text else '.':>2}" for text in texts)
+            state = " ".join(names) or "free"
+            state += ", cached" if block_id in cached else ""
+            lines.append(f"block {block_id}  [ {tokens} ]  {state}  (num_owners {blocks.num_owners[block_id]})")
+    return "\n".join([*lines, "free   " + (" ".join(map(str, blocks.free)) or "none")])

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
+from nanovllm.extras.learn.drawing import draw_slots
 from nanovllm.extras.learn.exercise import Seen
 from nanovllm.extras.learn.given import one_file
 from nanovllm.extras.learn.texts import Text, count, same_text
@@ -153,19 +154,7 @@ class Run:
             wrong,
         )
         self.overwrites = []
-        return Seen(label, state, self.draw())
-
-    def draw(self) -> str:
-        """Return a line for each block that is owned: its tokens, and the samples that own it."""
-        size, lines = self.case.block_size, []
-        for block_id in range(self.blocks.num_blocks):
-            names = [name for name, seq in self.seqs.items() if block_id in seq.block_table]
-            if names:
-                texts = [self.held.get(block_id * size + i) for i in range(size)]
-                tokens = " ".join(f"{text[-1] if text else '.':>2}" for text in texts)
-                owners = f"num_owners {self.blocks.num_owners[block_id]}"
-                lines.append(f"block {block_id}  [ {tokens} ]  {' '.join(names)}  ({owners})")
-        return "\n".join([*lines, "free   " + (" ".join(map(str, self.blocks.free)) or "none")])
+        return Seen(label, state, draw_slots(blocks, seqs, self.held, has_free=False))
 
 
 def run_samples(answer: Any, case: Samples) -> Iterator[Seen]:
