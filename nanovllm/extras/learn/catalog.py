@@ -37,6 +37,8 @@ MODULES = (
     "fork",
     "copy_on_write",
     "hash_chain",
+    "revive_blocks",
+    "register_blocks",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 

@@ -31,6 +31,8 @@ class Visits(NamedTuple):
     chunk: int
     """Tokens of a sequence that a step computes, at most."""
     steps: tuple[tuple[Visit, ...], ...]
+    forgotten: tuple[int, ...] = ()
+    """Steps before which the cache forgets one block: of the cached blocks, the one with the smallest number."""
 
 
 class Found(NamedTuple):
@@ -78,6 +80,8 @@ class Run:
         """Admit, compute and register the sequences of each step, and release those that do not stay."""
         for number, step in enumerate(self.case.steps, 1):
             ending = []
+            if number in self.case.forgotten and self.blocks.hash_of_block:
+                del self.blocks.block_of_hash[self.blocks.hash_of_block.pop(min(self.blocks.hash_of_block))]
             for visit in step:
                 name = chr(ord("A") + len(self.seqs))
                 self.seqs[name] = one_file.Sequence(list(visit.text), len(visit.text), 9)
@@ -166,6 +170,9 @@ def describe_visits(case: Visits) -> Text:
         zh.append(f"每步最多算一个序列的 {case.chunk} 个 token。")
     name = ord("A")
     for number, step in enumerate(case.steps, 1):
+        if number in case.forgotten:
+            en.append("Then the cache forgets one block.")
+            zh.append("然后缓存忘掉一个块。")
         for visit in step:
             text = draw_text(visit.text, case.block_size)
             stays = (" (keeps its blocks)", "（保留自己的块）") if visit.stays else ("", "")
@@ -258,3 +265,8 @@ def texts() -> st.SearchStrategy[Texts]:
     """Return a strategy: few different tokens, so that texts begin alike."""
     text = st.lists(st.sampled_from((0, 1, 2, 12, 11)), min_size=1, max_size=7).map(tuple)
     return st.builds(Texts, st.sampled_from((2, 3, 1)), st.lists(text, min_size=1, max_size=3).map(tuple))
+
+
+def one_by_one(num_blocks: int, block_size: int, *texts: tuple[int, ...]) -> Visits:
+    """Return a case in which sequences with these texts come one after another, and end."""
+    return Visits(num_blocks, block_size, 9, tuple((Visit(text),) for text in texts))
