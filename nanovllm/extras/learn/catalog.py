@@ -39,6 +39,7 @@ MODULES = (
     "hash_chain",
     "revive_blocks",
     "register_blocks",
+    "preempt",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 

@@ -50,6 +50,10 @@ class Step(NamedTuple):
     free: tuple[int, ...]
     """Free blocks in the order in which they will be taken."""
     owners: tuple[int, ...]
+    moves: tuple[str, ...] = ()
+    """Blocks that were copied to or from host memory."""
+    host_free: tuple[int, ...] = ()
+    """Free blocks in host memory."""
 
     def __repr__(self) -> str:
         parts = [" ".join(f"{name}+{num}" for name, num in self.chunks) or "no tokens"]
@@ -57,6 +61,7 @@ class Step(NamedTuple):
         parts += [f"preemptions: {self.preemptions}"] if self.preemptions else []
         parts += [f"hits: {self.hits}"] if self.hits else []
         parts += ["copies: " + " ".join(f"{a}→{b}" for a, b in self.copies)] if self.copies else []
+        parts += ["moves: " + ", ".join(self.moves)] if self.moves else []
         return ", ".join([*parts, *self.wrong_slots[:2]])
 
 
