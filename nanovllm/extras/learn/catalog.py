@@ -40,6 +40,7 @@ MODULES = (
     "revive_blocks",
     "register_blocks",
     "preempt",
+    "swap",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 

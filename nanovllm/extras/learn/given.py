@@ -24,6 +24,7 @@ if str(ROOT) not in sys.path:
 model: Any = import_module("labs.model")
 model.TINY_QWEN3 = TINY_QWEN3  # a copy of labs/ in an installed package is not beside it
 one_file: Any = import_module("labs.one_file")
+mixed_batches: Any = import_module("labs.mixed_batches")
 
 
 def read_program(name: str) -> str:

@@ -52,8 +52,8 @@ class Step(NamedTuple):
     owners: tuple[int, ...]
     moves: tuple[str, ...] = ()
     """Blocks that were copied to or from host memory."""
-    host_free: tuple[int, ...] = ()
-    """Free blocks in host memory."""
+    host: str = ""
+    """What is in host memory."""
 
     def __repr__(self) -> str:
         parts = [" ".join(f"{name}+{num}" for name, num in self.chunks) or "no tokens"]
@@ -62,6 +62,7 @@ class Step(NamedTuple):
         parts += [f"hits: {self.hits}"] if self.hits else []
         parts += ["copies: " + " ".join(f"{a}→{b}" for a, b in self.copies)] if self.copies else []
         parts += ["moves: " + ", ".join(self.moves)] if self.moves else []
+        parts += [f"host: {self.host}"] if self.host else []
         return ", ".join([*parts, *self.wrong_slots[:2]])
 
 
