@@ -64,8 +64,9 @@ def find_line(error: BaseException, file: str) -> Text:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     if not frames:
         return Text("an exception", "异常")
-    line = f"{frames[-1].lineno}: {frames[-1].line}" if frames[-1].line else str(frames[-1].lineno)
-    return Text(f"an exception in line {line}", f"第 {line} 行抛出异常")
+    number, line = frames[-1].lineno, frames[-1].line
+    en, zh = (f": {line}", f"（{line}）") if line else ("", "")
+    return Text(f"an exception in line {number}{en}", f"第 {number} 行{zh}抛出异常")
 
 
 def describe_error(error: BaseException) -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NUM_RANDOM = 150  # random cases
 SEARCH_S = 1.2  # how long random cases are tried
-SHRINK_S = 0.8  # how long a failing case is made smaller
+SHRINK_S = 0.4  # how long a failing case is made smaller
 NUM_COMPARED = 40  # cases in which an answer is compared with known mistakes
 
 

@@ -91,7 +91,7 @@ class Simulation:
     def add(self, name: str, seq: Any) -> None:
         self.names[seq], self.seqs[name] = name, seq
 
-    def run(self) -> Iterator[Seen]:
+    def run(self, has_drawings: bool = True) -> Iterator[Seen]:
         """Yield each step, until all sequences are finished or a step does nothing."""
         for number in range(MAX_STEPS):
             self.scheduler.waiting.extend(seq for arrival, seq in self.arrivals if arrival == number)
@@ -100,7 +100,7 @@ class Simulation:
                     return
                 continue
             step = self.step(self.scheduler.schedule())
-            yield Seen(Text(f"step {number + 1}", f"第 {number + 1} 步"), step, self.draw())
+            yield Seen(Text(f"step {number + 1}", f"第 {number + 1} 步"), step, self.draw() if has_drawings else "")
             if not step.chunks:
                 return
 

@@ -17,7 +17,7 @@ class Request(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """A pool, a budget of tokens for each step, and requests. Each request by itself must fit into the pool."""
+    """A pool, a budget of tokens for each step, and requests. Each must fit into the empty pool."""
 
     num_blocks: int
     block_size: int
@@ -41,18 +41,25 @@ def describe_traffic(traffic: Traffic) -> Text:
     return Text("  \n".join(en), "  \n".join(zh))
 
 
-@st.composite
-def traffics(draw: Any, max_n: int = 1, max_requests: int = 4) -> Traffic:
+def traffics(max_n: int = 1, max_requests: int = 4) -> st.SearchStrategy[Traffic]:
     """Return a strategy: tight pools, prompts that repeat and share prefixes, blocks that are partly filled."""
-    block_size = draw(st.integers(1, 4))
-    requests: list[Request] = []
-    prompts: list[tuple[int, ...]] = []
-    for _ in range(draw(st.integers(1, max_requests))):
-        beginning = draw(st.sampled_from([(), *prompts]))
-        prompt = (*beginning, *draw(st.lists(st.integers(0, 2), min_size=0 if beginning else 1, max_size=6)))
-        prompts.append(prompt)
-        request = Request(prompt, draw(st.integers(1, 6)), draw(st.integers(1, max_n)), draw(st.integers(0, 3)))
-        requests.append(request)
-    least = max(-(-(len(one.prompt) + one.max_tokens) // block_size) for one in requests)
-    num_blocks = least + draw(st.integers(0, 4))
-    return Traffic(num_blocks, block_size, draw(st.integers(1, 9)), tuple(requests))
+    tokens = st.lists(st.integers(0, 2), max_size=6)
+    request = st.tuples(st.integers(0, 6), tokens, st.integers(1, 6), st.integers(1, max_n), st.integers(0, 3))
+    return st.builds(
+        make_traffic,
+        st.integers(0, 4),
+        st.sampled_from((2, 3, 4, 1)),
+        st.sampled_from((9, 6, 4, 3, 2, 1)),
+        st.lists(request, min_size=1, max_size=max_requests),
+    )
+
+
+def make_traffic(spare: int, block_size: int, budget: int, requests: list[Any]) -> Traffic:
+    """Return a case. `requests`: (tokens shared with the prompt before, more tokens, max_tokens, n, arrival)."""
+    prompt: tuple[int, ...] = ()
+    made = []
+    for num_shared, tokens, max_tokens, n, arrival in requests:
+        prompt = (*prompt[:num_shared], *tokens)[:9] or (0,)
+        made.append(Request(prompt, max_tokens, n, arrival))
+    least = max(-(-(len(one.prompt) + one.max_tokens) // block_size) for one in made)
+    return Traffic(least + spare, block_size, budget, tuple(made))

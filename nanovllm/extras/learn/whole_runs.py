@@ -23,9 +23,11 @@ class Moment(NamedTuple):
     """A step, and the run that it is in."""
 
     step: Step
-    label: Text
+    index: int
+    """Of this step in the run."""
+    labels: tuple[Text, ...]
+    """Of all steps of the run."""
     steps: tuple[Step, ...]
-    """Of the whole run."""
     texts: dict[str, tuple[int, ...]]
     """What the sequences have at the end."""
 
@@ -42,15 +44,13 @@ def run_whole(simulation: Simulation) -> Iterator[Seen]:
     seen: list[Seen] = []
     error = None
     try:
-        seen.extend(simulation.run())
+        seen.extend(simulation.run(has_drawings=False))
     except Exception as raised:
         error = raised
-    texts = {name: tuple(seq.token_ids) for name, seq in simulation.seqs.items()}
-    steps = tuple(one.value for one in seen)
-    names = sorted(simulation.seqs)
+    texts = {name: tuple(seq.token_ids) for name, seq in sorted(simulation.seqs.items())}
+    labels, steps = tuple(one.label for one in seen), tuple(one.value for one in seen)
     for i, one in enumerate(seen):
-        labels = [each.label.en.removeprefix("step ") for each in seen]
-        yield Seen(one.label, Moment(one.value, one.label, steps, texts), draw_timetable(names, labels, steps, i))
+        yield Seen(one.label, Moment(one.value, i, labels, steps, texts))
     if error is not None:
         raise error
 
@@ -59,8 +59,9 @@ def simulate(parts: Parts, traffic: Traffic) -> Iterator[Seen]:
     return run_whole(Simulation(parts, traffic))
 
 
-def draw_timetable(names: list[str], labels: list[str], steps: tuple[Step, ...], here: int) -> str:
-    """Return the steps around step `here`: how many tokens of each sequence are computed, and who waits."""
+def draw_timetable(moment: Moment) -> str:
+    """Return the steps around this one: how many tokens of each sequence are computed, and which sequences wait."""
+    names, steps, here = list(moment.texts), moment.steps, moment.index
     header = ["  step", *names, "free", "preemptions", "waiting"]
     first = max(0, min(here - 3, len(steps) - NUM_LINES))
     rows = []
@@ -69,27 +70,41 @@ def draw_timetable(names: list[str], labels: list[str], steps: tuple[Step, ...],
         cells = [f"+{chunks[name]}" if name in chunks else "" for name in names]
         mark = "→" if i == here else " "
         counts = [str(len(step.free)), str(step.preemptions or "")]
-        rows.append([f"{mark} {labels[i]:>4}", *cells, *counts, " ".join(step.waiting)])
+        label = moment.labels[i].en.removeprefix("step ")
+        rows.append([f"{mark} {label:>4}", *cells, *counts, " ".join(step.waiting)])
     widths = [max(len(row[k]) for row in [header, *rows]) for k in range(len(header))]
     lines = [[cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)] for row in [header, *rows]]
     return "\n".join("   ".join([*line, row[-1]]).rstrip() for line, row in zip(lines, [header, *rows], strict=True))
 
 
-def explain_difference(_: Traffic, right: Seen | None, yours: Seen | None) -> list[tuple[Text, str]]:
-    """Return sentences: which sequence overtook which, and what the whole run costs."""
-    if right is None or yours is None or not (isinstance(right.value, Moment) and isinstance(yours.value, Moment)):
-        return []
-    is_same = right.value.texts == yours.value.texts
-    found = [Text("same tokens", "token 相同") if is_same else Text("other tokens", "token 不同")]
-    found += [
-        Text(f"{a} overtook {b} at {yours.label.en}", f"{yours.label.zh} {a} 超过了 {b}")
-        for a, b in find_overtakes(right.value.step, yours.value.step)
+def explain_difference(_: Any, right: Seen | None, yours: Seen | None) -> list[tuple[Text, str]]:
+    """Return both timetables, and in a sentence which sequence overtook which, and what the whole run costs."""
+    moments = [one.value if one is not None and isinstance(one.value, Moment) else None for one in (right, yours)]
+    drawn = [draw_timetable(one) if one is not None else "" for one in moments]
+    titles = [Text("right", "正确"), Text("yours", "你的")]
+    if drawn[0] == drawn[1]:
+        titles, drawn = [Text("the timetable of both runs", "两次运行的时间表相同")], drawn[:1]
+    found = [(title, lines) for title, lines in zip(titles, drawn, strict=True) if lines]
+    if moments[0] is not None and moments[1] is not None:
+        found.append((summarize(moments[0], moments[1]), ""))
+    return found
+
+
+def summarize(right: Moment, yours: Moment) -> Text:
+    """Return a sentence: "same tokens, but B overtook C at step 4"."""
+    is_same = right.texts == yours.texts
+    label = yours.labels[yours.index]
+    found = [
+        Text(f"{a} overtook {b} at {label.en}", f"{label.zh} {a} 超过了 {b}")
+        for a, b in find_overtakes(right.step, yours.step)
     ]
-    found += compare_totals(right.value.steps, yours.value.steps)
-    but = (", but ", "，但") if is_same else ("; ", "；")
-    en = found[0].en + but[0] * (len(found) > 1) + "; ".join(one.en for one in found[1:])
-    zh = found[0].zh + but[1] * (len(found) > 1) + "；".join(one.zh for one in found[1:])
-    return [(Text(en, zh), "")]
+    found += compare_totals(right.steps, yours.steps)
+    first = Text("same tokens", "token 相同") if is_same else Text("other tokens", "token 不同")
+    but = Text(", but ", "，但") if is_same else Text("; ", "；")
+    if not found:
+        return first
+    en = first.en + but.en + "; ".join(one.en for one in found)
+    return Text(en, first.zh + but.zh + "；".join(one.zh for one in found))
 
 
 def find_overtakes(right: Step, yours: Step) -> list[tuple[str, str]]:

@@ -123,10 +123,6 @@ def describe(case: Case) -> Text:
     )
 
 
-def explain(case: Case, right: Seen | None, yours: Seen | None) -> list[tuple[Text, str]]:
-    return explain_difference(case.traffic, right, yours)
-
-
 EXERCISES = (
     Build(
         name="swap",
@@ -195,7 +191,7 @@ EXERCISES = (
         cases=lambda: st.builds(Case, st.sampled_from((4, 3, 2, 1, 0)), traffics()),
         describe=describe,
         is_same=is_same_step,
-        draw=explain,
+        draw=explain_difference,
         mistakes=(
             Mistake(
                 Text("The counter is reset", "计数归零了"),
