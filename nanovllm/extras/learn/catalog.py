@@ -41,6 +41,7 @@ MODULES = (
     "register_blocks",
     "preempt",
     "swap",
+    "my_policy",
 )
 """Modules of `exercises/`. Each has a tuple `EXERCISES`."""
 
