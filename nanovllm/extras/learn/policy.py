@@ -22,7 +22,7 @@ from nanovllm.extras.extended_scheduler import ExtendedScheduler
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.learn.answers import describe_error, find_line, load
 from nanovllm.extras.learn.exercise import Exercise, dig_holes, make_header
-from nanovllm.extras.learn.report import Drawing, Report
+from nanovllm.extras.learn.findings import Drawing, Report
 from nanovllm.extras.learn.texts import Language, Text
 
 MAX_NUM_SEQS, BUDGET, NUM_BLOCKS, BLOCK_SIZE = 4, 64, 128, 16

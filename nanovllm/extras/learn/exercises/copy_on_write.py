@@ -62,6 +62,7 @@ EXERCISES = (
         ),
         answer=subclass_of("one_file", "BlockManager", "Blocks", ("try_grow",), ("Sequence",)),
         holes=("Blocks.try_grow",),
+        engine_parts=(("Blocks.try_grow", "BlockManager.try_grow"),),
         run=run_samples,
         examples=EXAMPLES,
         cases=samples,

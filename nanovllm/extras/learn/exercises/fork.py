@@ -49,6 +49,7 @@ EXERCISES = (
         ),
         answer=subclass_of("one_file", "BlockManager", "Blocks", ("fork",), ("Sequence",)),
         holes=("Blocks.fork",),
+        engine_parts=(("Blocks.fork", "BlockManager.fork"),),
         run=run_samples,
         examples=EXAMPLES,
         cases=samples,

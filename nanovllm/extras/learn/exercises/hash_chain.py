@@ -59,6 +59,7 @@ EXERCISES = (
         ),
         answer=ANSWER,
         holes=("Blocks.hash_block",),
+        engine_parts=(("Blocks.hash_block", "BlockManager.hash_block"),),
         run=run_texts,
         examples=(
             Texts(2, ((0, 1, 2, 3, 4), (2, 3, 9))),

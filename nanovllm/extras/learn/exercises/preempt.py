@@ -133,6 +133,7 @@ EXERCISES = (
         ),
         answer=ANSWER,
         holes=("Planner.make_room", "Planner.try_admit"),
+        engine_parts=(("Planner.make_room", "Scheduler.make_room"),),
         run=run,
         examples=(
             Traffic(3, 2, 8, (Request((1, 2), 3), Request((0, 1), 3))),

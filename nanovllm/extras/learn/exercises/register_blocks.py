@@ -71,6 +71,10 @@ EXERCISES = (
         ),
         answer=ANSWER,
         holes=("Blocks.take", "Blocks.register"),
+        engine_parts=(
+            ("Blocks.take", "BlockManager.take"),
+            ("Blocks.register", "BlockManager.register"),
+        ),
         run=run_visits,
         examples=(
             one_by_one(3, 2, (0, 1, 2, 1, 0), (2, 2, 1), (0, 1, 2, 1, 2)),

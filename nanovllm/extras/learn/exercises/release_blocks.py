@@ -109,6 +109,7 @@ EXERCISES = (
         ),
         answer=subclass_of("one_file", "BlockManager", "Blocks", ("release",), ("Sequence",)),
         holes=("Blocks.release",),
+        engine_parts=(("Blocks.release", "BlockManager.release"),),
         run=run,
         examples=(
             Pool(1, ((0, 3),), (0,)),

@@ -71,6 +71,10 @@ EXERCISES = (
         ),
         answer=subclass_of("one_file", "BlockManager", "Blocks", ("find", "try_admit"), ("Sequence",)),
         holes=("Blocks.find", "Blocks.try_admit"),
+        engine_parts=(
+            ("Blocks.find", "BlockManager.find"),
+            ("Blocks.try_admit", "BlockManager.try_admit"),
+        ),
         run=run_visits,
         examples=(
             one_by_one(4, 2, (5, 6, 7), (5, 6, 8), (5, 6)),
