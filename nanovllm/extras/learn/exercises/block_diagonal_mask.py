@@ -48,7 +48,7 @@ class Mask(Numbers):
 
 def draw(case: Case, right: Seen | None, yours: Seen | None) -> list[tuple[Text, str]]:
     """Draw both masks. In the learner's mask, cells that must not be read, or are missing, have another sign."""
-    if right is None:
+    if right is None or not isinstance(right.value, Numbers):
         return []
     a = right.value.tensor != 0
     drawings = [
