@@ -17,6 +17,7 @@ MODULES = (
     "release_blocks",
     "admit_whole",
     "paged_attention",
+    "attend_to_blocks",
     "merge_partials",
     "fork",
     "copy_on_write",

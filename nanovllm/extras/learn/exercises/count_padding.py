@@ -42,7 +42,7 @@ class Case(NamedTuple):
     batch_size: int
 
 
-PADDING = Text("padding of one batch with a row for each", "每个占一行、一个 batch 的填充")
+PADDING = Text("padding of one batch with a row for each", "组成一个 batch（每个占一行）时的填充")
 
 
 def run(answer: ModuleType, case: Case) -> Iterator[Seen]:

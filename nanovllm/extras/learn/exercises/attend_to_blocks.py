@@ -282,7 +282,7 @@ MISTAKES = (
 
 EXERCISES = (
     Build(
-        name="paged_attention",
+        name="attend_to_blocks",
         chapter="06_paged_attention",
         title=Text("Paged attention, block by block", "逐块的分页注意力"),
         task=Text(
