@@ -160,9 +160,8 @@ def main() -> None:
         os.environ[REFRESH] = "1"
     how = ["--check", "--diff"] if args.check else ["-r"]
     names = [str(page) for page in args.page or pages()]
-    sys.exit(
-        Cog().main(["cog", "-P", "-p", "from tools.book import code, exercises, output, sample", "--verbosity=1", *how, *names])
-    )
+    calls = "from tools.book import code, exercises, output, sample"
+    sys.exit(Cog().main(["cog", "-P", "-p", calls, "--verbosity=1", *how, *names]))
 
 
 if __name__ == "__main__":

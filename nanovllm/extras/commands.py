@@ -33,7 +33,7 @@ COMMANDS: dict[str, Command] = {
         "nanovllm.extras.self_check.check_command", "", "check what computes on this machine, and what is missing"
     ),
     "learn": Command(
-        "nanovllm.extras.learn.learn_command", "learn", "build the parts of an engine yourself: exercises with a checker"
+        "nanovllm.extras.learn.learn_command", "learn", "exercises: write an engine's parts, with a checker"
     ),
     "view": Command("nanovllm.extras.trace.view", "", "replay a recording of LLM(…, trace=…) in a browser"),
 }

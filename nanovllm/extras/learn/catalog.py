@@ -16,7 +16,6 @@ MODULES = (
     "grow_table",
     "release_blocks",
     "admit_whole",
-    "paged_attention",
     "attend_to_blocks",
     "merge_partials",
     "fork",

@@ -126,7 +126,12 @@ EXERCISES = (
             Mistake(
                 Text("The wrong answers are kept", "保留了错误的回答"),
                 Text("Each answer begins with its own first token.", "每个回答以自己的第一个 token 开头。"),
-                (("row.topk(len(seqs)).indices.tolist()", "[int(row.argmax())] * len(seqs)"),),
+                (
+                    (
+                        "zip([seq, *self.scheduler.fork(seq)], token_ids, strict=False)",
+                        "zip([seq, *self.scheduler.fork(seq)], token_ids[:1] * 9, strict=False)",
+                    ),
+                ),
             ),
         ),
     ),
