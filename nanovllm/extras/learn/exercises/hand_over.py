@@ -249,10 +249,10 @@ def draw_notes(case: Case, right: Seen | None, yours: Seen | None) -> list[tuple
 def describe(case: Case) -> Text:
     names = [f"{chr(ord('A') + i)} {one.prompt_len}+{one.max_tokens}" for i, one in enumerate(case.requests)]
     return Text(
-        f"Blocks of P (prefill): {case.prefill_blocks}, of D (decode): {case.decode_blocks}, block_size = "
-        f"{case.block_size}. In a tick, P computes one prompt, the network moves at most {case.bandwidth} of them, "
-        f"and D "
-        f"decodes one token of each of its sequences. Requests (prompt + output tokens): {', '.join(names)}.",
+        f"Blocks of P (prefill): {case.prefill_blocks}, of D (decode): {case.decode_blocks}, that the network moves "
+        f"in a "
+        f"tick: {case.bandwidth}; block_size = {case.block_size}. In a tick, P computes one prompt, and D decodes one "
+        f"token of each of its sequences. Requests (prompt + output tokens): {', '.join(names)}.",
         f"P（预填充）有 {case.prefill_blocks} 块，D（解码）有 {case.decode_blocks} 块，block_size = {case.block_size}。"
         f"每个节拍里，P 计算一个提示词，网络搬 {case.bandwidth} 块，D 为它的每个序列解码一个 token。"
         f"请求（提示词 + 输出的 token 数）：{'、'.join(names)}。",

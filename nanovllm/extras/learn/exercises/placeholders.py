@@ -11,10 +11,10 @@ from nanovllm.extras.learn.given import one_file
 from nanovllm.extras.learn.simulation import VOCABULARY, mix
 from nanovllm.extras.learn.texts import Text
 
-END = 0
+END = 4
 
 SOLUTION = '''
-END = 0  # the token that ends a sequence
+END = 4  # the token that ends a sequence
 
 
 class Overlap:
@@ -199,7 +199,7 @@ def describe(case: Any) -> Text:
 
 
 def cases() -> st.SearchStrategy[Any]:
-    prompt = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
+    prompt = st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple)
     requests = st.lists(st.tuples(prompt, st.integers(1, 6)), min_size=1, max_size=3).map(tuple)
     return st.tuples(st.integers(1, 4), requests)
 
@@ -260,8 +260,8 @@ EXERCISES = (
         holes=("Overlap.launch", "Overlap.arrive", "fill"),
         run=run,
         examples=(
-            (2, (((1, 2, 3), 5), ((4, 1), 6), ((2,), 3))),
-            (4, (((1, 2, 3), 5), ((4, 1), 6), ((2, 2, 1), 4))),
+            (2, (((1, 2, 3), 5), ((0, 1), 6), ((2,), 3))),
+            (4, (((1, 2, 3), 5), ((0, 1), 6), ((2, 2, 1), 4))),
             (1, (((1, 2), 4), ((1, 3), 6))),
             (3, (((3, 1), 1), ((3, 1), 3))),
         ),

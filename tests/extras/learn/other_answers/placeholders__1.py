@@ -1,6 +1,6 @@
 """Keeps the sequences that still get tokens, and looks for the first placeholder."""
 
-END = 0
+END = 4
 
 
 class Overlap:

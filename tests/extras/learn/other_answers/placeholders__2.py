@@ -2,7 +2,7 @@
 
 import torch
 
-END = 0
+END = 4
 
 
 class Overlap:
