@@ -34,9 +34,9 @@ def accept(drafts, draft_probs, model_probs, uniforms):
         if next(numbers) * q[draft] < p[draft]:
             tokens.append(draft)
             continue
-        rest = [max(a - b, 0) for a, b in zip(p, q)]
-        total = sum(rest)
-        probs = [one / total for one in rest]
+        residual = [max(a - b, 0) for a, b in zip(p, q)]
+        total = sum(residual)
+        probs = [one / total for one in residual]
         tokens.append(draw(probs, next(numbers)))
         return tokens
     tokens.append(draw(model_probs[len(drafts)], next(numbers)))
@@ -110,21 +110,21 @@ EXERCISES = (
             "A draft model drew each draft x from its probabilities q. The model's own probabilities are p. Write\n"
             "`accept`, which keeps drafts in such a way that the tokens have exactly the distribution p:\n"
             "- Take the next random number u. Accept x if u < p(x) / q(x), and go on with the next draft.\n"
-            "- Otherwise reject x: draw a token with the next u from the *rest*, max(p - q, 0) for each token,\n"
-            "  divided by the sum of the rest. Drafts behind it are dropped: return the tokens.\n"
+            "- Otherwise reject x: draw a token with the next u from the *residual*, max(p - q, 0) for each token,\n"
+            "  divided by the sum of the residual. Drafts behind it are dropped: return the tokens.\n"
             "- If all drafts are accepted, draw one token more from the model's last row.\n\n"
             "`draw(probs, u)` is given. All numbers are fractions, so nothing is rounded.\n\n"
             "    q = [1/2, 1/2], p = [3/4, 1/4]     draft 0: p/q = 3/2, always accepted. Draft 1: p/q = 1/2\n"
-            "    u = 5/8 rejects draft 1; the rest is [1/4, 0], divided by its sum [1, 0]: token 0",
+            "    u = 5/8 rejects draft 1; the residual is [1/4, 0], divided by its sum [1, 0]: token 0",
             "草稿模型从自己的概率 q 里采出每个草稿 x，模型自己的概率是 p。请写 `accept`，它按以下规则取舍草稿，使\n"
             "得到的 token 恰好服从分布 p：\n"
             "- 取下一个随机数 u。如果 u < p(x) / q(x)，接受 x，继续看下一个草稿。\n"
-            "- 否则拒绝 x：用下一个 u 从**余量**里采一个 token。余量是每个 token 的 max(p - q, 0)，再除以余量之\n"
-            "  和。后面的草稿都丢弃：返回得到的 token。\n"
+            "- 否则拒绝 x：用下一个 u 从**剩余分布**（residual）里采一个 token：每个 token 的 max(p - q, 0)，再除\n"
+            "  以它们的和。后面的草稿都丢弃：返回得到的 token。\n"
             "- 如果草稿全部接受，从模型的最后一行再采一个 token。\n\n"
             "`draw(probs, u)` 已给出。所有数都是分数，没有舍入。\n\n"
             "    q = [1/2, 1/2]，p = [3/4, 1/4]     草稿 0：p/q = 3/2，总是接受。草稿 1：p/q = 1/2\n"
-            "    u = 5/8 时拒绝草稿 1；余量是 [1/4, 0]，除以它的和得到 [1, 0]：token 0",
+            "    u = 5/8 时拒绝草稿 1；剩余是 [1/4, 0]，除以它的和得到 [1, 0]：token 0",
         ),
         hints=(
             Text(
@@ -138,9 +138,11 @@ EXERCISES = (
                 "`numbers = iter(uniforms)`，每次 `next(numbers)` 取一个。拒绝要用两个：一个用来决定，一个用来采样。",
             ),
             Text(
-                "`rest = [max(a - b, 0) for a, b in zip(p, q)]`, then `draw([one / sum(rest) for one in rest], "
+                "`residual = [max(a - b, 0) for a, b in zip(p, q)]`, then `draw([one / sum(residual) for one in "
+                "residual], "
                 "next(numbers))`.",
-                "`rest = [max(a - b, 0) for a, b in zip(p, q)]`，然后 `draw([one / sum(rest) for one in rest], "
+                "`residual = [max(a - b, 0) for a, b in zip(p, q)]`，然后 `draw([one / sum(residual) for one in "
+                "residual], "
                 "next(numbers))`。",
             ),
         ),
@@ -170,25 +172,26 @@ EXERCISES = (
                     "以 min(p, q) 的概率，草稿已经被接受了。所以拒绝之后只能从缺少的部分 max(p - q, 0) 里采样；"
                     "从 p 里采，草稿常提出的 token 就会出现得太多。",
                 ),
-                (("rest = [max(a - b, 0) for a, b in zip(p, q)]", "rest = p"),),
+                (("residual = [max(a - b, 0) for a, b in zip(p, q)]", "residual = p"),),
             ),
             Mistake(
-                Text("The rest is q - p", "余量写成了 q - p"),
+                Text("The residual is q - p", "剩余分布写成了 q - p"),
                 Text(
-                    "The rest has the tokens that q proposes too seldom: p - q. The tokens with q - p > 0 are those "
+                    "The residual has the tokens that q proposes too seldom: p - q. The tokens with q - p > 0 are "
+                    "those "
                     "that "
                     "are rejected.",
-                    "余量是 q 提得太少的 token：p - q。q - p > 0 的 token 正是会被拒绝的。",
+                    "剩余分布是 q 提得太少的部分：p - q。q - p > 0 的 token 正是会被拒绝的。",
                 ),
                 (("max(a - b, 0)", "max(b - a, 0)"),),
             ),
             Mistake(
-                Text("The rest is not divided by its sum", "余量没有除以它的和"),
+                Text("The residual is not divided by its sum", "剩余分布没有除以它的和"),
                 Text(
-                    "The rest adds up to less than 1, so a large random number draws no token. Divide by the sum.",
-                    "余量之和小于 1，随机数大时采不到任何 token。要除以它的和。",
+                    "The residual adds up to less than 1, so a large random number draws no token. Divide by the sum.",
+                    "max(p - q, 0) 之和小于 1，随机数大时采不到任何 token。要除以它的和。",
                 ),
-                (("one / total for one in rest", "one for one in rest"),),
+                (("one / total for one in residual", "one for one in residual"),),
             ),
             Mistake(
                 Text("Not divided by q", "没有除以 q"),
@@ -222,8 +225,8 @@ EXERCISES = (
                 Text("Goes on after a rejection", "拒绝之后继续"),
                 Text(
                     "The drafts behind a rejected one were made, and the model's rows computed, for another text. Drop "
-                    "them: the step ends with the token drawn from the rest.",
-                    "被拒绝的草稿后面的草稿，以及模型的各行，都是针对另一段文本算的。要丢弃：这一步到余量里采出的 "
+                    "them: the step ends with the token drawn from the residual.",
+                    "被拒绝的草稿后面的草稿，以及模型的各行，都是针对另一段文本算的。要丢弃：这一步到剩余分布里采出的 "
                     "token 为止。",
                 ),
                 (("        return tokens\n    tokens", "    tokens"),),
