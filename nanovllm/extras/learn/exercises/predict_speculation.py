@@ -1,4 +1,4 @@
-"""Chapter 12: predict how many tokens a step with drafts finds."""
+"""Chapter 13: predict how many tokens a step with drafts finds."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""Chapter 12: rejection sampling of drafts, after which tokens have the model's distribution."""
+"""Chapter 13: rejection sampling of drafts, after which tokens have the model's distribution."""
 
 from collections.abc import Iterator
 from fractions import Fraction

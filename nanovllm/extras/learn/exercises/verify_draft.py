@@ -1,4 +1,4 @@
-"""Chapter 12: verify the drafts of a speculative step, keep the right ones, and take back what is wrong."""
+"""Chapter 13: verify the drafts of a speculative step, keep the right ones, and take back what is wrong."""
 
 from collections.abc import Iterator
 from types import ModuleType
