@@ -74,6 +74,14 @@ def test_no_file_of_the_learner_is_overwritten(learn):
         assert "raise NotImplementedError" in file.read_text()
 
 
+def test_a_file_keeps_its_name_if_numbers_change(learn):
+    learn("start", "1")
+    (learn.folder / "01_remove_one_line.py").rename(learn.folder / "07_remove_one_line.py")
+    assert "07_remove_one_line.py exists" in learn("start", "1")[1].replace("\n", "")
+    assert learn("check", "1")[0] == 1
+    assert [file.name for file in learn.folder.glob("*.py")] == ["07_remove_one_line.py"]
+
+
 def test_hints_get_stronger_and_are_counted(learn):
     hints = [learn("hint", "1")[1] for _ in range(4)]
     exercise = learn_command.find_exercise("1")
