@@ -52,9 +52,9 @@ def observe(exercise: "Build", answer: ModuleType, case: Any) -> Iterator[Seen]:
             raise Stopped(Text("The code ran out of memory.", "代码耗尽了内存。")) from error
         except Exception as raised:
             # Python turns a StopIteration that leaves a generator into a RuntimeError
-            error = raised.__cause__ if isinstance(raised.__cause__, StopIteration) else raised
-            where = find_line(error, answer.__file__ or "")
-            yield Seen(where, Raised(type(error).__name__), describe_error(error))
+            found = raised.__cause__ if isinstance(raised.__cause__, StopIteration) else raised
+            where = find_line(found, answer.__file__ or "")
+            yield Seen(where, Raised(type(found).__name__), describe_error(found))
             return
         yield seen
 

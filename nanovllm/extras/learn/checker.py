@@ -183,7 +183,7 @@ def describe(
     drawings += draw_states(right, yours, language)
     if exercise.draw is not None:
         for text, lines in exercise.draw(case, right, yours):
-            drawings.append(Drawing(text.show(language), lines.split("\n")))
+            drawings.append(Drawing(text.show(language), lines.split("\n") if lines else []))
     name = None if mistake is None else mistake.name.show(language)
     traffic = list(case) if isinstance(case, Traffic) else None
     return Report(False, headline.show(language), paragraphs, drawings, name, traffic=traffic, step=index)
@@ -212,12 +212,20 @@ def draw_steps(comparison: Comparison, case: Any, difference: Difference, langua
     here = right or yours
     assert here is not None
     lines = lines[-8:] + [f"→ {here.label.show(language)}"]
-    for title, one in ((Text("right:", "正确："), right), (Text("yours:", "你的："), yours)):
-        value = ended.show(language) if one is None else shorten(one.value)
+    both = show_both(right.value, yours.value) if right and yours else None
+    for i, (title, one) in enumerate(((Text("right:", "正确："), right), (Text("yours:", "你的："), yours))):
+        value = ended.show(language) if one is None else shorten(both[i] if both else one.value)
         if one is not None and isinstance(one.value, Raised):
             value = f"{one.label.show(language)}: {one.drawing}"
         lines.append(f"    {title.show(language)} {value}")
     return Drawing(Text("The first difference", "第一处不同").show(language), lines)
+
+
+def show_both(right: Any, yours: Any) -> tuple[Any, Any]:
+    """Return both values as they are shown. Values can have a method `compare` that shows only what differs."""
+    if type(right) is type(yours) and hasattr(right, "compare"):
+        return right.compare(yours)  # type: ignore[no-any-return]
+    return right, yours
 
 
 def shorten(value: Any, most: int = 160) -> str:

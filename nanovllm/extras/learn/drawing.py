@@ -29,6 +29,14 @@ def draw_account(blocks: Any, seqs: Mapping[str, Any]) -> str:
     return f"{draw_pool(blocks, seqs)}\nowned + free = {owned} + {len(blocks.free)} = {total}{wrong}"
 
 
+def compare_fields(a: Any, b: Any, hidden: tuple[str, ...] = ()) -> tuple[str, str]:
+    """Return the fields of two named tuples that differ, with their values. `hidden` ones only if no other differs."""
+    differing = [name for name in a._fields if getattr(a, name) != getattr(b, name)]
+    names = [name for name in differing if name not in hidden] or differing
+    first, second = (", ".join(f"{name} {getattr(one, name)!r}" for name in names) for one in (a, b))
+    return first, second
+
+
 def draw_slots(blocks: Any, seqs: Mapping[str, Any], held: Mapping[int, tuple[int, ...]], has_free: bool) -> str:
     """Return a line for each block that is owned, with the tokens in its slots: `held[slot]` ends with the token.
 

@@ -263,7 +263,7 @@ class Contest:
     def draw(self, language: Language) -> Drawing:
         """Return the table of all policies: their scores, and whether a request starves."""
         results = [(name, self.judge(policy)) for name, policy in OURS.items()]
-        starves = Text(", a request starves", "，有请求饿死").show(language)
+        starves = Text(", starves", "，饿死").show(language)
         lines = ["score   " + " ".join(f"{i:>6}" for i in range(1, len(self.traces) + 1)) + "   wait"]
         for name, one in [*results, (Text("yours", "你的"), self.result)]:
             scores = " ".join(f"{score:6.1f}" for score in one.scores)

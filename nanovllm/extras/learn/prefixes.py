@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm.extras.learn.drawing import draw_slots
+from nanovllm.extras.learn.drawing import compare_fields, draw_slots
 from nanovllm.extras.learn.exercise import Seen
 from nanovllm.extras.learn.given import one_file
 from nanovllm.extras.learn.texts import Text, count
@@ -58,6 +58,9 @@ class Pool(NamedTuple):
     """Blocks that the prefix cache finds."""
     hashed: list[int]
     """Blocks whose hash is remembered: the same ones."""
+
+    def compare(self, other: "Pool") -> tuple[str, str]:
+        return compare_fields(self, other)
 
     def __repr__(self) -> str:
         parts = [] if self.result is None else [f"{self.result}"]

@@ -21,7 +21,8 @@ def print_report(console: Console, exercise: Exercise, report: Report, language:
     parts += [Padding(Markdown(paragraph), (1, 0, 0, 0)) for paragraph in report.paragraphs]
     for drawing in report.drawings:
         parts.append(RichText("\n" + drawing.title, style="bold"))
-        parts.append(RichText("\n".join(drawing.lines)))
+        if drawing.lines:
+            parts.append(RichText("\n".join(drawing.lines)))
     if report.printed:
         parts.append(RichText("\n" + Text("Your code printed", "你的代码打印了").show(language), style="bold"))
         parts.append(RichText(report.printed.rstrip("\n")))

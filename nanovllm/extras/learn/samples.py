@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm.extras.learn.drawing import draw_slots
+from nanovllm.extras.learn.drawing import compare_fields, draw_slots
 from nanovllm.extras.learn.exercise import Seen
 from nanovllm.extras.learn.given import one_file
 from nanovllm.extras.learn.texts import Text, count, same_text
@@ -54,6 +54,9 @@ class State(NamedTuple):
     overwrites: list[Overwrite]
     wrong_reads: list[tuple[str, int]]
     """(sample, slot): the slot does not hold the text of this sample."""
+
+    def compare(self, other: "State") -> tuple[str, str]:
+        return compare_fields(self, other, hidden=("num_copies", "overwrites", "wrong_reads"))  # drawn in words
 
     def __repr__(self) -> str:
         parts = [f"tables {self.tables}", f"num_owners {self.num_owners}", f"free {self.free}"]

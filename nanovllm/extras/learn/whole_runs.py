@@ -23,8 +23,8 @@ class Moment(NamedTuple):
     """A step, and the run that it is in."""
 
     step: Step
-    index: int
-    """Of this step in the run."""
+    here: int
+    """The index of this step in the run."""
     labels: tuple[Text, ...]
     """Of all steps of the run."""
     steps: tuple[Step, ...]
@@ -61,7 +61,7 @@ def simulate(parts: Parts, traffic: Traffic) -> Iterator[Seen]:
 
 def draw_timetable(moment: Moment) -> str:
     """Return the steps around this one: how many tokens of each sequence are computed, and which sequences wait."""
-    names, steps, here = list(moment.texts), moment.steps, moment.index
+    names, steps, here = list(moment.texts), moment.steps, moment.here
     header = ["  step", *names, "free", "preemptions", "waiting"]
     first = max(0, min(here - 3, len(steps) - NUM_LINES))
     rows = []
@@ -93,7 +93,7 @@ def explain_difference(_: Any, right: Seen | None, yours: Seen | None) -> list[t
 def summarize(right: Moment, yours: Moment) -> Text:
     """Return a sentence: "same tokens, but B overtook C at step 4"."""
     is_same = right.texts == yours.texts
-    label = yours.labels[yours.index]
+    label = yours.labels[yours.here]
     found = [
         Text(f"{a} overtook {b} at {label.en}", f"{label.zh} {a} 超过了 {b}")
         for a, b in find_overtakes(right.step, yours.step)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm.extras.learn.drawing import draw_account
+from nanovllm.extras.learn.drawing import compare_fields, draw_account
 from nanovllm.extras.learn.exercise import Build, Mistake, Seen
 from nanovllm.extras.learn.given import one_file, subclass_of
 from nanovllm.extras.learn.texts import Text, count
@@ -19,6 +19,9 @@ class Admitted(NamedTuple):
     free: list[int]
     tables: dict[str, list[int]]
     num_computed_tokens: int
+
+    def compare(self, other: "Admitted") -> tuple[str, str]:
+        return compare_fields(self, other)
 
 
 class Arrivals(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm.extras.learn.drawing import draw_account
+from nanovllm.extras.learn.drawing import compare_fields, draw_account
 from nanovllm.extras.learn.exercise import Build, Mistake, Seen
 from nanovllm.extras.learn.given import one_file, subclass_of
 from nanovllm.extras.learn.texts import Text, count
@@ -20,6 +20,9 @@ class Grown(NamedTuple):
     result: Any
     tables: dict[str, list[int]]
     free: list[int]
+
+    def compare(self, other: "Grown") -> tuple[str, str]:
+        return compare_fields(self, other)
 
 
 def run(answer: ModuleType, case: Any) -> Iterator[Seen]:
