@@ -3,6 +3,7 @@
 They protect the learner from mistakes, not the machine from attacks.
 """
 
+import faulthandler
 import io
 import signal
 import sys
@@ -38,6 +39,7 @@ def limit(seconds: float, file: str) -> Printed:
 
     file: the learner's file, so that the line that runs too long can be named
     """
+    faulthandler.disable()  # a crash is described by the process that waits for this one
     printed = Printed()
     sys.stdout = sys.stderr = printed
     sys.stdin = io.StringIO()

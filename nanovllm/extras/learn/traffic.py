@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from nanovllm.extras.learn.texts import Text
+from nanovllm.extras.learn.texts import Text, count
 
 
 class Request(NamedTuple):
@@ -28,15 +28,15 @@ class Traffic(NamedTuple):
 def describe_traffic(traffic: Traffic) -> Text:
     """Return the case in words."""
     pool = f"{traffic.num_blocks} × {traffic.block_size}"
-    en = [f"A pool of {pool} slots; at most {traffic.budget} tokens a step."]
-    zh = [f"块池共 {pool} 个 slot；每步最多 {traffic.budget} 个 token。"]
+    en = [f"A pool of {pool} slots; at most {count(traffic.budget, 'token')} a step."]
+    zh = [f"块池共 {pool} 个槽位；每步最多 {traffic.budget} 个 token。"]
     for i, one in enumerate(traffic.requests):
         name, prompt = chr(ord("A") + i), " ".join(map(str, one.prompt))
         when = f", arrives before step {one.arrival + 1}" if one.arrival else ""
         when_zh = f"，在第 {one.arrival + 1} 步之前到达" if one.arrival else ""
         answers = f", {one.n} answers" if one.n > 1 else ""
         answers_zh = f"，{one.n} 个回答" if one.n > 1 else ""
-        en.append(f"{name}: prompt {prompt}; {one.max_tokens} tokens{answers}{when}.")
+        en.append(f"{name}: prompt {prompt}, then {count(one.max_tokens, 'token')}{answers}{when}.")
         zh.append(f"{name}：提示词 {prompt}；生成 {one.max_tokens} 个 token{answers_zh}{when_zh}。")
     return Text("  \n".join(en), "  \n".join(zh))
 

@@ -103,9 +103,9 @@ EXERCISES = (
             Mistake(
                 Text("Two owners, however many samples there are", "不管几个样本，所有者都是两个"),
                 Text(
-                    "A block of three samples has three owners. With `= 2`, the second one that lets it go makes it "
+                    "A block of three samples has three owners. With `= 2`, the second one that releases it makes it "
                     "free, although the third one still reads it. Use `+= 1`.",
-                    "三个样本的块有三个所有者。写成 `= 2`，第二个样本放手时它就变空闲了，而第三个还在读它。应写 `+= "
+                    "三个样本的块有三个所有者。写成 `= 2`，第二个样本归还时它就变空闲了，而第三个还在读它。应写 `+= "
                     "1`。",
                 ),
                 (("self.num_owners[block_id] += 1", "self.num_owners[block_id] = 2"),),

@@ -159,7 +159,7 @@ EXERCISES = (
             Mistake(
                 Text("All full blocks are registered in each step", "每一步都登记所有满块"),
                 Text(
-                    "The blocks before `num_before // self.block_size` had their turn in an earlier step. Going "
+                    "The blocks before `num_before // self.block_size` were registered in an earlier step. Going "
                     "through "
                     "all of them again takes longer with each step, and registers copies that were left out before.",
                     "`num_before // self.block_size` 之前的块，在以前的步里已经处理过。每步都从头处理，会越来越慢，"
