@@ -18,7 +18,7 @@ QUESTIONS = "questions to the bundled model"
 
 @dataclass(frozen=True)
 class WholeEngine(Build):
-    """The engine in one file, in which the learner's functions take the place of the project's."""
+    """The engine in one file, in which the learner's functions replace the project's."""
 
     def make_starter(self, language: Language) -> str:
         return make_header(self, language) + put_together(self.answer, {})
