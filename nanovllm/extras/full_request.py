@@ -147,7 +147,7 @@ class Request(request.Request):
 
     def make_output(self) -> Any:
         """Return a snapshot of the request."""
-        is_finished = self.finished_time is not None
+        is_finished, first = self.finished_time is not None, self.seqs[0]
         if is_finished or not self.reads_each_step:  # a step that failed may not have read the last token
             for completion in self.completions:
                 completion.read_tokens()
@@ -158,8 +158,8 @@ class Request(request.Request):
         output.prompt_logprobs = None
         output.outputs = [one.make_output() for one in self.completions if one.has_news]
         output.finished = is_finished
-        output.num_cached_tokens = self.seqs[0].num_cached_tokens or 0
-        for reader in self.seqs[0].readers:  # type: ignore[attr-defined]
+        output.num_cached_tokens = first.num_cached_tokens or 0
+        for reader in first.readers:
             reader.add_to(output)
         if is_finished:  # now, so that the output does not keep the request
             output.metrics = self.make_metrics()
@@ -202,7 +202,7 @@ def make_detokenizer(
         return None
     if params.spaces_between_special_tokens or params.skip_special_tokens:
         kind = MinTokensDetokenizer if params.min_tokens and params.stop_strings else FullDetokenizer
-        return kind(decoder.backend, params, prompt_token_ids)
+        return kind(decoder, params, prompt_token_ids)
     from nanovllm.extras.special_tokens import SpacelessDetokenizer
 
     return SpacelessDetokenizer(decoder, params, prompt_token_ids)

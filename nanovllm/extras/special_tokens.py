@@ -13,13 +13,14 @@ class SpacelessDetokenizer(MinTokensDetokenizer):
     def __init__(self, decoder: TokenDecoder, params: SamplingParams, prompt_token_ids: list[int]) -> None:
         self._added_texts = decoder.added_texts
         self._newest = prompt_token_ids[-1] if prompt_token_ids else None
-        super().__init__(decoder.backend, params, prompt_token_ids)
+        super().__init__(decoder, params, prompt_token_ids)
 
     def append(self, token_id: int) -> None:
         before, self._newest = self._newest, token_id
         if token_id in self._added_texts and before in self._added_texts and not self._pending:
             if self.stop_string is None:
                 self._num_tokens += 1
+                self._unread = None
                 self._restart([token_id])
                 self._show(self._added_texts[token_id])
         else:

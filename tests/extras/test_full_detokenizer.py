@@ -3,7 +3,8 @@
 `tests/test_detokenizer.py` has the text as it grows, and the stop strings of the core.
 
 Seen to fail when broken: `min_tokens` ignored; the cut before the stop string where it is to be kept; a copy that
-changes the text that it was made of.
+changes the text that it was made of; a text looked up of the beginning of a character, or behind tokens without text;
+a stream that goes on without the tokens whose texts were looked up.
 """
 
 import pytest
@@ -11,6 +12,7 @@ import tokenizers
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.decoders import DecodeStream
 
 from nanovllm import SamplingParams
 from nanovllm.extras.full_detokenizer import TokenDecoder
@@ -120,6 +122,44 @@ def test_a_copy_of_a_text_that_has_ended():
     copied = detokenizer.copy()
     copied.extend([C])
     assert (copied.text(True), copied.stop_string) == ("a", "b")
+
+
+# --- texts that are looked up ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+@pytest.mark.examples
+def test_texts_that_are_looked_up_are_those_of_the_librarys_stream(name, skip_special_tokens):
+    """After each token, whatever tokens came before it. The core's detokenizer asks the stream for every token."""
+    tokenizer = TOKENIZERS[name]
+
+    @thorough
+    @given(token_ids(name), token_ids(name), st.lists(st.text(alphabet="ab€😀 \ufffd", min_size=1), max_size=2))
+    def check(prompt, ids, stop):
+        plain = core.make_detokenizer(tokenizer, prompt, stop, skip_special_tokens)
+        full = make(tokenizer, prompt, stop=stop or None, skip_special_tokens=skip_special_tokens)
+        for token_id in ids:
+            plain.append(token_id)
+            full.append(token_id)
+            assert (full.text(False), full.stop_string) == (plain.text(False), plain.stop_string)
+        plain.finish()
+        full.finish()
+        assert full.text(True) == plain.text(True)
+
+    check()
+
+
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+def test_each_token_adds_the_text_that_is_looked_up(skip_special_tokens):
+    """All tokens of the bundled vocabulary, behind a letter, and behind a special token."""
+    decoder, num_found = TokenDecoder(BUNDLED), 0
+    for token_id in range(len(BUNDLED)):
+        if text := decoder.own_texts[skip_special_tokens](token_id):
+            num_found += 1
+            for before in ([A], [A, 0]):
+                library = DecodeStream(before, skip_special_tokens=skip_special_tokens)
+                assert library.step(decoder.backend, token_id) == text
+    assert num_found > len(BUNDLED) // 2
 
 
 # --- no text ---------------------------------------------------------------------------------------------------------
