@@ -1,47 +1,39 @@
-"""The parts of an engine that options choose: scheduler, block manager, preemption, what launches steps.
+"""The parts of an engine that options choose: runner, scheduler, block manager, preemption, what launches steps.
 
-Each extra is imported where its option asks for it. Called by `full_engine.py`.
+Each extra is imported where its option asks for it. `full_engine.py` calls these functions, unless the core's parts
+suffice (`is_plain` in `plain_runner.py`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.all_options import Config
-from nanovllm.extras.full_observer import Observer, SchedulingStats
+from nanovllm.extras.full_observer import Observer
 from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.full_sequence import order_queues
-from nanovllm.extras.request_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 
-
-@dataclass(frozen=True)
-class Parts:
-    """What an engine has found out at its start. The config says what was asked for."""
-
-    config: Config
-    model_config: Any  # a `NetworkConfig`
-    tokenizer: Any
-    eos_token_ids: frozenset[int]
-    default_sampling_params: SamplingParams
-    max_model_len: int
-    max_num_batched_tokens: int
-    enable_overlap: bool
-    runner: ModelRunner
-    description: str  # what computes, and why that was chosen
-    startup_seconds: dict[str, float]  # how long each part of the start took, in order
-
-    @property
-    def num_kv_blocks(self) -> int:
-        return self.runner.kv_cache.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self.runner.backend.block_size
+if TYPE_CHECKING:
+    from nanovllm.extras.full_engine import Parts
 
 
-def make_block_manager(parts: Parts, observer: Observer) -> BlockManager:
+def start_runner(config: Config, folder: Path) -> ModelRunner:
+    """Return a runner with kernels, ranks or a draft model. The self-check has passed, or was not needed."""
+    kind: Callable[[Config, Path], ModelRunner] = ModelRunner
+    if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
+        from nanovllm.extras.parallel.start_ranks import start_ranks as kind
+    elif (config.speculative_config or {}).get("model") is not None:
+        from nanovllm.extras.speculation.drafted_runner import DraftedRunner as kind
+    if config.attention_backend != "torch" or not config.enforce_eager:  # not only PyTorch's layers
+        from nanovllm.extras.self_check.fallbacks import start
+
+        kind = partial(start, kind)
+    return kind(config, folder)
+
+
+def make_block_manager(parts: "Parts", observer: Observer) -> BlockManager:
     """Return the core's block manager, unless tokens may be unknown, or all layers have a window."""
     arguments = (parts.num_kv_blocks, parts.block_size, parts.config.enable_prefix_caching, observer)
     window = parts.model_config.widest_window
@@ -58,7 +50,7 @@ def make_block_manager(parts: Parts, observer: Observer) -> BlockManager:
 
 
 def make_scheduler(
-    parts: Parts, blocks: BlockManager, launch: Callable[[Any], Any]
+    parts: "Parts", blocks: BlockManager, launch: Callable[[Any], Any]
 ) -> tuple[Scheduler, Callable[[Any], Any]]:
     """Return an empty scheduler, and how the engine gets the step that it waits for next.
 
@@ -69,9 +61,7 @@ def make_scheduler(
     is_plain = config.scheduling_policy == "fcfs" and not config.long_prefill_token_threshold
     is_plain = is_plain and config.preemption_mode == "recompute"
     if is_plain and config.speculative_config is None and not parts.enable_overlap:
-        scheduler = Scheduler(*sizes)
-        order_queues(scheduler)
-        return scheduler, launch
+        return Scheduler(*sizes), launch
     from nanovllm.extras.extended_scheduler import ExtendedScheduler
     from nanovllm.extras.policies import POLICIES
 
@@ -90,17 +80,10 @@ def make_scheduler(
     return overlapped, Ahead(launch, overlapped)
 
 
-def make_preemption(parts: Parts, blocks: BlockManager) -> Any:
+def make_preemption(parts: "Parts", blocks: BlockManager) -> Any:
     """Return what happens to the K and V of preempted sequences; None computes them again."""
     if parts.config.preemption_mode == "recompute":
         return None
     from nanovllm.extras.swap.host_blocks import make_swap
 
     return make_swap(parts.runner.kv_cache, blocks)
-
-
-def watched_by(observer: Observer) -> SchedulingStats:
-    """Return the engine's statistics, which pass on to `observer` what they are notified of."""
-    from nanovllm.extras.watching import Watching
-
-    return Watching(observer)

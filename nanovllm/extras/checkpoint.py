@@ -16,6 +16,24 @@ from nanovllm.models.config import read_qwen3_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 
+def resolve_model(model: str | Path, with_weights: bool = True, revision: str | None = None) -> Path:
+    """Return the folder of `model`. ValueError if there is none."""
+    folder = resolve_folder("model", model, revision, with_weights)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model folder {str(model)!r} holds no config.json")
+    return folder
+
+
+def resolve_folder(option: str, name: str | Path, revision: str | None = None, with_weights: bool = False) -> Path:
+    """Return a folder on this machine, or that of a hub id after downloading its files. ValueError if it is neither."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    from nanovllm.extras.hub import download
+
+    return download(option, name, revision, with_weights)
+
+
 def read_model_config(folder: Path, overrides: Any = None, max_model_len: int | None = None) -> tuple[Any, Any]:
     """Return the class of the network that config.json describes, and its shape. ValueError if it is not supported."""
     raw = read_json(folder / "config.json")
@@ -53,6 +71,8 @@ def read_default_sampling_params(config: Config, folder: Path) -> SamplingParams
     else:
         from nanovllm.extras.checkpoint_options import read_generation_config
 
+        if config.generation_config not in ("auto", "vllm"):
+            folder = resolve_folder("generation_config", config.generation_config)
         raw = read_generation_config(config, folder)
     raw |= {"temperature": 0.0} if raw.get("do_sample") is False else {}  # what transformers makes of it
     names = {"max_new_tokens": "max_tokens"}
@@ -68,9 +88,10 @@ def read_default_sampling_params(config: Config, folder: Path) -> SamplingParams
 def load_tokenizer(config: Config, folder: Path) -> Any:
     """Return the tokenizer of `folder`, unless `config` names another one. None if there is none."""
     if config.tokenizer is not None:
-        from nanovllm.extras.checkpoint_options import find_tokenizer
+        from nanovllm.extras.checkpoint_options import check_has_tokenizer
 
-        folder = find_tokenizer(config, config.tokenizer)
+        folder = resolve_folder("tokenizer", config.tokenizer, config.tokenizer_revision or config.revision)
+        check_has_tokenizer(folder, config.tokenizer)
     try:
         return loader.load_tokenizer(folder)
     except Exception as error:  # the libraries that read its files raise any kind

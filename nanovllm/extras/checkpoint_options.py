@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.extras.all_options import Config
-from nanovllm.extras.model_folder import resolve_folder
 from nanovllm.loader import read_json
 
 
@@ -29,22 +28,18 @@ def overridden(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     return merged
 
 
-def find_tokenizer(config: Config, name: str | Path) -> Path:
-    """Return the folder of the tokenizer `name`, which replaces the model's. Raises ValueError if it has none."""
-    folder = resolve_folder("tokenizer", name, config.tokenizer_revision or config.revision)
+def check_has_tokenizer(folder: Path, name: str | Path) -> None:
+    """Raise ValueError unless `folder`, which the option `tokenizer` has named, holds a tokenizer."""
     if not (folder / "vocab.json").is_file() and not any(folder.glob("tokenizer[._]*")):
         raise ValueError(f"tokenizer folder {str(name)!r} holds no tokenizer")
-    return folder
 
 
 def read_generation_config(config: Config, folder: Path) -> dict[str, Any]:
     """Return the values of generation_config.json, with the overrides of `config`.
 
-    `config.generation_config` selects the folder: `auto` is the model's, `folder`; `vllm` reads no file.
+    folder: the one that `config.generation_config` selects; `auto` is the model's, and `vllm` reads no file
     """
     chosen = config.generation_config
-    if chosen not in ("auto", "vllm"):
-        folder = resolve_folder("generation_config", chosen)
     file = folder / "generation_config.json"
     raw = read_json(file) if chosen != "vllm" and (file.is_file() or chosen != "auto") else {}
     return raw | dict(config.override_generation_config or {})

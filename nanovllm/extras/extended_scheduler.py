@@ -7,7 +7,7 @@ The engine uses the core's scheduler unless an option needs this one, or a subcl
 from typing import Any
 
 from nanovllm.block_manager import BlockManager
-from nanovllm.extras.full_sequence import Policy, fcfs, order_queues
+from nanovllm.extras.ordered_queues import Policy, fcfs, order_queues
 from nanovllm.extras.preemption import Recompute
 from nanovllm.scheduler import Scheduler
 

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,15 @@ from nanovllm import engine
 from nanovllm.batch import build_batch
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.all_options import Config
-from nanovllm.extras.assembly import Parts, make_block_manager, make_scheduler, watched_by
-from nanovllm.extras.checkpoint import load_tokenizer, read_default_sampling_params
+from nanovllm.extras.checkpoint import load_tokenizer, read_default_sampling_params, resolve_model
 from nanovllm.extras.full_observer import EngineStats, Observer, SchedulingStats
 from nanovllm.extras.full_request import note_admitted, read_tokens
-from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.input_processor import InputProcessor
 from nanovllm.extras.lazy_outputs import StepOutput
-from nanovllm.extras.model_folder import resolve_model
 from nanovllm.extras.observations import Observations, make_stats
 from nanovllm.extras.option_checks import LazyMethod
+from nanovllm.extras.plain_runner import PlainRunner, is_plain
+from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.runner_hooks import NO_TOKEN, ArrivingTokens, LapClock, plain_defaults
 from nanovllm.extras.waiting_threads import check_process
 from nanovllm.loader import read_json
@@ -33,6 +32,31 @@ from nanovllm.request import Prompt
 from nanovllm.scheduler import Scheduler, Step
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine has found out at its start. The config says what was asked for."""
+
+    config: Config
+    model_config: Any  # a `NetworkConfig`
+    tokenizer: Any
+    eos_token_ids: frozenset[int]
+    default_sampling_params: SamplingParams
+    max_model_len: int
+    max_num_batched_tokens: int
+    enable_overlap: bool
+    runner: PlainRunner
+    description: str  # what computes, and why that was chosen
+    startup_seconds: dict[str, float]  # how long each part of the start took, in order
+
+    @property
+    def num_kv_blocks(self) -> int:
+        return self.runner.kv_cache.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self.runner.backend.block_size
 
 
 class LLMEngine(engine.LLMEngine):
@@ -44,7 +68,7 @@ class LLMEngine(engine.LLMEngine):
 
     from_engine_args = LazyMethod("vllm.engine_args")
     config: Config
-    runner: ModelRunner
+    runner: PlainRunner
     requests: dict[str, Any]
 
     def __init__(self, config: Config, observer: Observer | None = None) -> None:
@@ -183,8 +207,7 @@ class LLMEngine(engine.LLMEngine):
         number = self.stats.num_requests
         with plain_defaults():
             request = self.input_processor.make_request(request_id, prompt, sampling_params, priority, stream, number)
-        for first in request.seqs[:: self.config.max_num_seqs]:
-            self.scheduler.add(first)
+        request.queue(self.scheduler, self.config.max_num_seqs)
         self.requests[request_id] = request
 
     def abort_request(self, request_id: str | list[str]) -> Any:  # type: ignore[override]
@@ -268,19 +291,15 @@ class LLMEngine(engine.LLMEngine):
         self._default_sampling_params = read_default_sampling_params(config, folder)
         return tokenizer
 
-    def make_runner(self, folder: Path) -> ModelRunner:
+    def make_runner(self, folder: Path) -> PlainRunner:
         check_process()
-        config = self.config
-        kind: Callable[[Config, Path], ModelRunner] = ModelRunner
-        if max(config.tensor_parallel_size, config.nnodes, config.node_rank + 1) > 1:
-            from nanovllm.extras.parallel.start_ranks import start_ranks as kind
-        elif (config.speculative_config or {}).get("model") is not None:
-            from nanovllm.extras.speculation.drafted_runner import DraftedRunner as kind
-        if config.attention_backend != "torch" or not config.enforce_eager:  # not only PyTorch's layers
-            from nanovllm.extras.self_check.fallbacks import start
+        self._is_plain = is_plain(self.config, folder)
+        if self._is_plain:
+            runner = PlainRunner(self.config, folder)
+        else:
+            from nanovllm.extras.assembly import start_runner
 
-            kind = partial(start, kind)
-        runner = kind(config, folder)
+            runner = start_runner(self.config, folder)
         seconds = runner.clock.seconds
         logger.info("started in " + ", ".join(f"{part} {spent:.2f} s" for part, spent in seconds.items()))
         return runner
@@ -301,14 +320,27 @@ class LLMEngine(engine.LLMEngine):
             startup_seconds=runner.clock.seconds,
         )
         self.description = runner.description
-        return SchedulingStats() if self._watcher is None else watched_by(self._watcher)
+        if self._watcher is None:
+            return SchedulingStats()
+        from nanovllm.extras.watching import Watching
+
+        return Watching(self._watcher)
 
     def make_block_manager(self) -> BlockManager:
+        if self._is_plain:
+            return super().make_block_manager()
+        from nanovllm.extras.assembly import make_block_manager
+
         return make_block_manager(self.parts, self.observer)
 
     def make_scheduler(self, block_manager: BlockManager) -> Scheduler:
         self.observer.on_start(block_manager)
         # a function of the engine: a bound method would be a circle of references, which keeps the model's memory until
         # Python looks for circles
+        self._next_step: Callable[[Any], Any] = LLMEngine.launch_one
+        if self._is_plain:
+            return super().make_scheduler(block_manager)
+        from nanovllm.extras.assembly import make_scheduler
+
         scheduler, self._next_step = make_scheduler(self.parts, block_manager, LLMEngine.launch_one)
         return scheduler

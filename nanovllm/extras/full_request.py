@@ -141,6 +141,11 @@ class Request(request.Request):
                 scheduler.finish(seq, "stop", stop_string)
             seq.finish_reason, seq.stop_reason = "stop", stop_string
 
+    def queue(self, scheduler: Scheduler, max_num_seqs: int) -> None:
+        """Add the samples to the scheduler. Those of one call of `add` run at the same time."""
+        for first in self.seqs[::max_num_seqs]:
+            scheduler.add(first)
+
     def abort(self, scheduler: Scheduler) -> None:
         super().abort(scheduler)
         self.finished_time = time.monotonic()

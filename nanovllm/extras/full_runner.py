@@ -1,8 +1,7 @@
-"""The runner with kernels, other devices' start, log-probabilities and tokens that arrive later.
+"""The runner with kernels, other devices' start, quantised weights, and tokens that are computed ahead.
 
-`run` returns a handle, because on CUDA the tokens have not arrived on the host when it returns. Overlap, CUDA graphs of
-whole steps, ranks and draft models wrap two of its functions: `transfer` (a step's tensors to the device) and `compute`
-(a batch to tokens).
+Overlap, CUDA graphs of whole steps, ranks and draft models wrap the runner's `transfer` and `compute`. `assembly.py`
+makes this runner, or a subclass, if an option or the model needs more than `PlainRunner` has.
 """
 
 import logging
@@ -10,47 +9,33 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanovllm import model_runner
-from nanovllm.batch import Batch, SamplingBatch
+from nanovllm.batch import Batch
 from nanovllm.config import resolve_device
 from nanovllm.cuda_graphs import CudaGraphs
 from nanovllm.extras.all_options import Config
-from nanovllm.extras.checkpoint import read_model_config
-from nanovllm.extras.runner_hooks import (
-    ArrivingTokens,
-    Device,
-    Draw,
-    LapClock,
-    SampledTokens,
-    Unchecked,
-    sample,
-    sample_with,
-)
+from nanovllm.extras.device_setup import Device, Unchecked
+from nanovllm.extras.plain_runner import PlainRunner
+from nanovllm.extras.runner_hooks import LapClock
+from nanovllm.extras.weights import load_model
 from nanovllm.kv_cache import KVCache
 from nanovllm.layers.attention import Attention, TorchAttention
 from nanovllm.sampler import sample_tokens
-
-if TYPE_CHECKING:
-    from nanovllm.extras.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
 MAX_DRAFTED_ROWS = 64  # of a step with drafts, each of which is a row
 
 
-class ModelRunner(model_runner.ModelRunner):
+class ModelRunner(PlainRunner):
     """Runs steps. Raises ValueError if the model, the options and this machine do not go together.
 
     With `has_overlap`, placeholders among the input ids become the tokens of the step before. `max_rows` is the most
     decodes for which CUDA graphs are recorded: by default one for each sequence, and with speculation some drafts.
     """
-
-    config: Config
-    shape: Any  # a `NetworkConfig`
 
     def __init__(
         self,
@@ -62,79 +47,53 @@ class ModelRunner(model_runner.ModelRunner):
     ) -> None:
         self.max_rows = max_rows or most_rows(config)
         self.has_overlap = has_overlap_by_default(config) if has_overlap is None else has_overlap
-        self.clock = clock or LapClock()
-        self.stop: Callable[[], object] = lambda: None  # stops the other ranks
-        super().__init__(config, folder)
+        super().__init__(config, folder, clock)
 
     def start(self) -> None:
         """Choose a backend, load the weights, put fast layers in place, allocate the KV cache, record CUDA graphs."""
         clock, config = self.clock, self.config
         self.shape = replace(self.shape, max_position_embeddings=self.max_model_len)  # longer ones are never computed
         self.backend: Any = self.make_backend()
-        check, kind = self.begin_self_check(), self.make_device()
+        check, self.device_setup = self.begin_self_check(), self.make_device()
         clock.lap("backend")
-        with kind.advice():
+        with self.device_setup.advice():
             self.model = self.make_model()
         clock.lap("weights")
         with check.layers():
             if not config.enforce_eager and hasattr(self.backend, "replace_layers"):
                 self.backend.replace_layers(self.model, self.max_model_len)
-        self.description = self.describe(kind)
+        self.description = self.describe()
         logger.info(self.description)
         self.kv_cache = self.make_kv_cache()
         self.graphs = None
-        self.transfer: Callable[[Any], Any] = lambda record: record  # a record of tensors on the host -> on the device
-        self.compute: Callable[[ModelRunner, Batch], SampledTokens] = compute_eagerly
         self.is_replayed: Callable[[Batch], bool] = lambda batch: False  # from a CUDA graph
         argmax = getattr(self.backend, "argmax", None)
-        self.draw: Draw = sample_tokens if argmax is None else partial(sample_with, argmax)
-        kind.prepare(self)
+        self.draw = sample_tokens if argmax is None else partial(sample_with, argmax)
+        self.device_setup.prepare(self)
         clock.lap("layers")
-        with kind.advice():
-            kind.allocate(self.kv_cache, self.num_blocks_that_fit_on(kind))
+        with self.device_setup.advice():
+            self.device_setup.allocate(self.kv_cache, self.num_blocks_that_fit())
         clock.lap("memory")
-        with kind.advice(), check.steps():
-            kind.wrap(self, self.read_newest_tokens() if self.has_overlap else None)
+        with self.device_setup.advice(), check.steps():
+            self.device_setup.wrap(self, self.read_newest_tokens() if self.has_overlap else None)
         clock.lap("graphs")
 
-    def describe(self, kind: Device) -> str:
+    def describe(self) -> str:
         """Return what computes, and why that was chosen."""
         threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
         instructions = getattr(self.backend, "instructions", "PyTorch")
         what = f"{instructions} on {self.device}{threads}, {self.dtype}, blocks of {self.backend.block_size}"
         in_pytorch = ", ".join(sorted(pytorch_layers(self.model))) or "nothing"
-        return f"{self.reasons}; {what}, in PyTorch: {in_pytorch}{kind.note}"
+        return f"{self.reasons}; {what}, in PyTorch: {in_pytorch}{self.device_setup.note}"
 
     # ---- a step
-
-    @torch.inference_mode()
-    def run(self, batch: Batch) -> Any:
-        """Compute a batch and sample a token for each of its samples. Returns `ArrivingTokens`."""
-        with torch.cuda.device_of(self.kv_cache.tensor):
-            self.kv_cache.copy_blocks(batch.copies)
-            return ArrivingTokens(self.compute(self, batch))
-
-    def send(self, batch: Any) -> Any:
-        return self.transfer(batch)
 
     def forward(self, batch: Batch) -> Tensor:
         if self.graphs is not None and self.is_replayed(batch):
             return self.graphs.replay(batch)
         return self.model(batch.input_ids, batch.positions, batch.metadata, self.kv_cache.tensor)
 
-    def choose_tokens(self, hidden: Tensor, sampling: SamplingBatch) -> "tuple[Tensor, Logprobs | None]":
-        """Sample tokens. hidden: [num_samples, hidden_size] -> token ids [num_samples] int64, and log-probabilities."""
-        return sample(self.model.compute_logits(hidden), sampling, self.draw)  # type: ignore[operator]
-
     # ---- the start
-
-    def find_network(self) -> tuple[Any, Any]:
-        found = read_model_config(self.folder, self.config.hf_overrides, self.config.max_model_len)
-        if found[1].tie_word_embeddings or self.config.load_format == "gguf":
-            return found
-        from nanovllm.extras.headless import without_head
-
-        return found[0], without_head(found[1], self.folder)
 
     def make_backend(self) -> TorchAttention:
         """Choose the attention backend. `torch` and eager is the core's."""
@@ -142,8 +101,7 @@ class ModelRunner(model_runner.ModelRunner):
         is_plain = config.kv_cache_dtype == "auto" and shape.latent_rank is None
         if config.attention_backend == "torch" and config.enforce_eager and is_plain:
             self.reasons = "attention_backend=torch"
-            heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
-            return TorchAttention(*heads, config.block_size)
+            return super().make_backend()
         from nanovllm.extras.kernels.choices import choose
 
         backend, self.reasons = choose(config, self.device, self.dtype, shape)
@@ -183,8 +141,6 @@ class ModelRunner(model_runner.ModelRunner):
 
     def load_network(self) -> nn.Module:
         """Return the network on the device, with its weights."""
-        from nanovllm.extras.weights import load_model
-
         config, load = self.config, load_model
         if self.shape.quantization_config is not None or config.load_format == "gguf":
             from nanovllm.extras.quantization.choose_loader import choose_loader
@@ -208,28 +164,12 @@ class ModelRunner(model_runner.ModelRunner):
         max_rows = min(self.max_rows, self.max_num_batched_tokens)
         return CudaGraphs(self.model, self.kv_cache.tensor, max_rows, max_num_blocks)
 
-    def num_blocks_that_fit_on(self, kind: Device) -> int:
-        """Return the number of blocks as configured, or as many as memory allows and running sequences can fill."""
-        config = self.config
-        if config.num_kv_blocks is not None:
-            return config.num_kv_blocks
-        num_bytes, knob = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
-        if num_bytes is None:
-            num_bytes, knob = kind.free_bytes(self), kind.memory_knob
-        num_blocks = num_bytes // self.bytes_per_block - 1  # one is the null block
-        if num_blocks < 1:
-            raise ValueError(
-                f"{max(num_bytes, 0)} bytes are left for the KV cache, but its least size, two blocks, takes "
-                f"{2 * self.bytes_per_block}: raise {knob}, or lower block_size or max_num_batched_tokens"
-            )
-        if config.kv_cache_memory_bytes is not None:  # the prefix cache may keep more than what runs
-            return num_blocks
-        return min(num_blocks, config.max_num_seqs * -(-self.max_model_len // self.backend.block_size))
-
     @property
-    def bytes_per_block(self) -> int:
-        """The size of one block, in all models that have a KV cache."""
-        return self.kv_cache.bytes_per_block
+    def memory_knob(self) -> str:  # type: ignore[override]  # a constant of the parent
+        return self.device_setup.memory_knob
+
+    def free_bytes(self) -> int:
+        return self.device_setup.free_bytes(self)
 
     def bytes_to_leave(self, num_graph_bytes: int) -> int:
         """Return the device memory for what is loaded after the KV cache. num_graph_bytes: of this runner's graphs"""
@@ -254,18 +194,11 @@ def most_rows(config: Config) -> int:
     return max(config.max_num_seqs, 0 if config.speculative_config is None else MAX_DRAFTED_ROWS)
 
 
-# ---- a step
-
-
-def compute_eagerly(runner: ModelRunner, batch: Batch) -> SampledTokens:
-    """Compute any batch, kernel by kernel, or with the core's graphs of the forward pass."""
-    batch = runner.send(batch)
-    hidden = runner.forward(batch)  # [num_tokens, hidden_size]
-    token_ids, logprobs = runner.choose_tokens(hidden[batch.logits_indices], batch.sampling)
-    readers = getattr(batch, "readers", ())
-    return SampledTokens(
-        token_ids, logprobs, tuple(one.compute(hidden, runner.model.compute_logits) for one in readers)
-    )
+def sample_with(
+    argmax: Callable[[Tensor], Tensor], logits: Tensor, temperatures: Tensor, uniforms: Tensor | None = None, *rest: Any
+) -> Tensor:
+    """Sample as `sample_tokens` does, with a faster `argmax` for batches whose rows are all greedy."""
+    return argmax(logits) if uniforms is None else sample_tokens(logits, temperatures, uniforms, *rest)
 
 
 def pytorch_layers(module: nn.Module) -> set[str]:

@@ -1,22 +1,12 @@
-"""A sequence with all that extras keep of it, and queues that keep sequences in the order in which they are served.
+"""A sequence with all that extras keep of it. `InputProcessor` makes sequences of this class."""
 
-The engine makes sequences of this class. The core puts a sequence at the front or at the end of a queue, which keeps
-the order of arrival. These queues sort by `Sequence.order` instead. Other policies (`policies.py`) need this, and
-sequences that are forked while later ones run (`beam_search/`).
-"""
-
-from bisect import bisect
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from nanovllm import sequence
 from nanovllm.block_tables import IntArray
-from nanovllm.scheduler import Scheduler
 
 
 @dataclass(eq=False, slots=True)
@@ -32,7 +22,7 @@ class Sequence(sequence.Sequence):
     readers: tuple[Any, ...] = ()  # what reads the hidden states of its prompt (`logits_processors.py`)
 
     arrival: int = field(default=0, init=False)  # number of sequences that arrived before
-    order: tuple[float, ...] = field(default=(), init=False)  # its place in the queues
+    order: tuple[float, ...] = field(default=(), init=False)  # its place in `ordered_queues.py`
     num_preemptions: int = field(default=0, init=False)
     is_plain: bool = field(init=False)  # sampled only by the core, and without readers
     reads_prompt: bool = field(init=False)  # a reader needs the hidden states of the whole prompt
@@ -78,50 +68,3 @@ class Sequence(sequence.Sequence):
 def grow(ids: IntArray) -> None:
     """Double the capacity, keeping the elements."""
     ids.data = np.concatenate([ids.data, np.zeros_like(ids.data)])
-
-
-# ---- queues
-
-
-Policy = Callable[[Any], float]
-"""Ranks a sequence: smaller numbers go first, and earlier arrivals among equals."""
-
-
-def fcfs(seq: Any) -> float:
-    """First come, first served."""
-    return 0
-
-
-class OrderedQueue(list[Any]):
-    """A list whose `append` and `insert` put a sequence at its place in the order. `insert` ignores the index."""
-
-    def append(self, seq: Any) -> None:
-        self.insert(0, seq)
-
-    def insert(self, _: Any, seq: Any) -> None:
-        """Insert `seq` at its place in the order."""
-        super().insert(bisect(self, seq.order, key=attrgetter("order")), seq)
-
-
-class OrderedArrivals(OrderedQueue):
-    """The waiting sequences. A new one is appended: then the policy decides its place, and those of its children."""
-
-    def __init__(self, policy: Policy) -> None:
-        super().__init__()
-        self.policy = policy
-        self._arrivals = count()
-
-    def append(self, seq: Any) -> None:
-        arrival = next(self._arrivals)
-        for one in (seq, *seq.children):
-            one.arrival = arrival
-            rank = self.policy(one)
-            if not isinstance(rank, int | float) or rank != rank:
-                raise TypeError(f"scheduling_policy must return a number for each sequence, got {rank!r}")
-            one.order = (rank, arrival, one.sample_index)
-        super().append(seq)
-
-
-def order_queues(scheduler: Scheduler, policy: Policy = fcfs) -> None:
-    """Let an empty scheduler serve in the order of `policy`."""
-    scheduler.waiting, scheduler.running = OrderedArrivals(policy), OrderedQueue()

@@ -7,20 +7,22 @@ changes. Called by `LLM`, and by `LLMEngine` when requests are added.
 import time
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from nanovllm.extras.assembly import Parts
 from nanovllm.extras.full_detokenizer import TokenDecoder
 from nanovllm.extras.full_request import Completion, Request
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.request_params import RequestOutputKind, SamplingParams
 from nanovllm.request import Prompt, check_prompt_len, encode_prompt, make_seed
 
+if TYPE_CHECKING:
+    from nanovllm.extras.full_engine import Parts
+
 
 class OtherParams(Protocol):
     """What other kinds of request ask for, such as an embedding. They bring their own class of request."""
 
-    def checked(self, parts: Parts) -> "OtherParams":
+    def checked(self, parts: "Parts") -> "OtherParams":
         """Return a copy, checked again. Raises ValueError for what this engine can never serve."""
 
     def make_request(self, processor: "InputProcessor", request_id: str, prompt: Prompt, priority: int) -> Request: ...
@@ -43,7 +45,7 @@ class InputProcessor:
     `capacity`: tokens that one sequence can have in the cache when no other has any.
     """
 
-    def __init__(self, parts: Parts, capacity: int) -> None:
+    def __init__(self, parts: "Parts", capacity: int) -> None:
         self.parts = parts
         self.capacity = capacity
         self.vocab_size = parts.model_config.vocab_size

@@ -30,9 +30,9 @@ from nanovllm.extras.all_options import Config
 from nanovllm.extras.dead import EngineDeadError
 from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.full_observer import Observer
-from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.logits_processors import ReaderResult, build_readers
 from nanovllm.extras.no_token import NoTokenError
+from nanovllm.extras.plain_runner import PlainRunner
 from nanovllm.extras.processed_batch import build_batch, build_sampling
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.runner_hooks import ArrivingTokens, SampledTokens
@@ -44,11 +44,11 @@ logger = logging.getLogger(__name__)
 class Begun:
     """Wraps the runner's `compute`, and notes that it was called: the step's blocks had been copied by then."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: PlainRunner) -> None:
         self.compute, self.has_begun = runner.compute, False
         runner.compute = self
 
-    def __call__(self, runner: ModelRunner, batch: Any) -> SampledTokens:
+    def __call__(self, runner: PlainRunner, batch: Any) -> SampledTokens:
         self.has_begun = True
         return self.compute(runner, batch)
 
@@ -195,14 +195,14 @@ def stand_in(seq: Any) -> Any:
     return stand
 
 
-def sample_alone(runner: ModelRunner, seq: Any, position: int, row: torch.Tensor) -> None:
+def sample_alone(runner: PlainRunner, seq: Any, position: int, row: torch.Tensor) -> None:
     """Sample the token of one sequence. row: [1, hidden_size], its hidden state"""
     sampling = runner.send(build_sampling([seq], [position]))
     token_ids, logprobs = runner.choose_tokens(row, sampling)
     ArrivingTokens(SampledTokens(token_ids, logprobs)).wait()
 
 
-def read_alone(runner: ModelRunner, step: Step, rows: torch.Tensor) -> None:
+def read_alone(runner: PlainRunner, step: Step, rows: torch.Tensor) -> None:
     """Read the hidden states of the step's only chunk, `rows`: [num_new_tokens, hidden_size], by its readers."""
     for reader in build_readers(step, np.array([0, len(rows)], dtype=np.int32)):
         runner.send(reader).compute(rows, runner.model.compute_logits).to_host()

@@ -5,7 +5,7 @@ core's with more fields; names are vLLM's.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nanovllm import outputs
@@ -121,38 +121,28 @@ class RequestOutput(LazyRecord, outputs.RequestOutput):
     """For each prompt token, as `logprobs`; None for the first token, which no other token predicts."""
 
 
+@dataclass(eq=False, repr=False)
 class StepOutput(list[Any]):
     """What one `LLMEngine.step()` did: a list of the outputs of the requests that advanced, with some numbers.
 
     Requests added with `stream=False` give an output when they have finished.
     """
 
-    def __init__(
-        self,
-        outputs: Iterable[Any] = (),
-        num_scheduled_tokens: int = 0,
-        num_prefill_tokens: int = 0,
-        num_decode_tokens: int = 0,
-        num_seqs: int = 0,
-        num_preempted: int = 0,
-        schedule_time_s: float = 0.0,
-        build_time_s: float = 0.0,
-        run_time_s: float = 0.0,
-        update_time_s: float = 0.0,
-        output_time_s: float = 0.0,
-    ) -> None:
-        super().__init__(outputs)
-        self.num_scheduled_tokens = num_scheduled_tokens
-        self.num_prefill_tokens = num_prefill_tokens
-        self.num_decode_tokens = num_decode_tokens
-        """Scheduled tokens of decodes, that is of chunks of one token."""
-        self.num_seqs = num_seqs
-        self.num_preempted = num_preempted
-        self.schedule_time_s = schedule_time_s
-        self.build_time_s = build_time_s
-        self.run_time_s = run_time_s
-        self.update_time_s = update_time_s
-        self.output_time_s = output_time_s
+    advanced: InitVar[Iterable[Any]] = ()
+    num_scheduled_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    """Scheduled tokens of decodes, that is of chunks of one token."""
+    num_seqs: int = 0
+    num_preempted: int = 0
+    schedule_time_s: float = 0.0
+    build_time_s: float = 0.0
+    run_time_s: float = 0.0
+    update_time_s: float = 0.0
+    output_time_s: float = 0.0
+
+    def __post_init__(self, advanced: Iterable[Any]) -> None:
+        self.extend(advanced)
 
     @property
     def outputs(self) -> list[Any]:

@@ -9,7 +9,7 @@ changes while sequences wait. To add a policy, write a function of one line and 
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.extras.full_sequence import Policy, fcfs
+from nanovllm.extras.ordered_queues import Policy, fcfs
 
 SJF_TOKENS_PER_ARRIVAL = 256
 

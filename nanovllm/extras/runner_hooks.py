@@ -1,4 +1,4 @@
-"""What wraps the runner's parts: a step's tokens on their way to the host, sampling with more, devices, a clock."""
+"""What surrounds a runner: a step's tokens on their way to the host, sampling with more, memory, defaults, a clock."""
 
 import math
 import mmap
@@ -10,13 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm import model_runner
 from nanovllm.batch import SamplingBatch
-from nanovllm.kv_cache import KVCache
-from nanovllm.sampler import sample_tokens
 
 if TYPE_CHECKING:
-    from nanovllm.extras.full_runner import ModelRunner
     from nanovllm.extras.logits_processors import ReaderResult
     from nanovllm.extras.logprobs import LogprobRow, Logprobs
 
@@ -58,54 +54,6 @@ class ArrivingTokens:
             self._arrived.synchronize()
         logprobs = None if self._logprobs is None else self._logprobs.to_rows()
         return StepTokens(self._token_ids.tolist(), logprobs, self.readings)
-
-
-class Device:
-    """What a kind of device adds to the start: by default nothing. `cuda/startup.py` has a subclass."""
-
-    note = ""
-    """For the log."""
-    memory_knob = "kv_cache_memory_bytes"
-    """The option to raise if there is not enough memory."""
-
-    def prepare(self, runner: "ModelRunner") -> None:
-        """Prepare the runner. The runner calls this before the first forward pass."""
-
-    def advice(self) -> AbstractContextManager[None]:
-        """Return a context for what allocates memory."""
-        return nullcontext()
-
-    def free_bytes(self, runner: "ModelRunner") -> int:
-        """Return the memory for the KV cache, if the options do not set it: 1 GiB, or half of the free memory.
-
-        The smaller of the two is taken. The other half is for activations and for other programs.
-        """
-        from nanovllm.extras.machine_limits import free_bytes
-
-        num_ranks = max(1, runner.config.tensor_parallel_size // runner.config.nnodes)  # on this machine
-        free = free_bytes()
-        most = model_runner.CPU_KV_CACHE_BYTES
-        return most if free is None else min(most, free // 2 // num_ranks)
-
-    def allocate(self, kv_cache: KVCache, num_blocks: int) -> None:
-        """Allocate the blocks of the KV cache."""
-        kv_cache.allocate(0)
-        kv_cache.tensor = untouched_zeros(kv_cache.tensor, num_blocks + 1)
-
-    def wrap(self, runner: "ModelRunner", newest: Any) -> None:
-        """Wrap the runner's `compute`, if needed. The runner calls this last, after allocating the KV cache."""
-
-
-class Unchecked:
-    """A self-check that checks nothing: PyTorch computes, or the kernels have been checked before (`self_check/`)."""
-
-    def layers(self) -> AbstractContextManager[None]:
-        """Return a context for the replacement of layers by fast versions."""
-        return nullcontext()
-
-    def steps(self) -> AbstractContextManager[None]:
-        """Return a context for what follows the layers: CUDA graphs, and the function that draws tokens."""
-        return nullcontext()
 
 
 class LapClock:
@@ -205,10 +153,3 @@ def wants_only_tokens(sampling: SamplingBatch) -> bool:
 def draw_arguments(sampling: SamplingBatch) -> tuple[Tensor | None, ...]:
     """Return the arguments of `sample_tokens` after the logits."""
     return sampling.temperatures, sampling.uniforms, sampling.top_k, sampling.top_p, sampling.min_p
-
-
-def sample_with(
-    argmax: Callable[[Tensor], Tensor], logits: Tensor, temperatures: Tensor, uniforms: Tensor | None = None, *rest: Any
-) -> Tensor:
-    """Sample as `sample_tokens` does, with a faster `argmax` for batches whose rows are all greedy."""
-    return argmax(logits) if uniforms is None else sample_tokens(logits, temperatures, uniforms, *rest)

@@ -14,8 +14,9 @@ from hypothesis.stateful import precondition, rule
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.extended_scheduler import ExtendedScheduler, fork_anytime
 from nanovllm.extras.full_observer import SchedulingStats
-from nanovllm.extras.full_sequence import Sequence, order_queues
+from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.known_tokens import KnownTokensBlockManager
+from nanovllm.extras.ordered_queues import order_queues
 from nanovllm.extras.overlap import OverlappedScheduler
 from nanovllm.extras.policies import POLICIES, fcfs
 from nanovllm.extras.preemption import Recompute

@@ -6,7 +6,7 @@ One prompt at a time there, any number here; small caches force beams to be pree
 import pytest
 import torch
 
-from nanovllm import LLM, BeamSearchParams
+from nanovllm import LLM, BeamSearchParams, SamplingParams
 
 PROMPT_LENS = (3, 17, 40)
 
@@ -131,3 +131,21 @@ def test_a_width_that_the_engine_cannot_serve_is_refused(tiny_checkpoint):
     with pytest.raises(TypeError, match="BeamSearchParams"):
         llm.beam_search([[1, 2]], {"beam_width": 2})
     assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_search_beside_requests_that_run_and_wait_already(tiny_checkpoint, prompts):
+    """In a small cache of the core's scheduler, whose queues are ordered when the search begins."""
+    options = {"num_kv_blocks": 24, "block_size": 4, "attention_backend": "torch", "enforce_eager": True}
+    expected = make_llm(tiny_checkpoint, ()).beam_search(prompts, BeamSearchParams(3, 12))
+    greedy = SamplingParams(temperature=0, max_tokens=20)
+    answers = make_llm(tiny_checkpoint, ()).generate(prompts, greedy)
+    llm = make_llm(tiny_checkpoint, (), **options)
+    assert type(llm.engine.scheduler.waiting) is list
+    stream = llm.stream([*prompts, *prompts], greedy)
+    next(stream)
+    outputs = llm.beam_search(prompts, BeamSearchParams(3, 12))
+    for output, one in zip(outputs, expected, strict=True):
+        assert [beam.tokens for beam in output.sequences] == [beam.tokens for beam in one.sequences]
+    found = {output.request_id: output.outputs[0].token_ids for output in stream if output.finished}
+    assert [found[key] for key in sorted(found, key=int)] == [one.outputs[0].token_ids for one in answers] * 2
+    assert llm.get_stats().num_preemptions > 0

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm.extras.all_options import Config
-from nanovllm.extras.checkpoint import load_tokenizer, read_default_sampling_params, read_model_config
-from nanovllm.extras.model_folder import resolve_model
+from nanovllm.extras.checkpoint import load_tokenizer, read_default_sampling_params, read_model_config, resolve_model
 from nanovllm.loader import read_eos_token_ids
 from tests.extras.test_weights import load_with_extras as load
 from tests.hub_cache import put_into_cache

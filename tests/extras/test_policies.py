@@ -11,8 +11,10 @@ from nanovllm import LLM, Config
 from nanovllm.block_manager import BlockManager
 from nanovllm.extras.extended_scheduler import ExtendedScheduler
 from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.ordered_queues import order_queues
 from nanovllm.extras.policies import POLICIES, SJF_TOKENS_PER_ARRIVAL, fcfs, priority, sjf
 from nanovllm.extras.request_params import SamplingParams
+from nanovllm.scheduler import Scheduler
 from tests.extras.full_traffic import Run, order_of_service
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 2000), st.integers(-3, 3)), min_size=1, max_size=12)
@@ -57,6 +59,24 @@ def test_overtaking_under_sjf_is_bounded(requests):
 @pytest.mark.parametrize("policy", POLICIES.values())
 def test_equals_are_served_by_arrival(policy):
     assert ranks(policy, [(5, 1)] * 6) == list(range(6))
+
+
+def test_queues_that_are_ordered_later_keep_their_order():
+    """Sequences run and wait already, one of them with children, and one is preempted afterwards."""
+    scheduler = Scheduler(BlockManager(40, 4), 4, 64, 100)
+    for i in range(5):
+        seq = Sequence(str(i), [0] * 5, SamplingParams(n=2, max_tokens=9))
+        seq.children = [Sequence(str(i), [0] * 5, SamplingParams(n=2, max_tokens=9), sample_index=1)]
+        scheduler.add(seq)
+    scheduler.schedule()
+    before = [*scheduler.running], [*scheduler.waiting]
+    order_queues(scheduler)
+    assert ([*scheduler.running], [*scheduler.waiting]) == before
+    assert [len(queue) for queue in before] == [4, 3]
+    scheduler.add(Sequence("late", [0], SamplingParams()))
+    scheduler.waiting.insert(0, scheduler.running.pop())
+    order = [seq.request_id for seq in [*scheduler.running, *scheduler.waiting]]
+    assert order == ["0", "0", "1", "1", "2", "3", "4", "late"]
 
 
 # ---- through the scheduler, one request at a time

@@ -13,9 +13,10 @@ import torch
 from nanovllm import sampler
 from nanovllm.batch import SamplingBatch
 from nanovllm.extras import logprobs as logprobs_module
+from nanovllm.extras.full_runner import sample_with
 from nanovllm.extras.logits_processors import ForbiddenTokens, apply_processors
 from nanovllm.extras.logprobs import compute_logprobs
-from nanovllm.extras.runner_hooks import sample_with, wants_only_tokens
+from nanovllm.extras.runner_hooks import wants_only_tokens
 from nanovllm.sampler import sample_tokens
 from tests import steps
 from tests.extras import sampling_rows

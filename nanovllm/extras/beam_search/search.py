@@ -24,6 +24,7 @@ from nanovllm.extras.full_request import Request
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.input_processor import InputProcessor
 from nanovllm.extras.logits_processors import ProcessorRow
+from nanovllm.extras.ordered_queues import order_queues
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.runner_hooks import StepTokens
 from nanovllm.request import Prompt
@@ -101,6 +102,10 @@ class BeamSearch(Request):
     @property
     def is_finished(self) -> bool:
         return self._is_done
+
+    def queue(self, scheduler: Scheduler, max_num_seqs: int) -> None:
+        order_queues(scheduler)  # forks have their place beside their parents
+        super().queue(scheduler, max_num_seqs)
 
     def read_token(self, seq: Sequence, tokens: StepTokens, row: int) -> None:
         """Keep the candidates of one beam. A beam that is computed again after preemption gets the same ones again."""

@@ -16,10 +16,11 @@ from nanovllm.extras.cuda.graphs import StepSizes, choose_graphs, replay_decodes
 from nanovllm.extras.cuda.input_buffer import InputBuffer
 from nanovllm.extras.cuda.memory import Compute, advice_on_start_memory, advised, measure_free_bytes
 from nanovllm.extras.cuda.warm_up import warm_up
+from nanovllm.extras.device_setup import Device
 from nanovllm.extras.kernels.backend import KernelBackend
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.overlap import NewestTokens
-from nanovllm.extras.runner_hooks import Device, Draw, SampledTokens
+from nanovllm.extras.runner_hooks import Draw, SampledTokens
 from nanovllm.kv_cache import KVCache
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from nanovllm.extras.option_checks import translate_options
 from nanovllm.request import Prompt
 
 if TYPE_CHECKING:
-    from nanovllm.extras.assembly import Parts
+    from nanovllm.extras.full_engine import Parts
     from nanovllm.extras.full_llm import LLM
     from nanovllm.extras.full_request import Request
     from nanovllm.extras.input_processor import InputProcessor

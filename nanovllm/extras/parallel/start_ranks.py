@@ -20,6 +20,7 @@ import torch
 from nanovllm.config import resolve_device, resolve_dtype
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.checkpoint import read_model_config
+from nanovllm.extras.device_setup import Device
 from nanovllm.extras.full_runner import ModelRunner, has_overlap_by_default, most_rows
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.parallel.communicator import CommunicationError, Communicator
@@ -28,7 +29,7 @@ from nanovllm.extras.parallel.driver import Driver
 from nanovllm.extras.parallel.joined import join
 from nanovllm.extras.parallel.meeting import Meeting, choose_kind, connect, make_meeting
 from nanovllm.extras.parallel.processes import accept_other_machines, run_node, share_threads, start_peers
-from nanovllm.extras.runner_hooks import Device, LapClock
+from nanovllm.extras.runner_hooks import LapClock
 from nanovllm.extras.weights import load_model
 from nanovllm.kv_cache import KVCache
 from nanovllm.loader import allocate

@@ -4,8 +4,8 @@ from typing import Any
 
 from nanovllm import model_runner
 from nanovllm.extras.cuda.startup import CudaDevice
+from nanovllm.extras.device_setup import Device
 from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.runner_hooks import Device
 from nanovllm.extras.self_check.comparison import NotAvailableError
 from nanovllm.layers.flash_attention import FlashAttention
 

@@ -5,8 +5,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from nanovllm.checks import check_choice
+from nanovllm.extras.device_setup import Unchecked
 from nanovllm.extras.kernels.backend import KernelBackend
-from nanovllm.extras.runner_hooks import Unchecked
 from nanovllm.extras.self_check.comparison import SelfCheckError
 from nanovllm.extras.self_check.steps import MIN_MODEL_LEN
 from nanovllm.extras.self_check.stored_results import StoredResult

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.batch import SamplingBatch
+from nanovllm.extras.device_setup import Unchecked
 from nanovllm.extras.kernels.backend import AttentionBackend
 from nanovllm.extras.kernels.choices import choose
-from nanovllm.extras.runner_hooks import NO_TOKEN, Unchecked, draw_arguments
+from nanovllm.extras.runner_hooks import NO_TOKEN, draw_arguments
 from nanovllm.extras.self_check.comparison import WIDER, HangError, SelfCheckError, check_rows
 from nanovllm.extras.self_check.crash_test import CrashTest, start_crash_test
 from nanovllm.extras.self_check.networks import (

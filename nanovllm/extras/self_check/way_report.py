@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.extras.all_options import Config
+from nanovllm.extras.checkpoint import resolve_model
 from nanovllm.extras.full_engine import LLMEngine
 from nanovllm.extras.kernels.cpu.library_cache import CacheError, cache_folder
-from nanovllm.extras.model_folder import resolve_model
 from nanovllm.extras.request_params import SamplingParams
 from nanovllm.extras.self_check.comparison import NotAvailableError, SelfCheckError
 from nanovllm.extras.self_check.fallbacks import ways_to_compute

@@ -15,10 +15,10 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from nanovllm.extras.checkpoint import resolve_model
 from nanovllm.extras.checkpoint_options import overridden
 from nanovllm.extras.embedding.pooling_params import EmbeddingRequestOutput, PoolingParams
 from nanovllm.extras.full_engine import LLMEngine
-from nanovllm.extras.model_folder import resolve_model
 from nanovllm.extras.serve.body import JSONRoute
 from nanovllm.extras.serve.engine_thread import NewRequest
 from nanovllm.extras.serve.errors import refuse

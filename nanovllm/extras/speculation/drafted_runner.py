@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 
 from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.runner_hooks import Device
 from nanovllm.extras.speculation.draft_model import find_draft_model
 from nanovllm.extras.speculation.speculation_options import read_options
 
@@ -20,12 +19,12 @@ class DraftedRunner(ModelRunner):
 
     draft: "UnloadedDraft"
 
-    def num_blocks_that_fit_on(self, kind: Device) -> int:
+    def num_blocks_that_fit(self) -> int:
         if self.config.num_kv_blocks is None:
             assert self.config.speculative_config is not None
             options = read_options(self.config.speculative_config)
             self.draft = UnloadedDraft(*find_draft_model(self, options, num_kv_blocks=1))
-        return super().num_blocks_that_fit_on(kind)
+        return super().num_blocks_that_fit()
 
     @property
     def bytes_per_block(self) -> int:

@@ -20,7 +20,7 @@ from nanovllm.extras.speculation.speculative_scheduler import KnowsRequests, Pro
 from nanovllm.scheduler import Step
 
 if TYPE_CHECKING:
-    from nanovllm.extras.assembly import Parts
+    from nanovllm.extras.full_engine import Parts
 
 logger = logging.getLogger(__name__)
 

@@ -90,8 +90,8 @@ def fake_cuda(monkeypatch):
 @pytest.fixture
 def runner(monkeypatch, tiny_checkpoint):
     """Of an engine whose attention can be recorded."""
-    monkeypatch.setattr("nanovllm.extras.full_runner.TorchAttention", GatherAttention)
-    options = {"attention_backend": "torch", "num_kv_blocks": 8, "enforce_eager": True}
+    monkeypatch.setattr("nanovllm.model_runner.TorchAttention", GatherAttention)
+    options = {"attention_backend": "torch", "num_kv_blocks": 8, "enforce_eager": True, "enable_cuda_graphs": False}
     runner = LLMEngine(Config(tiny_checkpoint[0], device="cpu", dtype="float32", **options)).runner
     assert isinstance(runner.backend, GatherAttention)
     runner.draw = lambda logits, *_: logits.argmax(-1)

@@ -29,13 +29,14 @@ from nanovllm.extras.cuda.graphs import (
     record_graphs,
     replay_decodes,
 )
+from nanovllm.extras.device_setup import Device
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.logits_processors import ForbiddenTokens
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.extras.processed_batch import ProcessedSampling, ReadBatch, values_of
 from nanovllm.extras.prompt_logprobs import TargetRows
-from nanovllm.extras.runner_hooks import Device, wants_only_tokens
+from nanovllm.extras.runner_hooks import wants_only_tokens
 from nanovllm.layers.attention import TorchAttention
 from nanovllm.sampler import sample_tokens
 from tests.extras.late_runner import LateRunner
@@ -176,7 +177,7 @@ def draw_plainly(logits, temperatures, uniforms, *_):
 
 def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
     """The same engine with and without graphs, both with the same attention."""
-    monkeypatch.setattr("nanovllm.extras.full_runner.TorchAttention", GatherAttention)
+    monkeypatch.setattr("nanovllm.model_runner.TorchAttention", GatherAttention)
     monkeypatch.setattr("nanovllm.extras.cuda.graphs.wants_only_tokens", wants_no_truncation)
     recorder = OperationRecorder()
 
@@ -196,7 +197,7 @@ def make_engines(monkeypatch, folder, max_num_seqs=6, late=True, **options):
         if has_graphs:
             monkeypatch.setattr(ModelRunner, "make_device", lambda runner: RecordingDevice())
         config = Config(folder, device="cpu", dtype="float32", attention_backend="torch", max_num_seqs=max_num_seqs,
-                        enforce_eager=True, **options)  # fmt: skip
+                        enforce_eager=True, enable_cuda_graphs=False, **options)  # fmt: skip
         engine = LLMEngine(config)
         assert isinstance(engine.runner.backend, GatherAttention)
         assert isinstance(getattr(engine.runner.is_replayed, "__self__", None), ReplayedDecodes) == has_graphs

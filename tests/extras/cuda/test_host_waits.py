@@ -22,10 +22,11 @@ from nanovllm.cuda_graphs import CudaGraphs as ForwardGraphs
 from nanovllm.extras.cuda.graphs import CudaGraphs, StepSizes
 from nanovllm.extras.cuda.input_buffer import InputBuffer
 from nanovllm.extras.cuda.warm_up import warm_up
-from nanovllm.extras.full_runner import ModelRunner, compute_eagerly
+from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.kernels.cuda.flash_backend import FlashAttention
 from nanovllm.extras.models.network_config import NetworkConfig
 from nanovllm.extras.overlap import NewestTokens, has_placeholders
+from nanovllm.extras.plain_runner import compute_eagerly
 from nanovllm.extras.quantization.quantise import quantise
 from nanovllm.extras.runner_hooks import ArrivingTokens
 from nanovllm.kv_cache import KVCache

@@ -6,8 +6,8 @@ import torch
 from nanovllm import Config, LLMEngine
 from nanovllm.extras.cuda.graphs import StepSizes, graph_sizes
 from nanovllm.extras.cuda.memory import advice_on_start_memory, advised, measure_free_bytes, widest_batch
+from nanovllm.extras.device_setup import Device
 from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.runner_hooks import Device
 from tests.extras.cuda.conftest import GIB
 
 

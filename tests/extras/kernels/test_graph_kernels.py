@@ -12,11 +12,11 @@ import pytest
 
 from nanovllm import Config, LLMEngine, SamplingParams
 from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
+from nanovllm.extras.device_setup import Device
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.kernels.cuda.cuda_decoder_layer import TritonDecoderLayer
 from nanovllm.extras.kernels.cuda.sample import sample_tokens
 from nanovllm.extras.overlap import NewestTokens
-from nanovllm.extras.runner_hooks import Device
 from tests.conftest import hf_greedy
 from tests.extras.late_runner import LateRunner
 from tests.extras.recorded_operations import OperationRecorder

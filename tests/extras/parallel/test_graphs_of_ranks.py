@@ -14,13 +14,13 @@ import torch
 from nanovllm import Config, LLMEngine, PoolingParams, SamplingParams
 from nanovllm.extras.cuda.graphs import CudaGraphs, ReplayedDecodes, StepSizes, graph_sizes, replay_decodes
 from nanovllm.extras.cuda.warm_up import draws, null_batch
+from nanovllm.extras.device_setup import Device
 from nanovllm.extras.full_runner import ModelRunner
 from nanovllm.extras.overlap import NewestTokens
 from nanovllm.extras.parallel import start_ranks as start
 from nanovllm.extras.parallel.communicator import Communicator
 from nanovllm.extras.parallel.messages import Header, pack_step
 from nanovllm.extras.parallel.worker import compute_step
-from nanovllm.extras.runner_hooks import Device
 from tests.extras.cuda.test_graphs import draw_plainly, serve
 from tests.extras.recorded_operations import GatherAttention, OperationRecorder
 
@@ -88,7 +88,7 @@ def recorders(quick_ranks, monkeypatch):
         graphs.record_all()
         return graphs
 
-    monkeypatch.setattr("nanovllm.extras.full_runner.TorchAttention", GatherAttention)
+    monkeypatch.setattr("nanovllm.model_runner.TorchAttention", GatherAttention)
     monkeypatch.setattr("nanovllm.extras.cuda.graphs.record_graphs", record)
     monkeypatch.setattr(ModelRunner, "make_device", lambda runner: RecordingDevice())
     monkeypatch.setattr(start, "connect", lambda *args: RecordedCommunicator(connect(*args), next(numbers)))

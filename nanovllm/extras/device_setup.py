@@ -1,0 +1,54 @@
+"""What a kind of device, and the self-check, add to the start of a runner: here nothing.
+
+`cuda/startup.py` and `parallel/start_ranks.py` have subclasses of `Device`, and `self_check/` has one of `Unchecked`.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.extras.plain_runner import PlainRunner
+from nanovllm.extras.runner_hooks import untouched_zeros
+from nanovllm.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from nanovllm.extras.full_runner import ModelRunner
+
+
+class Device:
+    """What a kind of device adds to the start: by default nothing. `cuda/startup.py` has a subclass."""
+
+    note = ""
+    """For the log."""
+    memory_knob = "kv_cache_memory_bytes"
+    """The option to raise if there is not enough memory."""
+
+    def prepare(self, runner: "ModelRunner") -> None:
+        """Prepare the runner. The runner calls this before the first forward pass."""
+
+    def advice(self) -> AbstractContextManager[None]:
+        """Return a context for what allocates memory."""
+        return nullcontext()
+
+    def free_bytes(self, runner: "ModelRunner") -> int:
+        """Return the memory for the KV cache, if the options do not set it."""
+        return PlainRunner.free_bytes(runner)
+
+    def allocate(self, kv_cache: KVCache, num_blocks: int) -> None:
+        """Allocate the blocks of the KV cache."""
+        kv_cache.allocate(0)
+        kv_cache.tensor = untouched_zeros(kv_cache.tensor, num_blocks + 1)
+
+    def wrap(self, runner: "ModelRunner", newest: Any) -> None:
+        """Wrap the runner's `compute`, if needed. The runner calls this last, after allocating the KV cache."""
+
+
+class Unchecked:
+    """A self-check that checks nothing: PyTorch computes, or the kernels have been checked before (`self_check/`)."""
+
+    def layers(self) -> AbstractContextManager[None]:
+        """Return a context for the replacement of layers by fast versions."""
+        return nullcontext()
+
+    def steps(self) -> AbstractContextManager[None]:
+        """Return a context for what follows the layers: CUDA graphs, and the function that draws tokens."""
+        return nullcontext()
