@@ -1,4 +1,4 @@
-"""The detokenizer with all options: `detokenize=False`, `min_tokens`, `include_stop_str_in_output`, special tokens.
+"""The detokenizer with options: `include_stop_str_in_output`, `skip_special_tokens`. `min_tokens.py` has another one.
 
 In a byte-level vocabulary, a text is the bytes of its tokens, one after another. So a token of whole characters adds
 the same text wherever it stands. This text is decoded once and then looked up, which takes a tenth of the time of the
@@ -87,22 +87,3 @@ class FullDetokenizer(Detokenizer):
         super()._find_stop_string()
         if self.stop_string is not None and self._keeps_stop_string:
             self._text += self.stop_string
-
-
-class MinTokensDetokenizer(FullDetokenizer):
-    """The text of an output in which stop strings do not count within the first `min_tokens` tokens."""
-
-    def __init__(self, decoder: TokenDecoder, params: SamplingParams, prompt_token_ids: list[int]) -> None:
-        super().__init__(decoder, params, prompt_token_ids)
-        self._min_tokens = params.min_tokens
-        self._num_tokens = 0
-
-    def append(self, token_id: int) -> None:
-        self._num_tokens += 1
-        super().append(token_id)
-
-    def _find_stop_string(self) -> None:
-        if self._num_tokens <= self._min_tokens:
-            self._num_searched = len(self._text)
-        else:
-            super()._find_stop_string()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import request
-from nanovllm.extras.full_detokenizer import FullDetokenizer, MinTokensDetokenizer, TokenDecoder
+from nanovllm.extras.full_detokenizer import FullDetokenizer, TokenDecoder
 from nanovllm.extras.full_sequence import Sequence
 from nanovllm.extras.lazy_outputs import CompletionOutput, RequestMetrics, RequestOutput
 from nanovllm.extras.request_params import SamplingParams
@@ -205,12 +205,12 @@ def make_detokenizer(
     """Return a detokenizer for one sample, or None if no text is wanted, or the model has no tokenizer."""
     if decoder is None or not params.detokenize:
         return None
-    if params.spaces_between_special_tokens or params.skip_special_tokens:
-        kind = MinTokensDetokenizer if params.min_tokens and params.stop_strings else FullDetokenizer
-        return kind(decoder, params, prompt_token_ids)
-    from nanovllm.extras.special_tokens import SpacelessDetokenizer
-
-    return SpacelessDetokenizer(decoder, params, prompt_token_ids)
+    kind = FullDetokenizer
+    if not params.spaces_between_special_tokens and not params.skip_special_tokens:
+        from nanovllm.extras.special_tokens import SpacelessDetokenizer as kind
+    elif params.min_tokens and params.stop_strings:
+        from nanovllm.extras.min_tokens import MinTokensDetokenizer as kind
+    return kind(decoder, params, prompt_token_ids)
 
 
 # ---- a step's results

@@ -3,10 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from nanovllm import sequence
-from nanovllm.block_tables import IntArray
 
 
 @dataclass(eq=False, slots=True)
@@ -63,8 +60,3 @@ class Sequence(sequence.Sequence):
             params: Any = self.sampling_params
             if ids.length - self.num_prompt_tokens > params.min_tokens:
                 self.stop_token_ids = self.all_stop_token_ids
-
-
-def grow(ids: IntArray) -> None:
-    """Double the capacity, keeping the elements."""
-    ids.data = np.concatenate([ids.data, np.zeros_like(ids.data)])

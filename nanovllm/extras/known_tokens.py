@@ -6,7 +6,10 @@ Their K and V are computed, but the prefix cache learns only known tokens.
 
 from typing import Any
 
+import numpy as np
+
 from nanovllm.block_manager import BlockManager
+from nanovllm.block_tables import IntArray
 from nanovllm.extras.full_observer import Observer
 from nanovllm.prefix_cache import PrefixCache
 
@@ -45,3 +48,8 @@ class KnownTokensBlockManager(BlockManager):
         if seq.block_table.length:
             self.prefix_cache.register(seq, seq.num_computed_tokens)
         super().free(seq)
+
+
+def grow(ids: IntArray) -> None:
+    """Double the capacity of a sequence's tokens, so that there is room for tokens that are not known yet."""
+    ids.data = np.concatenate([ids.data, np.zeros_like(ids.data)])

@@ -27,7 +27,7 @@ import torch
 
 from nanovllm.batch import Batch
 from nanovllm.extras.extended_scheduler import ExtendedScheduler
-from nanovllm.extras.full_sequence import grow
+from nanovllm.extras.known_tokens import grow
 from nanovllm.scheduler import Step
 
 

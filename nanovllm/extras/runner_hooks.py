@@ -3,8 +3,8 @@
 import math
 import mmap
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -89,9 +89,6 @@ def untouched_zeros(like: Tensor, num_blocks: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(like.dtype).view(shape)  # keeps `memory`
 
 
-# ---- PyTorch's defaults
-
-
 def plain_defaults() -> AbstractContextManager[None]:
     """Return a context without the program's default device, default dtype and autocast.
 
@@ -99,19 +96,11 @@ def plain_defaults() -> AbstractContextManager[None]:
     """
     is_plain = torch.get_default_dtype() == torch.float32 and torch.get_default_device().type == "cpu"
     has_autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    return nullcontext() if is_plain and not has_autocast else reset_defaults()
+    if is_plain and not has_autocast:
+        return nullcontext()
+    from nanovllm.extras.torch_defaults import reset_defaults
 
-
-@contextmanager
-def reset_defaults() -> Iterator[None]:
-    """Give PyTorch its own defaults, and the program's again in the end."""
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
+    return reset_defaults()
 
 
 # ---- sampling

@@ -3,7 +3,8 @@
 `full_detokenizer.py` chooses it, unless special tokens are skipped anyway.
 """
 
-from nanovllm.extras.full_detokenizer import MinTokensDetokenizer, TokenDecoder
+from nanovllm.extras.full_detokenizer import TokenDecoder
+from nanovllm.extras.min_tokens import MinTokensDetokenizer
 from nanovllm.extras.request_params import SamplingParams
 
 

@@ -24,7 +24,8 @@ from nanovllm.batch import Batch, SamplingBatch
 from nanovllm.extras.all_options import Config
 from nanovllm.extras.checkpoint import read_model_config, resolve_model
 from nanovllm.extras.full_runner import ModelRunner
-from nanovllm.extras.full_sequence import Sequence, grow
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.known_tokens import grow
 from nanovllm.extras.processed_batch import build_batch
 from nanovllm.extras.runner_hooks import SampledTokens
 from nanovllm.extras.self_check.fallbacks import start

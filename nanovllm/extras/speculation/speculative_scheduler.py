@@ -35,7 +35,8 @@ from typing import Any, NamedTuple, Protocol
 from nanovllm.block_tables import IntArray
 from nanovllm.extras.extended_scheduler import ExtendedScheduler, count_places
 from nanovllm.extras.full_request import Request
-from nanovllm.extras.full_sequence import Sequence, grow
+from nanovllm.extras.full_sequence import Sequence
+from nanovllm.extras.known_tokens import grow
 from nanovllm.extras.logits import BadWords, Penalties
 from nanovllm.extras.speculation.blocks import shrink
 from nanovllm.extras.speculation.patience import Patience
