@@ -72,7 +72,7 @@ class Detokenizer:
         if is_finished or not self._stop_strings:
             return self._text
         for i in range(self._num_shown, len(self._text)):
-            if self._text[i:] in self._beginnings:
+            if self._text[i] in self._beginnings and self._text[i:] in self._beginnings:
                 self._num_shown = i
                 return self._text[:i]
         self._num_shown = len(self._text)
@@ -110,14 +110,14 @@ class Detokenizer:
         if self._prompt_text:
             new, self._prompt_text = new[len(commonprefix([new, self._prompt_text])) :], ""
         self._text += new
-        if self._stop_strings:
-            self._find_stop_string()
+        self._find_stop_string()
 
     def _find_stop_string(self) -> None:
         """Cut the text at the stop string that is complete first, if there is one."""
         ends = []
         for stop in self._stop_strings:
-            start = self._text.find(stop, max(0, self._num_searched + 1 - len(stop)))
+            first = self._num_searched + 1 - len(stop)
+            start = self._text.find(stop, first if first > 0 else 0)
             if start >= 0:
                 ends.append((start + len(stop), start, stop))
         if ends:

@@ -1,4 +1,4 @@
-"""The detokenizer with options: `include_stop_str_in_output`, `skip_special_tokens`. `min_tokens.py` has another one.
+"""The detokenizer with `skip_special_tokens`, for many requests of one tokenizer. `stop_options.py` has a subclass.
 
 In a byte-level vocabulary, a text is the bytes of its tokens, one after another. So a token of whole characters adds
 the same text wherever it stands. This text is decoded once and then looked up, which takes a tenth of the time of the
@@ -47,7 +47,6 @@ class FullDetokenizer(Detokenizer):
     def __init__(self, decoder: TokenDecoder, params: SamplingParams, prompt_token_ids: list[int]) -> None:
         self._skip_special_tokens = params.skip_special_tokens
         super().__init__(decoder.backend, prompt_token_ids, params.stop_strings)
-        self._keeps_stop_string = params.include_stop_str_in_output
         self._find_own_text = decoder.own_texts[params.skip_special_tokens]
         self._unread: int | None = None  # the newest token, if the stream has not read it: its text was looked up
 
@@ -82,8 +81,3 @@ class FullDetokenizer(Detokenizer):
         copied = copy(self)
         copied._restart([*self._context, *self._pending])
         return copied
-
-    def _find_stop_string(self) -> None:
-        super()._find_stop_string()
-        if self.stop_string is not None and self._keeps_stop_string:
-            self._text += self.stop_string

@@ -208,8 +208,8 @@ def make_detokenizer(
     kind = FullDetokenizer
     if not params.spaces_between_special_tokens and not params.skip_special_tokens:
         from nanovllm.extras.special_tokens import SpacelessDetokenizer as kind
-    elif params.min_tokens and params.stop_strings:
-        from nanovllm.extras.min_tokens import MinTokensDetokenizer as kind
+    elif params.stop_strings and (params.min_tokens or params.include_stop_str_in_output):
+        from nanovllm.extras.stop_options import StopOptionsDetokenizer as kind
     return kind(decoder, params, prompt_token_ids)
 
 

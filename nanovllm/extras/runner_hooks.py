@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nanovllm.extras.logprobs import LogprobRow, Logprobs
 
 NO_TOKEN = -1
-"""Stands for a token if none could be sampled (`no_token.py`)."""
+"""The token id of a row for which no token could be sampled (`no_token.py`)."""
 Draw = Callable[..., Tensor]
 """`sample_tokens`, or a fast version with the same signature."""
 

@@ -4,11 +4,11 @@
 """
 
 from nanovllm.extras.full_detokenizer import TokenDecoder
-from nanovllm.extras.min_tokens import MinTokensDetokenizer
 from nanovllm.extras.request_params import SamplingParams
+from nanovllm.extras.stop_options import StopOptionsDetokenizer
 
 
-class SpacelessDetokenizer(MinTokensDetokenizer):
+class SpacelessDetokenizer(StopOptionsDetokenizer):
     """Special tokens next to each other add their own texts, and nothing between them."""
 
     def __init__(self, decoder: TokenDecoder, params: SamplingParams, prompt_token_ids: list[int]) -> None:

@@ -1,14 +1,15 @@
-"""`min_tokens` and `stop`: stop strings do not count within the first tokens of an output."""
+"""Options of stop strings: `min_tokens`, within which they do not count, and `include_stop_str_in_output`."""
 
 from nanovllm.extras.full_detokenizer import FullDetokenizer, TokenDecoder
 from nanovllm.extras.request_params import SamplingParams
 
 
-class MinTokensDetokenizer(FullDetokenizer):
-    """The text of an output in which stop strings do not count within the first `min_tokens` tokens."""
+class StopOptionsDetokenizer(FullDetokenizer):
+    """The text of an output whose first tokens may hold stop strings, or which keeps the one that ends it."""
 
     def __init__(self, decoder: TokenDecoder, params: SamplingParams, prompt_token_ids: list[int]) -> None:
         super().__init__(decoder, params, prompt_token_ids)
+        self._keeps_stop_string = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
 
@@ -19,5 +20,7 @@ class MinTokensDetokenizer(FullDetokenizer):
     def _find_stop_string(self) -> None:
         if self._num_tokens <= self._min_tokens:
             self._num_searched = len(self._text)
-        else:
-            super()._find_stop_string()
+            return
+        super()._find_stop_string()
+        if self.stop_string is not None and self._keeps_stop_string:
+            self._text += self.stop_string
