@@ -8,7 +8,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,29 +33,26 @@ from nanovllm.scheduler import Scheduler, Step
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class Parts:
     """What an engine has found out at its start. The config says what was asked for."""
 
-    config: Config
-    model_config: Any  # a `NetworkConfig`
-    tokenizer: Any
-    eos_token_ids: frozenset[int]
-    default_sampling_params: SamplingParams
-    max_model_len: int
-    max_num_batched_tokens: int
-    enable_overlap: bool
-    runner: PlainRunner
-    description: str  # what computes, and why that was chosen
-    startup_seconds: dict[str, float]  # how long each part of the start took, in order
-
-    @property
-    def num_kv_blocks(self) -> int:
-        return self.runner.kv_cache.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self.runner.backend.block_size
+    def __init__(
+        self,
+        config: Config,
+        runner: PlainRunner,
+        tokenizer: Any,
+        eos_token_ids: frozenset[int],
+        default_sampling_params: SamplingParams,
+    ) -> None:
+        self.config, self.runner = config, runner
+        self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
+        self.default_sampling_params = default_sampling_params
+        self.model_config: Any = runner.shape  # a `NetworkConfig`
+        self.max_model_len, self.max_num_batched_tokens = runner.max_model_len, runner.max_num_batched_tokens
+        self.num_kv_blocks, self.block_size = runner.kv_cache.num_blocks, runner.backend.block_size
+        self.enable_overlap = runner.has_overlap
+        self.description = runner.description  # what computes, and why that was chosen
+        self.startup_seconds = runner.clock.seconds  # how long each part of the start took, in order
 
 
 class LLMEngine(engine.LLMEngine):
@@ -305,21 +301,9 @@ class LLMEngine(engine.LLMEngine):
         return runner
 
     def make_stats(self) -> SchedulingStats:
-        runner, config = self.runner, self.config
-        self.parts = Parts(
-            config=config,
-            model_config=runner.shape,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self.eos_token_ids,
-            default_sampling_params=self._default_sampling_params,
-            max_model_len=runner.max_model_len,
-            max_num_batched_tokens=runner.max_num_batched_tokens,
-            enable_overlap=runner.has_overlap,
-            runner=runner,
-            description=runner.description,
-            startup_seconds=runner.clock.seconds,
-        )
-        self.description = runner.description
+        defaults = self._default_sampling_params
+        self.parts = Parts(self.config, self.runner, self.tokenizer, self.eos_token_ids, defaults)
+        self.description = self.parts.description
         if self._watcher is None:
             return SchedulingStats()
         from nanovllm.extras.watching import Watching

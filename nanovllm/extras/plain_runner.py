@@ -6,7 +6,7 @@ replaces two functions of the runner: `transfer` (a step's tensors to the device
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,23 +27,12 @@ if TYPE_CHECKING:
     from nanovllm.extras.logprobs import Logprobs
 
 logger = logging.getLogger(__name__)
-PLAIN_OPTIONS: Mapping[str, Any] = {
-    "attention_backend": "torch",
-    "enforce_eager": True,
-    "kv_cache_dtype": "auto",
-    "load_format": "auto",
-    "quantization": None,
-    "enable_cuda_graphs": None,
-    "enable_overlap": None,
-    "speculative_config": None,
-    "scheduling_policy": "fcfs",
-    "long_prefill_token_threshold": 0,
-    "preemption_mode": "recompute",
-    "tensor_parallel_size": 1,
-    "nnodes": 1,
-    "node_rank": 0,
-}
-"""The values with which these options ask for nothing beyond the core."""
+BEYOND_THE_CORE = (
+    *("kv_cache_dtype", "load_format", "quantization", "enable_cuda_graphs", "enable_overlap", "speculative_config"),
+    *("scheduling_policy", "long_prefill_token_threshold", "preemption_mode"),
+    *("tensor_parallel_size", "nnodes", "node_rank"),
+)
+"""Options that need more than the core's parts, unless they have their default values."""
 
 
 class PlainRunner(model_runner.ModelRunner):
@@ -146,7 +135,9 @@ class PlainRunner(model_runner.ModelRunner):
 
 def is_plain(config: Config, folder: Path) -> bool:
     """Return whether runner, scheduler and block manager can be the core's, apart from what requests ask for."""
-    if any(getattr(config, name) != value for name, value in PLAIN_OPTIONS.items()):
+    if config.attention_backend != "torch" or not config.enforce_eager:
+        return False
+    if any(getattr(config, name) != getattr(Config, name) for name in BEYOND_THE_CORE):
         return False
     _, shape = read_model_config(folder, config.hf_overrides, config.max_model_len)
     is_plain_model = shape.quantization_config is None and shape.latent_rank is None and shape.widest_window is None
