@@ -178,7 +178,9 @@ class Request(request.Request):
     def _progress(self) -> tuple[int, int, int, float | None]:
         """Return the counters that lazily made metrics need."""
         seqs: list[Any] = self.seqs
-        num_output_tokens, num_preemptions = seqs[0].num_output_tokens, seqs[0].num_preemptions
+        first = seqs[0]
+        # not by the property: each stream needs this in each step
+        num_output_tokens, num_preemptions = first.token_ids.length - first.num_prompt_tokens, first.num_preemptions
         if len(seqs) > 1:
             num_output_tokens = max(seq.num_output_tokens for seq in seqs)
             num_preemptions = sum(seq.num_preemptions for seq in seqs)
